@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A parameter server: a rank that contributes nothing, adds up what the workers send and returns the average."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.collectives.direct import PULL, average, message_number
+from dlcp.dtypes import ValueType
+from dlcp.ledger import Ledger
+from dlcp.tags import PacketTags, queue_of_layer
+from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What the server accepts as complete; the same on workers and server.
+
+    Parameters
+    ----------
+    bound
+        The loss that what a worker sends may suffer.
+    value_type
+        The format of the gradients.
+    rescale
+        Divide each sum by how many workers it holds. Only without error feedback: a server has no parameters to keep
+        the difference with, so with both, lost gradients would count twice.
+    """
+
+    bound: LossBound = field(default_factory=lambda: LossBound(0.1))
+    value_type: ValueType = ValueType.FLOAT32
+    rescale: bool = False
+
+
+class ParameterServer:
+    """Serves the buckets of all steps until its endpoint is closed. It learns their sizes from the workers' packets.
+
+    Parameters
+    ----------
+    endpoint
+        The server's endpoint; the workers are its peers.
+    workers
+        Ranks of the workers.
+    options
+        See :class:`ServerOptions`.
+    ledger
+        Where the results it sends are entered.
+
+    Attributes
+    ----------
+    failed
+        Resolves, with the error, when the server cannot go on.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        workers: Sequence[int],
+        *,
+        options: ServerOptions | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.workers = sorted(workers)
+        self.options = options or ServerOptions()
+        self.ledger = ledger or Ledger()
+        self.failed: Future[None] = Future()
+        self._ranks = max([*self.workers, endpoint.rank]) + 1
+        self._buckets: dict[MessageKey, dict[int, Arrival]] = {}
+        endpoint.call(partial(setattr, endpoint.protocol, "on_unawaited", self._open))
+
+    def _open(self, worker: int, key: MessageKey) -> None:
+        waiting = self.endpoint.receive(worker, key, None, self.options.bound, self._label(key))
+        waiting.add_done_callback(partial(self._on_share, worker, key))
+
+    def _on_share(self, worker: int, key: MessageKey, share: "Future[Arrival]") -> None:
+        try:
+            bucket = self._buckets.setdefault(key, {})
+            bucket[worker] = share.result()
+            if len(bucket) == len(self.workers):
+                del self._buckets[key]
+                self._reduce(key, bucket)
+                # A worker is at most one step behind another: it cannot start the next without this one's result.
+                self.endpoint.protocol.forget_before(key.step - 1)
+        except Exception as error:
+            self._fail(error)
+
+    def _reduce(self, key: MessageKey, bucket: dict[int, Arrival]) -> None:
+        value_type = self.options.value_type
+        sizes = {worker: len(arrival.payload) for worker, arrival in bucket.items()}
+        if len(set(sizes.values())) > 1 or key.message % self._ranks != self.endpoint.rank:
+            raise ValueError(
+                f"step {key.step}, {self._label(key)}: workers sent {sizes} bytes; do all run the same model?"
+            )
+        mean, _ = average(
+            {worker: arrival.payload.view(value_type.storage) for worker, arrival in bucket.items()},
+            {worker: arrival.delivered for worker, arrival in bucket.items()},
+            value_type,
+            self.endpoint.options.payload_bytes // value_type.storage.itemsize,
+            rescale=self.options.rescale,
+        )
+        result = np.ascontiguousarray(value_type.narrow(mean)).view(np.uint8)
+        tags = _tags_of(bucket)
+        sequence = key.message // self._ranks // 2
+        for worker in self.workers:
+            reply = MessageKey(key.step, message_number(sequence, PULL, worker, self._ranks))
+            sending = self.endpoint.send(worker, reply, memoryview(result.data), tags, RELIABLE, self._label(key))
+            sending.add_done_callback(partial(self._on_sent, worker, reply, tags))
+
+    def _on_sent(self, worker: int, key: MessageKey, tags: PacketTags, sending: "Future[Delivery]") -> None:
+        try:
+            self.ledger.record(key, worker, self._label(key), tags, RELIABLE, sending.result())
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    def _label(self, key: MessageKey) -> str:
+        return f"bucket {key.message // self._ranks // 2}"
+
+
+def _tags_of(bucket: dict[int, Arrival]) -> PacketTags:
+    """Tag a result like the gradients it was made of; a layer that nobody delivered goes first."""
+    arrivals = list(bucket.values())
+    layer: NDArray[np.uint8] = np.zeros(len(arrivals[0].layer), np.uint8)
+    for arrival in arrivals:
+        layer = np.where(arrival.delivered, arrival.layer, layer)
+    nothing = np.zeros(len(layer), np.uint8)
+    return PacketTags(queue_of_layer(layer), nothing, layer, nothing.astype(np.bool_))

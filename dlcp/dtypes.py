@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The number formats that gradients come in."""
+
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class ValueType(Enum):
+    """A number format, with the NumPy type that holds its bits; NumPy has no bfloat16, so its bits travel as uint16."""
+
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+    @property
+    def storage(self) -> np.dtype[np.generic]:
+        """The NumPy type of a buffer in this format."""
+        return np.dtype("uint16" if self is ValueType.BFLOAT16 else self.value)
+
+    def widen(self, values: NDArray[np.generic]) -> NDArray[np.floating]:
+        """Return the values in a type that sums keep their precision in: float32, or float64 for float64."""
+        if values.dtype != self.storage:
+            raise TypeError(f"a buffer of {self.value} is held as {self.storage}, got {values.dtype}")
+        if self is ValueType.BFLOAT16:
+            return (values.astype(np.uint32) << 16).view(np.float32)
+        return values.astype(np.float64 if self is ValueType.FLOAT64 else np.float32, copy=False)
+
+    def narrow(self, values: NDArray[np.floating]) -> NDArray[np.generic]:
+        """Round values to this format, to nearest, ties to even; what :meth:`widen` undoes."""
+        if self is not ValueType.BFLOAT16:
+            with np.errstate(over="ignore"):
+                return values.astype(self.storage, copy=False)
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was sent, delivered, lost and recovered, by step, layer and message; and the check that bounds were kept."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.tags import PacketTags
+from dlcp.transport import BoundExceededError, Delivery, LossBound, MessageKey
+
+LAYER_POSITIONS = 256
+DROP_CLASSES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRecord:
+    """One message in the ledger of its sender. Counts are in packets; ``bound`` is the share that may be lost.
+
+    ``resent`` counts transmissions after a packet's first, ``recovered`` the packets that arrived thanks to them,
+    ``lost`` those that never did.
+    """
+
+    step: int
+    message: int
+    receiver: int
+    layers: str
+    packets: int
+    sent: int
+    resent: int
+    delivered: int
+    recovered: int
+    lost: int
+    bound: float
+    seconds: float
+
+
+class Ledger:
+    """The accounts of one rank's messages. Safe to use from several threads.
+
+    Parameters
+    ----------
+    job
+        Job number, for error messages.
+    keep
+        How many of the latest records to keep; totals cover everything.
+    sink
+        Called with every record, for instance to write it to a file.
+    """
+
+    def __init__(self, job: int = 0, keep: int = 10_000, sink: Callable[[MessageRecord], None] | None = None) -> None:
+        self.job = job
+        self.records: deque[MessageRecord] = deque(maxlen=keep)
+        self.violations = 0
+        self.max_message_ratio = 0.0
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._totals = np.zeros(4, np.int64)
+        self._by_layer = np.zeros((LAYER_POSITIONS, 2), np.int64)
+        self._by_class = np.zeros((DROP_CLASSES, 2), np.int64)
+
+    def record(
+        self, key: MessageKey, receiver: int, layers: str, tags: PacketTags, bound: LossBound, delivery: Delivery
+    ) -> MessageRecord:
+        """Enter a message that its receiver has confirmed.
+
+        Raises
+        ------
+        BoundExceededError
+            More was lost than the bound allows, or a protected packet was; the message is entered nevertheless.
+        """
+        lost = ~delivery.delivered
+        packets = len(lost)
+        entry = MessageRecord(
+            key.step,
+            key.message,
+            receiver,
+            layers,
+            packets,
+            delivery.sent,
+            delivery.resent,
+            packets - int(lost.sum()),
+            delivery.recovered,
+            int(lost.sum()),
+            bound.ratio,
+            delivery.seconds,
+        )
+        broken = entry.lost > bound.allowed(packets) or bool((lost & tags.protected).any())
+        with self._lock:
+            self.records.append(entry)
+            self.violations += broken
+            self.max_message_ratio = max(self.max_message_ratio, entry.lost / packets)
+            self._totals += (entry.sent, entry.delivered, entry.lost, entry.resent)
+            for table, index in ((self._by_layer, tags.layer), (self._by_class, tags.drop_class)):
+                table[:, 0] += np.bincount(index, minlength=len(table))
+                table[:, 1] += np.bincount(index[lost], minlength=len(table))
+        if self._sink:
+            self._sink(entry)
+        if broken:
+            raise BoundExceededError(
+                f"job {self.job}, step {key.step}: rank {receiver} got {entry.delivered / packets:.1%} of {layers} "
+                f"(bound {1 - bound.ratio:.1%}), protected packets lost: {int((lost & tags.protected).sum())}"
+            )
+        return entry
+
+    def loss_by_layer(self) -> NDArray[np.int64]:
+        """Return packets and lost packets per layer position, shape (256, 2)."""
+        with self._lock:
+            return np.array(self._by_layer)
+
+    def loss_by_class(self) -> NDArray[np.int64]:
+        """Return packets and lost packets per drop class, shape (8, 2)."""
+        with self._lock:
+            return np.array(self._by_class)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the totals: packets sent, delivered, lost and resent, the worst message and the violations."""
+        with self._lock:
+            sent, delivered, lost, resent = self._totals.tolist()
+            return {
+                "sent": sent,
+                "delivered": delivered,
+                "lost": lost,
+                "retransmitted": resent,
+                "max_message_ratio": self.max_message_ratio,
+                "violations": self.violations,
+                "by_class": self._by_class.tolist(),
+                "by_layer": {str(position): row for position, row in enumerate(self._by_layer.tolist()) if row[0]},
+            }
+
+
+def as_json(record: MessageRecord) -> dict[str, Any]:
+    """Return a record as plain values."""
+    return asdict(record)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between ranks of which a bounded share may be lost."""
+
+from dlcp.transport.bound import RELIABLE, LossBound
+from dlcp.transport.endpoint import Endpoint, bind_socket
+from dlcp.transport.errors import (
+    BoundExceededError,
+    DeadlineError,
+    MessageMismatchError,
+    PeerAbortedError,
+    PeerSilentError,
+    TransportError,
+)
+from dlcp.transport.incoming import Arrival
+from dlcp.transport.outgoing import Delivery, MessageKey
+from dlcp.transport.protocol import Address, TransportOptions
+
+__all__ = [
+    "RELIABLE",
+    "Address",
+    "Arrival",
+    "BoundExceededError",
+    "DeadlineError",
+    "Delivery",
+    "Endpoint",
+    "LossBound",
+    "MessageKey",
+    "MessageMismatchError",
+    "PeerAbortedError",
+    "PeerSilentError",
+    "TransportError",
+    "TransportOptions",
+    "bind_socket",
+]

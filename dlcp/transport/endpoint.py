@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's socket, and the thread that runs the protocol over it."""
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from dlcp import wire
+from dlcp.tags import PacketTags
+from dlcp.transport.bound import LossBound
+from dlcp.transport.errors import PeerSilentError, TransportError
+from dlcp.transport.incoming import Arrival
+from dlcp.transport.outgoing import Delivery, MessageKey
+from dlcp.transport.protocol import Address, Protocol, TransportOptions
+
+RECEIVE_BUFFER_BYTES = 8 << 20
+SKB_OVERHEAD_BYTES = 832
+"""What Linux charges a datagram for beside its bytes, rounded up (sk_buff and its data's alignment)."""
+RECEIVE_BURST = 64
+CLOSE_LINGER_S = 1.0
+_SO_RCVBUFFORCE = 33
+_BUSY_RETRY_S = 0.0005
+
+
+class Endpoint:
+    """One rank's end of all its conversations. Its methods may be called from any thread.
+
+    Parameters
+    ----------
+    rank
+        This rank.
+    sock
+        This rank's socket, from :func:`bind_socket`; closed with the endpoint.
+    peers
+        Where to reach every other rank, and where its packets come from.
+    job, token
+        Job number and session token, the same on all ranks.
+    options
+        See :class:`TransportOptions`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        sock: socket.socket,
+        peers: dict[int, Address],
+        *,
+        job: int = 0,
+        token: int,
+        options: TransportOptions | None = None,
+    ) -> None:
+        self.rank = rank
+        self.options = options or TransportOptions()
+        self._socket = sock
+        self._addresses = peers
+        self.protocol = Protocol(
+            rank,
+            peers,
+            job=job,
+            token=token,
+            options=self.options,
+            receive_packets=_receive_packets(self._socket, self.options.payload_bytes),
+            send=self._send,
+            now_s=time.monotonic(),
+        )
+        self._ancillary = [
+            [(socket.IPPROTO_IP, socket.IP_TOS, struct.pack("i", tos))] if tos else [] for tos in range(256)
+        ]
+        self._wake_receive, self._wake_send = socket.socketpair()
+        self._wake_receive.setblocking(False)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._closing = False
+        self._buffer = bytearray(wire.HEADER_BYTES + self.options.payload_bytes + 1)
+        self._thread = threading.Thread(target=self._run, name=f"dlcp-rank{rank}", daemon=True)
+        self._thread.start()
+
+    def send(
+        self, peer: int, key: MessageKey, payload: memoryview, tags: PacketTags, bound: LossBound, label: str
+    ) -> Future[Delivery]:
+        """Send a message; see :meth:`Protocol.send_message`."""
+        return self._ask(lambda: self.protocol.send_message(peer, key, payload, tags, bound, label, time.monotonic()))
+
+    def receive(
+        self, peer: int, key: MessageKey, message_bytes: int | None, bound: LossBound, label: str
+    ) -> Future[Arrival]:
+        """Wait for a message; see :meth:`Protocol.receive_message`."""
+        return self._ask(
+            lambda: self.protocol.receive_message(peer, key, message_bytes, bound, label, time.monotonic())
+        )
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a function in the endpoint's thread, in the order of the calls."""
+        self._commands.append(function)
+        if threading.current_thread() is not self._thread:
+            with contextlib.suppress(OSError):
+                self._wake_send.send(b"\0")
+
+    def greet(self, timeout_s: float = 30.0) -> None:
+        """Wait until every peer has answered.
+
+        Raises
+        ------
+        PeerSilentError
+            Some have not within ``timeout_s``; the message names them and their addresses.
+        """
+        end_s = time.monotonic() + timeout_s
+        while strangers := self.protocol.strangers:
+            if time.monotonic() > end_s:
+                where = ", ".join(
+                    f"rank {peer} at {self._addresses[peer][0]}:{self._addresses[peer][1]}" for peer in strangers
+                )
+                raise PeerSilentError(
+                    f"job {self.protocol.job}: no answer within {timeout_s:.0f} s from {where}; "
+                    "is it started, is the port open, and does the session token agree?"
+                )
+            self.call(lambda: self.protocol.greet(time.monotonic()))
+            time.sleep(0.05)
+
+    def close(self, reason: str | None = None) -> None:
+        """Stop; without a ``reason`` once peers have confirmed what is done, with one after telling them of it."""
+        if self._closing:
+            return
+        if reason is None:
+            end_s = time.monotonic() + CLOSE_LINGER_S
+            while not self.protocol.settled and time.monotonic() < end_s and self._thread.is_alive():
+                time.sleep(0.005)
+        else:
+            self.call(lambda: self.protocol.abort(reason))
+        self.call(self._stop)
+        self._thread.join(5)
+        self._socket.close()
+        self._wake_receive.close()
+        self._wake_send.close()
+
+    def _stop(self) -> None:
+        self._closing = True
+        self.protocol.fail(TransportError(f"rank {self.rank} has closed its endpoint"))
+
+    def _ask(self, question: Callable[[], Future[Any]]) -> Future[Any]:
+        if threading.current_thread() is self._thread:
+            return question()
+        answer: Future[Any] = Future()
+
+        def ask() -> None:
+            try:
+                question().add_done_callback(lambda inner: _copy(inner, answer))
+            except Exception as error:
+                answer.set_exception(error)
+
+        if not self._thread.is_alive():
+            answer.set_exception(TransportError(f"rank {self.rank} has closed its endpoint"))
+            return answer
+        self.call(ask)
+        return answer
+
+    def _send(self, peer: int, header: bytes | memoryview, payload: bytes | memoryview, tos: int) -> bool:
+        try:
+            self._socket.sendmsg((header, payload), self._ancillary[tos], 0, self._addresses[peer])
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            # No route, no buffers, or an unreachable peer: lost like any packet; the deadline names the peer.
+            self.protocol.counted[f"send_{type(error).__name__}"] += 1
+        return True
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        except Exception as error:
+            failure = TransportError(f"rank {self.rank}: the endpoint failed: {error!r}")
+            failure.__cause__ = error
+            self.protocol.abort(str(failure))
+            self.protocol.fail(failure)
+            raise
+
+    def _turn(self) -> None:
+        protocol = self.protocol
+        now_s = time.monotonic()
+        due_s = protocol.on_time(now_s)
+        try:
+            more = protocol.pump(now_s)
+        except BlockingIOError:
+            more, due_s = False, min(due_s, now_s + _BUSY_RETRY_S)
+        wait_s = 0.0 if more or self._commands else max(0.0, due_s - time.monotonic())
+        readable, _, _ = select.select([self._socket, self._wake_receive], [], [], wait_s)
+        if self._wake_receive in readable:
+            with contextlib.suppress(BlockingIOError):
+                self._wake_receive.recv(4096)
+        while self._commands:
+            self._commands.popleft()()
+        if self._socket in readable:
+            self._receive()
+            protocol.acknowledge()
+
+    def _receive(self) -> None:
+        buffer, view, protocol = self._buffer, memoryview(self._buffer), self.protocol
+        now_s = time.monotonic()
+        for _ in range(RECEIVE_BURST):
+            try:
+                size, ancillary, flags, source = self._socket.recvmsg_into([buffer], 64)
+            except BlockingIOError:
+                return
+            except OSError:
+                protocol.counted["receive_error"] += 1  # an ICMP error of an earlier send
+                return
+            if flags & socket.MSG_TRUNC:
+                protocol.refused["malformed"] += 1
+                continue
+            tos = ancillary[0][2][0] if ancillary else 0
+            protocol.on_datagram(view[:size], tos, source, now_s)
+
+
+def bind_socket(host: str, ports: Iterable[int]) -> socket.socket:
+    """Bind a UDP socket to the first of ``ports`` that is free, with as large a receive buffer as the kernel grants.
+
+    Raises
+    ------
+    OSError
+        None of them can be bound; the message names them.
+    """
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    tried = []
+    for port in ports:
+        try:
+            sock.bind((host, port))
+            break
+        except OSError as error:
+            tried.append(f"{port} ({error.strerror})")
+    else:
+        sock.close()
+        raise OSError(
+            f"cannot bind UDP at {host}, port {', '.join(tried)}; end the job that holds it, or choose another address"
+        )
+    sock.setsockopt(socket.IPPROTO_IP, getattr(socket, "IP_RECVTOS", 13), 1)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, RECEIVE_BUFFER_BYTES)
+    except PermissionError:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+    sock.setblocking(False)
+    return sock
+
+
+def _receive_packets(sock: socket.socket, payload_bytes: int) -> int:
+    """Return how many full packets the receive buffer holds: the kernel may have granted less than was asked for."""
+    granted = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    return max(8, int(granted // (payload_bytes + wire.HEADER_BYTES + SKB_OVERHEAD_BYTES)))
+
+
+def _copy(source: Future[Any], target: Future[Any]) -> None:
+    error = source.exception()
+    if error:
+        target.set_exception(error)
+    else:
+        target.set_result(source.result())

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong between two ranks. Every message names the rank, the step and the layers it is about."""
+
+
+class TransportError(RuntimeError):
+    """A message cannot be delivered."""
+
+
+class PeerSilentError(TransportError):
+    """A rank has not answered for longer than allowed: its process or its path is dead."""
+
+
+class DeadlineError(TransportError):
+    """A rank answers, but a message is not complete within its deadline."""
+
+
+class PeerAbortedError(TransportError):
+    """A rank gave up and said why."""
+
+
+class MessageMismatchError(TransportError):
+    """Two ranks disagree about the size of a message."""
+
+
+class BoundExceededError(TransportError):
+    """More of a message was lost than its bound allows."""

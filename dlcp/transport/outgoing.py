@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A message on its way out: which of its packets are on the wire, delivered, lost, or to be sent again."""
+
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp import wire
+from dlcp.tags import PacketTags
+from dlcp.transport.bound import LossBound
+
+UNSENT: Final = 0
+FLYING: Final = 1
+DELIVERED: Final = 2
+LOST: Final = 3
+
+
+class MessageKey(NamedTuple):
+    """What tells the messages between two ranks apart: training step (generation) and number within it."""
+
+    step: int
+    message: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What became of a message, as its receiver confirmed it.
+
+    ``delivered`` has shape (packets,); ``sent`` counts every transmission, ``resent`` those after a packet's first.
+    """
+
+    delivered: NDArray[np.bool_]
+    sent: int
+    resent: int
+    seconds: float
+
+    @property
+    def recovered(self) -> int:
+        """Packets that were lost and arrived when sent again; at most ``resent``."""
+        return min(self.resent, int(self.delivered.sum()))
+
+
+class OutgoingMessage:
+    """The sender's view of one message.
+
+    Parameters
+    ----------
+    key
+        Step and number.
+    payload
+        The bytes to send; not copied, so they must not change until ``done`` is resolved.
+    payload_bytes
+        Bytes per packet; the last packet carries the rest.
+    tags
+        Tags per packet.
+    bound
+        How much may be lost.
+    headers
+        The encoded headers, shape (packets, 32), and ``tos`` the IPv4 type of service of each packet.
+    label
+        The layers in it, for error messages.
+    deadline_s
+        When it must be confirmed, on the clock of the transport.
+    """
+
+    def __init__(
+        self,
+        key: MessageKey,
+        payload: memoryview,
+        payload_bytes: int,
+        tags: PacketTags,
+        bound: LossBound,
+        headers: NDArray[np.uint8],
+        tos: NDArray[np.uint8],
+        label: str,
+        now_s: float,
+        deadline_s: float,
+    ) -> None:
+        self.key = key
+        self.packets = len(headers)
+        self.bound = bound
+        self.label = label
+        self.started_s = now_s
+        self.deadline_s = deadline_s
+        self.protected_packets = int(tags.protected.sum())
+        self.state = np.zeros(self.packets, np.uint8)
+        self.sent_at_s = np.zeros(self.packets)
+        self.queue = tags.queue
+        self.flying = 0
+        self.sent = 0
+        self.resent = 0
+        self.probe_due_s = now_s
+        self.probed_s: float | None = None
+        self.probes_unanswered = 0
+        self.confirmed: dict[int, NDArray[np.bool_]] = {}
+        self.done: Future[Delivery] = Future()
+        self._allowed = bound.allowed(self.packets)
+        self._tags = tags
+        self._payload = payload
+        self._payload_bytes = payload_bytes
+        self._headers = headers.reshape(-1).data
+        self._tos = tos.tolist()
+        self._order = self._send_order(tags.queue, key)
+        self._next = 0
+        self._taken = 0, False
+        self._again: deque[int] = deque()
+        self._forgone: list[int] = []
+
+    @staticmethod
+    def _send_order(queue: NDArray[np.uint8], key: MessageKey) -> list[int]:
+        # Urgent queues first; within one a new order each step, else congestion would always hit the same tensors.
+        shuffled = np.random.default_rng(key).permutation(len(queue))
+        order: list[int] = shuffled[np.argsort(-queue[shuffled].astype(np.int8), kind="stable")].tolist()
+        return order
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a packet waits to be sent, for the first time or again."""
+        return bool(self._again) or self._next < self.packets
+
+    @property
+    def next_queue(self) -> int:
+        """The queue of the next packet to send; call only if ``has_unsent``."""
+        return int(self.queue[self._again[0] if self._again else self._order[self._next]])
+
+    def take(self, now_s: float) -> tuple[memoryview, memoryview, int]:
+        """Take the next packet to send: its header, payload and type of service."""
+        again = bool(self._again)
+        if again:
+            index = self._again.popleft()
+        else:
+            index = self._order[self._next]
+            self._next += 1
+        self._taken = index, again
+        self.state[index] = FLYING
+        self.sent_at_s[index] = now_s
+        self.flying += 1
+        self.sent += 1
+        offset = index * wire.HEADER_BYTES
+        header = self._headers[offset : offset + wire.HEADER_BYTES]
+        if again:
+            self.resent += 1
+            copy = bytearray(header)
+            copy[1] |= wire.Flag.RETRANSMISSION
+            header = memoryview(copy)
+        start = index * self._payload_bytes
+        return header, self._payload[start : start + self._payload_bytes], self._tos[index]
+
+    def put_back(self) -> None:
+        """Undo the last :meth:`take`: the socket would not accept the packet."""
+        index, again = self._taken
+        self.flying -= 1
+        self.sent -= 1
+        if again:
+            self.resent -= 1
+            self.state[index] = LOST
+            self._again.appendleft(index)
+        else:
+            self.state[index] = UNSENT
+            self._next -= 1
+
+    def mark_delivered(self, indices: NDArray[np.intp]) -> tuple[NDArray[np.intp], int]:
+        """Note packets that arrived; return those that are news, and how many of them were counted as flying."""
+        news = np.unique(indices[self.state[indices] != DELIVERED])
+        landed = int((self.state[news] == FLYING).sum())
+        self.flying -= landed
+        self.state[news] = DELIVERED
+        return news, landed
+
+    def mark_lost(self, lost: NDArray[np.bool_]) -> int:
+        """Note packets as lost and choose which to send again; return how many there were.
+
+        Protected packets are always sent again. Of the others the least valuable are forgone, up to the bound.
+        """
+        indices = np.flatnonzero(lost & (self.state == FLYING))
+        if not len(indices):
+            return 0
+        self.state[indices] = LOST
+        self.flying -= len(indices)
+        protected = self._tags.protected[indices]
+        self._again.extend(indices[protected].tolist())
+        self._forgone.extend(indices[~protected].tolist())
+        self._forgone = [index for index in self._forgone if self.state[index] == LOST]
+        excess = len(self._forgone) - self._allowed
+        if excess > 0:
+            classes = self._tags.drop_class
+            self._forgone.sort(key=lambda index: int(classes[index]))
+            self._again.extend(self._forgone[:excess])
+            del self._forgone[:excess]
+        return len(indices)
+
+    def forget_delivered(self) -> None:
+        """Drop packets from the list to send again that have arrived after all."""
+        if self._again:
+            self._again = deque(index for index in self._again if self.state[index] != DELIVERED)
+
+    def confirm(self, first: int, delivered: NDArray[np.bool_]) -> bool:
+        """Take in one part of a STOP; return whether every part is in."""
+        self.confirmed[first] = delivered
+        return sum(map(len, self.confirmed.values())) >= self.packets
+
+    def finish(self, now_s: float) -> None:
+        """Resolve ``done`` from the parts of the STOP."""
+        delivered = np.concatenate([self.confirmed[first] for first in sorted(self.confirmed)])[: self.packets]
+        if not self.done.done():
+            self.done.set_result(Delivery(delivered, self.sent, self.resent, now_s - self.started_s))

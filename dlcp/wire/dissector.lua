@@ -1,0 +1,131 @@
+-- SPDX-License-Identifier: Apache-2.0
+-- Wireshark dissector of the DLCP header. Written by `python -m dlcp.wire.dissector`: change that, not this.
+
+local dlcp = Proto("dlcp", "Deep-Learning Communication Packet")
+
+local VERSION = 1
+local HEADER_BYTES = 32
+local TYPES = {
+    [1] = "DATA",
+    [2] = "ACK",
+    [3] = "PROBE",
+    [4] = "BITMAP",
+    [5] = "STOP",
+    [6] = "STOP_ACK",
+    [7] = "HELLO",
+    [8] = "HELLO_ACK",
+    [9] = "ABORT",
+}
+
+local f = {
+    version = ProtoField.uint8("dlcp.version", "Version", base.DEC, nil, 0xf0),
+    type = ProtoField.uint8("dlcp.type", "Type", base.DEC, TYPES, 0x0f),
+    protected = ProtoField.bool("dlcp.protected", "Protected", 8, nil, 0x80),
+    retransmission = ProtoField.bool("dlcp.retransmission", "Retransmission", 8, nil, 0x40),
+    trimmed = ProtoField.bool("dlcp.trimmed", "Trimmed", 8, nil, 0x20),
+    congestion = ProtoField.bool("dlcp.congestion", "Congestion echo", 8, nil, 0x10),
+    flags_spare = ProtoField.uint8("dlcp.flags_spare", "Spare flags", base.DEC, nil, 0x0f),
+    queue = ProtoField.uint8("dlcp.queue", "Queue (7 = the most urgent)", base.DEC, nil, 0xe0),
+    drop_class = ProtoField.uint8("dlcp.drop_class", "Drop class (0 = never, 7 = the least valuable)", base.DEC, nil, 0x1c),
+    spare = ProtoField.uint8("dlcp.spare", "Spare", base.DEC, nil, 0x03),
+    layer = ProtoField.uint8("dlcp.layer", "Layer (0 = nearest the input)", base.DEC, nil),
+    job = ProtoField.uint16("dlcp.job", "Job", base.DEC, nil),
+    budget = ProtoField.uint16("dlcp.budget", "Drop budget at this switch [packets]", base.DEC, nil),
+    step = ProtoField.uint32("dlcp.step", "Step", base.DEC, nil),
+    message = ProtoField.uint16("dlcp.message", "Message", base.DEC, nil),
+    sender = ProtoField.uint16("dlcp.sender", "Sender rank", base.DEC, nil),
+    index = ProtoField.uint32("dlcp.index", "Packet index", base.DEC, nil),
+    count = ProtoField.uint32("dlcp.count", "Packets in the message", base.DEC, nil),
+    token = ProtoField.uint64("dlcp.token", "Session token", base.HEX, nil),
+}
+dlcp.fields = {
+    f.version,
+    f.type,
+    f.protected,
+    f.retransmission,
+    f.trimmed,
+    f.congestion,
+    f.flags_spare,
+    f.queue,
+    f.drop_class,
+    f.spare,
+    f.layer,
+    f.job,
+    f.budget,
+    f.step,
+    f.message,
+    f.sender,
+    f.index,
+    f.count,
+    f.token,
+}
+
+local too_short = ProtoExpert.new(
+    "dlcp.too_short", "Too few bytes for a DLCP header", expert.group.MALFORMED, expert.severity.ERROR)
+local other_version = ProtoExpert.new(
+    "dlcp.other_version", "Not a DLCP version that this dissector knows", expert.group.PROTOCOL, expert.severity.WARN)
+local unknown_type = ProtoExpert.new(
+    "dlcp.unknown_type", "Unknown DLCP packet type", expert.group.PROTOCOL, expert.severity.WARN)
+dlcp.experts = { too_short, other_version, unknown_type }
+
+local function describe(buffer)
+    return string.format(
+        "%s job %u step %u message %u sender %u packet %u/%u layer %u queue %u class %u",
+        TYPES[buffer(0, 1):bitfield(4, 4)] or "type " .. buffer(0, 1):bitfield(4, 4),
+        buffer(4, 2):uint(),
+        buffer(8, 4):uint(),
+        buffer(12, 2):uint(),
+        buffer(14, 2):uint(),
+        buffer(16, 4):uint(),
+        buffer(20, 4):uint(),
+        buffer(3, 1):uint(),
+        buffer(2, 1):bitfield(0, 3),
+        buffer(2, 1):bitfield(3, 3))
+end
+
+function dlcp.dissector(buffer, packet, tree)
+    packet.cols.protocol = "DLCP"
+    if buffer:len() < HEADER_BYTES then
+        tree:add(dlcp, buffer()):add_proto_expert_info(too_short)
+        return buffer:len()
+    end
+    if buffer(0, 1):bitfield(0, 4) ~= VERSION then
+        local branch = tree:add(dlcp, buffer())
+        branch:add(f.version, buffer(0, 1))
+        branch:add_proto_expert_info(other_version)
+        return buffer:len()
+    end
+    local branch = tree:add(dlcp, buffer(0, HEADER_BYTES))
+    branch:add(f.version, buffer(0, 1))
+    branch:add(f.type, buffer(0, 1))
+    branch:add(f.protected, buffer(1, 1))
+    branch:add(f.retransmission, buffer(1, 1))
+    branch:add(f.trimmed, buffer(1, 1))
+    branch:add(f.congestion, buffer(1, 1))
+    branch:add(f.flags_spare, buffer(1, 1))
+    branch:add(f.queue, buffer(2, 1))
+    branch:add(f.drop_class, buffer(2, 1))
+    branch:add(f.spare, buffer(2, 1))
+    branch:add(f.layer, buffer(3, 1))
+    branch:add(f.job, buffer(4, 2))
+    branch:add(f.budget, buffer(6, 2))
+    branch:add(f.step, buffer(8, 4))
+    branch:add(f.message, buffer(12, 2))
+    branch:add(f.sender, buffer(14, 2))
+    branch:add(f.index, buffer(16, 4))
+    branch:add(f.count, buffer(20, 4))
+    branch:add(f.token, buffer(24, 8))
+    if not TYPES[buffer(0, 1):bitfield(4, 4)] then
+        branch:add_proto_expert_info(unknown_type)
+    end
+    packet.cols.info = describe(buffer)
+    if buffer:len() > HEADER_BYTES then
+        Dissector.get("data"):call(buffer(HEADER_BYTES):tvb(), packet, tree)
+    end
+    return buffer:len()
+end
+
+local ports = DissectorTable.get("udp.port")
+for port = 53696, 53703 do
+    ports:add(port, dlcp)
+end

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes ``dissector.lua``, the Wireshark dissector of the DLCP header, from the field table in ``dlcp.wire``.
+
+``python -m dlcp.wire.dissector`` refreshes the file beside this module. Wireshark and tshark read it with
+``-X lua_script:dissector.lua``, or from their plugins folder.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from dlcp.wire.header import FIELD_BITS, HEADER_BYTES, UDP_PORT_BASE, UDP_PORT_COUNT, VERSION, PacketType
+
+DISSECTOR_PATH: Final = Path(__file__).with_suffix(".lua")
+
+LABELS: Final = {
+    "version": "Version",
+    "type": "Type",
+    "protected": "Protected",
+    "retransmission": "Retransmission",
+    "trimmed": "Trimmed",
+    "congestion": "Congestion echo",
+    "flags_spare": "Spare flags",
+    "queue": "Queue (7 = the most urgent)",
+    "drop_class": "Drop class (0 = never, 7 = the least valuable)",
+    "spare": "Spare",
+    "layer": "Layer (0 = nearest the input)",
+    "job": "Job",
+    "budget": "Drop budget at this switch [packets]",
+    "step": "Step",
+    "message": "Message",
+    "sender": "Sender rank",
+    "index": "Packet index",
+    "count": "Packets in the message",
+    "token": "Session token",
+}
+"""What Wireshark shows for each field; its filter name is ``dlcp.`` and the field's name."""
+
+_TEMPLATE = """\
+-- SPDX-License-Identifier: Apache-2.0
+-- Wireshark dissector of the DLCP header. Written by `python -m dlcp.wire.dissector`: change that, not this.
+
+local dlcp = Proto("dlcp", "Deep-Learning Communication Packet")
+
+local VERSION = @VERSION@
+local HEADER_BYTES = @HEADER_BYTES@
+local TYPES = {
+@TYPES@
+}
+
+local f = {
+@FIELDS@
+}
+dlcp.fields = {
+    @FIELD_LIST@,
+}
+
+local too_short = ProtoExpert.new(
+    "dlcp.too_short", "Too few bytes for a DLCP header", expert.group.MALFORMED, expert.severity.ERROR)
+local other_version = ProtoExpert.new(
+    "dlcp.other_version", "Not a DLCP version that this dissector knows", expert.group.PROTOCOL, expert.severity.WARN)
+local unknown_type = ProtoExpert.new(
+    "dlcp.unknown_type", "Unknown DLCP packet type", expert.group.PROTOCOL, expert.severity.WARN)
+dlcp.experts = { too_short, other_version, unknown_type }
+
+local function describe(buffer)
+    return string.format(
+        "%s job %u step %u message %u sender %u packet %u/%u layer %u queue %u class %u",
+        TYPES[@type_value@] or "type " .. @type_value@,
+        @job_value@,
+        @step_value@,
+        @message_value@,
+        @sender_value@,
+        @index_value@,
+        @count_value@,
+        @layer_value@,
+        @queue_value@,
+        @drop_class_value@)
+end
+
+function dlcp.dissector(buffer, packet, tree)
+    packet.cols.protocol = "DLCP"
+    if buffer:len() < HEADER_BYTES then
+        tree:add(dlcp, buffer()):add_proto_expert_info(too_short)
+        return buffer:len()
+    end
+    if @version_value@ ~= VERSION then
+        local branch = tree:add(dlcp, buffer())
+        branch:add(f.version, @version_range@)
+        branch:add_proto_expert_info(other_version)
+        return buffer:len()
+    end
+    local branch = tree:add(dlcp, buffer(0, HEADER_BYTES))
+@ADDS@
+    if not TYPES[@type_value@] then
+        branch:add_proto_expert_info(unknown_type)
+    end
+    packet.cols.info = describe(buffer)
+    if buffer:len() > HEADER_BYTES then
+        Dissector.get("data"):call(buffer(HEADER_BYTES):tvb(), packet, tree)
+    end
+    return buffer:len()
+end
+
+local ports = DissectorTable.get("udp.port")
+for port = @FIRST_PORT@, @LAST_PORT@ do
+    ports:add(port, dlcp)
+end
+"""
+
+
+def _bit_offsets() -> dict[str, int]:
+    """Return the first bit of every field, counted from the start of the header."""
+    offsets, at = {}, 0
+    for name, bits in FIELD_BITS.items():
+        offsets[name] = at
+        at += bits
+    return offsets
+
+
+def _byte_range(name: str, first_bit: int) -> str:
+    """Return the Lua expression for the bytes that hold a field: whole bytes, or the one byte it shares."""
+    return f"buffer({first_bit // 8}, {max(1, FIELD_BITS[name] // 8)})"
+
+
+def _value(name: str, first_bit: int) -> str:
+    """Return the Lua expression for the number in a field of at most 32 bits."""
+    bits = FIELD_BITS[name]
+    whole = _byte_range(name, first_bit)
+    return f"{whole}:uint()" if bits % 8 == 0 else f"{whole}:bitfield({first_bit % 8}, {bits})"
+
+
+def _declaration(name: str, first_bit: int) -> str:
+    """Return the Lua line that declares a field: kind, label, base and mask."""
+    bits = FIELD_BITS[name]
+    mask = ((1 << bits) - 1) << (8 - bits - first_bit % 8) if bits < 8 else 0
+    filter_name, label = f'"dlcp.{name}"', f'"{LABELS[name]}"'
+    if bits == 1:
+        return f"    {name} = ProtoField.bool({filter_name}, {label}, 8, nil, 0x{mask:02x}),"
+    base = "base.HEX" if bits == 64 else "base.DEC"
+    names = "TYPES" if name == "type" else "nil"
+    masked = f", 0x{mask:02x}" if mask else ""
+    return f"    {name} = ProtoField.uint{max(8, bits)}({filter_name}, {label}, {base}, {names}{masked}),"
+
+
+def generate() -> str:
+    """Return the text of the Lua dissector, for every field of ``FIELD_BITS`` in wire order.
+
+    Raises
+    ------
+    ValueError
+        A field neither lies within one byte nor fills 1, 2, 4 or 8 whole ones; the generator knows no other kind.
+    """
+    offsets = _bit_offsets()
+    for name, first_bit in offsets.items():
+        bits = FIELD_BITS[name]
+        if not (first_bit % 8 + bits <= 8 or (first_bit % 8 == 0 and bits in (16, 32, 64))):
+            raise ValueError(f"field {name}: {bits} bits from bit {first_bit} on are no byte-aligned integer")
+    parts = {
+        "VERSION": str(VERSION),
+        "HEADER_BYTES": str(HEADER_BYTES),
+        "FIRST_PORT": str(UDP_PORT_BASE),
+        "LAST_PORT": str(UDP_PORT_BASE + UDP_PORT_COUNT - 1),
+        "TYPES": "\n".join(f'    [{int(kind)}] = "{kind.name}",' for kind in PacketType),
+        "FIELDS": "\n".join(_declaration(name, first) for name, first in offsets.items()),
+        "FIELD_LIST": ",\n    ".join(f"f.{name}" for name in offsets),
+        "ADDS": "\n".join(f"    branch:add(f.{name}, {_byte_range(name, first)})" for name, first in offsets.items()),
+    }
+    parts |= {f"{name}_range": _byte_range(name, first) for name, first in offsets.items()}
+    parts |= {f"{name}_value": _value(name, first) for name, first in offsets.items()}
+    text = _TEMPLATE
+    for name, part in parts.items():
+        text = text.replace(f"@{name}@", part)
+    return text
+
+
+if __name__ == "__main__":
+    DISSECTOR_PATH.write_text(generate())

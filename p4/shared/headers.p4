@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef DLCP_HEADERS_P4
+#define DLCP_HEADERS_P4
+
+header ethernet_t {
+    bit<48> dst_addr;
+    bit<48> src_addr;
+    bit<16> ether_type;
+}
+
+header ipv4_t {
+    bit<4> version;
+    bit<4> ihl;
+    bit<6> dscp;
+    bit<2> ecn;
+    bit<16> total_len;
+    bit<16> identification;
+    bit<3> flags;
+    bit<13> frag_offset;
+    bit<8> ttl;
+    bit<8> protocol;
+    bit<16> hdr_checksum;
+    bit<32> src_addr;
+    bit<32> dst_addr;
+}
+
+// What TCP and UDP have in common: enough to keep a flow on one path.
+header ports_t {
+    bit<16> src_port;
+    bit<16> dst_port;
+}
+
+// The rest of the UDP header.
+header udp_t {
+    bit<16> length_;
+    bit<16> checksum;
+}
+
+// dlcp/wire defines this header; a test holds the compiled program against it.
+// A switch decides by the first eight bytes, and tells messages and paths apart by the rest.
+header dlcp_t {
+    bit<4> version;
+    bit<4> type;
+    bit<1> protected;
+    bit<1> retransmission;
+    bit<1> trimmed;
+    bit<1> congestion;
+    bit<4> flags_spare;
+    bit<3> queue;
+    bit<3> drop_class;
+    bit<2> spare;
+    bit<8> layer;
+    bit<16> job;
+    bit<16> budget;
+    bit<32> step;
+    bit<16> message;
+    bit<16> sender;
+    bit<32> index;
+    bit<32> count;
+    bit<64> token;
+}
+
+struct headers_t {
+    ethernet_t ethernet;
+    ipv4_t ipv4;
+    ports_t ports;
+    udp_t udp;
+    dlcp_t dlcp;
+}
+
+struct metadata_t {
+    bit<1> tagged;      // a DLCP packet: its queue and drop class count
+    bit<1> refused;     // to be dropped, whatever else is found out
+    bit<1> is_control;
+    bit<3> queue;
+    bit<3> drop_class;
+    bit<32> entropy;    // differs from packet to packet where packets of a flow may take different paths
+    bit<2> color;
+}
+
+#endif

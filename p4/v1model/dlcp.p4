@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// The DLCP switch for v1model (BMv2 and the built-in switch).
+
+#include <core.p4>
+#define V1MODEL_VERSION 20200408
+#include <v1model.p4>
+
+#include "../shared/constants.p4"
+#include "../shared/headers.p4"
+
+// Written in egress, where the traffic manager tells the depth, and read in ingress, where a drop still saves a place in
+// the queue. So ingress knows the depth as it was when the last packet left.
+register<bit<19>, bit<32>>(DEPTH_REGISTER_SIZE) queue_depth;
+
+counter<bit<32>>(EVENT_COUNTER_SIZE, CounterType.packets_and_bytes) ingress_events;
+counter<bit<32>>(EVENT_COUNTER_SIZE, CounterType.packets_and_bytes) egress_events;
+
+#include "parser.p4"
+#include "police.p4"
+#include "route.p4"
+#include "classify.p4"
+#include "drop.p4"
+
+control DlcpVerifyChecksum(inout headers_t hdr, inout metadata_t meta) {
+    apply {
+        verify_checksum(hdr.ipv4.isValid() && hdr.ipv4.ihl == 5,
+            { hdr.ipv4.version, hdr.ipv4.ihl, hdr.ipv4.dscp, hdr.ipv4.ecn, hdr.ipv4.total_len,
+              hdr.ipv4.identification, hdr.ipv4.flags, hdr.ipv4.frag_offset, hdr.ipv4.ttl, hdr.ipv4.protocol,
+              hdr.ipv4.src_addr, hdr.ipv4.dst_addr },
+            hdr.ipv4.hdr_checksum, HashAlgorithm.csum16);
+    }
+}
+
+control DlcpIngress(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t std) {
+    PortTrust() trust;
+    Route() route;
+    Classify() classify;
+    JobShare() share;
+    SelectiveDrop() selective_drop;
+
+    apply {
+        meta.queue = QUEUE_ORDINARY;
+        bool gradients = hdr.dlcp.isValid() && hdr.dlcp.version == DLCP_VERSION &&
+            hdr.udp.length_ >= DLCP_UDP_LENGTH_MIN;
+        if (gradients) {
+            trust.apply(hdr, meta, std);
+            if (hdr.dlcp.type == DLCP_DATA) {
+                // A packet sent again takes another path than the first time.
+                meta.entropy = hdr.dlcp.index + hdr.dlcp.step + (bit<32>)hdr.dlcp.retransmission;
+            } else {
+                meta.is_control = 1;
+            }
+        }
+        route.apply(hdr, meta, std);
+        if (meta.tagged == 1 && meta.refused == 0) {
+            classify.apply(hdr, meta);
+            share.apply(hdr, meta, std);
+            if (meta.is_control == 0 && meta.drop_class != CLASS_NEVER &&
+                hdr.dlcp.protected == 0 && hdr.dlcp.retransmission == 0) {
+                selective_drop.apply(hdr, meta, std);
+            }
+        }
+        std.priority = meta.queue;
+        if (meta.refused == 1) {
+            mark_to_drop(std);
+        }
+    }
+}
+
+control DlcpEgress(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t std) {
+    bit<19> limit = 0;
+
+    action mark_above(bit<19> depth) {
+        limit = depth;
+    }
+
+    table ecn_threshold {
+        key = { meta.queue: exact @name("queue"); }
+        actions = { mark_above; NoAction; }
+        const default_action = NoAction();
+        size = ECN_TABLE_SIZE;
+    }
+
+    apply {
+        queue_depth.write(DEPTH_INDEX(std.egress_port, meta.queue), std.deq_qdepth);
+        egress_events.count(EVENT_INDEX(std.egress_port, meta.queue, meta.drop_class, EVENT_FORWARDED));
+        if (hdr.ipv4.isValid() && hdr.ipv4.ecn != ECN_NOT_CAPABLE) {
+            if (ecn_threshold.apply().hit && std.deq_qdepth > limit) {
+                hdr.ipv4.ecn = ECN_CONGESTED;
+                egress_events.count(EVENT_INDEX(std.egress_port, meta.queue, meta.drop_class, EVENT_MARKED));
+            }
+        }
+    }
+}
+
+control DlcpUpdateChecksum(inout headers_t hdr, inout metadata_t meta) {
+    apply {
+        update_checksum(hdr.ipv4.isValid() && hdr.ipv4.ihl == 5,
+            { hdr.ipv4.version, hdr.ipv4.ihl, hdr.ipv4.dscp, hdr.ipv4.ecn, hdr.ipv4.total_len,
+              hdr.ipv4.identification, hdr.ipv4.flags, hdr.ipv4.frag_offset, hdr.ipv4.ttl, hdr.ipv4.protocol,
+              hdr.ipv4.src_addr, hdr.ipv4.dst_addr },
+            hdr.ipv4.hdr_checksum, HashAlgorithm.csum16);
+    }
+}
+
+control DlcpDeparser(packet_out packet, in headers_t hdr) {
+    apply {
+        packet.emit(hdr);
+    }
+}
+
+V1Switch(
+    DlcpParser(), DlcpVerifyChecksum(), DlcpIngress(), DlcpEgress(), DlcpUpdateChecksum(), DlcpDeparser()) main;

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+
+parser DlcpParser(packet_in packet, out headers_t hdr, inout metadata_t meta, inout standard_metadata_t std) {
+    state start {
+        packet.extract(hdr.ethernet);
+        transition select(hdr.ethernet.ether_type) {
+            ETHERTYPE_IPV4: parse_ipv4;
+            default: accept;
+        }
+    }
+
+    // Options and fragments carry no ports where we would look for them.
+    state parse_ipv4 {
+        packet.extract(hdr.ipv4);
+        transition select(hdr.ipv4.version, hdr.ipv4.ihl, hdr.ipv4.frag_offset, hdr.ipv4.protocol) {
+            (4, 5, 0, PROTOCOL_UDP): parse_udp;
+            (4, 5, 0, PROTOCOL_TCP): parse_tcp;
+            default: accept;
+        }
+    }
+
+    state parse_tcp {
+        packet.extract(hdr.ports);
+        transition accept;
+    }
+
+    state parse_udp {
+        packet.extract(hdr.ports);
+        packet.extract(hdr.udp);
+        transition select(hdr.ports.dst_port) {
+            DLCP_PORT_BASE &&& DLCP_PORT_MASK: parse_dlcp;
+            default: accept;
+        }
+    }
+
+    state parse_dlcp {
+        packet.extract(hdr.dlcp);
+        transition accept;
+    }
+}

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// A host writes its own tags, so they are believed only on ports that the operator trusts. Elsewhere they are cleared,
+// and the packet travels as ordinary traffic here and at every switch behind.
+control PortTrust(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t std) {
+    action trust() {
+        meta.tagged = 1;
+    }
+
+    action clear_tags() {
+        meta.tagged = 0;
+    }
+
+    table port_trust {
+        key = { std.ingress_port: exact @name("ig_port"); }
+        actions = { trust; clear_tags; }
+        const default_action = clear_tags();
+        size = TRUST_TABLE_SIZE;
+    }
+
+    apply {
+        port_trust.apply();
+        if (meta.tagged == 0) {
+            ingress_events.count(EVENT_INDEX(std.ingress_port, hdr.dlcp.queue, hdr.dlcp.drop_class, EVENT_UNTRUSTED));
+            bit<16> before = hdr.dlcp.queue ++ hdr.dlcp.drop_class ++ hdr.dlcp.spare ++ hdr.dlcp.layer;
+            hdr.ipv4.dscp = 0;
+            hdr.dlcp.queue = QUEUE_ORDINARY;
+            hdr.dlcp.drop_class = CLASS_NEVER;
+            // RFC 1624: a switch does not see the payload, so the checksum follows the word that changed.
+            // Zero means that the sender sent none.
+            if (hdr.udp.checksum != 0) {
+                bit<16> after = QUEUE_ORDINARY ++ CLASS_NEVER ++ hdr.dlcp.spare ++ hdr.dlcp.layer;
+                bit<32> sum = (bit<32>)(~hdr.udp.checksum) + (bit<32>)(~before) + (bit<32>)after;
+                sum = (sum & 0xFFFF) + (sum >> 16);
+                sum = (sum & 0xFFFF) + (sum >> 16);
+                hdr.udp.checksum = ~sum[15:0];
+                if (hdr.udp.checksum == 0) {
+                    hdr.udp.checksum = 0xFFFF;
+                }
+            }
+        }
+    }
+}
+
+// A job may use its share of a port and no more: what exceeds it waits in the lowest queue, below ordinary traffic, so
+// it is sent only while the port would be idle. Control packets have a share of their own, else a burst of
+// gradients would hold up the messages that say when to stop sending them.
+control JobShare(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t std) {
+    direct_meter<bit<2>>(MeterType.bytes) share_meter;
+
+    action metered() {
+        share_meter.read(meta.color);
+    }
+
+    action unlimited() {
+        meta.color = METER_GREEN;
+    }
+
+    table job_share {
+        key = {
+            hdr.dlcp.job: exact @name("job");
+            meta.is_control: exact @name("control");
+            std.egress_spec: exact @name("eg_port");
+        }
+        actions = { metered; unlimited; }
+        const default_action = unlimited();
+        meters = share_meter;
+        size = SHARE_TABLE_SIZE;
+    }
+
+    apply {
+        job_share.apply();
+        if (meta.color != METER_GREEN) {
+            ingress_events.count(EVENT_INDEX(std.egress_spec, meta.queue, meta.drop_class, EVENT_OVER_SHARE));
+            meta.queue = QUEUE_EXCESS;
+        }
+    }
+}

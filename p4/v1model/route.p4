@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Longest-prefix routing over groups of equal-cost ports. Gradients need no order, so each of their packets picks a
+// port for itself (spraying); everything else keeps a flow on one path, for TCP takes disorder for loss.
+control Route(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t std) {
+    action_selector(HashAlgorithm.crc16, ROUTE_MEMBERS_SIZE, 16) route_selector;
+
+    action to_next_hop(bit<9> port, bit<48> mac) {
+        std.egress_spec = port;
+        hdr.ethernet.src_addr = hdr.ethernet.dst_addr;
+        hdr.ethernet.dst_addr = mac;
+        hdr.ipv4.ttl = hdr.ipv4.ttl - 1;
+    }
+
+    table ipv4_route {
+        key = {
+            hdr.ipv4.dst_addr: lpm @name("ipv4_dst");
+            hdr.ipv4.src_addr: selector;
+            hdr.ipv4.dst_addr: selector;
+            hdr.ipv4.protocol: selector;
+            hdr.ports.src_port: selector;
+            hdr.ports.dst_port: selector;
+            meta.entropy: selector;
+        }
+        actions = { to_next_hop; NoAction; }
+        implementation = route_selector;
+        size = ROUTE_TABLE_SIZE;
+    }
+
+    action to_port(bit<9> port) {
+        std.egress_spec = port;
+    }
+
+    action no_route() {
+        meta.refused = 1;
+    }
+
+    table ethernet_route {
+        key = { hdr.ethernet.dst_addr: exact @name("ethernet_dst"); }
+        actions = { to_port; no_route; }
+        const default_action = no_route();
+        size = ROUTE_TABLE_SIZE;
+    }
+
+    apply {
+        if (hdr.ipv4.isValid()) {
+            if (hdr.ipv4.version != 4 || hdr.ipv4.ihl != 5 || hdr.ipv4.ttl <= 1 || std.checksum_error == 1) {
+                meta.refused = 1;
+                ingress_events.count(EVENT_INDEX(std.ingress_port, meta.queue, meta.drop_class, EVENT_REFUSED));
+            } else if (!ipv4_route.apply().hit) {
+                meta.refused = 1;
+                ingress_events.count(EVENT_INDEX(std.ingress_port, meta.queue, meta.drop_class, EVENT_NO_ROUTE));
+            }
+        } else {
+            ethernet_route.apply();
+            if (meta.refused == 1) {
+                ingress_events.count(EVENT_INDEX(std.ingress_port, meta.queue, meta.drop_class, EVENT_NO_ROUTE));
+            }
+        }
+    }
+}

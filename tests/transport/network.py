@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A network in virtual time for testing the protocol: per-receiver links with a rate and a queue, loss, delay, disorder."""
+
+import heapq
+import random
+from collections import Counter
+from concurrent.futures import Future
+
+import numpy as np
+
+from dlcp import wire
+from dlcp.tags import PacketTags
+from dlcp.transport.protocol import Protocol, TransportOptions
+
+TOKEN = 0x1122334455667788
+
+
+class Network:
+    """Ranks joined by one switch: each receiver has a link of ``rate_bps`` behind eight strict-priority queues."""
+
+    def __init__(self, ranks, *, rate_bps=100e6, depth=64, delay_s=0.0002, loss=0.0, duplicate=0.0, jitter_s=0.0,
+                 ecn_depth=16, seed=0, options=None, mangle=None):  # fmt: skip
+        self.now = 0.0
+        self.random = random.Random(seed)
+        self.rate_bps, self.depth, self.delay_s = rate_bps, depth, delay_s
+        self.loss, self.duplicate, self.jitter_s, self.ecn_depth = loss, duplicate, jitter_s, ecn_depth
+        self.mangle = mangle
+        self.events: list = []
+        self.serial = 0
+        self.queues = [[[] for _ in range(8)] for _ in range(ranks)]
+        self.busy = [False] * ranks
+        self.dead: set[int] = set()
+        self.dropped: Counter = Counter()
+        self.arrived: list = []
+        self.ranks = [
+            Protocol(
+                rank,
+                {peer: (f"10.0.0.{peer}", 53696) for peer in range(ranks) if peer != rank},
+                job=1,
+                token=TOKEN,
+                options=options or TransportOptions(),
+                receive_packets=4096,
+                send=lambda peer, header, payload, tos, rank=rank: self.send(rank, peer, header, payload, tos),
+                now_s=0.0,
+            )
+            for rank in range(ranks)
+        ]
+
+    def at(self, when, action, *arguments):
+        self.serial += 1
+        heapq.heappush(self.events, (when, self.serial, action, arguments))
+
+    def send(self, source, target, header, payload, tos):
+        if source in self.dead:
+            return True
+        datagram = bytes(header) + bytes(payload)
+        queue = datagram[2] >> 5
+        if self.random.random() < self.loss:
+            self.dropped["loss"] += 1
+            return True
+        copies = 2 if self.random.random() < self.duplicate else 1
+        for _ in range(copies):
+            self.at(self.now + self.delay_s + self.random.random() * self.jitter_s, self.enqueue, target, queue,
+                    (source, datagram, tos))  # fmt: skip
+        return True
+
+    def enqueue(self, target, queue, packet):
+        waiting = self.queues[target][queue]
+        if len(waiting) >= self.depth:
+            self.dropped["tail", queue] += 1
+            return
+        source, datagram, tos = packet
+        if len(waiting) >= self.ecn_depth and tos & 3:
+            packet = source, datagram, tos | 3
+        waiting.append(packet)
+        if not self.busy[target]:
+            self.transmit(target)
+
+    def transmit(self, target):
+        for waiting in reversed(self.queues[target]):
+            if waiting:
+                packet = waiting.pop(0)
+                self.busy[target] = True
+                self.at(self.now + (len(packet[1]) + 42) * 8 / self.rate_bps, self.deliver, target, packet)
+                return
+        self.busy[target] = False
+
+    def deliver(self, target, packet):
+        source, datagram, tos = packet
+        if target not in self.dead:
+            if self.mangle:
+                datagram = self.mangle(datagram)
+            self.arrived.append((self.now, source, target, datagram))
+            self.ranks[target].on_datagram(memoryview(datagram), tos, (f"10.0.0.{source}", 53696), self.now)
+        self.transmit(target)
+
+    def run(self, until, step_s=0.0005, limit_s=60.0):
+        """Advance virtual time until ``until()``; each rank gets its turn every ``step_s`` at the latest."""
+        end = self.now + limit_s
+        while not until() and self.now < end:
+            turn = self.now + step_s
+            while self.events and self.events[0][0] <= turn:
+                self.now, _, action, arguments = heapq.heappop(self.events)
+                action(*arguments)
+            self.now = turn
+            for rank, protocol in enumerate(self.ranks):
+                if rank not in self.dead:
+                    protocol.acknowledge()
+                    protocol.on_time(self.now)
+                    while protocol.pump(self.now):
+                        pass
+        assert until(), f"not done after {self.now:.2f} s of virtual time"
+
+
+def plain_tags(packets, *, queue=4, drop_class=7, protected=0, layer=100):
+    """Tags that are the same for all packets but the first ``protected`` ones."""
+    shield = np.arange(packets) < protected
+    return PacketTags(
+        np.full(packets, queue, np.uint8),
+        np.where(shield, 0, drop_class).astype(np.uint8),
+        np.full(packets, layer, np.uint8),
+        shield,
+    )
+
+
+def packets_of(size, options=None):
+    return -(-size // (options or TransportOptions()).payload_bytes)
+
+
+def all_done(*futures: Future):
+    return lambda: all(future.done() for future in futures)
+
+
+__all__ = ["TOKEN", "Network", "all_done", "packets_of", "plain_tags", "wire"]
