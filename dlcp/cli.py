@@ -10,6 +10,8 @@ from typing import Final
 from dlcp import __version__
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "demo": ("dlcp.demo.command", "train over a congested switch, with and without DLCP, and write a report page"),
+    "server": ("dlcp.collectives.command", "run a parameter server"),
     "switch": ("dlcp.switch.command", "run the built-in switch"),
 }
 """Module and purpose of each command. A module has ``add_arguments(parser)`` and ``run(arguments) -> exit status``."""

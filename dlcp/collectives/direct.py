@@ -5,6 +5,7 @@ The first hop may lose packets within the bound. The result is delivered whole, 
 A parameter server is the case of one owner that contributes nothing itself (see :mod:`dlcp.collectives.server`).
 """
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -15,12 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives.feedback import ErrorFeedback
-from dlcp.collectives.shards import shard_bounds
+from dlcp.collectives.shards import shard_bounds, weights_for_rates
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, Segment, Tagger
 from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey
 
+TRAILER = struct.Struct(">d")
+"""What follows the values of a result: the rate at which its sender receives, in bit/s."""
 PUSH = 0
 PULL = 1
 MESSAGES_PER_STEP = 1 << 16
@@ -38,11 +41,14 @@ class ReduceOptions:
         Send what was lost with the next step.
     rescale
         Divide each sum by how many ranks it holds rather than by how many there are, so that loss does not shrink it.
+    adaptive_shards
+        Give ranks that receive slowly, because their port is congested, less to add up.
     """
 
     bound: LossBound = field(default_factory=lambda: LossBound(0.1))
     error_feedback: bool = True
     rescale: bool = True
+    adaptive_shards: bool = True
 
 
 @dataclass(slots=True)
@@ -125,7 +131,8 @@ class DirectAllReduce:
     contributors
         The ranks that contribute and get the result, this one among them.
     weights
-        Each owner's weight in the division into shards; equal shards for the contributors by default.
+        Each owner's weight in the division into shards; by default the contributors own shards, equal ones or such as
+        suit the rates at which they receive.
     options, tagger, ledger, feedback
         What may be lost, how packets are tagged, where messages are entered, and what is owed from before.
     """
@@ -143,8 +150,12 @@ class DirectAllReduce:
     ) -> None:
         self.endpoint = endpoint
         self.contributors = sorted(contributors)
-        self.weights = dict(weights or dict.fromkeys(self.contributors, 1.0))
         self.options = options or ReduceOptions()
+        self.weights = dict(weights or dict.fromkeys(self.contributors, 1.0))
+        self.adaptive = self.options.adaptive_shards and weights is None
+        self.rates_bps: dict[int, float] = {}
+        """What each rank told with the step's last bucket, and by which bucket."""
+        self.rated_by: dict[int, int] = {}
         self.tagger = tagger or Tagger()
         self.ledger = ledger or Ledger()
         self.feedback = feedback or ErrorFeedback()
@@ -164,9 +175,19 @@ class DirectAllReduce:
         self.endpoint.call(run.begin)
         return run.done
 
-    def finish_step(self, step: int) -> None:
-        """Refuse packets of steps before ``step`` from now on."""
-        self.endpoint.call(lambda: self.endpoint.protocol.forget_before(step))
+    def begin_step(self, step: int) -> None:
+        """Refuse packets of steps before ``step`` from now on, and divide buckets as the last step has taught.
+
+        All results of the last step are in on every rank, so that all divide alike.
+        """
+        if self.adaptive and len(self.rates_bps) == len(self.weights):
+            self.weights = weights_for_rates({rank: self.rates_bps[rank] for rank in self.weights})
+        self.rates_bps, self.rated_by = {}, {}
+        self.endpoint.call(partial(self._forget_before, step))
+
+    def _forget_before(self, step: int) -> None:
+        self.endpoint.protocol.forget_before(step)
+        self.endpoint.protocol.inbound.restart()
 
 
 class _Run:
@@ -212,7 +233,7 @@ class _Run:
             result = endpoint.receive(
                 owner,
                 self._key(PULL, self.rank),
-                (stop - start) * self.sent.itemsize,
+                (stop - start) * self.sent.itemsize + TRAILER.size,
                 RELIABLE,
                 self._label(start, stop),
             )
@@ -251,19 +272,29 @@ class _Run:
         result = self.bucket.value_type.narrow(mean)
         self.arrived.clear()
         self.bucket.values[start:stop] = result
-        tags = self._tags(start, stop)
+        rate_bps = self.reducer.endpoint.protocol.inbound.peak_bps
+        self._note_rate(self.rank, rate_bps)
+        payload = memoryview(np.ascontiguousarray(result).tobytes() + TRAILER.pack(rate_bps))
+        tags = self._tags(start, stop, len(payload))
         for peer in self.reducer.contributors:
             if peer != self.rank:
                 key = self._key(PULL, peer)
                 label = self._label(start, stop)
-                sending = self.reducer.endpoint.send(peer, key, self._bytes(result), tags, RELIABLE, label)
+                sending = self.reducer.endpoint.send(peer, key, payload, tags, RELIABLE, label)
                 sending.add_done_callback(self._guard(partial(self._enter, key, peer, tags, RELIABLE)))
         self._one_done()
 
     def _on_result(self, owner: int, arrival: Arrival) -> None:
         start, stop = self.shards[owner]
-        self.bucket.values[start:stop] = arrival.payload.view(self.sent.dtype)
+        values, trailer = np.split(arrival.payload, [(stop - start) * self.sent.itemsize])
+        self.bucket.values[start:stop] = values.view(self.sent.dtype)
+        self._note_rate(owner, *TRAILER.unpack(trailer.tobytes()))
         self._one_done()
+
+    def _note_rate(self, owner: int, rate_bps: float) -> None:
+        if self.sequence >= self.reducer.rated_by.get(owner, -1):
+            self.reducer.rates_bps[owner] = rate_bps
+            self.reducer.rated_by[owner] = self.sequence
 
     def _on_pushed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
         start, stop = self.shards[owner]
@@ -303,12 +334,13 @@ class _Run:
     def _key(self, phase: int, receiver: int) -> MessageKey:
         return MessageKey(self.step, message_number(self.sequence, phase, receiver, self.reducer.ranks))
 
-    def _tags(self, start: int, stop: int) -> PacketTags:
+    def _tags(self, start: int, stop: int, size: int = 0) -> PacketTags:
+        """Return the tags of a shard's packets; of one more, like the last, if ``size`` bytes need it."""
         first, last = start // self.values_per_packet, -(-stop // self.values_per_packet)
+        packets = max(last - first, -(-size // self.reducer.endpoint.options.payload_bytes))
+        chosen = np.minimum(np.arange(first, first + packets), last - 1)
         tags = self.tags
-        return PacketTags(
-            tags.queue[first:last], tags.drop_class[first:last], tags.layer[first:last], tags.protected[first:last]
-        )
+        return PacketTags(tags.queue[chosen], tags.drop_class[chosen], tags.layer[chosen], tags.protected[chosen])
 
     def _label(self, start: int, stop: int) -> str:
         names = [s.layer.name for s in self.bucket.segments if s.start < stop and s.stop > start]

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.direct import PULL, average, message_number
+from dlcp.collectives.direct import PULL, TRAILER, average, message_number
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, queue_of_layer
@@ -103,12 +103,12 @@ class ParameterServer:
             self.endpoint.options.payload_bytes // value_type.storage.itemsize,
             rescale=self.options.rescale,
         )
-        result = np.ascontiguousarray(value_type.narrow(mean)).view(np.uint8)
-        tags = _tags_of(bucket)
+        result = memoryview(np.ascontiguousarray(value_type.narrow(mean)).tobytes() + TRAILER.pack(0.0))
+        tags = _tags_of(bucket, -(-len(result) // self.endpoint.options.payload_bytes))
         sequence = key.message // self._ranks // 2
         for worker in self.workers:
             reply = MessageKey(key.step, message_number(sequence, PULL, worker, self._ranks))
-            sending = self.endpoint.send(worker, reply, memoryview(result.data), tags, RELIABLE, self._label(key))
+            sending = self.endpoint.send(worker, reply, result, tags, RELIABLE, self._label(key))
             sending.add_done_callback(partial(self._on_sent, worker, reply, tags))
 
     def _on_sent(self, worker: int, key: MessageKey, tags: PacketTags, sending: "Future[Delivery]") -> None:
@@ -125,11 +125,12 @@ class ParameterServer:
         return f"bucket {key.message // self._ranks // 2}"
 
 
-def _tags_of(bucket: dict[int, Arrival]) -> PacketTags:
+def _tags_of(bucket: dict[int, Arrival], packets: int) -> PacketTags:
     """Tag a result like the gradients it was made of; a layer that nobody delivered goes first."""
     arrivals = list(bucket.values())
     layer: NDArray[np.uint8] = np.zeros(len(arrivals[0].layer), np.uint8)
     for arrival in arrivals:
         layer = np.where(arrival.delivered, arrival.layer, layer)
-    nothing = np.zeros(len(layer), np.uint8)
+    layer = np.pad(layer, (0, packets - len(layer)), "edge")
+    nothing = np.zeros(packets, np.uint8)
     return PacketTags(queue_of_layer(layer), nothing, layer, nothing.astype(np.bool_))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a buffer is divided among the ranks that add it up."""
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 
@@ -17,7 +18,7 @@ def shard_bounds(values: int, values_per_packet: int, weights: Mapping[int, floa
     values_per_packet
         Shards begin at multiples of this.
     weights
-        Weight of each owner; one of weight 0 owns nothing.
+        Weight of each owner. Each owns at least one packet, if there are as many packets as owners.
 
     Returns
     -------
@@ -27,6 +28,40 @@ def shard_bounds(values: int, values_per_packet: int, weights: Mapping[int, floa
     if (shares < 0).any() or shares.sum() <= 0:
         raise ValueError(f"weights must be >= 0 and not all 0, got {dict(weights)}")
     packets = -(-values // values_per_packet)
-    borders = np.rint(np.concatenate([[0.0], np.cumsum(shares) / shares.sum()]) * packets).astype(int)
+    least = int(packets >= len(shares))
+    spare = packets - least * len(shares)
+    borders = np.rint(np.concatenate([[0.0], np.cumsum(shares) / shares.sum()]) * spare).astype(int)
+    borders += least * np.arange(len(borders))
     cuts = np.minimum(borders * values_per_packet, values).tolist()
     return dict(zip(weights, pairwise(cuts), strict=True))
+
+
+def weights_for_rates(rates_bps: Mapping[int, float]) -> dict[int, float]:
+    """Return the shard weights with which the slowest rank has its part soonest.
+
+    Rank r owns a share w of a buffer of size S. It receives w S from each of the n - 1 others, and S - w S of results:
+    (1 + (n - 2) w) S in all. So with rates R the time is max (1 + (n - 2) w) S / R, and it is least when all ranks that
+    own something take the same time; those that are slower even without a shard own none.
+
+    Parameters
+    ----------
+    rates_bps
+        How fast each rank can receive.
+
+    Returns
+    -------
+    Weights that add up to 1; equal ones for two ranks, for whom the division makes no difference.
+    """
+    count = len(rates_bps)
+    fastest = max(rates_bps.values(), default=0.0)
+    if count <= 2 or not math.isfinite(fastest) or fastest <= 0:
+        return dict.fromkeys(rates_bps, 1 / max(1, count))
+    speed = {rank: max(rate, 0.0) / fastest for rank, rate in rates_bps.items()}
+    owners = sorted(speed, key=lambda rank: -speed[rank])
+    while True:
+        # sum of (T speed - 1) / (n - 2) over the owners is 1
+        time = (count - 2 + len(owners)) / sum(speed[rank] for rank in owners)
+        if time * speed[owners[-1]] >= 1:
+            break
+        owners.pop()
+    return {rank: (time * speed[rank] - 1) / (count - 2) if rank in owners else 0.0 for rank in rates_bps}

@@ -2,6 +2,8 @@
 """The DDP communication hook: buckets of gradients go out while backward still runs."""
 
 import hashlib
+import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -29,6 +31,9 @@ _VALUE_TYPES = {
     torch.bfloat16: ValueType.BFLOAT16,
 }
 
+STEPS_KEPT = 10_000
+"""Steps of which the times are kept."""
+
 
 class State:
     """What the hook keeps between steps. It can be pickled with a checkpoint: what is owed and the step travel along.
@@ -53,6 +58,8 @@ class State:
         self._endpoint: Endpoint | None = None
         self._reducer: DirectAllReduce | None = None
         self._layers: dict[int, Layer] = {}
+        self._layer_seconds: dict[int, deque[float]] = {}
+        self._step_began_s = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("options", "step", "feedback", "tagger")}
@@ -82,7 +89,10 @@ class State:
             ranks,
             weights={len(ranks): 1.0} if options.collective == "server" else None,
             options=ReduceOptions(
-                LossBound(options.loss_bound, options.immediate), options.error_feedback, options.rescale
+                LossBound(options.loss_bound, options.immediate),
+                options.error_feedback,
+                options.rescale,
+                options.adaptive_shards,
             ),
             tagger=self.tagger,
             ledger=self.ledger,
@@ -110,17 +120,30 @@ class State:
             answer.set_result(tensor)
             return answer
         if self._sequence == 0:
-            self._reducer.finish_step(self.step)
+            self._reducer.begin_step(self.step)
+            self._step_began_s = time.monotonic()
         flat, value_type = as_array(tensor)
-        started = self._reducer.start(
-            self.step, self._sequence, Bucket(flat, value_type, segments_of(bucket, self._layers))
-        )
+        segments = segments_of(bucket, self._layers)
+        started = self._reducer.start(self.step, self._sequence, Bucket(flat, value_type, segments))
+        started.add_done_callback(partial(self._note_time, segments, self._step_began_s))
         started.add_done_callback(partial(_resolve, answer, tensor))
         self._sequence += 1
         if bucket.is_last():
             self.step += 1
             self._sequence = 0
         return answer
+
+    def layer_seconds(self) -> dict[str, list[float]]:
+        """Return when each layer's gradients were averaged, by layer position.
+
+        Times are in seconds since the step's first bucket was ready, one for each of the latest steps.
+        """
+        return {str(position): list(seconds) for position, seconds in sorted(self._layer_seconds.items())}
+
+    def _note_time(self, segments: Sequence[Segment], began_s: float, done: "Future[Any]") -> None:
+        seconds = time.monotonic() - began_s
+        for position in {segment.layer.position for segment in segments}:
+            self._layer_seconds.setdefault(position, deque(maxlen=STEPS_KEPT)).append(seconds)
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields, replace
 
 from dlcp.tags import TagPolicy
 from dlcp.transport import TransportOptions
-from dlcp.wire import UDP_PORT_BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +22,8 @@ class Options:
         Stop at the bound even without congestion, as the paper does.
     error_feedback, rescale
         Send what was lost with the next step; divide sums by how many ranks delivered.
+    adaptive_shards
+        Ranks behind a congested port add up less.
     collective
         ``direct`` (every rank adds up a shard) or ``server`` (a parameter server does).
     bind
@@ -46,6 +47,7 @@ class Options:
     immediate: bool = False
     error_feedback: bool = True
     rescale: bool = True
+    adaptive_shards: bool = True
     collective: str = "direct"
     bind: str = ""
     advertise: str = ""
@@ -109,18 +111,3 @@ def _parse(name: str, text: str, default: bool | int | float | str) -> bool | in
     except (KeyError, ValueError):
         kind = "1 or 0" if isinstance(default, bool) else type(default).__name__
         raise ValueError(f"{name} must be {kind}, got {text!r}") from None
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of ``host:port``; the port may be left out.
-
-    Raises
-    ------
-    ValueError
-        The port is no number.
-    """
-    host, _, port = text.partition(":")
-    try:
-        return host, int(port or UDP_PORT_BASE)
-    except ValueError:
-        raise ValueError(f"expected host:port, got {text!r}") from None

@@ -7,8 +7,8 @@ import socket
 
 import torch.distributed as dist
 
-from dlcp.torch.options import Options, parse_address
-from dlcp.transport import Address, Endpoint, bind_socket
+from dlcp.torch.options import Options
+from dlcp.transport import Address, Endpoint, bind_socket, parse_address
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 

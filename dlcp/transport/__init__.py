@@ -2,7 +2,7 @@
 """Messages between ranks of which a bounded share may be lost."""
 
 from dlcp.transport.bound import RELIABLE, LossBound
-from dlcp.transport.endpoint import Endpoint, bind_socket
+from dlcp.transport.endpoint import Endpoint, bind_socket, parse_address
 from dlcp.transport.errors import (
     BoundExceededError,
     DeadlineError,
@@ -31,4 +31,5 @@ __all__ = [
     "TransportError",
     "TransportOptions",
     "bind_socket",
+    "parse_address",
 ]

@@ -2,6 +2,7 @@
 """A rank's socket, and the thread that runs the protocol over it."""
 
 import contextlib
+import math
 import select
 import socket
 import struct
@@ -77,6 +78,7 @@ class Endpoint:
         self._wake_receive.setblocking(False)
         self._commands: deque[Callable[[], None]] = deque()
         self._closing = False
+        self._acknowledge_due_s = math.inf
         self._buffer = bytearray(wire.HEADER_BYTES + self.options.payload_bytes + 1)
         self._thread = threading.Thread(target=self._run, name=f"dlcp-rank{rank}", daemon=True)
         self._thread.start()
@@ -184,7 +186,7 @@ class Endpoint:
     def _turn(self) -> None:
         protocol = self.protocol
         now_s = time.monotonic()
-        due_s = protocol.on_time(now_s)
+        due_s = min(protocol.on_time(now_s), self._acknowledge_due_s)
         try:
             more = protocol.pump(now_s)
         except BlockingIOError:
@@ -198,7 +200,7 @@ class Endpoint:
             self._commands.popleft()()
         if self._socket in readable:
             self._receive()
-            protocol.acknowledge()
+        self._acknowledge_due_s = protocol.acknowledge(time.monotonic())
 
     def _receive(self) -> None:
         buffer, view, protocol = self._buffer, memoryview(self._buffer), self.protocol
@@ -260,3 +262,18 @@ def _copy(source: Future[Any], target: Future[Any]) -> None:
         target.set_exception(error)
     else:
         target.set_result(source.result())
+
+
+def parse_address(text: str) -> Address:
+    """Return host and port of ``host:port``; the port may be left out.
+
+    Raises
+    ------
+    ValueError
+        The port is no number.
+    """
+    host, _, port = text.partition(":")
+    try:
+        return host, int(port or wire.UDP_PORT_BASE)
+    except ValueError:
+        raise ValueError(f"expected host:port, got {text!r}") from None

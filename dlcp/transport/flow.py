@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything on its way from this rank to one other: its window, its round-trip time, and what of it is lost."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.transport.congestion import RateControl
-from dlcp.transport.outgoing import FLYING, MessageKey, OutgoingMessage
+from dlcp.transport.outgoing import DELIVERED, FLYING, OutgoingMessage
 
 PROBE_TIMEOUT_MIN_S = 0.005
 PROBE_TIMEOUT_MAX_S = 0.2
 """Bounds of the probe timeout. The lower one covers a scheduling delay on a busy host. Chosen by us."""
 REORDER_MIN_S = 0.001
 """Disorder that counts as none, at least: spraying sends neighbours over different paths."""
+
+QUEUES = 8
 
 Emit = Callable[[bytes | memoryview, bytes | memoryview, int], bool]
 """Sends header, payload and type of service to the peer; False if the socket is full."""
@@ -29,11 +32,13 @@ class Flow:
     def __init__(self, control: RateControl, largest_window: int) -> None:
         self.control = control
         self.largest_window = largest_window
-        self.messages: dict[MessageKey, OutgoingMessage] = {}
+        self.messages: dict[tuple[int, int], OutgoingMessage] = {}
         self.flying = 0
         self.smoothed_rtt_s = 0.0
         self.rtt_variation_s = 0.0
-        self._newest_delivered_s = np.full(8, -1.0)
+        self._newest_delivered_s = [-1.0] * QUEUES
+        self._sent: list[deque[tuple[float, OutgoingMessage, int]]] = [deque() for _ in range(QUEUES)]
+        """What was sent into each queue, in that order."""
         self._marked_seen = 0
 
     @property
@@ -53,6 +58,7 @@ class Flow:
         if self.messages.pop(message.key, None) is not None:
             self.flying -= message.flying
             message.flying = 0
+            message.state = bytearray([DELIVERED]) * message.packets  # nothing of it can be lost any more
 
     def room(self) -> int:
         """Return how many packets the window still admits."""
@@ -72,10 +78,11 @@ class Flow:
             message = self._most_urgent()
             if message is None:
                 break
-            header, payload, tos = message.take(now_s)
+            index, header, payload, tos = message.take(now_s)
             if not emit(header, payload, tos):
                 message.put_back()
                 raise BlockingIOError
+            self._sent[message.queue[index]].append((now_s, message, index))
             self.flying += 1
             sent += 1
             message.probe_due_s = now_s + self.probe_timeout_s
@@ -88,13 +95,13 @@ class Flow:
                 best, best_queue = message, message.next_queue
         return best
 
-    def on_ack(self, now_s: float, entries: NDArray[np.void], marked_total: int) -> None:
+    def on_ack(self, now_s: float, entries: Iterable[tuple[int, int, int]], marked_total: int) -> None:
         """Take in which packets arrived.
 
         Parameters
         ----------
         entries
-            Records with fields step, message and index.
+            Step, message and index of each.
         marked_total
             How many packets of this flow arrived marked so far, modulo 2**32.
         """
@@ -104,37 +111,58 @@ class Flow:
         else:
             marked = 0  # an acknowledgement overtaken by a later one
         delivered = 0
-        rtt_s = 0.0
-        start = 0
-        keys = np.flatnonzero((np.diff(entries["step"]) != 0) | (np.diff(entries["message"]) != 0)) + 1
-        for stop in [*keys.tolist(), len(entries)]:
-            group = entries[start:stop]
-            start = stop
-            message = self.messages.get(MessageKey(int(group["step"][0]), int(group["message"][0])))
-            if message is None:
+        newest_s = 0.0
+        for step, number, index in entries:
+            message = self.messages.get((step, number))
+            if message is None or index >= message.packets or message.state[index] == DELIVERED:
                 continue
-            indices = group["index"].astype(np.intp)
-            news, newest_rtt_s = self._deliver(now_s, message, indices[indices < message.packets])
-            delivered += news
-            rtt_s = rtt_s or newest_rtt_s
-        if rtt_s:
-            self._sample_rtt(rtt_s)
-        lost = self._find_lost() if delivered else 0
-        if delivered or lost:
-            self.control.on_feedback(now_s, delivered, min(marked, delivered), lost, self.smoothed_rtt_s)
+            delivered += 1
+            sent_s = self._land(now_s, message, index)
+            # Karn: the time of a packet that was sent twice is no round trip.
+            if not message.resent:
+                newest_s = max(newest_s, sent_s)
+        if newest_s:
+            self._sample_rtt(now_s - newest_s)
+        self._feed_back(now_s, delivered, marked)
 
-    def _deliver(self, now_s: float, message: OutgoingMessage, indices: NDArray[np.intp]) -> tuple[int, float]:
-        news, landed = message.mark_delivered(indices)
-        if not len(news):
-            return 0, 0.0
-        self.flying -= landed
-        message.forget_delivered()
+    def on_bitmap(
+        self, now_s: float, message: OutgoingMessage, first: int, delivered: NDArray[np.bool_], before_s: float
+    ) -> bool:
+        """Take in which packets of a message have arrived; return whether that was news.
+
+        What was sent before ``before_s`` and is not among them is lost.
+        """
+        news = lost = 0
+        for index, arrived in enumerate(delivered.tolist(), first):
+            state = message.state[index]
+            if arrived and state != DELIVERED:
+                self._land(now_s, message, index)
+                news += 1
+            elif not arrived and state == FLYING and message.sent_at_s[index] < before_s:
+                self._lose(message, index)
+                lost += 1
+        self._feed_back(now_s, news, 0, lost)
+        return bool(news or lost)
+
+    def _land(self, now_s: float, message: OutgoingMessage, index: int) -> float:
+        self.flying -= message.mark_delivered(index)
         message.probes_unanswered = 0
         message.probe_due_s = now_s + self.probe_timeout_s
-        sent_at = message.sent_at_s[news]
-        np.maximum.at(self._newest_delivered_s, message.queue[news], sent_at)
-        # Karn: the time of a packet that was sent twice is no round trip.
-        return len(news), 0.0 if message.resent else float(now_s - sent_at.max())
+        sent_s = message.sent_at_s[index]
+        queue = message.queue[index]
+        if sent_s > self._newest_delivered_s[queue]:
+            self._newest_delivered_s[queue] = sent_s
+        return sent_s
+
+    def _lose(self, message: OutgoingMessage, index: int) -> None:
+        message.mark_lost(index)
+        self.flying -= 1
+
+    def _feed_back(self, now_s: float, delivered: int, marked: int, lost: int = 0) -> None:
+        if delivered:
+            lost += self._find_lost()
+        if delivered or lost:
+            self.control.on_feedback(now_s, delivered, min(marked, delivered), lost, self.smoothed_rtt_s)
 
     def _sample_rtt(self, rtt_s: float) -> None:
         if not self.smoothed_rtt_s:
@@ -144,27 +172,12 @@ class Flow:
         self.smoothed_rtt_s += (rtt_s - self.smoothed_rtt_s) / 8
 
     def _find_lost(self) -> int:
-        horizon = self._newest_delivered_s - max(REORDER_MIN_S, self.smoothed_rtt_s / 4)
+        disorder_s = max(REORDER_MIN_S, self.smoothed_rtt_s / 4)
         lost = 0
-        for message in self.messages.values():
-            if message.flying:
-                lost += message.mark_lost((message.state == FLYING) & (message.sent_at_s < horizon[message.queue]))
-        self.flying -= lost
+        for sent, newest_s in zip(self._sent, self._newest_delivered_s, strict=True):
+            while sent and sent[0][0] < newest_s - disorder_s:
+                sent_s, message, index = sent.popleft()
+                if message.state[index] == FLYING and message.sent_at_s[index] == sent_s:
+                    self._lose(message, index)
+                    lost += 1
         return lost
-
-    def on_bitmap(
-        self, now_s: float, message: OutgoingMessage, first: int, delivered: NDArray[np.bool_], before_s: float
-    ) -> bool:
-        """Take in which packets of a message have arrived; return whether that was news.
-
-        What was sent before ``before_s`` and is not among them is lost.
-        """
-        indices = np.flatnonzero(delivered[: message.packets - first]) + first
-        news, _ = self._deliver(now_s, message, indices)
-        overdue = np.zeros(message.packets, np.bool_)
-        overdue[first : first + len(delivered)] = message.sent_at_s[first : first + len(delivered)] < before_s
-        lost = message.mark_lost(overdue)
-        self.flying -= lost
-        if news or lost:
-            self.control.on_feedback(now_s, news, 0, lost, self.smoothed_rtt_s)
-        return bool(news or lost)

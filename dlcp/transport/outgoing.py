@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A message on its way out: which of its packets are on the wire, delivered, lost, or to be sent again."""
 
+import contextlib
+import heapq
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -87,9 +89,9 @@ class OutgoingMessage:
         self.started_s = now_s
         self.deadline_s = deadline_s
         self.protected_packets = int(tags.protected.sum())
-        self.state = np.zeros(self.packets, np.uint8)
-        self.sent_at_s = np.zeros(self.packets)
-        self.queue = tags.queue
+        self.state = bytearray(self.packets)
+        self.sent_at_s = [0.0] * self.packets
+        self.queue: list[int] = tags.queue.tolist()
         self.flying = 0
         self.sent = 0
         self.resent = 0
@@ -99,7 +101,8 @@ class OutgoingMessage:
         self.confirmed: dict[int, NDArray[np.bool_]] = {}
         self.done: Future[Delivery] = Future()
         self._allowed = bound.allowed(self.packets)
-        self._tags = tags
+        self._protected: list[bool] = tags.protected.tolist()
+        self._drop_class: list[int] = tags.drop_class.tolist()
         self._payload = payload
         self._payload_bytes = payload_bytes
         self._headers = headers.reshape(-1).data
@@ -108,7 +111,7 @@ class OutgoingMessage:
         self._next = 0
         self._taken = 0, False
         self._again: deque[int] = deque()
-        self._forgone: list[int] = []
+        self._forgone: list[tuple[int, int]] = []
 
     @staticmethod
     def _send_order(queue: NDArray[np.uint8], key: MessageKey) -> list[int]:
@@ -125,10 +128,10 @@ class OutgoingMessage:
     @property
     def next_queue(self) -> int:
         """The queue of the next packet to send; call only if ``has_unsent``."""
-        return int(self.queue[self._again[0] if self._again else self._order[self._next]])
+        return self.queue[self._again[0] if self._again else self._order[self._next]]
 
-    def take(self, now_s: float) -> tuple[memoryview, memoryview, int]:
-        """Take the next packet to send: its header, payload and type of service."""
+    def take(self, now_s: float) -> tuple[int, memoryview, memoryview, int]:
+        """Take the next packet to send: its index, header, payload and type of service."""
         again = bool(self._again)
         if again:
             index = self._again.popleft()
@@ -148,7 +151,7 @@ class OutgoingMessage:
             copy[1] |= wire.Flag.RETRANSMISSION
             header = memoryview(copy)
         start = index * self._payload_bytes
-        return header, self._payload[start : start + self._payload_bytes], self._tos[index]
+        return index, header, self._payload[start : start + self._payload_bytes], self._tos[index]
 
     def put_back(self) -> None:
         """Undo the last :meth:`take`: the socket would not accept the packet."""
@@ -163,40 +166,31 @@ class OutgoingMessage:
             self.state[index] = UNSENT
             self._next -= 1
 
-    def mark_delivered(self, indices: NDArray[np.intp]) -> tuple[NDArray[np.intp], int]:
-        """Note packets that arrived; return those that are news, and how many of them were counted as flying."""
-        news = np.unique(indices[self.state[indices] != DELIVERED])
-        landed = int((self.state[news] == FLYING).sum())
-        self.flying -= landed
-        self.state[news] = DELIVERED
-        return news, landed
+    def mark_delivered(self, index: int) -> bool:
+        """Note that a packet arrived; return whether it was counted as flying. Call it once per packet."""
+        flew = self.state[index] == FLYING
+        self.flying -= flew
+        self.state[index] = DELIVERED
+        if not flew and self._again:
+            with contextlib.suppress(ValueError):
+                self._again.remove(index)
+        return flew
 
-    def mark_lost(self, lost: NDArray[np.bool_]) -> int:
-        """Note packets as lost and choose which to send again; return how many there were.
+    def mark_lost(self, index: int) -> None:
+        """Note that a flying packet is lost, and choose what to send again.
 
         Protected packets are always sent again. Of the others the least valuable are forgone, up to the bound.
         """
-        indices = np.flatnonzero(lost & (self.state == FLYING))
-        if not len(indices):
-            return 0
-        self.state[indices] = LOST
-        self.flying -= len(indices)
-        protected = self._tags.protected[indices]
-        self._again.extend(indices[protected].tolist())
-        self._forgone.extend(indices[~protected].tolist())
-        self._forgone = [index for index in self._forgone if self.state[index] == LOST]
-        excess = len(self._forgone) - self._allowed
-        if excess > 0:
-            classes = self._tags.drop_class
-            self._forgone.sort(key=lambda index: int(classes[index]))
-            self._again.extend(self._forgone[:excess])
-            del self._forgone[:excess]
-        return len(indices)
-
-    def forget_delivered(self) -> None:
-        """Drop packets from the list to send again that have arrived after all."""
-        if self._again:
-            self._again = deque(index for index in self._again if self.state[index] != DELIVERED)
+        self.state[index] = LOST
+        self.flying -= 1
+        if self._protected[index]:
+            self._again.append(index)
+            return
+        heapq.heappush(self._forgone, (self._drop_class[index], index))
+        while len(self._forgone) > self._allowed:
+            _, most_valuable = heapq.heappop(self._forgone)
+            if self.state[most_valuable] == LOST:
+                self._again.append(most_valuable)
 
     def confirm(self, first: int, delivered: NDArray[np.bool_]) -> bool:
         """Take in one part of a STOP; return whether every part is in."""

@@ -6,6 +6,7 @@ the sender has nothing left to send it asks (PROBE); the receiver answers with w
 needs no more (STOP, repeated until STOP_ACK). Control packets carry their own state and may be lost, repeated or late.
 """
 
+import math
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -28,12 +29,17 @@ from dlcp.transport.errors import (
     TransportError,
 )
 from dlcp.transport.flow import Flow
+from dlcp.transport.inbound import InboundRate
 from dlcp.transport.incoming import Arrival, Awaited, IncomingMessage
-from dlcp.transport.outgoing import Delivery, MessageKey, OutgoingMessage
+from dlcp.transport.outgoing import DELIVERED, Delivery, MessageKey, OutgoingMessage
 from dlcp.wire import Flag, Header, PacketType, Queue
 
-ACK_ENTRY = np.dtype([("step", ">u4"), ("message", ">u2"), ("index", ">u4")])
-ACK_REPEATED = 24
+ACK_ENTRY = struct.Struct(">IHI")
+"""Step, message and index of a packet that arrived."""
+ACK_EVERY_PACKETS = 8
+ACK_DELAY_S = 0.001
+"""An acknowledgement waits for this many packets, or this long. Chosen by us: it costs as much as a packet of data."""
+ACK_REPEATED = 8
 """How many entries of the last acknowledgement the next one repeats, in case it was lost. Chosen by us."""
 ECN_CAPABLE = 2
 ECN_MASK = 3
@@ -111,8 +117,9 @@ class _Peer:
     hello_due_s: float = 0.0
     data_received: int = 0
     marked_received: int = 0
-    to_acknowledge: list[tuple[int, int, int]] = field(default_factory=list)
-    acknowledged: list[tuple[int, int, int]] = field(default_factory=list)
+    to_acknowledge: list[bytes] = field(default_factory=list)
+    acknowledged: list[bytes] = field(default_factory=list)
+    acknowledge_due_s: float = math.inf
 
 
 @dataclass(slots=True)
@@ -164,6 +171,7 @@ class Protocol:
         self.options = options
         self.refused: Counter[str] = Counter()
         self.counted: Counter[str] = Counter()
+        self.inbound = InboundRate()
         self.on_unawaited: Callable[[int, MessageKey], None] | None = None
         self._send = send
         self._window = max(1, receive_packets // max(1, len(peers)))
@@ -349,12 +357,15 @@ class Protocol:
             return
         peer.data_received += 1
         peer.marked_received += tos & ECN_MASK == CONGESTED
-        peer.to_acknowledge.append((header.step, header.message, index))
+        peer.to_acknowledge.append(ACK_ENTRY.pack(header.step, header.message, index))
+        if len(peer.to_acknowledge) == 1:
+            peer.acknowledge_due_s = now_s + ACK_DELAY_S
         if message.delivered[index]:
             self.counted["duplicate"] += 1
             return
         message.store(index, payload, header.layer, bool(header.flags & Flag.PROTECTED))
         self.counted["data"] += 1
+        self.inbound.count(now_s, len(payload))
         self._settle(name, message, now_s)
 
     def _stash(self, name: Name, header: Header, now_s: float) -> IncomingMessage | None:
@@ -436,10 +447,10 @@ class Protocol:
             )
 
     def _on_ack(self, peer: _Peer, header: Header, payload: memoryview, now_s: float) -> None:
-        if not payload or len(payload) % ACK_ENTRY.itemsize:
+        if not payload or len(payload) % ACK_ENTRY.size:
             self.refused["malformed"] += 1
             return
-        peer.flow.on_ack(now_s, np.frombuffer(payload, ACK_ENTRY), header.count)
+        peer.flow.on_ack(now_s, ACK_ENTRY.iter_unpack(payload), header.count)
 
     def _on_bitmap(self, peer: _Peer, header: Header, payload: memoryview, now_s: float) -> None:
         key = MessageKey(header.step, header.message)
@@ -495,25 +506,31 @@ class Protocol:
 
     # What time brings -------------------------------------------------------------------------------------------------
 
-    def acknowledge(self) -> None:
-        """Send the acknowledgements that are due; call it when no more datagrams are at hand."""
+    def acknowledge(self, now_s: float) -> float:
+        """Send the acknowledgements that are due; return when the next one will be."""
+        due_s = math.inf
         for peer in self._peers.values():
-            fresh = peer.to_acknowledge
-            if not fresh:
-                continue
-            limit = self.options.payload_bytes // ACK_ENTRY.itemsize
-            for start in range(0, len(fresh), limit - ACK_REPEATED):
-                part = fresh[start : start + limit - ACK_REPEATED]
-                entries = np.array(part + peer.acknowledged, ACK_ENTRY)
-                self._control(
-                    peer.rank,
-                    PacketType.ACK,
-                    index=peer.data_received & 0xFFFFFFFF,
-                    count=peer.marked_received & 0xFFFFFFFF,
-                    payload=entries.tobytes(),
-                )
-                peer.acknowledged = part[-ACK_REPEATED:]
-            fresh.clear()
+            if peer.to_acknowledge:
+                if len(peer.to_acknowledge) >= ACK_EVERY_PACKETS or now_s >= peer.acknowledge_due_s:
+                    self._acknowledge(peer)
+                else:
+                    due_s = min(due_s, peer.acknowledge_due_s)
+        return due_s
+
+    def _acknowledge(self, peer: _Peer) -> None:
+        fresh = peer.to_acknowledge
+        limit = self.options.payload_bytes // ACK_ENTRY.size - ACK_REPEATED
+        for start in range(0, len(fresh), limit):
+            part = fresh[start : start + limit]
+            self._control(
+                peer.rank,
+                PacketType.ACK,
+                index=peer.data_received & 0xFFFFFFFF,
+                count=peer.marked_received & 0xFFFFFFFF,
+                payload=b"".join(part + peer.acknowledged),
+            )
+            peer.acknowledged = part[-ACK_REPEATED:]
+        fresh.clear()
 
     def pump(self, now_s: float, burst: int = 8) -> bool:
         """Send what the windows admit, a burst to each peer in turn; return whether more could be sent right away.
@@ -567,7 +584,7 @@ class Protocol:
         due_s = now_s + HELLO_REPEAT_S
         for message in list(peer.flow.messages.values()):
             if now_s >= message.deadline_s:
-                share = float((message.state == 2).mean())
+                share = message.state.count(DELIVERED) / message.packets
                 need = message.bound.required(message.packets) / message.packets
                 self.fail(
                     DeadlineError(

@@ -110,6 +110,7 @@ HEADER: Final = np.dtype(
 """The header as a NumPy record; ``kind`` is version and type, ``tags`` is queue and drop class."""
 
 _STRUCT = struct.Struct(">BBBBHHIHHIIQ")
+_TYPES = {int(kind): kind for kind in PacketType}
 
 
 class HeaderError(ValueError):
@@ -175,10 +176,9 @@ def decode(datagram: bytes | bytearray | memoryview) -> Header:
     kind, flags, tags, *rest = _STRUCT.unpack_from(datagram)
     if kind >> 4 != VERSION:
         raise HeaderError(f"version {kind >> 4}, expected {VERSION}")
-    try:
-        packet_type = PacketType(kind & 15)
-    except ValueError:
-        raise HeaderError(f"unknown packet type {kind & 15}") from None
+    packet_type = _TYPES.get(kind & 15)
+    if packet_type is None:
+        raise HeaderError(f"unknown packet type {kind & 15}")
     return Header(packet_type, flags, tags >> 5, tags >> 2 & 7, *rest)
 
 

@@ -29,6 +29,7 @@ const bit<2> ECN_CONGESTED = 3;
 // A budget slot that nobody used for this long may be taken by another message. Chosen by us: longer than any
 // message lives, so that a message never loses its count, and short enough to hand slots on between steps.
 const bit<32> SLOT_IDLE_US = 1000000;
+const bit<32> SLOT_OWNED = 0x80000000; // set in every owner, so that 0 is a slot that was never used
 
 // What ingress_events and egress_events count, the low bits of their index.
 const bit<3> EVENT_NO_ROUTE = 0;

@@ -32,6 +32,7 @@ control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, inout standard
                 hash(owner, HashAlgorithm.crc32, 32w0,
                      { hdr.dlcp.job, hdr.dlcp.step, hdr.dlcp.message, hdr.dlcp.sender }, 64w0x100000000);
                 bit<32> slot = (bit<32>)owner[SLOT_WIDTH - 1:0];
+                owner = owner | SLOT_OWNED;
                 bit<32> now_us = (bit<32>)std.ingress_global_timestamp;
                 bit<32> slot_holder;
                 bit<32> used_us;
@@ -39,7 +40,7 @@ control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, inout standard
                 slot_owner.read(slot_holder, slot);
                 slot_used_us.read(used_us, slot);
                 slot_spent.read(spent, slot);
-                if (slot_holder != owner && now_us - used_us > SLOT_IDLE_US) {
+                if (slot_holder != owner && (slot_holder == 0 || now_us - used_us > SLOT_IDLE_US)) {
                     slot_holder = owner;
                     spent = 0;
                     slot_owner.write(slot, owner);

@@ -105,7 +105,7 @@ class Network:
             self.now = turn
             for rank, protocol in enumerate(self.ranks):
                 if rank not in self.dead:
-                    protocol.acknowledge()
+                    protocol.acknowledge(self.now)
                     protocol.on_time(self.now)
                     while protocol.pump(self.now):
                         pass

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` and `make test` need Linux, make and Python 3.10 or newer, and set up the rest by themselves in .venv.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench p4 clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+
+# The first Python that is new enough; `make PYTHON=/path/to/python3 ...` chooses another.
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 10))
+PYTHON ?= $(firstword $(foreach python,python3 python3.13 python3.12 python3.11 python3.10,\
+	$(shell $(python) -c '$(NEW_ENOUGH)' 2>/dev/null && echo $(python))))
+
+help: ## say what there is to make
+	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 14
+
+demo: $(STAMP) ## train a real model over a congested switch, with and without DLCP, and write a report page
+	@$(BIN)/dlcp demo
+
+test: lint ## set up, check style and types, and run every test
+	@.ci/packages
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP) ## check style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy --strict
+	@$(BIN)/mypy --strict p4/compile.py
+
+bench: $(STAMP) ## measure everything again, into out/bench/NAME.json
+	@mkdir -p out/bench
+	@for bench in tests/bench/*.py; do \
+		out=out/bench/$$(basename "$$bench" .py).json; \
+		$(BIN)/python "$$bench" > "$$out.part"; \
+		mv "$$out.part" "$$out"; \
+		echo "$$out"; \
+	done
+
+p4: ## compile the switch program again, into p4/build; needs p4c
+	@$(or $(PYTHON),python3) p4/compile.py
+
+clean: ## remove everything that was made, .venv too
+	@rm -rf $(VENV) out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml .ci/set-up
+	@.ci/set-up $(VENV) "$(PYTHON)"
+	@touch $@

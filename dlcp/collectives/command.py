@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dlcp server``: a parameter server."""
+
+import argparse
+import signal
+import sys
+import threading
+
+from dlcp.collectives.server import ParameterServer, ServerOptions
+from dlcp.dtypes import ValueType
+from dlcp.transport import Endpoint, LossBound, TransportError, TransportOptions, bind_socket, parse_address
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``dlcp server`` takes."""
+    parser.add_argument("--bind", required=True, metavar="HOST:PORT", help="address of the server's socket")
+    parser.add_argument("--workers", nargs="+", required=True, metavar="HOST:PORT", help="the workers, rank 0 first")
+    parser.add_argument("--token", type=int, required=True, help="session token; DLCP_TOKEN of the workers")
+    parser.add_argument("--job", type=int, default=0, help="job number; DLCP_JOB of the workers")
+    parser.add_argument("--loss-bound", type=float, default=0.1, help="DLCP_LOSS_BOUND of the workers (default: 0.1)")
+    parser.add_argument("--immediate", action="store_true", help="stop at the bound even without congestion")
+    parser.add_argument("--rescale", action="store_true", help="divide by what was delivered; without error feedback")
+    parser.add_argument("--value-type", choices=[kind.value for kind in ValueType], default="float32")
+    parser.add_argument("--tagged", type=int, choices=[0, 1], default=1, help="DLCP_TAGGED of the workers (default: 1)")
+    parser.add_argument("--congestion", choices=["proportional", "cubic"], default="proportional")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal says stop; return the exit status."""
+    workers = dict(enumerate(map(parse_address, arguments.workers)))
+    # To each worker goes one flow, from the server.
+    options = TransportOptions(tagged=bool(arguments.tagged), congestion=arguments.congestion, flow_weight=1.0)
+    host, port = parse_address(arguments.bind)
+    endpoint = Endpoint(
+        len(workers), bind_socket(host, [port]), workers, job=arguments.job, token=arguments.token, options=options
+    )
+    server = ParameterServer(
+        endpoint,
+        list(workers),
+        options=ServerOptions(
+            LossBound(arguments.loss_bound, arguments.immediate), ValueType(arguments.value_type), arguments.rescale
+        ),
+    )
+    stopped = threading.Event()
+    server.failed.add_done_callback(lambda _: stopped.set())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    print(f"server ready at {arguments.bind} for {len(workers)} workers", flush=True)
+    stopped.wait()
+    error = server.failed.exception() if server.failed.done() else None
+    endpoint.close(str(error) if error else None)
+    if isinstance(error, TransportError) or error is None:
+        # Workers that are through leave; the server cannot tell that from a failure, so it only says what it saw.
+        if error:
+            print(f"dlcp server: {error}", file=sys.stderr)
+        return 0 if error is None else 1
+    raise error

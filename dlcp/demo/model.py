@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo trains: a convolutional network on scikit-learn's handwritten digits, which ship with that package."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+TEST_IMAGES = 360
+BATCH_PER_WORKER = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Digits:
+    """Images of shape (n, 1, 8, 8) in 0..1 with their labels, for training and for testing."""
+
+    train_images: torch.Tensor
+    train_labels: torch.Tensor
+    test_images: torch.Tensor
+    test_labels: torch.Tensor
+
+
+def load(seed: int) -> Digits:
+    """Return the 1,797 digits, 360 of them, chosen by the seed, for testing."""
+    data = load_digits()
+    order = np.random.default_rng(seed).permutation(len(data.target))
+    images = torch.tensor(data.images[order], dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(data.target[order])
+    return Digits(images[TEST_IMAGES:], labels[TEST_IMAGES:], images[:TEST_IMAGES], labels[:TEST_IMAGES])
+
+
+def network(seed: int) -> nn.Module:
+    """Return a network of 514,314 parameters, initialised from the seed."""
+    torch.manual_seed(seed)
+    layers: list[tuple[str, nn.Module]] = [
+        ("conv1", nn.Conv2d(1, 32, 3, padding=1)),
+        ("norm1", nn.GroupNorm(8, 32)),
+        ("relu1", nn.ReLU()),
+        ("conv2", nn.Conv2d(32, 64, 3, padding=1)),
+        ("norm2", nn.GroupNorm(8, 64)),
+        ("relu2", nn.ReLU()),
+        ("pool2", nn.MaxPool2d(2)),
+        ("conv3", nn.Conv2d(64, 128, 3, padding=1)),
+        ("norm3", nn.GroupNorm(8, 128)),
+        ("relu3", nn.ReLU()),
+        ("conv4", nn.Conv2d(128, 192, 3, padding=1)),
+        ("norm4", nn.GroupNorm(8, 192)),
+        ("relu4", nn.ReLU()),
+        ("pool4", nn.MaxPool2d(2)),
+        ("flatten", nn.Flatten()),
+        ("fc1", nn.Linear(768, 256)),
+        ("relu5", nn.ReLU()),
+        ("fc2", nn.Linear(256, 10)),
+    ]
+    model = nn.Sequential()
+    for name, layer in layers:
+        model.add_module(name, layer)
+    return model
+
+
+def batches(digits: Digits, steps: int, rank: int, workers: int, seed: int) -> list[torch.Tensor]:
+    """Return the indices of each step's batch on one rank; ranks share every epoch's permutation, so none overlap."""
+    generator = np.random.default_rng([seed, 1])
+    per_step = BATCH_PER_WORKER * workers
+    chosen: list[torch.Tensor] = []
+    while len(chosen) < steps:
+        order = generator.permutation(len(digits.train_labels))
+        for start in range(0, len(order) - per_step + 1, per_step):
+            mine = start + rank * BATCH_PER_WORKER
+            chosen.append(torch.from_numpy(order[mine : mine + BATCH_PER_WORKER]))
+    return chosen[:steps]
+
+
+def accuracy(model: nn.Module, digits: Digits) -> tuple[float, float]:
+    """Return the share of test images that ``model`` gets right, and its loss on them."""
+    with torch.no_grad():
+        scores = model(digits.test_images)
+        right = (scores.argmax(1) == digits.test_labels).float().mean()
+        return right.item(), nn.functional.cross_entropy(scores, digits.test_labels).item()

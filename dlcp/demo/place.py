@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run takes place: network namespaces around a switch, or, where those cannot be had, loopback addresses."""
+
+import json
+import os
+import subprocess
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from dlcp.demo.background import SINK_PORT
+from dlcp.switch.namespace import HOST_INTERFACE, StarNetwork
+from dlcp.switch.ports.loopback import LoopbackHost
+from dlcp.switch.process import SwitchProcess
+from dlcp.switch.queues import PortQueueing
+from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
+
+if TYPE_CHECKING:
+    from dlcp.demo.run import Setup
+
+
+class Place(ABC):
+    """Hosts around one switch; a context manager.
+
+    Parameters
+    ----------
+    setup
+        Hosts, rates and depths.
+    shares
+        The job's share of each port, for data and for control; None: no limit.
+    job
+        Job number.
+    """
+
+    kind = ""
+    over = ""
+
+    def __init__(self, setup: "Setup", shares: tuple[float, float] | None, job: int) -> None:
+        # The controller is no part of the shim; only commands bring the two together.
+        from controller.fabric import Job, Star
+
+        self._stack = ExitStack()
+        star = Star.numbered(
+            setup.hosts,
+            kind="packet" if self.kind == "namespaces" else "loopback",
+            queueing=PortQueueing(rate_bps=setup.rate_bps, depth_packets=setup.depth_packets),
+            jobs=[Job(job, *shares)] if shares else [],
+        )
+        self._fabric = asdict(star)
+
+    def _start_switch(self, **options: Any) -> None:
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-fabric-")))
+        description = folder / "fabric.json"
+        description.write_text(json.dumps(self._fabric))
+        self._switch = self._stack.enter_context(
+            SwitchProcess(["--fabric", str(description)], counters_every_s=1.0, **options)
+        )
+
+    def __enter__(self) -> "Place":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @abstractmethod
+    def popen(self, host: int) -> Callable[..., "subprocess.Popen[str]"]:
+        """Return what starts a process on a host."""
+
+    @abstractmethod
+    def bind_of(self, host: int, port: int) -> str:
+        """Return where a process on a host binds its socket, ``address:port``."""
+
+    @abstractmethod
+    def address_of(self, host: int, port: int) -> str:
+        """Return where others reach that socket, ``address:port``."""
+
+    @property
+    @abstractmethod
+    def interface(self) -> str:
+        """The name of every host's interface."""
+
+    def environment(self, extra: dict[str, str]) -> dict[str, str]:
+        """Return the environment of a process on a host."""
+        return {**os.environ, "GLOO_SOCKET_IFNAME": self.interface, **extra}
+
+    def background_arguments(self, host: int, peers: Sequence[int]) -> list[str]:
+        """Return how one end of the background traffic talks to its peers."""
+        addresses = [f"{peer}={self.address_of(peer, SINK_PORT)}" for peer in peers]
+        where = ["--rank", str(host), "--bind", self.bind_of(host, SINK_PORT), "--peers", *addresses]
+        return ["--over", self.over, *where]
+
+    def counters(self) -> dict[str, Any]:
+        """Stop the switch and return its counters."""
+        return self._switch.stop()
+
+
+class NamespacePlace(Place):
+    """Every host has a network namespace of its own, so that any program's traffic crosses the switch."""
+
+    kind = "namespaces"
+    over = "tcp"
+    interface = HOST_INTERFACE
+
+    def __init__(self, setup: "Setup", shares: tuple[float, float] | None, job: int) -> None:
+        super().__init__(setup, shares, job)
+        self._network = self._stack.enter_context(StarNetwork(setup.hosts))
+        self._start_switch(namespace=self._network.switch)
+
+    def popen(self, host: int) -> Callable[..., "subprocess.Popen[str]"]:
+        """Return what starts a process in the host's namespace."""
+        return self._network.hosts[host].namespace.popen
+
+    def bind_of(self, host: int, port: int) -> str:
+        """Return the host's address."""
+        return f"{self._network.hosts[host].address}:{port}"
+
+    def address_of(self, host: int, port: int) -> str:
+        """Return the host's address."""
+        return self.bind_of(host, port)
+
+
+class LoopbackPlace(Place):
+    """Processes of this machine, each with a loopback address of its own; needs no privilege. TCP cannot come along."""
+
+    kind = "loopback"
+    over = "udp"
+    interface = "lo"
+
+    def __init__(self, setup: "Setup", shares: tuple[float, float] | None, job: int) -> None:
+        super().__init__(setup, shares, job)
+        self._fabric["udp_ports"] = [UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT, SINK_PORT]
+        self._start_switch()
+
+    def popen(self, host: int) -> Callable[..., "subprocess.Popen[str]"]:
+        """Return what starts any process."""
+        return subprocess.Popen
+
+    def bind_of(self, host: int, port: int) -> str:
+        """Return the address of the host's process."""
+        return f"{LoopbackHost.numbered(host).real}:{port}"
+
+    def address_of(self, host: int, port: int) -> str:
+        """Return the switch's address that leads to the host."""
+        return f"{LoopbackHost.numbered(host).alias}:{port}"

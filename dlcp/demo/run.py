@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of the demo: the same training over the same congested switch, with different ways to average gradients."""
+
+import json
+import os
+import platform
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dlcp
+from dlcp.demo.background import SAMPLE_S, SINK_PORT, Burst, delivered_bps, schedule
+from dlcp.demo.place import LoopbackPlace, NamespacePlace, Place
+from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
+
+BACKGROUND_FLOWS = 2
+JOB = 1
+CONTROL_SHARE = 0.03
+"""Part of a port for acknowledgements and the like; taken from the job's share, not added to it. Chosen by us."""
+READY_DEADLINE_S = 90.0
+RUN_DEADLINE_S = 600.0
+TCP_PAYLOAD_BYTES, TCP_FRAME_BYTES = 1448, 1514
+"""A full TCP segment and its frame at an MTU of 1500; rates of ports count frames, the background counts payload."""
+ORDINARY_PORT = UDP_PORT_BASE + UDP_PORT_COUNT
+"""The first UDP port that switches do not take for DLCP."""
+
+Progress = Callable[[int], None]
+"""Called with the number of steps that are done."""
+
+
+class DemoError(RuntimeError):
+    """A run came to no end; the message has what its processes said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all runs of a demo have in common."""
+
+    seed: int = 1
+    workers: int = 4
+    steps: int = 60
+    rate_bps: int = 100_000_000
+    depth_packets: int = 64
+    loss_bound: float = 0.1
+    collective: str = "direct"
+
+    @property
+    def command(self) -> str:
+        """The command that makes the same runs."""
+        collective = "ps" if self.server is not None else self.collective
+        return (
+            f"dlcp demo --seed {self.seed} --collective {collective} --steps {self.steps} "
+            f"--rate-mbps {self.rate_bps / 1e6:g} --depth {self.depth_packets} --loss-bound {self.loss_bound:g}"
+        )
+
+    @property
+    def server(self) -> int | None:
+        """The host of the parameter server, if there is one."""
+        return self.workers if self.collective == "server" else None
+
+    @property
+    def sources(self) -> list[int]:
+        """The hosts that background traffic comes from."""
+        first = self.workers + (self.server is not None)
+        return list(range(first, first + BACKGROUND_FLOWS))
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts there are."""
+        return self.sources[-1] + 1
+
+    @property
+    def fair_share(self) -> float:
+        """The share of a port that the job may have, counted as one flow beside those of the background."""
+        return 1 / (BACKGROUND_FLOWS + 1)
+
+    def bursts(self) -> list[Burst]:
+        """Return the background's schedule, the same in every run."""
+        targets = self.workers if self.server is None else self.workers + 1
+        return schedule(self.seed, targets, RUN_DEADLINE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to average gradients. ``environment`` is for :class:`dlcp.torch.Options`; ``share`` limits the job."""
+
+    name: str
+    title: str
+    mode: str
+    share: float | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    udp_port: int = UDP_PORT_BASE
+
+
+def variants(setup: Setup) -> list[Variant]:
+    """Return the ways that the demo compares."""
+    bound = {"DLCP_LOSS_BOUND": str(setup.loss_bound)}
+    plain = {"DLCP_LOSS_BOUND": "0", "DLCP_TAGGED": "0", "DLCP_ADAPTIVE_SHARDS": "0", "DLCP_CONGESTION": "cubic"}
+    return [
+        Variant("gloo", "Gloo over the kernel's TCP (CUBIC)", "gloo"),
+        Variant(
+            "plain", "DLCP's transport used plainly: reliable, one queue, no tags", "dlcp", None, plain, ORDINARY_PORT
+        ),
+        Variant("dlcp", "DLCP, held to its fair share", "dlcp", setup.fair_share, bound),
+        Variant("dlcp_priority", "DLCP, with priority over the background", "dlcp", None, bound),
+    ]
+
+
+class Process:
+    """A child process whose standard output is read line by line in a thread."""
+
+    def __init__(
+        self, name: str, popen: Callable[..., "subprocess.Popen[str]"], argv: Sequence[str], **options: Any
+    ) -> None:
+        self.name = name
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        self.child = popen(
+            [sys.executable, *argv],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            **options,
+        )
+        self.lines: list[str] = []
+        self.ready = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        self.on_line: Callable[[str], None] | None = None
+
+    def _read(self) -> None:
+        assert self.child.stdout
+        for line in self.child.stdout:
+            self.ready.set()
+            self.lines.append(line)
+            if self.on_line:
+                self.on_line(line)
+
+    def tell(self, line: str) -> None:
+        """Write a line to its standard input."""
+        assert self.child.stdin
+        self.child.stdin.write(line + "\n")
+        self.child.stdin.flush()
+
+    def wait(self, deadline_s: float) -> int:
+        """Wait for its end and for all it printed."""
+        status = self.child.wait(max(0.1, deadline_s - time.monotonic()))
+        self._thread.join(5)
+        return status
+
+    def said(self) -> str:
+        """Return what it wrote to standard error, the end of it."""
+        self.errors.seek(0)
+        return self.errors.read()[-2000:].strip()
+
+    def stop(self) -> None:
+        """End it, politely first."""
+        if self.child.poll() is None:
+            self.child.terminate()
+            try:
+                self.child.wait(5)
+            except subprocess.TimeoutExpired:
+                self.child.kill()
+                self.child.wait()
+        self._thread.join(5)
+        for stream in (self.child.stdin, self.child.stdout):
+            if stream:
+                stream.close()
+
+
+def execute(setup: Setup, variant: Variant, *, namespaces: bool, progress: Progress) -> dict[str, Any]:
+    """Run one variant and return its record, in the form that :mod:`dlcp.demo.summary` reads.
+
+    Raises
+    ------
+    DemoError
+        A process failed or did not end in time.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-demo-")))
+        kind = NamespacePlace if namespaces else LoopbackPlace
+        place: Place = stack.enter_context(kind(setup, _shares(setup, variant), JOB))
+
+        def start(name: str, host: int, argv: Sequence[str], environment: dict[str, str] | None = None) -> Process:
+            process = Process(name, place.popen(host), argv, env=place.environment(environment or {}))
+            stack.callback(process.stop)
+            return process
+
+        bursts = setup.bursts()
+        sinks, sources = _background(setup, place, bursts, folder, start)
+        workers = _workers(setup, variant, place, folder, start)
+        _await_ready([*sinks, *sources, *workers])
+        workers[0].on_line = lambda line: _report_progress(line, progress)
+        start_s = time.monotonic() + 0.3
+        for process in [*sources, *workers]:
+            process.tell(repr(start_s))
+        reports = _collect(workers, setup.workers)
+        stop_s = max(sum(report["steps"]) for report in reports)
+        for process in [*sources, *sinks]:
+            process.stop()
+        samples = _samples(folder, start_s)
+        counters = place.counters()
+    return _record(setup, variant, place, reports, samples, stop_s, bursts, counters)
+
+
+def _shares(setup: Setup, variant: Variant) -> tuple[float, float] | None:
+    """Return the job's share of a worker's port for data and for control."""
+    return None if variant.share is None else (variant.share - CONTROL_SHARE, CONTROL_SHARE)
+
+
+def _background(
+    setup: Setup, place: Place, bursts: Sequence[Burst], folder: Path, start: Callable[..., Process]
+) -> tuple[list[Process], list[Process]]:
+    module = ["-m", "dlcp.demo.background"]
+    targets = list(range(setup.workers if setup.server is None else setup.workers + 1))
+    plan = json.dumps([[burst.start_s, burst.stop_s, burst.target] for burst in bursts])
+    sinks = [
+        start(
+            f"sink {host}",
+            host,
+            [*module, "sink", *place.background_arguments(host, setup.sources), "--log", str(folder / f"sink{host}")],
+        )
+        for host in targets
+    ]
+    for process in sinks:
+        if not process.ready.wait(READY_DEADLINE_S):
+            raise DemoError(f"{process.name} did not start: {process.said()}")
+    sources = [
+        start(f"source {host}", host, [*module, "source", *place.background_arguments(host, targets), "--bursts", plan])
+        for host in setup.sources
+    ]
+    return sinks, sources
+
+
+def _workers(
+    setup: Setup, variant: Variant, place: Place, folder: Path, start: Callable[..., Process]
+) -> list[Process]:
+    by_gloo = variant.mode == "gloo" and setup.server is not None
+    ranks = setup.workers + by_gloo
+    token = secrets.randbits(63) | 1
+    processes = []
+    if variant.mode == "dlcp" and setup.server is not None:
+        peers = [place.address_of(worker, variant.udp_port) for worker in range(setup.workers)]
+        tagged = variant.environment.get("DLCP_TAGGED", "1")
+        server = [
+            *("-m", "dlcp.cli", "server", "--bind", place.bind_of(setup.server, variant.udp_port)),
+            *("--workers", *peers, "--token", str(token), "--job", str(JOB), "--tagged", tagged),
+            *("--loss-bound", variant.environment["DLCP_LOSS_BOUND"]),
+            *("--congestion", variant.environment.get("DLCP_CONGESTION", "proportional")),
+        ]
+        processes.append(start("server", setup.server, server))
+    for rank in range(ranks):
+        environment = {
+            "DLCP_BIND": place.bind_of(rank, variant.udp_port),
+            "DLCP_ADVERTISE": place.address_of(rank, variant.udp_port),
+            "DLCP_JOB": str(JOB),
+            "DLCP_TOKEN": str(token),
+            "DLCP_COLLECTIVE": setup.collective,
+            "DLCP_SERVER": "" if setup.server is None else place.address_of(setup.server, variant.udp_port),
+            **variant.environment,
+        }
+        argv = [
+            *("-m", "dlcp.demo.worker", "--mode", variant.mode, "--collective", setup.collective),
+            *("--rank", str(rank), "--workers", str(setup.workers), "--ranks", str(ranks)),
+            *("--steps", str(setup.steps), "--seed", str(setup.seed), "--store", str(folder / "store")),
+        ]
+        processes.insert(rank, start(f"worker {rank}", rank, argv, environment))
+    return processes
+
+
+def _await_ready(processes: Sequence[Process]) -> None:
+    deadline_s = time.monotonic() + READY_DEADLINE_S
+    for process in processes:
+        while not process.ready.wait(0.2):
+            _check(processes)
+            if time.monotonic() > deadline_s:
+                raise DemoError(f"{process.name} is not ready after {READY_DEADLINE_S:.0f} s: {process.said()}")
+
+
+def _collect(processes: Sequence[Process], workers: int) -> list[dict[str, Any]]:
+    deadline_s = time.monotonic() + RUN_DEADLINE_S
+    while any(process.child.poll() is None for process in processes[:workers]):
+        _check(processes)
+        if time.monotonic() > deadline_s:
+            raise DemoError(f"no end after {RUN_DEADLINE_S:.0f} s")
+        time.sleep(0.1)
+    _check(processes)
+    return [_last_report(process, deadline_s) for process in processes[:workers]]
+
+
+def _last_report(process: Process, deadline_s: float) -> dict[str, Any]:
+    process.wait(deadline_s)
+    report: dict[str, Any] = json.loads(process.lines[-1])["report"]
+    return report
+
+
+def _check(processes: Sequence[Process]) -> None:
+    failed = [process for process in processes if process.child.poll() not in (None, 0)]
+    if failed:
+        time.sleep(0.5)  # the others notice and say why
+        raise DemoError("\n".join(f"{p.name}: {p.said()}" for p in processes if p.said()) or f"{failed[0].name} failed")
+
+
+def _report_progress(line: str, progress: Progress) -> None:
+    fact = json.loads(line)
+    if "step" in fact:
+        progress(fact["step"])
+
+
+def _samples(folder: Path, start_s: float) -> list[tuple[float, float]]:
+    """Return when how many bytes of background arrived, in seconds of the run, over all sinks."""
+    total: dict[float, float] = {}
+    for log in folder.glob("sink*"):
+        for when_s, count in json.loads(log.read_text()):
+            total[when_s] = total.get(when_s, 0) + count
+    return [(when_s - start_s, count) for when_s, count in sorted(total.items())]
+
+
+def _record(
+    setup: Setup,
+    variant: Variant,
+    place: Place,
+    reports: Sequence[dict[str, Any]],
+    samples: Sequence[tuple[float, float]],
+    stop_s: float,
+    bursts: Sequence[Burst],
+    counters: dict[str, Any],
+) -> dict[str, Any]:
+    first = reports[0]
+    return {
+        "name": variant.name,
+        "title": variant.title,
+        "seed": setup.seed,
+        "collective": setup.collective,
+        "fabric": {
+            "kind": place.kind,
+            "workers": setup.workers,
+            "rate_bps": setup.rate_bps,
+            "depth_packets": setup.depth_packets,
+            "mtu": 1500,
+        },
+        "background": {
+            "flows": BACKGROUND_FLOWS,
+            "bps": delivered_bps(samples, bursts, stop_s),
+            "fair_share_bps": (1 - setup.fair_share) * setup.rate_bps * TCP_PAYLOAD_BYTES / TCP_FRAME_BYTES,
+            "samples": [[round(when_s, 2), 8 * count / SAMPLE_S] for when_s, count in samples if 0 <= when_s <= stop_s],
+            "bursts": [[b.start_s, b.stop_s, b.target] for b in bursts if b.start_s < stop_s],
+        },
+        "curve": first["curve"],
+        "steps": first["steps"],
+        "compute_seconds": first["compute_seconds"],
+        "parameters": first["parameters"],
+        "gradient_bytes": 4 * first["parameters"],
+        "replicas_identical": len({report["digest"] for report in reports}) == 1,
+        "final_accuracy": first["curve"][-1]["accuracy"],
+        "ledger": _sum_ledgers([report["ledger"] for report in reports], float(variant.environment["DLCP_LOSS_BOUND"]))
+        if variant.mode == "dlcp"
+        else None,
+        "layer_names": first["layer_names"],
+        "layer_seconds": first["layer_seconds"],
+        "switch": _switch_totals(counters),
+        "program_digest": counters["program"]["digest"],
+        "versions": {
+            "python": platform.python_version(),
+            "torch": first["torch"],
+            "kernel": platform.release(),
+            "dlcp": dlcp.__version__,
+            "cpu": _processor(),
+            "cores": str(os.cpu_count()),
+        },
+        "tcp": {key: sum(report["tcp"][key] for report in reports) for key in ("sent", "retransmitted")}
+        if variant.mode == "gloo"
+        else None,
+        "command": setup.command,
+    }
+
+
+def _processor() -> str:
+    """Return the name of the processor, as Linux tells it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _sum_ledgers(ledgers: Sequence[dict[str, Any]], bound: float) -> dict[str, Any]:
+    total: dict[str, Any] = {
+        name: sum(ledger[name] for ledger in ledgers)
+        for name in ("sent", "delivered", "lost", "retransmitted", "violations")
+    }
+    total["max_message_ratio"] = max(ledger["max_message_ratio"] for ledger in ledgers)
+    total["by_class"] = [
+        [sum(ledger["by_class"][row][column] for ledger in ledgers) for column in (0, 1)] for row in range(8)
+    ]
+    total["by_layer"] = {
+        layer: [sum(ledger["by_layer"].get(layer, [0, 0])[column] for ledger in ledgers) for column in (0, 1)]
+        for layer in ledgers[0]["by_layer"]
+    }
+    total["bound"] = bound
+    return total
+
+
+def _switch_totals(counters: dict[str, Any]) -> dict[str, Any]:
+    """Return the switch's counters in short."""
+    ingress, egress = counters["program"]["ingress_events"], counters["program"]["egress_events"]
+    by_class = [0] * 8
+    for event in ingress["by_queue"]:
+        if event["event"] == "POLICY_DROP":
+            by_class[event["drop_class"]] += event["packets"]
+    queues: dict[str, dict[str, int]] = {}
+    for port in counters["ports"]:
+        for queue in port["queues"]:
+            entry = queues.setdefault(str(queue["queue"]), {"packets": 0, "bytes": 0, "tail_drops": 0})
+            entry["packets"] += queue["transmitted"]
+            entry["bytes"] += queue["transmitted_bytes"]
+            entry["tail_drops"] += queue["tail_drops"]
+    return {
+        "tail_drops": sum(queue["tail_drops"] for queue in queues.values()),
+        "policy_drops": sum(by_class),
+        "policy_drops_by_class": by_class,
+        "marked": egress["totals"].get("MARKED", 0),
+        "over_share": ingress["totals"].get("OVER_SHARE", 0),
+        "forwarded": egress["totals"].get("FORWARDED", 0),
+        "by_queue": queues,
+        "busy": counters["busy"],
+        "late_max_s": counters["late_max_s"],
+    }
+
+
+__all__ = ["SINK_PORT", "DemoError", "Setup", "Variant", "execute", "variants"]

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's figures: how soon each run reached the same accuracy, and what that cost the other traffic."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from dlcp.wire import DROP_CLASSES
+
+Run = dict[str, Any]
+"""One run's file, as the demo writes it."""
+
+RUN_NAMES: Final = ("gloo", "plain", "dlcp", "dlcp_priority")
+OPTIONAL_RUNS: Final = frozenset({"gloo"})
+TARGET_STEP: Final = 0.005
+"""Targets are multiples of this accuracy. Chosen by us: about two of the 360 test images, finer tells nothing."""
+HELD_SHARE: Final = 0.25
+"""The last part of training, in steps, through which every run must have held the target. Chosen by us."""
+HOLD_TOLERANCE: Final = 0.005
+"""How far a run may fall below an accuracy and still hold it. Chosen by us: half a point, an evaluation's noise."""
+OTHER_TARGETS: Final = (0.01, 0.02, 0.05, 0.10, 0.20)
+"""How far below the target the comparison is made again, to show whether the choice of target matters."""
+
+_NUMBER: Final = (int, float)
+_FIELDS: Final[dict[str, tuple[type, ...]]] = {
+    "title": (str,),
+    "seed": (int,),
+    "collective": (str,),
+    "fabric.kind": (str,),
+    "fabric.workers": (int,),
+    "fabric.rate_bps": _NUMBER,
+    "fabric.depth_packets": (int,),
+    "fabric.mtu": (int,),
+    "background.flows": (int,),
+    "background.bps": _NUMBER,
+    "background.fair_share_bps": _NUMBER,
+    "background.samples": (list,),
+    "background.bursts": (list,),
+    "curve": (list,),
+    "steps": (list,),
+    "compute_seconds": (list,),
+    "parameters": (int,),
+    "gradient_bytes": (int,),
+    "replicas_identical": (bool,),
+    "final_accuracy": _NUMBER,
+    "layer_names": (dict,),
+    "switch.tail_drops": (int,),
+    "switch.policy_drops": (int,),
+    "switch.marked": (int,),
+    "switch.over_share": (int,),
+    "switch.forwarded": (int,),
+    "switch.by_queue": (dict,),
+    "program_digest": (str,),
+    "versions": (dict,),
+    "command": (str,),
+}
+_LEDGER_FIELDS: Final[dict[str, tuple[type, ...]]] = {
+    "ledger.sent": (int,),
+    "ledger.lost": (int,),
+    "ledger.delivered": (int,),
+    "ledger.retransmitted": (int,),
+    "ledger.max_message_ratio": _NUMBER,
+    "ledger.violations": (int,),
+    "ledger.bound": _NUMBER,
+    "ledger.by_class": (list,),
+    "ledger.by_layer": (dict,),
+}
+_SAME_IN_ALL: Final = (
+    "seed",
+    "parameters",
+    "program_digest",
+    "fabric.kind",
+    "fabric.workers",
+    "fabric.rate_bps",
+    "fabric.depth_packets",
+    "fabric.mtu",
+)
+
+
+class RunFileError(ValueError):
+    """A run's file is not what the demo writes, or the runs cannot be compared."""
+
+
+def load_runs(directory: Path) -> dict[str, Run]:
+    """Read ``directory/runs/*.json``.
+
+    Returns
+    -------
+    Runs by name, in the order of ``RUN_NAMES``.
+
+    Raises
+    ------
+    RunFileError
+        A run is missing, unknown, or not JSON.
+    """
+    folder = directory / "runs"
+    runs: dict[str, Run] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            runs[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RunFileError(f"{path} is not JSON: {error}; run the demo again") from None
+    if not runs:
+        raise RunFileError(f"{folder} holds no run; `dlcp demo` writes them")
+    check_runs(runs)
+    return {name: runs[name] for name in RUN_NAMES if name in runs}
+
+
+def write_summary(summary: Mapping[str, Any], directory: Path) -> Path:
+    """Write ``directory/summary.json`` and return its path."""
+    path = directory / "summary.json"
+    path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def summarize(runs: Mapping[str, Run]) -> dict[str, Any]:
+    """Compare the demo's runs.
+
+    The target accuracy is read from the results by a rule without choice: it is the highest accuracy, in steps of
+    ``TARGET_STEP``, that every run held through at least the last quarter of its steps (see :func:`held_from`). The
+    slowest learner sets it, so no run is compared at an accuracy that another did not reach. The last quarter must
+    confirm it because curves are flat there: when a run first meets its final accuracy is a matter of one test image,
+    and could be shown to favour any run. The same comparison at lower targets is in ``other_targets``; a result that
+    hangs on the target shows there.
+
+    Time to the target is training time, without evaluation, interpolated linearly between the last evaluation below
+    the target and the first from which it was held. All runs are evaluated at the same steps, so interpolation favours
+    none; without it, times would be multiples of the time between evaluations.
+
+    Parameters
+    ----------
+    runs
+        Run files by name: plain, dlcp, dlcp_priority, and gloo where it could be run.
+
+    Returns
+    -------
+    The document of ``summary.json``. Speed-ups are ratios of seconds to the target accuracy, the other run's over
+    DLCP's: more than 1 means that DLCP was faster. They are None if a run is absent or there is no target.
+
+    Raises
+    ------
+    RunFileError
+        A run is missing or malformed, or runs differ in seed, links, model or switch program.
+    """
+    check_runs(runs)
+    target = target_accuracy(runs)
+    figures = {name: run_figures(runs[name], target) if name in runs else None for name in RUN_NAMES}
+    dlcp = runs["dlcp"]
+    return {
+        "target_accuracy": target,
+        "speedup_over_gloo": speedup(runs, "gloo", "dlcp", target),
+        "speedup_over_plain": speedup(runs, "plain", "dlcp", target),
+        "speedup_over_gloo_with_priority": speedup(runs, "gloo", "dlcp_priority", target),
+        "speedup_over_plain_with_priority": speedup(runs, "plain", "dlcp_priority", target),
+        "replicas_identical": all(run["replicas_identical"] for run in runs.values()),
+        **figures,
+        "background_bps": {name: run["background"]["bps"] for name, run in runs.items()},
+        "background_fair_share_bps": dlcp["background"]["fair_share_bps"],
+        "other_targets": other_targets(runs, target),
+        "collective": dlcp["collective"],
+        "seed": dlcp["seed"],
+        "program_digest": dlcp["program_digest"],
+    }
+
+
+def held_from(curve: Sequence[Mapping[str, float]], accuracy: float) -> int | None:
+    """Return the index of the evaluation from which a run held an accuracy, or None.
+
+    It is the first evaluation at or above the accuracy after which no evaluation falls more than ``HOLD_TOLERANCE``
+    below it.
+    """
+    reached = None
+    for index, point in enumerate(curve):
+        if point["accuracy"] < accuracy - HOLD_TOLERANCE - 1e-9:
+            reached = None
+        elif reached is None and point["accuracy"] >= accuracy - 1e-9:
+            reached = index
+    return reached
+
+
+def target_accuracy(runs: Mapping[str, Run]) -> float | None:
+    """Return the highest multiple of ``TARGET_STEP`` that every run held through the last quarter of its steps.
+
+    None if some run held no more than the best one began with: then nothing was learned that could be compared.
+    """
+    began = max(run["curve"][0]["accuracy"] for run in runs.values())
+    for count in range(round(1 / TARGET_STEP), 0, -1):
+        accuracy = round(count * TARGET_STEP, 6)
+        if accuracy <= began:
+            return None
+        if all(_held_long(run["curve"], accuracy) for run in runs.values()):
+            return accuracy
+    return None
+
+
+def _held_long(curve: Sequence[Mapping[str, float]], accuracy: float) -> bool:
+    index = held_from(curve, accuracy)
+    return index is not None and curve[index]["step"] <= (1 - HELD_SHARE) * curve[-1]["step"]
+
+
+def progress_to(run: Run, accuracy: float | None, unit: str) -> float | None:
+    """Return the training seconds or steps (``unit``) after which a run held an accuracy, or None if it never did."""
+    curve = run["curve"]
+    index = None if accuracy is None else held_from(curve, accuracy)
+    if accuracy is None or index is None:
+        return None
+    after = curve[index]
+    if index == 0:
+        return float(after[unit])
+    before = curve[index - 1]
+    part = (accuracy - before["accuracy"]) / (after["accuracy"] - before["accuracy"])
+    return float(before[unit] + min(1.0, part) * (after[unit] - before[unit]))
+
+
+def speedup(runs: Mapping[str, Run], other: str, ours: str, accuracy: float | None) -> float | None:
+    """Return how many times as fast as ``other`` the run ``ours`` reached an accuracy; None if either never did."""
+    if other not in runs or ours not in runs:
+        return None
+    theirs = progress_to(runs[other], accuracy, "seconds")
+    own = progress_to(runs[ours], accuracy, "seconds")
+    return None if theirs is None or not own else theirs / own
+
+
+def other_targets(runs: Mapping[str, Run], target: float | None) -> list[dict[str, float | None]]:
+    """Return the speed-ups at lower targets than the chosen one, highest first."""
+    if target is None:
+        return []
+    began = max(run["curve"][0]["accuracy"] for run in runs.values())
+    lower = [round(target - less, 6) for less in OTHER_TARGETS]
+    return [
+        {
+            "target_accuracy": accuracy,
+            "speedup_over_gloo": speedup(runs, "gloo", "dlcp", accuracy),
+            "speedup_over_plain": speedup(runs, "plain", "dlcp", accuracy),
+        }
+        for accuracy in lower
+        if accuracy > began
+    ]
+
+
+def run_figures(run: Run, target: float | None) -> dict[str, Any]:
+    """Return one run's part of the summary.
+
+    ``packets.sent`` and ``retransmitted`` are the training job's own, from its ledger or, for Gloo, from the kernel
+    (``tcp``) if the run has them. What the switch dropped counts all traffic, the background's too.
+    """
+    switch, ledger = run["switch"], run["ledger"]
+    counts = ledger or run.get("tcp") or {}
+    steps = np.asarray(run["steps"], np.float64)
+    p50, p99 = np.percentile(steps, (50, 99)).tolist()
+    return {
+        "title": run["title"],
+        "seconds_to_target": progress_to(run, target, "seconds"),
+        "steps_to_target": progress_to(run, target, "step"),
+        "final_accuracy": run["final_accuracy"],
+        "step_seconds": {"mean": float(steps.mean()), "p50": p50, "p99": p99},
+        "packets": {
+            "sent": counts.get("sent"),
+            "retransmitted": counts.get("retransmitted"),
+            "dropped_by_policy": switch["policy_drops"],
+            "dropped_by_tail": switch["tail_drops"],
+        },
+        "loss": {key: ledger[key] for key in ("bound", "max_message_ratio", "violations")} if ledger else None,
+    }
+
+
+def check_runs(runs: Mapping[str, Run]) -> None:
+    """Check that runs are complete, well formed and comparable.
+
+    Raises
+    ------
+    RunFileError
+        They are not; the message names the run and the field.
+    """
+    unknown = set(runs) - set(RUN_NAMES)
+    if unknown:
+        raise RunFileError(f"unknown run {min(unknown)!r}: runs are {', '.join(RUN_NAMES)}")
+    missing = set(RUN_NAMES) - OPTIONAL_RUNS - set(runs)
+    if missing:
+        raise RunFileError(f"run {min(missing)!r} is missing; only gloo may be absent. Run the demo again")
+    for name, run in runs.items():
+        _check_run(name, run)
+    reference = runs["dlcp"]
+    for name, run in runs.items():
+        for path in _SAME_IN_ALL:
+            if _value(run, path) != _value(reference, path):
+                raise RunFileError(
+                    f"runs cannot be compared: {path} is {_value(run, path)!r} in {name!r} and "
+                    f"{_value(reference, path)!r} in 'dlcp'. Run the demo again, all runs in one go"
+                )
+
+
+def _check_run(name: str, run: Run) -> None:
+    for key in ("ledger", "layer_seconds"):
+        if key not in run:
+            raise RunFileError(f"run {name!r}: {key} is missing; it may be null")
+    fields = _FIELDS | _LEDGER_FIELDS if run["ledger"] is not None else _FIELDS
+    for path, types in fields.items():
+        value = _value(run, path)
+        is_wrong_kind = isinstance(value, bool) and bool not in types
+        if is_wrong_kind or not isinstance(value, types):
+            raise RunFileError(f"run {name!r}: {path} must be {types[-1].__name__}, got {value!r}")
+        if isinstance(value, _NUMBER) and not (math.isfinite(value) and value >= 0):
+            raise RunFileError(f"run {name!r}: {path} must be a finite number >= 0, got {value!r}")
+    if run["ledger"] is None and name != "gloo":
+        raise RunFileError(f"run {name!r}: ledger may be null for gloo only")
+    if run["ledger"] is not None and len(run["ledger"]["by_class"]) != DROP_CLASSES:
+        raise RunFileError(f"run {name!r}: ledger.by_class must hold {DROP_CLASSES} pairs, one for each drop class")
+    _check_curve(name, run["curve"])
+    if not run["steps"] or not all(isinstance(s, _NUMBER) and math.isfinite(s) and s > 0 for s in run["steps"]):
+        raise RunFileError(f"run {name!r}: steps must be seconds > 0, one per step")
+
+
+def _check_curve(name: str, curve: Sequence[Mapping[str, Any]]) -> None:
+    if len(curve) < 2:
+        raise RunFileError(f"run {name!r}: curve must hold at least 2 evaluations, got {len(curve)}")
+    for index, point in enumerate(curve):
+        if not all(isinstance(point.get(key), _NUMBER) for key in ("step", "seconds", "accuracy")):
+            raise RunFileError(
+                f"run {name!r}: curve[{index}] needs the numbers step, seconds and accuracy, got {point!r}"
+            )
+        if not 0 <= point["accuracy"] <= 1:
+            raise RunFileError(f"run {name!r}: curve[{index}].accuracy must lie in 0..1, got {point['accuracy']!r}")
+    if not all(a["seconds"] < b["seconds"] and a["step"] < b["step"] for a, b in pairwise(curve)):
+        raise RunFileError(f"run {name!r}: steps and seconds of the curve must increase")
+
+
+def _value(run: Mapping[str, Any], path: str) -> Any:
+    value: Any = run
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value

@@ -1,0 +1,848 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON that p4c writes for BMv2, read into a typed model; what cannot be run is refused by name.
+
+Format: JSON_format.md of the behavioral model, version 2. Only what the built-in switch runs has a place in the model,
+so whatever else a program uses is found here, and not while packets are under way.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from dlcp.switch.errors import ProgramError, UnsupportedFeature
+
+Json: TypeAlias = Mapping[str, Any]
+
+MAX_WIDTH: Final = 63
+"""Widest value that can be computed with: what a signed 64-bit integer holds without a sign."""
+
+HASHES: Final = frozenset({"crc16", "crc32", "csum16", "identity", "xor16"})
+_DATA_OPS: Final = frozenset({"+", "-", "*", "/", "%", "<<", ">>", "&", "|", "^"})
+_COMPARISONS: Final = frozenset({"==", "!=", "<", "<=", ">", ">="})
+_BINARY: Final = _DATA_OPS | _COMPARISONS | {"and", "or", "usat_cast"}
+_UNARY: Final = frozenset({"~", "not", "d2b", "b2d"})
+BOOLEAN_OPS: Final = _COMPARISONS | {"and", "or", "not", "d2b"}
+
+
+# ---------------------------------------------------------------------------------------------------- expressions
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A number."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a header or of metadata; ``offset`` counts bits from the start of the header."""
+
+    header: str
+    name: str
+    width: int
+    offset: int
+    metadata: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Valid:
+    """Whether a header is valid."""
+
+    header: str
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """An argument of an action, by position."""
+
+    index: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operation on expressions; ``?`` has condition, then and else."""
+
+    op: str
+    args: tuple["Expr", ...]
+
+
+Expr: TypeAlias = Const | Field | Valid | Param | Op
+Variable: TypeAlias = Field | Valid
+
+
+def reads(expression: Expr) -> set[Variable]:
+    """Return the fields and validity bits that an expression reads."""
+    if isinstance(expression, Field | Valid):
+        return {expression}
+    if isinstance(expression, Op):
+        return set().union(*(reads(arg) for arg in expression.args))
+    return set()
+
+
+# ------------------------------------------------------------------------------------------------------ statements
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """``target = value``, cut to the width of the target."""
+
+    target: Field
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Count the packet and its bytes in one cell of a counter."""
+
+    counter: str
+    index: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterRead:
+    """``target = register[index]``; an index out of range leaves the target alone."""
+
+    target: Field
+    register: str
+    index: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterWrite:
+    """``register[index] = value``; an index out of range writes nothing."""
+
+    register: str
+    index: Expr
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Hash:
+    """``target = base + hash(calculation) % size``."""
+
+    target: Field
+    base: Expr
+    calculation: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExecuteMeter:
+    """``target = colour`` of one cell of an indirect meter."""
+
+    target: Field
+    meter: str
+    index: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Leave the pipeline after this action."""
+
+
+Statement: TypeAlias = Assign | Count | RegisterRead | RegisterWrite | Hash | ExecuteMeter | Exit
+
+
+# --------------------------------------------------------------------------------------------------------- objects
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A header or metadata instance. ``signed`` and ``varbit`` name fields that may exist but not be used."""
+
+    name: str
+    metadata: bool
+    fields: Mapping[str, Field]
+    signed: frozenset[str]
+
+    @property
+    def width(self) -> int:
+        """Width in bits."""
+        return sum(item.width for item in self.fields.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of an action."""
+
+    name: str
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class ActionDef:
+    """An action."""
+
+    id: int
+    name: str
+    parameters: tuple[Parameter, ...]
+    body: tuple[Statement, ...]
+    where: str
+
+    @property
+    def exits(self) -> bool:
+        """Whether the pipeline ends after it."""
+        return any(isinstance(statement, Exit) for statement in self.body)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One field of a table's key; ``mask`` is the program's own static mask, or None."""
+
+    name: str
+    match: str
+    source: Variable
+    mask: int | None
+
+    @property
+    def width(self) -> int:
+        """Width in bits."""
+        return self.source.width if isinstance(self.source, Field) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class ConstEntry:
+    """An entry that the program itself brings; the lowest ``rank`` wins."""
+
+    keys: tuple[Any, ...]
+    action: int
+    arguments: tuple[int, ...]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableDef:
+    """A table. ``match`` is exact, lpm, ternary or range; ``actions`` and ``next`` are by action id."""
+
+    name: str
+    match: str
+    keys: tuple[Key, ...]
+    size: int
+    actions: tuple[ActionDef, ...]
+    next: Mapping[int, str | None]
+    base_next: str | None
+    on_hit: tuple[bool, str | None]
+    on_miss: tuple[bool, str | None]
+    default: tuple[int, tuple[int, ...]] | None
+    default_const: bool
+    meter: str | None
+    profile: str | None
+    entries: tuple[ConstEntry, ...]
+    where: str
+
+    @property
+    def hidden(self) -> bool:
+        """Whether the compiler made it for statements outside tables: no key, and an action nobody can change."""
+        return not self.keys and self.default_const and self.profile is None
+
+    def next_of(self, action: int, hit: bool) -> str | None:
+        """Return the node after this table when ``action`` ran."""
+        known, node = self.on_hit if hit else self.on_miss
+        return node if known else self.next.get(action, self.base_next)
+
+
+@dataclass(frozen=True, slots=True)
+class Conditional:
+    """An ``if`` of a control."""
+
+    name: str
+    condition: Expr
+    then: str | None
+    otherwise: str | None
+    where: str
+
+
+Node: TypeAlias = TableDef | Conditional
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileDef:
+    """An action profile; ``algorithm`` is None without a selector."""
+
+    name: str
+    size: int
+    algorithm: str | None
+    inputs: tuple[Field, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The control ``ingress`` or ``egress`` as a graph of nodes."""
+
+    name: str
+    first: str | None
+    nodes: Mapping[str, Node]
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """A constant of a calculation's input."""
+
+    value: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Calculation:
+    """A hash or checksum over fields, packed without gaps; fields of invalid headers are left out."""
+
+    name: str
+    algorithm: str
+    inputs: tuple[Field | Bits, ...]
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """A checksum field and how it is computed."""
+
+    name: str
+    target: Field
+    calculation: Calculation
+    condition: Expr | None
+    update: bool
+    verify: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterDef:
+    """A register array; ``width`` in bits."""
+
+    name: str
+    size: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class CounterDef:
+    """A counter array."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeterDef:
+    """A meter array; a direct one has one meter per entry of its table and writes the colour to ``target`` on a hit."""
+
+    name: str
+    size: int
+    by_bytes: bool
+    target: Field | None
+
+
+@dataclass(frozen=True, slots=True)
+class Extract:
+    """Take the next bytes as a header."""
+
+    header: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Stop parsing with an error unless a condition holds."""
+
+    condition: Expr
+    error: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One transition; a value and a mask for each key."""
+
+    values: tuple[int, ...]
+    masks: tuple[int, ...]
+    next: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A parser state. Without a matching case the parser goes to ``default`` (None: accept)."""
+
+    name: str
+    operations: tuple[Extract | Assign | Verify, ...]
+    keys: tuple[Field, ...]
+    cases: tuple[Case, ...]
+    default: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramDef:
+    """A whole program. ``standard`` maps the target's field names to the program's fields."""
+
+    digest: str
+    headers: Mapping[str, Header]
+    errors: Mapping[str, int]
+    first_state: str
+    states: Mapping[str, State]
+    emitted: tuple[str, ...]
+    ingress: Pipeline
+    egress: Pipeline
+    profiles: Mapping[str, ProfileDef]
+    calculations: Mapping[str, Calculation]
+    checksums: tuple[Checksum, ...]
+    registers: Mapping[str, RegisterDef]
+    counters: Mapping[str, CounterDef]
+    meters: Mapping[str, MeterDef]
+    standard: Mapping[str, Field] = field(default_factory=dict)
+
+
+def load(path: str | Path) -> ProgramDef:
+    """Read a program.
+
+    Raises
+    ------
+    UnsupportedFeature
+        If the program uses what the built-in switch does not run.
+    ProgramError
+        If the file is no BMv2 JSON.
+    """
+    data = Path(path).read_bytes()
+    try:
+        document = json.loads(data)
+    except ValueError as error:
+        raise ProgramError(f"{path} is not JSON ({error}); give the file that p4c-bm2-ss writes with -o") from None
+    return parse(document, hashlib.sha256(data).hexdigest(), str(path))
+
+
+def parse(document: Any, digest: str = "", source: str = "program") -> ProgramDef:
+    """Build the model from a decoded JSON document; errors as `load`."""
+    if not isinstance(document, Mapping) or "pipelines" not in document:
+        raise ProgramError(f"{source} has no pipelines: not a BMv2 JSON; give the file that p4c-bm2-ss writes with -o")
+    version = document.get("__meta__", {}).get("version", [2, 0])
+    if version[0] != 2:
+        raise ProgramError(f"{source} has JSON format version {version}, not 2; compile it with a current p4c-bm2-ss")
+    try:
+        return _Reader(document).program(digest)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ProgramError(f"{source} is a damaged BMv2 JSON: {type(error).__name__} {error}") from error
+
+
+_ABSENT: Final = {
+    "header_stacks": "header stacks",
+    "header_unions": "header unions",
+    "header_union_stacks": "header union stacks",
+    "parse_vsets": "parser value sets",
+    "learn_lists": "digests",
+    "extern_instances": "externs",
+}
+
+_PRIMITIVES: Final = {
+    "add_header": "setValid on a header",
+    "remove_header": "setInvalid on a header",
+    "clone_ingress_pkt_to_egress": "clone",
+    "clone_egress_pkt_to_egress": "clone",
+    "generate_digest": "digest",
+    "truncate": "truncate",
+    "modify_field_rng_uniform": "random",
+    "assign_header": "assignment of whole headers",
+    "push": "push on a header stack",
+    "pop": "pop on a header stack",
+    "_jump": "if inside an action",
+    "_jump_if_zero": "if inside an action",
+}
+"""What a programmer calls the primitives that are refused; others are refused by their own name."""
+
+
+def _where(item: Json, fallback: str) -> str:
+    info = item.get("source_info") or {}
+    return f"{info['filename']}:{info['line']}" if "filename" in info and "line" in info else fallback
+
+
+class _Reader:
+    """Reads one document. Methods take the JSON of an object and where it stands."""
+
+    def __init__(self, document: Json) -> None:
+        self.document = document
+        for key, feature in _ABSENT.items():
+            if document.get(key):
+                raise UnsupportedFeature(feature, str(document[key][0].get("name", key)))
+        self.headers = self._headers()
+        self.registers = {
+            item["name"]: RegisterDef(item["name"], item["size"], item["bitwidth"])
+            for item in document.get("register_arrays", [])
+        }
+        for register in self.registers.values():
+            if register.width > MAX_WIDTH:
+                raise UnsupportedFeature(f"registers wider than {MAX_WIDTH} bits", register.name)
+        self.counters = {}
+        for item in document.get("counter_arrays", []):
+            if item.get("is_direct"):
+                raise UnsupportedFeature("direct counters", f"counter {item['name']}")
+            self.counters[item["name"]] = CounterDef(item["name"], item["size"])
+        self.meters = {item["name"]: self._meter(item) for item in document.get("meter_arrays", [])}
+        self.calculations = {item["name"]: item for item in document.get("calculations", [])}
+        self.used_calculations: dict[str, Calculation] = {}
+        self.actions = {item["id"]: self._action(item) for item in document.get("actions", [])}
+
+    def program(self, digest: str) -> ProgramDef:
+        document = self.document
+        if len(document["parsers"]) != 1 or len(document["deparsers"]) != 1:
+            raise UnsupportedFeature("more than one parser or deparser", "parsers")
+        parser, deparser = document["parsers"][0], document["deparsers"][0]
+        if deparser.get("primitives"):
+            raise UnsupportedFeature("statements in the deparser", _where(deparser, "deparser"))
+        pipelines = {item["name"]: item for item in document["pipelines"]}
+        profiles = {
+            item["name"]: self._profile(item)
+            for pipeline in document["pipelines"]
+            for item in pipeline.get("action_profiles", [])
+        }
+        standard = {
+            f"standard_metadata.{name}": item
+            for name, item in self._header("standard_metadata", "program").fields.items()
+        }
+        for alias, (header, name) in document.get("field_aliases", []):
+            standard[alias] = self._header(header, alias).fields[name]
+        return ProgramDef(
+            digest=digest,
+            headers=self.headers,
+            errors=self._errors(),
+            first_state=parser["init_state"],
+            states={item["name"]: self._state(item) for item in parser["parse_states"]},
+            emitted=tuple(deparser["order"]),
+            ingress=self._pipeline(pipelines["ingress"]),
+            egress=self._pipeline(pipelines["egress"]),
+            profiles=profiles,
+            checksums=tuple(self._checksum(item) for item in document.get("checksums", [])),
+            calculations=self.used_calculations,
+            registers=self.registers,
+            counters=self.counters,
+            meters=self.meters,
+            standard=standard,
+        )
+
+    # ----------------------------------------------------------------------------------------- headers and fields
+
+    def _headers(self) -> dict[str, Header]:
+        types = {item["name"]: item for item in self.document["header_types"]}
+        headers = {}
+        for item in self.document["headers"]:
+            fields: dict[str, Field] = {}
+            signed = set()
+            offset = 0
+            for name, width, *rest in types[item["header_type"]]["fields"]:
+                if width == "*":
+                    raise UnsupportedFeature("varbit fields", f"{item['name']}.{name}")
+                if rest and rest[0]:
+                    signed.add(name)
+                fields[name] = Field(item["name"], name, width, offset, bool(item.get("metadata")))
+                offset += width
+            headers[item["name"]] = Header(item["name"], bool(item.get("metadata")), fields, frozenset(signed))
+        return headers
+
+    def _header(self, name: str, where: str) -> Header:
+        if name not in self.headers:
+            raise ProgramError(f"{where}: no header {name!r} in the program")
+        return self.headers[name]
+
+    def _field(self, value: Sequence[str], where: str) -> Field:
+        header = self._header(value[0], where)
+        found = header.fields[value[1]]
+        if value[1] in header.signed:
+            raise UnsupportedFeature(f"signed fields ({value[0]}.{value[1]})", where)
+        if found.width > MAX_WIDTH:
+            raise UnsupportedFeature(f"fields wider than {MAX_WIDTH} bits ({value[0]}.{value[1]})", where)
+        return found
+
+    def _variable(self, value: Sequence[str], where: str) -> Variable:
+        if value[1] == "$valid$":
+            return Valid(self._header(value[0], where).name)
+        return self._field(value, where)
+
+    def _target(self, parameter: Json, where: str) -> Field:
+        if parameter["type"] != "field":
+            raise UnsupportedFeature(f"assignment to a {parameter['type']}", where)
+        return self._field(parameter["value"], where)
+
+    def _errors(self) -> dict[str, int]:
+        errors: dict[str, int] = dict(self.document.get("errors", []))
+        # BMv2 numbers the core errors that a program does not list after those that it does.
+        for name in ("NoError", "PacketTooShort"):
+            if name not in errors:
+                errors[name] = max(errors.values(), default=-1) + 1
+        return errors
+
+    # ----------------------------------------------------------------------------------------------- expressions
+
+    def _expression(self, item: Json, where: str, parameters: Sequence[Parameter] = ()) -> Expr:
+        kind, value = item["type"], item["value"]
+        if kind == "expression":
+            return self._expression(value, where, parameters) if "type" in value else self._op(value, where, parameters)
+        if kind == "field":
+            return self._variable(value, where)
+        if kind == "hexstr":
+            return Const(_number(value))
+        if kind == "bool":
+            return Const(int(value))
+        if kind in ("runtime_data", "local"):
+            return Param(value, parameters[value].width)
+        raise UnsupportedFeature(f"expressions on a {kind}", where)
+
+    def _op(self, value: Json, where: str, parameters: Sequence[Parameter]) -> Expr:
+        op = value["op"]
+        if op == "valid":
+            if value["right"]["type"] != "header":
+                raise UnsupportedFeature(f"isValid on a {value['right']['type']}", where)
+            return Valid(self._header(value["right"]["value"], where).name)
+        if op == "?":
+            names: tuple[str, ...] = ("cond", "left", "right")
+        elif op in _UNARY:
+            names = ("right",)
+        elif op in _BINARY:
+            names = ("left", "right")
+        else:
+            raise UnsupportedFeature(f"the operation {op}", where)
+        return Op(op, tuple(self._expression(value[name], where, parameters) for name in names))
+
+    # --------------------------------------------------------------------------------------------------- actions
+
+    def _action(self, item: Json) -> ActionDef:
+        where = _where(item, f"action {item['name']}")
+        parameters = tuple(Parameter(entry["name"], entry["bitwidth"]) for entry in item["runtime_data"])
+        for parameter in parameters:
+            if parameter.width > MAX_WIDTH:
+                raise UnsupportedFeature(
+                    f"action parameters wider than {MAX_WIDTH} bits ({parameter.name})", f"action {item['name']}"
+                )
+        body: list[Statement] = []
+        for call in item["primitives"]:
+            body += self._primitive(call, _where(call, where), parameters)
+        return ActionDef(item["id"], item["name"], parameters, tuple(body), where)
+
+    def _primitive(self, call: Json, where: str, parameters: Sequence[Parameter]) -> list[Statement]:
+        op, given = call["op"], call["parameters"]
+
+        def expression(index: int) -> Expr:
+            return self._expression(given[index], where, parameters)
+
+        match op:
+            case "no_op":
+                return []
+            case "exit":
+                return [Exit()]
+            case "assign" | "modify_field":
+                target = self._target(given[0], where)
+                if (target.header, target.name) == ("standard_metadata", "mcast_grp") and expression(1) != Const(0):
+                    raise UnsupportedFeature("multicast", where)
+                return [Assign(target, expression(1))]
+            case "mark_to_drop" | "drop":
+                return [Assign(self._field(("standard_metadata", "egress_spec"), where), Const(511))]
+            case "count":
+                return [Count(self._named(self.counters, given[0], where), expression(1))]
+            case "register_read":
+                name = self._named(self.registers, given[1], where)
+                return [RegisterRead(self._target(given[0], where), name, expression(2))]
+            case "register_write":
+                return [RegisterWrite(self._named(self.registers, given[0], where), expression(1), expression(2))]
+            case "execute_meter":
+                name = self._named(self.meters, given[0], where)
+                return [ExecuteMeter(self._target(given[2], where), name, expression(1))]
+            case "modify_field_with_hash_based_offset":
+                size = expression(3)
+                if not isinstance(size, Const):
+                    raise UnsupportedFeature("hash with a maximum that is not a constant", where)
+                calculation = self._calculation(given[2]["value"], where)
+                return [Hash(self._target(given[0], where), expression(1), calculation.name, size.value)]
+        raise UnsupportedFeature(_PRIMITIVES.get(op, f"the primitive {op}"), where)
+
+    @staticmethod
+    def _named(known: Mapping[str, Any], parameter: Json, where: str) -> str:
+        name = str(parameter["value"])
+        if name not in known:
+            raise ProgramError(f"{where}: no {parameter['type']} {name!r} in the program")
+        return name
+
+    def _calculation(self, name: str, where: str) -> Calculation:
+        if name not in self.used_calculations:
+            item = self.calculations[name]
+            where = _where(item, where)
+            self.used_calculations[name] = Calculation(
+                name, self._algorithm(item["algo"], where), self._inputs(item["input"], where), where
+            )
+        return self.used_calculations[name]
+
+    @staticmethod
+    def _algorithm(name: str, where: str) -> str:
+        if name not in HASHES:
+            raise UnsupportedFeature(f"the hash {name}", where)
+        return name
+
+    def _inputs(self, items: Sequence[Json], where: str) -> tuple[Field | Bits, ...]:
+        inputs: list[Field | Bits] = []
+        for item in items:
+            if item["type"] == "field":
+                inputs.append(self._field(item["value"], where))
+            elif item["type"] == "hexstr":
+                inputs.append(Bits(_number(item["value"]), item["bitwidth"]))
+            else:
+                raise UnsupportedFeature(f"a hash over a {item['type']}", where)
+        return tuple(inputs)
+
+    def _checksum(self, item: Json) -> Checksum:
+        where = _where(item, f"checksum {item['name']}")
+        if item.get("type", "generic") != "generic":
+            raise UnsupportedFeature(f"checksums of type {item['type']}", where)
+        condition = item.get("if_cond")
+        return Checksum(
+            name=item["name"],
+            target=self._field(item["target"], where),
+            calculation=self._calculation(item["calculation"], where),
+            condition=None if condition is None else self._expression(condition, where),
+            update=item.get("update", True),
+            verify=item.get("verify", True),
+        )
+
+    def _meter(self, item: Json) -> MeterDef:
+        where = f"meter {item['name']}"
+        if item.get("rate_count", 2) != 2:
+            raise UnsupportedFeature(f"meters with {item['rate_count']} rates", where)
+        target = self._field(item["result_target"], where) if item.get("is_direct") else None
+        return MeterDef(item["name"], item["size"], item["type"] == "bytes", target)
+
+    # ---------------------------------------------------------------------------------------------------- parser
+
+    def _state(self, item: Json) -> State:
+        where = f"parser state {item['name']}"
+        operations = tuple(self._operation(entry, where) for entry in item["parser_ops"])
+        keys = []
+        for entry in item["transition_key"]:
+            if entry["type"] != "field":
+                raise UnsupportedFeature(f"select on a {entry['type']}", where)
+            keys.append(self._field(entry["value"], where))
+        cases, default = [], None
+        for entry in item["transitions"]:
+            if entry.get("type") == "parse_vset":
+                raise UnsupportedFeature("parser value sets", where)
+            if entry["value"] in ("default", None):
+                default = entry["next_state"]
+            else:
+                cases.append(_case(entry, keys))
+        return State(item["name"], operations, tuple(keys), tuple(cases), default)
+
+    def _operation(self, item: Json, where: str) -> Extract | Assign | Verify:
+        given = item["parameters"]
+        if item["op"] == "extract" and given[0]["type"] == "regular":
+            return Extract(self._header(given[0]["value"], where).name)
+        if item["op"] == "set":
+            return Assign(self._target(given[0], where), self._expression(given[1], where))
+        if item["op"] == "verify":
+            return Verify(self._expression(given[0], where), self._expression(given[1], where))
+        feature = {"extract": f"extract into a {given[0].get('type')}", "extract_VL": "varbit fields"}
+        raise UnsupportedFeature(feature.get(item["op"], f"the parser operation {item['op']}"), where)
+
+    # ------------------------------------------------------------------------------------------------- pipelines
+
+    def _pipeline(self, item: Json) -> Pipeline:
+        nodes: dict[str, Node] = {}
+        if item.get("action_calls"):
+            raise UnsupportedFeature("action calls outside tables", f"control {item['name']}")
+        for entry in item.get("conditionals", []):
+            where = _where(entry, f"conditional {entry['name']}")
+            condition = self._expression(entry["expression"], where)
+            nodes[entry["name"]] = Conditional(entry["name"], condition, entry["true_next"], entry["false_next"], where)
+        for entry in item.get("tables", []):
+            nodes[entry["name"]] = self._table(entry)
+        return Pipeline(item["name"], item["init_table"], nodes)
+
+    def _table(self, item: Json) -> TableDef:
+        where = f"table {item['name']}"
+        if item.get("with_counters"):
+            raise UnsupportedFeature("direct counters", where)
+        if item.get("support_timeout"):
+            raise UnsupportedFeature("entries that time out", where)
+        if item["type"] not in ("simple", "indirect", "indirect_ws"):
+            raise UnsupportedFeature(f"tables of type {item['type']}", where)
+        if item["match_type"] not in ("exact", "lpm", "ternary", "range"):
+            raise UnsupportedFeature(f"match type {item['match_type']}", where)
+        keys = tuple(self._key(entry, where) for entry in item["key"])
+        width = sum(key.width for key in keys)
+        if width > MAX_WIDTH:
+            raise UnsupportedFeature(f"keys wider than {MAX_WIDTH} bits (this one has {width})", where)
+        actions = tuple(self.actions[identity] for identity in item["action_ids"])
+        # Two actions may have one name; where they do, the program never tells them apart by what follows.
+        following = {action.id: item["next_tables"].get(action.name) for action in actions}
+        default = item.get("default_entry")
+        return TableDef(
+            name=item["name"],
+            match=item["match_type"],
+            keys=keys,
+            size=item["max_size"],
+            actions=actions,
+            next={
+                action: node for action, node in following.items() if self.actions[action].name in item["next_tables"]
+            },
+            base_next=item.get("base_default_next"),
+            on_hit=("__HIT__" in item["next_tables"], item["next_tables"].get("__HIT__")),
+            on_miss=("__MISS__" in item["next_tables"], item["next_tables"].get("__MISS__")),
+            default=default and (default["action_id"], tuple(_number(data) for data in default["action_data"])),
+            default_const=bool(default and (default.get("action_const") or default.get("action_entry_const"))),
+            meter=item.get("direct_meters"),
+            profile=item.get("action_profile") if item["type"] != "simple" else None,
+            entries=tuple(_const_entry(entry) for entry in item.get("entries", [])),
+            where=_where(item, where),
+        )
+
+    def _key(self, item: Json, where: str) -> Key:
+        if item["match_type"] == "valid":
+            target = item["target"] if isinstance(item["target"], str) else item["target"][0]
+            source: Variable = Valid(self._header(target, where).name)
+        else:
+            source = self._variable(item["target"], where)
+        match = "exact" if item["match_type"] in ("valid", "exact") else item["match_type"]
+        if match not in ("exact", "lpm", "ternary", "range"):
+            raise UnsupportedFeature(f"match type {match}", where)
+        name = item.get("name") or ".".join(item["target"])
+        mask = None if item.get("mask") is None else _number(item["mask"])
+        return Key(name, match, source, mask)
+
+    def _profile(self, item: Json) -> ProfileDef:
+        selector = item.get("selector")
+        where = _where(item, f"action profile {item['name']}")
+        if selector is None:
+            return ProfileDef(item["name"], item["max_size"], None, ())
+        fields = tuple(entry for entry in self._inputs(selector["input"], where) if isinstance(entry, Field))
+        return ProfileDef(item["name"], item["max_size"], self._algorithm(selector["algo"], where), fields)
+
+
+def _number(text: str) -> int:
+    return int(text, 16)
+
+
+def _case(entry: Json, keys: Sequence[Field]) -> Case:
+    """Cut a transition's value, in which every key is padded to whole bytes, into one value for each key."""
+    value = _number(entry["value"])
+    mask = -1 if entry.get("mask") is None else _number(entry["mask"])
+    values, masks = [], []
+    for key in reversed(keys):
+        padded = (key.width + 7) // 8 * 8
+        full = (1 << key.width) - 1
+        masks.append(mask & full)
+        values.append(value & full & mask)
+        value >>= padded
+        mask >>= padded
+    return Case(tuple(reversed(values)), tuple(reversed(masks)), entry["next_state"])
+
+
+def _const_entry(entry: Json) -> ConstEntry:
+    keys: list[Any] = []
+    for item in entry["match_key"]:
+        match item["match_type"]:
+            case "exact":
+                keys.append(_number(item["key"]))
+            case "valid":
+                keys.append(int(item["key"]))
+            case "lpm":
+                keys.append((_number(item["key"]), item["prefix_length"]))
+            case "ternary":
+                keys.append((_number(item["key"]), _number(item["mask"])))
+            case _:
+                keys.append((_number(item["start"]), _number(item["end"])))
+    action = entry["action_entry"]
+    data = tuple(_number(value) for value in action["action_data"])
+    return ConstEntry(tuple(keys), action["action_id"], data, entry.get("priority", 0))

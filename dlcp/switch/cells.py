@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registers, counters and meters as the control plane sees them: windows on the flat arrays of a running program."""
+
+import operator
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.switch.errors import EntryError
+
+Store: TypeAlias = Any
+"""Lists or arrays of numbers, for meters of rows of numbers; the generated text uses both alike."""
+
+MICROSECONDS: Final = 1_000_000.0
+
+
+class _Window:
+    """``size`` cells from ``base`` on."""
+
+    kind = "cell"
+
+    def __init__(self, name: str, base: int, size: int) -> None:
+        self.name, self.base, self.size = name, base, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def _place(self, index: int) -> int:
+        index = operator.index(index)
+        if not 0 <= index < self.size:
+            raise EntryError(f"{self.kind} {self.name} has no cell {index}; the last is {self.size - 1}")
+        return self.base + index
+
+
+class Register(_Window):
+    """A register array; cells are ``width`` bits wide."""
+
+    kind = "register"
+
+    def __init__(self, name: str, base: int, size: int, width: int, store: Store) -> None:
+        super().__init__(name, base, size)
+        self.width, self._store = width, store
+
+    def __getitem__(self, index: int) -> int:
+        return int(self._store[self._place(index)])
+
+    def __setitem__(self, index: int, value: int) -> None:
+        value = operator.index(value)
+        if not 0 <= value < 1 << self.width:
+            raise EntryError(f"register {self.name} has cells of {self.width} bits; {value} does not fit")
+        self._store[self._place(index)] = value
+
+    def values(self) -> NDArray[np.int64]:
+        """Return a copy of all cells."""
+        return np.array(self._store[self.base : self.base + self.size], np.int64)
+
+    def reset(self) -> None:
+        """Set every cell to zero."""
+        for place in range(self.base, self.base + self.size):
+            self._store[place] = 0
+
+
+class CounterCell(NamedTuple):
+    """What one cell of a counter has counted."""
+
+    packets: int
+    bytes: int
+
+
+class Counter(_Window):
+    """A counter array; every cell counts packets and bytes, as BMv2's do."""
+
+    kind = "counter"
+
+    def __init__(self, name: str, base: int, size: int, packets: Store, octets: Store) -> None:
+        super().__init__(name, base, size)
+        self._packets, self._bytes = packets, octets
+
+    def __getitem__(self, index: int) -> CounterCell:
+        place = self._place(index)
+        return CounterCell(int(self._packets[place]), int(self._bytes[place]))
+
+    def __setitem__(self, index: int, value: tuple[int, int]) -> None:
+        place = self._place(index)
+        self._packets[place], self._bytes[place] = value
+
+    def values(self) -> NDArray[np.int64]:
+        """Return a copy of all cells: (size, 2), packets and bytes."""
+        cells = slice(self.base, self.base + self.size)
+        return np.column_stack([np.array(self._packets[cells], np.int64), np.array(self._bytes[cells], np.int64)])
+
+    def reset(self) -> None:
+        """Set every cell to zero."""
+        for place in range(self.base, self.base + self.size):
+            self._packets[place] = self._bytes[place] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MeterConfig:
+    """A two-rate three-colour meter, as in P4Runtime.
+
+    Attributes
+    ----------
+    cir, pir
+        Committed and peak rate, in bytes/s or packets/s.
+    cburst, pburst
+        Burst sizes, in bytes or packets.
+    """
+
+    cir: int
+    cburst: int
+    pir: int
+    pburst: int
+
+
+class MeterCells(_Window):
+    """Meters of one array, configured or not. An unconfigured meter finds everything green."""
+
+    kind = "meter"
+
+    def __init__(self, name: str, base: int, size: int, rates: Store, tokens: Store) -> None:
+        super().__init__(name, base, size)
+        self._rates, self._tokens = rates, tokens
+        self._configs: dict[int, MeterConfig] = {}
+
+    def __getitem__(self, index: int) -> MeterConfig | None:
+        self._place(index)
+        return self._configs.get(index)
+
+    def __setitem__(self, index: int, config: MeterConfig | None) -> None:
+        place = self._place(index)
+        if config is None:
+            self._configs.pop(index, None)
+            self._tokens[place][0] = 0
+            return
+        if min(config.cir, config.pir, config.cburst, config.pburst) < 0:
+            raise EntryError(f"meter {self.name}: rates and bursts must not be negative, {config}")
+        if config.cir > config.pir:
+            raise EntryError(f"meter {self.name}: the committed rate {config.cir} exceeds the peak rate {config.pir}")
+        self._configs[index] = config
+        self._fill(place, config)
+
+    def _fill(self, place: int, config: MeterConfig) -> None:
+        self._rates[place][0] = config.pir / MICROSECONDS
+        self._rates[place][1] = config.cir / MICROSECONDS
+        # As BMv2's set_rate: full buckets, and nothing gained since the origin of time.
+        row = self._tokens[place]
+        for number, value in enumerate((1, config.pburst, 0, config.pburst, config.cburst, 0, config.cburst)):
+            row[number] = value
+
+    def refill(self) -> None:
+        """Fill every bucket, as if the configuration had just been written."""
+        for index, config in self._configs.items():
+            self._fill(self.base + index, config)
+
+    def reset(self) -> None:
+        """Take every configuration away."""
+        for index in list(self._configs):
+            self[index] = None

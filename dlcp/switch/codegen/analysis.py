@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program reads and writes where, and which headers a packet can have."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from dlcp.switch.bmv2_json import (
+    ActionDef,
+    Assign,
+    Bits,
+    Checksum,
+    Conditional,
+    Count,
+    ExecuteMeter,
+    Extract,
+    Field,
+    Hash,
+    Pipeline,
+    ProgramDef,
+    RegisterRead,
+    RegisterWrite,
+    State,
+    Statement,
+    TableDef,
+    Valid,
+    Variable,
+    Verify,
+    reads,
+)
+from dlcp.switch.errors import UnsupportedFeature
+
+MAX_PATHS: Final = 1024
+"""Ways through the parser; more would make the generated text too long. Chosen by us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """Every sequence of headers that a packet can have after parsing, and where each header can start, in bytes."""
+
+    sequences: frozenset[tuple[str, ...]]
+    offsets: dict[str, frozenset[int]]
+
+    def implied(self, valid: Iterable[str]) -> frozenset[str]:
+        """Return the headers that are valid whenever those in ``valid`` are."""
+        wanted = frozenset(valid)
+        possible = [frozenset(sequence) for sequence in self.sequences if wanted <= set(sequence)]
+        return frozenset.intersection(*possible) if possible else wanted
+
+    def combinations(self, headers: frozenset[str], known: frozenset[str]) -> list[frozenset[str]]:
+        """Return which of ``headers`` can be valid together when ``known`` are valid, the most first."""
+        found = {headers & set(sequence) for sequence in self.sequences if known <= set(sequence)}
+        return sorted((frozenset(item) for item in found), key=lambda item: (-len(item), sorted(item)))
+
+
+def stacks(program: ProgramDef) -> Stacks:
+    """Follow every way through the parser.
+
+    Raises
+    ------
+    UnsupportedFeature
+        For loops, headers extracted twice, and headers that the deparser leaves out or puts in another order: packets
+        are edited in place, so what was parsed has to stay where it is.
+    """
+    sequences: set[tuple[str, ...]] = set()
+    offsets: dict[str, set[int]] = {}
+    paths = 0
+
+    def end(path: tuple[str, ...]) -> None:
+        nonlocal paths
+        paths += 1
+        if paths > MAX_PATHS:
+            raise UnsupportedFeature(f"parsers with more than {MAX_PATHS} paths", "parser")
+        sequences.add(path)
+        if path != tuple(name for name in program.emitted if name in path):
+            raise UnsupportedFeature(f"a deparser that does not emit {', '.join(path)} as parsed", "deparser")
+
+    def follow(name: str | None, path: tuple[str, ...], offset: int, seen: tuple[str, ...]) -> None:
+        if name is None:
+            return end(path)
+        if name in seen:
+            raise UnsupportedFeature("loops in the parser", f"parser state {name}")
+        state = program.states[name]
+        for operation in state.operations:
+            if isinstance(operation, Extract):
+                end(path)  # the packet may be too short
+                header = program.headers[operation.header]
+                if header.name in path:
+                    raise UnsupportedFeature(f"header {header.name} extracted twice", f"parser state {name}")
+                if header.width % 8:
+                    raise UnsupportedFeature(f"a header of {header.width} bits", f"header {header.name}")
+                offsets.setdefault(header.name, set()).add(offset)
+                path, offset = (*path, header.name), offset + header.width // 8
+            elif isinstance(operation, Verify):
+                end(path)
+        for following in {state.default, *(case.next for case in state.cases)}:
+            follow(following, path, offset, (*seen, name))
+        return None
+
+    follow(program.first_state, (), 0, ())
+    return Stacks(frozenset(sequences), {name: frozenset(item) for name, item in offsets.items()})
+
+
+# ------------------------------------------------------------------------------------------------ reads and writes
+
+
+def input_reads(inputs: Iterable[Field | Bits]) -> set[Variable]:
+    """Return what a hash over ``inputs`` reads: fields, and the validity of their headers."""
+    fields = [item for item in inputs if isinstance(item, Field)]
+    return {*fields, *(Valid(item.header) for item in fields if not item.metadata)}
+
+
+def target_of(statement: Statement) -> Field | None:
+    """Return the field that a statement writes, if any."""
+    if isinstance(statement, Assign | RegisterRead | Hash | ExecuteMeter):
+        return statement.target
+    return None
+
+
+class Usage:
+    """Reads, writes and liveness of a program's nodes."""
+
+    def __init__(self, program: ProgramDef) -> None:
+        self.program = program
+        self.written = {target for target in self._targets() if not target.metadata}
+        """Header fields that the program assigns: their variables can differ from zero in an invalid header."""
+
+    def _targets(self) -> Iterator[Field]:
+        for state in self.program.states.values():
+            yield from (operation.target for operation in state.operations if isinstance(operation, Assign))
+        for action in self.actions():
+            yield from (target for statement in action.body if (target := target_of(statement)) is not None)
+        yield from (meter.target for meter in self.program.meters.values() if meter.target is not None)
+
+    def assigned(self) -> set[Field]:
+        """Return every field that the program writes."""
+        return set(self._targets())
+
+    def actions(self) -> Iterator[ActionDef]:
+        """Return every action that a table of the program can run."""
+        for pipeline in (self.program.ingress, self.program.egress):
+            for node in pipeline.nodes.values():
+                if isinstance(node, TableDef):
+                    yield from node.actions
+
+    def statement_reads(self, statement: Statement) -> set[Variable]:
+        """Return what a statement reads, the validity that guards a store into the packet included."""
+        found: set[Variable] = set()
+        if isinstance(statement, Assign):
+            found = reads(statement.value)
+        elif isinstance(statement, Count | RegisterRead | ExecuteMeter):
+            found = reads(statement.index)
+        elif isinstance(statement, RegisterWrite):
+            found = reads(statement.index) | reads(statement.value)
+        elif isinstance(statement, Hash):
+            found = reads(statement.base) | input_reads(self.program.calculations[statement.calculation].inputs)
+        target = target_of(statement)
+        if target is not None and not target.metadata:
+            found = found | {Valid(target.header)}
+        return found
+
+    def body_live(self, body: Iterable[Statement], after: frozenset[Variable]) -> frozenset[Variable]:
+        """Return what is needed before ``body`` when ``after`` is needed behind it."""
+        live = set(after)
+        for statement in reversed(tuple(body)):
+            if isinstance(statement, Assign | Hash):
+                live.discard(statement.target)
+            live |= self.statement_reads(statement)
+        return frozenset(live)
+
+    def key_reads(self, table: TableDef) -> set[Variable]:
+        """Return what a table's lookup reads."""
+        found: set[Variable] = set()
+        for key in table.keys:
+            found.add(key.source)
+            if isinstance(key.source, Field) and key.source in self.written:
+                found.add(Valid(key.source.header))
+        if table.profile is not None:
+            found |= input_reads(self.program.profiles[table.profile].inputs)
+        return found
+
+    def pipeline_live(self, pipeline: Pipeline, after: frozenset[Variable]) -> frozenset[Variable]:
+        """Return what a pipeline needs at its start when ``after`` is needed behind it."""
+        live: dict[str | None, frozenset[Variable]] = {None: after}
+
+        def table_live(table: TableDef) -> frozenset[Variable]:
+            if table.hidden:
+                assert table.default is not None
+                action = self.default_action(table)
+                return self.body_live(action.body, live[successor(table, action, hit=False)])
+            found = frozenset(self.key_reads(table))
+            for action in table.actions:
+                for hit in (True, False):
+                    found |= self.body_live(action.body, live[successor(table, action, hit)])
+            for name in successors(table):
+                found |= live[name]
+            meter = self.program.meters[table.meter] if table.meter else None
+            if meter is not None and meter.target is not None and not meter.target.metadata:
+                found |= {Valid(meter.target.header)}
+            return found
+
+        for name in followers_first(pipeline):
+            node = pipeline.nodes[name]
+            if isinstance(node, Conditional):
+                live[name] = live[node.then] | live[node.otherwise] | reads(node.condition)
+            else:
+                live[name] = table_live(node)
+        return live[pipeline.first]
+
+    @staticmethod
+    def default_action(table: TableDef) -> ActionDef:
+        """Return the action that a hidden table runs."""
+        assert table.default is not None
+        return next(action for action in table.actions if action.id == table.default[0])
+
+    def checksum_reads(self, checksum: Checksum) -> frozenset[Variable]:
+        """Return what computing a checksum reads: its inputs, unless it is summed over the packet's own bytes."""
+        found: set[Variable] = {Valid(checksum.target.header)}
+        if checksum.condition is not None:
+            found |= reads(checksum.condition)
+        if checksum.verify:
+            found.add(checksum.target)
+        if summed_range(checksum) is None:
+            found |= input_reads(checksum.calculation.inputs)
+        return frozenset(found)
+
+    def parser_reads(self) -> set[Variable]:
+        """Return everything that the parser reads."""
+        found: set[Variable] = set()
+        for state in self.program.states.values():
+            found |= self.state_reads(state)
+        return found
+
+    @staticmethod
+    def state_reads(state: State) -> set[Variable]:
+        """Return what one parser state reads."""
+        found: set[Variable] = set(state.keys)
+        for operation in state.operations:
+            if isinstance(operation, Assign):
+                found |= reads(operation.value)
+                if not operation.target.metadata:
+                    found.add(Valid(operation.target.header))
+            elif isinstance(operation, Verify):
+                found |= reads(operation.condition) | reads(operation.error)
+        return found
+
+    def all_reads(self) -> set[Variable]:
+        """Return everything that is read anywhere; what is not there need not be computed."""
+        found = self.parser_reads()
+        for pipeline in (self.program.ingress, self.program.egress):
+            for node in pipeline.nodes.values():
+                found |= reads(node.condition) if isinstance(node, Conditional) else self.key_reads(node)
+        for action in self.actions():
+            for statement in action.body:
+                found |= self.statement_reads(statement)
+        for checksum in self.program.checksums:
+            found |= self.checksum_reads(checksum)
+        return found
+
+
+def successor(table: TableDef, action: ActionDef, hit: bool) -> str | None:
+    """Return the node after ``action`` of ``table``."""
+    return None if action.exits else table.next_of(action.id, hit)
+
+
+def successors(node: Conditional | TableDef) -> list[str | None]:
+    """Return every node that can follow, without repeats."""
+    if isinstance(node, Conditional):
+        found = [node.then, node.otherwise]
+    elif node.hidden:
+        found = [successor(node, Usage.default_action(node), hit=False)]
+    else:
+        found = [successor(node, action, hit) for action in node.actions for hit in (True, False)]
+        if node.profile is not None:  # a table without a default member, or with an empty group, runs no action
+            found += [node.on_miss[1] if node.on_miss[0] else node.base_next]
+    return list(dict.fromkeys(found))
+
+
+def followers_first(pipeline: Pipeline) -> list[str]:
+    """Return the nodes that can be reached, each behind all that can follow it.
+
+    Raises
+    ------
+    UnsupportedFeature
+        If the pipeline has a loop; P4 has none, so the JSON would be damaged.
+    """
+    order: list[str] = []
+    open_nodes: dict[str, list[str]] = {}
+    path = [] if pipeline.first is None else [pipeline.first]
+    done: set[str] = set()
+    while path:
+        name = path[-1]
+        if name not in open_nodes:
+            open_nodes[name] = [item for item in successors(pipeline.nodes[name]) if item is not None]
+        following = next((item for item in open_nodes[name] if item not in done), None)
+        if following is None:
+            order.append(path.pop())
+            done.add(name)
+        elif following in open_nodes:
+            raise UnsupportedFeature("loops in a control", f"control {pipeline.name}, at {following}")
+        else:
+            path.append(following)
+    return order
+
+
+def joins(pipeline: Pipeline) -> dict[str, str | None]:
+    """Return for every node the node (None: the end) where all ways from it meet again: its postdominator."""
+    result: dict[str, str | None] = {}
+    depth: dict[str | None, int] = {None: 0}
+    for name in followers_first(pipeline):
+        following = successors(pipeline.nodes[name])
+        meeting = following[0]
+        for other in following[1:]:
+            left, right = meeting, other
+            while left != right:
+                if depth[left] >= depth[right]:
+                    assert left is not None
+                    left = result[left]
+                else:
+                    assert right is not None
+                    right = result[right]
+            meeting = left
+        result[name] = meeting
+        depth[name] = depth[meeting] + 1
+    return result
+
+
+def summed_range(checksum: Checksum) -> tuple[int, int, int] | None:
+    """Return (first byte, end, byte of the checksum) within the header if the checksum covers the header's own bytes.
+
+    That is: a 16-bit one's complement sum over neighbouring fields of one header, in order, from an even distance to
+    the checksum itself, which alone is left out. Then it can be summed over the packet. Else None.
+    """
+    calculation, target = checksum.calculation, checksum.target
+    fields = [item for item in calculation.inputs if isinstance(item, Field)]
+    if calculation.algorithm != "csum16" or len(fields) != len(calculation.inputs) or not fields:
+        return None
+    if any(item.header != target.header for item in fields) or target.width != 16:
+        return None
+    position = fields[0].offset
+    for item in fields:
+        if item.offset == position + 16 and position == target.offset:
+            position += 16
+        if item.offset != position:
+            return None
+        position += item.width
+    first, gap = fields[0].offset, target.offset
+    if first % 8 or position % 8 or (gap - first) % 16 or (position - first) % 16 or not first < gap < position:
+        return None
+    return first // 8, position // 8, gap // 8
+
+
+def constant_fields(program: ProgramDef, usage: Usage) -> set[Field]:
+    """Return the metadata fields that nobody ever writes: they are zero."""
+    given = set(program.standard.values())
+    written = usage.assigned()
+    return {
+        item
+        for header in program.headers.values()
+        if header.metadata
+        for item in header.fields.values()
+        if item not in given and item not in written
+    }

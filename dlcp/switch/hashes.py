@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BMv2's hash algorithms: over bytes as defined, and over numbers as the generated text calls them.
+
+Source: calculations.cpp of the behavioral model. crc16 is CRC-16/ARC (polynomial 0x8005, reflected, starting at 0),
+crc32 that of zlib, csum16 the Internet checksum, xor16 the exclusive or of 16-bit words, identity the first 8 bytes.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Final
+
+import numpy as np
+
+CRC16_POLYNOMIAL: Final = 0xA001
+"""0x8005 reflected."""
+
+
+@cache
+def crc16_table() -> tuple[int, ...]:
+    """Return the 256-entry table of CRC-16/ARC."""
+    table = []
+    for value in range(256):
+        for _ in range(8):
+            value = value >> 1 ^ CRC16_POLYNOMIAL if value & 1 else value >> 1
+        table.append(value)
+    return tuple(table)
+
+
+def crc16(data: bytes) -> int:
+    """Return CRC-16/ARC."""
+    table = crc16_table()
+    value = 0
+    for byte in data:
+        value = table[(value ^ byte) & 255] ^ value >> 8
+    return value
+
+
+def crc32(data: bytes) -> int:
+    """Return the CRC-32 of zlib."""
+    return zlib.crc32(data)
+
+
+def csum16(data: bytes) -> int:
+    """Return the Internet checksum: the one's complement of the one's complement sum of 16-bit words."""
+    total = sum(data[i] << 8 | (data[i + 1] if i + 1 < len(data) else 0) for i in range(0, len(data), 2))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return total ^ 0xFFFF
+
+
+def xor16(data: bytes) -> int:
+    """Return the exclusive or of 16-bit words, the last padded with zeros."""
+    value = 0
+    for i in range(0, len(data), 2):
+        value ^= data[i] << 8 | (data[i + 1] if i + 1 < len(data) else 0)
+    return value
+
+
+def identity(data: bytes) -> int:
+    """Return the first eight bytes as a number."""
+    return int.from_bytes(data[:8], "big")
+
+
+OVER_BYTES: Final[dict[str, Callable[[bytes], int]]] = {
+    "crc16": crc16,
+    "crc32": crc32,
+    "csum16": csum16,
+    "identity": identity,
+    "xor16": xor16,
+}
+
+
+def pack(values: Sequence[int], widths: Sequence[int]) -> bytes:
+    """Pack numbers without gaps, the first bit first, and pad with zero bits to whole bytes."""
+    number = 0
+    for value, width in zip(values, widths, strict=True):
+        number = number << width | value
+    total = sum(widths)
+    size = (total + 7) // 8
+    return (number << (size * 8 - total)).to_bytes(size, "big")
+
+
+# -------------------------------------------------------------------------------------------------- for plain Python
+
+CHUNK: Final = 8
+"""Bits that one table lookup takes. Wider chunks mean fewer lookups, but tables that leave the processor's cache."""
+
+
+@cache
+def _chunk(algorithm: str, bit: int, width: int, size: int) -> list[int]:
+    """Return the hash of every ``width``-bit number at ``bit`` bits from the end of a message of zeros.
+
+    crc16 and xor16 are linear: the hash of a message is the exclusive or of the hashes of its parts.
+    """
+    table = np.zeros(1, np.int64)
+    for i in range(width):
+        basis = OVER_BYTES[algorithm]((1 << (bit + i)).to_bytes(size, "big"))
+        table = np.concatenate([table, table ^ basis])
+    entries: list[int] = table.tolist()
+    return entries
+
+
+def plain_source(name: str, algorithm: str, widths: Sequence[int], namespace: dict[str, object]) -> str:
+    """Return the source of a function of numbers of these widths for plain Python; ``namespace`` gets what it needs."""
+    arguments = [f"v{i}" for i in range(len(widths))]
+    total = sum(widths)
+    size = (total + 7) // 8
+    head = f"def {name}({', '.join(arguments)}):\n    return "
+    places = []
+    position = size * 8
+    for argument, width in zip(arguments, widths, strict=True):
+        position -= width
+        places.append((argument, position, width))
+    packed = " | ".join(f"{argument} << {bit}" if bit else argument for argument, bit, _ in places) or "0"
+    if algorithm in ("crc16", "xor16"):
+        terms = []
+        for argument, bit, width in places:
+            for low in range(0, width, CHUNK):
+                part = min(CHUNK, width - low)
+                # Leading zeros do not change a CRC, so its tables are shared between messages that end alike.
+                length = (bit + low + part + 7) // 8 if algorithm == "crc16" else size
+                table = f"{name}_{argument}_{low}"
+                namespace[table] = _chunk(algorithm, bit + low, part, length)
+                text = f"{argument} >> {low}" if low else argument
+                terms.append(f"{table}[{text} & {(1 << part) - 1}]" if low + part < width else f"{table}[{text}]")
+        return head + (" ^ ".join(terms) or "0") + "\n"
+    if algorithm == "identity":
+        shift = max(size - 8, 0) * 8
+        return head + (f"({packed}) >> {shift}" if shift else packed) + "\n"
+    if algorithm == "crc32":
+        namespace["_zlib_crc32"] = zlib.crc32
+        return head + f"_zlib_crc32(({packed}).to_bytes({size}, 'big'))\n"
+    namespace["_csum16"] = csum16
+    return head + f"_csum16(({packed}).to_bytes({size}, 'big'))\n"
+
+
+# ------------------------------------------------------------------------------------------------------- for Numba
+
+
+def compiled_source(name: str, algorithm: str, widths: Sequence[int]) -> str:
+    """Return the source of the same function for Numba, byte by byte; it needs `compiled_tables`."""
+    arguments = [f"v{i}" for i in range(len(widths))]
+    lines = [f"def {name}({', '.join(arguments)}):"]
+    units = _bytes(arguments, widths)
+    if algorithm == "crc16":
+        lines.append("    h = 0")
+        lines += [f"    h = CRC16[(h ^ ({unit})) & 255] ^ (h >> 8)" for unit in units]
+    elif algorithm == "crc32":
+        lines.append("    h = 0xffffffff")
+        lines += [f"    h = CRC32[(h ^ ({unit})) & 255] ^ (h >> 8)" for unit in units]
+        lines.append("    h ^= 0xffffffff")
+    elif algorithm == "identity":
+        lines.append("    h = 0")
+        lines += [f"    h = (h << 8) | ({unit})" for unit in units[:8]]
+    else:
+        lines.append("    h = 0")
+        sign = "+" if algorithm == "csum16" else "^"
+        lines += [f"    h {sign}= ({unit}){' << 8' if i % 2 == 0 else ''}" for i, unit in enumerate(units)]
+        if algorithm == "csum16":
+            lines += ["    h = (h & 0xffff) + (h >> 16)"] * 2
+            lines.append("    h ^= 0xffff")
+    lines.append("    return h")
+    return "\n".join(lines) + "\n"
+
+
+def compiled_tables() -> str:
+    """Return the source of the tables that `compiled_source` uses."""
+    crc32_table = []
+    for value in range(256):
+        for _ in range(8):
+            value = value >> 1 ^ 0xEDB88320 if value & 1 else value >> 1
+        crc32_table.append(value)
+    return f"CRC16 = np.array({list(crc16_table())}, np.int64)\nCRC32 = np.array({crc32_table}, np.int64)\n"
+
+
+def _bytes(arguments: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """Return an expression for each byte of the packed message."""
+    size = (sum(widths) + 7) // 8
+    units: list[list[str]] = [[] for _ in range(size)]
+    start = 0
+    for argument, width in zip(arguments, widths, strict=True):
+        end = start + width
+        for byte in range(start // 8, (end + 7) // 8):
+            low, high = max(start, byte * 8), min(end, byte * 8 + 8)
+            text = f"(({argument} >> {end - high}) & {(1 << (high - low)) - 1})"
+            units[byte].append(f"({text} << {byte * 8 + 8 - high})" if byte * 8 + 8 > high else text)
+        start = end
+    return [" | ".join(unit) for unit in units]

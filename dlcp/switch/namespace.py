@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Network namespaces without names: hosts with interfaces of their own on one machine.
+
+A namespace lives as long as this process holds its file descriptor, or a process runs or a socket is open in it. So
+nothing is left behind, not even after a crash, and the machine's own network is never touched: the switch's ends of the
+links are in a namespace of their own.
+
+Making one takes root, or a user namespace in which one is root (:func:`become_root`).
+"""
+
+import array
+import ctypes
+import fcntl
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, TypeVar
+
+CONGESTION_CONTROL: Final = "cubic"
+"""What the hosts' TCP uses, so that results do not depend on the machine's default."""
+MTU_BYTES: Final = 1500
+HOST_INTERFACE: Final = "eth0"
+OFFLOADS: Final = (
+    "tx-checksum-",
+    "tx-scatter-gather",
+    "tx-tcp",
+    "tx-generic-segmentation",
+    "tx-udp-segmentation",
+    "tx-gso-",
+    "rx-checksum",
+    "rx-gro",
+    "rx-lro",
+    "rx-vlan-",
+    "tx-vlan-",
+)
+"""How the names of the interface features begin that are turned off: with them a frame in flight is not yet whole."""
+
+_T = TypeVar("_T")
+_CLONE_NEWNET: Final = 0x40000000
+_SIOCETHTOOL: Final = 0x8946
+_ETHTOOL_GSSET_INFO, _ETHTOOL_GSTRINGS, _ETHTOOL_GFEATURES, _ETHTOOL_SFEATURES = 0x37, 0x1B, 0x3A, 0x3B
+_ETH_SS_FEATURES: Final = 4
+_ETH_GSTRING_LEN: Final = 32
+_RE_EXECUTED: Final = "DLCP_IN_USER_NAMESPACE"
+
+
+class NamespaceError(RuntimeError):
+    """A namespace or a link could not be made; the message says what was tried and what to do."""
+
+
+class Namespace:
+    """One network namespace, with its loopback interface up and IPv6 off.
+
+    Parameters
+    ----------
+    name
+        For messages only.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._fd = _in_thread(_new_namespace_fd)
+        try:
+            self.call(_prepare)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> str:
+        """A path to the namespace while this object lives, for ``ip ... netns PATH`` or ``nsenter --net=PATH``."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Call a function in a thread that is in this namespace; sockets it makes stay in there."""
+
+        def enter_and_call() -> _T:
+            _set_namespace(self._fd)
+            return function()
+
+        return _in_thread(enter_and_call)
+
+    def popen(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a process in this namespace; options as for ``subprocess.Popen``."""
+        return self.call(lambda: subprocess.Popen(argv, **options))
+
+    def run(self, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+        """Run a process in this namespace to its end; options as for ``subprocess.run``."""
+        return self.call(lambda: subprocess.run(argv, check=False, **options))
+
+    def close(self) -> None:
+        """Let the namespace go."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+@dataclass(frozen=True)
+class NetworkHost:
+    """A host of a :class:`StarNetwork`: where it runs, and the name of the switch's end of its link."""
+
+    index: int
+    port: int
+    address: str
+    mac: str
+    namespace: Namespace
+    switch_interface: str
+
+
+class StarNetwork:
+    """Hosts around one switch, each with a link of its own; a context manager.
+
+    Host k has 10.0.0.(k+1)/24 and 02:00:00:00:00:(k+1) on ``eth0`` and knows all its neighbours, so no address
+    resolution crosses the switch. The other end of its link is ``port<k+1>`` in ``network.switch``.
+
+    Parameters
+    ----------
+    hosts
+        Number of hosts, 1..250.
+    mtu_bytes
+        MTU of both ends of each link.
+    congestion_control
+        What the hosts' TCP uses; the kernel must have it.
+
+    Raises
+    ------
+    NamespaceError
+        Something could not be set up; nothing is left behind.
+    """
+
+    def __init__(self, hosts: int, *, mtu_bytes: int = MTU_BYTES, congestion_control: str = CONGESTION_CONTROL) -> None:
+        if not 1 <= hosts <= 250:
+            raise NamespaceError(f"{hosts} hosts; a star has 1 to 250")
+        check_congestion_control(congestion_control)
+        self._made: list[Namespace] = []
+        self.hosts: list[NetworkHost] = []
+        """The hosts, number 0 first."""
+        try:
+            self.switch = self._namespace("switch")
+            for index in range(hosts):
+                self.hosts.append(self._host(index, mtu_bytes, congestion_control))
+            for host in self.hosts:
+                self._introduce(host)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "StarNetwork":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let all namespaces go; they vanish with the last process in them."""
+        while self._made:
+            self._made.pop().close()
+
+    def _namespace(self, name: str) -> Namespace:
+        namespace = Namespace(name)
+        self._made.append(namespace)
+        return namespace
+
+    def _host(self, index: int, mtu_bytes: int, congestion_control: str) -> NetworkHost:
+        number = index + 1
+        address, mac, interface = f"10.0.0.{number}", f"02:00:00:00:00:{number:02x}", f"port{number}"
+        namespace = self._namespace(f"host {index}")
+        _ip(
+            self.switch,
+            f"link add {interface} mtu {mtu_bytes} type veth peer name {HOST_INTERFACE} mtu {mtu_bytes} "
+            f"address {mac} netns {namespace.path}",
+            f"link set {interface} up",
+        )
+        # The route chooses the congestion control: the sysctl of a namespace takes only those that the machine's
+        # administrator allows to everyone (tcp_allowed_congestion_control), which may leave out cubic.
+        _ip(
+            namespace,
+            f"addr add {address}/24 dev {HOST_INTERFACE} noprefixroute",
+            f"link set {HOST_INTERFACE} up",
+            f"route add 10.0.0.0/24 dev {HOST_INTERFACE} src {address} congctl {congestion_control}",
+        )
+        self.switch.call(lambda: turn_off_offloads(interface))
+        namespace.call(lambda: turn_off_offloads(HOST_INTERFACE))
+        return NetworkHost(index, number, address, mac, namespace, interface)
+
+    def _introduce(self, host: NetworkHost) -> None:
+        others = [other for other in self.hosts if other is not host]
+        _ip(
+            host.namespace,
+            *(f"neigh add {other.address} lladdr {other.mac} dev {HOST_INTERFACE} nud permanent" for other in others),
+        )
+
+
+def available() -> tuple[bool, str]:
+    """Say whether this process can make namespaces and links, and if not, why not."""
+    if sys.platform != "linux":
+        return False, f"network namespaces are a thing of Linux, not {sys.platform}"
+    if shutil.which("ip") is None:
+        return False, "the command `ip` is missing; install iproute2"
+    try:
+        first, second = Namespace("trial 1"), Namespace("trial 2")
+    except (NamespaceError, OSError) as error:
+        return False, str(error)
+    try:
+        _ip(first, f"link add trial type veth peer name trial netns {second.path}")
+        first.call(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0).close())
+    except (NamespaceError, OSError) as error:
+        return False, str(error)
+    finally:
+        first.close()
+        second.close()
+    return True, "network namespaces, veth links and packet sockets work"
+
+
+def become_root(argv: Sequence[str] | None = None) -> None:
+    """Run this program again as root of a user namespace of its own, unless it can make namespaces already.
+
+    Does not return when the program is run again. Call it first thing, before threads and files.
+
+    Parameters
+    ----------
+    argv
+        The command to run again; this process's own unless given.
+
+    Raises
+    ------
+    NamespaceError
+        Neither root nor user namespaces are to be had.
+    """
+    works, reason = available()
+    if works:
+        return
+    unshare = shutil.which("unshare")
+    if os.environ.get(_RE_EXECUTED) or unshare is None:
+        raise NamespaceError(f"{reason}; run as root, or install util-linux and allow user namespaces")
+    isolate = [unshare, "--user", "--map-root-user", "--net", "--mount"]
+    trial = subprocess.run([*isolate, "true"], capture_output=True, text=True, check=False)
+    if trial.returncode:
+        raise NamespaceError(f"{reason}; and user namespaces are not allowed here: {trial.stderr.strip()}; run as root")
+    command = list(argv) if argv is not None else [sys.executable, *sys.orig_argv[1:]]
+    os.execve(unshare, [*isolate, *command], {**os.environ, _RE_EXECUTED: "1"})
+
+
+def check_congestion_control(name: str) -> None:
+    """Refuse a TCP congestion control that this kernel has not got.
+
+    Raises
+    ------
+    NamespaceError
+        With the names that it has.
+    """
+    known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text(encoding="ascii").split()
+    if name not in known:
+        raise NamespaceError(f"this kernel has no TCP congestion control {name!r}, only {', '.join(known)}")
+
+
+def turn_off_offloads(interface: str) -> None:
+    """Turn off what the kernel would leave to hardware, on an interface of the caller's namespace.
+
+    Raises
+    ------
+    NamespaceError
+        The kernel refused.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            names = _feature_names(sock, interface)
+            words = -(-len(names) // 32)
+            valid = [0] * words
+            for bit, name in enumerate(names):
+                if name.startswith(OFFLOADS):
+                    valid[bit // 32] |= 1 << bit % 32
+            available_words = _changeable_features(sock, interface, words)
+            blocks = [word for bits, mask in zip(valid, available_words, strict=True) for word in (bits & mask, 0)]
+            request = struct.pack(f"=II{2 * words}I", _ETHTOOL_SFEATURES, words, *blocks)
+            _ethtool(sock, interface, bytearray(request))
+        except OSError as error:
+            raise NamespaceError(f"cannot turn the offloads of {interface} off: {error.strerror}") from error
+
+
+def _feature_names(sock: socket.socket, interface: str) -> list[str]:
+    request = bytearray(struct.pack("=IIQI", _ETHTOOL_GSSET_INFO, 0, 1 << _ETH_SS_FEATURES, 0))
+    _ethtool(sock, interface, request)
+    count = struct.unpack_from("=I", request, 16)[0]
+    request = bytearray(struct.pack("=III", _ETHTOOL_GSTRINGS, _ETH_SS_FEATURES, count))
+    request += bytes(_ETH_GSTRING_LEN * count)
+    _ethtool(sock, interface, request)
+    starts = range(12, 12 + _ETH_GSTRING_LEN * count, _ETH_GSTRING_LEN)
+    return [request[start : start + _ETH_GSTRING_LEN].split(b"\0")[0].decode() for start in starts]
+
+
+def _changeable_features(sock: socket.socket, interface: str, words: int) -> list[int]:
+    """Return the features that may be changed: available without never_changed of ethtool_get_features_block."""
+    request = bytearray(struct.pack("=II", _ETHTOOL_GFEATURES, words)) + bytes(16 * words)
+    _ethtool(sock, interface, request)
+    blocks = struct.unpack_from(f"={4 * words}I", request, 8)
+    return [blocks[4 * word] & ~blocks[4 * word + 3] for word in range(words)]
+
+
+def _ethtool(sock: socket.socket, interface: str, request: bytearray) -> None:
+    """Pass a request to the interface's driver; the answer overwrites it."""
+    buffer = array.array("B", request)
+    address, _ = buffer.buffer_info()
+    fcntl.ioctl(sock.fileno(), _SIOCETHTOOL, struct.pack("16sP16x", interface.encode(), address))
+    request[:] = buffer.tobytes()
+
+
+def _ip(namespace: Namespace, *commands: str) -> None:
+    """Run commands of iproute2 in a namespace."""
+    if not commands:
+        return
+    done = namespace.run(["ip", "-batch", "-"], input="\n".join(commands), capture_output=True, text=True)
+    if done.returncode:
+        raise NamespaceError(f"{namespace.name}: ip {'; '.join(commands)}: {done.stderr.strip()}")
+
+
+def _prepare() -> None:
+    # Before any interface comes up, so that no address is ever announced.
+    for path in Path("/proc/sys/net/ipv6/conf").glob("*/disable_ipv6"):
+        path.write_text("1", encoding="ascii")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        up = struct.pack("16sH22x", b"lo", 1)  # IFF_UP
+        fcntl.ioctl(sock.fileno(), 0x8914, up)  # SIOCSIFFLAGS
+
+
+def _new_namespace_fd() -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNET):
+        number = ctypes.get_errno()
+        raise NamespaceError(f"cannot make a network namespace: {os.strerror(number)}; it takes root")
+    return os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _set_namespace(fd: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(fd, _CLONE_NEWNET):
+        number = ctypes.get_errno()
+        raise NamespaceError(f"cannot enter a network namespace: {os.strerror(number)}")
+
+
+def _in_thread(function: Callable[[], _T]) -> _T:
+    """Call a function in a thread of its own, whose namespace goes with it."""
+    results: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="dlcp-namespace")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

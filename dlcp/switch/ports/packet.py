@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A port that is a network interface: a raw packet socket, frames carried as they are.
+
+Opening one takes CAP_NET_RAW in the network namespace of the interface. The hosts' offloads have to be off, for a frame
+whose checksum or segmentation was left to hardware that does not exist is no frame (``dlcp.switch.namespace`` turns
+them off).
+"""
+
+import errno
+import socket
+import struct
+from typing import Final
+
+from dlcp.switch.ports import ETHERNET_BYTES, Burst, PortCounters, enlarge_buffers
+
+_ETH_P_ALL: Final = 3
+_SOL_PACKET: Final = 263
+_PACKET_STATISTICS: Final = 6
+_PACKET_QDISC_BYPASS: Final = 20
+_PACKET_IGNORE_OUTGOING: Final = 23
+_SO_ATTACH_FILTER: Final = 26
+_SIOCGIFMTU: Final = 0x8921
+
+# The kernel takes a VLAN tag off before a packet socket sees the frame, so that a tagged frame would look like an
+# untagged one. This filter cuts such frames to one byte, which no other frame has: it asks for "VLAN tag present"
+# (SKF_AD_OFF + 48) and accepts 1 or 262144 bytes. Format: struct sock_filter {u16 code; u8 jt, jf; u32 k}.
+_TAGGED_BYTES: Final = 1
+_UNTAGGED_ONLY: Final = b"".join(
+    struct.pack("=HBBI", *instruction)
+    for instruction in (
+        (0x20, 0, 0, 0xFFFFF000 + 48),
+        (0x15, 0, 1, 0),
+        (0x06, 0, 0, 262144),
+        (0x06, 0, 0, _TAGGED_BYTES),
+    )
+)
+_GONE: Final = (errno.ENETDOWN, errno.ENXIO, errno.ENODEV)
+
+
+class PacketPort:
+    """One port on one network interface of the caller's network namespace.
+
+    Parameters
+    ----------
+    port
+        Port number, 1..510.
+    interface
+        Name of the interface.
+
+    Raises
+    ------
+    OSError
+        No such interface, or no right to open a packet socket.
+    """
+
+    def __init__(self, port: int, interface: str) -> None:
+        self.port = port
+        self.interface = interface
+        self.counters = {port: PortCounters()}
+        self._buffer = bytearray(1 << 16)
+        self._view = memoryview(self._buffer)
+        try:
+            self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        except PermissionError:
+            raise PermissionError(
+                errno.EPERM, f"no right to open a packet socket on {interface}: CAP_NET_RAW is missing; run as root"
+            ) from None
+        try:
+            self._set_up()
+        except OSError as error:
+            self._socket.close()
+            raise OSError(error.errno, f"port {port}: cannot use interface {interface}: {error.strerror}") from None
+
+    def describe(self, port: int) -> str:
+        """Return the name of the interface."""
+        return f"interface {self.interface}"
+
+    def filenos(self) -> list[int]:
+        """Return the file descriptor of the socket."""
+        return [self._socket.fileno()]
+
+    def receive(self, fileno: int, limit: int) -> Burst:
+        """Fetch frames that came in on the interface."""
+        burst = Burst()
+        packets = burst.packets
+        counters = self.counters[self.port]
+        receive_into, buffer, view, frame_max = self._socket.recv_into, self._buffer, self._view, self._frame_max
+        for _ in range(limit):
+            try:
+                size = receive_into(buffer)
+            except BlockingIOError:
+                break
+            except OSError:
+                counters.receive_errors += 1
+                break
+            if size > frame_max:
+                counters.oversize += 1
+            elif size >= ETHERNET_BYTES:
+                packets.append(bytearray(view[:size]))
+                counters.received_bytes += size
+            elif size == _TAGGED_BYTES:
+                counters.refused += 1
+            else:
+                counters.malformed += 1
+        counters.received += len(packets)
+        burst.ports = [self.port] * len(packets)
+        return burst
+
+    def send(self, port: int, packets: list[bytearray]) -> None:
+        """Send frames out of the interface."""
+        counters = self.counters[self.port]
+        send = self._socket.send
+        for packet in packets:
+            try:
+                send(packet)
+            except OSError as error:
+                if error.errno == errno.EMSGSIZE:
+                    counters.oversize += 1
+                elif error.errno in _GONE:
+                    counters.unreachable += 1
+                else:
+                    counters.send_errors += 1
+                continue
+            counters.sent += 1
+            counters.sent_bytes += len(packet)
+
+    def refresh(self) -> None:
+        """Add what the kernel dropped since the last call, because the switch was late, to ``overrun``."""
+        try:
+            statistics = self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8)
+        except OSError:
+            return
+        self.counters[self.port].overrun += struct.unpack("=II", statistics)[1]
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _set_up(self) -> None:
+        sock = self._socket
+        sock.setblocking(False)
+        enlarge_buffers(sock)
+        sock.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+        # The queues are ours; the interface's own would hide what waits.
+        sock.setsockopt(_SOL_PACKET, _PACKET_QDISC_BYPASS, 1)
+        self._attach_filter()
+        sock.bind((self.interface, _ETH_P_ALL))
+        self._frame_max = self._mtu_bytes() + ETHERNET_BYTES
+
+    def _attach_filter(self) -> None:
+        import ctypes
+
+        program = ctypes.create_string_buffer(_UNTAGGED_ONLY, len(_UNTAGGED_ONLY))
+        filter_program = struct.pack("@HP", len(_UNTAGGED_ONLY) // 8, ctypes.addressof(program))
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_program)
+
+    def _mtu_bytes(self) -> int:
+        import fcntl
+
+        request = struct.pack("16si20x", self.interface.encode(), 0)
+        reply = fcntl.ioctl(self._socket.fileno(), _SIOCGIFMTU, request)
+        return int(struct.unpack_from("16si", reply)[1])

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Actions with arguments, and action profiles: members and groups that table entries refer to."""
+
+import heapq
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from dlcp.switch.bmv2_json import ActionDef, ProfileDef
+from dlcp.switch.codegen.layout import ProfileSlot
+from dlcp.switch.errors import EntryError, Named, UnknownName
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """An action by its p4info name or alias, with a value for each parameter."""
+
+    name: str
+    params: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member of the table's action profile."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group of the table's action profile; every packet chooses one of its members by a hash."""
+
+    id: int
+
+
+Target: TypeAlias = Action | Member | Group
+
+
+class Actions:
+    """The actions that one table may run, numbered as in the table."""
+
+    def __init__(self, actions: Sequence[ActionDef], where: str) -> None:
+        self.where = where
+        self.definitions = actions
+        numbers = {action.name: number for number, action in enumerate(actions)}
+        self._numbers: Named[int] = Named("action", numbers, where)
+
+    def row(self, action: Action) -> list[int]:
+        """Return the action's number and its arguments, in order.
+
+        Raises
+        ------
+        EntryError
+            If the table has no such action, or the arguments do not fit it.
+        """
+        number = self._numbers[action.name]
+        parameters = self.definitions[number].parameters
+        names = [parameter.name for parameter in parameters]
+        for name in action.params:
+            if name not in names:
+                raise UnknownName("parameter", name, names, f"{self.where}: action {action.name}")
+        row = [number]
+        for parameter in parameters:
+            if parameter.name not in action.params:
+                raise EntryError(f"{self.where}: action {action.name} needs a value for {parameter.name}")
+            try:
+                value = operator.index(action.params[parameter.name])
+            except TypeError:
+                raise EntryError(
+                    f"{self.where}: parameter {parameter.name} of {action.name} takes a number, "
+                    f"not {action.params[parameter.name]!r}"
+                ) from None
+            if not 0 <= value < 1 << parameter.width:
+                raise EntryError(
+                    f"{self.where}: parameter {parameter.name} of {action.name} has {parameter.width} bits; "
+                    f"{value:#x} does not fit"
+                )
+            row.append(value)
+        return row
+
+
+@dataclass(slots=True)
+class _Member:
+    handle: int
+    action: Action
+    place: int
+    users: int = 0
+
+
+@dataclass(slots=True)
+class _Group:
+    members: list[int]
+    place: int
+    users: int = 0
+
+
+class ActionProfile:
+    """An action profile, with or without a selector.
+
+    Members have handles as in BMv2, the lowest that is free, and stand in a group in the order of their handles: that
+    order, and not the one in which they were put into the group, decides which member a hash chooses.
+
+    Attributes
+    ----------
+    group_cells, choices, rows
+        What plain generated text reads; see `dlcp.switch.codegen.layout`.
+    changed
+        Set by every change.
+    """
+
+    def __init__(self, definition: ProfileDef, slot: ProfileSlot, actions: Actions) -> None:
+        self.definition, self.slot, self.actions = definition, slot, actions
+        self.name = definition.name
+        self.where = f"action profile {self.name}"
+        self.group_cells: list[int] = [0, 0]
+        self.choices: list[int] = []
+        self.rows: list[int] = []
+        self.changed = True
+        self._members: dict[int, _Member] = {}
+        self._groups: dict[int, _Group] = {}
+        self._free_handles: list[int] = []
+        self._next_handle = 0
+        self._free_places: list[int] = []
+
+    # --------------------------------------------------------------------------------------------------- members
+
+    def add_member(self, member_id: int, action: Action) -> None:
+        """Add a member; raises EntryError if it does not fit, is there already, or the profile is full."""
+        if member_id in self._members:
+            raise EntryError(f"{self.where} has a member {member_id} already; use modify_member")
+        if len(self._members) >= self.definition.size:
+            raise EntryError(f"{self.where} is full ({self.definition.size} members); delete some first")
+        row = self.actions.row(action)
+        if self._free_handles:
+            handle = heapq.heappop(self._free_handles)
+        else:
+            handle, self._next_handle = self._next_handle, self._next_handle + 1
+        place = self._new_place()
+        self._members[member_id] = _Member(handle, action, place)
+        self._fill(handle, row)
+        self._choose(place, [member_id])
+
+    def modify_member(self, member_id: int, action: Action) -> None:
+        """Give a member another action; raises EntryError if it does not fit or there is no such member."""
+        member = self._member(member_id)
+        self._fill(member.handle, self.actions.row(action))
+        member.action = action
+
+    def delete_member(self, member_id: int) -> None:
+        """Remove a member; raises EntryError if an entry or a group uses it."""
+        member = self._member(member_id)
+        groups = [str(number) for number, group in self._groups.items() if member_id in group.members]
+        if groups:
+            raise EntryError(f"{self.where}: member {member_id} is in group {', '.join(groups)}; take it out first")
+        if member.users:
+            raise EntryError(f"{self.where}: member {member_id} is used by {member.users} entries; change them first")
+        self._drop_place(member.place)
+        del self._members[member_id]
+        heapq.heappush(self._free_handles, member.handle)
+
+    def members(self) -> dict[int, Action]:
+        """Return every member's action."""
+        return {number: member.action for number, member in self._members.items()}
+
+    # ---------------------------------------------------------------------------------------------------- groups
+
+    def add_group(self, group_id: int, members: Sequence[int] = ()) -> None:
+        """Add a group; raises EntryError if it is there already or a member is not."""
+        if self.definition.algorithm is None:
+            raise EntryError(f"{self.where} has no selector, so no groups")
+        if group_id in self._groups:
+            raise EntryError(f"{self.where} has a group {group_id} already; use modify_group")
+        self._check(group_id, members)
+        group = _Group(list(members), self._new_place())
+        self._groups[group_id] = group
+        self._choose(group.place, group.members)
+
+    def modify_group(self, group_id: int, members: Sequence[int]) -> None:
+        """Give a group other members; a group that entries use cannot be emptied."""
+        group = self._group(group_id)
+        self._check(group_id, members)
+        if not members and group.users:
+            raise EntryError(f"{self.where}: group {group_id} is used by {group.users} entries; it needs a member")
+        group.members = list(members)
+        self._choose(group.place, group.members)
+
+    def delete_group(self, group_id: int) -> None:
+        """Remove a group; raises EntryError if an entry uses it."""
+        group = self._group(group_id)
+        if group.users:
+            raise EntryError(f"{self.where}: group {group_id} is used by {group.users} entries; change them first")
+        self._drop_place(group.place)
+        del self._groups[group_id]
+
+    def groups(self) -> dict[int, list[int]]:
+        """Return every group's members."""
+        return {number: list(group.members) for number, group in self._groups.items()}
+
+    def clear(self) -> None:
+        """Remove all groups and members; raises EntryError if an entry uses one."""
+        for number in list(self._groups):
+            self.delete_group(number)
+        for number in list(self._members):
+            self.delete_member(number)
+
+    # ----------------------------------------------------------------------------------------------- for entries
+
+    def place(self, target: Member | Group) -> int:
+        """Return the cell that stands for a member or a group; raises EntryError if an entry cannot refer to it."""
+        if isinstance(target, Member):
+            return self._member(target.id).place
+        group = self._group(target.id)
+        if not group.members:
+            raise EntryError(f"{self.where}: group {target.id} is empty; add a member before an entry uses it")
+        return group.place
+
+    def hold(self, target: Member | Group) -> None:
+        """Note that an entry uses ``target``."""
+        self._used(target).users += 1
+
+    def release(self, target: Member | Group) -> None:
+        """Note that an entry no longer uses ``target``."""
+        self._used(target).users -= 1
+
+    def _used(self, target: Member | Group) -> _Member | _Group:
+        return self._member(target.id) if isinstance(target, Member) else self._group(target.id)
+
+    # --------------------------------------------------------------------------------------------------- storage
+
+    def _member(self, number: int) -> _Member:
+        if number not in self._members:
+            raise EntryError(f"{self.where} has no member {number}; it has {_listed(self._members)}")
+        return self._members[number]
+
+    def _group(self, number: int) -> _Group:
+        if number not in self._groups:
+            raise EntryError(f"{self.where} has no group {number}; it has {_listed(self._groups)}")
+        return self._groups[number]
+
+    def _check(self, group_id: int, members: Sequence[int]) -> None:
+        if len(set(members)) != len(members):
+            raise EntryError(f"{self.where}: group {group_id} names a member twice: {list(members)}")
+        for number in members:
+            self._member(number)
+
+    def _new_place(self) -> int:
+        if self._free_places:
+            return self._free_places.pop()
+        self.group_cells += [0, 0]
+        return len(self.group_cells) - 2
+
+    def _drop_place(self, place: int) -> None:
+        self.group_cells[place] = 0
+        self._free_places.append(place)
+        self.changed = True
+
+    def _fill(self, handle: int, row: list[int]) -> None:
+        start, stride = handle * self.slot.stride, self.slot.stride
+        if len(self.rows) < start + stride:
+            self.rows.extend([0] * (start + stride - len(self.rows)))
+        self.rows[start : start + len(row)] = row
+        self.changed = True
+
+    def _choose(self, place: int, members: Sequence[int]) -> None:
+        """Let ``place`` stand for these members. What it stood for before stays unused until `_tidy`."""
+        handles = sorted(self._members[number].handle for number in members)
+        self.group_cells[place : place + 2] = [len(handles), len(self.choices)]
+        self.choices += [handle * self.slot.stride for handle in handles]
+        self.changed = True
+        live = len(self._members) + sum(len(group.members) for group in self._groups.values())
+        if len(self.choices) > 2 * live + 1024:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        self.choices.clear()
+        for member in self._members.values():
+            self.group_cells[member.place : member.place + 2] = [1, len(self.choices)]
+            self.choices.append(member.handle * self.slot.stride)
+        for group in self._groups.values():
+            handles = sorted(self._members[number].handle for number in group.members)
+            self.group_cells[group.place : group.place + 2] = [len(handles), len(self.choices)]
+            self.choices += [handle * self.slot.stride for handle in handles]
+
+
+def _listed(numbers: Mapping[int, object]) -> str:
+    return ", ".join(str(number) for number in sorted(numbers)[:10]) or "none"

@@ -1,0 +1,483 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables as the control plane sees them, and the rows and lookup structures that the running program reads.
+
+An entry has a handle, the lowest that is free, as in BMv2: among ternary entries of one priority the lowest handle
+wins. Its row stands at ``(handle + 1) * stride`` in the rows; see `dlcp.switch.codegen.layout`.
+"""
+
+import bisect
+import heapq
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.switch.bmv2_json import Key, TableDef
+from dlcp.switch.cells import MeterCells, MeterConfig
+from dlcp.switch.codegen.layout import TableSlot
+from dlcp.switch.errors import EntryError, Named, UnknownName
+from dlcp.switch.profiles import Action, ActionProfile, Actions, Group, Target
+
+Match: TypeAlias = Mapping[str, int | tuple[int, int]]
+"""A value for each field: a number (exact), (value, prefix length), (value, mask) or (low, high)."""
+
+CACHE_KEYS: Final = 65_536
+"""Keys that a plain lookup structure remembers before it starts anew. Chosen by us: some 10 MB at most."""
+
+
+class Entry(NamedTuple):
+    """An entry as it was inserted."""
+
+    match: dict[str, int | tuple[int, int]]
+    target: Target
+    priority: int
+
+
+class Pattern(NamedTuple):
+    """What the combined key of a packet is compared with.
+
+    ``key & mask == value``, and for each of ``ranges`` (shift, field mask, low, high) the field is within bounds.
+    """
+
+    value: int
+    mask: int
+    ranges: tuple[tuple[int, int, int, int], ...] = ()
+
+    def matches(self, key: int) -> bool:
+        """Whether a combined key fits."""
+        return key & self.mask == self.value and all(
+            low <= (key >> shift & full) <= high for shift, full, low, high in self.ranges
+        )
+
+
+@dataclass(slots=True)
+class _Stored:
+    handle: int
+    pattern: Pattern
+    rank: int
+    entry: Entry
+    key: tuple[Pattern, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = (self.pattern, self.rank)
+
+
+class ExactIndex(dict[int, int]):
+    """Combined key to place of the row; 0 for a key without an entry."""
+
+    def __missing__(self, key: int) -> int:
+        return 0
+
+
+class CachedIndex(dict[int, int]):
+    """As `ExactIndex`, but finds the entry by a search that it remembers."""
+
+    def __init__(self, search: Callable[[int], int]) -> None:
+        super().__init__()
+        self._search = search
+
+    def __missing__(self, key: int) -> int:
+        if len(self) >= CACHE_KEYS:
+            self.clear()
+        self[key] = place = self._search(key)
+        return place
+
+
+class Table:
+    """A table of a program.
+
+    Attributes
+    ----------
+    definition
+        The table as the program defines it: keys with name, match kind and width, size.
+    rows, index
+        What plain generated text reads.
+    changed
+        Set by every change; the compiled flavour clears it when it has made its arrays anew.
+    """
+
+    def __init__(
+        self, definition: TableDef, slot: TableSlot, profile: ActionProfile | None, meters: MeterCells | None
+    ) -> None:
+        self.definition, self.slot, self.profile, self.meters = definition, slot, profile, meters
+        self.name = definition.name
+        self.where = f"table {self.name}"
+        self.actions = Actions(definition.actions, self.where)
+        self.rows: list[int] = [0] * slot.stride
+        self.index: dict[int, int] = ExactIndex() if definition.match == "exact" else CachedIndex(self._search)
+        self.changed = True
+        self._fields: Named[Key] = Named("field", {key.name: key for key in definition.keys}, self.where)
+        self._shifts = {key.name: shift for key, shift in slot.shifts(definition)}
+        self._prioritised = definition.match in ("ternary", "range")
+        self._stored: dict[tuple[Pattern, int], _Stored] = {}
+        self._free: list[int] = []
+        self._next_handle = 0
+        self._prefixes: dict[int, dict[int, int]] = {}
+        self._ordered: list[tuple[int, int, Pattern]] = []
+        self._default: Target | None = None
+        self.reset_default()
+        for const in definition.entries:
+            match = {key.name: value for key, value in zip(definition.keys, const.keys, strict=True)}
+            self._add(
+                self._pattern(match), const.rank, Entry(match, self._const_action(const.action, const.arguments), 0)
+            )
+
+    def _const_action(self, number: int, arguments: tuple[int, ...]) -> Action:
+        definition = next(action for action in self.definition.actions if action.id == number)
+        names = (parameter.name for parameter in definition.parameters)
+        return Action(definition.name, dict(zip(names, arguments, strict=True)))
+
+    # -------------------------------------------------------------------------------------------------- changing
+
+    def insert(self, match: Match, target: Target, priority: int = 0) -> None:
+        """Add an entry.
+
+        Parameters
+        ----------
+        match
+            A value for each field; fields that are not exact match anything when left out.
+        target
+            `Action`, or `Member` or `Group` for a table with an action profile.
+        priority
+            Above 0 for tables with ternary or range fields, where the greatest wins; else 0.
+
+        Raises
+        ------
+        EntryError
+            If the entry does not fit the table, is there already, or the table is full.
+        """
+        self._mutable()
+        pattern, rank = self._pattern(match), self._rank(priority)
+        if (pattern, rank) in self._stored:
+            raise EntryError(f"{self.where} has an entry for {_show(match)} already; use modify")
+        if len(self._stored) >= self.definition.size:
+            raise EntryError(f"{self.where} is full ({self.definition.size} entries); delete some first")
+        self._add(pattern, rank, Entry(dict(match), self._checked(target), priority))
+
+    def modify(self, match: Match, target: Target, priority: int = 0) -> None:
+        """Give an entry another target; errors as `insert`, and if there is no such entry."""
+        self._mutable()
+        stored = self._find(match, priority)
+        target = self._checked(target)
+        self._hold(target)
+        self._release(stored.entry.target)
+        stored.entry = Entry(stored.entry.match, target, stored.entry.priority)
+        self._fill(self._place(stored.handle), target)
+        self.changed = True
+
+    def delete(self, match: Match, priority: int = 0) -> None:
+        """Remove an entry; raises EntryError if there is no such entry."""
+        self._mutable()
+        self._remove(self._find(match, priority))
+
+    def clear(self) -> None:
+        """Remove all entries but those that the program brings."""
+        if not self.definition.entries:
+            for stored in list(self._stored.values()):
+                self._remove(stored)
+
+    def get(self, match: Match, priority: int = 0) -> Entry | None:
+        """Return an entry, or None; raises EntryError for a match that cannot be in the table."""
+        stored = self._stored.get((self._pattern(match), self._rank(priority)))
+        return None if stored is None else stored.entry
+
+    def entries(self) -> list[Entry]:
+        """Return all entries, in the order of their handles."""
+        return [stored.entry for stored in sorted(self._stored.values(), key=lambda item: item.handle)]
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @property
+    def default(self) -> Target | None:
+        """What runs on a miss; None for a table with an action profile and no default member."""
+        return self._default
+
+    def set_default(self, target: Target) -> None:
+        """Change what runs on a miss; raises EntryError if the program made it constant."""
+        if self.definition.default_const:
+            raise EntryError(f"{self.where} has a constant default action")
+        if isinstance(target, Group):
+            raise EntryError(f"{self.where}: a group cannot be the default; use one of its members")
+        target = self._checked(target)
+        self._hold(target)
+        self._release(self._default)
+        self._default = target
+        self._fill(0, target)
+        self.changed = True
+
+    def reset_default(self) -> None:
+        """Go back to the default of the program."""
+        self._release(self._default)
+        self._default = None
+        self.changed = True
+        for cell in range(self.slot.stride):
+            self.rows[cell] = 0
+        if self.profile is not None:
+            return
+        if self.definition.default is not None:
+            self._default = self._const_action(*self.definition.default)
+            self._fill(0, self._default)
+        else:
+            self.rows[0] = -1
+
+    def set_meter(self, match: Match, config: MeterConfig | None, priority: int = 0) -> None:
+        """Configure the direct meter of an entry, or take its configuration away."""
+        self._direct()[self._find(match, priority).handle] = config
+
+    def get_meter(self, match: Match, priority: int = 0) -> MeterConfig | None:
+        """Return the configuration of an entry's direct meter."""
+        return self._direct()[self._find(match, priority).handle]
+
+    def _direct(self) -> MeterCells:
+        if self.meters is None:
+            raise EntryError(f"{self.where} has no direct meter")
+        return self.meters
+
+    # ------------------------------------------------------------------------------------------------- the match
+
+    def _mutable(self) -> None:
+        if self.definition.entries:
+            raise EntryError(f"{self.where} has constant entries; they cannot be changed")
+        if not self.definition.keys:
+            raise EntryError(f"{self.where} has no key, so no entries; use set_default")
+
+    def _rank(self, priority: int) -> int:
+        if self._prioritised and priority <= 0:
+            raise EntryError(f"{self.where} needs a priority above 0 for each entry (the greatest wins)")
+        if not self._prioritised and priority:
+            raise EntryError(f"{self.where} takes no priority; its entries cannot overlap but by prefix length")
+        return -priority
+
+    def _pattern(self, match: Match) -> Pattern:
+        value = mask = 0
+        ranges = []
+        for name in match:
+            if name not in self._fields:
+                raise UnknownName("field", name, self._fields, self.where)
+        given = {id(self._fields[name]): item for name, item in match.items()}
+        for key in self.definition.keys:
+            shift = self._shifts[key.name]
+            full = (1 << key.width) - 1
+            item = given.get(id(key))
+            if key.match == "range":
+                low, high = (0, full) if item is None else self._pair(key, item, "(low, high)")
+                self._fits(key, low)
+                self._fits(key, high)
+                if low > high:
+                    raise EntryError(f"{self.where}: field {key.name} has an empty range {low}..{high}")
+                if (low, high) != (0, full):
+                    ranges.append((shift, full, low, high))
+                continue
+            part, bits = self._part(key, item, full)
+            if key.mask is not None:
+                part, bits = part & key.mask, bits & (key.mask | ~full)
+            value |= part << shift
+            mask |= bits << shift
+        return Pattern(value, mask, tuple(ranges))
+
+    def _part(self, key: Key, item: Any, full: int) -> tuple[int, int]:
+        """Return value and mask of one field that is not a range."""
+        if key.match == "exact":
+            if item is None:
+                raise EntryError(f"{self.where}: no value for field {key.name}")
+            if isinstance(item, tuple):
+                raise EntryError(f"{self.where}: field {key.name} is exact; give a number, not {item}")
+            return self._fits(key, item), full
+        if item is None:
+            return 0, 0
+        if key.match == "lpm":
+            part, length = self._pair(key, item, "(value, prefix length)")
+            if not 0 <= length <= key.width:
+                raise EntryError(f"{self.where}: field {key.name} has {key.width} bits, not a prefix of {length}")
+            bits = full ^ (full >> length)
+        else:
+            part, bits = self._pair(key, item, "(value, mask)")
+            self._fits(key, bits)
+        if self._fits(key, part) & ~bits:
+            raise EntryError(
+                f"{self.where}: field {key.name} has bits in its value {part:#x} outside {bits:#x}; set them to 0"
+            )
+        return part, bits
+
+    def _pair(self, key: Key, item: Any, shape: str) -> tuple[int, int]:
+        if not isinstance(item, tuple) or len(item) != 2:
+            raise EntryError(f"{self.where}: field {key.name} is {key.match}; give {shape}, not {item!r}")
+        return operator.index(item[0]), operator.index(item[1])
+
+    def _fits(self, key: Key, value: Any) -> int:
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise EntryError(f"{self.where}: field {key.name} takes a number, not {value!r}") from None
+        if not 0 <= number < 1 << key.width:
+            raise EntryError(f"{self.where}: field {key.name} has {key.width} bits; {number:#x} does not fit")
+        return number
+
+    def _find(self, match: Match, priority: int) -> _Stored:
+        stored = self._stored.get((self._pattern(match), self._rank(priority)))
+        if stored is None:
+            raise EntryError(f"{self.where} has no entry for {_show(match)}")
+        return stored
+
+    # --------------------------------------------------------------------------------------------------- storage
+
+    def _checked(self, target: Target) -> Target:
+        if self.profile is None:
+            if not isinstance(target, Action):
+                raise EntryError(f"{self.where} has no action profile; give an Action, not {target}")
+            self.actions.row(target)
+            return target
+        if isinstance(target, Action):
+            raise EntryError(f"{self.where} has an action profile; give a Member or a Group, not {target}")
+        self.profile.place(target)
+        return target
+
+    def _hold(self, target: Target | None) -> None:
+        if self.profile is not None and target is not None and not isinstance(target, Action):
+            self.profile.hold(target)
+
+    def _release(self, target: Target | None) -> None:
+        if self.profile is not None and target is not None and not isinstance(target, Action):
+            self.profile.release(target)
+
+    def _place(self, handle: int) -> int:
+        return (handle + 1) * self.slot.stride
+
+    def _fill(self, place: int, target: Target) -> None:
+        """Write the row at ``place``."""
+        row = self.actions.row(target) if isinstance(target, Action) else []
+        if self.profile is not None and not isinstance(target, Action):
+            row = [self.profile.place(target)]
+        end = place + self.slot.stride
+        if len(self.rows) < end:
+            self.rows.extend([0] * (end - len(self.rows)))
+        self.rows[place : place + len(row)] = row
+
+    def _add(self, pattern: Pattern, rank: int, entry: Entry) -> None:
+        if self._free:
+            handle = heapq.heappop(self._free)
+        else:
+            handle, self._next_handle = self._next_handle, self._next_handle + 1
+        stored = _Stored(handle, pattern, rank, entry)
+        self._hold(entry.target)
+        place = self._place(handle)
+        self._fill(place, entry.target)
+        self._stored[stored.key] = stored
+        if self.definition.match == "exact":
+            self.index[pattern.value] = place
+        elif self.definition.match == "lpm":
+            shift = _trailing(pattern.mask, self._width())
+            self._prefixes.setdefault(shift, {})[pattern.value >> shift] = place
+            self._prefixes = dict(sorted(self._prefixes.items()))
+            self.index.clear()
+        else:
+            bisect.insort(self._ordered, (rank, handle, pattern))
+            self.index.clear()
+        self.changed = True
+
+    def _remove(self, stored: _Stored) -> None:
+        del self._stored[stored.key]
+        pattern = stored.pattern
+        if self.definition.match == "exact":
+            del self.index[pattern.value]
+        elif self.definition.match == "lpm":
+            shift = _trailing(pattern.mask, self._width())
+            del self._prefixes[shift][pattern.value >> shift]
+            if not self._prefixes[shift]:
+                del self._prefixes[shift]
+            self.index.clear()
+        else:
+            self._ordered.remove((stored.rank, stored.handle, pattern))
+            self.index.clear()
+        if self.meters is not None:
+            self.meters[stored.handle] = None
+        self._release(stored.entry.target)
+        heapq.heappush(self._free, stored.handle)
+        self.changed = True
+
+    def _width(self) -> int:
+        return sum(key.width for key in self.definition.keys)
+
+    def _search(self, key: int) -> int:
+        """Find the entry for a combined key; 0 if there is none."""
+        for shift, prefixes in self._prefixes.items():
+            place = prefixes.get(key >> shift)
+            if place is not None:
+                return place
+        for _, handle, pattern in self._ordered:
+            if pattern.matches(key):
+                return self._place(handle)
+        return 0
+
+    def encode(self) -> NDArray[np.int64]:
+        """Return the lookup structure as the array that `dlcp.switch.kernels` looks up in."""
+        match self.definition.match:
+            case "exact":
+                return np.array(_hashed(self.index.items(), []), np.int64)
+            case "lpm":
+                return _encode_prefixes(self._prefixes)
+            case "ternary":
+                cells = [len(self._ordered)]
+                for _, handle, pattern in self._ordered:
+                    cells += [pattern.mask, pattern.value, self._place(handle)]
+                return np.array(cells, np.int64)
+        return self._encode_ranges()
+
+    def _encode_ranges(self) -> NDArray[np.int64]:
+        fields = [
+            (self._shifts[key.name], (1 << key.width) - 1) for key in self.definition.keys if key.match == "range"
+        ]
+        cells = [len(self._ordered), len(fields)]
+        for shift, full in fields:
+            cells += [shift, full]
+        for _, handle, pattern in self._ordered:
+            bounds = {shift: (low, high) for shift, _, low, high in pattern.ranges}
+            cells += [pattern.mask, pattern.value]
+            for shift, full in fields:
+                cells += bounds.get(shift, (0, full))
+            cells.append(self._place(handle))
+        return np.array(cells, np.int64)
+
+
+def _show(match: Match) -> str:
+    return ", ".join(f"{name}={value}" for name, value in match.items())
+
+
+def _trailing(mask: int, width: int) -> int:
+    """Return how many low bits a prefix mask leaves open."""
+    return width - mask.bit_count()
+
+
+_WORD: Final = (1 << 64) - 1
+HASH_MULTIPLIER: Final = 0x9E3779B97F4A7C1
+"""The multiplier that `dlcp.switch.kernels.probe` hashes with."""
+
+
+def _hashed(items: Iterable[tuple[int, int]], cells: list[int]) -> list[int]:
+    """Append the mask of an open-addressing hash and its (key, entry) pairs to ``cells``."""
+    pairs = list(items)
+    size = 4
+    while size < 2 * len(pairs):
+        size *= 2
+    table = [-1, 0] * size
+    for key, place in pairs:
+        i = (((key * HASH_MULTIPLIER) & _WORD) >> 20) & (size - 1)
+        while table[2 * i] >= 0:
+            i = (i + 1) & (size - 1)
+        table[2 * i : 2 * i + 2] = [key, place]
+    return [*cells, size - 1, *table]
+
+
+def _encode_prefixes(prefixes: Mapping[int, Mapping[int, int]]) -> NDArray[np.int64]:
+    head, tables = [len(prefixes)], []
+    start = 1 + 3 * len(prefixes)
+    for shift, items in prefixes.items():
+        mask, *table = _hashed(items.items(), [])
+        head += [shift, start, mask]
+        tables += table
+        start += len(table)
+    return np.array(head + tables, np.int64)

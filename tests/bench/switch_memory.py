@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packets a second through the built-in switch's program in memory: ingress and egress of a DLCP packet, one thread.
+
+A leaf switch: 16 hosts below, 4 equal-cost ports to the spine, 128 hosts behind them, 8 jobs of which half have a
+metered share, thresholds for every queue and drop class. Half of the packets stay in the rack, half are sprayed over
+the spine; the queues are deep enough at times that some packets are marked or dropped.
+
+Run ``python tests/bench/switch_memory.py``; it prints one JSON document.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.switch import DROP_PORT, Action, Group, MeterConfig, Program
+from dlcp.wire import UDP_PORT_BASE
+
+PROGRAM = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
+HOSTS, RACKS, UPLINKS, JOBS = 16, 9, 4, 8
+FRAME_BYTES = 1442
+STRIDE = 1536
+START_US = 10_000_000
+
+
+def populate(program: Program) -> None:
+    """Write the entries of a leaf switch."""
+    tables, profile = program.tables, program.profiles["route_selector"]
+    for port in range(1, HOSTS + 1):
+        tables["port_trust"].insert({"ig_port": port}, Action("trust"))
+        profile.add_member(port, Action("to_next_hop", {"port": port, "mac": 0x020000000000 + port}))
+        profile.add_group(port, [port])
+        tables["ipv4_route"].insert({"ipv4_dst": (0x0A000000 + port, 32)}, Group(port))
+    uplinks = [1000 + i for i in range(UPLINKS)]
+    for i, member in enumerate(uplinks):
+        profile.add_member(member, Action("to_next_hop", {"port": HOSTS + 1 + i, "mac": 0x02FF00000000 + i}))
+    profile.add_group(1000, uplinks)
+    for rack in range(1, RACKS):
+        tables["ipv4_route"].insert({"ipv4_dst": (0x0A000000 + (rack << 8), 24)}, Group(1000))
+    share = MeterConfig(cir=1_250_000_000, cburst=1_500_000, pir=1_250_000_000, pburst=1_500_000)
+    for job in range(1, JOBS + 1, 2):
+        for port in range(1, HOSTS + UPLINKS + 1):
+            match = {"job": job, "control": 0, "eg_port": port}
+            tables["job_share"].insert(match, Action("metered"))
+            tables["job_share"].set_meter(match, share)
+    for queue in range(8):
+        tables["ecn_threshold"].insert({"queue": queue}, Action("mark_above", {"depth": 48}))
+        for drop_class in range(1, 8):
+            limit = Action("drop_above", {"depth": 64 - 4 * drop_class})
+            tables["drop_threshold"].insert({"queue": queue, "drop_class": drop_class}, limit)
+    tables["classify"].insert({"job": (1, 0xFFFF), "type": (1, 0xF), "queue": (6, 7)}, Action("as_tagged"), priority=2)
+
+
+def data_packets(count: int, seed: int = 1) -> list[bytes]:
+    """Make DLCP data packets from the hosts of the rack."""
+    random = np.random.default_rng(seed)
+    packets = []
+    for index in range(count):
+        source, rack = (
+            int(random.integers(1, HOSTS + 1)),
+            int(random.integers(0, RACKS)) if random.random() < 0.5 else 0,
+        )
+        destination = 0x0A000000 + (rack << 8) + int(random.integers(1, HOSTS + 1))
+        queue, drop_class = int(random.integers(2, 7)), int(random.integers(0, 8))
+        dlcp = struct.pack(
+            ">BBBBHHIHHIIQ",
+            *(0x11, 0, queue << 5 | drop_class << 2, int(random.integers(256)), int(random.integers(1, JOBS + 1))),
+            *(40, index >> 12, int(random.integers(64)), source, index, count, 0x1234),
+        )
+        udp_bytes = FRAME_BYTES - 34
+        udp = struct.pack(">HHHH", 40000 + source, UDP_PORT_BASE, udp_bytes, 0)
+        head = struct.pack(
+            ">BBHHHBBHII",
+            0x45,
+            0x02,
+            FRAME_BYTES - 14,
+            index & 0xFFFF,
+            0x4000,
+            64,
+            17,
+            0,
+            0x0A000000 + source,
+            destination,
+        )
+        total = sum(struct.unpack(">10H", head))
+        total = (total & 0xFFFF) + (total >> 16)
+        total = 0xFFFF ^ ((total & 0xFFFF) + (total >> 16))
+        head = head[:10] + total.to_bytes(2, "big") + head[12:]
+        frame = (
+            bytes.fromhex("0200000000fe")
+            + (0x020000000000 + source).to_bytes(6, "big")
+            + b"\x08\x00"
+            + head
+            + udp
+            + dlcp
+        )
+        packets.append(frame + bytes(FRAME_BYTES - len(frame)))
+    return packets
+
+
+def run_plain(program: Program, packets: list[bytes]) -> float:
+    """Return packets a second, one after the other."""
+    program.reset_state()
+    buffers = [bytearray(packet) for packet in packets]
+    depths = np.random.default_rng(2).integers(0, 56, len(packets)).tolist()
+    ingress, egress = program.ingress, program.egress
+    now = START_US
+    started = time.perf_counter()
+    for packet, depth in zip(buffers, depths, strict=True):
+        now += 7
+        port, _, carry = ingress(packet, packet[11], now)
+        if port != DROP_PORT:
+            egress(packet, carry, port, now, 3, depth, depth, now)
+    return len(packets) / (time.perf_counter() - started)
+
+
+def run_batch(program: Program, packets: list[bytes], batch: int = 256) -> float:
+    """Return packets a second in batches."""
+    program.reset_state()
+    count = len(packets) // batch * batch
+    buffer: NDArray[np.uint8] = np.zeros((count, STRIDE), np.uint8)
+    for row, packet in zip(buffer, packets, strict=False):
+        row[: len(packet)] = np.frombuffer(packet, np.uint8)
+    lengths, ports = np.full(batch, FRAME_BYTES), buffer[:, 11].astype(np.int64)
+    depths, now = np.random.default_rng(2).integers(0, 56, count), START_US + np.arange(count) * 7
+    sent = 0
+    started = time.perf_counter()
+    for start in range(0, count, batch):
+        rows = slice(start, start + batch)
+        out, _, carry = program.ingress_batch(buffer[rows], lengths, ports[rows], now[rows])
+        kept = out != DROP_PORT
+        sent += int(kept.sum())
+        # Rows that were dropped go through egress here too: choosing rows costs more than running them.
+        program.egress_batch(
+            buffer[rows], lengths, carry, np.where(kept, out, 0), now[rows], 3, depths[rows], depths[rows], now[rows]
+        )
+    return count / (time.perf_counter() - started)
+
+
+def measure(name: str, run: Callable[[], float], runs: int) -> dict[str, Any]:
+    """Return one result: the median of several runs and their spread."""
+    run()
+    values = sorted(run() for _ in range(runs))
+    value = statistics.median(values)
+    return {
+        "name": name,
+        "value": round(value),
+        "unit": "packets/s",
+        "peer": None,
+        "ratio": None,
+        "runs": runs,
+        "spread": round((values[-1] - values[0]) / value, 3),
+    }
+
+
+def main() -> None:
+    """Print the document."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packets", type=int, default=20_000)
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--backend", choices=("python", "numba", "both"), default="both")
+    options = parser.parse_args()
+    packets = data_packets(options.packets)
+    results = []
+    if options.backend in ("python", "both"):
+        plain = Program.load(PROGRAM)
+        populate(plain)
+        results.append(measure("switch.memory.python", lambda: run_plain(plain, packets), options.runs))
+    if options.backend in ("numba", "both"):
+        compiled = Program.load(PROGRAM, backend="numba")
+        populate(compiled)
+        results.append(measure("switch.memory.numba", lambda: run_batch(compiled, packets), options.runs))
+    machine = {
+        "system": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+    print(json.dumps({"machine": machine, "results": results}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends the steps of a recording to simple_switch, one at a time, and writes down what it answers.
+
+Nothing is taken from the built-in switch. That a packet was dropped is known because markers that were sent after it came
+out and it did not; what was forwarded is counted by the program itself, and has to be as many as came out.
+"""
+
+import dataclasses
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from recording import AgeSlot, Answer, Burst, Change, Markers, Packet, Recording, SetEntries, SetGroup, Sleep, Step, WriteRegister
+from simple_switch import DEADLINE_S, SimpleSwitch, SwitchError, version
+
+ANSWER_S = 0.005
+"""How long a packet may take before a marker is sent after it. Chosen by us: ten times what it takes when idle."""
+BURST_RATE_PPS = 5
+"""Rate of each queue during a burst: the next packet leaves 200 ms after the first, when all others have come long since."""
+BURST_ENQUEUED_US = 100_000
+"""A burst that took longer to be sent is not recorded."""
+SLOT_IDLE_US = 1_000_000
+"""As in p4/shared/constants.p4; only to keep clear of it."""
+MARGIN_US = 100_000
+"""How close to `SLOT_IDLE_US` the age of a slot may be."""
+_EVENTS = 8
+_FORWARDED = 0
+_UDP_PORTS = range(53696, 53704)
+_WORD = 1 << 32
+
+
+def owner_of(data: bytes) -> int | None:
+    """Return the owner that a packet's message would be of a slot, if there may be a DLCP header in it."""
+    if len(data) < 74 or data[12:14] != b"\x08\x00" or data[23] != 17:
+        return None
+    if int.from_bytes(data[36:38], "big") not in _UDP_PORTS:
+        return None
+    header = data[42:74]
+    return zlib.crc32(header[4:6] + header[8:16])
+
+
+def slot_of(data: bytes) -> int | None:
+    """Return the budget slot of a packet's message, if there may be a DLCP header in it."""
+    owner = owner_of(data)
+    return None if owner is None else owner & 0xFFFF
+
+
+def _plausible(sent: bytes, came: bytes) -> bool:
+    """Say whether a packet can have become another: a switch changes no length, IPv4 addresses or payloads."""
+    return len(sent) == len(came) and sent[26:34] == came[26:34] and sent[46:] == came[46:]
+
+
+def record(program: Path, digest: str, steps: Iterable[Step]) -> Recording:
+    """Start simple_switch, and return the steps with its answers and its state in the end.
+
+    A simple_switch of its own for each recording, because bm_reset_state leaves meters and groups in disorder (1.15.5).
+
+    Raises
+    ------
+    SwitchError
+        If it is not certain what the answer to a packet was; try again on a machine with more time.
+    """
+    with SimpleSwitch(program) as switch:
+        return _Recorder(switch).record(digest, steps)
+
+
+class _Recorder:
+    """Records on one simple_switch that was not used before."""
+
+    def __init__(self, switch: SimpleSwitch) -> None:
+        self._switch = switch
+        self._markers = 0
+        self._came_out = 0
+
+    def record(self, digest: str, steps: Iterable[Step]) -> Recording:
+        # Slots that nobody used yet count as last used when the switch started.
+        while self._switch.now_us() < SLOT_IDLE_US + 2 * MARGIN_US:
+            time.sleep(0.1)
+        done: list[Step] = []
+        for step in steps:
+            done += self._do(step)
+        stray = self._switch.receive(0.1)
+        if stray is not None:
+            raise SwitchError(f"a packet came out of port {stray[0]} that nobody sent: {stray[1].hex()}")
+        state = self._switch.state()
+        events = state.counters["egress_events"].items()
+        forwarded = sum(packets for index, (packets, _) in events if index % _EVENTS == _FORWARDED)
+        if forwarded != self._came_out:
+            raise SwitchError(f"the program counted {forwarded} packets, but {self._came_out} came out")
+        return Recording(digest, version(), done, state)
+
+    def _do(self, step: Step) -> list[Step]:
+        switch = self._switch
+        match step:
+            case Markers():
+                return []  # of an earlier recording; new ones are sent where they are needed
+            case Packet():
+                return self._alone(step)
+            case Burst():
+                return [self._burst(step)]
+            case SetEntries(entries):
+                switch.set_entries(entries)
+            case Change(operation, entry):
+                switch.change(operation, entry)
+            case SetGroup(profile, group, members):
+                switch.set_group(profile, group, members)
+            case WriteRegister(register, index, value):
+                switch.write_register(register, index, value)
+            case AgeSlot(register, index, age_us):
+                value = (switch.now_us() - age_us) % _WORD
+                switch.write_register(register, index, value)
+                return [dataclasses.replace(step, value=value)]
+            case Sleep(seconds):
+                time.sleep(seconds)
+        return [step]
+
+    def _alone(self, packet: Packet) -> list[Step]:
+        used_before = self._slot_used(packet)
+        sent_us = self._switch.now_us()
+        self._switch.send(packet.port, packet.data)
+        answer: Answer = self._switch.receive(ANSWER_S)
+        steps: list[Step] = []
+        if answer is None:
+            self._markers += 1
+            markers = Markers(self._markers, self._switch.now_us())
+            steps.append(markers)
+            answer = self._before(markers.packets())
+        if answer is not None:
+            self._came_out += 1
+            if not _plausible(packet.data, answer[1]):
+                raise SwitchError(f"{answer[1].hex()} came out, and cannot be the answer to {packet.data.hex()}")
+        time_us = self._time_of(packet, sent_us, used_before)
+        return [dataclasses.replace(packet, time_us=time_us, answer=answer), *steps]
+
+    def _before(self, markers: list[Packet]) -> Answer:
+        """Send markers and wait for them; return what came out besides."""
+        for marker in markers:
+            self._switch.send(marker.port, marker.data)
+        awaited = [marker.answer for marker in markers]
+        answer: Answer = None
+        while awaited:
+            came = self._switch.receive(DEADLINE_S)
+            if came is None:
+                raise SwitchError("simple_switch does not answer any more")
+            if came in awaited:
+                awaited.remove(came)
+                self._came_out += 1
+            elif answer is not None:
+                raise SwitchError(f"two packets came out for one: {answer} and {came}")
+            else:
+                answer = came
+        return answer
+
+    def _burst(self, burst: Burst) -> Burst:
+        """Let a lead through each queue, then send all others before the next may leave."""
+        switch = self._switch
+        used_before = [self._slot_used(packet) for packet in burst.packets]
+        for port, depth in burst.depths.items():
+            switch.set_queues(port, BURST_RATE_PPS, depth)
+        time.sleep(1 / BURST_RATE_PPS)  # what a queue let out a moment ago would hold the lead up
+        start_us = switch.now_us()
+        leads = []
+        for lead in burst.leads:
+            switch.send(lead.port, lead.data)
+            answer = switch.receive(1 / BURST_RATE_PPS)
+            if answer is None or answer[1][-4:] != lead.data[-4:]:
+                raise SwitchError("the lead of a burst did not come out at once")
+            leads.append(dataclasses.replace(lead, time_us=start_us, answer=answer))
+        for packet in burst.packets:
+            switch.send(packet.port, packet.data)
+        took_us = switch.now_us() - start_us
+        if took_us > BURST_ENQUEUED_US:
+            raise SwitchError(f"sending a burst took {took_us} us; the machine is too busy")
+        came: list[tuple[int, bytes]] = []
+        while answer := switch.receive(3 / BURST_RATE_PPS):
+            came.append(answer)
+        for port in burst.depths:
+            switch.set_queues(port)
+        self._came_out += len(leads) + len(came)
+        packets = []
+        for packet, used in zip(burst.packets, used_before, strict=True):
+            own = [answer for answer in came if answer[1][-4:] == packet.data[-4:]]
+            if len(own) > 1:
+                raise SwitchError("packets of a burst need different last bytes")
+            time_us = self._time_of(packet, start_us, used)
+            packets.append(dataclasses.replace(packet, time_us=time_us, answer=own[0] if own else None))
+        if sum(packet.answer is not None for packet in packets) != len(came):
+            raise SwitchError("more came out of a burst than went in")
+        return Burst(leads, packets, burst.depths)
+
+    def _slot_used(self, packet: Packet) -> int | None:
+        slot = slot_of(packet.data)
+        return None if slot is None else self._switch.read_register("slot_used_us", slot)
+
+    def _time_of(self, packet: Packet, sent_us: int, used_before: int | None) -> int:
+        """Return the packet's time stamp: what the program stored, or else when it was sent, if that is good enough."""
+        if used_before is None:
+            return sent_us
+        used_us = self._slot_used(packet)
+        assert used_us is not None
+        if used_us != used_before:
+            return sent_us + (used_us - sent_us) % _WORD
+        age_us = (sent_us - used_us) % _WORD
+        slot, owner = slot_of(packet.data), owner_of(packet.data)
+        if self._switch.read_register("slot_owner", slot) != owner and abs(age_us - SLOT_IDLE_US) < MARGIN_US:
+            raise SwitchError(f"a slot was {age_us} us old: too close to {SLOT_IDLE_US} to say what the switch saw")
+        return sent_us

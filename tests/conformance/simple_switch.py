@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BMv2's simple_switch as a thing that answers packets: its own process in its own network namespace.
+
+Packets go through the nanomsg socket that ``--packet-in`` opens instead of network interfaces, so they may have any length and
+come from any port, and no kernel queue can lose them. Entries, registers and counters go through Thrift.
+"""
+
+import ctypes
+import ctypes.util
+import importlib
+import json
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dlcp.switch.entries import match_value, number
+from dlcp.switch.namespace import Namespace
+from recording import State
+
+DEADLINE_S = 15.0
+DEPTH_PACKETS = 64
+"""Depth of a queue unless told otherwise."""
+_PRIORITY_MAX = 1 << 24
+_PIPELINED = 256
+"""Requests that are sent before their answers are read."""
+_AF_SP, _NN_PAIR, _NN_SOL_SOCKET, _NN_SNDTIMEO, _NN_RCVTIMEO = 1, 16, 0, 4, 5
+_NN_SNDBUF, _NN_RCVBUF = 2, 3
+_PACKET_IN, _PACKET_OUT = 3, 4
+_MESSAGE = struct.Struct("=iii")
+_LONGEST = 1 << 16
+
+
+class SwitchError(RuntimeError):
+    """simple_switch cannot be used, or did not do as expected."""
+
+
+def available() -> tuple[bool, str]:
+    """Say whether simple_switch can be run here, and if not, what is missing."""
+    if shutil.which("simple_switch") is None:
+        return False, "simple_switch is not on PATH"
+    if ctypes.util.find_library("nanomsg") is None:
+        return False, "libnanomsg is missing"
+    try:
+        _thrift_modules()
+    except ImportError as error:
+        return False, f"BMv2's Thrift modules are missing: {error}"
+    return True, ""
+
+
+def version() -> str:
+    """Return what simple_switch says of itself."""
+    said = subprocess.run(["simple_switch", "--version"], capture_output=True, text=True, check=False).stdout.split()
+    return f"simple_switch {said[0] if said else 'of unknown version'}"
+
+
+class Layout:
+    """Widths and names of a compiled program, read from its JSON."""
+
+    def __init__(self, path: Path) -> None:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        types = {kind["name"]: dict(field[:2] for field in kind["fields"]) for kind in document["header_types"]}
+        fields = {header["name"]: types[header["header_type"]] for header in document["headers"]}
+        self.tables: dict[str, dict[str, Any]] = {}
+        for pipeline in document["pipelines"]:
+            for table in pipeline["tables"]:
+                for key in table["key"]:
+                    header, field = key["target"]
+                    key["width"] = fields[header][field]
+                self.tables[table["name"]] = table
+        self.profiles = [
+            profile["name"] for pipeline in document["pipelines"] for profile in pipeline["action_profiles"]
+        ]
+        self.actions = {
+            action["name"]: [(item["name"], item["bitwidth"]) for item in action["runtime_data"]]
+            for action in document["actions"]
+        }
+        self.registers = {item["name"]: item["size"] for item in document["register_arrays"]}
+        self.counters = {item["name"]: item["size"] for item in document["counter_arrays"] if not item["is_direct"]}
+
+    @staticmethod
+    def full(name: str, known: Iterable[str]) -> str:
+        """Return the one full name that ends with ``name``."""
+        found = [full for full in known if full == name or full.endswith("." + name)]
+        if len(found) != 1:
+            raise SwitchError(f"{name} names {len(found)} things of the program")
+        return found[0]
+
+
+class SimpleSwitch:
+    """A running simple_switch with eight priority queues a port; a context manager."""
+
+    def __init__(self, program: Path) -> None:
+        works, reason = available()
+        if not works:
+            raise SwitchError(reason)
+        self.layout = Layout(program)
+        self._thrift = _thrift_modules()
+        self._directory = tempfile.TemporaryDirectory(prefix="dlcp-conformance-")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pair: _Pair | None = None
+        self._namespace = Namespace("simple_switch")
+        try:
+            address = f"ipc://{self._directory.name}/packets"
+            self._process = self._namespace.popen(
+                [
+                    "simple_switch",
+                    *("--packet-in", address, "--thrift-port", "9090", "--log-level", "off"),
+                    *("--notifications-addr", f"ipc://{self._directory.name}/notifications", str(program)),
+                    *("--", "--priority-queues", "8"),
+                ],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            self._transport = self._connect()
+            self._pair = _Pair(address)
+        except BaseException:
+            self.close()
+            raise
+        protocol = self._thrift["TBinaryProtocol"].TBinaryProtocol(self._transport)
+        multiplexed = self._thrift["TMultiplexedProtocol"].TMultiplexedProtocol
+        self._standard = self._thrift["Standard"].Client(multiplexed(protocol, "standard"))
+        self._simple = self._thrift["SimpleSwitch"].Client(multiplexed(protocol, "simple_switch"))
+        self._handles: dict[tuple[str, str, int], int] = {}
+        self._members: dict[tuple[str, int], int] = {}
+        self._groups: dict[tuple[str, int], tuple[int, list[int]]] = {}
+
+    def __enter__(self) -> "SimpleSwitch":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process and let the namespace go."""
+        if self._pair is not None:
+            self._pair.close()
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._namespace.close()
+        self._directory.cleanup()
+
+    # --------------------------------------------------------------------------------------------------- packets
+
+    def send(self, port: int, data: bytes) -> None:
+        """Give the switch a packet."""
+        assert self._pair is not None
+        self._pair.send(_MESSAGE.pack(_PACKET_IN, port, len(data)) + data)
+
+    def receive(self, wait_s: float) -> tuple[int, bytes] | None:
+        """Return port and bytes of the next packet that comes out; None if none does in time."""
+        assert self._pair is not None
+        message = self._pair.receive(wait_s)
+        if message is None:
+            return None
+        kind, port, length = _MESSAGE.unpack_from(message)
+        if kind != _PACKET_OUT or len(message) != _MESSAGE.size + length:
+            raise SwitchError(f"simple_switch sent a message of type {kind} with {len(message)} bytes")
+        return port, message[_MESSAGE.size :]
+
+    def now_us(self) -> int:
+        """Return the switch's clock, from which the time stamps of packets come."""
+        return int(self._simple.get_time_elapsed_us())
+
+    def set_queues(self, port: int, rate_pps: int = 0, depth_packets: int = DEPTH_PACKETS) -> None:
+        """Set the rate (0: none) and depth of each queue of a port."""
+        self._simple.set_egress_queue_depth(port, depth_packets)
+        self._simple.set_egress_queue_rate(port, rate_pps)
+
+    # --------------------------------------------------------------------------------------------------- entries
+
+    def set_entries(self, entries: Mapping[str, Any]) -> None:
+        """Remove all entries, members and groups, and write others; registers and counters stay."""
+        # One by one: bm_mt_clear_entries does not tell members and groups that they are no longer used.
+        for (table, _, _), handle in self._handles.items():
+            self._delete(table, handle)
+        for (profile, _), (group, _) in self._groups.items():
+            self._standard.bm_mt_act_prof_delete_group(0, profile, group)
+        for (profile, _), member in self._members.items():
+            self._standard.bm_mt_act_prof_delete_member(0, profile, member)
+        self._forget()
+        for item in entries.get("profiles", ()):
+            name = self.layout.full(item["profile"], self.layout.profiles)
+            for member in item.get("members", ()):
+                action, arguments = self._action(member["action"], member.get("params", {}))
+                handle = self._standard.bm_mt_act_prof_add_member(0, name, action, arguments)
+                self._members[name, member["id"]] = handle
+            for group in item.get("groups", ()):
+                handle = self._standard.bm_mt_act_prof_create_group(0, name)
+                self._groups[name, group["id"]] = handle, []
+                self.set_group(name, group["id"], group["members"])
+        for entry in entries.get("entries", ()):
+            self.change("insert", entry)
+
+    def set_group(self, profile: str, group: int, members: list[int]) -> None:
+        """Give a group other members, the new ones before the old ones go."""
+        name = self.layout.full(profile, self.layout.profiles)
+        handle, before = self._groups[name, group]
+        for member in members:
+            if member not in before:
+                self._standard.bm_mt_act_prof_add_member_to_group(0, name, self._members[name, member], handle)
+        for member in before:
+            if member not in members:
+                self._standard.bm_mt_act_prof_remove_member_from_group(0, name, self._members[name, member], handle)
+        self._groups[name, group] = handle, list(members)
+
+    def change(self, operation: str, entry: Mapping[str, Any]) -> None:
+        """Insert, modify or delete an entry."""
+        table = self.layout.full(entry["table"], self.layout.tables)
+        priority = entry.get("priority", 0)
+        identity = table, json.dumps(entry.get("match", {}), sort_keys=True), priority
+        if operation == "delete":
+            self._delete(table, self._handles.pop(identity))
+            return
+        if operation == "insert":
+            types = self._thrift["types"]
+            options = types.BmAddEntryOptions(_PRIORITY_MAX - priority if priority else None)
+            self._handles[identity] = self._insert(table, self._key(table, entry), options, entry)
+        else:
+            self._modify(table, self._handles[identity], entry)
+        if "meter" in entry:
+            meter = entry["meter"]
+            rate = self._thrift["types"].BmMeterRateConfig
+            rates = [rate(meter["cir"] / 1e6, meter["cburst"]), rate(meter["pir"] / 1e6, meter["pburst"])]
+            self._standard.bm_mt_set_meter_rates(0, table, self._handles[identity], rates)
+
+    def _insert(self, table: str, key: list[Any], options: Any, entry: Mapping[str, Any]) -> int:
+        profile = self.layout.tables[table].get("action_profile")
+        if "group" in entry:
+            group, _ = self._groups[profile, entry["group"]]
+            return int(self._standard.bm_mt_indirect_ws_add_entry(0, table, key, group, options))
+        if "member" in entry:
+            member = self._members[profile, entry["member"]]
+            return int(self._standard.bm_mt_indirect_add_entry(0, table, key, member, options))
+        action, arguments = self._action(entry["action"], entry.get("params", {}))
+        return int(self._standard.bm_mt_add_entry(0, table, key, action, arguments, options))
+
+    def _modify(self, table: str, handle: int, entry: Mapping[str, Any]) -> None:
+        profile = self.layout.tables[table].get("action_profile")
+        if "group" in entry:
+            group, _ = self._groups[profile, entry["group"]]
+            self._standard.bm_mt_indirect_ws_modify_entry(0, table, handle, group)
+        elif "member" in entry:
+            self._standard.bm_mt_indirect_modify_entry(0, table, handle, self._members[profile, entry["member"]])
+        else:
+            action, arguments = self._action(entry["action"], entry.get("params", {}))
+            self._standard.bm_mt_modify_entry(0, table, handle, action, arguments)
+
+    def _delete(self, table: str, handle: int) -> None:
+        indirect = "action_profile" in self.layout.tables[table]
+        client = self._standard
+        (client.bm_mt_indirect_delete_entry if indirect else client.bm_mt_delete_entry)(0, table, handle)
+
+    def _key(self, table: str, entry: Mapping[str, Any]) -> list[Any]:
+        types = self._thrift["types"]
+        kinds, match = types.BmMatchParamType, entry.get("match", {})
+        params = []
+        for key in self.layout.tables[table]["key"]:
+            kind, width = key["match_type"], key["width"]
+            size = (width + 7) // 8
+            given = match_value(match.get(key["name"], 0), kind, width) if key["name"] in match else (0, 0)
+            if kind == "exact":
+                exact = types.BmMatchParamExact(given.to_bytes(size, "big"))
+                params.append(types.BmMatchParam(kinds.EXACT, exact=exact))
+            elif kind == "lpm":
+                lpm = types.BmMatchParamLPM(given[0].to_bytes(size, "big"), given[1])
+                params.append(types.BmMatchParam(kinds.LPM, lpm=lpm))
+            elif kind == "ternary":
+                value, mask = (part.to_bytes(size, "big") for part in given)
+                params.append(types.BmMatchParam(kinds.TERNARY, ternary=types.BmMatchParamTernary(value, mask)))
+            else:
+                raise SwitchError(f"{table} has a key of kind {kind}; teach this module about it")
+        return params
+
+    def _action(self, name: str, params: Mapping[str, Any]) -> tuple[str, list[bytes]]:
+        full = self.layout.full(name, self.layout.actions)
+        arguments = [
+            number(params[parameter]).to_bytes((width + 7) // 8, "big")
+            for parameter, width in self.layout.actions[full]
+        ]
+        return full, arguments
+
+    def _forget(self) -> None:
+        self._handles.clear()
+        self._members.clear()
+        self._groups.clear()
+
+    # ----------------------------------------------------------------------------------------------------- state
+
+    def read_register(self, name: str, index: int) -> int:
+        """Return one cell."""
+        return int(self._standard.bm_register_read(0, self.layout.full(name, self.layout.registers), index))
+
+    def write_register(self, name: str, index: int, value: int) -> None:
+        """Write one cell."""
+        self._standard.bm_register_write(0, self.layout.full(name, self.layout.registers), index, value)
+
+    def state(self) -> State:
+        """Return every register and counter cell that is not zero."""
+        registers = {
+            name: {i: int(v) for i, v in enumerate(self._standard.bm_register_read_all(0, name)) if v}
+            for name in self.layout.registers
+        }
+        counters = {name: dict(self._counted(name, size)) for name, size in self.layout.counters.items()}
+        return State(registers, counters)
+
+    def _counted(self, name: str, size: int) -> Iterator[tuple[int, tuple[int, int]]]:
+        client = self._standard
+        for start in range(0, size, _PIPELINED):
+            indices = range(start, min(start + _PIPELINED, size))
+            for index in indices:
+                client.send_bm_counter_read(0, name, index)
+            for index in indices:
+                value = client.recv_bm_counter_read()
+                if value.packets or value.bytes:
+                    yield index, (value.packets, value.bytes)
+
+    def _connect(self) -> Any:
+        """Wait until the Thrift server listens, and return an open transport to it."""
+        address = ("127.0.0.1", 9090)
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            assert self._process is not None
+            if self._process.poll() is not None:
+                raise SwitchError(f"simple_switch ended with status {self._process.returncode} before it answered")
+            try:
+                self._namespace.call(lambda: socket.create_connection(address, 1).close())
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise SwitchError(f"simple_switch does not listen on its Thrift port: {error}") from error
+            time.sleep(0.05)
+        transport = self._thrift["TTransport"].TBufferedTransport(self._thrift["TSocket"].TSocket(*address))
+        self._namespace.call(transport.open)
+        return transport
+
+
+class _Pair:
+    """One end of a nanomsg PAIR socket."""
+
+    def __init__(self, address: str) -> None:
+        self._library = ctypes.CDLL(ctypes.util.find_library("nanomsg"), use_errno=True)
+        self._buffer = ctypes.create_string_buffer(_LONGEST)
+        self._wait_ms = -1
+        self._socket = self._library.nn_socket(_AF_SP, _NN_PAIR)
+        if self._socket < 0:
+            raise self._error("nn_socket")
+        for option in (_NN_SNDBUF, _NN_RCVBUF):
+            self._set(option, 1 << 22)
+        self._set(_NN_SNDTIMEO, int(DEADLINE_S * 1000))
+        if self._library.nn_connect(self._socket, address.encode()) < 0:
+            raise self._error("nn_connect")
+
+    def send(self, message: bytes) -> None:
+        if self._library.nn_send(self._socket, message, ctypes.c_size_t(len(message)), 0) < 0:
+            raise self._error("nn_send")
+
+    def receive(self, wait_s: float) -> bytes | None:
+        wait_ms = max(1, round(wait_s * 1000))
+        if wait_ms != self._wait_ms:
+            self._set(_NN_RCVTIMEO, wait_ms)
+            self._wait_ms = wait_ms
+        size = self._library.nn_recv(self._socket, self._buffer, ctypes.c_size_t(_LONGEST), 0)
+        return self._buffer.raw[:size] if size >= 0 else None
+
+    def close(self) -> None:
+        self._library.nn_close(self._socket)
+
+    def _set(self, option: int, value: int) -> None:
+        cell = ctypes.c_int(value)
+        size = ctypes.c_size_t(ctypes.sizeof(cell))
+        if self._library.nn_setsockopt(self._socket, _NN_SOL_SOCKET, option, ctypes.byref(cell), size) < 0:
+            raise self._error("nn_setsockopt")
+
+    def _error(self, call: str) -> SwitchError:
+        return SwitchError(f"{call}: nanomsg error {ctypes.get_errno()}")
+
+
+def _thrift_modules() -> dict[str, Any]:
+    """Import what BMv2 installs beside simple_switch, for whichever Python it was installed."""
+    names = {
+        "Standard": "bm_runtime.standard.Standard",
+        "types": "bm_runtime.standard.ttypes",
+        "SimpleSwitch": "sswitch_runtime.SimpleSwitch",
+        "TSocket": "thrift.transport.TSocket",
+        "TTransport": "thrift.transport.TTransport",
+        "TBinaryProtocol": "thrift.protocol.TBinaryProtocol",
+        "TMultiplexedProtocol": "thrift.protocol.TMultiplexedProtocol",
+    }
+    with suppress(ImportError):
+        return {name: importlib.import_module(module) for name, module in names.items()}
+    installed = Path(shutil.which("simple_switch") or "/usr/bin/simple_switch").resolve().parent.parent / "lib"
+    for folder in sorted([*installed.glob("python3*/site-packages"), *installed.glob("python3*/dist-packages")]):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    return {name: importlib.import_module(module) for name, module in names.items()}

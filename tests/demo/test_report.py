@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+import html.parser
+import itertools
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from synthetic_runs import make_runs
+
+from dlcp.demo import report, wording
+from dlcp.demo.plots import MOST_POINTS, binned, draw_all, drop_shares
+from dlcp.demo.summary import summarize
+from dlcp.demo.svg import DASHES, STYLE, Scale, round_up
+
+FIGURES = {
+    "accuracy",
+    "steps",
+    "waiting",
+    "background",
+    "drops",
+    "loss_by_class",
+    "loss_by_layer",
+    "bound",
+    "layers",
+}
+
+
+class Page(html.parser.HTMLParser):
+    """Collects a page's tags, attributes, ids and text; fails on a tag that is not closed."""
+
+    VOID = {"meta", "br", "hr", "img", "link"}  # noqa: RUF012
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.ids, self.text, self.open = set(), set(), set(), [], []
+        self.feed(text)
+        assert self.open == []
+        self.text = " ".join(" ".join(self.text).replace("\u00a0", " ").split())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.ids |= {value for name, value in attrs if name == "id"}
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] != "style":
+            self.text.append(data)
+
+
+def page_of(runs, tmp_path):
+    return Page(report.write_report(runs, summarize(runs), tmp_path).read_text())
+
+
+def test_the_page_holds_every_figure_and_how_to_make_it_again(runs, tmp_path):
+    page = page_of(runs, tmp_path)
+    summary = summarize(runs)
+    assert page.ids >= FIGURES
+    for figure in draw_all(runs, summary).values():
+        assert figure.caption.replace("\u00a0", " ") in page.text
+        assert figure.caption.endswith(".")
+    assert wording.headline(summary).replace("\u00a0", " ") in page.text
+    for fact in (runs["dlcp"]["program_digest"], "dlcp demo --seed 1", "2.13.0", "6.1.0", "identical", "never broken"):
+        assert fact in page.text
+    for name in wording.SHORT_NAMES.values():
+        assert name in page.text
+    assert {path.stem for path in tmp_path.glob("*.svg")} == FIGURES
+
+
+def test_the_page_needs_nothing_but_itself(runs, tmp_path):
+    path = report.write_report(runs, summarize(runs), tmp_path)
+    text = path.read_text()
+    page = Page(text)
+    assert page.tags & {"script", "link", "iframe", "img", "object", "embed", "image", "use"} == set()
+    assert page.attributes & {"src", "href", "xlink:href", "srcset", "onclick", "onload"} == set()
+    assert re.findall(r"https?:|//[a-z]+\.|url\(|@import", text) == []
+    assert len(text) < 400_000
+
+
+def test_figures_are_files_of_their_own(runs, tmp_path):
+    report.write_report(runs, summarize(runs), tmp_path)
+    for name in FIGURES:
+        text = (tmp_path / f"{name}.svg").read_text()
+        root = ElementTree.fromstring(text)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert [child.tag.partition("}")[2] for child in root][:3] == ["title", "desc", "style"]
+        assert set(re.findall(r"https?://[^\"' <]+", text)) == {"http://www.w3.org/2000/svg"}
+        assert "nan" not in text.lower()
+
+
+def test_drawings_stay_within_their_frames(runs):
+    for figure in draw_all(runs, summarize(runs)).values():
+        places = re.findall(r'<(?:text|circle|rect)[^>]* c?x="([-.\d]+)" c?y="([-.\d]+)"', figure.inline)
+        assert len(places) > 5
+        for x, y in places:
+            assert 0 <= float(x) <= figure.drawing.width
+            assert 0 <= float(y) <= figure.drawing.height
+
+
+def test_without_gloo_the_page_says_so_and_why_it_matters(tmp_path):
+    runs = make_runs(steps=60, gloo=False)
+    for run in runs.values():
+        run["fabric"]["kind"] = "loopback"
+    page = page_of(runs, tmp_path)
+    assert "There is no run with Gloo here" in page.text
+    assert "network namespaces, and there were none" in page.text
+    assert "in place of TCP" in page.text
+    assert "than Gloo" not in page.text
+    assert "as fast as Gloo" not in page.text
+    assert page.ids >= FIGURES
+
+
+def test_with_gloo_there_is_no_excuse(runs, tmp_path):
+    assert "There is no run with Gloo" not in page_of(runs, tmp_path).text
+
+
+def test_a_slower_dlcp_is_called_slower(runs, tmp_path):
+    for point in runs["dlcp"]["curve"]:
+        point["seconds"] *= 10
+    summary = summarize(runs)
+    assert summary["speedup_over_gloo"] < 1
+    assert "longer than Gloo took" in wording.headline(summary)
+    assert "longer than its own transport used plainly took" in wording.headline(summary)
+    assert "times as fast" not in wording.headline(summary)
+    page_of(runs, tmp_path)
+
+
+def test_broken_bounds_and_different_replicas_cannot_be_overlooked(runs, tmp_path):
+    runs["dlcp"]["ledger"] |= {"violations": 3, "max_message_ratio": 0.4}
+    runs["dlcp"]["replicas_identical"] = False
+    text = page_of(runs, tmp_path).text
+    assert "the bound was broken 3 times" in text
+    assert "3 BROKE the bound" in text
+    assert "NOT identical" in text
+    assert "DIFFERENT" in text
+
+
+def test_a_starved_background_is_admitted(runs):
+    assert "did not starve it" in wording.background_sentence(runs)
+    runs["dlcp"]["background"]["bps"] = 1e7
+    sentence = wording.background_sentence(runs)
+    assert "did not starve" not in sentence
+    assert "part of the difference in time came from there" in sentence
+    runs["gloo"]["background"]["bps"] = 1e7
+    assert "no less than beside Gloo" in wording.background_sentence(runs)
+
+
+def test_a_run_without_drops_loss_or_layer_times_still_has_a_page(runs, tmp_path):
+    for run in runs.values():
+        run["layer_seconds"] = None
+        run["compute_seconds"] = []
+        run["background"]["samples"] = []
+        run["switch"] |= {"tail_drops": 0, "policy_drops": 0, "by_queue": {}}
+        if run["ledger"]:
+            run["ledger"] |= {"lost": 0, "max_message_ratio": 0.0, "by_class": [[10, 0]] * 8, "by_layer": {"0": [9, 0]}}
+    page = page_of(runs, tmp_path)
+    assert page.ids >= FIGURES - {"layers"}
+    assert "layers" not in page.ids
+    assert "Nothing was lost." in page.text
+    assert "is not known for these runs" in page.text
+
+
+def test_runs_without_a_common_accuracy_still_have_a_page(runs, tmp_path):
+    for point in runs["plain"]["curve"]:
+        point["accuracy"] = 0.1
+    page = page_of(runs, tmp_path)
+    assert "No accuracy was held by every run" in page.text
+    assert "never" in page.text
+
+
+def test_names_from_files_are_escaped(runs, tmp_path):
+    for run in runs.values():
+        run["command"] = "dlcp demo <script>alert(1)</script>"
+        run["layer_names"]["57"] = "<img src=x>"
+    page = page_of(runs, tmp_path)
+    assert page.tags & {"script", "img"} == set()
+    assert "<script>alert(1)</script>" in page.text
+
+
+def test_the_command_makes_summary_and_page_again(runs, tmp_path, capsys):
+    (tmp_path / "runs").mkdir()
+    for name, run in runs.items():
+        (tmp_path / "runs" / f"{name}.json").write_text(json.dumps(run))
+    assert report.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert json.loads((tmp_path / "summary.json").read_text()) == summarize(runs)
+    (tmp_path / "runs" / "dlcp.json").unlink()
+    assert report.main([str(tmp_path)]) == 1
+    assert "run 'dlcp' is missing" in capsys.readouterr().err
+
+
+def test_drop_shares_by_hand():
+    queues = {"1": {"tail_drops": 30}, "0": {"tail_drops": 10}, "6": {"tail_drops": 10}}
+    switch = {"forwarded": 900, "tail_drops": 50, "policy_drops": 50, "by_queue": queues}
+    assert drop_shares({"switch": switch}) == (0.05, 0.02, 0.03)
+
+
+def test_binned_rates_keep_what_was_sent_and_show_gaps():
+    samples = [(0.1 * (i + 1), 10.0) for i in range(10)] + [(0.1 * (i + 1), 10.0) for i in range(20, 30)]
+    points = binned(samples, 3.0)
+    assert len(points) == 30
+    assert [bps for _, bps in points] == [10.0] * 10 + [0.0] * 10 + [10.0] * 10
+    long = [(0.1 * (i + 1), float(i % 7)) for i in range(5000)]
+    points = binned(long, 500.0)
+    assert len(points) <= MOST_POINTS
+    assert sum(bps for _, bps in points) * 17 == pytest.approx(sum(bps for _, bps in long))
+
+
+def test_numbers_as_people_read_them():
+    assert [wording.duration(s).replace("\u00a0", " ") for s in (0.0042, 0.5361, 1.2345, 29.54, 112.6, None)] == [
+        "4.2 ms",
+        "536 ms",
+        "1.23 s",
+        "29.5 s",
+        "113 s",
+        "never",
+    ]
+    assert [wording.percent(p).replace("\u00a0", " ") for p in (0.965, 0.1, 1.0, 0.0)] == [
+        "96.5 %",
+        "10 %",
+        "100 %",
+        "0 %",
+    ]
+    assert wording.versus(2.66, "X") == "2.7 times as fast as X"
+    assert wording.versus(1.325, "X") in {"1.32 times as fast as X", "1.33 times as fast as X"}
+    assert wording.versus(1.01, "X") == "as fast as X"
+    assert wording.versus(0.8, "X").replace("\u00a0", " ") == "25 % longer than X took"
+    assert wording.in_words(4) == "four"
+    assert wording.in_words(12) == "12"
+
+
+def test_scales():
+    linear = Scale(0, 10, 100, 200)
+    assert linear(2.5) == 125
+    assert linear.ticks(5) == [0, 2, 4, 6, 8, 10]
+    logarithmic = Scale(0.1, 10, 0, 100, logarithmic=True)
+    assert logarithmic(1) == pytest.approx(50)
+    assert logarithmic.ticks() == pytest.approx([0.1, 0.2, 0.5, 1, 2, 5, 10])
+    assert [round_up(value) for value in (0.3, 1, 2.2, 2.6, 7)] == [0.5, 1, 2.5, 5, 10]
+
+
+@pytest.mark.parametrize("mode", [0, 1], ids=["light", "dark"])
+def test_colours_are_legible_in_both_modes(mode):
+    colours = dict(re.findall(r"--(\w+): (#\w{6})", STYLE.split("@media")[mode]))
+
+    def luminance(name):
+        parts = (int(colours[name][i : i + 2], 16) / 255 for i in (1, 3, 5))
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return sum(weight * p for weight, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    for paper, name in itertools.product(("paper", "raised"), ("ink", "soft", *DASHES)):
+        low, high = sorted((luminance(paper), luminance(name)))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, (paper, name)  # WCAG 2 for text

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlcp.demo.summary import (
+    HOLD_TOLERANCE,
+    RunFileError,
+    held_from,
+    load_runs,
+    progress_to,
+    summarize,
+    target_accuracy,
+    write_summary,
+)
+
+LEARNED = [0.1, 0.5, 0.9, 0.9, 0.9]
+
+
+def curve(accuracies, seconds_per_step=1.0, every=10):
+    return [
+        {"step": every * i, "seconds": every * i * seconds_per_step, "accuracy": accuracy, "loss": 1.0}
+        for i, accuracy in enumerate(accuracies)
+    ]
+
+
+@pytest.fixture
+def timed(runs):
+    """Runs that learn alike, with steps of 3, 1, 0.5 and 0.25 s."""
+    for name, seconds in {"gloo": 3.0, "plain": 1.0, "dlcp": 0.5, "dlcp_priority": 0.25}.items():
+        runs[name]["curve"] = curve(LEARNED, seconds)
+    return runs
+
+
+def test_speedups_are_ratios_of_seconds_to_the_same_accuracy(timed):
+    summary = summarize(timed)
+    assert summary["target_accuracy"] == 0.9
+    seconds = {name: summary[name]["seconds_to_target"] for name in timed}
+    assert seconds == {"gloo": 60, "plain": 20, "dlcp": 10, "dlcp_priority": 5}
+    assert summary["speedup_over_gloo"] == 6
+    assert summary["speedup_over_plain"] == 2
+    assert summary["speedup_over_gloo_with_priority"] == 12
+    assert summary["speedup_over_plain_with_priority"] == 4
+
+
+def test_a_slower_dlcp_has_a_speedup_below_one(timed):
+    timed["dlcp"]["curve"] = curve(LEARNED, 2.0)
+    assert summarize(timed)["speedup_over_plain"] == 0.5
+
+
+def test_without_gloo_its_figures_are_null(timed):
+    del timed["gloo"]
+    summary = summarize(timed)
+    assert summary["gloo"] is None
+    assert summary["speedup_over_gloo"] is None
+    assert summary["speedup_over_gloo_with_priority"] is None
+    assert summary["speedup_over_plain"] == 2
+
+
+def test_the_slowest_learner_sets_the_target_and_others_are_interpolated(timed):
+    timed["dlcp"]["curve"] = curve([0.1, 0.5, 1.0, 1.0, 1.0])
+    summary = summarize(timed)
+    assert summary["target_accuracy"] == 0.9
+    assert summary["dlcp"]["seconds_to_target"] == pytest.approx(18)  # 0.4 of the 0.5 between 10 s and 20 s
+    assert summary["dlcp"]["steps_to_target"] == pytest.approx(18)
+
+
+def test_what_is_reached_only_at_the_end_is_no_target(timed):
+    timed["plain"]["curve"] = curve([0.1, 0.5, 0.7, 0.8, 0.9])
+    assert target_accuracy(timed) == 0.8  # held from step 30 of 40 on: the last quarter
+    assert progress_to(timed["plain"], 0.8, "seconds") == 30
+    assert progress_to(timed["plain"], 0.9, "seconds") == 40  # late, but reached
+
+
+def test_a_fall_after_the_target_means_it_was_not_held(timed):
+    timed["plain"]["curve"] = curve([0.1, 0.9, 0.89, 0.9, 0.9])
+    assert progress_to(timed["plain"], 0.9, "seconds") == 30
+    timed["plain"]["curve"] = curve([0.1, 0.9, 0.895, 0.9, 0.9])
+    assert progress_to(timed["plain"], 0.9, "seconds") == 10
+
+
+def test_targets_are_multiples_of_half_a_point(timed):
+    for run in timed.values():
+        run["curve"] = curve([0.1, 0.5, 0.9234, 0.9234, 0.9234])
+    assert target_accuracy(timed) == 0.92
+
+
+def test_runs_that_learned_nothing_have_no_target_and_no_speedup(timed):
+    timed["dlcp"]["curve"] = curve([0.1, 0.1, 0.1, 0.1, 0.1])
+    summary = summarize(timed)
+    assert summary["target_accuracy"] is None
+    assert summary["speedup_over_plain"] is None
+    assert summary["plain"]["seconds_to_target"] is None
+    assert summary["other_targets"] == []
+
+
+def test_other_targets_show_the_same_comparison_lower_down(timed):
+    timed["plain"]["curve"] = curve([0.1, 0.1, 0.9, 0.9, 0.9])
+    by_target = {row["target_accuracy"]: row for row in summarize(timed)["other_targets"]}
+    assert list(by_target) == [0.89, 0.88, 0.85, 0.8, 0.7]
+    # To 0.7: the plain run at 10 + 10 * 0.6 / 0.8 = 17.5 s, DLCP at (10 + 10 * 0.2 / 0.4) / 2 = 7.5 s.
+    assert by_target[0.7]["speedup_over_plain"] == pytest.approx(17.5 / 7.5)
+    assert by_target[0.7]["speedup_over_gloo"] == pytest.approx(6)
+
+
+@given(
+    st.lists(st.integers(0, 20).map(lambda n: n / 20), min_size=1, max_size=12),
+    st.integers(1, 20).map(lambda n: n / 20),
+)
+def test_held_from_is_the_first_evaluation_that_nothing_later_contradicts(accuracies, target):
+    stays = [
+        index
+        for index, accuracy in enumerate(accuracies)
+        if accuracy >= target and min(accuracies[index:]) >= target - HOLD_TOLERANCE
+    ]
+    assert held_from(curve(accuracies), target) == (stays[0] if stays else None)
+
+
+def test_step_times(timed):
+    timed["dlcp"]["steps"] = [5, 1, 4, 2, 3]
+    figures = summarize(timed)["dlcp"]["step_seconds"]
+    assert figures == {"mean": 3, "p50": 3, "p99": pytest.approx(4.96)}  # 4 + 0.96: rank 3.96 of 0..4
+
+
+def test_packets_come_from_ledger_and_switch_and_are_null_where_unknown(timed):
+    timed["dlcp"]["ledger"] |= {"sent": 1000, "retransmitted": 7}
+    timed["dlcp"]["switch"] |= {"policy_drops": 20, "tail_drops": 3}
+    summary = summarize(timed)
+    assert summary["dlcp"]["packets"] == {
+        "sent": 1000,
+        "retransmitted": 7,
+        "dropped_by_policy": 20,
+        "dropped_by_tail": 3,
+    }
+    assert summary["gloo"]["packets"]["sent"] is None
+    assert summary["gloo"]["packets"]["retransmitted"] is None
+    assert summary["gloo"]["packets"]["dropped_by_tail"] == timed["gloo"]["switch"]["tail_drops"]
+    timed["gloo"]["tcp"] = {"sent": 900, "retransmitted": 12}
+    assert summarize(timed)["gloo"]["packets"]["retransmitted"] == 12
+
+
+def test_violations_and_diverging_replicas_are_told(timed):
+    assert summarize(timed)["replicas_identical"] is True
+    timed["dlcp"]["ledger"] |= {"violations": 3, "max_message_ratio": 0.2, "bound": 0.1}
+    timed["gloo"]["replicas_identical"] = False
+    summary = summarize(timed)
+    assert summary["dlcp"]["loss"] == {"bound": 0.1, "max_message_ratio": 0.2, "violations": 3}
+    assert summary["replicas_identical"] is False
+
+
+def test_background_seed_and_program(timed):
+    summary = summarize(timed)
+    assert summary["background_bps"] == {name: run["background"]["bps"] for name, run in timed.items()}
+    assert summary["background_fair_share_bps"] == 3e7
+    assert (summary["seed"], summary["collective"]) == (1, "direct")
+    assert summary["program_digest"] == timed["dlcp"]["program_digest"]
+
+
+def test_runs_that_are_missing_or_unknown_are_refused(timed):
+    with pytest.raises(RunFileError, match="unknown run 'mlt'"):
+        summarize(timed | {"mlt": timed["dlcp"]})
+    del timed["plain"]
+    with pytest.raises(RunFileError, match="run 'plain' is missing"):
+        summarize(timed)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda run: run.update(seed=2), "runs cannot be compared: seed is 2 in 'plain' and 1 in 'dlcp'"),
+        (lambda run: run["fabric"].update(rate_bps=1e8), "fabric.rate_bps is 100000000.0 in 'plain'"),
+        (lambda run: run.pop("curve"), "'plain': curve must be list, got None"),
+        (lambda run: run.update(curve=curve([0.1])), "at least 2 evaluations, got 1"),
+        (lambda run: run.update(curve=curve([0.1, 1.2])), r"curve\[1\].accuracy must lie in 0..1, got 1.2"),
+        (lambda run: run.update(curve=curve([0.1, 0.2], 0.0)), "steps and seconds of the curve must increase"),
+        (lambda run: run.update(curve=[{"step": 0}, {"step": 1}]), r"curve\[0\] needs the numbers"),
+        (lambda run: run.update(steps=[]), "steps must be seconds > 0"),
+        (lambda run: run.update(steps=[1.0, math.nan]), "steps must be seconds > 0"),
+        (lambda run: run.update(seed=True), "seed must be int, got True"),
+        (lambda run: run.update(final_accuracy=math.inf), "final_accuracy must be a finite number"),
+        (lambda run: run["background"].update(bps=-1), "background.bps must be a finite number >= 0, got -1"),
+        (lambda run: run["switch"].pop("tail_drops"), "switch.tail_drops must be int, got None"),
+        (lambda run: run["ledger"].pop("violations"), "ledger.violations must be int, got None"),
+        (lambda run: run["ledger"].update(by_class=[[1, 0]]), "ledger.by_class must hold 8"),
+        (lambda run: run.update(ledger=None), "ledger may be null for gloo only"),
+        (lambda run: run.pop("layer_seconds"), "layer_seconds is missing; it may be null"),
+    ],
+)
+def test_a_malformed_run_is_refused_by_name(timed, change, message):
+    change(timed["plain"])
+    with pytest.raises(RunFileError, match=message):
+        summarize(timed)
+
+
+def test_runs_are_read_in_order_and_the_summary_is_strict_json(timed, tmp_path):
+    (tmp_path / "runs").mkdir()
+    for name, run in timed.items():
+        (tmp_path / "runs" / f"{name}.json").write_text(json.dumps(run))
+    read = load_runs(tmp_path)
+    assert list(read) == ["gloo", "plain", "dlcp", "dlcp_priority"]
+    assert read == timed
+    summary = summarize(read)
+    path = write_summary(summary, tmp_path)
+    assert json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name)) == summary
+
+
+def test_a_folder_without_runs_and_a_file_that_is_no_json_are_told(tmp_path):
+    with pytest.raises(RunFileError, match="holds no run"):
+        load_runs(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "dlcp.json").write_text("{")
+    with pytest.raises(RunFileError, match=r"dlcp\.json is not JSON"):
+        load_runs(tmp_path)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import pytest
+
+from controller.fabric import Job, Star
+from controller.policy import entries as policy_entries
+from dlcp.switch import Action, Group, MeterConfig, Program
+from dlcp.switch.document import DocumentError
+from dlcp.switch.entries import Entries, EntriesError, TableEntry, apply, dump, match_value, number, read, write
+from dlcp.switch.queues import PortQueueing
+
+PROGRAM = Path(__file__).parents[2] / "p4/build/dlcp.json"
+STAR = Star.numbered(3, queueing=PortQueueing(rate_bps=10**8), jobs=[Job(1, share=0.5), Job(2, share=0.3)])
+
+EXAMPLE = """{
+  "profiles": [
+    {"profile": "route_selector",
+     "members": [{"id": 1, "action": "to_next_hop", "params": {"port": 1, "mac": "02:00:00:00:00:01"}}],
+     "groups": [{"id": 1, "members": [1]}]}
+  ],
+  "entries": [
+    {"table": "ipv4_route", "match": {"ipv4_dst": "10.0.0.0/24"}, "group": 1},
+    {"table": "job_share", "match": {"job": 7, "control": 0, "eg_port": 1}, "action": "metered",
+     "meter": {"cir": 12500000, "cburst": 50000, "pir": 12500000, "pburst": 60000}},
+    {"table": "classify", "match": {"job": "0x10&&&0xf0", "type": 1}, "priority": 5,
+     "action": "set_class", "params": {"queue": 3, "drop_class": 0}}
+  ],
+  "ports": {"1": {"rate_bps": 100000000, "depth_packets": 64}}
+}
+"""
+
+
+@pytest.fixture
+def program():
+    return Program.load(PROGRAM)
+
+
+@pytest.fixture
+def example(tmp_path):
+    path = tmp_path / "example.json"
+    path.write_text(EXAMPLE)
+    return path
+
+
+def test_file_ends_up_in_the_tables(program, example):
+    apply(*read_for(example, program))
+    assert program.profiles["route_selector"].members() == {
+        1: Action("to_next_hop", {"port": 1, "mac": 0x020000000001})
+    }
+    assert program.tables["ipv4_route"].get({"ipv4_dst": (0x0A000000, 24)}).target == Group(1)
+    share = {"job": 7, "control": 0, "eg_port": 1}
+    assert program.tables["job_share"].get_meter(share) == MeterConfig(12500000, 50000, 12500000, 60000)
+    [override] = program.tables["classify"].entries()
+    assert (override.match["job"], override.match["type"], override.priority) == ((0x10, 0xF0), (1, 0xF), 5)
+    assert read(example)[0].ports == {1: PortQueueing(rate_bps=100_000_000)}
+
+
+def read_for(path, program):
+    entries, document = read(path)
+    return entries, program, document
+
+
+def test_applying_replaces_what_was_there(program, example):
+    apply(policy_entries(STAR), program)
+    apply(*read_for(example, program))
+    assert len(program.tables["ipv4_route"].entries()) == 1
+    assert program.tables["port_trust"].entries() == []
+
+
+@pytest.mark.parametrize("source", ["policy", "example"])
+def test_dump_is_what_was_applied(program, example, tmp_path, source):
+    entries = policy_entries(STAR) if source == "policy" else read(example)[0]
+    apply(entries, program)
+    dumped = dump(program, entries.ports)
+    write(tmp_path / "again.json", dumped)
+    again = read(tmp_path / "again.json")[0]
+    assert again == dumped
+    apply(again, program)
+    assert dump(program, entries.ports) == dumped
+    assert len(dumped.entries) == len(entries.entries)
+    assert dumped.ports == entries.ports
+
+
+def test_policy_file_is_read_back_as_it_was(tmp_path):
+    entries = policy_entries(STAR)
+    write(tmp_path / "star.json", entries)
+    assert read(tmp_path / "star.json")[0] == entries
+    write(tmp_path / "empty.json", Entries())
+    assert read(tmp_path / "empty.json")[0] == Entries()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"ipv4_route"', '"ipv4_rout"', r":8: entries\[0\]: .*no table 'ipv4_rout'.*mean .*ipv4_route"),
+        ('"ipv4_dst":', '"ipv4_dest":', r":8: entries\[0\]: .*no field 'ipv4_dest'.*mean ipv4_dst"),
+        ('"set_class"', '"set_clas"', r":11: entries\[2\]: .*set_clas\b.*set_class"),
+        ('"drop_class": 0', '"drop_clas": 0', r":11: entries\[2\]: .*drop_clas\b.*drop_class"),
+        ('"queue": 3', '"queue": 9', r":11: entries\[2\]: .*9"),
+        ('"group": 1}', '"group": 4}', r":8: entries\[0\]: .*4"),
+        ('"route_selector"', '"selector"', r":3: profiles\[0\]: .*no action profile 'selector'"),
+        ('"members": [1]', '"members": [2]', r":3: profiles\[0\]: .*2"),
+        ('"group": 1}', '"group": 1, "member": 1}', r":8: entries\[0\]: an entry has one of"),
+        ('"job": 7', '"job": "seven"', r":9: entries\[1\]: 'seven' is no number"),
+        ('"priority": 5', '"prority": 5', r":11: entries\[2\].prority: there is no field.*mean priority"),
+        ('"cburst": 50000, ', "", r":10: entries\[1\].meter: .*cburst"),
+        ('"rate_bps"', '"rate"', r":14: ports.1.rate: there is no field 'rate'.*rate_bps"),
+    ],
+)
+def test_errors_name_line_place_and_nearest_name(program, example, old, new, says):
+    assert EXAMPLE.count(old) == 1
+    example.write_text(EXAMPLE.replace(old, new))
+    with pytest.raises(DocumentError, match=f"example.json{says}"):
+        apply(*read_for(example, program))
+
+
+def test_without_a_file_errors_name_the_entry(program):
+    wrong = Entries(entries=(TableEntry("port_trust", {"ig_port": 1}, "trust"), TableEntry("nowhere", action="trust")))
+    with pytest.raises(EntriesError, match=r"entries\[1\]: the program has no table 'nowhere'"):
+        apply(wrong, program)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (5, 5),
+        ("5", 5),
+        ("0x1F", 31),
+        ("10.0.0.1", 0x0A000001),
+        ("02:00:00:00:00:0A", 0x02000000000A),
+    ],
+)
+def test_numbers_as_people_write_them(written, meant):
+    assert number(written) == meant
+
+
+@pytest.mark.parametrize("wrong", ["", "ten", "10.0.0.256", "02:00", "1.5"])
+def test_what_is_no_number(wrong):
+    with pytest.raises(EntriesError, match="is no number"):
+        number(wrong)
+
+
+@pytest.mark.parametrize(
+    ("value", "match", "meant"),
+    [
+        ("7", "exact", 7),
+        ("10.0.0.0/24", "lpm", (0x0A000000, 24)),
+        ("10.0.0.1", "lpm", (0x0A000001, 32)),
+        ("0x10&&&0xf0", "ternary", (0x10, 0xF0)),
+        (16, "ternary", (16, 0xFFFFFFFF)),
+        ("3..9", "range", (3, 9)),
+        (3, "range", (3, 3)),
+    ],
+)
+def test_matches_as_people_write_them(value, match, meant):
+    assert match_value(value, match, 32) == meant

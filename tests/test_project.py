@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for the project as a whole."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import dlcp
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SOURCE_FOLDERS = ("dlcp", "controller", "sim", "p4", "tests", ".ci")
+SOURCE_SUFFIXES = {".py", ".p4", ".lua", ".c", ".stf", ".sh"}
+HEAVY = {"torch", "numba", "scapy", "msgspec", "rich", "jinja2", "plotly", "sklearn", "mxnet", "tensorflow", "jax"}
+
+
+def files(*folders):
+    """Every file below the folders of the project, without what tools leave behind."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.is_file() and not {"__pycache__", ".hypothesis"} & set(path.parts):
+                yield path
+
+
+def test_every_source_file_names_its_licence():
+    sources = [path for path in files(*SOURCE_FOLDERS) if path.suffix in SOURCE_SUFFIXES or path.parent.name == ".ci"]
+    assert len(sources) > 20
+    unnamed = [
+        str(path.relative_to(ROOT))
+        for path in [*sources, ROOT / "Makefile"]
+        if not any("SPDX-License-Identifier: Apache-2.0" in line for line in path.read_text().splitlines()[:2])
+    ]
+    assert unnamed == []
+
+
+@pytest.mark.parametrize("module", ["dlcp", "dlcp.wire", "dlcp.wire.dissector", "dlcp.tags", "dlcp.cli"])
+def test_the_core_imports_nothing_heavy(module):
+    script = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60
+    )
+    assert set(run.stdout.split()) & HEAVY == set()
+
+
+def imported(nodes):
+    """The top-level packages that some statements import."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield (node.module or "").partition(".")[0]
+
+
+def is_command_line(path):
+    """Whether a module of dlcp belongs to the command line: it may load what stands above it, on demand."""
+    return path.name in ("cli.py", "command.py") or path.is_relative_to(ROOT / "dlcp" / "demo")
+
+
+def test_only_the_command_line_knows_controller_and_simulator_and_only_on_demand():
+    wrong = []
+    for path in files("dlcp"):
+        if path.suffix == ".py":
+            tree = ast.parse(path.read_text())
+            at_once = imported(tree.body if is_command_line(path) else ast.walk(tree))
+            wrong += [f"{path.relative_to(ROOT)}: {name}" for name in at_once if name in ("controller", "sim", "tests")]
+    assert wrong == []
+
+
+def test_p4_is_no_python_package():
+    assert not (ROOT / "p4" / "__init__.py").exists(), "p4/__init__.py would hide the p4 package of P4Runtime's stubs"
+
+
+def test_the_version_stands_in_one_place():
+    version = dlcp.__version__
+    assert "version" not in PROJECT["project"]
+    assert metadata.version("dlcp") == version
+    places = [
+        str(path.relative_to(ROOT))
+        for path in [*files("dlcp"), ROOT / "pyproject.toml"]
+        if path.suffix in (".py", ".toml") and re.search(rf"""["']{re.escape(version)}["']""", path.read_text())
+    ]
+    assert places == ["dlcp/__init__.py"]
+
+
+def test_the_changelog_is_about_this_version():
+    headings = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", dlcp.__version__]
+
+
+def test_a_wheel_holds_every_file_that_the_package_needs(tmp_path):
+    pytest.importorskip("setuptools", minversion="77", reason="building a wheel takes setuptools 77")
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "dlcp", tmp_path / "dlcp", ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    script = "from setuptools import build_meta; build_meta.build_wheel('wheels')"
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, capture_output=True, timeout=100)
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    needed = {
+        path.relative_to(tmp_path).as_posix()
+        for path in (tmp_path / "dlcp").rglob("*")
+        if path.is_file() and path.suffix != ".md"
+    }
+    assert needed <= packed, "declare the patterns of these files in pyproject.toml"
+    assert {"dlcp/switch/p4/dlcp.json", "dlcp/switch/p4/dlcp.p4info.txtpb", "dlcp/wire/dissector.lua"} <= packed
+
+
+def test_the_commands_of_the_readme_exist():
+    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    told = set(re.findall(r"(?:^|`)make ([a-z0-9]+)", readme, re.MULTILINE))
+    assert {"demo", "test"} <= told <= set(re.findall(r"^([a-z0-9]+):", makefile, re.MULTILINE))
+
+
+def test_every_relative_link_in_the_documents_leads_somewhere():
+    documents = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "p4/README.md")]
+    broken = [
+        f"{document.name}: {link}"
+        for document in documents
+        for link in re.findall(r"\]\(([^)#:]+)[^)]*\)", document.read_text())
+        if link not in ("http", "https") and not (document.parent / link).exists()
+    ]
+    assert broken == []
+
+
+def test_continuous_integration_runs_what_the_readme_says():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "\nmake test\n" in script.read_text()

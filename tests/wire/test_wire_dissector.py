@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from golden import GOLDEN_PATH, capture, packets
+from wirebits import split
+
+from dlcp.wire import FIELD_BITS, HEADER_BYTES, UDP_PORT_BASE, UDP_PORT_COUNT, VERSION, PacketType, decode, dissector
+from dlcp.wire.dissector import DISSECTOR_PATH, LABELS, generate
+
+TSHARK = shutil.which("tshark")
+needs_tshark = pytest.mark.skipif(TSHARK is None, reason="tshark is not installed")
+
+
+def tshark(*options: str) -> str:
+    command = [TSHARK, "-r", str(GOLDEN_PATH), "-X", f"lua_script:{DISSECTOR_PATH}", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def number(shown: str) -> int:
+    """What tshark shows of a field: decimal, hexadecimal, or a truth value in the words of its version."""
+    return {"True": 1, "False": 0}[shown] if shown in ("True", "False") else int(shown, 0)
+
+
+def test_the_committed_dissector_is_the_generated_one():
+    assert DISSECTOR_PATH.read_text() == generate(), "run: python -m dlcp.wire.dissector"
+
+
+def test_every_field_has_a_label():
+    assert list(LABELS) == list(FIELD_BITS)
+
+
+def test_nothing_is_left_of_the_template():
+    assert re.findall(r"@\w+@", generate()) == []
+
+
+def test_a_field_that_lua_cannot_cut_out_is_refused(monkeypatch):
+    monkeypatch.setattr(dissector, "FIELD_BITS", FIELD_BITS | {"layer": 9})
+    with pytest.raises(ValueError, match="field layer: 9 bits from bit 24 on"):
+        generate()
+
+
+def test_the_golden_capture_is_reproducible():
+    assert GOLDEN_PATH.read_bytes() == capture(), "run: python tests/wire/golden.py"
+
+
+def test_the_golden_capture_covers_every_type_port_and_refusal():
+    made = list(packets())
+    valid = [packet for packet in made if packet.valid]
+    assert {decode(packet.datagram).type for packet in valid} == set(PacketType)
+    assert {packet.port for packet in valid} == set(range(UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT))
+    assert len(made) - len(valid) == 12
+
+
+@needs_tshark
+def test_tshark_shows_exactly_the_decoded_fields():
+    columns = [f"-edlcp.{name}" for name in FIELD_BITS]
+    rows = tshark("-T", "fields", "-E", "separator=,", *columns).splitlines()
+    made = list(packets())
+    assert len(rows) == len(made)
+    for row, packet in zip(rows, made, strict=True):
+        shown = dict(zip(FIELD_BITS, row.split(","), strict=True))
+        if packet.valid:
+            fields, header = split(packet.datagram), decode(packet.datagram)
+            assert {name: number(text) for name, text in shown.items()} == fields
+            assert all(getattr(header, name) == fields[name] for name in header._fields if name != "flags")
+        elif len(packet.datagram) < HEADER_BYTES or not UDP_PORT_BASE <= packet.port < UDP_PORT_BASE + UDP_PORT_COUNT:
+            assert not any(shown.values())
+        elif packet.datagram[0] >> 4 != VERSION:
+            assert {name for name, text in shown.items() if text} == {"version"}
+
+
+@needs_tshark
+def test_tshark_says_what_is_wrong_with_a_packet():
+    complaints = [line.strip() for line in tshark("-T", "fields", "-e", "_ws.expert.message").splitlines()]
+    for complaint, packet in zip(complaints, packets(), strict=True):
+        inside = UDP_PORT_BASE <= packet.port < UDP_PORT_BASE + UDP_PORT_COUNT
+        if packet.valid or not inside or not packet.datagram:
+            assert complaint == ""
+        elif len(packet.datagram) < HEADER_BYTES:
+            assert complaint == "Too few bytes for a DLCP header"
+        elif packet.datagram[0] >> 4 != VERSION:
+            assert complaint == "Not a DLCP version that this dissector knows"
+        else:
+            assert complaint == "Unknown DLCP packet type"
+
+
+@needs_tshark
+def test_tshark_shows_the_payload_and_a_summary():
+    layers = json.loads(tshark("-T", "json", "-x", "-Y", "frame.number==12"))[0]["_source"]["layers"]
+    packet = list(packets())[11]
+    assert layers["data"]["data.data_raw"][0] == packet.datagram[HEADER_BYTES:].hex()
+    header = decode(packet.datagram)
+    summary = tshark("-T", "fields", "-e", "_ws.col.Info", "-Y", "frame.number==12").strip()
+    assert summary == (
+        f"{header.type.name} job {header.job} step {header.step} message {header.message} sender {header.sender} "
+        f"packet {header.index}/{header.count} layer {header.layer} queue {header.queue} class {header.drop_class}"
+    )
