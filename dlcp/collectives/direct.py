@@ -5,7 +5,6 @@ The first hop may lose packets within the bound. The result is delivered whole, 
 A parameter server is the case of one owner that contributes nothing itself (see :mod:`dlcp.collectives.server`).
 """
 
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives.feedback import ErrorFeedback
-from dlcp.collectives.shards import shard_bounds, weights_for_rates
+from dlcp.collectives.shards import inbound_rates, shard_bounds, weights_for_rates
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, Segment, Tagger
 from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey
 
-TRAILER = struct.Struct(">d")
-"""What follows the values of a result: the rate at which its sender receives, in bit/s."""
+RATE = np.dtype(">f4")
+"""What follows the values of a result: the rates at which its sender reaches each contributor, in bit/s."""
 PUSH = 0
 PULL = 1
 MESSAGES_PER_STEP = 1 << 16
@@ -153,7 +152,7 @@ class DirectAllReduce:
         self.options = options or ReduceOptions()
         self.weights = dict(weights or dict.fromkeys(self.contributors, 1.0))
         self.adaptive = self.options.adaptive_shards and weights is None
-        self.rates_bps: dict[int, float] = {}
+        self.rates_bps: dict[int, NDArray[np.generic]] = {}
         """What each rank told with the step's last bucket, and by which bucket."""
         self.rated_by: dict[int, int] = {}
         self.tagger = tagger or Tagger()
@@ -181,13 +180,19 @@ class DirectAllReduce:
         All results of the last step are in on every rank, so that all divide alike.
         """
         if self.adaptive and len(self.rates_bps) == len(self.weights):
-            self.weights = weights_for_rates({rank: self.rates_bps[rank] for rank in self.weights})
+            self.weights = weights_for_rates(inbound_rates(self.rates_bps))
+            if self.endpoint.rank == 0:
+                import sys; print("DBG", step, {r: (v/1e6).round(1).tolist() for r,v in self.rates_bps.items()}, {r: round(v,2) for r,v in self.weights.items()}, file=sys.stderr, flush=True)
         self.rates_bps, self.rated_by = {}, {}
         self.endpoint.call(partial(self._forget_before, step))
 
+    def rates(self) -> NDArray[np.generic]:
+        """Return the rates at which this rank reaches each contributor, in bit/s; 0 where it does not know."""
+        protocol, rank = self.endpoint.protocol, self.endpoint.rank
+        return np.array([0 if peer == rank else protocol.rate_to(peer) for peer in self.contributors], RATE)
+
     def _forget_before(self, step: int) -> None:
         self.endpoint.protocol.forget_before(step)
-        self.endpoint.protocol.inbound.restart()
 
 
 class _Run:
@@ -233,7 +238,7 @@ class _Run:
             result = endpoint.receive(
                 owner,
                 self._key(PULL, self.rank),
-                (stop - start) * self.sent.itemsize + TRAILER.size,
+                (stop - start) * self.sent.itemsize + len(reducer.contributors) * RATE.itemsize,
                 RELIABLE,
                 self._label(start, stop),
             )
@@ -272,9 +277,9 @@ class _Run:
         result = self.bucket.value_type.narrow(mean)
         self.arrived.clear()
         self.bucket.values[start:stop] = result
-        rate_bps = self.reducer.endpoint.protocol.inbound.peak_bps
-        self._note_rate(self.rank, rate_bps)
-        payload = memoryview(np.ascontiguousarray(result).tobytes() + TRAILER.pack(rate_bps))
+        rates_bps = self.reducer.rates()
+        self._note_rates(self.rank, rates_bps)
+        payload = memoryview(np.ascontiguousarray(result).tobytes() + rates_bps.tobytes())
         tags = self._tags(start, stop, len(payload))
         for peer in self.reducer.contributors:
             if peer != self.rank:
@@ -288,12 +293,12 @@ class _Run:
         start, stop = self.shards[owner]
         values, trailer = np.split(arrival.payload, [(stop - start) * self.sent.itemsize])
         self.bucket.values[start:stop] = values.view(self.sent.dtype)
-        self._note_rate(owner, *TRAILER.unpack(trailer.tobytes()))
+        self._note_rates(owner, trailer.view(RATE))
         self._one_done()
 
-    def _note_rate(self, owner: int, rate_bps: float) -> None:
+    def _note_rates(self, owner: int, rates_bps: NDArray[np.generic]) -> None:
         if self.sequence >= self.reducer.rated_by.get(owner, -1):
-            self.reducer.rates_bps[owner] = rate_bps
+            self.reducer.rates_bps[owner] = rates_bps
             self.reducer.rated_by[owner] = self.sequence
 
     def _on_pushed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:

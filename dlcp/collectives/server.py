@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.direct import PULL, TRAILER, average, message_number
+from dlcp.collectives.direct import PULL, RATE, average, message_number
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, queue_of_layer
@@ -103,7 +103,7 @@ class ParameterServer:
             self.endpoint.options.payload_bytes // value_type.storage.itemsize,
             rescale=self.options.rescale,
         )
-        result = memoryview(np.ascontiguousarray(value_type.narrow(mean)).tobytes() + TRAILER.pack(0.0))
+        result = memoryview(np.ascontiguousarray(value_type.narrow(mean)).tobytes() + bytes(len(self.workers) * RATE.itemsize))
         tags = _tags_of(bucket, -(-len(result) // self.endpoint.options.payload_bytes))
         sequence = key.message // self._ranks // 2
         for worker in self.workers:

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
+
+LIKE = 0.7
+"""Chosen by us: rates vary by this much from step to step on ports without other traffic."""
 
 
 def shard_bounds(values: int, values_per_packet: int, weights: Mapping[int, float]) -> dict[int, tuple[int, int]]:
@@ -34,6 +38,28 @@ def shard_bounds(values: int, values_per_packet: int, weights: Mapping[int, floa
     borders += least * np.arange(len(borders))
     cuts = np.minimum(borders * values_per_packet, values).tolist()
     return dict(zip(weights, pairwise(cuts), strict=True))
+
+
+def inbound_rates(told_bps: Mapping[int, NDArray[np.generic]]) -> dict[int, float]:
+    """Return how fast each rank can receive, from the rates at which the others say they reach it.
+
+    Parameters
+    ----------
+    told_bps
+        For each rank what it told: its rates to all ranks, in the order of ranks; 0 where it does not know.
+
+    Returns
+    -------
+    Rates in bit/s. Differences of less than ``LIKE`` are noise: those ranks count as equally fast.
+    """
+    ranks = sorted(told_bps)
+    table = np.array([told_bps[rank] for rank in ranks], float)
+    known = (table > 0).sum(0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        rates = np.where(known > 0, table.sum(0) / known, 0.0) * (len(ranks) - 1)
+    fastest = float(rates.max())
+    even = (rates == 0) | (rates > LIKE * fastest)
+    return dict(zip(ranks, np.where(even, fastest, rates).tolist(), strict=True))
 
 
 def weights_for_rates(rates_bps: Mapping[int, float]) -> dict[int, float]:

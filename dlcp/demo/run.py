@@ -208,6 +208,7 @@ def execute(setup: Setup, variant: Variant, *, namespaces: bool, progress: Progr
             process.stop()
         samples = _samples(folder, start_s)
         counters = place.counters()
+        print(workers[0].said())
     return _record(setup, variant, place, reports, samples, stop_s, bursts, counters)
 
 

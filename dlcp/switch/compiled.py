@@ -23,8 +23,8 @@ from dlcp.switch.tables import Table
 
 Numbers = NDArray[np.int64]
 INSTALL: Final = "pip install 'dlcp[switch]'"
-_BUFFER_BYTES: Final = 16_384
-"""Longest packet for one-packet calls: more than any Ethernet frame."""
+KEPT_PROGRAMS: Final = 16
+"""Programs whose compiled form stays on disk, about 1 MB each. Chosen by us."""
 
 
 class CompiledMachine:
@@ -148,6 +148,7 @@ def load_compiled(source: str) -> ModuleType:
     text = text.replace("CACHE = False", "CACHE = True")
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         _write(path, text)
+        _prune(directory)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -161,6 +162,15 @@ def _write(path: Path, text: str) -> None:
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
         file.write(text)
     Path(file.name).replace(path)
+
+
+def _prune(directory: Path) -> None:
+    """Remove all but the latest programs, and what Numba compiled from them."""
+    programs = sorted(directory.glob("dlcp_program_*.py"), key=lambda item: item.stat().st_mtime, reverse=True)
+    for program in programs[KEPT_PROGRAMS:]:
+        for compiled in (directory / "__pycache__").glob(f"{program.stem}.*"):
+            compiled.unlink(missing_ok=True)
+        program.unlink(missing_ok=True)
 
 
 def cache_directory() -> Path | None:

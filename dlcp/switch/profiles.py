@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from dlcp.switch.bmv2_json import ActionDef, ProfileDef
 from dlcp.switch.codegen.layout import ProfileSlot
 from dlcp.switch.errors import EntryError, Named, UnknownName
+from dlcp.switch.model import ActionDef, ProfileDef
 
 
 @dataclass(frozen=True, slots=True)

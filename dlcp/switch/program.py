@@ -31,11 +31,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dlcp.switch import bmv2_json
-from dlcp.switch.bmv2_json import ProgramDef
 from dlcp.switch.cells import Counter, MeterCells, Register
 from dlcp.switch.codegen import DROP_PORT, generate
 from dlcp.switch.codegen.layout import visible_tables
 from dlcp.switch.errors import Named, ProgramError
+from dlcp.switch.model import ProgramDef
 from dlcp.switch.plain import PlainMachine
 from dlcp.switch.profiles import ActionProfile, Actions
 from dlcp.switch.tables import Table

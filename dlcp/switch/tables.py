@@ -15,10 +15,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.switch.bmv2_json import Key, TableDef
 from dlcp.switch.cells import MeterCells, MeterConfig
 from dlcp.switch.codegen.layout import TableSlot
 from dlcp.switch.errors import EntryError, Named, UnknownName
+from dlcp.switch.model import Key, TableDef
 from dlcp.switch.profiles import Action, ActionProfile, Actions, Group, Target
 
 Match: TypeAlias = Mapping[str, int | tuple[int, int]]

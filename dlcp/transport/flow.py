@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.transport.congestion import RateControl
+from dlcp.transport.delivery_rate import DeliveryRate
 from dlcp.transport.outgoing import DELIVERED, FLYING, OutgoingMessage
 
 PROBE_TIMEOUT_MIN_S = 0.005
@@ -34,6 +35,7 @@ class Flow:
         self.largest_window = largest_window
         self.messages: dict[tuple[int, int], OutgoingMessage] = {}
         self.flying = 0
+        self.rate = DeliveryRate()
         self.smoothed_rtt_s = 0.0
         self.rtt_variation_s = 0.0
         self._newest_delivered_s = [-1.0] * QUEUES
@@ -161,6 +163,7 @@ class Flow:
     def _feed_back(self, now_s: float, delivered: int, marked: int, lost: int = 0) -> None:
         if delivered:
             lost += self._find_lost()
+            self.rate.on_feedback(now_s, delivered, any(message.has_unsent for message in self.messages.values()))
         if delivered or lost:
             self.control.on_feedback(now_s, delivered, min(marked, delivered), lost, self.smoothed_rtt_s)
 

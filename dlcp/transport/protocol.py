@@ -29,7 +29,6 @@ from dlcp.transport.errors import (
     TransportError,
 )
 from dlcp.transport.flow import Flow
-from dlcp.transport.inbound import InboundRate
 from dlcp.transport.incoming import Arrival, Awaited, IncomingMessage
 from dlcp.transport.outgoing import DELIVERED, Delivery, MessageKey, OutgoingMessage
 from dlcp.wire import Flag, Header, PacketType, Queue
@@ -171,7 +170,6 @@ class Protocol:
         self.options = options
         self.refused: Counter[str] = Counter()
         self.counted: Counter[str] = Counter()
-        self.inbound = InboundRate()
         self.on_unawaited: Callable[[int, MessageKey], None] | None = None
         self._send = send
         self._window = max(1, receive_packets // max(1, len(peers)))
@@ -182,6 +180,7 @@ class Protocol:
         self._incoming: dict[Name, IncomingMessage] = {}
         self._stopping: dict[Name, _Stopping] = {}
         self._finished: set[Name] = set()
+        self._clock_s = now_s
         self._stashed_bytes = 0
         self._oldest_step = 0
         self._failure: TransportError | None = None
@@ -278,6 +277,10 @@ class Protocol:
         """Whether nothing is on its way and every peer knows it."""
         return not self._stopping and not any(peer.flow.messages for peer in self._peers.values())
 
+    def rate_to(self, rank: int) -> float:
+        """Return how fast a rank has taken in lately what waited to be sent to it, in bit/s; 0 if that is not known."""
+        return self._peers[rank].flow.rate.packets_per_s(self._clock_s) * self.options.payload_bytes * 8
+
     def abort(self, reason: str) -> None:
         """Tell all peers that this rank gives up."""
         for peer in self._peers:
@@ -365,7 +368,6 @@ class Protocol:
             return
         message.store(index, payload, header.layer, bool(header.flags & Flag.PROTECTED))
         self.counted["data"] += 1
-        self.inbound.count(now_s, len(payload))
         self._settle(name, message, now_s)
 
     def _stash(self, name: Name, header: Header, now_s: float) -> IncomingMessage | None:
@@ -554,6 +556,7 @@ class Protocol:
         -------
         A time on the clock of the caller, at most ``HELLO_REPEAT_S`` ahead.
         """
+        self._clock_s = now_s
         due_s = now_s + HELLO_REPEAT_S
         for peer in self._peers.values():
             due_s = min(due_s, self._watch(peer, now_s))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records what simple_switch answers, into tests/data/conformance: ``python tests/conformance/record.py [NAME ...]``.
 
-It takes simple_switch and its Thrift modules, and for the scenario ``p4testgen`` p4testgen as well; and the right to make a network
-namespace. Without names it records everything. Then the built-in switch has to answer the same, packet by packet.
+It takes simple_switch with its Thrift modules, p4testgen for the scenario of that name, and the right to make a
+network namespace. Without names it records everything. Afterwards the built-in switch has to answer the same.
 """
 
 import argparse
@@ -25,9 +25,10 @@ def main() -> int:
     import recording
     import replay
     import scenarios
+    from recorder import record
+
     from dlcp.switch.namespace import become_root
     from dlcp.switch.program import Program
-    from recorder import record
 
     names = [*scenarios.SCENARIOS, "p4testgen"]
     parser = argparse.ArgumentParser(description="record what simple_switch answers, and compare the built-in switch")

@@ -1,23 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends the steps of a recording to simple_switch, one at a time, and writes down what it answers.
 
-Nothing is taken from the built-in switch. That a packet was dropped is known because markers that were sent after it came
-out and it did not; what was forwarded is counted by the program itself, and has to be as many as came out.
+Nothing is taken from the built-in switch. That a packet was dropped is known because markers that were sent after it
+came out and it did not; what was forwarded is counted by the program itself, and has to be as many as came out.
 """
 
 import dataclasses
+import sys
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
-from recording import AgeSlot, Answer, Burst, Change, Markers, Packet, Recording, SetEntries, SetGroup, Sleep, Step, WriteRegister
+from recording import (
+    AgeSlot,
+    Answer,
+    Burst,
+    Change,
+    Markers,
+    Packet,
+    Recording,
+    SetEntries,
+    SetGroup,
+    Sleep,
+    Step,
+    WriteRegister,
+)
 from simple_switch import DEADLINE_S, SimpleSwitch, SwitchError, version
 
 ANSWER_S = 0.005
 """How long a packet may take before a marker is sent after it. Chosen by us: ten times what it takes when idle."""
+ATTEMPTS = 3
+"""How often a recording is begun before it is given up."""
 BURST_RATE_PPS = 5
-"""Rate of each queue during a burst: the next packet leaves 200 ms after the first, when all others have come long since."""
+"""Rate of each queue during a burst: the second packet leaves 200 ms after the first, long after all others came."""
 BURST_ENQUEUED_US = 100_000
 """A burst that took longer to be sent is not recorded."""
 SLOT_IDLE_US = 1_000_000
@@ -28,6 +44,10 @@ _EVENTS = 8
 _FORWARDED = 0
 _UDP_PORTS = range(53696, 53704)
 _WORD = 1 << 32
+
+
+class Uncertain(SwitchError):
+    """It cannot be told what the answer to a packet was."""
 
 
 def owner_of(data: bytes) -> int | None:
@@ -51,18 +71,26 @@ def _plausible(sent: bytes, came: bytes) -> bool:
     return len(sent) == len(came) and sent[26:34] == came[26:34] and sent[46:] == came[46:]
 
 
-def record(program: Path, digest: str, steps: Iterable[Step]) -> Recording:
+def record(program: Path, digest: str, steps: Sequence[Step]) -> Recording:
     """Start simple_switch, and return the steps with its answers and its state in the end.
 
     A simple_switch of its own for each recording, because bm_reset_state leaves meters and groups in disorder (1.15.5).
+    What is not certain, because the machine was busy, is recorded again.
 
     Raises
     ------
     SwitchError
-        If it is not certain what the answer to a packet was; try again on a machine with more time.
+        If it is still not certain what the answer to a packet was.
     """
-    with SimpleSwitch(program) as switch:
-        return _Recorder(switch).record(digest, steps)
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            with SimpleSwitch(program) as switch:
+                return _Recorder(switch).record(digest, steps)
+        except Uncertain as error:
+            if attempt == ATTEMPTS:
+                raise
+            print(f"once more: {error}", file=sys.stderr)
+    raise AssertionError("not reached")
 
 
 class _Recorder:
@@ -73,7 +101,7 @@ class _Recorder:
         self._markers = 0
         self._came_out = 0
 
-    def record(self, digest: str, steps: Iterable[Step]) -> Recording:
+    def record(self, digest: str, steps: Sequence[Step]) -> Recording:
         # Slots that nobody used yet count as last used when the switch started.
         while self._switch.now_us() < SLOT_IDLE_US + 2 * MARGIN_US:
             time.sleep(0.1)
@@ -82,12 +110,12 @@ class _Recorder:
             done += self._do(step)
         stray = self._switch.receive(0.1)
         if stray is not None:
-            raise SwitchError(f"a packet came out of port {stray[0]} that nobody sent: {stray[1].hex()}")
+            raise Uncertain(f"a packet came out of port {stray[0]} that nobody sent: {stray[1].hex()}")
         state = self._switch.state()
         events = state.counters["egress_events"].items()
         forwarded = sum(packets for index, (packets, _) in events if index % _EVENTS == _FORWARDED)
         if forwarded != self._came_out:
-            raise SwitchError(f"the program counted {forwarded} packets, but {self._came_out} came out")
+            raise Uncertain(f"the program counted {forwarded} packets, but {self._came_out} came out")
         return Recording(digest, version(), done, state)
 
     def _do(self, step: Step) -> list[Step]:
@@ -129,7 +157,7 @@ class _Recorder:
         if answer is not None:
             self._came_out += 1
             if not _plausible(packet.data, answer[1]):
-                raise SwitchError(f"{answer[1].hex()} came out, and cannot be the answer to {packet.data.hex()}")
+                raise Uncertain(f"{answer[1].hex()} came out, and cannot be the answer to {packet.data.hex()}")
         time_us = self._time_of(packet, sent_us, used_before)
         return [dataclasses.replace(packet, time_us=time_us, answer=answer), *steps]
 
@@ -147,10 +175,11 @@ class _Recorder:
                 awaited.remove(came)
                 self._came_out += 1
             elif answer is not None:
-                raise SwitchError(f"two packets came out for one: {answer} and {came}")
+                raise Uncertain(f"two packets came out for one: {answer} and {came}")
             else:
                 answer = came
-        return answer
+        # Queue 0 comes after the markers' own.
+        return answer or self._switch.receive(ANSWER_S)
 
     def _burst(self, burst: Burst) -> Burst:
         """Let a lead through each queue, then send all others before the next may leave."""
@@ -165,13 +194,13 @@ class _Recorder:
             switch.send(lead.port, lead.data)
             answer = switch.receive(1 / BURST_RATE_PPS)
             if answer is None or answer[1][-4:] != lead.data[-4:]:
-                raise SwitchError("the lead of a burst did not come out at once")
+                raise Uncertain("the lead of a burst did not come out at once")
             leads.append(dataclasses.replace(lead, time_us=start_us, answer=answer))
         for packet in burst.packets:
             switch.send(packet.port, packet.data)
         took_us = switch.now_us() - start_us
         if took_us > BURST_ENQUEUED_US:
-            raise SwitchError(f"sending a burst took {took_us} us; the machine is too busy")
+            raise Uncertain(f"sending a burst took {took_us} us; the machine is too busy")
         came: list[tuple[int, bytes]] = []
         while answer := switch.receive(3 / BURST_RATE_PPS):
             came.append(answer)
@@ -182,11 +211,11 @@ class _Recorder:
         for packet, used in zip(burst.packets, used_before, strict=True):
             own = [answer for answer in came if answer[1][-4:] == packet.data[-4:]]
             if len(own) > 1:
-                raise SwitchError("packets of a burst need different last bytes")
+                raise Uncertain("packets of a burst need different last bytes")
             time_us = self._time_of(packet, start_us, used)
             packets.append(dataclasses.replace(packet, time_us=time_us, answer=own[0] if own else None))
         if sum(packet.answer is not None for packet in packets) != len(came):
-            raise SwitchError("more came out of a burst than went in")
+            raise Uncertain("more came out of a burst than went in")
         return Burst(leads, packets, burst.depths)
 
     def _slot_used(self, packet: Packet) -> int | None:
@@ -204,5 +233,5 @@ class _Recorder:
         age_us = (sent_us - used_us) % _WORD
         slot, owner = slot_of(packet.data), owner_of(packet.data)
         if self._switch.read_register("slot_owner", slot) != owner and abs(age_us - SLOT_IDLE_US) < MARGIN_US:
-            raise SwitchError(f"a slot was {age_us} us old: too close to {SLOT_IDLE_US} to say what the switch saw")
+            raise Uncertain(f"a slot was {age_us} us old: too close to {SLOT_IDLE_US} to say what the switch saw")
         return sent_us

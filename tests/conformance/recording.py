@@ -33,7 +33,7 @@ class Packet:
 class Burst:
     """Packets that all wait in their queues before the first of them leaves.
 
-    The queues are made slow for it. As a slow queue lets the first packet through at once, a lead is sent into each before.
+    The queues are made slow for it. As a slow queue lets the first packet through at once, each gets a lead before.
     """
 
     leads: list[Packet]

@@ -2,18 +2,31 @@
 """Gives the built-in switch what simple_switch was given, and tells where it answers otherwise."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+from recording import (
+    AgeSlot,
+    Answer,
+    Burst,
+    Change,
+    Markers,
+    Packet,
+    Recording,
+    SetEntries,
+    SetGroup,
+    Sleep,
+    Step,
+    WriteRegister,
+)
 
 from dlcp.switch import entries
 from dlcp.switch.cells import MeterConfig
 from dlcp.switch.profiles import Action, Group, Member, Target
 from dlcp.switch.program import DROP_PORT, Program
-from dlcp.switch.queues import PortQueueing, PortQueues
-from recording import AgeSlot, Answer, Burst, Change, Markers, Packet, Recording, SetEntries, SetGroup, Sleep, Step, WriteRegister
+from dlcp.switch.queues import DEPTH_PACKETS, PortQueueing, PortQueues
 
 
 def differences(recording: Recording, program: Program, *, batches: bool = False) -> Iterator[str]:
@@ -22,31 +35,40 @@ def differences(recording: Recording, program: Program, *, batches: bool = False
     Parameters
     ----------
     batches
-        Use the batch functions of the program instead of those for one packet.
+        Use the batch functions of the program instead of those for one packet, with batches as large as may be.
     """
     program.clear_entries()
     program.reset_state()
     pipeline = _Batches(program) if batches else _Single(program)
+    together = batches and not any(_has_thresholds(step) for step in recording.steps)
+    alone: list[Packet] = []
     for number, step in enumerate(recording.steps):
-        for packets, depths in _together(step):
-            for packet, answer in zip(packets, pipeline.switch(packets, depths), strict=True):
-                if answer != packet.answer:
-                    yield f"step {number}: {packet.kind}: {_describe(packet, answer)}"
-        _prepare(step, program)
+        if isinstance(step, Packet | Markers):
+            alone += step.packets() if isinstance(step, Markers) else [step]
+            following = recording.steps[number + 1 : number + 2]
+            if together and isinstance(following and following[0], Packet | Markers):
+                continue
+            yield from _compared(number, alone, pipeline.one_by_one(alone))
+            alone = []
+        elif isinstance(step, Burst):
+            yield from _compared(number, step.leads, pipeline.one_by_one(step.leads))
+            yield from _compared(number, step.packets, pipeline.at_once(step.packets, step.depths))
+        else:
+            _prepare(step, program)
     yield from _state_differences(recording, program)
 
 
-def _together(step: Step) -> Iterator[tuple[list[Packet], dict[int, int]]]:
-    """Return packets that are switched before the next ones come, and the depths of ports."""
-    if isinstance(step, Packet):
-        yield [step], {}
-    elif isinstance(step, Markers):
-        for marker in step.packets():
-            yield [marker], {}
-    elif isinstance(step, Burst):
-        for lead in step.leads:
-            yield [lead], {}
-        yield step.packets, step.depths
+def _has_thresholds(step: Step) -> bool:
+    """Say whether a step brings the drop rule into play: what egress writes then decides what ingress does next."""
+    return isinstance(step, SetEntries) and any(
+        item["table"].endswith("drop_threshold") for item in step.entries["entries"]
+    )
+
+
+def _compared(number: int, packets: Sequence[Packet], answers: Sequence[Answer]) -> Iterator[str]:
+    for packet, answer in zip(packets, answers, strict=True):
+        if answer != packet.answer:
+            yield f"step {number}: {packet.kind}: {_describe(packet, answer)}"
 
 
 class _Single:
@@ -55,22 +77,25 @@ class _Single:
     def __init__(self, program: Program) -> None:
         self._program = program
 
-    def switch(self, packets: Sequence[Packet], depths: dict[int, int]) -> list[Answer]:
+    def one_by_one(self, packets: Sequence[Packet]) -> list[Answer]:
+        """Return the answers to packets that each leave before the next comes."""
+        return [self.at_once([packet], {})[0] for packet in packets]
+
+    def at_once(self, packets: Sequence[Packet], depths: Mapping[int, int]) -> list[Answer]:
         """Return the answers to packets that all come before the first one leaves."""
-        queues: dict[int, PortQueues] = {}
+        queues = _Queues(depths)
         answers: list[Answer] = [None] * len(packets)
+        waiting: list[tuple[bytearray, Any]] = []
         for number, packet in enumerate(packets):
             data = bytearray(packet.data)
             port, queue, carry = self._program.ingress(data, packet.port, packet.time_us)
-            if port != DROP_PORT:
-                _queues(queues, port, depths).enqueue(data, (number, packet.time_us, carry), queue, 0)
-        for port, waiting in queues.items():
-            while departure := waiting.dequeue(0):
-                number, time_us, carry = departure.carry
-                data, depth = departure.packet, departure.deq_depth
-                if self._program.egress(data, carry, port, time_us, 0, departure.enq_depth, depth, time_us):
-                    answers[number] = port, bytes(data)
-                waiting.transmit(data, departure.queue)
+            waiting.append((data, carry))
+            queues.enqueue(number, port, queue)
+        for number, port, enq_depth, deq_depth in queues.departures():
+            data, carry = waiting[number]
+            time_us = packets[number].time_us
+            if self._program.egress(data, carry, port, time_us, 0, enq_depth, deq_depth, time_us):
+                answers[number] = port, bytes(data)
         return answers
 
 
@@ -80,8 +105,18 @@ class _Batches:
     def __init__(self, program: Program) -> None:
         self._program = program
 
-    def switch(self, packets: Sequence[Packet], depths: dict[int, int]) -> list[Answer]:
+    def one_by_one(self, packets: Sequence[Packet]) -> list[Answer]:
+        """Return the answers to packets that each leave before the next comes, or might as well."""
+        return self._switch(packets, None)
+
+    def at_once(self, packets: Sequence[Packet], depths: Mapping[int, int]) -> list[Answer]:
         """Return the answers to packets that all come before the first one leaves."""
+        return self._switch(packets, _Queues(depths))
+
+    def _switch(self, packets: Sequence[Packet], queues: "_Queues | None") -> list[Answer]:
+        answers: list[Answer] = [None] * len(packets)
+        if not packets:
+            return answers
         lengths = np.array([len(packet.data) for packet in packets])
         rows = np.zeros((len(packets), max(64, lengths.max())), np.uint8)
         for row, packet in zip(rows, packets, strict=True):
@@ -89,20 +124,15 @@ class _Batches:
         times = np.array([packet.time_us for packet in packets])
         arrived_at = np.array([packet.port for packet in packets])
         ports, priorities, carry = self._program.ingress_batch(rows, lengths, arrived_at, times)
-        queues: dict[int, PortQueues] = {}
-        for number, (port, queue) in enumerate(zip(ports.tolist(), priorities.tolist(), strict=True)):
-            if port != DROP_PORT:
-                _queues(queues, port, depths).enqueue(bytearray(), number, queue, 0)
-        order, enq_depths, deq_depths = [], [], []
-        for waiting in queues.values():
-            while departure := waiting.dequeue(0):
-                order.append(departure.carry)
-                enq_depths.append(departure.enq_depth)
-                deq_depths.append(departure.deq_depth)
-                waiting.transmit(departure.packet, departure.queue)
-        answers: list[Answer] = [None] * len(packets)
-        if not order:
+        if queues is None:
+            leaving = [(int(number), 0, 0) for number in np.flatnonzero(ports != DROP_PORT)]
+        else:
+            for number, (port, queue) in enumerate(zip(ports.tolist(), priorities.tolist(), strict=True)):
+                queues.enqueue(number, port, queue)
+            leaving = [(number, enq, deq) for number, _, enq, deq in queues.departures()]
+        if not leaving:
             return answers
+        order, enq_depths, deq_depths = (list(column) for column in zip(*leaving, strict=True))
         left = rows[order]
         sent = self._program.egress_batch(
             left, lengths[order], carry[order], ports[order], times[order], 0, enq_depths, deq_depths, times[order]
@@ -113,10 +143,27 @@ class _Batches:
         return answers
 
 
-def _queues(queues: dict[int, PortQueues], port: int, depths: dict[int, int]) -> PortQueues:
-    if port not in queues:
-        queues[port] = PortQueues(PortQueueing(depth_packets=depths[port]) if port in depths else None)
-    return queues[port]
+class _Queues:
+    """The queues of all ports; packets are known by their numbers."""
+
+    def __init__(self, depths: Mapping[int, int]) -> None:
+        self._depths = depths
+        self._ports: dict[int, PortQueues] = {}
+
+    def enqueue(self, number: int, port: int, queue: int) -> None:
+        """Let a packet wait, unless it is dropped or finds no place."""
+        if port == DROP_PORT:
+            return
+        if port not in self._ports:
+            self._ports[port] = PortQueues(PortQueueing(depth_packets=self._depths.get(port, DEPTH_PACKETS)))
+        self._ports[port].enqueue(bytearray(), number, queue, 0)
+
+    def departures(self) -> Iterator[tuple[int, int, int, int]]:
+        """Return number, port and depths (when it came and when it left) of every packet in the order of service."""
+        for port, waiting in self._ports.items():
+            while departure := waiting.dequeue(0):
+                yield departure.carry, port, departure.enq_depth, departure.deq_depth
+                waiting.transmit(departure.packet, departure.queue)
 
 
 def _prepare(step: Step, program: Program) -> None:
@@ -129,8 +176,8 @@ def _prepare(step: Step, program: Program) -> None:
             program.profiles[profile].modify_group(group, members)
         case WriteRegister(register, index, value) | AgeSlot(register, index, _, value):
             program.registers[register][index] = value
-        case Packet() | Burst() | Markers() | Sleep():
-            pass
+        case _:
+            assert isinstance(step, Sleep)  # the time that passed is in the time stamps
 
 
 def _change(operation: str, entry: entries.TableEntry, program: Program) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """BMv2's simple_switch as a thing that answers packets: its own process in its own network namespace.
 
-Packets go through the nanomsg socket that ``--packet-in`` opens instead of network interfaces, so they may have any length and
-come from any port, and no kernel queue can lose them. Entries, registers and counters go through Thrift.
+Packets go through the nanomsg socket that ``--packet-in`` opens instead of network interfaces, so they may have any
+length and come from any port, and no kernel queue can lose them. Entries, registers and counters go through Thrift.
 """
 
 import ctypes
@@ -22,9 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from recording import State
+
 from dlcp.switch.entries import match_value, number
 from dlcp.switch.namespace import Namespace
-from recording import State
 
 DEADLINE_S = 15.0
 DEPTH_PACKETS = 64

@@ -105,9 +105,7 @@ class Mini:
     def state(self, name, ops, keys=(), cases=(), default=None):
         """Cases are (value, mask or None, next)."""
         operations = [
-            item
-            if isinstance(item, dict)
-            else {"op": "extract", "parameters": [{"type": "regular", "value": item}]}
+            item if isinstance(item, dict) else {"op": "extract", "parameters": [{"type": "regular", "value": item}]}
             for item in ops
         ]
         transitions = [

@@ -155,9 +155,7 @@ def populate_oracle(oracle):
         (lambda k, w=w, n=n, kind=kind: k[0] >> (48 - n) == w >> (48 - n) and k[1] == kind, -n, "send", [port])
         for w, n, kind, port in MIXED
     ]
-    oracle.tables["fixed"] = [
-        (lambda k, v=v, m=m: k[0] & m == v, rank, "send", [port]) for v, m, rank, port in CONST
-    ]
+    oracle.tables["fixed"] = [(lambda k, v=v, m=m: k[0] & m == v, rank, "send", [port]) for v, m, rank, port in CONST]
     oracle.members = {4: ("send", [99])}
     oracle.tables["profile"] = [(lambda k: k[0] & 0x3F == 0x11, 0, "member", 4)]
     for cell in (1, 2):

@@ -16,9 +16,9 @@ import mini
 import oracle as oracles
 import sink
 
-from dlcp.switch import DROP_PORT, Action, EntryError, Member, Program, bmv2_json
-from dlcp.switch.bmv2_json import Const, Field, Op
+from dlcp.switch import DROP_PORT, Action, EntryError, Member, Program, UnsupportedFeature, bmv2_json
 from dlcp.switch.codegen.expressions import Expressions, fit
+from dlcp.switch.model import Const, Field, Op
 
 COUNT = 3000
 
@@ -217,7 +217,7 @@ def test_bounds_hold_for_random_expressions():
         item = make(4)
         try:
             value = expressions.value(item, "here")
-        except bmv2_json.UnsupportedFeature:
+        except UnsupportedFeature:
             continue
         for x, y in ((0, 0), (255, 65535), (255, 0), (0, 65535), (17, 4711)):
             expected = evaluate(item, {"x": x, "y": y})

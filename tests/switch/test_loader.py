@@ -9,6 +9,7 @@ import pytest
 
 from dlcp.switch import ProgramError, UnsupportedFeature, bmv2_json
 from dlcp.switch.codegen import generate
+from dlcp.switch.model import RegisterDef
 
 JSON = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
 DOCUMENT = json.loads(JSON.read_text())
@@ -53,7 +54,7 @@ def refused(document, feature, where):
 def test_the_program_is_read():
     program = bmv2_json.load(JSON)
     assert program.headers["dlcp"].width == 256
-    assert program.registers["queue_depth"] == bmv2_json.RegisterDef("queue_depth", 512, 19)
+    assert program.registers["queue_depth"] == RegisterDef("queue_depth", 512, 19)
     assert program.errors["PacketTooShort"] == 1
     assert program.emitted == ("ethernet", "ipv4", "ports", "udp", "dlcp")
     case = program.states["parse_ipv4"].cases[0]

@@ -243,6 +243,18 @@ def test_compiled_code_is_kept_only_where_nobody_else_writes(mode, tmp_path, mon
     assert cache_directory() == (path if mode == 0o700 else None)
 
 
+def test_old_programs_do_not_pile_up_on_disk(tmp_path, monkeypatch):
+    pytest.importorskip("numba")
+    from dlcp.switch import compiled as back_end
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for number in range(back_end.KEPT_PROGRAMS + 3):
+        assert number == back_end.load_compiled(f"CACHE = False\nVALUE = {number}\n").VALUE
+    directory = back_end.cache_directory()
+    assert len(list(directory.glob("dlcp_program_*.py"))) == back_end.KEPT_PROGRAMS
+    assert all("CACHE = True" in path.read_text() for path in directory.glob("dlcp_program_*.py"))
+
+
 CHECKED = """
 import sys
 sys.path[:0] = [{here!r}]

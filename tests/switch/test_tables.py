@@ -143,16 +143,16 @@ def test_entries_are_given_back(program):
     assert table.entries() == []
 
 
-TRUST, THRESHOLD = {"ig_port": 1}, {"queue": 1, "drop_class": 1}
+TRUST, LIMIT = {"ig_port": 1}, {"queue": 1, "drop_class": 1}
 BAD = {
     "unknown field": ("port_trust", {"igport": 1}, Action("trust"), 0, "no field 'igport'; did you mean ig_port"),
     "missing field": ("drop_threshold", {"queue": 1}, Action("NoAction"), 0, "no value for field drop_class"),
     "unknown action": ("port_trust", TRUST, Action("thrust"), 0, r"no action 'thrust'; did you mean .*\.trust"),
     "action of another table": ("port_trust", TRUST, Action("to_port", {"port": 1}), 0, "no action 'to_port'"),
-    "unknown parameter": ("drop_threshold", THRESHOLD, Action("drop_above", {"dept": 1}), 0, "'dept'; did you mean depth"),
-    "missing parameter": ("drop_threshold", THRESHOLD, Action("drop_above"), 0, "needs a value for depth"),
-    "wide parameter": ("drop_threshold", THRESHOLD, Action("drop_above", {"depth": 1 << 19}), 0, "depth of .* has 19 bits"),
-    "text parameter": ("drop_threshold", THRESHOLD, Action("drop_above", {"depth": "3"}), 0, "takes a number, not '3'"),
+    "unknown parameter": ("drop_threshold", LIMIT, Action("drop_above", {"dept": 1}), 0, "did you mean depth"),
+    "missing parameter": ("drop_threshold", LIMIT, Action("drop_above"), 0, "needs a value for depth"),
+    "wide parameter": ("drop_threshold", LIMIT, Action("drop_above", {"depth": 1 << 19}), 0, "depth .* 19 bits"),
+    "text parameter": ("drop_threshold", LIMIT, Action("drop_above", {"depth": "3"}), 0, "takes a number, not '3'"),
     "wide value": ("port_trust", {"ig_port": 512}, Action("trust"), 0, "ig_port has 9 bits; 0x200 does not fit"),
     "negative value": ("port_trust", {"ig_port": -1}, Action("trust"), 0, "does not fit"),
     "text value": ("port_trust", {"ig_port": "1"}, Action("trust"), 0, "takes a number, not '1'"),

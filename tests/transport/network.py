@@ -131,4 +131,19 @@ def all_done(*futures: Future):
     return lambda: all(future.done() for future in futures)
 
 
-__all__ = ["TOKEN", "Network", "all_done", "packets_of", "plain_tags", "wire"]
+class VirtualEndpoint:
+    """What a collective needs of an endpoint, over a rank of a Network."""
+
+    def __init__(self, network, rank):
+        self.network, self.rank = network, rank
+        self.protocol = network.ranks[rank]
+        self.options = self.protocol.options
+
+    def send(self, peer, key, payload, tags, bound, label):
+        return self.protocol.send_message(peer, key, payload, tags, bound, label, self.network.now)
+
+    def receive(self, peer, key, message_bytes, bound, label):
+        return self.protocol.receive_message(peer, key, message_bytes, bound, label, self.network.now)
+
+    def call(self, function):
+        function()

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from dlcp.switch.bmv2_json import (
+from dlcp.switch.errors import UnsupportedFeature
+from dlcp.switch.model import (
     ActionDef,
     Assign,
     Bits,
@@ -28,7 +29,6 @@ from dlcp.switch.bmv2_json import (
     Verify,
     reads,
 )
-from dlcp.switch.errors import UnsupportedFeature
 
 MAX_PATHS: Final = 1024
 """Ways through the parser; more would make the generated text too long. Chosen by us."""

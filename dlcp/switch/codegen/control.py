@@ -5,7 +5,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dlcp.switch.bmv2_json import (
+from dlcp.switch.codegen.analysis import Stacks, Usage, joins, successor, successors, summed_range
+from dlcp.switch.codegen.expressions import Expressions, Value, fit, number
+from dlcp.switch.codegen.layout import Layout, TableSlot
+from dlcp.switch.codegen.packets import Stores
+from dlcp.switch.codegen.writer import HashOf, Helpers, Load, Names, Writer, bare
+from dlcp.switch.errors import UnsupportedFeature
+from dlcp.switch.model import (
     ActionDef,
     Assign,
     Bits,
@@ -30,12 +36,6 @@ from dlcp.switch.bmv2_json import (
     Valid,
     Variable,
 )
-from dlcp.switch.codegen.analysis import Stacks, Usage, joins, successor, successors, summed_range
-from dlcp.switch.codegen.expressions import Expressions, Value, fit, number
-from dlcp.switch.codegen.layout import Layout, TableSlot
-from dlcp.switch.codegen.packets import Stores
-from dlcp.switch.codegen.writer import HashOf, Helpers, Load, Names, Writer, bare
-from dlcp.switch.errors import UnsupportedFeature
 
 HASH_BITS = {"crc16": 16, "crc32": 32, "csum16": 16, "xor16": 16}
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dlcp.switch.bmv2_json import (
+from dlcp.switch.errors import UnsupportedFeature
+from dlcp.switch.model import (
     BOOLEAN_OPS,
     Const,
     Expr,
@@ -21,7 +22,6 @@ from dlcp.switch.bmv2_json import (
     Valid,
     Variable,
 )
-from dlcp.switch.errors import UnsupportedFeature
 
 LIMIT: Final = 1 << 63
 _PYTHON: Final = {"and": "and", "or": "or"}

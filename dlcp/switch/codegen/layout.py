@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from dlcp.switch.bmv2_json import Key, Pipeline, ProgramDef, TableDef
 from dlcp.switch.errors import UnsupportedFeature
+from dlcp.switch.model import Key, Pipeline, ProgramDef, TableDef
 
 FLAT: Final = ("registers", "packets_counted", "bytes_counted", "meter_rates", "meter_tokens")
 """The arrays for what is no table."""

@@ -5,28 +5,37 @@ A header's fields are read once, when it is extracted, and only those that someb
 written back into the packet at once, so the packet is at all times what the deparser would make of it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from dlcp.switch.bmv2_json import Field, Valid
-from dlcp.switch.codegen.writer import Helpers, Load, Names, Store, Writer, at, field_units
+from dlcp.switch.codegen.writer import Helpers, Load, Names, Store, Writer, at
+from dlcp.switch.errors import UnsupportedFeature
+from dlcp.switch.model import Field, Valid
 
 
-def emit_load(write: Writer, names: Names, helpers: Helpers, needed: list[Field], offset: int) -> None:
-    """Read ``needed`` fields of one header that starts at byte ``offset``."""
-    runs = field_units(needed)
-    if not runs:
+class Placed(NamedTuple):
+    """A field, and where it is in the packet, in bits."""
+
+    bit: int
+    field: Field
+
+
+def emit_load(write: Writer, names: Names, helpers: Helpers, needed: Sequence[Placed]) -> None:
+    """Read fields of a packet, all at once."""
+    if not needed:
         return
+    offset = min(item.bit for item in needed) // 8
     parts: list[tuple[int, int]] = []
     variables: list[str] = []
     decode: list[str] = []
-    for start, size, members in runs:
+    for start, size, members in _runs(needed):
         pieces = _pieces(size)
-        only = members[0] if len(members) == 1 else None
+        only = members[0].field if len(members) == 1 else None
         whole = only is not None and only.width == size * 8 and len(pieces) == 1
         position = start
         raw = []
         for piece in pieces:
-            parts.append((position, piece))
+            parts.append((position - offset, piece))
             raw.append(names(only) if whole and only is not None else f"u{len(variables)}")
             variables.append(raw[-1])
             position += piece
@@ -39,11 +48,32 @@ def emit_load(write: Writer, names: Names, helpers: Helpers, needed: list[Field]
         write(line)
 
 
+def _runs(needed: Sequence[Placed]) -> list[tuple[int, int, list[Placed]]]:
+    """Group fields into runs of whole bytes: (first byte, bytes, fields). Fields that share a byte come together.
+
+    Raises UnsupportedFeature if such a run is longer than seven bytes.
+    """
+    runs: list[tuple[int, int, list[Placed]]] = []
+    for item in sorted(needed, key=lambda item: item.bit):
+        first, end = item.bit // 8, (item.bit + item.field.width + 7) // 8
+        if runs and first < runs[-1][0] + runs[-1][1]:
+            start, _, members = runs[-1]
+            runs[-1] = (start, end - start, [*members, item])
+        else:
+            runs.append((first, end - first, [item]))
+    for _, size, members in runs:
+        if size > 7 and (size != 8 or len(members) > 1):
+            fields = ", ".join(member.field.name for member in members)
+            feature = f"fields that share bytes over more than 7 bytes ({fields})"
+            raise UnsupportedFeature(feature, f"header {members[0].field.header}")
+    return runs
+
+
 def _pieces(size: int) -> list[int]:
     return {1: [1], 2: [2], 3: [1, 2], 4: [4], 5: [1, 4], 6: [2, 4], 7: [1, 2, 4], 8: [8]}[size]
 
 
-def _decode(names: Names, members: list[Field], start: int, size: int, raw: list[str], pieces: list[int]) -> list[str]:
+def _decode(names: Names, members: list[Placed], start: int, size: int, raw: list[str], pieces: list[int]) -> list[str]:
     lines = []
     source = raw[0]
     if len(raw) > 1:
@@ -52,13 +82,13 @@ def _decode(names: Names, members: list[Field], start: int, size: int, raw: list
             rest -= piece
             terms.append(f"{text} << {8 * rest}" if rest else text)
         joined = " | ".join(terms)
-        if len(members) == 1 and members[0].width == size * 8:
-            return [f"{names(members[0])} = {joined}"]
+        if len(members) == 1 and members[0].field.width == size * 8:
+            return [f"{names(members[0].field)} = {joined}"]
         lines.append(f"{source} = {joined}")
-    for member in members:
-        shift = (start + size) * 8 - member.offset - member.width
+    for bit, member in members:
+        shift = (start + size) * 8 - bit - member.width
         text = f"{source} >> {shift}" if shift else source
-        if member.offset != start * 8:
+        if bit != start * 8:
             text = f"{text} & {hex((1 << member.width) - 1)}"
         lines.append(f"{names(member)} = {text}")
     return lines

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parser as nested ifs: every way through it has its own text, so every offset is a constant."""
 
-from dlcp.switch.bmv2_json import Assign, Case, Extract, Field, ProgramDef, State, Valid, Variable, Verify
 from dlcp.switch.codegen.analysis import Stacks
 from dlcp.switch.codegen.expressions import Expressions, fit
-from dlcp.switch.codegen.packets import Stores, emit_load
+from dlcp.switch.codegen.packets import Placed, Stores, emit_load
 from dlcp.switch.codegen.writer import Helpers, Names, Writer
+from dlcp.switch.model import Assign, Case, Extract, ProgramDef, State, Valid, Variable
 
 
 class ParserText:
@@ -50,17 +50,17 @@ class ParserText:
         where = f"parser state {state.name}"
         while index < len(state.operations):
             operation = state.operations[index]
+            if isinstance(operation, Extract):
+                self._extract(state, index, path, offset)
+                return
             index += 1
             if isinstance(operation, Assign):
                 self._assign(operation, path, where)
-            elif isinstance(operation, Verify):
+            else:
                 condition = self.expressions.condition(operation.condition, where)
                 with self.write.block(f"if {condition}:"):
                     self._operations(state, index, path, offset)
-                self._fail(self.expressions.value(operation.error, where).text)
-                return
-            else:
-                self._extract(operation, state, index, path, offset)
+                self._otherwise(self._error(self.expressions.value(operation.error, where).text))
                 return
         self._select(state, path, offset)
 
@@ -73,22 +73,51 @@ class ParserText:
             stores.add(target, self.names(target))
             stores.flush(path)
 
-    def _extract(self, operation: Extract, state: State, index: int, path: tuple[str, ...], offset: int) -> None:
-        header = self.program.headers[operation.header]
-        end = offset + header.width // 8
-        with self.write.block(f"if n >= {end}:"):
-            fields: list[Field] = [item for item in header.fields.values() if item in self.needed]
-            emit_load(self.write, self.names, self.helpers, fields, offset)
-            if Valid(header.name) in self.needed:
-                several = len(self.stacks.offsets[header.name]) > 1
-                self.write(f"{self.names(Valid(header.name))} = {offset + 1 if several else 1}")
-            self._operations(state, index, (*path, header.name), end)
-        self._fail(str(self.program.errors["PacketTooShort"]))
+    def _extract(self, state: State, index: int, path: tuple[str, ...], offset: int) -> None:
+        """Emit the extract at ``index``, together with those that follow it at once."""
+        headers: list[str] = []
+        while index < len(state.operations) and isinstance(operation := state.operations[index], Extract):
+            headers.append(operation.header)
+            index += 1
+        ends = [offset]
+        for name in headers:
+            ends.append(ends[-1] + self.program.headers[name].width // 8)
+        short = self._error(str(self.program.errors["PacketTooShort"]))
+        with self.write.block(f"if n >= {ends[-1]}:"):
+            self._take(headers, ends)
+            self._operations(state, index, (*path, *headers), ends[-1])
+        for count in range(len(headers) - 1, 0, -1):
+            with self.write.block(f"elif n >= {ends[count]}:"):
+                self._take(headers[:count], ends)
+                for line in short:
+                    self.write(line)
+        self._otherwise(short)
 
-    def _fail(self, error: str) -> None:
-        if self.error is not None and self.error in self.needed:
+    def _take(self, headers: list[str], starts: list[int]) -> None:
+        """Read what is needed of headers that are there, and mark them valid."""
+        needed = [
+            Placed(start * 8 + item.offset, item)
+            for name, start in zip(headers, starts, strict=False)
+            for item in self.program.headers[name].fields.values()
+            if item in self.needed
+        ]
+        emit_load(self.write, self.names, self.helpers, needed)
+        for name, start in zip(headers, starts, strict=False):
+            if Valid(name) in self.needed:
+                several = len(self.stacks.offsets[name]) > 1
+                self.write(f"{self.names(Valid(name))} = {start + 1 if several else 1}")
+
+    def _error(self, error: str) -> list[str]:
+        """Return the lines that note an error, if anybody reads it."""
+        if self.error is None or self.error not in self.needed:
+            return []
+        return [f"{self.names(self.error)} = {error}"]
+
+    def _otherwise(self, lines: list[str]) -> None:
+        if lines:
             with self.write.block("else:"):
-                self.write(f"{self.names(self.error)} = {error}")
+                for line in lines:
+                    self.write(line)
 
     def _select(self, state: State, path: tuple[str, ...], offset: int) -> None:
         head = "if"

@@ -9,18 +9,19 @@ import inspect
 import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dlcp.switch import kernels
-from dlcp.switch.bmv2_json import Assign, Field, Pipeline, ProgramDef, Variable
 from dlcp.switch.codegen.analysis import Usage, constant_fields, stacks, target_of
 from dlcp.switch.codegen.control import Context, ControlText
 from dlcp.switch.codegen.expressions import Expressions
 from dlcp.switch.codegen.layout import FLAT, Layout, lay_out
 from dlcp.switch.codegen.parsing import ParserText
+from dlcp.switch.codegen.shortcuts import shorten
 from dlcp.switch.codegen.writer import Helpers, Load, Names, Store, Writer
 from dlcp.switch.hashes import compiled_source, compiled_tables, plain_source
+from dlcp.switch.model import Assign, Field, Pipeline, ProgramDef, Variable
 
 DROP_PORT: Final = 511
 """BMv2's default drop port; packets that leave ingress or egress with it are dropped."""
@@ -209,6 +210,7 @@ def generate(program: ProgramDef) -> Generated:
 
 class _Generator:
     def __init__(self, program: ProgramDef) -> None:
+        program = replace(program, ingress=shorten(program.ingress), egress=shorten(program.egress))
         self.program = program
         self.stacks = stacks(program)
         self.usage = Usage(program)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
-from dlcp.switch.bmv2_json import Field, Valid, Variable
 from dlcp.switch.errors import UnsupportedFeature
+from dlcp.switch.model import Valid, Variable
 
 MAX_LINES: Final = 20_000
 """Longest generated text; a control flow that jumps about can repeat itself. Chosen by us."""
@@ -168,24 +168,3 @@ def at(base: str, offset: int) -> str:
     if not base:
         return str(offset)
     return f"{base} + {offset}" if offset else base
-
-
-def field_units(fields: list[Field]) -> list[tuple[int, int, list[Field]]]:
-    """Group a header's fields into runs of whole bytes that can be read at once: (first byte, bytes, fields).
-
-    Fields that share a byte come together. Raises UnsupportedFeature if such a run is longer than seven bytes.
-    """
-    runs: list[tuple[int, int, list[Field]]] = []
-    for item in sorted(fields, key=lambda item: item.offset):
-        first, end = item.offset // 8, (item.offset + item.width + 7) // 8
-        if runs and first < runs[-1][0] + runs[-1][1]:
-            start, _, members = runs[-1]
-            runs[-1] = (start, end - start, [*members, item])
-        else:
-            runs.append((first, end - first, [item]))
-    for start, size, members in runs:
-        if size > 7 and (size != 8 or len(members) > 1):
-            names = ", ".join(member.name for member in members)
-            raise UnsupportedFeature(f"fields that share bytes over more than 7 bytes ({names})", members[0].header)
-        del start
-    return runs
