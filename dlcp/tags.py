@@ -171,14 +171,16 @@ class Tagger:
             if mine.any():
                 classes[mine] = self._classify(segments[index].layer, magnitudes[mine])
         # A packet on a border is as urgent as the most urgent layer in it.
-        layer = np.minimum(positions[first], positions[last])
+        spans = np.column_stack([first, last + 1]).ravel()
+        layer = np.minimum.reduceat(np.append(positions, np.uint8(255)), spans)[::2]
         return PacketTags(queue_of_layer(layer), classes, layer, protected | (classes == 0))
 
     def _classify(self, layer: Layer, magnitudes: NDArray[np.float32]) -> NDArray[np.uint8]:
         finite = magnitudes[np.isfinite(magnitudes)]
+        quantiles = self.policy.quantiles(layer.position)
         if len(finite):
             # Judged by the distribution of its own layer, so that classes hold their shares whatever the scale.
-            borders: NDArray[np.float64] = np.quantile(finite.astype(np.float64), self.policy.quantiles(layer.position))
+            borders: NDArray[np.float64] = np.quantile(finite.astype(np.float64), quantiles)
             past = self._borders.get(layer.name)
             if past is not None:
                 borders = self.policy.memory * past + (1 - self.policy.memory) * borders
@@ -186,4 +188,6 @@ class Tagger:
         elif layer.name not in self._borders:
             return np.zeros(len(magnitudes), np.uint8)
         below = np.searchsorted(self._borders[layer.name], magnitudes, "right")
+        # Where most packets are zeros, as in an embedding, so are the borders: zeros are worth least all the same.
+        below[magnitudes == 0] = np.count_nonzero(quantiles == 0)
         return (DROP_CLASSES - 1 - below).astype(np.uint8)

@@ -181,8 +181,6 @@ class DirectAllReduce:
         """
         if self.adaptive and len(self.rates_bps) == len(self.weights):
             self.weights = weights_for_rates(inbound_rates(self.rates_bps))
-            if self.endpoint.rank == 0:
-                import sys; print("DBG", step, {r: (v/1e6).round(1).tolist() for r,v in self.rates_bps.items()}, {r: round(v,2) for r,v in self.weights.items()}, file=sys.stderr, flush=True)
         self.rates_bps, self.rated_by = {}, {}
         self.endpoint.call(partial(self._forget_before, step))
 

@@ -103,7 +103,8 @@ class ParameterServer:
             self.endpoint.options.payload_bytes // value_type.storage.itemsize,
             rescale=self.options.rescale,
         )
-        result = memoryview(np.ascontiguousarray(value_type.narrow(mean)).tobytes() + bytes(len(self.workers) * RATE.itemsize))
+        no_rates = bytes(len(self.workers) * RATE.itemsize)
+        result = memoryview(np.ascontiguousarray(value_type.narrow(mean)).tobytes() + no_rates)
         tags = _tags_of(bucket, -(-len(result) // self.endpoint.options.payload_bytes))
         sequence = key.message // self._ranks // 2
         for worker in self.workers:

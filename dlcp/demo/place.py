@@ -2,7 +2,6 @@
 """Where a run takes place: network namespaces around a switch, or, where those cannot be had, loopback addresses."""
 
 import json
-import os
 import subprocess
 import tempfile
 from abc import ABC, abstractmethod
@@ -58,7 +57,7 @@ class Place(ABC):
         description = folder / "fabric.json"
         description.write_text(json.dumps(self._fabric))
         self._switch = self._stack.enter_context(
-            SwitchProcess(["--fabric", str(description)], counters_every_s=1.0, **options)
+            SwitchProcess(["--fabric", str(description)], counters_every_s=5.0, **options)
         )
 
     def __enter__(self) -> "Place":
@@ -86,9 +85,9 @@ class Place(ABC):
     def interface(self) -> str:
         """The name of every host's interface."""
 
-    def environment(self, extra: dict[str, str]) -> dict[str, str]:
-        """Return the environment of a process on a host."""
-        return {**os.environ, "GLOO_SOCKET_IFNAME": self.interface, **extra}
+    @abstractmethod
+    def namespace(self, host: int) -> str | None:
+        """Return the path of a host's network namespace; None if it has none of its own."""
 
     def background_arguments(self, host: int, peers: Sequence[int]) -> list[str]:
         """Return how one end of the background traffic talks to its peers."""
@@ -117,6 +116,10 @@ class NamespacePlace(Place):
         """Return what starts a process in the host's namespace."""
         return self._network.hosts[host].namespace.popen
 
+    def namespace(self, host: int) -> str | None:
+        """Return the path of the host's namespace."""
+        return self._network.hosts[host].namespace.path
+
     def bind_of(self, host: int, port: int) -> str:
         """Return the host's address."""
         return f"{self._network.hosts[host].address}:{port}"
@@ -141,6 +144,10 @@ class LoopbackPlace(Place):
     def popen(self, host: int) -> Callable[..., "subprocess.Popen[str]"]:
         """Return what starts any process."""
         return subprocess.Popen
+
+    def namespace(self, host: int) -> str | None:
+        """Return None: all hosts are in this one."""
+        return None
 
     def bind_of(self, host: int, port: int) -> str:
         """Return the address of the host's process."""

@@ -5,20 +5,19 @@ import json
 import os
 import platform
 import secrets
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dlcp
-from dlcp.demo.background import SAMPLE_S, SINK_PORT, Burst, delivered_bps, schedule
+from dlcp.demo.background import SAMPLE_S, Burst, delivered_bps, schedule
 from dlcp.demo.place import LoopbackPlace, NamespacePlace, Place
+from dlcp.demo.processes import Fact, Program, Running, Worker
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 BACKGROUND_FLOWS = 2
@@ -46,9 +45,9 @@ class Setup:
 
     seed: int = 1
     workers: int = 4
-    steps: int = 60
-    rate_bps: int = 100_000_000
-    depth_packets: int = 64
+    steps: int = 28
+    rate_bps: int = 32_000_000
+    depth_packets: int = 32
     loss_bound: float = 0.1
     collective: str = "direct"
 
@@ -114,68 +113,6 @@ def variants(setup: Setup) -> list[Variant]:
     ]
 
 
-class Process:
-    """A child process whose standard output is read line by line in a thread."""
-
-    def __init__(
-        self, name: str, popen: Callable[..., "subprocess.Popen[str]"], argv: Sequence[str], **options: Any
-    ) -> None:
-        self.name = name
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
-        self.child = popen(
-            [sys.executable, *argv],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-            **options,
-        )
-        self.lines: list[str] = []
-        self.ready = threading.Event()
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-        self.on_line: Callable[[str], None] | None = None
-
-    def _read(self) -> None:
-        assert self.child.stdout
-        for line in self.child.stdout:
-            self.ready.set()
-            self.lines.append(line)
-            if self.on_line:
-                self.on_line(line)
-
-    def tell(self, line: str) -> None:
-        """Write a line to its standard input."""
-        assert self.child.stdin
-        self.child.stdin.write(line + "\n")
-        self.child.stdin.flush()
-
-    def wait(self, deadline_s: float) -> int:
-        """Wait for its end and for all it printed."""
-        status = self.child.wait(max(0.1, deadline_s - time.monotonic()))
-        self._thread.join(5)
-        return status
-
-    def said(self) -> str:
-        """Return what it wrote to standard error, the end of it."""
-        self.errors.seek(0)
-        return self.errors.read()[-2000:].strip()
-
-    def stop(self) -> None:
-        """End it, politely first."""
-        if self.child.poll() is None:
-            self.child.terminate()
-            try:
-                self.child.wait(5)
-            except subprocess.TimeoutExpired:
-                self.child.kill()
-                self.child.wait()
-        self._thread.join(5)
-        for stream in (self.child.stdin, self.child.stdout):
-            if stream:
-                stream.close()
-
-
 def execute(setup: Setup, variant: Variant, *, namespaces: bool, progress: Progress) -> dict[str, Any]:
     """Run one variant and return its record, in the form that :mod:`dlcp.demo.summary` reads.
 
@@ -188,78 +125,69 @@ def execute(setup: Setup, variant: Variant, *, namespaces: bool, progress: Progr
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-demo-")))
         kind = NamespacePlace if namespaces else LoopbackPlace
         place: Place = stack.enter_context(kind(setup, _shares(setup, variant), JOB))
-
-        def start(name: str, host: int, argv: Sequence[str], environment: dict[str, str] | None = None) -> Process:
-            process = Process(name, place.popen(host), argv, env=place.environment(environment or {}))
-            stack.callback(process.stop)
-            return process
-
         bursts = setup.bursts()
-        sinks, sources = _background(setup, place, bursts, folder, start)
-        workers = _workers(setup, variant, place, folder, start)
-        _await_ready([*sinks, *sources, *workers])
-        workers[0].on_line = lambda line: _report_progress(line, progress)
+        sinks, sources = _background(setup, place, bursts, folder, stack)
+        servers, workers = _workers(setup, variant, place, folder, stack, progress)
+        everybody: list[Running] = [*sinks, *sources, *servers, *workers]
+        _await_ready(everybody)
         start_s = time.monotonic() + 0.3
-        for process in [*sources, *workers]:
-            process.tell(repr(start_s))
-        reports = _collect(workers, setup.workers)
+        waiting: list[Running] = [*sources, *workers[: setup.workers]]
+        for process in waiting:
+            process.tell(start_s)
+        reports = _collect(workers[: setup.workers], everybody)
         stop_s = max(sum(report["steps"]) for report in reports)
-        for process in [*sources, *sinks]:
-            process.stop()
+        for program in [*sources, *sinks]:
+            program.stop()
         samples = _samples(folder, start_s)
         counters = place.counters()
-        print(workers[0].said())
     return _record(setup, variant, place, reports, samples, stop_s, bursts, counters)
 
 
 def _shares(setup: Setup, variant: Variant) -> tuple[float, float] | None:
-    """Return the job's share of a worker's port for data and for control."""
+    """Return the job's share of a port for data and for control."""
     return None if variant.share is None else (variant.share - CONTROL_SHARE, CONTROL_SHARE)
 
 
+def _program(stack: ExitStack, place: Place, name: str, host: int, argv: Sequence[str]) -> Program:
+    program = Program(f"{name} {host}", place.popen(host), argv)
+    stack.callback(program.stop)
+    return program
+
+
 def _background(
-    setup: Setup, place: Place, bursts: Sequence[Burst], folder: Path, start: Callable[..., Process]
-) -> tuple[list[Process], list[Process]]:
+    setup: Setup, place: Place, bursts: Sequence[Burst], folder: Path, stack: ExitStack
+) -> tuple[list[Program], list[Program]]:
     module = ["-m", "dlcp.demo.background"]
     targets = list(range(setup.workers if setup.server is None else setup.workers + 1))
     plan = json.dumps([[burst.start_s, burst.stop_s, burst.target] for burst in bursts])
-    sinks = [
-        start(
-            f"sink {host}",
-            host,
-            [*module, "sink", *place.background_arguments(host, setup.sources), "--log", str(folder / f"sink{host}")],
+    sinks = []
+    for host in targets:
+        peers = place.background_arguments(host, setup.sources)
+        sinks.append(
+            _program(stack, place, "sink", host, [*module, "sink", *peers, "--log", str(folder / f"sink{host}")])
         )
-        for host in targets
-    ]
-    for process in sinks:
-        if not process.ready.wait(READY_DEADLINE_S):
-            raise DemoError(f"{process.name} did not start: {process.said()}")
-    sources = [
-        start(f"source {host}", host, [*module, "source", *place.background_arguments(host, targets), "--bursts", plan])
-        for host in setup.sources
-    ]
+    _await_ready(sinks)
+    sources = []
+    for host in setup.sources:
+        peers = place.background_arguments(host, targets)
+        sources.append(_program(stack, place, "source", host, [*module, "source", *peers, "--bursts", plan]))
     return sinks, sources
 
 
 def _workers(
-    setup: Setup, variant: Variant, place: Place, folder: Path, start: Callable[..., Process]
-) -> list[Process]:
-    by_gloo = variant.mode == "gloo" and setup.server is not None
-    ranks = setup.workers + by_gloo
+    setup: Setup, variant: Variant, place: Place, folder: Path, stack: ExitStack, progress: Progress
+) -> tuple[list[Program], list[Worker]]:
     token = secrets.randbits(63) | 1
-    processes = []
-    if variant.mode == "dlcp" and setup.server is not None:
-        peers = [place.address_of(worker, variant.udp_port) for worker in range(setup.workers)]
-        tagged = variant.environment.get("DLCP_TAGGED", "1")
-        server = [
-            *("-m", "dlcp.cli", "server", "--bind", place.bind_of(setup.server, variant.udp_port)),
-            *("--workers", *peers, "--token", str(token), "--job", str(JOB), "--tagged", tagged),
-            *("--loss-bound", variant.environment["DLCP_LOSS_BOUND"]),
-            *("--congestion", variant.environment.get("DLCP_CONGESTION", "proportional")),
-        ]
-        processes.append(start("server", setup.server, server))
+    servers = []
+    ranks = setup.workers
+    if setup.server is not None and variant.mode == "gloo":
+        ranks += 1
+    elif setup.server is not None:
+        servers.append(_program(stack, place, "server", setup.server, _server(setup, variant, place, token)))
+    workers = []
     for rank in range(ranks):
         environment = {
+            "GLOO_SOCKET_IFNAME": place.interface,
             "DLCP_BIND": place.bind_of(rank, variant.udp_port),
             "DLCP_ADVERTISE": place.address_of(rank, variant.udp_port),
             "DLCP_JOB": str(JOB),
@@ -268,52 +196,71 @@ def _workers(
             "DLCP_SERVER": "" if setup.server is None else place.address_of(setup.server, variant.udp_port),
             **variant.environment,
         }
-        argv = [
-            *("-m", "dlcp.demo.worker", "--mode", variant.mode, "--collective", setup.collective),
+        arguments = [
+            *("--mode", variant.mode, "--collective", setup.collective, "--steps", str(setup.steps)),
             *("--rank", str(rank), "--workers", str(setup.workers), "--ranks", str(ranks)),
-            *("--steps", str(setup.steps), "--seed", str(setup.seed), "--store", str(folder / "store")),
+            *("--seed", str(setup.seed), "--store", str(folder / "store")),
         ]
-        processes.insert(rank, start(f"worker {rank}", rank, argv, environment))
-    return processes
+        on_fact = partial(_report_progress, progress) if rank == 0 else _ignore
+        worker = Worker(f"worker {rank}", place.namespace(rank), environment, arguments, on_fact)
+        stack.callback(worker.stop)
+        workers.append(worker)
+    return servers, workers
 
 
-def _await_ready(processes: Sequence[Process]) -> None:
+def _server(setup: Setup, variant: Variant, place: Place, token: int) -> list[str]:
+    """Return the command line of the parameter server."""
+    assert setup.server is not None
+    environment = variant.environment
+    return [
+        *("-m", "dlcp.cli", "server", "--bind", place.bind_of(setup.server, variant.udp_port)),
+        *("--workers", *(place.address_of(worker, variant.udp_port) for worker in range(setup.workers))),
+        *("--token", str(token), "--job", str(JOB), "--loss-bound", environment["DLCP_LOSS_BOUND"]),
+        *("--tagged", environment.get("DLCP_TAGGED", "1")),
+        *("--congestion", environment.get("DLCP_CONGESTION", "proportional")),
+    ]
+
+
+def _await_ready(processes: Sequence[Running]) -> None:
     deadline_s = time.monotonic() + READY_DEADLINE_S
     for process in processes:
         while not process.ready.wait(0.2):
             _check(processes)
             if time.monotonic() > deadline_s:
                 raise DemoError(f"{process.name} is not ready after {READY_DEADLINE_S:.0f} s: {process.said()}")
+    _check(processes)
 
 
-def _collect(processes: Sequence[Process], workers: int) -> list[dict[str, Any]]:
+def _collect(workers: Sequence[Worker], everybody: Sequence[Running]) -> list[Fact]:
     deadline_s = time.monotonic() + RUN_DEADLINE_S
-    while any(process.child.poll() is None for process in processes[:workers]):
-        _check(processes)
+    while any(worker.status() is None for worker in workers):
+        _check(everybody)
         if time.monotonic() > deadline_s:
             raise DemoError(f"no end after {RUN_DEADLINE_S:.0f} s")
         time.sleep(0.1)
-    _check(processes)
-    return [_last_report(process, deadline_s) for process in processes[:workers]]
+    _check(everybody)
+    reports = [worker.finish(READY_DEADLINE_S) for worker in workers]
+    found = [report for report in reports if report is not None]
+    if len(found) < len(reports):
+        raise DemoError("a worker ended without a report")
+    return found
 
 
-def _last_report(process: Process, deadline_s: float) -> dict[str, Any]:
-    process.wait(deadline_s)
-    report: dict[str, Any] = json.loads(process.lines[-1])["report"]
-    return report
-
-
-def _check(processes: Sequence[Process]) -> None:
-    failed = [process for process in processes if process.child.poll() not in (None, 0)]
+def _check(processes: Sequence[Running]) -> None:
+    failed = [process for process in processes if process.status() not in (None, 0)]
     if failed:
         time.sleep(0.5)  # the others notice and say why
-        raise DemoError("\n".join(f"{p.name}: {p.said()}" for p in processes if p.said()) or f"{failed[0].name} failed")
+        said = [f"{process.name}: {process.said()}" for process in processes if process.said()]
+        raise DemoError("\n".join(said) or f"{failed[0].name} ended with status {failed[0].status()}")
 
 
-def _report_progress(line: str, progress: Progress) -> None:
-    fact = json.loads(line)
+def _report_progress(progress: Progress, fact: Fact) -> None:
     if "step" in fact:
         progress(fact["step"])
+
+
+def _ignore(fact: Fact) -> None:
+    pass
 
 
 def _samples(folder: Path, start_s: float) -> list[tuple[float, float]]:
@@ -432,6 +379,3 @@ def _switch_totals(counters: dict[str, Any]) -> dict[str, Any]:
         "busy": counters["busy"],
         "late_max_s": counters["late_max_s"],
     }
-
-
-__all__ = ["SINK_PORT", "DemoError", "Setup", "Variant", "execute", "variants"]

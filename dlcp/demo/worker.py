@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker of the demo: an ordinary DDP training script. ``--mode`` says who averages the gradients."""
+"""One worker of the demo: ordinary DDP training. ``--mode`` says who averages the gradients."""
 
 import argparse
-import json
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,15 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 import dlcp.torch
 from dlcp.demo import gloo_server
 from dlcp.demo import model as demo
+from dlcp.demo.processes import Fact
 from dlcp.tags import layers_in_order
 
-LEARNING_RATE = 0.03
+LEARNING_RATE = 0.002
+LEARNING_RATE_STEPS = 4
+"""Steps until the learning rate is reached; from then on it falls as a cosine."""
 BUCKET_MB = 0.5
-EVALUATE_EVERY = 2
+EVALUATE_EVERY = 1
 WARM_UP_STEPS = 6
 
 
-def train(arguments: argparse.Namespace) -> dict[str, Any]:
+def train(arguments: argparse.Namespace, channel: Connection) -> Fact:
     """Train, and return what happened on this rank."""
     rank, workers = dist.get_rank(), arguments.workers
     digits = demo.load(arguments.seed)
@@ -39,14 +40,15 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
         state = dlcp.torch.enable(model)
     elif arguments.collective == "server":
         model.register_comm_hook(gloo_server.Client(group), gloo_server.hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / arguments.steps))
+        optimizer,
+        lambda step: min(1, (step + 1) / LEARNING_RATE_STEPS) * 0.5 * (1 + math.cos(math.pi * step / arguments.steps)),
     )
     batches = demo.batches(digits, arguments.steps, rank, workers, arguments.seed)
     compute_s = _warm_up(network, digits)
-    _say({"ready": True})
-    start_s = float(sys.stdin.readline())
+    channel.send({"ready": True})
+    start_s: float = channel.recv()
     time.sleep(max(0.0, start_s - time.monotonic()))
     steps: list[float] = []
     snapshots = [(0, 0.0, _copy(network))]
@@ -60,10 +62,10 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
         now_s = time.monotonic()
         steps.append(now_s - begin_s)
         if rank == 0:
-            _say({"step": step})
+            channel.send({"step": step})
             if step % EVALUATE_EVERY == 0 or step == arguments.steps:
                 snapshots.append((step, now_s - start_s, _copy(network)))
-    report: dict[str, Any] = {
+    report: Fact = {
         "rank": rank,
         "steps": steps,
         "compute_seconds": compute_s,
@@ -130,12 +132,11 @@ def _layer_names(network: nn.Module) -> dict[str, str]:
     return {str(layer.position): name.rpartition(".")[0] for name, layer in layers.items()}
 
 
-def _say(fact: dict[str, Any]) -> None:
-    print(json.dumps(fact), flush=True)
+def main(arguments: Sequence[str], channel: Connection) -> int:
+    """Run one worker; return its exit status.
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one worker; the last line on standard output is its report."""
+    It sends that it is ready, receives when to start, and sends each step that is done, its report, or what went wrong.
+    """
     parser = argparse.ArgumentParser(description="One worker of the DLCP demo.")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--workers", type=int, required=True)
@@ -151,17 +152,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if chosen.rank >= chosen.workers:
             dist.new_group(list(range(chosen.workers)))
-            _say({"ready": True})
+            channel.send({"ready": True})
             gloo_server.serve()
             return 0
-        report = train(chosen)
+        report = train(chosen, channel)
     except Exception as error:
-        print(f"rank {chosen.rank}: {error}", file=sys.stderr, flush=True)
+        channel.send({"error": f"rank {chosen.rank}: {error}"})
         os._exit(1)  # a process group whose peers are gone does not end by itself
-    _say({"report": report})
+    channel.send({"report": report})
     dist.destroy_process_group()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -201,6 +201,15 @@ class StarNetwork:
         )
 
 
+def enter(path: str) -> None:
+    """Move this process, which must have one thread only, into the namespace at ``path`` (:attr:`Namespace.path`)."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _set_namespace(fd)
+    finally:
+        os.close(fd)
+
+
 def available() -> tuple[bool, str]:
     """Say whether this process can make namespaces and links, and if not, why not."""
     if sys.platform != "linux":

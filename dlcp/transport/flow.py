@@ -148,7 +148,7 @@ class Flow:
 
     def _land(self, now_s: float, message: OutgoingMessage, index: int) -> float:
         self.flying -= message.mark_delivered(index)
-        message.probes_unanswered = 0
+        message.probes_unanswered = message.probes_without_news = 0
         message.probe_due_s = now_s + self.probe_timeout_s
         sent_s = message.sent_at_s[index]
         queue = message.queue[index]

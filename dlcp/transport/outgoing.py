@@ -98,6 +98,7 @@ class OutgoingMessage:
         self.probe_due_s = now_s
         self.probed_s: float | None = None
         self.probes_unanswered = 0
+        self.probes_without_news = 0
         self.confirmed: dict[int, NDArray[np.bool_]] = {}
         self.done: Future[Delivery] = Future()
         self._allowed = bound.allowed(self.packets)

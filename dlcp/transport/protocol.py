@@ -284,7 +284,7 @@ class Protocol:
     def abort(self, reason: str) -> None:
         """Tell all peers that this rank gives up."""
         for peer in self._peers:
-            self._control(peer, PacketType.ABORT, payload=reason.encode()[:1000])
+            self._control(peer, PacketType.ABORT, payload=reason.encode()[: min(1000, self.options.payload_bytes)])
 
     def fail(self, error: TransportError) -> None:
         """Give up: everything that waits, and everything asked for from now on, gets ``error``."""
@@ -476,8 +476,10 @@ class Protocol:
                 peer.flow.remove(message)
                 message.finish(now_s)
         elif message.probed_s is not None:
+            # A peer that is not there yet answers without news: ask it less often, but the network is not to blame.
+            message.probes_unanswered = 0
             if peer.flow.on_bitmap(now_s, message, header.index, delivered, message.probed_s):
-                message.probes_unanswered = 0
+                message.probes_without_news = 0
             if header.index + part >= message.packets:
                 message.probed_s = None
 
@@ -521,7 +523,9 @@ class Protocol:
 
     def _acknowledge(self, peer: _Peer) -> None:
         fresh = peer.to_acknowledge
-        limit = self.options.payload_bytes // ACK_ENTRY.size - ACK_REPEATED
+        entries = self.options.payload_bytes // ACK_ENTRY.size
+        repeated = min(ACK_REPEATED, entries // 2)
+        limit = entries - repeated
         for start in range(0, len(fresh), limit):
             part = fresh[start : start + limit]
             self._control(
@@ -531,7 +535,7 @@ class Protocol:
                 count=peer.marked_received & 0xFFFFFFFF,
                 payload=b"".join(part + peer.acknowledged),
             )
-            peer.acknowledged = part[-ACK_REPEATED:]
+            peer.acknowledged = part[-repeated:]
         fresh.clear()
 
     def pump(self, now_s: float, burst: int = 8) -> bool:
@@ -598,7 +602,7 @@ class Protocol:
                 return now_s
             idle = not message.has_unsent and message.flying == 0
             if message.flying or idle:
-                if now_s >= message.probe_due_s or (idle and not message.probes_unanswered):
+                if now_s >= message.probe_due_s or (idle and not message.probes_without_news):
                     self._probe(peer.rank, message, now_s)
                 due_s = min(due_s, message.probe_due_s)
         return due_s
@@ -609,7 +613,8 @@ class Protocol:
             message.probed_s = now_s
         if message.probes_unanswered > 1:
             flow.control.on_timeout()
-        message.probe_due_s = now_s + flow.probe_timeout_s * 2 ** min(6, message.probes_unanswered)
+        message.probe_due_s = now_s + flow.probe_timeout_s * 2 ** min(6, message.probes_without_news)
+        message.probes_without_news += 1
         message.probes_unanswered += 1
         self.counted["probe"] += 1
         self._control(peer, PacketType.PROBE, message.key, index=message.protected_packets, count=message.packets)
