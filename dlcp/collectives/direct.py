@@ -115,7 +115,10 @@ def average(
         return total / total.dtype.type(ranks), np.zeros(0, total.dtype)
     divisor = np.repeat(np.maximum(counts, 1), values_per_packet)[: len(total)].astype(total.dtype)
     mean = total / divisor
-    return mean, np.where(divisor == ranks, 0, total - ranks * mean).astype(total.dtype)
+    # What is not finite is for this step's loss scaler; owed, it would spoil the next one.
+    even = (divisor == ranks) | ~np.isfinite(mean)
+    with np.errstate(invalid="ignore"):
+        return mean, np.where(even, 0, total - ranks * mean).astype(total.dtype)
 
 
 class DirectAllReduce:

@@ -40,7 +40,7 @@ Count = Callable[[int], None]
 """Called with how many bytes have arrived."""
 SAMPLE_S = 0.1
 CHUNK = bytes(1 << 16)
-SEND_BUFFER_BYTES = 1 << 17
+SEND_BUFFER_BYTES = 1 << 16
 """Small, so that a burst ends when it should instead of draining for long."""
 
 
@@ -53,7 +53,7 @@ class Burst:
     target: int
 
 
-def schedule(seed: int, workers: int, seconds: float, *, on_s: float = 4.0, off_s: float = 0.5) -> list[Burst]:
+def schedule(seed: int, workers: int, seconds: float, *, on_s: float = 8.0, off_s: float = 0.5) -> list[Burst]:
     """Return bursts of about ``on_s`` seconds with pauses of about ``off_s``, each into another worker's port."""
     generator = np.random.default_rng([seed, 2])
     bursts: list[Burst] = []

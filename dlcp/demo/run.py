@@ -22,7 +22,7 @@ from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 BACKGROUND_FLOWS = 2
 JOB = 1
-CONTROL_SHARE = 0.03
+CONTROL_SHARE = 0.015
 """Part of a port for acknowledgements and the like; taken from the job's share, not added to it. Chosen by us."""
 READY_DEADLINE_S = 90.0
 RUN_DEADLINE_S = 600.0
@@ -45,7 +45,7 @@ class Setup:
 
     seed: int = 1
     workers: int = 4
-    steps: int = 28
+    steps: int = 24
     rate_bps: int = 32_000_000
     depth_packets: int = 32
     loss_bound: float = 0.1

@@ -109,6 +109,7 @@ class State:
         if self._endpoint:
             self._endpoint.close(reason)
         self._endpoint = self._reducer = None
+        self._layers = {}
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket over all ranks."""
@@ -189,6 +190,8 @@ def enable(model: DistributedDataParallel, options: Options | None = None, *, st
         state = State(options or Options.from_environment())
     elif options is not None:
         state.options = options
+        state.tagger.policy = options.tag_policy
+        state.ledger.job = options.job
     state.attach(model)
     model.register_comm_hook(state, hook)
     return state

@@ -9,7 +9,18 @@ from typing import Protocol
 
 INITIAL_WINDOW_PACKETS = 10.0
 """RFC 6928, shared by the flows of a job in proportion to their weight."""
-SLOWEST_WINDOW_PACKETS = 1.0
+SMALLEST_JOB_WINDOW_PACKETS = 9.0
+SMALLEST_WINDOW_PACKETS = 3.0
+"""What a job keeps on the way to a rank at least, divided among its senders, and the most that one of them keeps.
+
+Packets over the job's share wait below all other traffic and hold their place in the window meanwhile, so a smaller
+window would leave the share unused. Chosen by us.
+"""
+ROUND_PACKETS_MIN = 4
+"""A smaller window is judged over this many packets: of fewer, none or all are marked. Chosen by us."""
+CALM_ROUNDS_MAX = 2
+GENTLE = 8
+"""A small window grows by an eighth at most, else each increase would overshoot. Chosen by us."""
 
 
 class RateControl(Protocol):
@@ -43,11 +54,13 @@ class Proportional:
     def __init__(self, weight: float = 1.0) -> None:
         self.weight = weight
         self.window = max(2.0, INITIAL_WINDOW_PACKETS * weight)
+        self._smallest = min(SMALLEST_WINDOW_PACKETS, SMALLEST_JOB_WINDOW_PACKETS * weight)
         self._fraction = 0.0
         self._starting = True
         self._delivered = 0
         self._congested = 0
-        self._round = self.window
+        self._calm_rounds = 0
+        self._round = max(self.window, ROUND_PACKETS_MIN)
 
     def on_feedback(self, now_s: float, delivered: int, marked: int, lost: int, rtt_s: float) -> None:
         """Take in one report; the window shrinks at most once a window's worth of packets."""
@@ -65,16 +78,20 @@ class Proportional:
         else:
             self._fraction += self.GAIN * (fraction - self._fraction)
         if fraction:
-            self.window = max(SLOWEST_WINDOW_PACKETS, self.window * (1 - self._fraction / 2))
+            self._calm_rounds = 0
+            self.window = max(self._smallest, self.window * (1 - self._fraction / 2))
         elif not self._starting:
-            self.window += self.weight
+            # Bursts of others end as suddenly as they begin: what is free for longer is taken faster.
+            step = min(self.weight * self._round / self.window, self.window / GENTLE)
+            self.window += min(self.window, step * 2**self._calm_rounds)
+            self._calm_rounds = min(self._calm_rounds + 1, CALM_ROUNDS_MAX)
         self._delivered = self._congested = 0
-        self._round = self.window
+        self._round = max(self.window, ROUND_PACKETS_MIN)
 
     def on_timeout(self) -> None:
         """Halve the window: the network fell silent."""
         self._starting = False
-        self.window = max(SLOWEST_WINDOW_PACKETS, self.window / 2)
+        self.window = max(self._smallest, self.window / 2)
 
 
 class Cubic:
@@ -124,7 +141,7 @@ class Cubic:
     def _back_off(self, now_s: float, rtt_s: float) -> None:
         # Fast convergence: a flow that has less than it had gives room to newcomers.
         self._peak = self.window * (1 + self.BETA) / 2 if self.window < self._peak else self.window
-        self.window = max(SLOWEST_WINDOW_PACKETS, self.window * self.BETA)
+        self.window = max(1.0, self.window * self.BETA)
         self._threshold = max(2.0, self.window)
         self._epoch_s = -1.0
         self._recovery_until_s = now_s + rtt_s
@@ -133,5 +150,5 @@ class Cubic:
         """Start over from one packet, as RFC 5681 has it."""
         self._threshold = max(2.0, self.window * self.BETA)
         self._peak = self.window
-        self.window = SLOWEST_WINDOW_PACKETS
+        self.window = 1.0
         self._epoch_s = -1.0

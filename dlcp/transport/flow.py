@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dlcp.transport.congestion import RateControl
 from dlcp.transport.delivery_rate import DeliveryRate
-from dlcp.transport.outgoing import DELIVERED, FLYING, OutgoingMessage
+from dlcp.transport.outgoing import DELIVERED, FLYING, LOST, OutgoingMessage
 
 PROBE_TIMEOUT_MIN_S = 0.005
 PROBE_TIMEOUT_MAX_S = 0.2
@@ -17,6 +17,9 @@ PROBE_TIMEOUT_MAX_S = 0.2
 REORDER_MIN_S = 0.001
 """Disorder that counts as none, at least: spraying sends neighbours over different paths."""
 
+DISORDER_MIN, DISORDER_MAX = 0.25, 4.0
+"""Disorder to be expected, in round-trip times; doubled when a packet that counted as lost arrives (RFC 8985)."""
+DISORDER_DECAY = 0.98
 QUEUES = 8
 
 Emit = Callable[[bytes | memoryview, bytes | memoryview, int], bool]
@@ -42,6 +45,8 @@ class Flow:
         self._sent: list[deque[tuple[float, OutgoingMessage, int]]] = [deque() for _ in range(QUEUES)]
         """What was sent into each queue, in that order."""
         self._marked_seen = 0
+        self._sent_last_s = 0.0
+        self._disorder = DISORDER_MIN
 
     @property
     def probe_timeout_s(self) -> float:
@@ -62,9 +67,12 @@ class Flow:
             message.flying = 0
             message.state = bytearray([DELIVERED]) * message.packets  # nothing of it can be lost any more
 
-    def room(self) -> int:
-        """Return how many packets the window still admits."""
-        return int(min(self.control.window, self.largest_window)) - self.flying
+    def room(self, now_s: float) -> int:
+        """Return how many packets the window still admits; one of less than a packet admits one now and then."""
+        window = self.control.window
+        if window < 1:
+            return int(self.flying == 0 and now_s >= self._sent_last_s + self.smoothed_rtt_s / window)
+        return int(min(window, self.largest_window)) - self.flying
 
     def pump(self, now_s: float, limit: int, emit: Emit) -> int:
         """Send up to ``limit`` packets within the window, the most urgent queue first; return how many were sent.
@@ -75,7 +83,7 @@ class Flow:
             The socket is full.
         """
         sent = 0
-        room = min(limit, self.room())
+        room = min(limit, self.room(now_s))
         while sent < room:
             message = self._most_urgent()
             if message is None:
@@ -86,6 +94,7 @@ class Flow:
                 raise BlockingIOError
             self._sent[message.queue[index]].append((now_s, message, index))
             self.flying += 1
+            self._sent_last_s = now_s
             sent += 1
             message.probe_due_s = now_s + self.probe_timeout_s
         return sent
@@ -147,6 +156,9 @@ class Flow:
         return bool(news or lost)
 
     def _land(self, now_s: float, message: OutgoingMessage, index: int) -> float:
+        if message.state[index] == LOST:
+            # It was late, not lost: an over-share packet, say, that waited in a lower queue.
+            self._disorder = min(DISORDER_MAX, self._disorder * 2)
         self.flying -= message.mark_delivered(index)
         message.probes_unanswered = message.probes_without_news = 0
         message.probe_due_s = now_s + self.probe_timeout_s
@@ -175,7 +187,7 @@ class Flow:
         self.smoothed_rtt_s += (rtt_s - self.smoothed_rtt_s) / 8
 
     def _find_lost(self) -> int:
-        disorder_s = max(REORDER_MIN_S, self.smoothed_rtt_s / 4)
+        disorder_s = max(REORDER_MIN_S, self.smoothed_rtt_s * self._disorder)
         lost = 0
         for sent, newest_s in zip(self._sent, self._newest_delivered_s, strict=True):
             while sent and sent[0][0] < newest_s - disorder_s:
@@ -183,4 +195,6 @@ class Flow:
                 if message.state[index] == FLYING and message.sent_at_s[index] == sent_s:
                     self._lose(message, index)
                     lost += 1
+        if lost:
+            self._disorder = max(DISORDER_MIN, self._disorder * DISORDER_DECAY)
         return lost

@@ -242,13 +242,9 @@ class Protocol:
             message = self._incoming[name] = IncomingMessage(packets, self.options.payload_bytes, now_s)
         else:
             self._stashed_bytes -= len(message.buffer)
-        if not message.wait(Awaited(message_bytes, bound, label, now_s + self.options.deadline_s, done)):
-            done.set_exception(
-                MessageMismatchError(
-                    f"{self._where(key.step)}: rank {peer} sends {label} in {message.packets} packets, "
-                    f"but {message_bytes} bytes were expected; do all ranks run the same model and options?"
-                )
-            )
+        awaited = Awaited(message_bytes, bound, label, now_s + self.options.deadline_s, done)
+        if not message.wait(awaited):
+            self._disagree(name, awaited, message.packets)
             return done
         self._settle(name, message, now_s, asked=message.asked)
         return done
@@ -299,6 +295,7 @@ class Protocol:
                 waiting.awaited.done.set_exception(error)
         self._incoming.clear()
         self._stopping.clear()
+        self._stashed_bytes = 0
 
     # What the network brings ------------------------------------------------------------------------------------------
 
@@ -340,7 +337,7 @@ class Protocol:
 
     def _on_data(self, peer: _Peer, header: Header, payload: memoryview, tos: int, now_s: float) -> None:
         name = (peer.rank, header.step, header.message)
-        if header.step < self._oldest_step or header.step > self._oldest_step + STEPS_AHEAD_MAX:
+        if not self._oldest_step <= header.step <= self._oldest_step + STEPS_AHEAD_MAX:
             self.refused["stale"] += 1
             return
         if name in self._finished:
@@ -351,12 +348,18 @@ class Protocol:
             return
         message = self._incoming.get(name)
         if message is None:
-            message = self._stash(name, header, now_s)
+            message = self._stash(name, header, now_s, payload)
             if message is None:
                 return
         index = header.index
         if header.count != message.packets or index >= message.packets or not message.fits(index, payload):
             self.refused["malformed"] += 1
+            is_last = index == header.count - 1
+            whole = 0 < len(payload) <= self.options.payload_bytes and (
+                is_last or len(payload) == self.options.payload_bytes
+            )
+            if message.awaited and whole and (header.count != message.packets or is_last):
+                self._disagree(name, message.awaited, header.count)
             return
         peer.data_received += 1
         peer.marked_received += tos & ECN_MASK == CONGESTED
@@ -370,7 +373,20 @@ class Protocol:
         self.counted["data"] += 1
         self._settle(name, message, now_s)
 
-    def _stash(self, name: Name, header: Header, now_s: float) -> IncomingMessage | None:
+    def _disagree(self, name: Name, awaited: Awaited, packets: int) -> None:
+        self._incoming.pop(name)
+        self._finished.add(name)
+        if not awaited.done.done():
+            awaited.done.set_exception(
+                MessageMismatchError(
+                    f"{self._where(name[1])}: rank {name[0]} sends {awaited.label} in {packets} packets, but "
+                    f"{awaited.message_bytes} bytes were expected; do all ranks run the same model and options?"
+                )
+            )
+
+    def _stash(
+        self, name: Name, header: Header, now_s: float, payload: memoryview | None = None
+    ) -> IncomingMessage | None:
         size = header.count * self.options.payload_bytes
         if not 0 < header.count <= MESSAGE_PACKETS_MAX or header.index >= header.count:
             self.refused["malformed"] += 1
@@ -378,8 +394,12 @@ class Protocol:
         if self._stashed_bytes + size > self.options.stash_bytes:
             self.counted["stash_full"] += 1  # nothing is lost: unacknowledged packets are sent again
             return None
+        message = IncomingMessage(header.count, self.options.payload_bytes, now_s)
+        if payload is not None and not message.fits(header.index, payload):
+            self.refused["malformed"] += 1
+            return None
         self._stashed_bytes += size
-        message = self._incoming[name] = IncomingMessage(header.count, self.options.payload_bytes, now_s)
+        self._incoming[name] = message
         if self.on_unawaited:
             self.on_unawaited(name[0], MessageKey(header.step, header.message))
         return message
@@ -421,7 +441,7 @@ class Protocol:
         if stopping:
             self._stop(name, stopping, now_s)
             return
-        if name in self._finished or header.step < self._oldest_step:
+        if name in self._finished or not self._oldest_step <= header.step <= self._oldest_step + STEPS_AHEAD_MAX:
             self.refused["stale"] += 1
             return
         message = self._incoming.get(name)
