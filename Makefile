@@ -19,10 +19,11 @@ help: ## say what there is to make
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 14
 
 demo: $(STAMP) ## train a real model over a congested switch, with and without DLCP, and write a report page
+	@.ci/packages ip=iproute2
 	@$(BIN)/dlcp demo
 
 test: lint ## set up, check style and types, and run every test
-	@.ci/packages
+	@.ci/packages ip=iproute2 tshark
 	@$(BIN)/python -m pytest
 
 lint: $(STAMP) ## check style and types

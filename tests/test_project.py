@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCE_FOLDERS = ("dlcp", "controller", "sim", "p4", "tests", ".ci")
 SOURCE_SUFFIXES = {".py", ".p4", ".lua", ".c", ".stf", ".sh"}
-HEAVY = {"torch", "numba", "scapy", "msgspec", "rich", "jinja2", "plotly", "sklearn", "mxnet", "tensorflow", "jax"}
+HEAVY = {"torch", "numba", "scapy", "msgspec", "rich", "jinja2", "sklearn", "mxnet", "tensorflow", "jax"}
 
 
 def files(*folders):

@@ -22,7 +22,7 @@ from dlcp.ledger import Ledger
 from dlcp.tags import Layer, Segment, Tagger, layers_in_order
 from dlcp.torch.options import Options
 from dlcp.torch.rendezvous import meet
-from dlcp.transport import Endpoint, LossBound
+from dlcp.transport import Endpoint
 
 _VALUE_TYPES = {
     torch.float32: ValueType.FLOAT32,
@@ -89,7 +89,7 @@ class State:
             ranks,
             weights={len(ranks): 1.0} if options.collective == "server" else None,
             options=ReduceOptions(
-                LossBound(options.loss_bound, options.immediate),
+                options.bound(),
                 options.error_feedback,
                 options.rescale,
                 options.adaptive_shards,

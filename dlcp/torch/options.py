@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from dlcp.tags import TagPolicy
-from dlcp.transport import TransportOptions
+from dlcp.transport import LossBound, TransportOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,8 @@ class Options:
             raise ValueError("collective 'server' needs the server's address: server='host:port' or DLCP_SERVER")
         if not 0 <= self.job < 1 << 16:
             raise ValueError(f"job must lie in 0..65535, got {self.job}")
+        self.bound()
+        self.transport(1)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "Options":
@@ -86,6 +88,10 @@ class Options:
             if text is not None and isinstance(default, (bool, int, float, str)):
                 chosen[name] = _parse(f"DLCP_{name.upper()}", text, default)
         return cls(**chosen)  # type: ignore[arg-type]  # _parse keeps the type of each default
+
+    def bound(self) -> LossBound:
+        """Return the bound on what gradients may lose."""
+        return LossBound(self.loss_bound, self.immediate)
 
     def transport(self, workers: int) -> TransportOptions:
         """Return the options of a worker's endpoint, where ``workers`` take part."""

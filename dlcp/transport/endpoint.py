@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from dlcp import wire
@@ -160,6 +160,9 @@ class Endpoint:
             answer.set_exception(TransportError(f"rank {self.rank} has closed its endpoint"))
             return answer
         self.call(ask)
+        if not self._thread.is_alive():
+            with contextlib.suppress(InvalidStateError):  # it answered before it ended
+                answer.set_exception(TransportError(f"rank {self.rank} has closed its endpoint"))
         return answer
 
     def _send(self, peer: int, header: bytes | memoryview, payload: bytes | memoryview, tos: int) -> bool:

@@ -69,10 +69,14 @@ class Flow:
 
     def room(self, now_s: float) -> int:
         """Return how many packets the window still admits; one of less than a packet admits one now and then."""
-        window = self.control.window
-        if window < 1:
-            return int(self.flying == 0 and now_s >= self._sent_last_s + self.smoothed_rtt_s / window)
-        return int(min(window, self.largest_window)) - self.flying
+        if self.control.window < 1:
+            return int(self.flying == 0 and now_s >= self.paused_until_s)
+        return int(min(self.control.window, self.largest_window)) - self.flying
+
+    @property
+    def paused_until_s(self) -> float:
+        """When a window of less than a packet admits the next one."""
+        return self._sent_last_s + self.smoothed_rtt_s / min(1.0, self.control.window)
 
     def pump(self, now_s: float, limit: int, emit: Emit) -> int:
         """Send up to ``limit`` packets within the window, the most urgent queue first; return how many were sent.

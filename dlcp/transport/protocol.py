@@ -609,6 +609,8 @@ class Protocol:
         if now_s - peer.heard_s > KEEPALIVE_S and now_s >= peer.hello_due_s:
             self._hello(peer, PacketType.HELLO, now_s)
         due_s = now_s + HELLO_REPEAT_S
+        if peer.flow.control.window < 1:
+            due_s = min(due_s, max(now_s, peer.flow.paused_until_s))
         for message in list(peer.flow.messages.values()):
             if now_s >= message.deadline_s:
                 share = message.state.count(DELIVERED) / message.packets

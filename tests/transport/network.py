@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network in virtual time for testing the protocol: per-receiver links with a rate and a queue, loss, delay, disorder."""
+"""A network in virtual time for testing the protocol: links with a rate and queues, loss, delay and disorder."""
 
 import heapq
 import random
@@ -8,7 +8,6 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from dlcp import wire
 from dlcp.tags import PacketTags
 from dlcp.transport.protocol import Protocol, TransportOptions
 

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Direct all-reduce: exact where nothing is lost, the same on all ranks whatever is, and nothing lost for good."""
+
+import itertools
+
+import numpy as np
+import pytest
+from exchanges import PacketType
+from virtual_ranks import LAYERS, NOTHING_PROTECTED, ONE_BUCKET, SIZES, Ranks, assert_identical, is_push
+
+from dlcp.collectives import Bucket
+from dlcp.collectives.direct import average, message_number
+from dlcp.dtypes import ValueType
+from dlcp.tags import Segment
+from dlcp.transport import DeadlineError, PeerSilentError, TransportOptions
+
+EVERY_FORMAT = pytest.mark.parametrize("value_type", list(ValueType), ids=lambda kind: kind.value)
+THREE_BUCKETS = [["fc.weight"], ["conv2.bias", "conv2.weight"], ["conv1.bias", "conv1.weight"]]
+
+
+def exact_average(gradients, value_type, name):
+    """The sum in the order of ranks, in the wider format, divided by how many there are."""
+    total = value_type.widen(gradients[0][name]).copy()
+    for rank in gradients[1:]:
+        total += value_type.widen(rank[name])
+    return value_type.narrow(total / total.dtype.type(len(gradients)))
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_without_loss_the_average_is_exact(count, value_type):
+    ranks = Ranks(count, value_type=value_type)
+    gradients = ranks.gradients(1)
+    averages = ranks.reduce(0, gradients, THREE_BUCKETS)
+    assert_identical(averages)
+    for name in SIZES:
+        assert averages[0][name].tobytes() == exact_average(gradients, value_type, name).tobytes()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_the_average_does_not_depend_on_who_comes_first(order):
+    ranks = Ranks(3, jitter_s=0.003, seed=sum(order))
+    gradients = ranks.gradients(2)
+    averages = ranks.reduce(0, gradients, delays_s=[0.05 * place for place in order])
+    assert_identical(averages)
+    for name in SIZES:
+        assert averages[0][name].tobytes() == exact_average(gradients, ValueType.FLOAT32, name).tobytes()
+
+
+@pytest.mark.parametrize("loss", [0.02, 0.2])
+def test_a_bound_of_zero_is_exact_on_any_network(loss):
+    ranks = Ranks(3, loss=loss, duplicate=0.1, jitter_s=0.002, seed=3)
+    for step in range(3):
+        gradients = ranks.gradients(step)
+        averages = ranks.reduce(step, gradients, THREE_BUCKETS)
+        assert_identical(averages)
+        for name in SIZES:
+            assert averages[0][name].tobytes() == exact_average(gradients, ValueType.FLOAT32, name).tobytes()
+    assert ranks.lost == 0
+
+
+def test_an_idle_network_loses_nothing_although_it_might():
+    ranks = Ranks(4, bound=0.2, depth=100_000)
+    gradients = ranks.gradients(4)
+    averages = ranks.reduce(0, gradients)
+    assert ranks.lost == 0
+    for name in SIZES:
+        assert averages[3][name].tobytes() == exact_average(gradients, ValueType.FLOAT32, name).tobytes()
+
+
+@pytest.mark.parametrize("rescale", [True, False])
+@pytest.mark.parametrize(("count", "loss", "bound"), [(2, 0.05, 0.1), (3, 0.2, 0.3), (4, 0.1, 0.1)])
+def test_nothing_is_lost_for_good(count, loss, bound, rescale):
+    """Sum over steps of n * average, and what is still owed, are the sum of all gradients."""
+    ranks = Ranks(count, bound=bound, rescale=rescale, loss=loss, seed=5, value_type=ValueType.FLOAT64)
+    given = {name: np.zeros(size) for name, size in SIZES.items()}
+    taken = {name: np.zeros(size) for name, size in SIZES.items()}
+    owed_at_times = 0
+    for step in range(7):
+        gradients = ranks.gradients(step)
+        averages = ranks.reduce(step, gradients, THREE_BUCKETS)
+        assert_identical(averages)
+        for name in SIZES:
+            given[name] += sum(rank[name] for rank in gradients)
+            taken[name] += count * averages[0][name]
+            owed = ranks.owed(name)
+            owed_at_times += np.count_nonzero(owed)
+            np.testing.assert_allclose(taken[name] + owed, given[name], rtol=0, atol=1e-9)
+    assert ranks.lost > 20
+    assert owed_at_times > 0
+    for ledger in ranks.ledgers:
+        assert ledger.violations == 0
+        assert ledger.max_message_ratio <= bound
+
+
+def test_what_is_owed_is_paid_when_the_network_recovers():
+    ranks = Ranks(3, bound=0.2, loss=0.2, seed=6, value_type=ValueType.FLOAT64)
+    first = ranks.gradients(0)
+    averages = ranks.reduce(0, first)
+    assert ranks.lost > 0
+    ranks.network.loss = 0.0
+    nothing = [{name: np.zeros(size) for name, size in SIZES.items()} for _ in range(3)]
+    paid = ranks.reduce(1, nothing)
+    for name in SIZES:
+        total = 3 * (averages[0][name] + paid[0][name])
+        np.testing.assert_allclose(total, sum(rank[name] for rank in first), rtol=0, atol=1e-9)
+        assert np.count_nonzero(ranks.owed(name)) == 0
+
+
+def test_buckets_may_be_regrouped_between_steps():
+    # DDP has one bucket in the first step, in order of definition, and others later.
+    regrouped = [
+        ONE_BUCKET,
+        THREE_BUCKETS,
+        [["conv1.weight", "fc.weight"], ["conv2.weight", "conv1.bias", "conv2.bias"]],
+        [list(reversed(SIZES))],
+    ]
+    ranks = Ranks(3, bound=0.3, loss=0.2, seed=7, value_type=ValueType.FLOAT64)
+    given = {name: np.zeros(size) for name, size in SIZES.items()}
+    taken = {name: np.zeros(size) for name, size in SIZES.items()}
+    for step in range(8):
+        gradients = ranks.gradients(step)
+        averages = ranks.reduce(step, gradients, regrouped[step % len(regrouped)])
+        for name in SIZES:
+            given[name] += sum(rank[name] for rank in gradients)
+            taken[name] += 3 * averages[0][name]
+    assert ranks.lost > 20
+    for name in SIZES:
+        np.testing.assert_allclose(taken[name] + ranks.owed(name), given[name], rtol=0, atol=1e-9)
+
+
+LOST_PACKETS = (2, 5)
+
+
+def lossy_ranks(*, rescale, error_feedback):
+    """Three ranks, of which rank 1 loses two packets to rank 0 in step 0, whatever it does; and its gradients."""
+
+    def lose(network, source, header):
+        return (
+            header.type is PacketType.DATA
+            and source == 1
+            and header.step == 0
+            and is_push(header, 3)
+            and header.message % 3 == 0
+            and header.index in LOST_PACKETS
+        )
+
+    ranks = Ranks(3, bound=0.3, rescale=rescale, error_feedback=error_feedback, policy=NOTHING_PROTECTED, lose=lose,
+                  value_type=ValueType.FLOAT64)  # fmt: skip
+    sizes = {"conv1.weight": 180 * 30}
+    return ranks, ranks.gradients(8, sizes)
+
+
+def lost_values():
+    lost = np.zeros(180 * 30, bool)
+    for packet in LOST_PACKETS:
+        lost[180 * packet : 180 * (packet + 1)] = True
+    return lost
+
+
+@pytest.mark.parametrize("error_feedback", [True, False])
+@pytest.mark.parametrize("rescale", [True, False])
+def test_what_rescaling_and_error_feedback_do(rescale, error_feedback):
+    ranks, gradients = lossy_ranks(rescale=rescale, error_feedback=error_feedback)
+    one, lossy, three = (rank["conv1.weight"] for rank in gradients)
+    averages = ranks.reduce(0, gradients, [["conv1.weight"]])
+    assert_identical(averages)
+    assert ranks.lost == len(LOST_PACKETS)
+    lost = lost_values()
+    expected = np.where(lost, (one + three) / (2 if rescale else 3), (one + lossy + three) / 3)
+    np.testing.assert_allclose(averages[0]["conv1.weight"], expected, rtol=1e-12)
+
+    owed = [reducer.feedback.owed("conv1.weight") for reducer in ranks.reducers]
+    if not error_feedback:
+        assert owed == [None, None, None]
+    else:
+        np.testing.assert_allclose(owed[1], np.where(lost, lossy, 0))
+        assert owed[2] is None
+        if rescale:
+            np.testing.assert_allclose(owed[0], np.where(lost, one + three - 1.5 * (one + three), 0), atol=1e-12)
+        else:
+            assert owed[0] is None
+
+    nothing = [{"conv1.weight": np.zeros_like(one)} for _ in range(3)]
+    after = ranks.reduce(1, nothing, [["conv1.weight"]])[2]["conv1.weight"]
+    if not error_feedback:
+        np.testing.assert_array_equal(after, 0)
+    else:
+        np.testing.assert_allclose(3 * (averages[0]["conv1.weight"] + after), one + lossy + three, atol=1e-12)
+        assert after[lost].any()
+        assert not after[~lost].any()
+
+
+def test_immediate_mode_loses_up_to_the_bound_and_owes_it():
+    ranks = Ranks(2, bound=0.2, immediate=True, policy=NOTHING_PROTECTED, value_type=ValueType.FLOAT64)
+    gradients = ranks.gradients(9)
+    averages = ranks.reduce(0, gradients)
+    assert_identical(averages)
+    assert ranks.lost > 0.1 * sum(SIZES.values()) / 180 / 2
+    for name in SIZES:
+        np.testing.assert_allclose(
+            2 * averages[0][name] + ranks.owed(name), sum(rank[name] for rank in gradients), rtol=0, atol=1e-9
+        )
+
+
+@EVERY_FORMAT
+def test_replicas_stay_identical_under_loss_in_every_format(value_type):
+    ranks = Ranks(3, bound=0.2, loss=0.15, duplicate=0.1, jitter_s=0.002, seed=10, value_type=value_type)
+    for step in range(5):
+        assert_identical(ranks.reduce(step, ranks.gradients(step), THREE_BUCKETS))
+    assert ranks.lost > 0
+
+
+def test_results_are_delivered_whole_and_shares_within_the_bound():
+    ranks = Ranks(3, bound=0.3, loss=0.2, seed=11)
+    ranks.reduce(0, ranks.gradients(0))
+    ranks.network.run(lambda: all(protocol.settled for protocol in ranks.network.ranks))
+    records = [record for ledger in ranks.ledgers for record in ledger.records]
+    shares = [record for record in records if is_push(record, 3)]
+    results = [record for record in records if not is_push(record, 3)]
+    assert len(shares) == len(results) == 6
+    assert all(record.lost == 0 and record.bound == 0 for record in results)
+    assert all(record.bound == 0.3 for record in shares)
+    assert any(record.lost for record in shares)
+
+
+@pytest.mark.parametrize("sizes", [{"fc.weight": 1}, {"fc.weight": 361}, {"fc.weight": 720}, {"fc.weight": 1081}])
+def test_buffers_with_fewer_packets_than_ranks(sizes):
+    ranks = Ranks(5)
+    gradients = ranks.gradients(12, sizes)
+    averages = ranks.reduce(0, gradients, [["fc.weight"]])
+    assert_identical(averages)
+    expected = exact_average(gradients, ValueType.FLOAT32, "fc.weight")
+    assert averages[0]["fc.weight"].tobytes() == expected.tobytes()
+
+
+def test_one_rank_alone_keeps_its_gradients():
+    ranks = Ranks(1)
+    gradients = ranks.gradients(13)
+    averages = ranks.reduce(0, gradients)
+    for name in SIZES:
+        np.testing.assert_array_equal(averages[0][name], gradients[0][name])
+
+
+def test_not_a_number_reaches_every_rank():
+    # A loss scaler has to see it on all ranks.
+    ranks = Ranks(3, bound=0.3, loss=0.2, seed=14)
+    gradients = ranks.gradients(14)
+    gradients[1]["conv2.weight"][777] = np.nan
+    gradients[2]["fc.weight"][5] = np.inf
+    averages = ranks.reduce(0, gradients)
+    for rank in averages:
+        assert np.isnan(rank["conv2.weight"][777])
+        assert np.isposinf(rank["fc.weight"][5])
+        assert np.isfinite(rank["conv1.weight"]).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_not_a_number_is_not_owed(value):
+    # It would come back in the next step, which a loss scaler has not made smaller.
+    shares = {rank: np.ones(300, np.float32) for rank in range(3)}
+    shares[0][7] = value
+    delivered = {rank: np.ones(3, np.bool_) for rank in range(3)}
+    delivered[2][0] = False
+    shares[2][:100] = 0
+    mean, error = average(shares, delivered, ValueType.FLOAT32, 100, rescale=True)
+    assert not np.isfinite(mean[7])
+    assert error[7] == 0
+    np.testing.assert_array_equal(np.delete(error[:100], 7), -1)
+
+
+def test_a_dead_rank_ends_the_step_on_all_others():
+    ranks = Ranks(3, options=TransportOptions(silence_s=1.0))
+    ranks.network.dead.add(2)
+    gradients = ranks.gradients(15)
+    started = ranks.start(6, gradients)
+    ranks.network.run(lambda: all(started[rank][0].done() for rank in (0, 1)))
+    for rank in (0, 1):
+        with pytest.raises(PeerSilentError, match=r"step 6: rank 2 has been silent .*conv"):
+            started[rank][0].result()
+
+
+def test_a_rank_that_never_starts_is_named():
+    ranks = Ranks(2, options=TransportOptions(deadline_s=1.0))
+    values = ranks.gradients(16)[0]["fc.weight"]
+    segments = [Segment(LAYERS["fc.weight"], 0, len(values))]
+    started = ranks.reducers[0].start(6, 0, Bucket(values, ValueType.FLOAT32, segments))
+    ranks.network.run(started.done)
+    with pytest.raises(DeadlineError, match=r"step 6: rank 1 .* fc\.weight"):
+        started.result()
+
+
+def test_message_numbers_are_all_different_and_fit_the_header():
+    numbers = [
+        message_number(sequence, phase, receiver, 7)
+        for sequence in range(50)
+        for phase in range(2)
+        for receiver in range(7)
+    ]
+    assert len(set(numbers)) == len(numbers)
+    with pytest.raises(ValueError, match="use larger buckets"):
+        message_number(5000, 1, 6, 7)
+
+
+def test_averages_sum_in_the_order_of_ranks_whatever_the_order_of_arrival():
+    rng = np.random.default_rng(0)
+    shares = {rank: (rng.standard_normal(1000) * 10.0**rank).astype(np.float32) for rank in (4, 2, 0, 3)}
+    delivered = {rank: np.ones(10, np.bool_) for rank in shares}
+    results = set()
+    for order in itertools.permutations(shares):
+        mean, error = average({rank: shares[rank] for rank in order}, delivered, ValueType.FLOAT32, 100, rescale=True)
+        results.add(mean.tobytes())
+        assert not error.any()
+    assert len(results) == 1

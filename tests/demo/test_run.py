@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short runs of the demo: real workers, the real switch program, a congested link."""
+
+import dataclasses
+
+import pytest
+
+from dlcp.demo.run import Setup, execute, variants
+from dlcp.switch import namespace
+
+
+def run(setup, name, *, namespaces=False):
+    variant = next(variant for variant in variants(setup) if variant.name == name)
+    steps = []
+    record = execute(setup, variant, namespaces=namespaces, progress=steps.append)
+    assert steps == list(range(1, setup.steps + 1))
+    return record
+
+
+@pytest.mark.timeout(300)
+def test_a_run_on_loopback_keeps_the_bound_and_drops_what_matters_least():
+    record = run(Setup(steps=3, rate_bps=25_000_000), "dlcp_priority")
+    ledger, switch = record["ledger"], record["switch"]
+    assert record["fabric"]["kind"] == "loopback"
+    assert record["replicas_identical"]
+    assert ledger["violations"] == 0
+    assert ledger["max_message_ratio"] <= ledger["bound"]
+    by_class = switch["policy_drops_by_class"]
+    assert by_class[0] == 0
+    assert sum(by_class) > 50, "the link is not congested: nothing is shown"
+    assert sum(by_class[1:4]) < sum(by_class[5:8]) / 4
+    # What the switch dropped by policy, senders know as lost or have sent again.
+    assert sum(by_class) <= ledger["lost"] + ledger["retransmitted"]
+    front, back = record["layer_seconds"]["0"], record["layer_seconds"]["255"]
+    assert sum(front) < sum(back)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_with_a_parameter_server():
+    setup = Setup(steps=2, rate_bps=40_000_000, collective="server")
+    record = run(setup, "dlcp")
+    assert record["replicas_identical"]
+    assert record["ledger"]["violations"] == 0
+    assert record["switch"]["over_share"] > 0, "the job is held to no share"
+
+
+@pytest.mark.timeout(300)
+def test_gloo_and_real_tcp_cross_the_same_switch():
+    possible, reason = namespace.available()
+    if not possible:
+        pytest.skip(f"no network namespaces: {reason}")
+    setup = Setup(steps=2, rate_bps=60_000_000)
+    record = run(setup, "gloo", namespaces=True)
+    assert record["replicas_identical"]
+    assert record["ledger"] is None
+    assert record["tcp"]["sent"] > 1000
+    assert record["background"]["bps"] > 0.2 * setup.rate_bps
+    ordinary = record["switch"]["by_queue"]["1"]
+    assert ordinary["packets"] == record["switch"]["forwarded"] > 1000
+
+
+def test_the_background_is_the_same_in_every_run():
+    setup = Setup(seed=5)
+    assert setup.bursts() == dataclasses.replace(setup, rate_bps=1).bursts()
+    assert setup.bursts() != dataclasses.replace(setup, seed=6).bursts()

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from dlcp.ledger import Ledger, as_json
+from dlcp.tags import PacketTags
+from dlcp.transport import BoundExceededError, Delivery, LossBound, MessageKey
+
+PACKETS = 20
+
+
+def tags(drop_class=(7,) * PACKETS, layer=(3,) * PACKETS, protected=(False,) * PACKETS):
+    return PacketTags(
+        np.full(len(layer), 4, np.uint8),
+        np.array(drop_class, np.uint8),
+        np.array(layer, np.uint8),
+        np.array(protected, np.bool_),
+    )
+
+
+def delivery(lost=(), *, packets=PACKETS, sent=None, resent=0):
+    delivered = np.ones(packets, np.bool_)
+    delivered[list(lost)] = False
+    return Delivery(delivered, packets + resent if sent is None else sent, resent, 0.25)
+
+
+def test_totals_add_up_over_messages():
+    ledger = Ledger()
+    bound = LossBound(0.2)
+    ledger.record(MessageKey(0, 0), 1, "conv1", tags(), bound, delivery([1, 2]))
+    ledger.record(MessageKey(0, 1), 2, "conv2", tags(), bound, delivery(resent=3))
+    ledger.record(MessageKey(1, 0), 1, "conv1", tags(), bound, delivery([5], resent=1))
+    summary = ledger.summary()
+    assert (summary["sent"], summary["delivered"], summary["lost"], summary["retransmitted"]) == (64, 57, 3, 4)
+    assert summary["max_message_ratio"] == pytest.approx(2 / PACKETS)
+    assert summary["violations"] == 0
+    json.dumps(summary)
+
+
+def test_losses_are_counted_by_class_and_by_layer():
+    ledger = Ledger()
+    drop_class = np.arange(PACKETS) % 8
+    layer = np.repeat([0, 255], PACKETS // 2)
+    ledger.record(MessageKey(0, 0), 1, "all", tags(drop_class, layer), LossBound(0.3), delivery([7, 15, 6]))
+    by_class, by_layer = ledger.loss_by_class(), ledger.loss_by_layer()
+    assert by_class[:, 0].tolist() == np.bincount(drop_class).tolist()
+    assert by_class[:, 1].tolist() == [0, 0, 0, 0, 0, 0, 1, 2]
+    assert by_layer[0].tolist() == [10, 2]
+    assert by_layer[255].tolist() == [10, 1]
+    assert by_layer[1:255].sum() == 0
+    assert ledger.summary()["by_layer"] == {"0": [10, 2], "255": [10, 1]}
+    assert ledger.summary()["by_class"] == by_class.tolist()
+
+
+def test_the_bound_itself_is_kept_and_one_packet_more_breaks_it():
+    ledger = Ledger(job=7)
+    bound = LossBound(0.1)
+    ledger.record(MessageKey(4, 0), 1, "layer4.conv2", tags(), bound, delivery([0, 1]))
+    with pytest.raises(BoundExceededError, match=r"job 7, step 5: rank 3 got 85\.0% of layer4\.conv2 \(bound 90\.0%\)"):
+        ledger.record(MessageKey(5, 0), 3, "layer4.conv2", tags(), bound, delivery([0, 1, 2]))
+    assert ledger.violations == 1
+    assert ledger.summary()["violations"] == 1
+    assert ledger.summary()["lost"] == 5, "a message that broke its bound is entered nevertheless"
+    assert len(ledger.records) == 2
+
+
+def test_a_lost_protected_packet_breaks_any_bound():
+    ledger = Ledger()
+    protected = np.arange(PACKETS) == 4
+    ledger.record(MessageKey(0, 0), 1, "bias", tags(protected=protected), LossBound(0.5), delivery([3, 5]))
+    with pytest.raises(BoundExceededError, match="protected packets lost: 1"):
+        ledger.record(MessageKey(0, 1), 1, "bias", tags(protected=protected), LossBound(0.5), delivery([4]))
+    assert ledger.violations == 1
+
+
+def test_records_say_what_became_of_each_message():
+    written = []
+    ledger = Ledger(keep=3, sink=written.append)
+    for step in range(5):
+        ledger.record(MessageKey(step, 9), 2, "fc", tags(), LossBound(0.1), delivery([0], resent=2))
+    assert [entry.step for entry in ledger.records] == [2, 3, 4]
+    assert [entry.step for entry in written] == list(range(5))
+    assert as_json(written[0]) == {
+        "step": 0,
+        "message": 9,
+        "receiver": 2,
+        "layers": "fc",
+        "packets": PACKETS,
+        "sent": PACKETS + 2,
+        "resent": 2,
+        "delivered": PACKETS - 1,
+        "recovered": 2,
+        "lost": 1,
+        "bound": 0.1,
+        "seconds": 0.25,
+    }
+
+
+def test_entries_from_several_threads_are_all_counted():
+    ledger = Ledger()
+
+    def enter():
+        for step in range(200):
+            ledger.record(MessageKey(step, 0), 1, "fc", tags(), LossBound(0.1), delivery([3]))
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert ledger.summary()["lost"] == 800
+    assert ledger.loss_by_class()[7].tolist() == [800 * PACKETS, 800]

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+import pickle
+
+import pytest
+
+pytest.importorskip("torch")
+
+from dlcp.tags import TagPolicy
+from dlcp.torch import Options
+
+
+def test_without_variables_the_defaults_are_in_force():
+    assert Options.from_environment({}) == Options()
+    assert Options.from_environment({"DLCP_NO_SUCH_OPTION": "1", "PATH": "/bin"}) == Options()
+
+
+def test_every_simple_option_can_be_set_by_the_environment():
+    chosen = Options.from_environment(
+        {
+            "DLCP_LOSS_BOUND": "0.25",
+            "DLCP_IMMEDIATE": "1",
+            "DLCP_ERROR_FEEDBACK": "0",
+            "DLCP_RESCALE": "False",
+            "DLCP_ADAPTIVE_SHARDS": "true",
+            "DLCP_COLLECTIVE": "server",
+            "DLCP_BIND": "10.0.0.1:53700",
+            "DLCP_ADVERTISE": "192.0.2.1:1",
+            "DLCP_SERVER": "10.0.0.9:53696",
+            "DLCP_JOB": "7",
+            "DLCP_TOKEN": "0xdeadbeefdeadbeef",
+            "DLCP_CONGESTION": "cubic",
+            "DLCP_TAGGED": "0",
+            "DLCP_PAYLOAD_BYTES": "8960",
+            "DLCP_SILENCE_S": "3",
+            "DLCP_DEADLINE_S": "1e2",
+        }
+    )
+    assert chosen == Options(
+        loss_bound=0.25,
+        immediate=True,
+        error_feedback=False,
+        rescale=False,
+        adaptive_shards=True,
+        collective="server",
+        bind="10.0.0.1:53700",
+        advertise="192.0.2.1:1",
+        server="10.0.0.9:53696",
+        job=7,
+        token=0xDEADBEEFDEADBEEF,
+        congestion="cubic",
+        tagged=False,
+        payload_bytes=8960,
+        silence_s=3.0,
+        deadline_s=100.0,
+    )
+    assert isinstance(chosen.silence_s, float)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("DLCP_LOSS_BOUND", "ten percent", "float"),
+        ("DLCP_JOB", "1.5", "int"),
+        ("DLCP_JOB", "", "int"),
+        ("DLCP_IMMEDIATE", "maybe", "1 or 0"),
+        ("DLCP_TAGGED", "2", "1 or 0"),
+    ],
+)
+def test_a_variable_that_holds_nonsense_is_named(name, text, wanted):
+    with pytest.raises(ValueError, match=rf"{name} must be {wanted}, got '{text}'"):
+        Options.from_environment({name: text})
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"collective": "ring"}, "'direct' or 'server', got 'ring'"),
+        ({"collective": "server"}, "needs the server's address"),
+        ({"job": 65536}, "job must lie in 0..65535"),
+        ({"job": -1}, "job must lie in 0..65535"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(fields, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        Options(**fields)
+
+
+def test_the_environment_is_read_when_none_is_given(monkeypatch):
+    monkeypatch.setenv("DLCP_LOSS_BOUND", "0.01")
+    assert Options.from_environment().loss_bound == 0.01
+
+
+def test_transport_options_follow():
+    transport = Options(payload_bytes=8960, tagged=False, congestion="cubic", silence_s=1.0, deadline_s=2.0).transport(
+        4
+    )
+    assert (transport.payload_bytes, transport.tagged, transport.congestion) == (8960, False, "cubic")
+    assert (transport.silence_s, transport.deadline_s, transport.flow_weight) == (1.0, 2.0, None)
+    assert Options(collective="server", server="10.0.0.9").transport(4).flow_weight == 0.25
+
+
+def test_options_can_be_changed_and_pickled():
+    options = Options(job=3, tag_policy=TagPolicy(memory=0.25)).with_(loss_bound=0.3)
+    assert (options.job, options.loss_bound) == (3, 0.3)
+    assert pickle.loads(pickle.dumps(options)) == options

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real worker processes for tests: a process group over 127.0.0.1, and no way to hang.
+
+Workers are forked from a process that has imported PyTorch once, so that starting them takes no seconds.
+"""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "dlcp.torch"])
+LIMIT_S = 60
+
+
+@dataclass
+class Worker:
+    """What a worker knows of itself."""
+
+    rank: int
+    count: int
+    port: int
+    environment: dict[str, str]
+
+    def options(self, **fields):
+        from dlcp.torch import Options
+
+        return Options(bind=f"127.0.0.1:{self.port}", **fields)
+
+
+@dataclass
+class Outcome:
+    """How a worker ended: with a ``value``, an ``error`` (its traceback), or only an exit status."""
+
+    value: Any = None
+    error: str | None = None
+    exit_status: int | None = None
+    seconds: float = 0.0
+
+
+def free_udp_ports(count):
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for _ in range(count)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+def _run(worker, store, function, arguments, pipe):
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}, **worker.environment)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=worker.rank,
+            world_size=worker.count,
+            timeout=timedelta(seconds=30),
+        )
+        outcome = Outcome(value=function(worker, *arguments))
+        pipe.send_bytes(pickle.dumps(outcome))  # whole: PyTorch's own pickling would lend out shared memory
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send_bytes(pickle.dumps(Outcome(error=traceback.format_exc())))
+    pipe.close()
+    os._exit(0)  # a process group whose peers are gone does not end by itself
+
+
+def launch(count, function, *arguments, limit_s=LIMIT_S, ports=None, environment=None):
+    """Run ``function(worker, *arguments)`` on every rank; return their outcomes, or fail after ``limit_s``."""
+    ports = ports or free_udp_ports(count)
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        running, outcomes = {}, {}
+        processes = []
+        for rank in range(count):
+            ours, theirs = CONTEXT.Pipe(duplex=False)
+            worker = Worker(rank, count, ports[rank], environment or {})
+            process = CONTEXT.Process(target=_run, args=(worker, Path(folder) / "store", function, arguments, theirs))
+            process.start()
+            theirs.close()
+            processes.append(process)
+            running[ours] = rank
+        try:
+            while running:
+                ready = wait(list(running), max(0.0, began_s + limit_s - time.monotonic()))
+                if not ready:
+                    missing = sorted(running.values())
+                    raise TimeoutError(f"ranks {missing} were not done after {limit_s} s; the others: {outcomes}")
+                for pipe in ready:
+                    rank = running.pop(pipe)
+                    try:
+                        outcomes[rank] = pickle.loads(pipe.recv_bytes())
+                    except EOFError:
+                        processes[rank].join(5)
+                        outcomes[rank] = Outcome(exit_status=processes[rank].exitcode)
+                    outcomes[rank].seconds = time.monotonic() - began_s
+        finally:
+            for process in processes:
+                process.join(0 if running else 1)
+                if process.is_alive():
+                    process.kill()
+                    process.join(5)
+    return [outcomes[rank] for rank in range(count)]
+
+
+def values(outcomes):
+    """What each rank returned; raise if one did not."""
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error or outcome.exit_status is not None:
+            raise AssertionError(f"rank {rank} failed (exit status {outcome.exit_status}):\n{outcome.error}")
+    return [outcome.value for outcome in outcomes]

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Endpoints over real sockets of this machine. Ports are whatever is free; every wait has a limit."""
+
+import socket
+import threading
+import time
+from contextlib import closing
+
+import numpy as np
+import pytest
+from network import plain_tags
+
+from dlcp.transport import (
+    RELIABLE,
+    Endpoint,
+    LossBound,
+    MessageKey,
+    PeerAbortedError,
+    PeerSilentError,
+    TransportError,
+    TransportOptions,
+    bind_socket,
+    parse_address,
+)
+
+LIMIT_S = 20
+TOKEN = 77
+
+
+def endpoints(count, *, tokens=None, options=None):
+    sockets = [bind_socket("127.0.0.1", [0]) for _ in range(count)]
+    addresses = {rank: sock.getsockname() for rank, sock in enumerate(sockets)}
+    return [
+        Endpoint(
+            rank,
+            sock,
+            {peer: address for peer, address in addresses.items() if peer != rank},
+            token=tokens[rank] if tokens else TOKEN,
+            options=options,
+        )
+        for rank, sock in enumerate(sockets)
+    ]
+
+
+@pytest.fixture
+def pair():
+    both = endpoints(2)
+    yield both
+    for endpoint in both:
+        endpoint.close()
+
+
+def bytes_of(size, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def start(sender, receiver, key, payload, bound=RELIABLE):
+    tags = plain_tags(-(-len(payload) // 1440))
+    return (
+        receiver.receive(sender.rank, key, len(payload), bound, "layer"),
+        sender.send(receiver.rank, key, memoryview(payload), tags, bound, "layer"),
+    )
+
+
+def test_a_message_arrives_as_it_was_sent(pair):
+    for endpoint in pair:
+        endpoint.greet(LIMIT_S)
+    payload = bytes_of(1_000_003)
+    arrival, delivery = start(*pair, MessageKey(0, 0), payload)
+    np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
+    assert delivery.result(LIMIT_S).delivered.all()
+    assert not pair[1].protocol.refused
+
+
+def test_many_threads_may_ask_at_once(pair):
+    results = {}
+
+    def work(number):
+        payload = bytes_of(20_000 + number, number)
+        sender, receiver = pair if number % 2 else pair[::-1]
+        arrival, delivery = start(sender, receiver, MessageKey(0, number), payload)
+        delivery.result(LIMIT_S)
+        results[number] = np.array_equal(arrival.result(LIMIT_S).payload, payload)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert results == dict.fromkeys(range(12), True)
+
+
+def test_the_type_of_service_reaches_the_receiver():
+    sender, receiver = endpoints(2)
+    seen = set()
+    passing = receiver.protocol.on_datagram
+
+    def note(datagram, tos, source, now_s):
+        seen.add((datagram[0] & 15, tos))
+        passing(datagram, tos, source, now_s)
+
+    receiver.protocol.on_datagram = note
+    with closing(sender), closing(receiver):
+        bound = LossBound(0.5)
+        for future in start(sender, receiver, MessageKey(0, 0), bytes_of(5000), bound):
+            future.result(LIMIT_S)
+    # Queue 4, droppable, ECN-capable: DSCP 100 1 11, ECN 10.
+    assert {tos for kind, tos in seen if kind == 1} == {0b10011110}
+
+
+def test_noise_on_the_port_is_refused_and_counted(pair):
+    stranger = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with closing(stranger):
+        target = pair[1]._socket.getsockname()
+        for noise in (b"", b"GET / HTTP/1.1", bytes(2000), bytes(1400)):
+            stranger.sendto(noise, target)
+    arrival, _ = start(*pair, MessageKey(0, 0), bytes_of(5000))
+    arrival.result(LIMIT_S)
+    end_s = time.monotonic() + LIMIT_S
+    while pair[1].protocol.refused["malformed"] < 4 and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert dict(pair[1].protocol.refused) == {"malformed": 4}
+
+
+def test_who_does_not_answer_a_greeting_is_named_with_its_address():
+    silent = bind_socket("127.0.0.1", [0])
+    host, port = silent.getsockname()
+    alone = Endpoint(0, bind_socket("127.0.0.1", [0]), {3: (host, port)}, token=TOKEN)
+    with closing(silent), closing(alone), pytest.raises(PeerSilentError) as caught:
+        alone.greet(0.2)
+    assert f"rank 3 at 127.0.0.1:{port}" in str(caught.value)
+
+
+def test_sessions_with_different_tokens_do_not_meet():
+    one, other = endpoints(2, tokens=[1, 2])
+    with closing(one), closing(other):
+        with pytest.raises(PeerSilentError, match="session token"):
+            one.greet(0.3)
+        assert other.protocol.refused["token"] > 0
+
+
+def test_a_peer_that_closes_with_a_reason_ends_the_wait(pair):
+    waiting = pair[0].receive(1, MessageKey(0, 0), 5000, RELIABLE, "layer")
+    pair[1].close("rank 1: out of memory")
+    with pytest.raises(PeerAbortedError, match="rank 1 gave up: rank 1: out of memory"):
+        waiting.result(LIMIT_S)
+
+
+def test_a_peer_that_vanishes_ends_the_wait_in_time():
+    options = TransportOptions(silence_s=0.6)
+    one, other = endpoints(2, options=options)
+    with closing(one):
+        one.greet(LIMIT_S)
+        other.close()
+        began_s = time.monotonic()
+        waiting = one.receive(1, MessageKey(5, 0), 5000, RELIABLE, "fc.weight")
+        with pytest.raises(PeerSilentError, match=r"step 5: rank 1 has been silent .* fc\.weight"):
+            waiting.result(LIMIT_S)
+        assert time.monotonic() - began_s < 5
+
+
+def test_closing_ends_what_waits_and_what_is_asked_afterwards():
+    one, other = endpoints(2)
+    with closing(other):
+        waiting = one.receive(1, MessageKey(0, 0), 5000, RELIABLE, "layer")
+        one.close()
+        one.close()
+        for future in (waiting, one.receive(1, MessageKey(0, 1), 5000, RELIABLE, "layer")):
+            with pytest.raises(TransportError, match="rank 0 has closed"):
+                future.result(LIMIT_S)
+
+
+def test_closing_lets_peers_finish():
+    # The last confirmation of the last step must not be left to a deadline.
+    one, other = endpoints(2)
+    arrival, delivery = start(one, other, MessageKey(0, 0), bytes_of(50_000))
+    arrival.result(LIMIT_S)
+    other.close()
+    assert delivery.result(5).delivered.all()
+    one.close()
+
+
+def test_a_question_that_cannot_be_answered_is_the_asker_s_error(pair):
+    with pytest.raises(ValueError, match="need other than"):
+        pair[0].send(1, MessageKey(0, 0), memoryview(bytes(10)), plain_tags(5), RELIABLE, "x").result(LIMIT_S)
+    arrival, _ = start(*pair, MessageKey(0, 1), bytes_of(5000))
+    assert arrival.result(LIMIT_S).delivered.all(), "the endpoint goes on"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_endpoint_that_breaks_tells_its_peers_and_its_owner(pair):
+    waiting = pair[1].receive(0, MessageKey(0, 0), 5000, RELIABLE, "layer")
+    mine = pair[0].receive(1, MessageKey(0, 1), 5000, RELIABLE, "layer")
+    pair[0].protocol.on_time = None
+    with pytest.raises(TransportError, match="rank 0: the endpoint failed"):
+        mine.result(LIMIT_S)
+    with pytest.raises(PeerAbortedError, match="rank 0 gave up"):
+        waiting.result(LIMIT_S)
+
+
+def test_the_first_free_port_is_taken_and_a_lack_of_ports_is_explained():
+    first = bind_socket("127.0.0.1", [0])
+    taken = first.getsockname()[1]
+    with closing(first):
+        with closing(bind_socket("127.0.0.1", [taken, 0])) as second:
+            assert second.getsockname()[1] != taken
+        with pytest.raises(OSError, match=rf"cannot bind UDP at 127\.0\.0\.1, port {taken} \(Address already in use\)"):
+            bind_socket("127.0.0.1", [taken])
+
+
+@pytest.mark.parametrize(
+    ("text", "address"), [("10.0.0.1:9000", ("10.0.0.1", 9000)), ("host", ("host", 53696)), ("host:", ("host", 53696))]
+)
+def test_addresses_are_host_and_port(text, address):
+    assert parse_address(text) == address
+
+
+def test_an_address_with_no_number_for_a_port_is_refused():
+    with pytest.raises(ValueError, match="expected host:port, got 'host:http'"):
+        parse_address("host:http")
