@@ -12,8 +12,9 @@ from dlcp.transport.errors import (
     TransportError,
 )
 from dlcp.transport.incoming import Arrival
+from dlcp.transport.options import TransportOptions
 from dlcp.transport.outgoing import Delivery, MessageKey
-from dlcp.transport.protocol import Address, TransportOptions
+from dlcp.transport.protocol import Address
 
 __all__ = [
     "RELIABLE",

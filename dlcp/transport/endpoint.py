@@ -18,8 +18,9 @@ from dlcp.tags import PacketTags
 from dlcp.transport.bound import LossBound
 from dlcp.transport.errors import PeerSilentError, TransportError
 from dlcp.transport.incoming import Arrival
+from dlcp.transport.options import TransportOptions
 from dlcp.transport.outgoing import Delivery, MessageKey
-from dlcp.transport.protocol import Address, Protocol, TransportOptions
+from dlcp.transport.protocol import Address, Protocol
 
 RECEIVE_BUFFER_BYTES = 8 << 20
 SKB_OVERHEAD_BYTES = 832

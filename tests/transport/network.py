@@ -9,7 +9,8 @@ from concurrent.futures import Future
 import numpy as np
 
 from dlcp.tags import PacketTags
-from dlcp.transport.protocol import Protocol, TransportOptions
+from dlcp.transport.options import TransportOptions
+from dlcp.transport.protocol import Protocol
 
 TOKEN = 0x1122334455667788
 
