@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a rank talks to its peers."""
+
+from dataclasses import dataclass
+
+from dlcp.transport.congestion import Cubic, Proportional, RateControl
+
+
+@dataclass(frozen=True, slots=True)
+class TransportOptions:
+    """How a rank talks to its peers.
+
+    Parameters
+    ----------
+    payload_bytes
+        Bytes of a message per packet. 1440 fills an MTU of 1500 (20 IPv4, 8 UDP, 32 DLCP).
+    tagged
+        False sends everything as ordinary traffic in one queue: no tags, nothing droppable, no urgent control packets.
+    congestion
+        ``proportional`` (reacts to ECN and loss, for tagged traffic) or ``cubic`` (for a queue shared with TCP).
+    flow_weight
+        The share of one flow that traffic to each peer counts as; None divides one flow among those who send to a rank.
+    switch_hops
+        Switches on a path; the drop budget is divided among them.
+    silence_s
+        A peer that answers nothing for this long is dead.
+    deadline_s
+        A message that takes longer than this has failed.
+    stash_bytes
+        The most memory for messages that arrive before anybody waits for them.
+    """
+
+    payload_bytes: int = 1440
+    tagged: bool = True
+    congestion: str = "proportional"
+    flow_weight: float | None = None
+    switch_hops: int = 1
+    silence_s: float = 10.0
+    deadline_s: float = 120.0
+    stash_bytes: int = 1 << 28
+
+    def __post_init__(self) -> None:
+        if self.congestion not in ("proportional", "cubic"):
+            raise ValueError(f"congestion must be 'proportional' or 'cubic', got {self.congestion!r}")
+        if not 64 <= self.payload_bytes <= 65000 or self.payload_bytes % 8:
+            raise ValueError(f"payload_bytes must be a multiple of 8 from 64 to 65000, got {self.payload_bytes}")
+
+    def rate_control(self, senders: int) -> RateControl:
+        """Return the window control of one flow, where ``senders`` ranks send to its receiver."""
+        weight = self.flow_weight or 1 / max(1, senders)
+        return Proportional(weight) if self.congestion == "proportional" else Cubic(weight)
