@@ -11,8 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import leaf_traffic as traffic
 import oracle as oracles
-import traffic
 
 from dlcp.switch import DROP_PORT, Action, Member, Program, ProgramError, UnknownName
 
