@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import leaf_traffic as traffic
+import leaf_traffic
 import oracle as oracles
 
 from dlcp.switch import DROP_PORT, Action, Member, Program, ProgramError, UnknownName
@@ -23,14 +23,14 @@ JSON = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
 def compiled():
     pytest.importorskip("numba")
     program = Program.load(JSON, backend="numba")
-    traffic.populate(program)
+    leaf_traffic.populate(program)
     return program
 
 
 @pytest.fixture
 def plain():
     program = Program.load(JSON)
-    traffic.populate(program)
+    leaf_traffic.populate(program)
     return program
 
 
@@ -40,7 +40,7 @@ def scenario(count, seed):
     now = 400_000 + np.cumsum(random.integers(0, 30, count))
     # A pause longer than a budget slot may idle, so that those of `occupy` and others can change hands.
     now[count // 2 :] += 2_000_000
-    return traffic.packets(count, seed), random.integers(1, 7, count), now, random.integers(0, 64, count)
+    return leaf_traffic.packets(count, seed), random.integers(1, 7, count), now, random.integers(0, 64, count)
 
 
 def occupy(owners, used):
@@ -54,7 +54,7 @@ SLOTS = "DlcpIngress.selective_drop."
 
 def test_program_equals_oracle(plain):
     oracle = oracles.Oracle(JSON)
-    traffic.populate_oracle(oracle)
+    leaf_traffic.populate_oracle(oracle)
     for registers in (plain.registers, oracle.registers):
         occupy(registers[f"{SLOTS}slot_owner"], registers[f"{SLOTS}slot_used_us"])
     packets, ports, now, depths = scenario(4000, 1)
@@ -122,7 +122,7 @@ def test_batch_equals_one_by_one(plain):
     packets, ports, now, depths = scenario(300, 4)
     out, priorities, kept, through, sent = batch(plain, packets, ports, now, depths)
     other = Program.load(JSON)
-    traffic.populate(other)
+    leaf_traffic.populate(other)
     results = []
     buffers = [bytearray(packet) for packet in packets]
     for buffer, port, us in zip(buffers, ports.tolist(), now.tolist(), strict=True):
@@ -138,7 +138,7 @@ def test_batch_equals_one_by_one(plain):
 
 def test_one_packet_through_the_compiled_back_end(compiled, plain):
     compiled.reset_state()
-    for packet in traffic.packets(50, 5):
+    for packet in leaf_traffic.packets(50, 5):
         left, right = bytearray(packet), bytearray(packet)
         expected = plain.ingress(left, 1, 10**8)
         assert compiled.ingress(right, 1, 10**8)[:2] == expected[:2]
@@ -150,7 +150,7 @@ def test_one_packet_through_the_compiled_back_end(compiled, plain):
 
 
 def test_changes_are_seen_without_compiling_again(plain, compiled):
-    packet = next(p for p in traffic.packets(500, 6) if p[12:14] == b"\x08\x06" and len(p) > 20)
+    packet = next(p for p in leaf_traffic.packets(500, 6) if p[12:14] == b"\x08\x06" and len(p) > 20)
     match = {"ethernet_dst": int.from_bytes(packet[:6], "big")}
     for program in (plain, compiled):
         table = program.tables["ethernet_route"]
@@ -167,7 +167,7 @@ def test_changes_are_seen_without_compiling_again(plain, compiled):
 
 def test_a_change_of_routes_is_seen(plain, compiled):
     to_host = (0x0A000004).to_bytes(4, "big")
-    made = (p for p in traffic.packets(500, 7) if p[12:14] == b"\x08\x00" and p[30:34] == to_host)
+    made = (p for p in leaf_traffic.packets(500, 7) if p[12:14] == b"\x08\x00" and p[30:34] == to_host)
     packet = next(p for p in made if plain.ingress(bytearray(p), 1, 10**9)[0] == 4)
     for program in (plain, compiled):
         host = {"ipv4_dst": (int.from_bytes(packet[30:34], "big"), 32)}
@@ -201,9 +201,9 @@ def test_clear_entries_leaves_an_empty_switch(plain):
     plain.clear_entries()
     assert not any(len(table) for table in plain.tables.values())
     assert not plain.profiles["route_selector"].members()
-    assert all(plain.ingress(bytearray(p), 1, 10**9)[0] == DROP_PORT for p in traffic.packets(100, 8))
-    traffic.populate(plain)
-    assert any(plain.ingress(bytearray(p), 1, 10**9)[0] != DROP_PORT for p in traffic.packets(100, 8))
+    assert all(plain.ingress(bytearray(p), 1, 10**9)[0] == DROP_PORT for p in leaf_traffic.packets(100, 8))
+    leaf_traffic.populate(plain)
+    assert any(plain.ingress(bytearray(p), 1, 10**9)[0] != DROP_PORT for p in leaf_traffic.packets(100, 8))
 
 
 def test_names_may_be_short_and_wrong_ones_are_explained(plain):
@@ -258,10 +258,10 @@ def test_old_programs_do_not_pile_up_on_disk(tmp_path, monkeypatch):
 CHECKED = """
 import sys
 sys.path[:0] = [{here!r}]
-import test_program, traffic
+import leaf_traffic, test_program
 from dlcp.switch import Program
 program = Program.load(test_program.JSON, backend="numba")
-traffic.populate(program)
+leaf_traffic.populate(program)
 print(test_program.batch(program, *test_program.scenario(1500, 9))[0].sum())
 """
 
