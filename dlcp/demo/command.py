@@ -44,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; return the exit status."""
     console = Console()
-    if not arguments.loopback:
-        namespace.become_root()
-    possible, reason = (False, "--loopback") if arguments.loopback else namespace.available()
+    possible, reason = (False, "--loopback") if arguments.loopback else _namespaces()
     if not possible:
         console.print(f"No network namespaces ({reason}): runs on loopback, without Gloo and without real TCP.")
     setup = Setup(
@@ -82,6 +80,15 @@ def run(arguments: argparse.Namespace) -> int:
     page = write_report(runs, summary, arguments.out)
     _tell(console, summary, page)
     return 0
+
+
+def _namespaces() -> tuple[bool, str]:
+    """Say whether there are network namespaces, and why not. May run this program again, as root of its own."""
+    try:
+        namespace.become_root()
+    except namespace.NamespaceError as error:
+        return False, str(error)
+    return namespace.available()
 
 
 def _advance(bars: Progress, bar: TaskID, steps: int) -> None:

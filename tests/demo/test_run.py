@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 
+from dlcp.demo import command
 from dlcp.demo.run import Setup, execute, variants
 from dlcp.switch import namespace
 
@@ -63,3 +64,11 @@ def test_the_background_is_the_same_in_every_run():
     setup = Setup(seed=5)
     assert setup.bursts() == dataclasses.replace(setup, rate_bps=1).bursts()
     assert setup.bursts() != dataclasses.replace(setup, seed=6).bursts()
+
+
+def test_where_namespaces_cannot_be_had_the_demo_says_why_and_goes_on(monkeypatch):
+    def refuse():
+        raise namespace.NamespaceError("user namespaces are not allowed here")
+
+    monkeypatch.setattr(namespace, "become_root", refuse)
+    assert command._namespaces() == (False, "user namespaces are not allowed here")
