@@ -46,8 +46,9 @@ p4: ## compile the switch program again, into p4/build; needs p4c
 
 clean: ## remove everything that was made, .venv too
 	@rm -rf $(VENV) out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -f dlcp/native/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml .ci/set-up
+$(STAMP): pyproject.toml setup.py .ci/set-up $(wildcard dlcp/native/*.[ch])
 	@.ci/set-up $(VENV) "$(PYTHON)"
 	@touch $@

@@ -10,11 +10,18 @@ from typing import Final
 from dlcp import __version__
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "train": ("dlcp.train.command", "run a training script with DLCP, unchanged, as torchrun would"),
+    "doctor": ("dlcp.doctor.command", "say what works here, what is in force, and what DLCP can win"),
+    "bench": ("dlcp.bench.command", "measure DLCP against its peers, in turns, and print one JSON document"),
     "demo": ("dlcp.demo.command", "train over a congested switch, with and without DLCP, and write a report page"),
     "server": ("dlcp.collectives.command", "run a parameter server"),
     "switch": ("dlcp.switch.command", "run the built-in switch"),
 }
-"""Module and purpose of each command. A module has ``add_arguments(parser)`` and ``run(arguments) -> exit status``."""
+"""Module and purpose of each command. A module has ``add_arguments(parser)`` and ``run(arguments) -> exit status``.
+
+If it sets ``PASSES_ON``, ``arguments.torchrun`` gets the options before ``--`` that it does not know, and
+``arguments.script`` what stands after it.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,13 +31,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dlcp", description="Data-parallel training over congested networks.")
     parser.add_argument("--version", action="version", version=f"dlcp {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    passes_on = False
     for name, (module_name, purpose) in COMMANDS.items():
-        command = commands.add_parser(name, help=purpose, description=purpose.capitalize() + ".")
+        # Abbreviations would take options that are meant for torchrun.
+        command = commands.add_parser(
+            name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", allow_abbrev=False
+        )
         if name == wanted:
             module = importlib.import_module(module_name)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    arguments = parser.parse_args(argv)
+            passes_on = getattr(module, "PASSES_ON", False)
+    if not passes_on:
+        arguments = parser.parse_args(argv)
+    else:
+        end = argv.index("--") if "--" in argv else len(argv)
+        arguments, unknown = parser.parse_known_args(argv[:end])
+        arguments.torchrun, arguments.script = unknown, argv[end + 1 :]
     status: int = arguments.run(arguments)
     return status
 

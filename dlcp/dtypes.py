@@ -20,10 +20,14 @@ class ValueType(Enum):
         """The NumPy type of a buffer in this format."""
         return np.dtype("uint16" if self is ValueType.BFLOAT16 else self.value)
 
-    def widen(self, values: NDArray[np.generic]) -> NDArray[np.floating]:
-        """Return the values in a type that sums keep their precision in: float32, or float64 for float64."""
+    def check_storage(self, values: NDArray[np.generic]) -> None:
+        """Raise TypeError for a buffer that is not held as this format is."""
         if values.dtype != self.storage:
             raise TypeError(f"a buffer of {self.value} is held as {self.storage}, got {values.dtype}")
+
+    def widen(self, values: NDArray[np.generic]) -> NDArray[np.floating]:
+        """Return the values in a type that sums keep their precision in: float32, or float64 for float64."""
+        self.check_storage(values)
         if self is ValueType.BFLOAT16:
             return (values.astype(np.uint32) << 16).view(np.float32)
         return values.astype(np.float64 if self is ValueType.FLOAT64 else np.float32, copy=False)

@@ -5,20 +5,31 @@ Front layers go first, because the next forward pass needs them first. Packets o
 because losing them changes a step least. Both are judged by packet: by value it would cost more than it saves.
 """
 
+import ctypes
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp import native
 from dlcp.dtypes import ValueType
+from dlcp.magnitudes import BORDERS, LAYER_PACKETS, classify, packet_magnitudes
+from dlcp.native import address
 from dlcp.wire import DROP_CLASSES, Queue
 
 FRONT_SHARES = (0.30, 0.10, 0.10, 0.10, 0.10, 0.10, 0.10, 0.10)
 """Share of packets per drop class, 0 to 7, in the layer nearest the input. Chosen by us."""
 BACK_SHARES = (0.60, 0.06, 0.06, 0.06, 0.06, 0.06, 0.05, 0.05)
 """The same in the layer nearest the output, which bears less loss (0.4 % against 1.1 %, MLT). Chosen by us."""
+
+BLOCK_PACKETS: Final = 64
+"""How many packets of a queue are sent together: about what UDP_SEGMENT takes at once. Chosen by us."""
+LAYOUTS: Final = 4096
+"""How many layouts of buffers are remembered: more than a model has buckets or layers. Chosen by us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,40 +111,143 @@ def queue_of_layer(position: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return (Queue.LAST_GRADIENT - (position.astype(np.uint16) * bands >> 8)).astype(np.uint8)
 
 
-def packet_magnitudes(
-    values: NDArray[np.generic], value_type: ValueType, values_per_packet: int
-) -> NDArray[np.float32]:
-    """Return the root mean square of each packet's values: its L2 norm, made comparable for a short last packet.
+def send_order(
+    queue: NDArray[np.uint8], droppable: NDArray[np.bool_] | NDArray[np.uint8], seed: int
+) -> NDArray[np.uint32]:
+    """Return the order in which the packets of a message are sent.
+
+    The most urgent queue goes first. Within a queue packets go by blocks of 64, so that neighbours stay together, and a
+    block in the middle begins: else congestion, which hits the last ones, would hit the same layers at every step.
+    Within a block those go first that may not be dropped.
 
     Parameters
     ----------
-    values
-        A flat buffer of ``value_type``.
-    values_per_packet
-        How many values a packet carries; the last may carry fewer.
+    queue
+        The queue of each packet, 0 to 7.
+    droppable
+        Which packets may be dropped, shape (packets,).
+    seed
+        Chooses the block that begins: block ``seed`` modulo the number of blocks, in each queue. 32 bits.
 
     Returns
     -------
-    Magnitudes, shape (ceil(values / values_per_packet),). A packet with NaN or infinity counts as the largest.
+    Indices of packets, shape (packets,).
     """
-    floats = value_type.widen(values)
-    whole = len(floats) // values_per_packet
-    body = floats[: whole * values_per_packet].reshape(whole, values_per_packet)
-    squares = np.einsum("ij,ij->i", body, body) / values_per_packet
-    rest = floats[whole * values_per_packet :]
-    if len(rest):
-        squares = np.append(squares, np.dot(rest, rest) / len(rest))
-    magnitudes: NDArray[np.float32] = np.sqrt(squares).astype(np.float32)
-    magnitudes[np.isnan(magnitudes)] = np.inf
-    return magnitudes
+    library = native.library()
+    if library is None:
+        return _send_order_numpy(queue, droppable, seed)
+    order = np.empty(len(queue), np.uint32)
+    queues, droppables = np.ascontiguousarray(queue, np.uint8), np.ascontiguousarray(droppable, np.bool_)
+    _compiled(library).dlcp_send_order(
+        address(queues), address(droppables), len(queue), seed & 0xFFFFFFFF, address(order)
+    )
+    return order
 
 
-@dataclass(slots=True)
+@cache
+def _compiled(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare what the library's function takes."""
+    pointer, number = ctypes.c_void_p, ctypes.c_uint32
+    library.dlcp_send_order.argtypes = [pointer, pointer, number, number, pointer]
+    library.dlcp_send_order.restype = None
+    return library
+
+
+def _send_order_numpy(
+    queue: NDArray[np.uint8], droppable: NDArray[np.bool_] | NDArray[np.uint8], seed: int
+) -> NDArray[np.uint32]:
+    parts = [np.empty(0, np.uint32)]
+    for number in np.unique(queue)[::-1]:
+        indices = np.flatnonzero(queue == number).astype(np.uint32)
+        blocks = -(-len(indices) // BLOCK_PACKETS)
+        turn = (np.arange(len(indices)) // BLOCK_PACKETS - (seed & 0xFFFFFFFF) % blocks) % blocks
+        parts.append(indices[np.argsort(2 * turn + (droppable[indices] != 0), kind="stable")])
+    return np.concatenate(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PacketLayout:
+    """Which packets of a buffer belong to which layer, and the tags that follow from that alone.
+
+    Parameters
+    ----------
+    segments
+        The layers of the buffer.
+    values, values_per_packet
+        How many values it has, and how many of them a packet carries.
+    queue, layer
+        Tags, shape (packets,).
+    kept
+        Packets that carry values of a small layer, shape (packets,).
+    owners
+        The layers' packets, of ``LAYER_PACKETS``; those that no packet belongs to are left out.
+    """
+
+    segments: tuple[Segment, ...]
+    values: int
+    values_per_packet: int
+    queue: NDArray[np.uint8]
+    layer: NDArray[np.uint8]
+    kept: NDArray[np.bool_]
+    owners: NDArray[np.void]
+
+    @classmethod
+    def of(
+        cls, segments: Sequence[Segment], values: int, values_per_packet: int, policy: TagPolicy, rows: dict[str, int]
+    ) -> "PacketLayout":
+        """Lay a buffer out; ``rows`` gives each layer its row of borders, new layers the next ones."""
+        starts = np.array([segment.start for segment in segments])
+        small = np.array([s.stop - s.start < policy.small_layer_values for s in segments])
+        positions = np.array([segment.layer.position for segment in segments], np.uint8)
+        first_value = np.arange(0, values, values_per_packet)
+        last_value = np.minimum(first_value + values_per_packet, values) - 1
+        first = np.searchsorted(starts, first_value, "right") - 1
+        last = np.searchsorted(starts, last_value, "right") - 1
+        small_before = np.concatenate([[0], np.cumsum(small)])
+        # A packet on a border is as urgent as the most urgent layer in it, and belongs to the one in its middle.
+        spans = np.column_stack([first, last + 1]).ravel()
+        layer = np.minimum.reduceat(np.append(positions, np.uint8(255)), spans)[::2]
+        middle = np.searchsorted(starts, (first_value + last_value) // 2, "right") - 1
+        numbers, begins = np.unique(middle, return_index=True)
+        owners = np.empty(len(numbers), LAYER_PACKETS)
+        owners["first"], owners["stop"] = begins, np.append(begins[1:], len(middle))
+        for owner, number in zip(owners, numbers, strict=True):
+            mine = segments[number].layer
+            owner["row"] = rows.setdefault(mine.name, len(rows))
+            owner["quantiles"] = policy.quantiles(mine.position)
+        kept = small_before[last + 1] > small_before[first]
+        return cls(tuple(segments), values, values_per_packet, queue_of_layer(layer), layer, kept, owners)
+
+    def fits(self, segments: Sequence[Segment], values: int, values_per_packet: int) -> bool:
+        """Tell whether this is the layout of such a buffer."""
+        same_sizes = values == self.values and values_per_packet == self.values_per_packet
+        return same_sizes and tuple(segments) == self.segments
+
+
 class Tagger:
-    """Tags the packets of gradients, remembering how large each layer's values have been of late."""
+    """Tags the packets of gradients, remembering how large each layer's values have been of late.
 
-    policy: TagPolicy = field(default_factory=TagPolicy)
-    _borders: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    It may be used by several threads, and pickled or copied with what it remembers.
+    """
+
+    def __init__(self, policy: TagPolicy | None = None) -> None:
+        self._policy = policy or TagPolicy()
+        self._rows: dict[str, int] = {}
+        self._borders = np.empty((0, BORDERS))
+        self._layouts: dict[tuple[str, int], PacketLayout] = {}
+        """By the buffer's first layer and its end: a model's buckets are the same step for step."""
+        self._lock = threading.Lock()
+
+    @property
+    def policy(self) -> TagPolicy:
+        """How tags follow layer and magnitude; setting it keeps what is remembered of the layers."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: TagPolicy) -> None:
+        with self._lock:
+            self._policy = policy
+            self._layouts.clear()
 
     def tag(
         self, values: NDArray[np.generic], value_type: ValueType, segments: Sequence[Segment], values_per_packet: int
@@ -153,41 +267,40 @@ class Tagger:
         -------
         Tags of shape (ceil(m / values_per_packet),).
         """
-        count = -(-len(values) // values_per_packet)
-        starts = np.array([segment.start for segment in segments])
-        small = np.array([s.stop - s.start < self.policy.small_layer_values for s in segments])
-        positions = np.array([segment.layer.position for segment in segments], np.uint8)
-        first_value = np.arange(count) * values_per_packet
-        last_value = np.minimum(first_value + values_per_packet, len(values)) - 1
-        first = np.searchsorted(starts, first_value, "right") - 1
-        last = np.searchsorted(starts, last_value, "right") - 1
-        middle = np.searchsorted(starts, (first_value + last_value) // 2, "right") - 1
-        small_before = np.concatenate([[0], np.cumsum(small)])
-        protected = small_before[last + 1] > small_before[first]
         magnitudes = packet_magnitudes(values, value_type, values_per_packet)
-        classes = np.zeros(count, np.uint8)
-        for index in np.unique(middle):
-            mine = (middle == index) & ~protected
-            if mine.any():
-                classes[mine] = self._classify(segments[index].layer, magnitudes[mine])
-        # A packet on a border is as urgent as the most urgent layer in it.
-        spans = np.column_stack([first, last + 1]).ravel()
-        layer = np.minimum.reduceat(np.append(positions, np.uint8(255)), spans)[::2]
-        return PacketTags(queue_of_layer(layer), classes, layer, protected | (classes == 0))
+        return self.tag_magnitudes(magnitudes, len(values), segments, values_per_packet)
 
-    def _classify(self, layer: Layer, magnitudes: NDArray[np.float32]) -> NDArray[np.uint8]:
-        finite = magnitudes[np.isfinite(magnitudes)]
-        quantiles = self.policy.quantiles(layer.position)
-        if len(finite):
-            # Judged by the distribution of its own layer, so that classes hold their shares whatever the scale.
-            borders: NDArray[np.float64] = np.quantile(finite.astype(np.float64), quantiles)
-            past = self._borders.get(layer.name)
-            if past is not None:
-                borders = self.policy.memory * past + (1 - self.policy.memory) * borders
-            self._borders[layer.name] = borders
-        elif layer.name not in self._borders:
-            return np.zeros(len(magnitudes), np.uint8)
-        below = np.searchsorted(self._borders[layer.name], magnitudes, "right")
-        # Where most packets are zeros, as in an embedding, so are the borders: zeros are worth least all the same.
-        below[magnitudes == 0] = np.count_nonzero(quantiles == 0)
-        return (DROP_CLASSES - 1 - below).astype(np.uint8)
+    def tag_magnitudes(
+        self, magnitudes: NDArray[np.float32], values: int, segments: Sequence[Segment], values_per_packet: int
+    ) -> PacketTags:
+        """Tag the packets of a buffer of so many ``values`` by magnitudes that are known: computed on a GPU, say.
+
+        Parameters
+        ----------
+        magnitudes
+            As :func:`packet_magnitudes` returns them, NaN excluded.
+        """
+        with self._lock:
+            layout = self._layout(segments, values, values_per_packet)
+            classes, protected = classify(magnitudes, layout.kept, layout.owners, self._policy.memory, self._borders)
+        return PacketTags(layout.queue.copy(), classes, layout.layer.copy(), protected)
+
+    def __getstate__(self) -> tuple[TagPolicy, dict[str, int], NDArray[np.float64]]:
+        with self._lock:
+            return self._policy, dict(self._rows), self._borders.copy()
+
+    def __setstate__(self, state: tuple[TagPolicy, dict[str, int], NDArray[np.float64]]) -> None:
+        self.__init__(state[0])  # type: ignore[misc]  # the lock and the layouts are made anew
+        _, self._rows, self._borders = state
+
+    def _layout(self, segments: Sequence[Segment], values: int, values_per_packet: int) -> PacketLayout:
+        key = (segments[0].layer.name, values) if len(segments) else ("", 0)
+        layout = self._layouts.get(key)
+        if layout is None or not layout.fits(segments, values, values_per_packet):
+            layout = PacketLayout.of(segments, values, values_per_packet, self._policy, self._rows)
+            if len(self._layouts) >= LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = layout
+            unseen = np.full((len(self._rows) - len(self._borders), BORDERS), np.nan)
+            self._borders = np.concatenate([self._borders, unseen])
+        return layout

@@ -10,11 +10,14 @@ import time
 
 import numpy as np
 import pytest
+from engines import engine  # noqa: F401
 from exchanges import Network, all_done, datagram, payload_of, plain_tags, receive, send
 
 from dlcp import wire
 from dlcp.transport import LossBound, MessageKey, TransportError, TransportOptions
 from dlcp.wire import PacketType
+
+pytestmark = pytest.mark.usefixtures("engine")
 
 STRANGERS = 70_000
 INSIDERS = 40_000

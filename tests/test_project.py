@@ -3,6 +3,7 @@
 
 import ast
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import dlcp
+from dlcp import native
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -23,7 +25,7 @@ else:
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCE_FOLDERS = ("dlcp", "controller", "sim", "p4", "tests", ".ci")
-SOURCE_SUFFIXES = {".py", ".p4", ".lua", ".c", ".stf", ".sh"}
+SOURCE_SUFFIXES = {".py", ".p4", ".lua", ".c", ".h", ".stf", ".sh"}
 HEAVY = {"torch", "numba", "scapy", "msgspec", "rich", "jinja2", "sklearn", "mxnet", "tensorflow", "jax"}
 
 
@@ -102,9 +104,9 @@ def test_the_changelog_is_about_this_version():
 
 def test_a_wheel_holds_every_file_that_the_package_needs(tmp_path):
     pytest.importorskip("setuptools", minversion="77", reason="building a wheel takes setuptools 77")
-    ignore = shutil.ignore_patterns("__pycache__")
+    ignore = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "dlcp", tmp_path / "dlcp", ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     script = "from setuptools import build_meta; build_meta.build_wheel('wheels')"
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, capture_output=True, timeout=100)
@@ -113,9 +115,12 @@ def test_a_wheel_holds_every_file_that_the_package_needs(tmp_path):
     needed = {
         path.relative_to(tmp_path).as_posix()
         for path in (tmp_path / "dlcp").rglob("*")
-        if path.is_file() and path.suffix != ".md"
+        if path.is_file() and path.suffix not in (".md", ".c", ".h")
     }
     assert needed <= packed, "declare the patterns of these files in pyproject.toml"
+    assert not [name for name in packed if name.endswith((".c", ".h"))], "the library says what it was compiled from"
+    assert ("dlcp/native/_native.abi3.so" in packed) == native.LIBRARY.exists(), "as where DLCP is installed for tests"
+    assert wheel.name.endswith("-cp310-abi3-linux_x86_64.whl") or platform.machine() != "x86_64"
     assert {"dlcp/switch/p4/dlcp.json", "dlcp/switch/p4/dlcp.p4info.txtpb", "dlcp/wire/dissector.lua"} <= packed
 
 

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tags follow layer and magnitude, in every number format. A policy that silently does nothing must fail here."""
 
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
 from dlcp.dtypes import ValueType
-from dlcp.tags import Layer, Segment, Tagger, TagPolicy, layers_in_order, packet_magnitudes, queue_of_layer
+from dlcp.magnitudes import packet_magnitudes
+from dlcp.tags import Layer, Segment, Tagger, TagPolicy, layers_in_order, queue_of_layer, send_order
 
 PAYLOAD_BYTES = 1440
 PACKETS = 400
@@ -273,3 +278,89 @@ def test_a_policy_of_one_class_leaves_nothing_in_others():
     values[: 360 * 300] = 0
     keep_all = (1.0, 0, 0, 0, 0, 0, 0, 0)
     assert tag_layer(values, ValueType.FLOAT32, 9, Tagger(TagPolicy(keep_all, keep_all))).protected.all()
+
+
+def test_magnitudes_that_are_known_give_the_same_tags():
+    values, _ = gradient(ValueType.FLOAT32)
+    segments = [Segment(Layer("layer", 40), 0, len(values))]
+    magnitudes = packet_magnitudes(values, ValueType.FLOAT32, 360)
+    whole, halved = Tagger(), Tagger()
+    for _ in range(2):
+        expected = whole.tag(values, ValueType.FLOAT32, segments, 360)
+        for one, other in zip(expected, halved.tag_magnitudes(magnitudes, len(values), segments, 360), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda tagger: pickle.loads(pickle.dumps(tagger))])
+def test_a_copy_of_a_tagger_remembers_what_it_has_seen(duplicate):
+    usual, _ = gradient(ValueType.FLOAT32)
+    burst, _ = gradient(ValueType.FLOAT32, scale=4.0)
+    tagger = Tagger(TagPolicy(memory=0.8))
+    tag_layer(usual, ValueType.FLOAT32, tagger=tagger)
+    other = duplicate(tagger)
+    expected = tag_layer(burst, ValueType.FLOAT32, tagger=tagger).drop_class
+    np.testing.assert_array_equal(tag_layer(burst, ValueType.FLOAT32, tagger=other).drop_class, expected)
+    assert not np.array_equal(tag_layer(burst, ValueType.FLOAT32).drop_class, expected)
+
+
+def test_a_policy_that_is_set_later_is_used_from_then_on():
+    values, _ = gradient(ValueType.FLOAT32)
+    tagger = Tagger()
+    assert not tag_layer(values, ValueType.FLOAT32, tagger=tagger).protected.all()
+    tagger.policy = TagPolicy(small_layer_values=len(values) + 1)
+    assert tag_layer(values, ValueType.FLOAT32, tagger=tagger).protected.all()
+
+
+def test_buffers_may_change_their_layers_and_sizes():
+    values, _ = gradient(ValueType.FLOAT32)
+    cuts = [(100, 200), (200, 100), (150, 100), (100, 200)]
+    tagger = Tagger(TagPolicy(memory=0.0))
+    for cut, position in cuts:
+        segments = [Segment(Layer("a", 0), 0, 360 * cut), Segment(Layer("b", position), 360 * cut, len(values))]
+        tags = tagger.tag(values, ValueType.FLOAT32, segments, 360)
+        assert set(tags.layer[:cut]) == {0}
+        assert set(tags.layer[cut:]) == {position}
+        for one, other in zip(tags, Tagger().tag(values, ValueType.FLOAT32, segments, 360), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_tags_belong_to_the_caller():
+    values, _ = gradient(ValueType.FLOAT32)
+    tagger = Tagger(TagPolicy(memory=0.0))
+    first = tag_layer(values, ValueType.FLOAT32, tagger=tagger)
+    kept = [tag.copy() for tag in first]
+    for tag in first:
+        tag[:] = 1
+    for one, other in zip(tag_layer(values, ValueType.FLOAT32, tagger=tagger), kept, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_threads_may_share_a_tagger():
+    values, _ = gradient(ValueType.FLOAT32)
+    tagger = Tagger(TagPolicy(memory=0.0))
+    expected = tag_layer(values, ValueType.FLOAT32).drop_class
+
+    def tag_many(thread):
+        for number in range(40):  # each layer is new, so that what is remembered grows meanwhile
+            segments = [Segment(Layer(f"layer{thread}.{number}", 0), 0, len(values))]
+            np.testing.assert_array_equal(tagger.tag(values, ValueType.FLOAT32, segments, 360).drop_class, expected)
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(tag_many, thread) for thread in range(4)]:
+            done.result(60)
+
+
+def test_nothing_has_no_tags():
+    for tag in Tagger().tag(np.zeros(0, np.float32), ValueType.FLOAT32, [Segment(Layer("a", 0), 0, 0)], 360):
+        assert tag.shape == (0,)
+
+
+def test_urgent_queues_are_sent_first_by_blocks_and_what_may_not_be_dropped_first_in_each():
+    queue = np.array([3] * 64 + [6] * 70 + [3] * 10, np.uint8)
+    droppable = np.zeros(len(queue), bool)
+    droppable[[0, 1, 64, 66]] = True
+    # Queue 6 has a block of 64 and one of 6, queue 3 one of 64 and one of 10: an odd seed begins with the second.
+    first, second = [65, *range(67, 128), 64, 66], list(range(128, 134))
+    third, fourth = [*range(2, 64), 0, 1], list(range(134, 144))
+    assert send_order(queue, droppable, 0).tolist() == first + second + third + fourth
+    assert send_order(queue, droppable, 7).tolist() == second + first + fourth + third

@@ -9,23 +9,26 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives.feedback import ErrorFeedback
+from dlcp.collectives.salvage import Salvage
 from dlcp.collectives.shards import inbound_rates, shard_bounds, weights_for_rates
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, Segment, Tagger
-from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey
+from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey, Summation
 
 RATE = np.dtype(">f4")
 """What follows the values of a result: the rates at which its sender reaches each contributor, in bit/s."""
 PUSH = 0
 PULL = 1
 MESSAGES_PER_STEP = 1 << 16
+PATIENCE_S = 0.002
+"""A bucket waits this long for the last confirmations of its result before that is copied. Chosen by us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,14 @@ class ReduceOptions:
 class Bucket:
     """A buffer of gradients: flat ``values`` in the storage of ``value_type``, and the layers in it.
 
-    The average is written back into ``values``.
+    The average is written back into ``values``. ``magnitudes`` are those of its packets, shape (packets,), if somebody
+    has found them already, as :func:`dlcp.magnitudes.packet_magnitudes` would.
     """
 
     values: NDArray[np.generic]
     value_type: ValueType
     segments: Sequence[Segment]
+    magnitudes: NDArray[np.float32] | None = None
 
 
 def message_number(sequence: int, phase: int, receiver: int, ranks: int) -> int:
@@ -162,6 +167,7 @@ class DirectAllReduce:
         self.ledger = ledger or Ledger()
         self.feedback = feedback or ErrorFeedback()
         self.ranks = max([*self.contributors, *self.weights]) + 1
+        self._runs: dict[tuple[int, int], _Run] = {}
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Average a bucket over the contributors; the future's result is ``bucket.values``, written in place.
@@ -173,9 +179,22 @@ class DirectAllReduce:
         sequence
             Number of the bucket within the step; the same on all ranks.
         """
-        run = _Run(self, step, sequence, bucket)
+        if not bucket.values.flags.c_contiguous or not bucket.values.flags.writeable:
+            raise ValueError(f"step {step}, bucket {sequence}: values must be contiguous and writable")
+        run = self._runs[step, sequence] = _Run(self, step, sequence, bucket)
         self.endpoint.call(run.begin)
         return run.done
+
+    def ended(self, run: "_Run") -> None:
+        """Note that a bucket is done."""
+        self._runs.pop((run.step, run.sequence), None)
+
+    def salvage(self) -> list[Salvage]:
+        """Return what this rank holds of buckets that it, or a peer for all it knows, has not finished.
+
+        Call it when the endpoint is closed, so that nothing is written into a bucket any more.
+        """
+        return [run.salvage() for _, run in sorted(self._runs.items())]
 
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on, and divide buckets as the last step has taught.
@@ -203,129 +222,243 @@ class _Run:
         self.reducer, self.step, self.sequence, self.bucket = reducer, step, sequence, bucket
         self.rank = reducer.endpoint.rank
         self.done: Future[NDArray[np.generic]] = Future()
-        value_type = bucket.value_type
-        self.values_per_packet = reducer.endpoint.options.payload_bytes // value_type.storage.itemsize
-        self.shards = shard_bounds(len(bucket.values), self.values_per_packet, reducer.weights)
-        # What is sent must outlive the step's buffer, and carries what earlier steps lost.
-        total = value_type.widen(bucket.values).copy()
+        self.values = bucket.values
+        self.values_per_packet = reducer.endpoint.options.payload_bytes // self.values.itemsize
+        self.shards = shard_bounds(len(self.values), self.values_per_packet, reducer.weights)
         if reducer.options.error_feedback:
-            reducer.feedback.add_to(total, bucket.segments)
-        self.sent = value_type.narrow(total)
-        self.tags = reducer.tagger.tag(self.sent, value_type, bucket.segments, self.values_per_packet)
-        self.owed = np.zeros(0, total.dtype)
-        self.arrived: dict[int, NDArray[np.generic]] = {}
+            reducer.feedback.repay(self.values, bucket.value_type, bucket.segments)
+        self.tags = self._tag(reducer.tagger)
+        self.owed: NDArray[np.floating] = np.zeros(0)
+        self.summation: Summation | None = None
+        self.arrived: dict[int, NDArray[np.uint8]] = {}
         self.delivered: dict[int, NDArray[np.bool_]] = {}
+        self.averaged = False
+        self.confirmed: set[int] = set()
+        """Owners who have told what they got of this rank."""
+        self.received: set[int] = set()
+        """Owners whose result is here."""
+        self.kept: NDArray[np.generic] | None = None
+        """The own result, once the framework has the bucket back although some have not confirmed it."""
+        self.unconfirmed: set[int] = set()
+        """Who has not confirmed this rank's result."""
         self.waiting = 0
+
+    def _tag(self, tagger: Tagger) -> PacketTags:
+        bucket = self.bucket
+        if bucket.magnitudes is None:
+            return tagger.tag(self.values, bucket.value_type, bucket.segments, self.values_per_packet)
+        return tagger.tag_magnitudes(bucket.magnitudes, len(self.values), bucket.segments, self.values_per_packet)
 
     def begin(self) -> None:
         """Send the shards of others, and wait for what others send."""
-        endpoint, reducer = self.reducer.endpoint, self.reducer
-        bound = reducer.options.bound
+        reducer = self.reducer
         others = [rank for rank in reducer.contributors if rank != self.rank]
-        mine = self.shards.get(self.rank, (0, 0))
+        start, stop = self.shards.get(self.rank, (0, 0))
         self.waiting = 1
-        for owner, (start, stop) in self.shards.items():
-            if owner == self.rank or start == stop:
-                continue
-            self.waiting += 2
-            key = self._key(PUSH, owner)
-            tags = self._tags(start, stop)
-            if owner not in reducer.contributors:
-                tags.protected[-1] = True  # tells a parameter server the size
-            sending = endpoint.send(
-                owner, key, self._bytes(self.sent[start:stop]), tags, bound, self._label(start, stop)
-            )
-            sending.add_done_callback(self._guard(partial(self._on_pushed, owner, tags)))
-            result = endpoint.receive(
-                owner,
-                self._key(PULL, self.rank),
-                (stop - start) * self.sent.itemsize + len(reducer.contributors) * RATE.itemsize,
-                RELIABLE,
-                self._label(start, stop),
-            )
-            result.add_done_callback(self._guard(partial(self._on_result, owner)))
-        if mine[0] < mine[1]:
+        if start < stop:
             self.waiting += 1
-            self.arrived[self.rank] = self.sent[mine[0] : mine[1]]
-            self.delivered[self.rank] = np.ones(len(self._tags(*mine).queue), np.bool_)
-            for peer in others:
-                arrival = endpoint.receive(
-                    peer,
-                    self._key(PUSH, self.rank),
-                    (mine[1] - mine[0]) * self.sent.itemsize,
-                    bound,
-                    self._label(*mine),
-                )
-                arrival.add_done_callback(self._guard(partial(self._on_share, peer)))
-            if not others:
-                self._reduce()
+            self._gather(others, start, stop)
+        for owner, (first, last) in self.shards.items():
+            if owner != self.rank and first < last:
+                self.waiting += 1
+                self._push(owner, first, last)
         self._one_done()
 
-    def _on_share(self, peer: int, arrival: Arrival) -> None:
-        self.arrived[peer] = arrival.payload.view(self.sent.dtype)
-        self.delivered[peer] = arrival.delivered
-        if len(self.arrived) == len(self.reducer.contributors):
-            self._reduce()
+    # Own shard --------------------------------------------------------------------------------------------------------
 
-    def _reduce(self) -> None:
-        start, stop = self.shards[self.rank]
+    def _gather(self, others: Sequence[int], start: int, stop: int) -> None:
+        endpoint, bound = self.reducer.endpoint, self.reducer.options.bound
+        size, label = (stop - start) * self.values.itemsize, self._label(start, stop)
+        key = self._key(PUSH, self.rank)
+        self.delivered[self.rank] = np.ones(-(-(stop - start) // self.values_per_packet), np.bool_)
+        if self.bucket.value_type is ValueType.FLOAT32:
+            self.summation = endpoint.summation(cast(NDArray[np.float32], self.values[start:stop]), len(others))
+        for position, peer in enumerate(others):
+            if self.summation is None:
+                arrival = endpoint.receive(peer, key, size, bound, label)
+            else:
+                # What the first of the others sends is added at once; of the rest some comes out of turn.
+                room = endpoint.protocol.scratch.take(size) if position else None
+                arrival = endpoint.receive(
+                    peer, key, size, bound, label, into=room, summation=self.summation, position=position
+                )
+            arrival.add_done_callback(self._guard(partial(self._on_share, peer)))
+        if not others:
+            self._average(start, stop)
+
+    def _on_share(self, peer: int, arrival: Arrival) -> None:
+        self.delivered[peer] = arrival.delivered
+        self.arrived[peer] = arrival.payload
+        if len(self.delivered) == len(self.reducer.contributors):
+            self._average(*self.shards[self.rank])
+
+    def _average(self, start: int, stop: int) -> None:
         options = self.reducer.options
-        mean, error = average(
-            self.arrived, self.delivered, self.bucket.value_type, self.values_per_packet, rescale=options.rescale
-        )
-        if len(error):
-            self._owe(start, error)
-        result = self.bucket.value_type.narrow(mean)
+        if self.summation is not None:
+            self._finish_sum(self.summation, start, stop)
+        else:
+            dtype = self.values.dtype
+            shares = {peer: payload.view(dtype) for peer, payload in self.arrived.items()}
+            shares[self.rank] = self.values[start:stop]
+            mean, error = average(
+                shares, self.delivered, self.bucket.value_type, self.values_per_packet, rescale=options.rescale
+            )
+            if len(error):
+                self._owe(start, error)
+            self.values[start:stop] = self.bucket.value_type.narrow(mean)
         self.arrived.clear()
-        self.bucket.values[start:stop] = result
+        self.averaged = True
+        self._send_result(start, stop)
+        self._one_done()
+
+    def _finish_sum(self, summation: Summation, start: int, stop: int) -> None:
+        options = self.reducer.options
+        whole = all(delivered.all() for delivered in self.delivered.values())
+        owing = options.error_feedback and options.rescale and not whole
+        error = np.zeros(stop - start, np.float32) if owing else None
+        summation.finish(options.rescale, error)
+        for room in self.arrived.values():
+            self.reducer.endpoint.protocol.scratch.give(room)
+        if error is not None:
+            self._owe(start, error)
+
+    def _send_result(self, start: int, stop: int) -> None:
         rates_bps = self.reducer.rates()
         self._note_rates(self.rank, rates_bps)
-        payload = memoryview(np.ascontiguousarray(result).tobytes() + rates_bps.tobytes())
-        tags = self._tags(start, stop, len(payload))
+        tail = rates_bps.view(np.uint8)
+        payload = self._bytes(start, stop)
+        tags = self._tags(start, stop, len(payload) + len(tail))
+        label = self._label(start, stop)
         for peer in self.reducer.contributors:
             if peer != self.rank:
                 key = self._key(PULL, peer)
-                label = self._label(start, stop)
-                sending = self.reducer.endpoint.send(peer, key, payload, tags, RELIABLE, label)
-                sending.add_done_callback(self._guard(partial(self._enter, key, peer, tags, RELIABLE)))
+                self.unconfirmed.add(peer)
+                sending = self.reducer.endpoint.send(peer, key, payload, tags, RELIABLE, label, tail)
+                sending.add_done_callback(self._guard(partial(self._on_result_sent, key, peer, tags)))
+
+    def _on_result_sent(self, key: MessageKey, peer: int, tags: PacketTags, delivery: Delivery) -> None:
+        self.reducer.ledger.record(key, peer, self._label(*self.shards[self.rank]), tags, RELIABLE, delivery)
+        self.unconfirmed.discard(peer)
+        if not self.waiting and not self.unconfirmed:
+            self._finish()
+            self.reducer.ended(self)
+
+    # Shards of others -------------------------------------------------------------------------------------------------
+
+    def _push(self, owner: int, start: int, stop: int) -> None:
+        reducer = self.reducer
+        tags = self._tags(start, stop)
+        if owner not in reducer.contributors:
+            tags.protected[-1] = True  # tells a parameter server the size
+        sending = reducer.endpoint.send(
+            owner,
+            self._key(PUSH, owner),
+            self._bytes(start, stop),
+            tags,
+            reducer.options.bound,
+            self._label(start, stop),
+        )
+        sending.add_done_callback(self._guard(partial(self._on_pushed, owner, tags)))
+
+    def _on_pushed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
+        start, stop = self.shards[owner]
+        label = self._label(start, stop)
+        self.reducer.ledger.record(self._key(PUSH, owner), owner, label, tags, self.reducer.options.bound, delivery)
+        if not delivery.delivered.all():
+            lost = np.repeat(~delivery.delivered, self.values_per_packet)[: stop - start]
+            self._owe(start, np.where(lost, self.bucket.value_type.widen(self.values[start:stop]), 0))
+        self.confirmed.add(owner)
+        # Only now, for the result takes the place of what may still have been sent or is owed.
+        tail = np.zeros(len(self.reducer.contributors) * RATE.itemsize, np.uint8)
+        into = np.frombuffer(self._bytes(start, stop), np.uint8)
+        result = self.reducer.endpoint.receive(
+            owner, self._key(PULL, self.rank), len(into) + len(tail), RELIABLE, label, into=into, tail=tail
+        )
+        result.add_done_callback(self._guard(partial(self._on_result, owner, tail)))
+
+    def _on_result(self, owner: int, tail: NDArray[np.uint8], arrival: Arrival) -> None:
+        self.received.add(owner)
+        self._note_rates(owner, tail.view(RATE))
         self._one_done()
 
-    def _on_result(self, owner: int, arrival: Arrival) -> None:
-        start, stop = self.shards[owner]
-        values, trailer = np.split(arrival.payload, [(stop - start) * self.sent.itemsize])
-        self.bucket.values[start:stop] = values.view(self.sent.dtype)
-        self._note_rates(owner, trailer.view(RATE))
-        self._one_done()
+    # All --------------------------------------------------------------------------------------------------------------
+
+    def salvage(self) -> Salvage:
+        """Return what this rank holds of the bucket."""
+        values = self.bucket.value_type.widen(self.values)
+        packets = len(self.tags.queue)
+        final, unsettled = np.zeros(packets, np.bool_), np.zeros(packets, np.bool_)
+        included = {rank: np.zeros(packets, np.bool_) for rank in self.reducer.contributors}
+        start, stop = self.shards.get(self.rank, (0, 0))
+        mine = self._packets(start, stop)
+        for rank, bits in self._included(mine).items():
+            included[rank][mine] = bits
+        # A sum is divided as soon as it is complete, packet by packet.
+        final[mine] = self.averaged or np.all([bits[mine] for bits in included.values()], axis=0)
+        if self.kept is not None:
+            # The framework has the bucket back; what is left is this rank's own result.
+            values = np.zeros_like(values)
+            values[start:stop] = self.bucket.value_type.widen(self.kept)
+            return Salvage(self.step, self.sequence, values, self.values_per_packet, final, included)
+        for owner, shard in self.shards.items():
+            if owner != self.rank:
+                part = self._packets(*shard)
+                final[part] = owner in self.received
+                included[self.rank][part] = owner not in self.received
+                unsettled[part] = owner not in self.confirmed
+        owed = self.owed if len(self.owed) else None
+        return Salvage(self.step, self.sequence, values, self.values_per_packet, final, included, owed, unsettled)
+
+    def _included(self, mine: slice) -> Mapping[int, NDArray[np.bool_]]:
+        """Return whose contributions the own shard holds, by its packets."""
+        if self.averaged:
+            return self.delivered
+        whole = np.ones(mine.stop - mine.start, np.bool_)
+        if self.summation is None:
+            return {self.rank: whole}
+        others = [rank for rank in self.reducer.contributors if rank != self.rank]
+        folded = {peer: self.summation.fold.included(position) for position, peer in enumerate(others)}
+        return {self.rank: whole, **folded}
+
+    def _packets(self, start: int, stop: int) -> slice:
+        return slice(start // self.values_per_packet, -(-stop // self.values_per_packet))
 
     def _note_rates(self, owner: int, rates_bps: NDArray[np.generic]) -> None:
         if self.sequence >= self.reducer.rated_by.get(owner, -1):
             self.reducer.rates_bps[owner] = rates_bps
             self.reducer.rated_by[owner] = self.sequence
 
-    def _on_pushed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
-        start, stop = self.shards[owner]
-        self._enter(self._key(PUSH, owner), owner, tags, self.reducer.options.bound, delivery)
-        if not delivery.delivered.all():
-            lost = np.repeat(~delivery.delivered, self.values_per_packet)[: stop - start]
-            self._owe(start, np.where(lost, self.bucket.value_type.widen(self.sent[start:stop]), 0))
-        self._one_done()
-
-    def _enter(self, key: MessageKey, peer: int, tags: PacketTags, bound: LossBound, delivery: Delivery) -> None:
-        start, stop = self.shards[self.rank if bound is RELIABLE else peer]
-        self.reducer.ledger.record(key, peer, self._label(start, stop), tags, bound, delivery)
-
     def _owe(self, start: int, values: NDArray[np.floating]) -> None:
         if not len(self.owed):
-            self.owed = np.zeros(len(self.sent), self.owed.dtype)
+            self.owed = np.zeros(len(self.values), values.dtype)
         self.owed[start : start + len(values)] += values
 
     def _one_done(self) -> None:
         self.waiting -= 1
-        if self.waiting or self.done.done():
+        if self.waiting:
             return
+        if self.unconfirmed:
+            self.reducer.endpoint.protocol.call_later(PATIENCE_S, self._detach)
+        else:
+            self._finish()
+
+    def _detach(self) -> None:
+        """Be done although some have not confirmed the result: what is left to send is sent from a copy."""
+        if self.done.done():
+            return
+        self.kept = self.values[slice(*self.shards[self.rank])].copy()
+        for peer in self.unconfirmed:
+            self.reducer.endpoint.protocol.detach(peer, self._key(PULL, peer))
+        self._finish()
+
+    def _finish(self) -> None:
+        if self.done.done():
+            return
+        if not self.unconfirmed:
+            self.reducer.ended(self)
         if len(self.owed) and self.reducer.options.error_feedback:
             self.reducer.feedback.owe(self.owed, self.bucket.segments)
-        self.done.set_result(self.bucket.values)
+        self.done.set_result(self.values)
 
     def _guard(self, action: Callable[[Any], None]) -> Callable[["Future[Any]"], None]:
         def on_done(future: "Future[Any]") -> None:
@@ -349,9 +482,8 @@ class _Run:
         return PacketTags(tags.queue[chosen], tags.drop_class[chosen], tags.layer[chosen], tags.protected[chosen])
 
     def _label(self, start: int, stop: int) -> str:
-        names = [s.layer.name for s in self.bucket.segments if s.start < stop and s.stop > start]
+        names = list(dict.fromkeys(s.layer.name for s in self.bucket.segments if s.start < stop and s.stop > start))
         return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
 
-    @staticmethod
-    def _bytes(values: NDArray[np.generic]) -> memoryview:
-        return memoryview(np.ascontiguousarray(values).view(np.uint8).data)
+    def _bytes(self, start: int, stop: int) -> memoryview:
+        return memoryview(self.values[start:stop].view(np.uint8).data)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
 
 
@@ -25,6 +26,14 @@ class ErrorFeedback:
             owed = self._owed.pop(segment.layer.name, None)
             if owed is not None:
                 values[segment.start : segment.stop] += owed
+
+    def repay(self, values: NDArray[np.generic], value_type: ValueType, segments: Sequence[Segment]) -> None:
+        """Add what is owed to a buffer in the storage of ``value_type``, in place, and owe it no longer."""
+        for segment in segments:
+            owed = self._owed.pop(segment.layer.name, None)
+            if owed is not None:
+                part = values[segment.start : segment.stop]
+                part[...] = value_type.narrow(value_type.widen(part) + owed)
 
     def owe(self, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
         """Owe ``values``, which is 0 wherever all arrived."""

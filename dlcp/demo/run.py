@@ -22,6 +22,8 @@ from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 BACKGROUND_FLOWS = 2
 JOB = 1
+PAYLOAD_BYTES = 1440
+"""Fills the MTU of 1500 that the demo's network has; loopback would take more."""
 CONTROL_SHARE = 0.015
 """Part of a port for acknowledgements and the like; taken from the job's share, not added to it. Chosen by us."""
 READY_DEADLINE_S = 90.0
@@ -191,6 +193,7 @@ def _workers(
             "DLCP_BIND": place.bind_of(rank, variant.udp_port),
             "DLCP_ADVERTISE": place.address_of(rank, variant.udp_port),
             "DLCP_JOB": str(JOB),
+            "DLCP_PAYLOAD_BYTES": str(PAYLOAD_BYTES),
             "DLCP_TOKEN": str(token),
             "DLCP_COLLECTIVE": setup.collective,
             "DLCP_SERVER": "" if setup.server is None else place.address_of(setup.server, variant.udp_port),

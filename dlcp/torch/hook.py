@@ -2,34 +2,41 @@
 """The DDP communication hook: buckets of gradients go out while backward still runs."""
 
 import hashlib
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, but its types do not say so
 from torch.nn.parallel import DistributedDataParallel
 
-from dlcp.collectives import Bucket, DirectAllReduce, ErrorFeedback, ReduceOptions
-from dlcp.dtypes import ValueType
+from dlcp.collectives import ErrorFeedback, ReduceOptions
+from dlcp.collectives.choice import Reducer, make_reducer
 from dlcp.ledger import Ledger
 from dlcp.tags import Layer, Segment, Tagger, layers_in_order
+from dlcp.torch.agreement import agreement_of
+from dlcp.torch.fallback import Exchange, Mode, open_channel
+from dlcp.torch.joining import Joined, NotJoinedError, join, speaks
 from dlcp.torch.options import Options
-from dlcp.torch.rendezvous import meet
+from dlcp.torch.staging import VALUE_TYPES, as_array
 from dlcp.transport import Endpoint
 
-_VALUE_TYPES = {
-    torch.float32: ValueType.FLOAT32,
-    torch.float64: ValueType.FLOAT64,
-    torch.float16: ValueType.FLOAT16,
-    torch.bfloat16: ValueType.BFLOAT16,
-}
+__all__ = [
+    "State",
+    "as_array",
+    "enable",
+    "hook",
+    "noop_hook",
+    "parameter_digest",
+    "replicas_identical",
+    "segments_of",
+]
+
+log = logging.getLogger("dlcp")
 
 STEPS_KEPT = 10_000
 """Steps of which the times are kept."""
@@ -55,8 +62,9 @@ class State:
         self.feedback = ErrorFeedback()
         self.tagger = Tagger(options.tag_policy)
         self._sequence = 0
+        self._exchange: Exchange | None = None
         self._endpoint: Endpoint | None = None
-        self._reducer: DirectAllReduce | None = None
+        self._alone = False
         self._layers: dict[int, Layer] = {}
         self._layer_seconds: dict[int, deque[float]] = {}
         self._step_began_s = 0.0
@@ -71,23 +79,47 @@ class State:
     def attach(self, model: DistributedDataParallel) -> None:
         """Join the other ranks and learn the layers of ``model``; all ranks must call it.
 
+        If they cannot all use DLCP, all go on over the framework's own all-reduce, and the lowest rank says why.
+
         Raises
         ------
-        OSError, PeerSilentError
-            See :func:`dlcp.torch.rendezvous.meet`.
+        NotJoinedError
+            They cannot, and ``options.fallback`` is off.
         """
-        options = self.options
         named = list(model.module.named_parameters())
         layers = layers_in_order([name for name, _ in named])
         self._layers = {id(parameter): layers[name] for name, parameter in named}
-        ranks = range(dist.get_world_size(model.process_group))
-        if len(ranks) == 1:
+        group = model.process_group
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self._alone = size == 1
+        if self._alone:
             return
-        self._endpoint = meet(options, model.process_group)
-        self._reducer = DirectAllReduce(
-            self._endpoint,
-            ranks,
-            weights={len(ranks): 1.0} if options.collective == "server" else None,
+        self._exchange = Exchange(group, rank, range(size), self.feedback)
+        agreement = agreement_of(group, self.options.meet_s)
+        try:
+            joined = join(self.options, agreement)
+        except NotJoinedError as problem:
+            if not self.options.fallback:
+                self.close()
+                raise
+            self._exchange.do_without(str(problem))
+            if speaks(agreement):
+                log.warning("DLCP is off: %s. Training goes on over the framework's own all-reduce.", problem)
+            return
+        if joined.remark and rank == 0:
+            log.warning("DLCP: %s", joined.remark)
+        self._endpoint = joined.endpoint
+        channel = open_channel(group, self.options.deadline_s) if self.options.fallback else None
+        self._exchange.use(
+            joined.endpoint, self._make_reducer(joined, size), channel, agreement, self.options.deadline_s
+        )
+
+    def _make_reducer(self, joined: Joined, size: int) -> Reducer:
+        options = joined.options
+        return make_reducer(
+            options.collective,
+            joined.endpoint,
+            range(size),
             options=ReduceOptions(
                 options.bound(),
                 options.error_feedback,
@@ -97,42 +129,52 @@ class State:
             tagger=self.tagger,
             ledger=self.ledger,
             feedback=self.feedback,
+            topology=joined.topology,
         )
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """The endpoint; None before :meth:`attach` and in a group of one."""
+        """The endpoint; None before :meth:`attach`, in a group of one, and where DLCP could not be used."""
         return self._endpoint
+
+    @property
+    def active(self) -> bool:
+        """Whether DLCP averages gradients; False when the framework does, see :attr:`reason`."""
+        return self._exchange is not None and self._exchange.mode is Mode.DLCP
+
+    @property
+    def reason(self) -> str:
+        """Why DLCP does not average gradients; ``""`` while it does."""
+        if self._alone:
+            return "a group of one has nothing to exchange"
+        return self._exchange.reason if self._exchange else "not attached"
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
-        if self._endpoint:
-            self._endpoint.close(reason)
-        self._endpoint = self._reducer = None
+        if self._exchange:
+            self._exchange.close(reason)
+        self._exchange = self._endpoint = None
         self._layers = {}
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket over all ranks."""
         tensor = bucket.buffer()
-        answer: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        if self._reducer is None:
-            if not self._layers:
-                raise RuntimeError("the state has been closed, or loaded and not attached: call state.attach(model)")
+        if not self._layers:
+            raise RuntimeError("the state has been closed, or loaded and not attached: call state.attach(model)")
+        if self._exchange is None:
+            answer: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             answer.set_result(tensor)
             return answer
         if self._sequence == 0:
-            self._reducer.begin_step(self.step)
             self._step_began_s = time.monotonic()
-        flat, value_type = as_array(tensor)
         segments = segments_of(bucket, self._layers)
-        started = self._reducer.start(self.step, self._sequence, Bucket(flat, value_type, segments))
-        started.add_done_callback(partial(self._note_time, segments, self._step_began_s))
-        started.add_done_callback(partial(_resolve, answer, tensor))
+        noted = partial(self._note_time, segments, self._step_began_s)
+        averaged = self._exchange.average(tensor, self.step, self._sequence, segments, noted)
         self._sequence += 1
         if bucket.is_last():
             self.step += 1
             self._sequence = 0
-        return answer
+        return averaged
 
     def layer_seconds(self) -> dict[str, list[float]]:
         """Return when each layer's gradients were averaged, by layer position.
@@ -141,7 +183,7 @@ class State:
         """
         return {str(position): list(seconds) for position, seconds in sorted(self._layer_seconds.items())}
 
-    def _note_time(self, segments: Sequence[Segment], began_s: float, done: "Future[Any]") -> None:
+    def _note_time(self, segments: Sequence[Segment], began_s: float) -> None:
         seconds = time.monotonic() - began_s
         for position in {segment.layer.position for segment in segments}:
             self._layer_seconds.setdefault(position, deque(maxlen=STEPS_KEPT)).append(seconds)
@@ -165,7 +207,7 @@ def enable(model: DistributedDataParallel, options: Options | None = None, *, st
     Parameters
     ----------
     model
-        A model on the CPU.
+        A model on the CPU or on one CUDA device.
     options
         By default :meth:`Options.from_environment`.
     state
@@ -179,12 +221,16 @@ def enable(model: DistributedDataParallel, options: Options | None = None, *, st
     ------
     ValueError
         A parameter is of a type or on a device that cannot be exchanged; the message names it.
+    NotJoinedError
+        Not all ranks can use DLCP, and ``options.fallback`` is off. Otherwise all of them train as they would without.
     """
     for name, parameter in model.module.named_parameters():
-        if parameter.requires_grad and (parameter.dtype not in _VALUE_TYPES or parameter.device.type != "cpu"):
+        if parameter.requires_grad and (
+            parameter.dtype not in VALUE_TYPES or parameter.device.type not in ("cpu", "cuda")
+        ):
             raise ValueError(
                 f"parameter {name} is {parameter.dtype} on {parameter.device}; this version of DLCP exchanges "
-                f"{', '.join(kind.value for kind in ValueType)} on the CPU"
+                f"{', '.join(kind.value for kind in VALUE_TYPES.values())} on the CPU and on CUDA"
             )
     if state is None:
         state = State(options or Options.from_environment())
@@ -195,15 +241,6 @@ def enable(model: DistributedDataParallel, options: Options | None = None, *, st
     state.attach(model)
     model.register_comm_hook(state, hook)
     return state
-
-
-def as_array(tensor: torch.Tensor) -> tuple[NDArray[np.generic], ValueType]:
-    """Return a flat tensor's memory as an array, and its format."""
-    value_type = _VALUE_TYPES[tensor.dtype]
-    plain = tensor.detach()
-    if value_type is ValueType.BFLOAT16:
-        return plain.view(torch.int16).numpy().view(np.uint16), value_type
-    return plain.numpy(), value_type
 
 
 def segments_of(bucket: GradBucket, layers: dict[int, Layer]) -> Sequence[Segment]:
@@ -220,7 +257,7 @@ def parameter_digest(model: torch.nn.Module) -> str:
     """Return the SHA-256 of all parameters' bits, in order of definition."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -229,13 +266,3 @@ def replicas_identical(model: torch.nn.Module, group: dist.ProcessGroup | None =
     digests: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(digests, parameter_digest(model), group=group)
     return len(set(digests)) == 1
-
-
-def _resolve(
-    answer: "torch.futures.Future[torch.Tensor]", tensor: torch.Tensor, done: "Future[NDArray[np.generic]]"
-) -> None:
-    error = done.exception()
-    if error is None:
-        answer.set_result(tensor)
-    else:
-        answer.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type

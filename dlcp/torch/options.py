@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can choose. An argument beats the environment (``DLCP_*``), which beats the default."""
+"""What a user can choose. An argument beats the environment (``DLCP_*``), that a file, and that the default."""
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
+from dlcp import configuration
+from dlcp.collectives.choice import COLLECTIVES, Topology, flow_weight
 from dlcp.tags import TagPolicy
 from dlcp.transport import LossBound, TransportOptions
+from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,8 @@ class Options:
     adaptive_shards
         Ranks behind a congested port add up less.
     collective
-        ``direct`` (every rank adds up a shard) or ``server`` (a parameter server does).
+        ``direct`` (every rank adds up a shard), ``ring``, ``server`` (a parameter server adds up), or
+        ``auto``: whichever of direct and ring suits the size.
     bind
         Address of this rank's UDP socket, ``host:port``. By default the address that leads to the master, and the first
         free DLCP port.
@@ -37,8 +40,15 @@ class Options:
         Job number, 0 to 65535; what a switch knows a job by.
     token
         Session token; rank 0 draws one if it is 0.
-    congestion, tagged, payload_bytes, silence_s, deadline_s
+    payload_bytes
+        Bytes of a message per packet: 1440 fill an MTU of 1500. 0 finds out what passes on every path, up to an MTU of
+        9000. Whatever is chosen is tried with real packets first; if it does not pass, the largest that does is taken.
+    congestion, tagged, silence_s, deadline_s
         See :class:`dlcp.transport.TransportOptions`.
+    meet_s
+        How long the ranks wait for each other when DLCP is enabled.
+    fallback
+        Go on over the framework's own all-reduce if DLCP cannot be used, at the start or later. Off, it is an error.
     tag_policy
         See :class:`dlcp.tags.TagPolicy`.
     """
@@ -56,14 +66,16 @@ class Options:
     token: int = 0
     congestion: str = "proportional"
     tagged: bool = True
-    payload_bytes: int = 1440
+    payload_bytes: int = 0
     silence_s: float = 10.0
     deadline_s: float = 120.0
+    meet_s: float = 30.0
+    fallback: bool = True
     tag_policy: TagPolicy = field(default_factory=TagPolicy)
 
     def __post_init__(self) -> None:
-        if self.collective not in ("direct", "server"):
-            raise ValueError(f"collective must be 'direct' or 'server', got {self.collective!r}")
+        if self.collective not in COLLECTIVES:
+            raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {self.collective!r}")
         if self.collective == "server" and not self.server:
             raise ValueError("collective 'server' needs the server's address: server='host:port' or DLCP_SERVER")
         if not 0 <= self.job < 1 << 16:
@@ -73,31 +85,24 @@ class Options:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "Options":
-        """Return the defaults, overridden by ``DLCP_*`` variables.
+        """Return the defaults, overridden by a file and by ``DLCP_*`` variables; see :mod:`dlcp.configuration`.
 
         Raises
         ------
         ValueError
-            A variable does not hold what it should; the message names it.
+            A variable or a line does not hold what it should; the message names it.
         """
-        environment = os.environ if environment is None else environment
-        chosen: dict[str, object] = {}
-        defaults = {entry.name: entry.default for entry in fields(cls)}
-        for name, default in defaults.items():
-            text = environment.get(f"DLCP_{name.upper()}")
-            if text is not None and isinstance(default, (bool, int, float, str)):
-                chosen[name] = _parse(f"DLCP_{name.upper()}", text, default)
-        return cls(**chosen)  # type: ignore[arg-type]  # _parse keeps the type of each default
+        return configuration.build(cls, environment)
 
     def bound(self) -> LossBound:
         """Return the bound on what gradients may lose."""
         return LossBound(self.loss_bound, self.immediate)
 
-    def transport(self, workers: int) -> TransportOptions:
+    def transport(self, workers: int, topology: Topology | None = None) -> TransportOptions:
         """Return the options of a worker's endpoint, where ``workers`` take part."""
         return TransportOptions(
-            flow_weight=1 / workers if self.collective == "server" else None,
-            payload_bytes=self.payload_bytes,
+            flow_weight=flow_weight(self.collective, range(workers), topology),
+            payload_bytes=self.payload_bytes or PAYLOAD_UNKNOWN,
             tagged=self.tagged,
             congestion=self.congestion,
             silence_s=self.silence_s,
@@ -107,13 +112,3 @@ class Options:
     def with_(self, **changes: object) -> "Options":
         """Return a copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
-
-
-def _parse(name: str, text: str, default: bool | int | float | str) -> bool | int | float | str:
-    try:
-        if isinstance(default, bool):
-            return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
-        return type(default)(text, 0) if isinstance(default, int) else type(default)(text)
-    except (KeyError, ValueError):
-        kind = "1 or 0" if isinstance(default, bool) else type(default).__name__
-        raise ValueError(f"{name} must be {kind}, got {text!r}") from None

@@ -1,51 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks find each other: they exchange addresses and a session token over the process group that is there."""
+"""How the ranks of a new process group find each other: over the store that PyTorch made for it, and nothing else."""
 
-import os
-import secrets
 import socket
+from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but its types do not say
 
+from dlcp.torch.addresses import bind
+from dlcp.torch.agreement import Agreement
+from dlcp.torch.joining import join
 from dlcp.torch.options import Options
-from dlcp.transport import Address, Endpoint, bind_socket, parse_address
-from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
+from dlcp.transport import Endpoint
 
 
-def meet(options: Options, group: dist.ProcessGroup | None = None) -> Endpoint:
-    """Open this rank's endpoint and wait until every peer has answered.
+def meet(options: Options, store: Store, rank: int, size: int, timeout: timedelta) -> Endpoint:
+    """Open an endpoint for a process group that is being made, and wait until every peer has answered.
 
-    A parameter server has the rank after the last worker's.
+    A process makes several groups, so of ``options.bind`` and ``options.advertise`` only the hosts count.
+
+    Parameters
+    ----------
+    options
+        ``meet_s`` is how long it may take once all ranks are there.
+    store, rank, size, timeout
+        What PyTorch gives: the group's own part of the store, and how long to wait for the other ranks.
 
     Raises
     ------
-    OSError
-        No address to bind.
-    PeerSilentError
-        A peer does not answer.
+    RuntimeError
+        A rank has not come within ``timeout``, or is not reached; the message names it.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    host, port = parse_address(options.bind) if options.bind else (_own_host(), 0)
-    sock = bind_socket(host, [port] if port else range(UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT))
-    mine = parse_address(options.advertise) if options.advertise else sock.getsockname()
-    token = options.token or (secrets.randbits(64) | 1)
-    everyone: list[tuple[Address, int] | None] = [None] * size
-    dist.all_gather_object(everyone, (mine, token), group=group)
-    met = [entry for entry in everyone if entry is not None]
-    peers = {peer: address for peer, (address, _) in enumerate(met) if peer != rank}
-    if options.collective == "server":
-        peers = {size: parse_address(options.server)}
-    endpoint = Endpoint(rank, sock, peers, job=options.job, token=met[0][1], options=options.transport(size))
+    options = options.with_(bind=_any_port(options.bind), advertise=_host(options.advertise))
+    if size == 1:
+        return Endpoint(rank, _alone(options), {}, job=options.job, token=1, options=options.transport(size))
+    _wait_for_all(store, rank, size, timeout)
+    agreement = Agreement(PrefixStore("dlcp", store), rank, size, options.meet_s)
+    return join(options, agreement).endpoint
+
+
+def _wait_for_all(store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    store.set(f"here/{rank}", "")
+    keys = [f"here/{peer}" for peer in range(size)]
     try:
-        endpoint.greet()
-    except Exception:
-        endpoint.close("it could not reach all peers")
-        raise
-    return endpoint
+        store.wait(keys, timeout)
+    except Exception as error:
+        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(
+            f"rank {rank}: of {size} ranks, {missing} have not joined the group in {timeout.total_seconds():.0f} s"
+        ) from error
 
 
-def _own_host() -> str:
-    """Return this host's address on the way to the master."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing; asks the routing table
-        return str(probe.getsockname()[0])
+def _alone(options: Options) -> socket.socket:
+    """Return the socket of a group of one, which nobody will ever write to."""
+    return bind(options.with_(bind="127.0.0.1:0"))
+
+
+def _any_port(bind_to: str) -> str:
+    return f"{_host(bind_to)}:0" if bind_to else ""
+
+
+def _host(address: str) -> str:
+    return address.partition(":")[0]

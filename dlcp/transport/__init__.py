@@ -3,6 +3,7 @@
 
 from dlcp.transport.bound import RELIABLE, LossBound
 from dlcp.transport.endpoint import Endpoint, bind_socket, parse_address
+from dlcp.transport.engine import Address, MessageKey
 from dlcp.transport.errors import (
     BoundExceededError,
     DeadlineError,
@@ -11,10 +12,9 @@ from dlcp.transport.errors import (
     PeerSilentError,
     TransportError,
 )
-from dlcp.transport.incoming import Arrival
 from dlcp.transport.options import TransportOptions
-from dlcp.transport.outgoing import Delivery, MessageKey
-from dlcp.transport.protocol import Address
+from dlcp.transport.receiving import Arrival, Summation
+from dlcp.transport.sending import Delivery
 
 __all__ = [
     "RELIABLE",
@@ -29,6 +29,7 @@ __all__ = [
     "MessageMismatchError",
     "PeerAbortedError",
     "PeerSilentError",
+    "Summation",
     "TransportError",
     "TransportOptions",
     "bind_socket",

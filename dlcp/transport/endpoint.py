@@ -2,10 +2,7 @@
 """A rank's socket, and the thread that runs the protocol over it."""
 
 import contextlib
-import math
-import select
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -13,22 +10,25 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dlcp import wire
 from dlcp.tags import PacketTags
 from dlcp.transport.bound import LossBound
+from dlcp.transport.engine import Address, Bytes, MessageKey
 from dlcp.transport.errors import PeerSilentError, TransportError
-from dlcp.transport.incoming import Arrival
 from dlcp.transport.options import TransportOptions
-from dlcp.transport.outgoing import Delivery, MessageKey
-from dlcp.transport.protocol import Address, Protocol
+from dlcp.transport.protocol import Protocol
+from dlcp.transport.receiving import NOTHING, Arrival, Summation
+from dlcp.transport.sending import Delivery
 
 RECEIVE_BUFFER_BYTES = 8 << 20
 SKB_OVERHEAD_BYTES = 832
 """What Linux charges a datagram for beside its bytes, rounded up (sk_buff and its data's alignment)."""
-RECEIVE_BURST = 64
 CLOSE_LINGER_S = 1.0
 _SO_RCVBUFFORCE = 33
-_BUSY_RETRY_S = 0.0005
+_UDP_GRO = 104
 
 
 class Endpoint:
@@ -62,48 +62,76 @@ class Endpoint:
         self.options = options or TransportOptions()
         self._socket = sock
         self._addresses = peers
+        self._commands: deque[Callable[[], None]] = deque()
+        self._closing = self._closed = False
+        with contextlib.suppress(OSError):  # an older kernel hands over datagrams one by one
+            sock.setsockopt(socket.IPPROTO_UDP, _UDP_GRO, 1)
         self.protocol = Protocol(
             rank,
             peers,
             job=job,
             token=token,
             options=self.options,
-            receive_packets=_receive_packets(self._socket, self.options.payload_bytes),
-            send=self._send,
+            receive_packets=_receive_packets(sock, self.options.payload_bytes),
             now_s=time.monotonic(),
+            sock=sock,
         )
-        self._ancillary = [
-            [(socket.IPPROTO_IP, socket.IP_TOS, struct.pack("i", tos))] if tos else [] for tos in range(256)
-        ]
-        self._wake_receive, self._wake_send = socket.socketpair()
-        self._wake_receive.setblocking(False)
-        self._commands: deque[Callable[[], None]] = deque()
-        self._closing = False
-        self._acknowledge_due_s = math.inf
-        self._buffer = bytearray(wire.HEADER_BYTES + self.options.payload_bytes + 1)
         self._thread = threading.Thread(target=self._run, name=f"dlcp-rank{rank}", daemon=True)
         self._thread.start()
 
     def send(
-        self, peer: int, key: MessageKey, payload: memoryview, tags: PacketTags, bound: LossBound, label: str
+        self,
+        peer: int,
+        key: MessageKey,
+        payload: memoryview,
+        tags: PacketTags,
+        bound: LossBound,
+        label: str,
+        tail: Bytes = NOTHING,
     ) -> Future[Delivery]:
         """Send a message; see :meth:`Protocol.send_message`."""
-        return self._ask(lambda: self.protocol.send_message(peer, key, payload, tags, bound, label, time.monotonic()))
+        return self._ask(
+            lambda: self.protocol.send_message(peer, key, payload, tags, bound, label, time.monotonic(), tail)
+        )
 
     def receive(
-        self, peer: int, key: MessageKey, message_bytes: int | None, bound: LossBound, label: str
+        self,
+        peer: int,
+        key: MessageKey,
+        message_bytes: int | None,
+        bound: LossBound,
+        label: str,
+        *,
+        into: Bytes | memoryview | None = None,
+        tail: Bytes = NOTHING,
+        summation: Summation | None = None,
+        position: int = 0,
     ) -> Future[Arrival]:
         """Wait for a message; see :meth:`Protocol.receive_message`."""
         return self._ask(
-            lambda: self.protocol.receive_message(peer, key, message_bytes, bound, label, time.monotonic())
+            lambda: self.protocol.receive_message(
+                peer,
+                key,
+                message_bytes,
+                bound,
+                label,
+                time.monotonic(),
+                into=into,
+                tail=tail,
+                summation=summation,
+                position=position,
+            )
         )
+
+    def summation(self, values: NDArray[np.float32], members: int, divisor: float | None = None) -> Summation:
+        """Return a sum that is formed while messages arrive; see :meth:`Protocol.summation`."""
+        return self.protocol.summation(values, members, divisor)
 
     def call(self, function: Callable[[], None]) -> None:
         """Run a function in the endpoint's thread, in the order of the calls."""
         self._commands.append(function)
-        if threading.current_thread() is not self._thread:
-            with contextlib.suppress(OSError):
-                self._wake_send.send(b"\0")
+        if threading.current_thread() is not self._thread and not self._closed:
+            self.protocol.engine.wake()
 
     def greet(self, timeout_s: float = 30.0) -> None:
         """Wait until every peer has answered.
@@ -139,8 +167,9 @@ class Endpoint:
         self.call(self._stop)
         self._thread.join(5)
         self._socket.close()
-        self._wake_receive.close()
-        self._wake_send.close()
+        if not self._thread.is_alive():
+            self._closed = True
+            self.protocol.engine.release()
 
     def _stop(self) -> None:
         self._closing = True
@@ -166,16 +195,6 @@ class Endpoint:
                 answer.set_exception(TransportError(f"rank {self.rank} has closed its endpoint"))
         return answer
 
-    def _send(self, peer: int, header: bytes | memoryview, payload: bytes | memoryview, tos: int) -> bool:
-        try:
-            self._socket.sendmsg((header, payload), self._ancillary[tos], 0, self._addresses[peer])
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            # No route, no buffers, or an unreachable peer: lost like any packet; the deadline names the peer.
-            self.protocol.counted[f"send_{type(error).__name__}"] += 1
-        return True
-
     def _run(self) -> None:
         try:
             while not self._closing:
@@ -188,40 +207,12 @@ class Endpoint:
             raise
 
     def _turn(self) -> None:
-        protocol = self.protocol
-        now_s = time.monotonic()
-        due_s = min(protocol.on_time(now_s), self._acknowledge_due_s)
-        try:
-            more = protocol.pump(now_s)
-        except BlockingIOError:
-            more, due_s = False, min(due_s, now_s + _BUSY_RETRY_S)
-        wait_s = 0.0 if more or self._commands else max(0.0, due_s - time.monotonic())
-        readable, _, _ = select.select([self._socket, self._wake_receive], [], [], wait_s)
-        if self._wake_receive in readable:
-            with contextlib.suppress(BlockingIOError):
-                self._wake_receive.recv(4096)
         while self._commands:
             self._commands.popleft()()
-        if self._socket in readable:
-            self._receive()
-        self._acknowledge_due_s = protocol.acknowledge(time.monotonic())
-
-    def _receive(self) -> None:
-        buffer, view, protocol = self._buffer, memoryview(self._buffer), self.protocol
         now_s = time.monotonic()
-        for _ in range(RECEIVE_BURST):
-            try:
-                size, ancillary, flags, source = self._socket.recvmsg_into([buffer], 64)
-            except BlockingIOError:
-                return
-            except OSError:
-                protocol.counted["receive_error"] += 1  # an ICMP error of an earlier send
-                return
-            if flags & socket.MSG_TRUNC:
-                protocol.refused["malformed"] += 1
-                continue
-            tos = ancillary[0][2][0] if ancillary else 0
-            protocol.on_datagram(view[:size], tos, source, now_s)
+        self.protocol.on_reports(now_s)
+        due_s = self.protocol.on_time(now_s)
+        self.protocol.engine.turn(due_s)
 
 
 def bind_socket(host: str, ports: Iterable[int]) -> socket.socket:

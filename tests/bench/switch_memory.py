@@ -9,19 +9,16 @@ Run ``python tests/bench/switch_memory.py``; it prints one JSON document.
 """
 
 import argparse
-import json
-import os
-import platform
-import statistics
 import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.bench.interleave import interleave
+from dlcp.bench.report import result, show
 from dlcp.switch import DROP_PORT, Action, Group, MeterConfig, Program
 from dlcp.wire import UDP_PORT_BASE
 
@@ -147,22 +144,6 @@ def run_batch(program: Program, packets: list[bytes]) -> float:
     return count / taken
 
 
-def measure(name: str, run: Callable[[], float], runs: int) -> dict[str, Any]:
-    """Return one result: the median of several runs and their spread."""
-    run()
-    values = sorted(run() for _ in range(runs))
-    value = statistics.median(values)
-    return {
-        "name": name,
-        "value": round(value),
-        "unit": "packets/s",
-        "peer": None,
-        "ratio": None,
-        "runs": runs,
-        "spread": round((values[-1] - values[0]) / value, 3),
-    }
-
-
 def main() -> None:
     """Print the document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -171,22 +152,17 @@ def main() -> None:
     parser.add_argument("--backend", choices=("python", "numba", "both"), default="both")
     options = parser.parse_args()
     packets = data_packets(options.packets)
-    results = []
+    contenders: dict[str, Callable[[], float]] = {}
     if options.backend in ("python", "both"):
         plain = Program.load(PROGRAM)
         populate(plain)
-        results.append(measure("switch.memory.python", lambda: run_plain(plain, packets), options.runs))
+        contenders["switch.memory.python"] = lambda: run_plain(plain, packets)
     if options.backend in ("numba", "both"):
         compiled = Program.load(PROGRAM, backend="numba")
         populate(compiled)
-        results.append(measure("switch.memory.numba", lambda: run_batch(compiled, packets), options.runs))
-    machine = {
-        "system": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
-    print(json.dumps({"machine": machine, "results": results}, indent=2))
+        contenders["switch.memory.numba"] = lambda: run_batch(compiled, packets)
+    samples = interleave(contenders, rounds=options.runs, warm_up=1)
+    show([result(name, "packets/s", values, smaller_is_better=False) for name, values in samples.items()])
 
 
 if __name__ == "__main__":

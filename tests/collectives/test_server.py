@@ -13,6 +13,8 @@ from dlcp.dtypes import ValueType
 from dlcp.tags import queue_of_layer
 from dlcp.transport import LossBound, TransportError, TransportOptions
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 WORKERS = 3
 
 

@@ -222,6 +222,92 @@ def test_training_resumes_from_a_pickled_state_with_what_it_owes():
             torch.testing.assert_close(2 * (first[part] + second[part] + paid[part]), 2 * given, rtol=0, atol=2e-5)
 
 
+class Overflowing:
+    """Gradients of which one value, on one rank, is not finite in some steps."""
+
+    BAD = {1: (1, float("inf")), 2: (0, float("nan")), 4: (1, -float("inf"))}  # noqa: RUF012
+
+    @classmethod
+    def of(cls, rank, step, dtype):
+        wanted = [part.to(dtype) for part in gradients_of(rank)]
+        culprit, value = cls.BAD.get(step, (None, 0.0))
+        if rank == culprit:
+            wanted[0][41_234] = value
+        return wanted
+
+
+def mixed_precision(worker):
+    found = {}
+    options = worker.options(loss_bound=0.3, immediate=True, tag_policy=ALL_DROPPABLE, payload_bytes=1440)
+    model = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)
+    state = dlcp.torch.enable(model, options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found["moved"], found["scales"] = [], []
+    for step in range(5):
+        before = dlcp.torch.parameter_digest(model)
+        optimizer.zero_grad()
+        scaler.scale(model(*Overflowing.of(worker.rank, step, torch.float32))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found["moved"].append(dlcp.torch.parameter_digest(model) != before)
+        found["scales"].append(scaler.get_scale())
+    found["identical"] = dlcp.torch.replicas_identical(model)
+    found["finite"] = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    found["lost"] = state.ledger.summary()["lost"]
+    state.close()
+
+    for dtype in (torch.float16, torch.bfloat16):
+        model = DistributedDataParallel(Linear().to(dtype), bucket_cap_mb=BUCKET_MB)
+        state = dlcp.torch.enable(model, options)
+        seen = []
+        for step in range(5):
+            model.zero_grad()
+            model(*Overflowing.of(worker.rank, step, dtype)).backward()
+            seen.append(not all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters()))
+        found[dtype] = seen
+        state.close()
+    return found
+
+
+def test_what_overflows_on_one_rank_is_seen_by_all_so_that_all_skip_the_step():
+    results = values(launch(2, mixed_precision))
+    assert sum(found["lost"] for found in results) > 0, "packets were lost, but none with what is not finite"
+    for found in results:
+        assert found["moved"] == [True, False, False, True, False]
+        assert found["scales"] == [1024.0, 512.0, 256.0, 256.0, 128.0]
+        assert found["identical"]
+        assert found["finite"]
+        assert found[torch.float16] == found[torch.bfloat16] == [False, True, True, False, True]
+
+
+def on_cuda(worker):
+    device = torch.device("cuda", worker.rank % torch.cuda.device_count())
+    results = []
+    for with_dlcp in (False, True):
+        net = make().to(device)
+        model = DistributedDataParallel(net, bucket_cap_mb=BUCKET_MB)
+        state = dlcp.torch.enable(model, worker.options(loss_bound=0.0)) if with_dlcp else None
+        optimizer = OPTIMIZERS["sgd"](net.parameters())
+        for step in range(4):
+            optimizer.zero_grad()
+            images, labels = batch(worker.rank, step)
+            nn.functional.cross_entropy(model(images.to(device)), labels.to(device)).backward()
+            optimizer.step()
+        results.append({name: parameter.detach().cpu() for name, parameter in net.named_parameters()})
+    identical = dlcp.torch.replicas_identical(net)
+    state.close()
+    return *results, identical
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_models_on_cuda_train_as_with_plain_ddp():
+    for plain, ours, identical in values(launch(2, on_cuda)):
+        assert identical
+        for name in plain:
+            assert torch.allclose(plain[name], ours[name], rtol=1e-4, atol=1e-6)
+
+
 def odds_and_ends(worker):
     found = {}
     # The hook that communicates nothing leaves each rank its own gradients.

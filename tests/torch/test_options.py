@@ -33,6 +33,8 @@ def test_every_simple_option_can_be_set_by_the_environment():
             "DLCP_PAYLOAD_BYTES": "8960",
             "DLCP_SILENCE_S": "3",
             "DLCP_DEADLINE_S": "1e2",
+            "DLCP_MEET_S": "5",
+            "DLCP_FALLBACK": "0",
         }
     )
     assert chosen == Options(
@@ -52,6 +54,8 @@ def test_every_simple_option_can_be_set_by_the_environment():
         payload_bytes=8960,
         silence_s=3.0,
         deadline_s=100.0,
+        meet_s=5.0,
+        fallback=False,
     )
     assert isinstance(chosen.silence_s, float)
 
@@ -74,7 +78,7 @@ def test_a_variable_that_holds_nonsense_is_named(name, text, wanted):
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"collective": "ring"}, "'direct' or 'server', got 'ring'"),
+        ({"collective": "tree"}, "one of auto, direct, ring, server, got 'tree'"),
         ({"collective": "server"}, "needs the server's address"),
         ({"job": 65536}, "job must lie in 0..65535"),
         ({"job": -1}, "job must lie in 0..65535"),

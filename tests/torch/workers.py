@@ -80,8 +80,11 @@ def _run(worker, store, function, arguments, pipe):
     os._exit(0)  # a process group whose peers are gone does not end by itself
 
 
-def launch(count, function, *arguments, limit_s=LIMIT_S, ports=None, environment=None):
-    """Run ``function(worker, *arguments)`` on every rank; return their outcomes, or fail after ``limit_s``."""
+def launch(count, function, *arguments, limit_s=LIMIT_S, ports=None, environment=None, lost=()):
+    """Run ``function(worker, *arguments)`` on every rank; return their outcomes, or fail after ``limit_s``.
+
+    Ranks in ``lost`` are not waited for.
+    """
     ports = ports or free_udp_ports(count)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +99,7 @@ def launch(count, function, *arguments, limit_s=LIMIT_S, ports=None, environment
             processes.append(process)
             running[ours] = rank
         try:
-            while running:
+            while set(running.values()) - set(lost):
                 ready = wait(list(running), max(0.0, began_s + limit_s - time.monotonic()))
                 if not ready:
                     missing = sorted(running.values())
@@ -115,7 +118,7 @@ def launch(count, function, *arguments, limit_s=LIMIT_S, ports=None, environment
                 if process.is_alive():
                     process.kill()
                     process.join(5)
-    return [outcomes[rank] for rank in range(count)]
+    return [outcomes.get(rank) for rank in range(count)]
 
 
 def values(outcomes):

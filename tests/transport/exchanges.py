@@ -18,11 +18,11 @@ class Selective(Network):
         self.lose = lose
         super().__init__(ranks, **fields)
 
-    def send(self, source, target, header, payload, tos):
-        if self.lose(self, source, wire.decode(header)):
+    def send(self, source, target, datagram, tos):
+        if self.lose(self, source, wire.decode(datagram)):
             self.dropped["selected"] += 1
             return True
-        return super().send(source, target, header, payload, tos)
+        return super().send(source, target, datagram, tos)
 
 
 def payload_of(size, seed=0):
@@ -36,8 +36,8 @@ def send(network, payload, *, source=0, target=1, key=KEY, bound=RELIABLE, tags=
     return protocol.send_message(target, key, memoryview(payload), tags, bound, label, network.now)
 
 
-def receive(network, size, *, source=0, target=1, key=KEY, bound=RELIABLE, label="conv1.weight"):
-    return network.ranks[target].receive_message(source, key, size, bound, label, network.now)
+def receive(network, size, *, source=0, target=1, key=KEY, bound=RELIABLE, label="conv1.weight", **place):
+    return network.ranks[target].receive_message(source, key, size, bound, label, network.now, **place)
 
 
 def exchange(network, size, *, bound=RELIABLE, tags=None, key=KEY, seed=0, limit_s=60.0):

@@ -18,8 +18,13 @@ TOKEN = 0x1122334455667788
 class Network:
     """Ranks joined by one switch: each receiver has a link of ``rate_bps`` behind eight strict-priority queues."""
 
+    compiled: bool | None = None
+    """Which engine the ranks have where nothing else is said; see ``engines.py``."""
+    made: "list[Network] | None" = None
+    """Where all networks are kept, so that they can be released."""
+
     def __init__(self, ranks, *, rate_bps=100e6, depth=64, delay_s=0.0002, loss=0.0, duplicate=0.0, jitter_s=0.0,
-                 ecn_depth=16, seed=0, options=None, mangle=None):  # fmt: skip
+                 ecn_depth=16, seed=0, options=None, mangle=None, compiled=None):  # fmt: skip
         self.now = 0.0
         self.random = random.Random(seed)
         self.rate_bps, self.depth, self.delay_s = rate_bps, depth, delay_s
@@ -32,6 +37,7 @@ class Network:
         self.dead: set[int] = set()
         self.dropped: Counter = Counter()
         self.arrived: list = []
+        self.sent: list = []
         self.ranks = [
             Protocol(
                 rank,
@@ -40,20 +46,23 @@ class Network:
                 token=TOKEN,
                 options=options or TransportOptions(),
                 receive_packets=4096,
-                send=lambda peer, header, payload, tos, rank=rank: self.send(rank, peer, header, payload, tos),
+                emit=lambda peer, datagram, tos, rank=rank: self.send(rank, peer, datagram, tos),
                 now_s=0.0,
+                compiled=self.compiled if compiled is None else compiled,
             )
             for rank in range(ranks)
         ]
+        if self.made is not None:
+            self.made.append(self)
 
     def at(self, when, action, *arguments):
         self.serial += 1
         heapq.heappush(self.events, (when, self.serial, action, arguments))
 
-    def send(self, source, target, header, payload, tos):
+    def send(self, source, target, datagram, tos):
         if source in self.dead:
             return True
-        datagram = bytes(header) + bytes(payload)
+        self.sent.append((self.now, source, target, datagram))
         queue = datagram[2] >> 5
         if self.random.random() < self.loss:
             self.dropped["loss"] += 1
@@ -106,6 +115,7 @@ class Network:
             for rank, protocol in enumerate(self.ranks):
                 if rank not in self.dead:
                     protocol.acknowledge(self.now)
+                    protocol.on_reports(self.now)
                     protocol.on_time(self.now)
                     while protocol.pump(self.now):
                         pass
@@ -139,11 +149,14 @@ class VirtualEndpoint:
         self.protocol = network.ranks[rank]
         self.options = self.protocol.options
 
-    def send(self, peer, key, payload, tags, bound, label):
-        return self.protocol.send_message(peer, key, payload, tags, bound, label, self.network.now)
+    def send(self, peer, key, payload, tags, bound, label, *tail):
+        return self.protocol.send_message(peer, key, payload, tags, bound, label, self.network.now, *tail)
 
-    def receive(self, peer, key, message_bytes, bound, label):
-        return self.protocol.receive_message(peer, key, message_bytes, bound, label, self.network.now)
+    def receive(self, peer, key, message_bytes, bound, label, **place):
+        return self.protocol.receive_message(peer, key, message_bytes, bound, label, self.network.now, **place)
+
+    def summation(self, values, members, divisor=None):
+        return self.protocol.summation(values, members, divisor)
 
     def call(self, function):
         function()

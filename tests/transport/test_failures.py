@@ -6,6 +6,8 @@ from exchanges import Network, PacketType, Selective, all_done, datagram, delive
 
 from dlcp.transport import DeadlineError, LossBound, MessageKey, PeerSilentError, TransportError, TransportOptions
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 QUICK = TransportOptions(silence_s=2.0, deadline_s=6.0)
 LAYERS = "layer4.conv2.weight..fc.bias"
 

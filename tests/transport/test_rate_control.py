@@ -6,7 +6,7 @@ import pytest
 from exchanges import Network, PacketType, all_done, datagram, deliver, payload_of, plain_tags, receive, send
 
 from dlcp.transport import LossBound, MessageKey, TransportOptions
-from dlcp.transport.congestion import Cubic, Proportional
+from dlcp.transport.congestion import Cubic, Proportional, Report
 from dlcp.transport.delivery_rate import DeliveryRate
 
 CONTROLS = pytest.mark.parametrize("control", [Proportional, Cubic])
@@ -19,7 +19,7 @@ def rival_bytes(control, weights, *, seconds=3.0, rate_bps=40e6):
     network = Network(receiver + 1, rate_bps=rate_bps, options=TransportOptions(congestion=CONGESTION[control]), seed=1)
     payload = payload_of(int(seconds * rate_bps / 8))
     for source, weight in enumerate(weights):
-        network.ranks[source]._peers[receiver].flow.control = control(weight)
+        network.ranks[source]._peers[receiver].control = control(weight)
         receive(network, len(payload), source=source, target=receiver)
         send(network, payload, source=source, target=receiver)
     network.run(lambda: network.now > seconds)
@@ -93,12 +93,12 @@ def test_no_more_is_on_the_way_than_the_receiver_has_room_for(window):
     on_the_way, most = 0, 0
     sending, delivering = network.send, network.deliver
 
-    def counting_send(source, target, header, body, tos):
+    def counting_send(source, target, datagram, tos):
         nonlocal on_the_way, most
-        if header[0] & 15 == PacketType.DATA:
+        if datagram[0] & 15 == PacketType.DATA:
             on_the_way += 1
             most = max(most, on_the_way)
-        return sending(source, target, header, body, tos)
+        return sending(source, target, datagram, tos)
 
     def counting_deliver(target, packet):
         nonlocal on_the_way
@@ -155,9 +155,9 @@ def test_untagged_traffic_asks_for_no_favours():
     seen = set()
     sending = network.send
 
-    def send_and_note(source, target, header, body, tos):
-        seen.add((header[2] >> 5, header[2] >> 2 & 7, tos >> 2))
-        return sending(source, target, header, body, tos)
+    def send_and_note(source, target, datagram, tos):
+        seen.add((datagram[2] >> 5, datagram[2] >> 2 & 7, tos >> 2))
+        return sending(source, target, datagram, tos)
 
     network.send = send_and_note
     futures = receive(network, 100_000, bound=LossBound(0.1)), send(network, payload_of(100_000), bound=LossBound(0.1))
@@ -171,11 +171,11 @@ def test_only_packets_that_may_be_lost_are_marked_droppable(ratio, protected, dr
     seen = set()
     sending = network.send
 
-    def send_and_note(source, target, header, body, tos):
-        if header[0] & 15 == PacketType.DATA:
-            budget = int.from_bytes(bytes(header[6:8]), "big")
-            seen.add((header[2] >> 2 & 7 > 0, bool(tos >> 4 & 1), tos >> 5, budget))
-        return sending(source, target, header, body, tos)
+    def send_and_note(source, target, datagram, tos):
+        if datagram[0] & 15 == PacketType.DATA:
+            budget = int.from_bytes(bytes(datagram[6:8]), "big")
+            seen.add((datagram[2] >> 2 & 7 > 0, bool(tos >> 4 & 1), tos >> 5, budget))
+        return sending(source, target, datagram, tos)
 
     network.send = send_and_note
     bound = LossBound(ratio)
@@ -189,21 +189,22 @@ def test_only_packets_that_may_be_lost_are_marked_droppable(ratio, protected, dr
 def test_windows_never_vanish(control):
     flow = control(0.1)
     for step in range(200):
-        flow.on_feedback(step * 0.01, 1, 1, 1, 0.01)
+        flow.on_report(Report(step * 0.01, 1, 1, 1, 0.01, 0.01, limited=True))
         flow.on_timeout()
         assert flow.window > 0
         assert np.isfinite(flow.window)
     for step in range(200, 3000):
-        flow.on_feedback(step * 0.01, 5, 0, 0, 0.01)
+        flow.on_report(Report(step * 0.01, 5, 0, 0, 0.01, 0.01, limited=True))
     assert flow.window > 2, "and they grow again"
 
 
 @CONTROLS
 def test_the_smallest_window_still_gets_a_message_through(control):
     network = Network(2)
-    flow = network.ranks[0]._peers[1].flow
+    peer = network.ranks[0]._peers[1]
     for _ in range(30):
-        flow.control.on_timeout()
+        peer.control.on_timeout()
+    peer.flow.window = peer.control.window
     payload = payload_of(100_000)
     futures = receive(network, len(payload)), send(network, payload)
     network.run(all_done(*futures), limit_s=5)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of the all-reduce benchmark, in a process of its own."""
+
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore  # torch.distributed has them too, untyped
+
+from dlcp.bench.gradients import bucket_bounds, segments, whole_numbers
+from dlcp.collectives import Bucket, DirectAllReduce, ReduceOptions
+from dlcp.dtypes import ValueType
+from dlcp.ledger import Ledger
+from dlcp.transport import Address, Endpoint, LossBound, TransportOptions, bind_socket
+
+BUCKETS: Final = 4
+"""Into how many buckets the buffer is divided where it is: of 100 MB, each has DDP's 25."""
+BOUND: Final = 0.1
+RUN_DEADLINE_S: Final = 100.0
+LOSSY: Final = "dlcp"
+RELIABLE: Final = "dlcp, bound 0"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A way to do the all-reduce: by DLCP with a loss ``bound``, or by Gloo over TCP with a congestion ``control``."""
+
+    name: str
+    buckets: int
+    bound: float | None = None
+    control: str | None = None
+
+
+def contenders(controls: Sequence[str]) -> tuple[Contender, ...]:
+    """Return DLCP with and without a loss bound, and Gloo's settings over each congestion control."""
+    gloo = [
+        Contender(f"gloo, {control}, {words}", buckets, control=control)
+        for control in controls
+        for buckets, words in ((1, "one tensor"), (BUCKETS, f"{BUCKETS} buckets"))
+    ]
+    return Contender(LOSSY, BUCKETS, bound=BOUND), Contender(RELIABLE, BUCKETS, bound=0.0), *gloo
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all ranks of a measurement have to know.
+
+    Parameters
+    ----------
+    ranks, values
+        How many ranks there are, and how many float32 values they average.
+    payload_bytes
+        Of a DLCP packet.
+    controls
+        The TCP congestion controls that Gloo is measured with, and each rank's address for them.
+    addresses
+        Each rank's address for DLCP.
+    store
+        Path of the file by which Gloo's ranks find each other.
+    contenders
+        What is compared.
+    """
+
+    ranks: int
+    values: int
+    payload_bytes: int
+    controls: dict[str, list[str]]
+    addresses: list[str]
+    store: str
+    contenders: tuple[Contender, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rank finds after a run: how many values are not the exact result, and a checksum of all of them."""
+
+    inexact: int
+    checksum: int
+    ledger: dict[str, int]
+
+
+class Member:
+    """A rank of the measurement, in a process of its own."""
+
+    def __init__(self, rank: int, plan: Plan) -> None:
+        torch.set_num_threads(1)
+        self.rank, self.plan = rank, plan
+        self._input = whole_numbers(plan.values)
+        self._values = np.empty_like(self._input)
+        self._tensor = torch.from_numpy(self._values)
+        self._gloo = {control: self._group(control, hosts[rank]) for control, hosts in plan.controls.items()}
+        self._socket = bind_socket(plan.addresses[rank], [0])
+        self._endpoint: Endpoint | None = None
+        self._reducers: dict[str, DirectAllReduce] = {}
+        self._step = 0
+
+    def where(self) -> Address:
+        """Return the address of this rank's DLCP socket."""
+        host, port = self._socket.getsockname()
+        return host, port
+
+    def join(self, addresses: Sequence[Address], token: int) -> None:
+        """Meet the other ranks."""
+        peers = {rank: address for rank, address in enumerate(addresses) if rank != self.rank}
+        options = TransportOptions(payload_bytes=self.plan.payload_bytes)
+        self._endpoint = Endpoint(self.rank, self._socket, peers, token=token, options=options)
+        self._endpoint.greet()
+        for contender in self.plan.contenders:
+            if contender.bound is not None:
+                self._reducers[contender.name] = DirectAllReduce(
+                    self._endpoint,
+                    range(self.plan.ranks),
+                    options=ReduceOptions(LossBound(contender.bound)),
+                    ledger=Ledger(),
+                )
+
+    def prepare(self, contender: Contender) -> None:
+        """Write this rank's input: the common numbers times its number from 1."""
+        np.multiply(self._input, np.float32(self.rank + 1), out=self._values)
+        if contender.bound is not None:
+            # What an earlier run lost is added to this one's input, as in training; as zeros, so that sums stay known.
+            feedback = self._reducers[contender.name].feedback
+            for segment in segments(self.plan.values, 0, self.plan.values):
+                owed = feedback.owed(segment.layer.name)
+                if owed is not None:
+                    owed[:] = 0
+
+    def run(self, contender: Contender) -> float:
+        """Do the all-reduce and return how long it took, in seconds."""
+        ends = bucket_bounds(self.plan.values, contender.buckets)
+        began_s = time.perf_counter()
+        if contender.control is not None:
+            group = self._gloo[contender.control]
+            works = [group.allreduce([self._tensor[start:stop]], dist.AllreduceOptions()) for start, stop in ends]
+            for work in works:
+                work.wait()
+            return time.perf_counter() - began_s
+        reducer = self._reducers[contender.name]
+        self._step += 1
+        reducer.begin_step(self._step)
+        running = []
+        for sequence, (start, stop) in enumerate(ends):
+            bucket = Bucket(self._values[start:stop], ValueType.FLOAT32, segments(self.plan.values, start, stop))
+            running.append(reducer.start(self._step, sequence, bucket))
+        for future in running:
+            future.result(RUN_DEADLINE_S)
+        return time.perf_counter() - began_s
+
+    def outcome(self, contender: Contender) -> Outcome:
+        """Compare the result with the exact one."""
+        ranks = self.plan.ranks
+        exact = np.float32(ranks * (ranks + 1) / 2 / (1 if contender.bound is None else ranks))
+        inexact = int(np.count_nonzero(self._values != self._input * exact))
+        reducer = self._reducers.get(contender.name)
+        ledger = reducer.ledger.summary() if reducer else {}
+        counts = {name: ledger.get(name, 0) for name in ("sent", "delivered", "lost", "retransmitted")}
+        return Outcome(inexact, zlib.crc32(self._values.view(np.uint8).data), counts)
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        if self._endpoint:
+            self._endpoint.close()
+
+    def _group(self, control: str, host: str) -> Any:
+        gloo: Any = dist.ProcessGroupGloo  # its types leave out most of what it has
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=RUN_DEADLINE_S)
+        store = PrefixStore(control, FileStore(self.plan.store, self.plan.ranks))
+        return gloo(store, self.rank, self.plan.ranks, options)

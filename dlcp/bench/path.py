@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies between the ranks of a benchmark: loopback, a veth pair, or a router that loses packets at random.
+
+Every path but the plain loopback is made of network namespaces, which vanish with this process. TCP's congestion
+control is chosen by address: each host has one for every control that is compared, and routes say which to use.
+"""
+
+import re
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path as File
+from types import TracebackType
+from typing import Final
+
+from dlcp.switch.namespace import Namespace, NamespaceError, turn_off_offloads
+
+CONGESTION_CONTROLS: Final = ("cubic", "bbr")
+"""What TCP is measured with where the kernel has it: Linux's default, and the one that bears random loss best."""
+TCP_SETTINGS: Final = {
+    "tcp_rmem": "4096 1048576 33554432",
+    "tcp_wmem": "4096 1048576 33554432",
+    "tcp_slow_start_after_idle": "0",
+}
+"""TCP at its best: large buffers, and no start from a small window after the pause between two runs."""
+TCP_ADDRESS: Final = 10
+"""The last byte of the first address for TCP; that for DLCP is ``OWN_ADDRESS``."""
+OWN_ADDRESS: Final = 2
+QUEUE_S: Final = 0.005
+"""How long a full queue before a slow link takes to drain. Chosen by us: a shallow switch's."""
+BURST_BYTES: Final = 64 << 10
+"""What a slow link may send at once. Chosen by us: a kernel's timer at 1 Gbit/s is late by less."""
+
+# Classic BPF: load a random word, drop (2, TC_ACT_SHOT) if it is below a threshold, else pass (0, TC_ACT_OK).
+_DROP_AT_RANDOM: Final = "4,32 0 0 4294963256,53 1 0 {threshold},6 0 0 2,6 0 0 0"
+
+
+class Path:
+    """The machine's own loopback: needs no privilege, and takes TCP's congestion control as it is.
+
+    Parameters
+    ----------
+    ranks
+        How many hosts it joins.
+    """
+
+    interface = "lo"
+    """The interface that a rank's addresses are on."""
+
+    def __init__(self, ranks: int) -> None:
+        self.controls: tuple[str, ...] = (_current_control(),)
+        self.namespaces: list[str | None] = [None] * ranks
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Path":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def words(self) -> str:
+        """What the path is, in words."""
+        return "loopback"
+
+    def address(self, rank: int) -> str:
+        """Return where DLCP reaches a rank."""
+        return "127.0.0.1"
+
+    def tcp_address(self, rank: int, control: str) -> str:
+        """Return where TCP reaches a rank, with a congestion control of :attr:`controls`."""
+        return "127.0.0.1"
+
+    def dropped(self) -> tuple[int, int]:
+        """Return how many packets have come through, and how many of them were lost on purpose."""
+        return 0, 0
+
+    def _namespace(self, name: str) -> Namespace:
+        namespace = Namespace(name)
+        self._stack.callback(namespace.close)
+        namespace.call(_set_up_tcp)
+        return namespace
+
+
+class NamespaceLoopback(Path):
+    """The loopback of a namespace of its own, where TCP's congestion control can be chosen."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks)
+        self.controls = known_controls()
+        try:
+            self.namespace = namespace = self._namespace("loopback")
+            # TCP that does not choose gets the first control, too.
+            default = f"dev lo table local proto kernel scope host src 127.0.0.1 congctl {self.controls[0]}"
+            _ip(namespace, f"route replace local 127.0.0.0/8 {default}", f"route replace local 127.0.0.1 {default}")
+            for control in self.controls:
+                address = self.tcp_address(0, control)
+                chosen = f"dev lo table local proto kernel scope host src {address} congctl {control}"
+                _ip(namespace, f"addr add {address}/32 dev lo", f"route replace local {address} {chosen}")
+        except BaseException:
+            self._stack.close()
+            raise
+        self.namespaces = [namespace.path] * ranks
+
+    def tcp_address(self, rank: int, control: str) -> str:
+        """Return the address of a congestion control; all ranks are on one host."""
+        return f"127.0.0.{TCP_ADDRESS + self.controls.index(control)}"
+
+
+class _Hosts(Path):
+    """Hosts with namespaces of their own: rank k has 10.0.k.2 for DLCP, and 10.0.k.10 and up for TCP."""
+
+    interface = "eth0"
+
+    def __init__(self, ranks: int, mtu_bytes: int) -> None:
+        super().__init__(ranks)
+        self.controls = known_controls()
+        self.mtu_bytes = mtu_bytes
+        self.hosts: list[Namespace] = []
+        try:
+            self.hosts = [self._namespace(f"host {rank}") for rank in range(ranks)]
+            self._link()
+        except BaseException:
+            self._stack.close()
+            raise
+        self.namespaces = [host.path for host in self.hosts]
+
+    def address(self, rank: int) -> str:
+        """Return a host's address for DLCP."""
+        return f"10.0.{rank}.{OWN_ADDRESS}"
+
+    def tcp_address(self, rank: int, control: str) -> str:
+        """Return a host's address for TCP with a congestion control."""
+        return f"10.0.{rank}.{TCP_ADDRESS + self.controls.index(control)}"
+
+    def _link(self) -> None:
+        """Join the hosts."""
+        raise NotImplementedError
+
+    def _addresses(self, rank: int) -> list[str]:
+        """Return the commands that give a host its addresses and bring its link up."""
+        everyone = [self.address(rank), *(self.tcp_address(rank, control) for control in self.controls)]
+        return [*(f"addr add {address}/32 dev eth0" for address in everyone), "link set eth0 up"]
+
+    def _routes(self, rank: int, peer: int, way: str) -> list[str]:
+        """Return the commands that lead from a host to another, for TCP with the control of each address."""
+        # TCP that does not choose gets the first control, too.
+        own = f"route add {self.address(peer)} {way} src {self.address(rank)} congctl {self.controls[0]}"
+        controlled = [
+            f"route add {self.tcp_address(peer, control)} {way} src {self.tcp_address(rank, control)} congctl {control}"
+            for control in self.controls
+        ]
+        return [own, *controlled]
+
+
+class VethPair(_Hosts):
+    """Two hosts joined by a veth pair, with the kernel's offloads."""
+
+    def __init__(self, mtu_bytes: int = 1500) -> None:
+        super().__init__(2, mtu_bytes)
+
+    @property
+    def words(self) -> str:
+        """What the path is, in words."""
+        return f"veth pair, MTU {self.mtu_bytes}"
+
+    def _link(self) -> None:
+        first, second = self.hosts
+        mtu = f"mtu {self.mtu_bytes}"
+        _ip(first, f"link add eth0 {mtu} type veth peer name eth0 {mtu} netns {second.path}")
+        for rank, host in enumerate(self.hosts):
+            _ip(host, *self._addresses(rank), *self._routes(rank, 1 - rank, "dev eth0"))
+
+
+class RoutedPath(_Hosts):
+    """Hosts around a router that loses packets at random, with segmentation offloads off: each loss is one packet's.
+
+    Parameters
+    ----------
+    ranks
+        Number of hosts.
+    loss
+        The probability that the router loses a packet, in either direction, 0 to 1.
+    mtu_bytes
+        Of every link.
+    rate_bps
+        Of every link from the router to a host, behind a queue of :data:`QUEUE_S`; None: as fast as the machine.
+    """
+
+    def __init__(self, ranks: int, loss: float = 0.0, mtu_bytes: int = 1500, rate_bps: int | None = None) -> None:
+        if not 0 <= loss < 1:
+            raise ValueError(f"loss must lie in [0, 1), got {loss}")
+        self.loss, self.rate_bps = loss, rate_bps
+        super().__init__(ranks, mtu_bytes)
+
+    @property
+    def words(self) -> str:
+        """What the path is, in words."""
+        links = f"links of {self.rate_bps / 1e6:g} Mbit/s" if self.rate_bps else "fast links"
+        return f"router with {links} and {self.loss:.1%} random loss, MTU {self.mtu_bytes}, offloads off"
+
+    def dropped(self) -> tuple[int, int]:
+        """Return how many packets have reached the router, and how many of them it has lost."""
+        shown = self._router.run(["tc", "-s", "qdisc", "show"], capture_output=True, text=True).stdout
+        counts = re.findall(r"clsact.*\n *Sent \d+ bytes (\d+) pkt \(dropped (\d+)", shown)
+        passed, lost = (sum(int(count[column]) for count in counts) for column in (0, 1))
+        return passed, lost
+
+    def _link(self) -> None:
+        self._router = self._namespace("router")
+        self._router.call(lambda: File("/proc/sys/net/ipv4/ip_forward").write_text("1", encoding="ascii"))
+        mtu = f"mtu {self.mtu_bytes}"
+        for rank, host in enumerate(self.hosts):
+            port, gateway = f"port{rank}", f"10.0.{rank}.1"
+            _ip(
+                self._router,
+                f"link add {port} {mtu} type veth peer name eth0 {mtu} netns {host.path}",
+                f"addr add {gateway}/24 dev {port}",
+                f"link set {port} up",
+            )
+            way = f"via {gateway} dev eth0"
+            others = [peer for peer in range(len(self.hosts)) if peer != rank]
+            _ip(
+                host,
+                *self._addresses(rank),
+                f"route add {gateway} dev eth0",
+                *(command for peer in others for command in self._routes(rank, peer, way)),
+            )
+            self._router.call(partial(turn_off_offloads, port))
+            host.call(partial(turn_off_offloads, "eth0"))
+            program = _DROP_AT_RANDOM.format(threshold=min(round(self.loss * 2**32), 2**32 - 1))
+            self._tc("qdisc", "add", "dev", port, "clsact")
+            # IPv4 only, so that neighbours find each other at once.
+            self._tc("filter", "add", "dev", port, "ingress", "protocol", "ip", "bpf", "da", "bytecode", program)
+            if self.rate_bps:
+                shaper = ["tbf", "rate", f"{self.rate_bps}bit", "burst", f"{BURST_BYTES}", "latency", f"{QUEUE_S}s"]
+                self._tc("qdisc", "add", "dev", port, "root", *shaper)
+
+    def _tc(self, *words: str) -> None:
+        done = self._router.run(["tc", *words], capture_output=True, text=True)
+        if done.returncode:
+            raise NamespaceError(f"router: tc {' '.join(words)}: {done.stderr.strip()}")
+
+
+def loopback(ranks: int) -> Path:
+    """Return a loopback whose TCP can be chosen, or where namespaces are refused this machine's own."""
+    try:
+        return NamespaceLoopback(ranks)
+    except (NamespaceError, OSError):
+        return Path(ranks)
+
+
+def known_controls() -> tuple[str, ...]:
+    """Return which of :data:`CONGESTION_CONTROLS` this kernel has."""
+    known = File("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text(encoding="ascii").split()
+    return tuple(control for control in CONGESTION_CONTROLS if control in known)
+
+
+def _current_control() -> str:
+    try:
+        return File("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
+    except OSError:
+        return "default"
+
+
+def _set_up_tcp() -> None:
+    for name, value in TCP_SETTINGS.items():
+        File("/proc/sys/net/ipv4", name).write_text(value, encoding="ascii")
+
+
+def _ip(namespace: Namespace, *commands: str) -> None:
+    done = namespace.run(["ip", "-batch", "-"], input="\n".join(commands), capture_output=True, text=True)
+    if done.returncode:
+        raise NamespaceError(f"{namespace.name}: ip {'; '.join(commands)}: {done.stderr.strip()}")

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as processes of this machine that do what they are told, all at once; no wait is without a deadline.
+
+They talk to the program that started them over pipes, so that neither meeting at a barrier nor collecting times uses
+the network that is being measured.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import select
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Final
+
+from dlcp.switch.namespace import enter
+
+CALL_DEADLINE_S: Final = 120.0
+"""How long a call may take on the slowest rank, unless told otherwise. Chosen by us: far above any run's time."""
+STOP_DEADLINE_S: Final = 5.0
+
+_context = multiprocessing.get_context("forkserver")
+# PyTorch takes seconds to import: a server that has it forks the ranks of all benchmarks.
+_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "dlcp.torch"])
+
+
+class RankError(RuntimeError):
+    """A rank failed, ended or did not answer in time; the message names it and what it was told."""
+
+
+class Ranks:
+    """Processes that each hold an object whose methods are called on all of them at once; a context manager.
+
+    Parameters
+    ----------
+    make
+        Makes the object of a rank: ``make(rank, *arguments)``. Has to be importable.
+    arguments
+        The same for all ranks, and picklable.
+    namespaces
+        Where each rank runs: the path of a network namespace, or None for this process's own.
+
+    Raises
+    ------
+    RankError
+        A rank could not make its object.
+    """
+
+    def __init__(self, make: Callable[..., Any], arguments: Sequence[Any], namespaces: Sequence[str | None]) -> None:
+        self._channels: list[Connection] = []
+        self._processes: list[Any] = []
+        try:
+            for rank, namespace in enumerate(namespaces):
+                ours, theirs = _context.Pipe()
+                process = _context.Process(
+                    target=_serve, args=(rank, namespace, make, tuple(arguments), theirs), daemon=True
+                )
+                process.start()
+                theirs.close()
+                self._channels.append(ours)
+                self._processes.append(process)
+            self._collect("start", CALL_DEADLINE_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def call(self, method: str, *arguments: Any, deadline_s: float = CALL_DEADLINE_S) -> list[Any]:
+        """Call a method on all ranks at once and return what each returned, rank 0 first.
+
+        Raises
+        ------
+        RankError
+            A rank's method raised, its process ended, or it took longer than ``deadline_s``.
+        """
+        for rank, channel in enumerate(self._channels):
+            try:
+                channel.send((method, arguments))
+            except OSError as error:
+                raise RankError(f"rank {rank} has ended, {method} could not be asked of it: {error}") from error
+        return self._collect(method, deadline_s)
+
+    def close(self) -> None:
+        """End the processes, politely first."""
+        for channel in self._channels:
+            channel.close()
+        end_s = time.monotonic() + STOP_DEADLINE_S
+        for process in self._processes:
+            process.join(max(0.0, end_s - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join(STOP_DEADLINE_S)
+        self._channels, self._processes = [], []
+
+    def _collect(self, method: str, deadline_s: float) -> list[Any]:
+        end_s = time.monotonic() + deadline_s
+        return [self._answer(rank, method, end_s, deadline_s) for rank in range(len(self._channels))]
+
+    def _answer(self, rank: int, method: str, end_s: float, deadline_s: float) -> Any:
+        channel = self._channels[rank]
+        try:
+            if not channel.poll(max(0.0, end_s - time.monotonic())):
+                raise RankError(f"rank {rank} has not answered {method} within {deadline_s:.0f} s")
+            worked, value = channel.recv()
+        except (EOFError, OSError) as error:
+            self._processes[rank].join(STOP_DEADLINE_S)
+            status = self._processes[rank].exitcode
+            raise RankError(f"rank {rank} ended during {method}, exit status {status}") from error
+        if not worked:
+            raise RankError(f"rank {rank} failed in {method}:\n{value}")
+        return value
+
+
+def _serve(
+    rank: int, namespace: str | None, make: Callable[..., Any], arguments: tuple[Any, ...], channel: Connection
+) -> None:
+    """Do what the channel says, until it is closed."""
+    if namespace is not None:
+        enter(namespace)
+    threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
+    held: list[Any] = []
+    _reply(channel, lambda: held.append(make(rank, *arguments)))
+    while True:
+        try:
+            method, parameters = channel.recv()
+        except (EOFError, OSError):
+            break
+        _reply(channel, partial(getattr(held[0], method), *parameters))
+    if held and hasattr(held[0], "close"):
+        held[0].close()
+    os._exit(0)  # a process group whose peers are gone does not end by itself
+
+
+def _end_with(channel: Connection) -> None:
+    """End this process soon after the other end of the channel has: whoever gave orders may have been killed."""
+    ends = select.poll()
+    ends.register(channel.fileno(), 0)  # a hang-up is told without being asked for
+    ends.poll()
+    time.sleep(STOP_DEADLINE_S)
+    os._exit(1)
+
+
+def _reply(channel: Connection, action: Callable[[], Any]) -> None:
+    try:
+        answer = (True, action())
+    except Exception:
+        answer = (False, traceback.format_exc())
+    with contextlib.suppress(OSError):
+        channel.send(answer)

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be saved of an all-reduce that broke off: the exact average, from what the ranks hold between them.
+
+At any moment a packet's worth of a bucket is, on each rank, either final (the average, as its owner formed it) or a sum
+of some ranks' contributions: one's own alone, or at an owner those that had come. Results are sent of finished packets
+only, so as long as a packet is final nowhere, every contribution still lies somewhere, exactly once if one does not
+count those that an owner has added up already. So one sum over all ranks, of the right parts, completes the average.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+NOWHERE = -1
+
+
+class UnsalvageableError(RuntimeError):
+    """A rank's contribution is lost: nobody holds it any more, and no average was formed of it."""
+
+
+class Channel(Protocol):
+    """A working way between the same ranks, reliable and slower; every rank makes the same calls in the same order."""
+
+    def gather(self, item: Any) -> dict[int, Any]:
+        """Return what every rank gave, by rank."""
+
+    def add(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the sum over all ranks, bit by bit the same on all; float32, float64, int32 or int64."""
+
+
+@dataclass(slots=True)
+class Salvage:
+    """What one rank holds of a bucket.
+
+    Parameters
+    ----------
+    step, sequence
+        Which bucket: training step, and number within it.
+    values
+        Shape (m,), in the type that sums keep their precision in (``ValueType.widen``).
+    values_per_packet
+        The unit in which the rest is told; there are ceil(m / values_per_packet) packets.
+    final
+        Where ``values`` holds the average, shape (packets,).
+    included
+        For each rank whose contribution ``values`` holds, alone or in a sum, in which packets, shape (packets,). Where
+        the packet is final here *because this rank formed the average*: the ranks that it was formed of. Where this
+        rank holds nothing of use, nothing.
+    owed
+        What error feedback would owe of this bucket had it been finished, shape (m,); None for nothing. It counts only
+        where the packet is final somewhere, for else nothing is lost.
+    unsettled
+        Where ``values`` still holds this rank's own contribution and it does not know whether that reached the owner,
+        shape (packets,). None: wherever it holds its own and not the average.
+    """
+
+    step: int
+    sequence: int
+    values: NDArray[np.floating]
+    values_per_packet: int
+    final: NDArray[np.bool_]
+    included: dict[int, NDArray[np.bool_]] = field(default_factory=dict)
+    owed: NDArray[np.floating] | None = None
+    unsettled: NDArray[np.bool_] | None = None
+
+    @classmethod
+    def untouched(
+        cls, rank: int, step: int, sequence: int, values: NDArray[np.floating], values_per_packet: int
+    ) -> "Salvage":
+        """Return what a rank holds of a bucket of which nothing has been exchanged: its own contribution."""
+        packets = -(-len(values) // values_per_packet)
+        own = {rank: np.ones(packets, np.bool_)}
+        return cls(step, sequence, values, values_per_packet, np.zeros(packets, np.bool_), own)
+
+
+class Holding(NamedTuple):
+    """What a rank tells the others of its :class:`Salvage`: everything but the values. Bitmaps are packed."""
+
+    values: int
+    kind: str
+    values_per_packet: int
+    final: bytes
+    included: dict[int, bytes]
+
+
+class Plan(NamedTuple):
+    """Who gives what of each packet.
+
+    ``source`` is the rank whose average is taken, or ``NOWHERE``; ``gives`` has the ranks whose sums are added where
+    there is none; ``left_out`` the ranks whose contribution an average lacks. Shapes (packets,).
+    """
+
+    source: NDArray[np.int32]
+    gives: dict[int, NDArray[np.bool_]]
+    left_out: dict[int, NDArray[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The average of a bucket, shape (m,), and what error feedback owes of it, or None."""
+
+    values: NDArray[np.floating]
+    owed: NDArray[np.floating] | None
+
+
+def plan(holdings: Mapping[int, Holding], contributors: Sequence[int]) -> Plan:
+    """Decide who gives what; every rank comes to the same plan.
+
+    Parameters
+    ----------
+    holdings
+        What the ranks hold that hold anything.
+    contributors
+        The ranks whose contributions the average is of.
+
+    Raises
+    ------
+    UnsalvageableError
+        A contribution is lost, or the ranks disagree about the size of the bucket; the message names the rank.
+    """
+    if not holdings:
+        raise UnsalvageableError("no rank holds anything of this bucket")
+    first = min(holdings)
+    shape = holdings[first][:3]
+    for rank, holding in sorted(holdings.items()):
+        if holding[:3] != shape:
+            raise UnsalvageableError(
+                f"rank {rank} has {holding.values} values of {holding.kind}, rank {first} {holdings[first].values} of "
+                f"{holdings[first].kind}; do all ranks run the same model?"
+            )
+    packets = -(-holdings[first].values // holdings[first].values_per_packet)
+    included = {
+        rank: {peer: _unpack(bits, packets) for peer, bits in holding.included.items()}
+        for rank, holding in holdings.items()
+    }
+    final = {rank: _unpack(holding.final, packets) for rank, holding in holdings.items()}
+    source = np.full(packets, NOWHERE, np.int32)
+    for rank in sorted(holdings, reverse=True):
+        source[final[rank]] = rank
+    gives = _cover(included, source == NOWHERE, contributors)
+    return Plan(source, gives, _left_out(included, final, contributors, packets))
+
+
+def _cover(
+    included: Mapping[int, Mapping[int, NDArray[np.bool_]]], wanted: NDArray[np.bool_], contributors: Sequence[int]
+) -> dict[int, NDArray[np.bool_]]:
+    """Choose sums that hold each contribution exactly once: the largest first, then whatever does not overlap."""
+    packets = len(wanted)
+    covered = {rank: np.zeros(packets, np.bool_) for rank in contributors}
+    sizes = {rank: sum((bits.astype(np.int32) for bits in parts.values()), start=np.zeros(packets, np.int32))
+             for rank, parts in included.items()}  # fmt: skip
+    gives = {rank: np.zeros(packets, np.bool_) for rank in included}
+    for size in sorted({int(s) for counts in sizes.values() for s in np.unique(counts[wanted])} - {0}, reverse=True):
+        for rank in sorted(included):
+            chosen = wanted & (sizes[rank] == size)
+            for peer, bits in included[rank].items():
+                chosen &= ~(bits & covered[peer])
+            for peer, bits in included[rank].items():
+                covered[peer] |= bits & chosen
+            gives[rank] |= chosen
+    for rank, bits in covered.items():
+        if not bits[wanted].all():
+            raise UnsalvageableError(
+                f"the contribution of rank {rank} to {int((wanted & ~bits).sum())} packets is lost"
+            )
+    return gives
+
+
+def _left_out(
+    included: Mapping[int, Mapping[int, NDArray[np.bool_]]],
+    final: Mapping[int, NDArray[np.bool_]],
+    contributors: Sequence[int],
+    packets: int,
+) -> dict[int, NDArray[np.bool_]]:
+    """Return which contributions the averages lack, where whoever formed them tells."""
+    known = np.zeros(packets, np.bool_)
+    folded = {rank: np.zeros(packets, np.bool_) for rank in contributors}
+    for rank, parts in included.items():
+        for peer, bits in parts.items():
+            folded[peer] |= bits & final[rank]
+            known |= bits & final[rank]
+    return {rank: known & ~bits for rank, bits in folded.items()}
+
+
+def recover(
+    channel: Channel, rank: int, contributors: Sequence[int], mine: Salvage | None, *, finished: bool = False
+) -> Recovered | None:
+    """Complete a bucket's average over another channel; all ranks call it for the same buckets in the same order.
+
+    Parameters
+    ----------
+    mine
+        What this rank holds; None if it holds nothing of this bucket any more.
+    finished
+        This rank needs nothing of it either.
+
+    Returns
+    -------
+    The average, the same on all ranks; None if all have finished, so that nobody needs it.
+
+    Raises
+    ------
+    UnsalvageableError
+        See :func:`plan`. All ranks raise it.
+    """
+    told: dict[int, tuple[bool, Holding | None]] = channel.gather((finished, _holding(mine)))
+    if all(has_finished for has_finished, _ in told.values()):
+        return None
+    holdings = {peer: Holding(*holding) for peer, (_, holding) in told.items() if holding is not None}
+    decided = plan(holdings, contributors)
+    some = next(iter(holdings.values()))
+    count, kind = some.values, np.dtype(some.kind)
+    values = np.zeros(count, kind) if mine is None else mine.values
+    nothing: NDArray[np.bool_] = np.zeros(len(decided.source), np.bool_)
+
+    def by_value(packets: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        return np.repeat(packets, some.values_per_packet)[:count]
+
+    result = np.zeros(count, kind)
+    summed, copied = by_value(decided.source == NOWHERE), by_value(decided.source != NOWHERE)
+    if summed.any():
+        given = by_value(decided.gives.get(rank, nothing))
+        result[summed] = channel.add(np.where(given, values, 0).astype(kind)[summed]) / kind.type(len(contributors))
+    if copied.any():
+        # As integers, of which all but one are 0: an average comes over bit by bit.
+        given = by_value(decided.source == rank)
+        bits = np.where(given, values, 0).astype(kind)[copied].view(f"i{kind.itemsize}")
+        result[copied] = channel.add(bits).view(kind)
+    return Recovered(result, _owed(mine, rank, decided, by_value))
+
+
+def _owed(mine: Salvage | None, rank: int, decided: Plan, by_value: Any) -> NDArray[np.floating] | None:
+    """Return what is owed where an average was formed: what was owed anyway, and what it turns out to lack."""
+    if mine is None:
+        return None
+    unsettled = mine.unsettled
+    if unsettled is None:
+        unsettled = mine.included.get(rank, np.zeros(len(mine.final), np.bool_)) & ~mine.final
+    owed = np.where(by_value(unsettled & decided.left_out[rank]), mine.values, 0).astype(mine.values.dtype)
+    if mine.owed is not None:
+        owed += np.where(by_value(decided.source != NOWHERE), mine.owed, 0).astype(owed.dtype)
+    return owed if owed.any() else None
+
+
+def _holding(mine: Salvage | None) -> Holding | None:
+    if mine is None:
+        return None
+    packed = {peer: np.packbits(bits).tobytes() for peer, bits in mine.included.items() if bits.any()}
+    kind = mine.values.dtype.name
+    return Holding(len(mine.values), kind, mine.values_per_packet, np.packbits(mine.final).tobytes(), packed)
+
+
+def _unpack(bits: bytes, packets: int) -> NDArray[np.bool_]:
+    return np.unpackbits(np.frombuffer(bits, np.uint8), count=packets).astype(np.bool_)

@@ -1,0 +1,277 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Magnitudes, drop classes and sending order of packets: what dlcp/magnitudes.py and dlcp/tags.py do in NumPy. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+/* A second version of a function for AVX2, chosen when the library is loaded; this takes the GNU C library. */
+#if defined(__x86_64__) && defined(__GLIBC__) && (!defined(__clang__) || __clang_major__ >= 14)
+#define FASTEST __attribute__((target_clones("avx2", "default")))
+#else
+#define FASTEST
+#endif
+#define INLINED static inline __attribute__((always_inline))
+
+/* ---- magnitudes ---- */
+
+enum { LANES = 32 }; /* independent sums, so that vector units need not wait for one another */
+
+INLINED float float_of(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINED uint32_t bits_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+INLINED float widen_float32(float value)
+{
+    return value;
+}
+
+INLINED double widen_float64(double value)
+{
+    return value;
+}
+
+INLINED float widen_bfloat16(uint16_t bits)
+{
+    return float_of((uint32_t)bits << 16);
+}
+
+/* The absolute value of a half-precision number. Every case is worked out and then chosen, which vector units can do. */
+INLINED float widen_float16(uint16_t bits)
+{
+    uint32_t rest = (uint32_t)(bits & 0x7fff) << 13;
+    uint32_t normal = rest + (112u << 23);
+    /* A number without a leading one gets one in front, which is then taken off: no subnormal float, they are slow. */
+    float subnormal = float_of(rest + (113u << 23)) - 0x1p-14f;
+    uint32_t chosen = bits_of(subnormal);
+    uint32_t is_normal = -(uint32_t)(rest >= 1u << 23), is_infinite = -(uint32_t)(rest >= 0x7c00u << 13);
+    return float_of((normal & is_normal) | (chosen & ~is_normal) | (0x7f800000u & is_infinite));
+}
+
+/* Adds the squares of `width` values to as many sums. */
+#define ADD_SQUARES(FORMAT, WIDE, width)                                                                              \
+    for (int lane = 0; lane < (width); lane++) {                                                                      \
+        WIDE value = widen_##FORMAT(packet[i + lane]);                                                                \
+        sums[lane] += value * value;                                                                                  \
+    }
+
+/* Root mean square of each packet. A packet with NaN counts as infinite. */
+#define MAGNITUDES(FORMAT, STORED, WIDE, ROOT)                                                                        \
+    FASTEST static void magnitudes_##FORMAT(const STORED *values, int64_t count, int64_t per_packet, float *result)   \
+    {                                                                                                                 \
+        for (int64_t start = 0; start < count; start += per_packet) {                                                 \
+            int64_t size = count - start < per_packet ? count - start : per_packet, i = 0;                            \
+            const STORED *packet = values + start;                                                                    \
+            WIDE sums[LANES] = {0};                                                                                   \
+            for (; i + LANES <= size; i += LANES)                                                                     \
+                ADD_SQUARES(FORMAT, WIDE, LANES)                                                                      \
+            for (; i + LANES / 4 <= size; i += LANES / 4)                                                             \
+                ADD_SQUARES(FORMAT, WIDE, LANES / 4)                                                                  \
+            ADD_SQUARES(FORMAT, WIDE, size - i)                                                                       \
+            for (int half = LANES / 2; half; half /= 2)                                                               \
+                for (int lane = 0; lane < half; lane++)                                                               \
+                    sums[lane] += sums[lane + half];                                                                  \
+            float magnitude = (float)ROOT(sums[0] / (WIDE)size);                                                      \
+            *result++ = isnan(magnitude) ? INFINITY : magnitude;                                                      \
+        }                                                                                                             \
+    }
+
+MAGNITUDES(float32, float, float, sqrtf)
+MAGNITUDES(float64, double, double, sqrt)
+MAGNITUDES(float16, uint16_t, float, sqrtf)
+MAGNITUDES(bfloat16, uint16_t, float, sqrtf)
+
+/* Writes ceil(count / per_packet) magnitudes. `format` counts as dlcp.dtypes.ValueType does; unknown ones return -1. */
+int dlcp_packet_magnitudes(const void *values, int format, int64_t count, int64_t per_packet, float *result)
+{
+    switch (format) {
+    case 0:
+        magnitudes_float32(values, count, per_packet, result);
+        return 0;
+    case 1:
+        magnitudes_float64(values, count, per_packet, result);
+        return 0;
+    case 2:
+        magnitudes_float16(values, count, per_packet, result);
+        return 0;
+    case 3:
+        magnitudes_bfloat16(values, count, per_packet, result);
+        return 0;
+    default:
+        return -1;
+    }
+}
+
+/* ---- drop classes ---- */
+
+enum { CLASSES = 8, BORDERS = CLASSES - 1 };
+
+/* The packets of a layer, from `first` to before `stop`, and at which quantiles its classes part. */
+struct layer_packets {
+    int64_t first, stop, row;
+    double quantiles[BORDERS];
+};
+
+/* Sorts keys by their bytes, lowest first; the result is in `keys`. Four passes, so it ends where it began. */
+static void sort_keys(uint32_t *keys, uint32_t *other, int64_t count)
+{
+    int64_t places[4][256] = {{0}};
+    for (int64_t i = 0; i < count; i++)
+        for (int byte = 0; byte < 4; byte++)
+            places[byte][keys[i] >> 8 * byte & 255]++;
+    for (int byte = 0; byte < 4; byte++) {
+        int64_t place = 0;
+        for (int value = 0; value < 256; value++) {
+            int64_t here = places[byte][value];
+            places[byte][value] = place;
+            place += here;
+        }
+        for (int64_t i = 0; i < count; i++)
+            other[places[byte][keys[i] >> 8 * byte & 255]++] = keys[i];
+        uint32_t *swap = keys;
+        keys = other;
+        other = swap;
+    }
+}
+
+/* The value at a quantile of sorted magnitudes, interpolated between the two next to it. */
+static double at_quantile(const uint32_t *sorted, int64_t count, double quantile)
+{
+    double place = quantile * (double)(count - 1);
+    place = place < (double)(count - 1) ? place : (double)(count - 1);
+    int64_t below = (int64_t)place, above = below + 1 < count ? below + 1 : below;
+    double low = float_of(sorted[below]), high = float_of(sorted[above]);
+    double value = low + (high - low) * (place - (double)below);
+    return value < high ? value : high;
+}
+
+/* The least float that is not below a border: floats compare with it as with the border. */
+static float threshold(double border)
+{
+    float value = (float)border;
+    return (double)value < border ? nextafterf(value, INFINITY) : value;
+}
+
+FASTEST static void classes_between(const float *magnitudes, int64_t count, const float thresholds[BORDERS],
+                                    uint8_t class_of_zero, uint8_t *classes)
+{
+    for (int64_t i = 0; i < count; i++) {
+        int below = 0;
+        for (int border = 0; border < BORDERS; border++)
+            below += magnitudes[i] >= thresholds[border];
+        classes[i] = magnitudes[i] == 0 ? class_of_zero : (uint8_t)(CLASSES - 1 - below);
+    }
+}
+
+/* Moves a layer's borders to where its finite magnitudes have their quantiles, but only `1 - memory` of the way. */
+static void move_borders(const float *magnitudes, const uint8_t *kept, const struct layer_packets *layer,
+                         double memory, double *borders, uint32_t *keys, uint32_t *other)
+{
+    int64_t count = 0;
+    for (int64_t i = layer->first; i < layer->stop; i++) {
+        memcpy(&keys[count], &magnitudes[i], sizeof *keys);
+        count += !kept[i] && magnitudes[i] < INFINITY;
+    }
+    if (!count)
+        return;
+    sort_keys(keys, other, count); /* numbers from 0 up have the order of their bits */
+    for (int border = 0; border < BORDERS; border++) {
+        double now = at_quantile(keys, count, layer->quantiles[border]);
+        borders[border] = isnan(borders[border]) ? now : memory * borders[border] + (1 - memory) * now;
+    }
+}
+
+/* Gives each packet its drop class and says whether it is protected.
+
+   magnitudes, kept, classes, protected: one per packet; the kept ones are in class 0 whatever their magnitude.
+   borders: a row of 7 per layer, which layers[...].row points into; NaN before a layer was seen.
+   scratch: twice `scratch_half` keys, and that is as many as the layer with the most packets has. */
+void dlcp_classify(const float *magnitudes, const uint8_t *kept, const struct layer_packets *layers, int64_t count,
+                   double memory, double *borders, uint32_t *scratch, int64_t scratch_half, uint8_t *classes,
+                   uint8_t *protected)
+{
+    for (const struct layer_packets *layer = layers; layer < layers + count; layer++) {
+        double *row = borders + layer->row * BORDERS;
+        move_borders(magnitudes, kept, layer, memory, row, scratch, scratch + scratch_half);
+        int64_t first = layer->first, packets = layer->stop - first;
+        if (isnan(row[0])) {
+            memset(classes + first, 0, (size_t)packets);
+        } else {
+            float thresholds[BORDERS];
+            int zeros = 0;
+            for (int border = 0; border < BORDERS; border++) {
+                thresholds[border] = threshold(row[border]);
+                zeros += layer->quantiles[border] == 0;
+            }
+            classes_between(magnitudes + first, packets, thresholds, (uint8_t)(CLASSES - 1 - zeros), classes + first);
+        }
+        for (int64_t i = first; i < layer->stop; i++) {
+            classes[i] = kept[i] ? 0 : classes[i];
+            protected[i] = classes[i] == 0;
+        }
+    }
+}
+
+/* ---- the order of sending ---- */
+
+enum { QUEUES = 8, BLOCK = 64 };
+
+/* One queue's part of the order while it is being written. */
+struct queue_order {
+    uint32_t *order;           /* where its packets go */
+    uint32_t packets, blocks;  /* how many there are */
+    uint32_t start;            /* the block that goes first */
+    uint32_t seen;             /* how many have been met */
+    uint32_t *next;            /* where the next that is not droppable goes */
+    uint32_t waiting;          /* droppable ones of this block, which follow those */
+    uint32_t droppable[BLOCK];
+};
+
+/* Where a block goes: those before `start` follow the last one, which may be short. */
+static uint32_t *place_of_block(const struct queue_order *queue, uint32_t block)
+{
+    if (block >= queue->start)
+        return queue->order + (size_t)(block - queue->start) * BLOCK;
+    return queue->order + (queue->packets - (size_t)queue->start * BLOCK) + (size_t)block * BLOCK;
+}
+
+/* Writes the indices of packets in the order of sending: the highest queue first; in a queue by blocks of 64 of its
+   packets, beginning with block `seed` modulo their number; in a block those first that may not be dropped.
+   Queues are 0 to 7. */
+void dlcp_send_order(const uint8_t *queue, const uint8_t *droppable, uint32_t packets, uint32_t seed, uint32_t *order)
+{
+    struct queue_order queues[QUEUES] = {0};
+    for (uint32_t i = 0; i < packets; i++)
+        queues[queue[i] & (QUEUES - 1)].packets++;
+    for (int number = QUEUES - 1; number >= 0; number--) {
+        struct queue_order *mine = &queues[number];
+        mine->order = order;
+        mine->blocks = mine->packets / BLOCK + (mine->packets % BLOCK != 0);
+        mine->start = mine->blocks ? seed % mine->blocks : 0;
+        order += mine->packets;
+    }
+    for (uint32_t i = 0; i < packets; i++) {
+        struct queue_order *mine = &queues[queue[i] & (QUEUES - 1)];
+        if (mine->seen % BLOCK == 0)
+            mine->next = place_of_block(mine, mine->seen / BLOCK);
+        if (droppable[i])
+            mine->droppable[mine->waiting++] = i;
+        else
+            *mine->next++ = i;
+        mine->seen++;
+        if (mine->seen % BLOCK == 0 || mine->seen == mine->packets) {
+            memcpy(mine->next, mine->droppable, mine->waiting * sizeof i);
+            mine->waiting = 0;
+        }
+    }
+}

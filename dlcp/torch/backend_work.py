@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a collective of the ``dlcp`` backend gives back at once: something to wait for."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CALLBACKS = ThreadPoolExecutor(8, "dlcp-callbacks")
+"""What users hang on futures may wait for other collectives, so it must not keep those who carry them out."""
+
+
+class Work(dist.Work):
+    """A collective under way.
+
+    Parameters
+    ----------
+    what
+        Its name, for error messages.
+    answer
+        The future that :meth:`get_future` gives; for tensors on a device, one that knows the device.
+    """
+
+    def __init__(self, what: str, answer: "torch.futures.Future[Any] | None" = None) -> None:
+        super().__init__()
+        self.what = what
+        self.source: int | None = None
+        self._done: Future[Any] = Future()
+        self._on_device = answer is not None
+        self._raw: torch.futures.Future[Any] = answer or torch.futures.Future()
+        # An error that a Future was given in Python is no error to C++; one that a callback raises is.
+        self._answer: torch.futures.Future[Any] = self._raw.then(_value_or_error)
+
+    def succeed(self, value: Any) -> None:
+        """End it; ``value`` is what the future gives.
+
+        On a device the stream that writes the tensors must be the current one, and the thread not the endpoint's.
+        """
+        if self._on_device:
+            self._raw.set_result(value)
+            self._done.set_result(value)
+        else:
+            self._done.set_result(value)
+            call_aside(partial(self._raw.set_result, value))
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error, which everybody who waits gets."""
+        self._done.set_exception(error)
+        call_aside(partial(self._raw.set_result, error))
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until it is done; on a device, let the current stream wait.
+
+        Raises
+        ------
+        dlcp.transport.TransportError
+            It failed; the message names group, rank, collective and number.
+        TimeoutError
+            It takes longer than ``timeout`` (0 waits as long as the group's own timeout does).
+        """
+        limit_s = timeout.total_seconds()
+        try:
+            self._done.result(limit_s if limit_s > 0 else None)
+        except FutureTimeoutError as error:
+            if self._done.done():
+                raise
+            raise TimeoutError(f"{self.what} is not done after {limit_s:.1f} s") from error
+        if self._on_device:
+            self._answer.wait()
+        return True
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        """Return the future; its value is the list of tensors that were written."""
+        return self._answer
+
+    def is_completed(self) -> bool:
+        """Tell whether it has ended, well or not."""
+        return self._done.done()
+
+    def is_success(self) -> bool:
+        """Tell whether it has ended well."""
+        return self._done.done() and self._done.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error that it ended with, or None."""
+        return self._done.exception() if self._done.done() else None
+
+    def result(self) -> Any:
+        """Wait for it and return the tensors that were written."""
+        self.wait()
+        return self._done.result()
+
+    def synchronize(self) -> None:
+        """Wait until it is done."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Return the rank that a message from any rank came from."""
+        self.wait()
+        if self.source is None:
+            raise RuntimeError(f"{self.what} has no source")
+        return self.source
+
+    _source_rank = source_rank
+
+
+def call_aside(function: Callable[[], Any]) -> None:
+    """Call a function that may wait for collectives, in a thread that none of them needs."""
+    try:
+        _CALLBACKS.submit(function)
+    except RuntimeError:  # the interpreter is ending: no thread can be had, and nobody waits any more
+        function()
+
+
+def joined(what: str, works: Sequence[Work], value: Any) -> Work:
+    """Return work that is done when all of ``works`` are."""
+    if len(works) == 1:
+        return works[0]
+    whole = Work(what)
+    count_down = CountDown(len(works), lambda: whole.succeed(value), whole.fail)
+    for work in works:
+        work._done.add_done_callback(count_down.one_done)
+    if not works:
+        whole.succeed(value)
+    return whole
+
+
+class Issuer:
+    """A thread that starts collectives in order, for those that wait for copies from a device first."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"dlcp-{name}-issue", daemon=True)
+        self._thread.start()
+
+    def submit(self, begin: Callable[[], None]) -> None:
+        """Let a collective begin after those submitted before."""
+        self._queue.put(begin)
+
+    def close(self) -> None:
+        """Stop after what has been submitted."""
+        self._queue.put(None)
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        while (begin := self._queue.get()) is not None:
+            begin()
+
+
+class CountDown:
+    """Calls ``over`` once when ``count`` futures are done, or ``failed`` with the first error."""
+
+    def __init__(self, count: int, over: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
+        self._left, self._over, self._failed = count, over, failed
+        self._lock = threading.Lock()
+
+    def one_done(self, future: "Future[Any]") -> None:
+        """Count a future that is done; for ``add_done_callback``."""
+        error = future.exception()
+        with self._lock:
+            if self._left == 0:
+                return
+            self._left = 0 if error else self._left - 1
+            over = self._left == 0
+        if error:
+            self._failed(error)
+        elif over:
+            self._over()
+
+
+def _value_or_error(future: "torch.futures.Future[Any]") -> Any:
+    value = future.value()
+    if isinstance(value, BaseException):
+        raise value
+    return value

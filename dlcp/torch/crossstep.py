@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-step scheduling: the next forward pass of a layer starts when that layer's gradient is in.
+
+One line turns a plain model and optimizer, without DistributedDataParallel, into a data-parallel pair::
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = dlcp.torch.cross_step(model, optimizer)  # <- the line
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+        scheduler.step()
+    optimizer.close()
+
+Gradients leave as soon as backward has produced them. ``step`` returns at once; each layer is updated when its average
+is in, and whoever reads its parameters through their module (the next forward pass, ``state_dict``, ``parameters()``)
+waits for exactly that layer. So the layers nearest the input, whose gradients come last and are needed first, do not
+queue behind the others. ByteScheduler (SOSP'19) and P3 (MLSys'19) do so over TCP; here the network takes part.
+
+Whoever changes gradients between ``backward`` and ``step`` asks for the averages first, with ``synchronize``::
+
+    loss.backward()
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+    scaler.scale(loss).backward()
+    optimizer.synchronize()
+    scaler.step(optimizer)
+    scaler.update()
+
+To add up the gradients of several batches, all but the last backward run in ``with optimizer.no_sync():``.
+
+Not seen are reads through references kept from before: code that holds a list of parameters (a moving average made by
+hand, say) calls ``synchronize`` before it reads them. Buffers, such as batch norm's statistics, stay each rank's own.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parameter import Parameter
+from torch.optim.optimizer import Optimizer
+
+from dlcp.torch.guard import Guard
+from dlcp.torch.hook import State
+from dlcp.torch.layer_exchange import LayerExchange
+from dlcp.torch.layergroup import LayerGroup, layer_groups
+from dlcp.torch.options import Options
+from dlcp.torch.partial_step import PartialStep
+from dlcp.transport import DeadlineError, TransportError
+
+GROUP_BYTES = 1 << 20
+"""Parameters are exchanged in groups of at least this size. Chosen by us: 8 ms on a path of 1 Gbit/s."""
+GRACE_S = 5.0
+"""How much longer than the transport a layer is waited for: the transport knows better what is wrong."""
+
+
+class CrossStep(Optimizer):
+    """An optimizer whose steps end layer by layer, during the next forward pass; made by :func:`cross_step`.
+
+    It shares ``param_groups`` and ``state`` with the optimizer that it was made from, so schedulers work on either.
+
+    Attributes
+    ----------
+    inner
+        The optimizer that it was made from. Its own ``step`` is refused: it would use gradients of this rank alone.
+    traffic
+        Options, step and ledger, and what error feedback owes; to be pickled with a checkpoint.
+    waited_s
+        How long forward passes and others have waited for averages in all, in seconds.
+    """
+
+    _step_supports_amp_scaling = False  # a GradScaler must divide the averages itself: they are not in `step` yet
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        traffic: State,
+        group: dist.ProcessGroup | None,
+        group_bytes: int,
+    ) -> None:
+        # Not Optimizer.__init__: param_groups, state, defaults and hooks are those of `inner`, see __getattr__.
+        self.inner = optimizer
+        self.traffic = traffic
+        self.waited_s = 0.0
+        self._rank = dist.get_rank(group)
+        self._lock = threading.RLock()
+        self._news = threading.Condition()
+        self._partial = PartialStep(optimizer)
+        self._groups, self._outside = layer_groups(model, optimizer, group_bytes)
+        self._places = {id(m.parameter): (layers, m) for layers in self._groups for m in layers.members}
+        self._pending: dict[int, LayerGroup] = {}
+        """Groups whose update is due: averaged some time after `step` was called."""
+        self._settings: Sequence[dict[str, Any]] | None = None
+        """What the optimizer's groups were set to when `step` was called; None if the pending averages are dropped."""
+        self._exchanging = True
+        self._begun = self._averaged = self._dirty = self._closed = False
+        self._updates = 0
+        self._failed: TransportError | None = None
+        self._exchange = LayerExchange(traffic, group, self._groups, self._tell)
+        _copy_from_first_rank(model, group)
+        self._guard = Guard(model, self._wait_for)
+        self._hooks: list[Any] = [
+            member.parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            for layers in self._groups
+            for member in layers.members
+        ]
+        self._hooks.append(optimizer.register_state_dict_pre_hook(self._before_state))
+        self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._before_state))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
+    def reason(self) -> str:
+        """Why DLCP does not average gradients; ``""`` while it does."""
+        return self._exchange.reason
+
+    # What the training loop calls -------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let each layer be updated once its average is in; return at once.
+
+        After :meth:`synchronize`, and if the optimizer has hooks around its step, all are updated before it returns.
+
+        Parameters
+        ----------
+        closure
+            Computes the loss, as for other optimizers; called once.
+
+        Raises
+        ------
+        RuntimeError
+            Gradients were changed after they had gone out: :meth:`synchronize` was forgotten.
+        TransportError
+            The last step's averages cannot be had.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._lock:
+            if not self._averaged and self._partial.watched:
+                self.synchronize(always=True)
+            if self._averaged:
+                self._partial.whole()
+                self._averaged = False
+            else:
+                self._send_rest()
+                self._settings = self._partial.settings()
+                self._end_step()
+            self._updates += 1
+            self._dirty = False
+        self.inner.__dict__["_opt_called"] = True  # where a scheduler that was made for it looks
+        return loss
+
+    def synchronize(self, *, always: bool = False) -> None:
+        """Wait until all is up to date: parameters after ``step``; after ``backward`` the averages in ``.grad``, too.
+
+        All ranks must call it at the same place. ``always`` averages even if backward has not run on this rank.
+
+        Raises
+        ------
+        RuntimeError
+            Gradients were changed after they had gone out.
+        TransportError
+            An average cannot be had; the message names rank, step and layers.
+        """
+        with self._lock:
+            self._finish()
+            if not self._dirty and not always:
+                return
+            self._send_rest()
+            self._settings = None
+            groups = self._end_step()
+            self._finish()
+            for layers in groups:
+                for member in layers.used():
+                    member.parameter.grad = member.average
+            self._averaged, self._dirty = True, False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add up gradients on this rank alone: what backward produces inside stays here until the next one outside."""
+        before, self._exchanging = self._exchanging, False
+        try:
+            yield
+        finally:
+            self._exchanging = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients; what is on its way is not harmed.
+
+        Between ``backward`` and ``step`` it drops the step; all ranks must.
+        """
+        with self._lock:
+            if self._begun:
+                self._send_rest(check=False)
+                self._settings = None
+                self._end_step()
+            self._dirty = False
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: the ranks have agreed on what they exchange.
+
+        Raises
+        ------
+        RuntimeError
+            Always.
+        """
+        raise RuntimeError("add parameter groups to the optimizer before cross_step takes it over")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer that it was made from, up to date."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of an optimizer like the one that it was made from."""
+        self.inner.load_state_dict(state_dict)
+
+    def close(self, reason: str | None = None) -> None:
+        """Finish updates and leave the other ranks; with a ``reason`` or after an error, tell them that it gives up.
+
+        The model and the first optimizer are plain ones again.
+        """
+        if self._closed:
+            return
+        try:
+            if reason is None and self._failed is None:
+                self._finish()
+        finally:
+            self._closed = True
+            self._pending.clear()
+            self._guard.remove()
+            for hook in self._hooks:
+                hook.remove()
+            self._partial.release()
+            self._exchange.close(reason or (str(self._failed) if self._failed else None))
+
+    # Gradients on their way out ---------------------------------------------------------------------------------------
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        with self._lock:
+            self._dirty, self._averaged = True, False
+            if not self._exchanging:
+                return
+            layers, member = self._places[id(parameter)]
+            if member.taken is not None:
+                raise RuntimeError(
+                    f"{self._where(self.traffic.step)}: rank {self._rank} has a second gradient of {member.name}, and "
+                    "the first has gone out: run all backward passes of a step but the last in `no_sync()`, and call "
+                    "`step()` or `zero_grad()` after a backward pass that failed"
+                )
+            self._begin()
+            member.take()
+            if layers.complete:
+                self._send(layers)
+
+    def _begin(self) -> None:
+        if self._begun:
+            return
+        if self._closed:
+            raise RuntimeError("this optimizer has been closed; call cross_step again to go on")
+        # All averages of the step before are in: so ranks divide alike (adaptive shards), and may refuse its packets.
+        self._finish()
+        self._averaged, self._begun = False, True
+        for layers in self._groups:
+            layers.due_s = math.inf
+        self._exchange.begin_step(self.traffic.step)
+
+    def _send(self, layers: LayerGroup) -> None:
+        layers.fill(self._updates)
+        layers.due_s = time.monotonic() + self.traffic.options.deadline_s + GRACE_S
+        self._exchange.start(self.traffic.step, layers)
+
+    def _send_rest(self, *, check: bool = True) -> None:
+        """Send what backward has not reached: other ranks may have gradients for it, and count on all of us."""
+        self._begin()
+        newcomers = [name for name, parameter in self._outside if parameter.grad is not None]
+        if newcomers:
+            raise RuntimeError(
+                f"{newcomers[0]} has a gradient but required none when cross_step was called; call `close()`, and "
+                "cross_step again"
+            )
+        for layers in self._groups:
+            changed = [member.name for member in layers.members if member.taken is not None and not member.untouched]
+            if check and changed:
+                raise RuntimeError(
+                    f"{self._where(self.traffic.step)}: rank {self._rank} changed the gradient of {changed[0]} after "
+                    "it had gone out: call `synchronize()` before gradients are clipped, unscaled or changed otherwise"
+                )
+        for layers in self._groups:
+            if layers.due_s == math.inf:
+                self._send(layers)
+
+    def _end_step(self) -> Sequence[LayerGroup]:
+        self._pending = {layers.index: layers for layers in self._groups}
+        for layers in self._groups:
+            layers.forget()
+        self._begun = False
+        self.traffic.step += 1
+        return self._groups
+
+    def _tell(self) -> None:
+        with self._news:  # held for moments only: this is the endpoint's thread
+            self._news.notify_all()
+
+    # Averages on their way in -----------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        self._complete(self._groups)
+
+    def _wait_for(self, parameters: Iterable[Parameter]) -> None:
+        if self._pending:
+            places = (self._places.get(id(parameter)) for parameter in parameters)
+            wanted = {place[0].index: place[0] for place in places if place is not None}
+            self._complete(list(wanted.values()))
+
+    def _complete(self, wanted: Sequence[LayerGroup]) -> None:
+        """Return once the updates of ``wanted`` are done; do others while waiting."""
+        with self._lock:
+            while missing := [layers for layers in wanted if layers.index in self._pending]:
+                due = _first_in(missing) or _first_in(self._pending.values())
+                if due:
+                    self._update(due)
+                else:
+                    self._await_news(missing)
+
+    def _await_news(self, missing: Sequence[LayerGroup]) -> None:
+        began_s = time.monotonic()
+        due_s = min(layers.due_s for layers in missing)
+        with self._news:
+            came = self._news.wait_for(lambda: _first_in(self._pending.values()), max(0.0, due_s - began_s))
+        self.waited_s += time.monotonic() - began_s
+        if not came:
+            layers = min(missing, key=lambda layers: layers.due_s)
+            raise self._failure(layers, DeadlineError(f"no answer from the transport within {due_s - began_s:.0f} s"))
+
+    def _update(self, layers: LayerGroup) -> None:
+        error = layers.sent.exception()
+        if error is not None:
+            raise self._failure(layers, error)
+        layers.sent.result().wait()  # from a GPU's point of view it is still being copied back
+        if not layers.agreed:
+            raise RuntimeError(
+                f"{self._where(self.traffic.step - 1)}: rank {self._rank} has updated {layers.label} in other steps "
+                "than its peers; after a backward pass all ranks must step(), or all zero_grad(): load a checkpoint"
+            )
+        if self._settings is not None:
+            members = layers.used()
+            # Whoever has kept his gradient finds the average there, as after DistributedDataParallel.
+            restore = [(m.parameter, m.average if m.untouched else m.parameter.grad) for m in members]
+            for member in members:
+                member.parameter.grad = member.average
+            try:
+                self._partial.update([member.parameter for member in members], self._settings)
+            finally:
+                for parameter, gradient in restore:
+                    parameter.grad = gradient
+        del self._pending[layers.index]
+        self._failed = None
+
+    def _failure(self, layers: LayerGroup, error: BaseException) -> TransportError:
+        kind = type(error) if isinstance(error, TransportError) else TransportError
+        step = self.traffic.step - 1
+        self._failed = kind(f"{self._where(step)}: rank {self._rank} has no average of {layers.label}: {error}")
+        self._failed.__cause__ = error
+        return self._failed
+
+    def _before_state(self, *_: Any) -> None:
+        self._finish()
+
+    def _where(self, step: int) -> str:
+        return f"job {self.traffic.options.job}, step {step}"
+
+
+def cross_step(
+    model: torch.nn.Module,
+    optimizer: Optimizer,
+    options: Options | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    group_bytes: int = GROUP_BYTES,
+    state: State | None = None,
+) -> CrossStep:
+    """Train ``model`` together with the other ranks, and let steps overlap; all ranks must call it.
+
+    The first rank's parameters and buffers are copied to all.
+
+    Parameters
+    ----------
+    model
+        A plain module, not a DistributedDataParallel one.
+    optimizer
+        One that treats parameters one by one: any of ``torch.optim`` but L-BFGS and SparseAdam. Parameters of the model
+        that it does not have are not exchanged.
+    options
+        By default :meth:`Options.from_environment`.
+    group
+        The ranks that train together, by default all. Its backend is used to find them.
+    group_bytes
+        Parameters are exchanged in groups of at least this size.
+    state
+        ``traffic`` from a checkpoint, to go on from; ``options`` replace its own when given.
+
+    Returns
+    -------
+    The optimizer to use from now on; call its ``close`` when training is over.
+
+    Raises
+    ------
+    ValueError
+        The model, the optimizer or a parameter's type is not supported; the message says which.
+    NotJoinedError
+        Not all ranks can use DLCP, and ``options.fallback`` is off. Otherwise averages come from the framework then.
+    """
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise ValueError("cross_step averages gradients itself: give it the module inside DistributedDataParallel")
+    if state is None:
+        state = State(options or Options.from_environment())
+    elif options is not None:
+        state.options = options
+    return CrossStep(model, optimizer, state, group, group_bytes)
+
+
+def _copy_from_first_rank(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
+    first = dist.get_global_rank(group, 0) if group is not None else 0
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.data, first, group=group)
+
+
+def _first_in(candidates: Iterable[LayerGroup]) -> LayerGroup | None:
+    """Return the group nearest the input whose average is in."""
+    return next((layers for layers in candidates if layers.sent.done()), None)

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers whose gradients travel together: one message per group, so that tiny tensors do not cost one each."""
+
+import math
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.parameter import Parameter
+from torch.optim.optimizer import Optimizer
+
+from dlcp.dtypes import ValueType
+from dlcp.tags import Layer, Segment, layers_in_order
+from dlcp.torch.staging import VALUE_TYPES
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A parameter in its group.
+
+    ``average`` is its place in the group's buffer, with the parameter's shape and strides. ``taken`` is the gradient
+    that has been copied there in this step; ``pointer`` and ``version`` tell whether a gradient is still that one.
+    """
+
+    name: str
+    parameter: Parameter
+    layer: Layer
+    average: torch.Tensor
+    taken: torch.Tensor | None = None
+    pointer: int = 0
+    version: int = 0
+
+    def take(self) -> None:
+        """Copy the parameter's gradient to its place.
+
+        Raises
+        ------
+        ValueError
+            The gradient is sparse.
+        """
+        gradient = self.parameter.grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"the gradient of {self.name} is {gradient.layout}; cross_step exchanges dense gradients only: "
+                "build its module with sparse=False"
+            )
+        if gradient.data_ptr() == self.average.data_ptr():
+            # It was added to the last average, in place. From here on the two part: this one may be zeroed meanwhile.
+            gradient = self.parameter.grad = gradient.clone()
+        else:
+            self.average.copy_(gradient.detach())
+        self.taken, self.pointer, self.version = gradient, gradient.data_ptr(), gradient._version
+
+    @property
+    def untouched(self) -> bool:
+        """Whether the parameter still has the gradient that was taken, as it was."""
+        gradient = self.parameter.grad
+        return gradient is not None and (gradient.data_ptr(), gradient._version) == (self.pointer, self.version)
+
+
+class LayerGroup:
+    """Neighbouring parameters, and the flat buffer in which their gradients are averaged.
+
+    After the gradients the buffer holds one value per parameter, 1 where this rank has a gradient for it: so all ranks
+    know of a parameter that none of them has used, and leave it alone as serial training does. A last value tells
+    whether this rank has updated its parameters an even or an odd number of times: so a rank that has dropped a step
+    which others have taken is found out.
+
+    Parameters
+    ----------
+    index
+        Place among the groups, 0 nearest the input; the same on all ranks.
+    parameters
+        Name, parameter and layer of each; all of one type and device.
+
+    Attributes
+    ----------
+    flat
+        The buffer, on the parameters' device.
+    sent
+        Resolved once the average is in, with a future to wait for before the device reads it.
+    due_s
+        When it must be in, on the monotonic clock.
+    """
+
+    def __init__(self, index: int, parameters: Sequence[tuple[str, Parameter, Layer]]) -> None:
+        self.index = index
+        self.sent: Future[torch.futures.Future[torch.Tensor]] = Future()
+        self.due_s = math.inf
+        _, first, _ = parameters[0]
+        self._values = sum(parameter.numel() for _, parameter, _ in parameters)
+        self.flat = torch.zeros(self._values + len(parameters) + 1, dtype=first.dtype, device=first.device)
+        self.members: list[Member] = []
+        self.segments: list[Segment] = []
+        start = 0
+        for name, parameter, layer in parameters:
+            stop = start + parameter.numel()
+            self.members.append(Member(name, parameter, layer, _place(self.flat, start, parameter)))
+            self.segments.append(Segment(layer, start, stop))
+            start = stop
+        # Few values, so the tagger protects them whole: which parameters were used is never lost.
+        self.segments.append(Segment(parameters[-1][2], self._values, len(self.flat)))
+        self._odd = 0.0
+        self._flags: list[float] = []
+        self._averaged_flags: list[float] = []
+
+    @property
+    def label(self) -> str:
+        """Its layers, for error messages."""
+        names = [member.name for member in self.members]
+        return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+
+    @property
+    def complete(self) -> bool:
+        """Whether every gradient has been taken."""
+        return all(member.taken is not None for member in self.members)
+
+    def fill(self, updates: int) -> None:
+        """Take what gradients there are of parameters that backward has not reached, and zeros for the others.
+
+        ``updates`` is how often this rank has updated its parameters.
+        """
+        for member in self.members:
+            if member.taken is None:
+                if member.parameter.grad is None:
+                    member.average.zero_()
+                    member.pointer = -1
+                else:
+                    member.take()
+        self._odd = float(updates % 2)
+        self._flags = [*(float(member.taken is not None) for member in self.members), self._odd]
+
+    def write_flags(self, array: NDArray[np.generic], value_type: ValueType) -> None:
+        """Write behind the gradients, in the buffer's copy on the host, what this rank has used and updated."""
+        array[self._values :] = value_type.narrow(np.array(self._flags, np.float32))
+
+    def read_flags(self, array: NDArray[np.generic], value_type: ValueType) -> None:
+        """Read the same of all ranks, once ``array`` holds averages."""
+        self._averaged_flags = value_type.widen(array[self._values :]).tolist()
+
+    @property
+    def agreed(self) -> bool:
+        """Whether all ranks have made as many updates, once the averages are in."""
+        return self._averaged_flags[-1] == self._odd
+
+    def used(self) -> list[Member]:
+        """Return the members that some rank had a gradient for, once the averages are in."""
+        return [member for member, flag in zip(self.members, self._averaged_flags, strict=False) if flag > 0]
+
+    def forget(self) -> None:
+        """Forget what was taken: the step is over."""
+        for member in self.members:
+            member.taken = None
+
+
+def layer_groups(
+    model: torch.nn.Module, optimizer: Optimizer, group_bytes: int
+) -> tuple[list[LayerGroup], list[tuple[str, Parameter]]]:
+    """Return the parameters to exchange, in groups, and those of the optimizer that require no gradient.
+
+    Raises
+    ------
+    ValueError
+        The optimizer has a parameter that the model has not, or none to train; or one cannot be exchanged.
+    """
+    named = dict(model.named_parameters())
+    layers = layers_in_order(list(named))
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    strangers = owned - {id(parameter) for parameter in named.values()}
+    if strangers:
+        raise ValueError(f"the optimizer has {len(strangers)} parameters that the model has not")
+    mine = [(name, parameter) for name, parameter in named.items() if id(parameter) in owned]
+    trained = [(name, parameter, layers[name]) for name, parameter in mine if parameter.requires_grad]
+    if not trained:
+        raise ValueError("the optimizer has no parameter that requires a gradient")
+    for name, parameter, _ in trained:
+        if parameter.dtype not in VALUE_TYPES or parameter.device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype} on {parameter.device}; cross_step exchanges "
+                f"{', '.join(kind.value for kind in VALUE_TYPES.values())} on the CPU and on CUDA"
+            )
+    groups = [LayerGroup(index, part) for index, part in enumerate(in_groups(trained, group_bytes))]
+    return groups, [(name, parameter) for name, parameter in mine if not parameter.requires_grad]
+
+
+def in_groups(
+    parameters: Iterable[tuple[str, Parameter, Layer]], group_bytes: int
+) -> list[list[tuple[str, Parameter, Layer]]]:
+    """Divide parameters, in their order, into groups of at least ``group_bytes`` where type and device allow.
+
+    The parameters of one module stay together.
+    """
+    groups: list[list[tuple[str, Parameter, Layer]]] = []
+    size, previous = 0, None
+    for name, parameter, layer in parameters:
+        module = name.rpartition(".")[0]
+        kind = (parameter.dtype, parameter.device)
+        if previous is None or previous[1] != kind or (size >= group_bytes and previous[0] != module):
+            groups.append([])
+            size = 0
+        groups[-1].append((name, parameter, layer))
+        size += parameter.numel() * parameter.element_size()
+        previous = module, kind
+    return groups
+
+
+def _place(flat: torch.Tensor, start: int, parameter: Parameter) -> torch.Tensor:
+    """Return the part of ``flat`` from ``start`` on as a tensor like ``parameter``, with its strides if dense."""
+    strides = torch.empty_like(parameter, memory_format=torch.preserve_format, device="meta").stride()
+    # .data: with a version of its own, so that a change to one gradient does not look like a change to its neighbours.
+    return flat.as_strided(parameter.shape, strides, flat.storage_offset() + start).data

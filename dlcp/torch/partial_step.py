@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer's step for some of its parameters, with the arithmetic that it has for all of them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parameter import Parameter
+from torch.optim.optimizer import Optimizer
+
+_WHOLE_ONLY = (torch.optim.LBFGS, torch.optim.SparseAdam)
+"""One looks at all parameters at once, the other wants sparse gradients."""
+
+
+class PartialStep:
+    """Steps an optimizer for a few parameters at a time.
+
+    That is right for every optimizer that treats parameters one by one, as all in ``torch.optim`` but L-BFGS do. One
+    that keeps state in its parameter groups is found out at its first step.
+
+    Parameters
+    ----------
+    optimizer
+        Its own ``step`` is refused from now on, until :meth:`release`.
+
+    Raises
+    ------
+    ValueError
+        The optimizer is known not to treat parameters one by one.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, _WHOLE_ONLY):
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot be stepped layer by layer; use DistributedDataParallel and "
+                "dlcp.torch.enable"
+            )
+        self._optimizer = optimizer
+        self._group_of = {
+            id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+        }
+        step = type(optimizer).step
+        # Without the hooks around it: those are for whole steps.
+        self._arithmetic: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
+        self._ours = False
+        self._refusal = optimizer.register_step_pre_hook(self._refuse)
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody has hooks around the optimizer's step, and so expects whole steps."""
+        optimizer = self._optimizer
+        return len(optimizer._optimizer_step_pre_hooks) > 1 or bool(optimizer._optimizer_step_post_hooks)
+
+    def settings(self) -> Sequence[dict[str, Any]]:
+        """Return what each parameter group is set to now (learning rate and so on), before a scheduler goes on."""
+        return [
+            {
+                name: value.clone() if isinstance(value, torch.Tensor) else value
+                for name, value in group.items()
+                if name != "params"
+            }
+            for group in self._optimizer.param_groups
+        ]
+
+    def update(self, parameters: Sequence[Parameter], settings: Sequence[dict[str, Any]]) -> None:
+        """Step for ``parameters`` with their present gradients, and with ``settings`` in the place of present ones.
+
+        Raises
+        ------
+        RuntimeError
+            The optimizer has changed its parameter groups: it keeps state for all parameters together.
+        """
+        optimizer = self._optimizer
+        parts: dict[int, list[Parameter]] = {}
+        for parameter in parameters:
+            parts.setdefault(self._group_of[id(parameter)], []).append(parameter)
+        groups = [{**settings[index], "params": part} for index, part in sorted(parts.items())]
+        whole, optimizer.param_groups = optimizer.param_groups, groups
+        try:
+            with self._as_ours():
+                self._arithmetic(optimizer)
+        finally:
+            optimizer.param_groups = whole
+        for group, index in zip(groups, sorted(parts), strict=True):
+            changed = [name for name in group if name != "params" and group[name] is not settings[index].get(name)]
+            if changed:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} changes '{changed[0]}' of its parameter groups as it steps, so it "
+                    "cannot be stepped layer by layer; use DistributedDataParallel and dlcp.torch.enable"
+                )
+
+    def whole(self) -> None:
+        """Step for all parameters, with the hooks around it."""
+        with self._as_ours():
+            self._optimizer.step()
+
+    def release(self) -> None:
+        """Let the optimizer step by itself again."""
+        self._refusal.remove()
+
+    @contextmanager
+    def _as_ours(self) -> Iterator[None]:
+        self._ours = True
+        try:
+            yield
+        finally:
+            self._ours = False
+
+    def _refuse(self, *_: Any) -> None:
+        if not self._ours:
+            raise RuntimeError("call step() of the optimizer that cross_step returned, not of the one given to it")

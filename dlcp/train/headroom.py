@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a measurement says: how much of a step is communication, what DLCP wins, and what it could win at most."""
+
+from collections.abc import Sequence
+from statistics import median, quantiles
+from typing import Any, Final
+
+from dlcp.train.report import Report
+
+NONE: Final = "none"
+FRAMEWORK: Final = "framework"
+DLCP: Final = "dlcp"
+WARM_UP_ROUNDS: Final = 3
+"""Rounds that do not count: DDP arranges its buckets anew after the first step, and rate control finds its rate."""
+STEPS: Final = 60
+FEWEST_STEPS: Final = 9
+LITTLE: Final = 0.05
+"""A share of a step that is not worth winning; chosen here."""
+
+
+def evaluate(reports: Sequence[Report]) -> dict[str, Any] | None:
+    """Return what was measured, in seconds and shares; None if nothing was.
+
+    A step is over when its slowest rank is through, so each step counts with the longest time among the ranks of this
+    machine. Values are medians over steps; ``spread_s`` is the distance of the quartiles.
+    """
+    measured = [report["measured"] for report in reports if report["measured"]]
+    steps = {way: _slowest([each["seconds"].get(way, []) for each in measured]) for way in (NONE, FRAMEWORK, DLCP)}
+    if not measured or len(steps[NONE]) < 2 or len(steps[FRAMEWORK]) < 2:
+        return None
+    ways = {
+        way: {"step_s": median(seconds), "spread_s": _spread(seconds), "steps": len(seconds)}
+        for way, seconds in steps.items()
+        if len(seconds) >= 2
+    }
+    floor, framework = ways[NONE]["step_s"], ways[FRAMEWORK]["step_s"]
+    found = {
+        "model": measured[0]["model"],
+        "gradient_bytes": measured[0]["gradient_bytes"],
+        "backend": measured[0]["backend"],
+        "ranks": reports[0]["ranks"],
+        "ranks_measured": len(measured),
+        "ways": ways,
+        "communication_share": max(0.0, 1 - floor / framework),
+        "speedup_at_most": framework / floor,
+        "why_not": measured[0]["why_not"],
+    }
+    if DLCP in ways:
+        found["speedup"] = framework / ways[DLCP]["step_s"]
+    return found
+
+
+def as_lines(found: dict[str, Any]) -> list[str]:
+    """Say it in a few lines."""
+    ways, backend = found["ways"], found["backend"]
+    floor, framework = ways[NONE], ways[FRAMEWORK]
+    noise_s = max(floor["spread_s"], framework["spread_s"])
+    lines = [
+        "",
+        f"DLCP measured {found['model']}, {found['gradient_bytes'] / 1e6:,.1f} MB of gradients, "
+        f"{found['ranks']} ranks, {framework['steps']} steps each way, in turn; ms a step",
+        _line("no communication", floor, "the floor: nothing can be faster"),
+        _line(f"{backend}, as it is", framework, f"{found['communication_share']:.0%} of a step is communication"),
+    ]
+    possible_s = framework["step_s"] - floor["step_s"]
+    if DLCP in ways:
+        gained = framework["step_s"] - ways[DLCP]["step_s"]
+        lines.append(_line("DLCP", ways[DLCP], _gain(found["speedup"], gained, possible_s)))
+    else:
+        lines.append(f"  DLCP was not measured: {found['why_not']}")
+    lines.append(f"  {_verdict(found, possible_s, noise_s)}")
+    return [*lines, "  This was a measurement: the model was not trained properly. Throw away what the script saved."]
+
+
+def nothing_measured(reports: Sequence[Report]) -> str:
+    """Say why there is nothing to say."""
+    if not reports:
+        return "dlcp: no rank came to its end: nothing was measured"
+    if not any(report["measured"] for report in reports):
+        return "dlcp: the script trained no DistributedDataParallel model: nothing was measured"
+    return "dlcp: the script ended before enough steps were measured; let it train longer, or ask for fewer --steps"
+
+
+def _line(name: str, way: dict[str, float], remark: str) -> str:
+    return f"  {name:<18} {way['step_s'] * 1e3:9.1f} ± {way['spread_s'] * 500:<6.1f} {remark}"
+
+
+def _verdict(found: dict[str, Any], possible_s: float, noise_s: float) -> str:
+    if found["communication_share"] < LITTLE and noise_s < LITTLE * found["ways"][FRAMEWORK]["step_s"]:
+        return "Steps hardly wait for the network here and now: DLCP cannot win much until others congest it."
+    if possible_s <= noise_s / 2:
+        return "Steps vary by more than communication takes: ask a quieter machine, or for more --steps."
+    return f"DLCP can win at most {found['speedup_at_most']:.2f}x here and now, more while others congest the network."
+
+
+def _gain(speedup: float, gained_s: float, possible_s: float) -> str:
+    if gained_s <= 0:
+        return f"{speedup:.2f}x: slower by {-gained_s * 1e3:.1f} ms"
+    share = f", {min(1.0, gained_s / possible_s):.0%} of what can be won" if possible_s > 0 else ""
+    return f"{speedup:.2f}x: wins {gained_s * 1e3:.1f} ms{share}"
+
+
+def _slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Return the longest time of each step; a rank that ended early cuts the rest off."""
+    return [max(step) for step in zip(*ranks, strict=False)]
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    low, _, high = quantiles(seconds, n=4)
+    return high - low

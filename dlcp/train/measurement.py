@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the steps of an unchanged script with three ways to average gradients in turn: the framework's, DLCP's, none.
+
+Steps without averaging let every rank keep its own gradients, so the replicas drift apart: this is a measurement and no
+training, and it ends the script after the last step.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import dlcp.torch
+from dlcp import configuration
+from dlcp.train.headroom import DLCP, FRAMEWORK, NONE, WARM_UP_ROUNDS
+
+
+class MeasurementDoneError(SystemExit):
+    """Ends the script, with exit status 0, once everything is measured."""
+
+
+class Measurement:
+    """The measurement of one model; all ranks make one, at the same forward pass.
+
+    Parameters
+    ----------
+    model
+        A model without a communication hook.
+    steps
+        How many steps to time, a third of them each way.
+    """
+
+    def __init__(self, model: DistributedDataParallel, steps: int) -> None:
+        self.model = model
+        self.backend = dist.get_backend(model.process_group)
+        self.seconds: dict[str, list[float]] = {}
+        self.why_not: str | None = None
+        self._state = self._join(model)
+        self._ways = _in_turn([NONE, FRAMEWORK, *([DLCP] if self._state else [])], steps)
+        self._way: str | None = None
+        self._counts = False
+        self._began_s = 0.0
+        model.register_comm_hook(None, self._average)
+
+    def before_step(self, model: DistributedDataParallel) -> None:
+        """End one step and begin the next; a synchronised forward pass is about to begin.
+
+        Raises
+        ------
+        MeasurementDoneError
+            That was the last.
+        """
+        if model is not self.model:
+            return
+        seconds = self._now_s() - self._began_s
+        if self._way and self._counts:
+            self.seconds.setdefault(self._way, []).append(seconds)
+        following = next(self._ways, None)
+        if following is None:
+            raise MeasurementDoneError(0)
+        self._way, self._counts = following
+        # Without averaging ranks run ahead of each other; the next step must not pay for that.
+        dist.barrier(model.process_group)
+        self._began_s = self._now_s()
+
+    def close(self, reason: str | None) -> None:
+        """Leave the other ranks."""
+        if self._state is None:
+            return
+        if not self._state.active:  # it fell back on the way, on all ranks: those times are not DLCP's
+            self.why_not = self._state.reason
+            self.seconds.pop(DLCP, None)
+        self._state.close(reason)
+
+    def _join(self, model: DistributedDataParallel) -> dlcp.torch.State | None:
+        """Return DLCP's state; None, and why not, where it cannot be measured."""
+        state = dlcp.torch.State(configuration.build(dlcp.torch.Options))
+        try:
+            state.attach(model)
+        except ValueError as error:
+            self.why_not = str(error)
+            return None
+        if not state.active:
+            self.why_not = state.reason
+            state.close()
+            return None
+        return state
+
+    def report(self) -> dict[str, Any]:
+        """Return what the launcher is told."""
+        module = self.model.module
+        return {
+            "model": type(module).__name__,
+            "gradient_bytes": sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad),
+            "backend": self.backend,
+            "seconds": self.seconds,
+            "why_not": self.why_not,
+        }
+
+    def _average(self, _: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self._way == NONE:
+            return dlcp.torch.noop_hook(None, bucket)
+        if self._way == DLCP and self._state:
+            return dlcp.torch.hook(self._state, bucket)
+        return allreduce_hook(self.model.process_group, bucket)
+
+    def _now_s(self) -> float:
+        if self.model.device_type == "cuda":
+            torch.cuda.synchronize()
+        return time.monotonic()
+
+
+def _in_turn(ways: list[str], steps: int) -> Iterator[tuple[str, bool]]:
+    """Yield the way of each step and whether it counts: in rounds of all ways, shuffled alike on all ranks."""
+    rng = random.Random(0)
+    rounds = max(1, steps // len(ways))
+    for number in range(WARM_UP_ROUNDS + rounds):
+        for way in rng.sample(ways, len(ways)):
+            yield way, number >= WARM_UP_ROUNDS

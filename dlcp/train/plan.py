@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launcher asks of its workers, as variables of the environment."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_REPORTS: Final = "DLCP_TRAIN_REPORTS"
+_BACKEND: Final = "DLCP_TRAIN_BACKEND"
+_MEASURE: Final = "DLCP_TRAIN_MEASURE"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a worker is to do beside running the script.
+
+    Parameters
+    ----------
+    backend
+        Make ``init_process_group`` use DLCP's backend.
+    measure_steps
+        How many steps to measure, instead of training; 0 trains.
+    """
+
+    backend: bool = False
+    measure_steps: int = 0
+
+    def as_environment(self, reports: Path) -> dict[str, str]:
+        """Return the variables that tell a worker of this plan, and where to leave its report."""
+        return {_REPORTS: str(reports), _BACKEND: str(int(self.backend)), _MEASURE: str(self.measure_steps)}
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "Plan":
+        """Return the plan that the launcher wrote down."""
+        environment = os.environ if environment is None else environment
+        return cls(environment.get(_BACKEND) == "1", int(environment.get(_MEASURE, "0")))
+
+
+def report_folder(environment: Mapping[str, str] | None = None) -> Path | None:
+    """Return where a worker leaves its report; None without a launcher."""
+    environment = os.environ if environment is None else environment
+    return Path(environment[_REPORTS]) if environment.get(_REPORTS) else None

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launcher says when training is over: the ledgers of all ranks of this machine in one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dlcp.train.report import Report
+
+
+def summarize(reports: Sequence[Report]) -> dict[str, Any]:
+    """Return the totals of the ranks of this machine; counts are in packets.
+
+    ``models`` holds one entry for each model that was trained, in the order in which the script first trained them.
+    """
+    count = max((len(report["models"]) for report in reports), default=0)
+    models = [
+        _merge([report["models"][number] for report in reports if number < len(report["models"])])
+        for number in range(count)
+    ]
+    return {
+        "ranks": reports[0]["ranks"] if reports else 0,
+        "ranks_here": [report["rank"] for report in reports],
+        "errors": {str(report["rank"]): report["error"] for report in reports if report["error"]},
+        "backend": reports[0]["backend"] if reports else None,
+        "models": models,
+        "bound_exceeded": sum(model["bound_exceeded"] for model in models),
+    }
+
+
+def as_lines(found: dict[str, Any]) -> list[str]:
+    """Say it in a few lines; nothing where no rank has reported."""
+    if not found["ranks_here"]:
+        return []
+    lines = [""]
+    for model in found["models"]:
+        lines += _about(model, found)
+    if not found["models"]:
+        about = f"all collectives went over the backend {found['backend']}" if found["backend"] else "had nothing to do"
+        lines.append(f"DLCP  {about}; the script trained no DistributedDataParallel model")
+    lines += [f"  rank {rank} ended with {error}" for rank, error in found["errors"].items()]
+    return lines
+
+
+def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    if not model["on"]:
+        return [f"DLCP left {model['model']} alone: {model['note']}"]
+    here, ranks = len(found["ranks_here"]), found["ranks"]
+    who = f"{ranks} ranks" if here == ranks else f"{here} of {ranks} ranks, those of this machine"
+    head = f"DLCP  {model['model']}, {model['steps']:,} steps, {who if ranks > 1 else '1 rank: nothing to exchange'}"
+    if ranks == 1:
+        return [f"{head} (torchrun's --nproc-per-node says how many)"]
+    exceeded = f"{model['bound_exceeded']} TIMES" if model["bound_exceeded"] else "never"
+    lost = "0" if not model["lost"] else f"{model['lost']:,} ({model['lost'] / model['sent']:.3%})"
+    return [
+        head,
+        f"  packets sent       {model['sent']:,}",
+        f"  delivered          {model['delivered']:,}",
+        f"  lost for this step {lost}; of one message at most {model['worst']:.1%}, allowed {model['loss_bound']:.1%}",
+        f"  sent again         {model['retransmitted']:,}",
+        f"  bound exceeded     {exceeded}",
+        f"  fallback           {model['fallback'] or 'none, all steps went over DLCP'}",
+    ]
+
+
+def _merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Add up what the ranks say of one model."""
+    ledgers = [part["ledger"] for part in parts if part["ledger"]]
+    return {
+        "model": parts[0]["model"],
+        "parameters": parts[0]["parameters"],
+        "note": parts[0]["note"],
+        "on": parts[0]["on"],
+        "loss_bound": parts[0]["loss_bound"],
+        "steps": min(part["steps"] for part in parts),
+        **{name: sum(each[name] for each in ledgers) for name in ("sent", "delivered", "lost", "retransmitted")},
+        "worst": max((each["max_message_ratio"] for each in ledgers), default=0.0),
+        "bound_exceeded": sum(each["violations"] for each in ledgers),
+        "fallback": next((part["fallback"] for part in parts if part["fallback"]), None),
+    }

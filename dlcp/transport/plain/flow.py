@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything on its way to one peer: its window, its round-trip time, and what of it is lost.
+
+Packets count as lost when one that was sent later into the same queue has arrived, by more than the disorder to be
+expected (RACK, RFC 8985, kept per queue because strict priority reorders across queues).
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from dlcp.transport.congestion import Report
+from dlcp.transport.engine import DISORDER_DECAY, DISORDER_MAX, DISORDER_MIN, REPORT_MIN_S, SEGMENTS_MAX, MessageKey
+from dlcp.transport.plain.outgoing import FLYING, Indices, PlainOutgoing
+
+QUEUES = 8
+BURST_BYTES_MAX = 65000
+
+Emit = Callable[[PlainOutgoing, Indices], bool]
+"""Sends packets of a message in one burst; False if the socket is full."""
+
+
+class PlainFlow:
+    """See :class:`dlcp.transport.engine.Flow`."""
+
+    def __init__(self, now_s: float, packet_bytes: int, reorder_min_s: float) -> None:
+        self.window = 1.0
+        self.largest_window = 1
+        self.burst = SEGMENTS_MAX
+        self.mute = False
+        self.heard_s = now_s
+        self.flying = 0
+        self.smoothed_rtt_s = self.rtt_variation_s = 0.0
+        self.messages: dict[MessageKey, PlainOutgoing] = {}
+        self.attention = False
+        self._packets_max = max(1, BURST_BYTES_MAX // packet_bytes)
+        self._reorder_min_s = reorder_min_s
+        self._delivered = self._marked = self._lost = 0
+        self._rtt_s = 0.0
+        self._limited = False
+        self._report_due_s = 0.0
+        self._disorder = DISORDER_MIN
+        self._newest_delivered_s = [-1.0] * QUEUES
+        self._runs: list[deque[tuple[float, PlainOutgoing, Indices]]] = [deque() for _ in range(QUEUES)]
+        """What was sent into each queue, in that order."""
+        self._sent_last_s = 0.0
+        self._marked_seen = 0
+
+    @property
+    def paused_until_s(self) -> float:
+        """When a window of less than a packet admits the next one."""
+        return self._sent_last_s + self.smoothed_rtt_s / min(1.0, self.window)
+
+    @property
+    def report_due_s(self) -> float:
+        """When the next report may be taken; infinity if there is nothing to report."""
+        return self._report_due_s if self._delivered or self._lost else float("inf")
+
+    def take_report(self, now_s: float) -> Report | None:
+        """See :meth:`dlcp.transport.engine.Flow.take_report`."""
+        if now_s < self.report_due_s:
+            return None
+        report = Report(
+            now_s, self._delivered, self._marked, self._lost, self._rtt_s, self.smoothed_rtt_s, self._limited
+        )
+        self._delivered = self._marked = self._lost = 0
+        self._rtt_s, self._limited = 0.0, False
+        self._report_due_s = now_s + max(REPORT_MIN_S, self.smoothed_rtt_s)
+        return report
+
+    def marked_since(self, total: int) -> int:
+        """Return how many packets arrived marked since the last call; ``total`` is of all so far, modulo 2**32."""
+        marked = (total - self._marked_seen) & 0xFFFFFFFF
+        if marked >= 0x80000000:
+            return 0  # told by an acknowledgement that a later one has overtaken
+        self._marked_seen = total
+        return marked
+
+    def remove(self, message: PlainOutgoing) -> None:
+        """Forget a message."""
+        if self.messages.get(message.key) is message:
+            del self.messages[message.key]
+            self.flying -= message.drop()
+
+    def pump(self, now_s: float, emit: Emit) -> int:
+        """Send one burst, the most urgent packets first; return how many packets, or -1 if the socket is full."""
+        message = None if self.mute else self._most_urgent()
+        if message is None:
+            return 0
+        room = self._room(now_s)
+        if room <= 0:
+            self._limited = True
+            return 0
+        chosen, again = message.gather(max(1, min(room, self.burst, SEGMENTS_MAX, self._packets_max)))
+        if again:
+            message.mark_resent(chosen)
+        if not emit(message, chosen):
+            return -1
+        message.note_sent(chosen, again, now_s)
+        self._runs[message.kept.tags[chosen[0], 1] >> 5].append((now_s, message, chosen))
+        self.flying += len(chosen)
+        self._sent_last_s = now_s
+        return len(chosen)
+
+    def _room(self, now_s: float) -> int:
+        if self.window < 1:
+            return int(self.flying == 0 and now_s >= self.paused_until_s)
+        return int(min(self.window, self.largest_window)) - self.flying
+
+    def _most_urgent(self) -> PlainOutgoing | None:
+        """Return the message of the most urgent queue; in it the layer nearest the input; then who came first."""
+        best, best_rank = None, -1
+        for message in self.messages.values():
+            if message.unsent:
+                _, queue, layer, _ = message.kept.tags[message.next_packet()].tolist()
+                rank = (queue >> 5) << 8 | (255 - layer)
+                if rank > best_rank:
+                    best, best_rank = message, rank
+        return best
+
+    def land(self, message: PlainOutgoing, indices: Indices, now_s: float) -> None:
+        """Note that packets arrived."""
+        flew, late = message.land(indices, now_s)
+        self.flying -= flew
+        if late:
+            # They were late, not lost: over-share packets, say, that waited in a lower queue.
+            self._disorder = min(DISORDER_MAX, self._disorder * 2**late)
+        queues = message.kept.tags[indices, 1] >> 5
+        for queue in np.unique(queues).tolist():
+            newest_s = float(message.sent_s[indices[queues == queue]].max())
+            self._newest_delivered_s[queue] = max(self._newest_delivered_s[queue], newest_s)
+
+    def lose(self, message: PlainOutgoing, indices: Indices) -> None:
+        """Note that flying packets are lost."""
+        message.lose(indices)
+        self.flying -= len(indices)
+
+    def sample_rtt(self, rtt_s: float) -> None:
+        """Take in a round-trip time."""
+        rtt_s = max(rtt_s, 1e-6)
+        if not self._rtt_s or rtt_s < self._rtt_s:
+            self._rtt_s = rtt_s
+        if not self.smoothed_rtt_s:
+            self.smoothed_rtt_s, self.rtt_variation_s = rtt_s, rtt_s / 2
+            return
+        self.rtt_variation_s += (abs(self.smoothed_rtt_s - rtt_s) - self.rtt_variation_s) / 4
+        self.smoothed_rtt_s += (rtt_s - self.smoothed_rtt_s) / 8
+
+    def feed_back(self, delivered: int, marked: int, lost: int, now_s: float) -> None:
+        """Note what came back, for the next report."""
+        if delivered:
+            lost += self._find_lost()
+        if not delivered and not lost:
+            return
+        if not self._delivered and not self._lost:
+            # The first after a pause comes at once.
+            spacing_s = max(REPORT_MIN_S, self.smoothed_rtt_s)
+            self._report_due_s = min(max(self._report_due_s, now_s), now_s + spacing_s)
+        self._delivered += delivered
+        self._lost += lost
+        self._marked += min(marked, delivered)
+        for message in self.messages.values():
+            idle = not message.unsent and not message.flying and message.delivered < message.packets
+            if idle and not message.idle_told:
+                message.idle_told = self.attention = True
+
+    def _find_lost(self) -> int:
+        disorder_s = max(self._reorder_min_s, self.smoothed_rtt_s * self._disorder)
+        lost = 0
+        for runs, newest_s in zip(self._runs, self._newest_delivered_s, strict=True):
+            while runs and (runs[0][0] < newest_s - disorder_s or runs[0][1].key not in self.messages):
+                sent_s, message, indices = runs.popleft()
+                gone = indices[(message.state[indices] == FLYING) & (message.sent_s[indices] == sent_s)]
+                if len(gone):
+                    self.lose(message, gone)
+                    lost += len(gone)
+        if lost:
+            self._disorder = max(DISORDER_MIN, self._disorder * DISORDER_DECAY)
+        return lost

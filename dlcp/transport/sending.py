@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages on their way out, but for their packets: who asks when, and what the receiver confirmed."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp import wire
+from dlcp.tags import PacketTags, send_order
+from dlcp.transport.bound import LossBound
+from dlcp.transport.engine import Bytes, Flow, MessageKey, Outgoing, Packets
+from dlcp.transport.options import TransportOptions
+from dlcp.wire import Flag, Header, PacketType, Queue
+
+PROBE_TIMEOUT_MIN_S = 0.005
+PROBE_TIMEOUT_MAX_S = 0.2
+"""Bounds of the probe timeout. The lower one covers a scheduling delay on a busy host. Chosen by us."""
+BACKOFF_MAX = 6
+"""Probes without news are spaced by up to two to the power of this many timeouts."""
+ECN_CAPABLE = 2
+
+_TOS = np.array([[wire.dscp(queue, droppable) << 2 for droppable in (False, True)] for queue in range(8)], np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What became of a message, as its receiver confirmed it.
+
+    ``delivered`` has shape (packets,); ``sent`` counts every transmission, ``resent`` those after a packet's first.
+    """
+
+    delivered: NDArray[np.bool_]
+    sent: int
+    resent: int
+    seconds: float
+
+    @property
+    def recovered(self) -> int:
+        """Packets that were lost and arrived when sent again; at most ``resent``."""
+        return min(self.resent, int(self.delivered.sum()))
+
+
+@dataclass(slots=True)
+class Sending:
+    """One message to one peer, until its receiver has confirmed it."""
+
+    peer: int
+    key: MessageKey
+    bound: LossBound
+    label: str
+    started_s: float
+    deadline_s: float
+    protected_packets: int
+    payload: Bytes
+    message: Outgoing
+    done: Future[Delivery] = field(default_factory=Future)
+    asked_s: float | None = None
+    """When the first PROBE left that has not been answered."""
+    probed_s: float = 0.0
+    probes_unanswered: int = 0
+    probes_without_news: int = 0
+    _confirmed: dict[int, NDArray[np.bool_]] = field(default_factory=dict)
+    _delivered_seen: int = 0
+
+    def probe_due_s(self, flow: Flow) -> float:
+        """Return when to ask what is missing; infinity while packets leave freely."""
+        message = self.message
+        if message.delivered != self._delivered_seen:
+            self._delivered_seen = message.delivered
+            self.probes_unanswered = self.probes_without_news = 0
+        idle = not message.unsent and not message.flying
+        if not idle and not message.flying:
+            return float("inf")
+        if idle and message.delivered < message.packets and not self.probes_without_news:
+            return 0.0  # what is missing may stay lost, if the receiver agrees
+        backoff: int = 2 ** min(BACKOFF_MAX, self.probes_without_news)
+        return max(message.active_s, self.probed_s) + probe_timeout_s(flow) * backoff
+
+    def asked(self, now_s: float) -> None:
+        """Note that a PROBE leaves."""
+        if self.asked_s is None:
+            self.asked_s = now_s
+        self.probed_s = now_s
+        self.probes_without_news += 1
+        self.probes_unanswered += 1
+
+    def confirm(self, first: int, delivered: NDArray[np.bool_]) -> bool:
+        """Take in one part of a STOP; return whether every part is in."""
+        self._confirmed[first] = delivered
+        return sum(map(len, self._confirmed.values())) >= self.message.packets
+
+    def finish(self, now_s: float) -> None:
+        """Resolve ``done`` from the parts of the STOP."""
+        delivered = np.concatenate([self._confirmed[first] for first in sorted(self._confirmed)])
+        if not self.done.done():
+            message = self.message
+            self.done.set_result(Delivery(delivered, message.sent, message.resent, now_s - self.started_s))
+
+
+def probe_timeout_s(flow: Flow) -> float:
+    """Return how long to wait for news before asking."""
+    if not flow.smoothed_rtt_s:
+        return 4 * PROBE_TIMEOUT_MIN_S
+    timeout = flow.smoothed_rtt_s + 4 * flow.rtt_variation_s
+    return min(PROBE_TIMEOUT_MAX_S, max(PROBE_TIMEOUT_MIN_S, timeout))
+
+
+def packets_of(
+    header: Header,
+    payload: Bytes,
+    tail: Bytes,
+    tags: PacketTags,
+    bound: LossBound,
+    options: TransportOptions,
+    *,
+    ecn_capable: bool,
+) -> Packets:
+    """Return the packets of a message; ``header`` is what they have in common.
+
+    Its tags are left out with ``options.tagged`` False: all is ordinary traffic then.
+    """
+    count = header.count
+    ecn = ECN_CAPABLE if ecn_capable else 0
+    encoded = np.empty((count, 4), np.uint8)
+    encoded[:, 0] = np.where(tags.protected, np.uint8(Flag.PROTECTED), np.uint8(0))
+    encoded[:, 2] = tags.layer
+    if options.tagged:
+        droppable = ~tags.protected & (tags.drop_class > 0) if bound.ratio > 0 else np.zeros(count, np.bool_)
+        encoded[:, 1] = tags.queue << 5 | np.where(droppable, tags.drop_class, 0) << 2
+        encoded[:, 3] = _TOS[tags.queue, droppable.view(np.uint8)] | ecn
+        order = send_order(tags.queue, droppable, seed=header.step * 31 + header.message)
+    else:
+        encoded[:, 1], encoded[:, 3] = Queue.ORDINARY << 5, ecn
+        order = send_order(np.zeros(count, np.uint8), np.zeros(count, np.bool_), seed=header.step * 31 + header.message)
+    budget = min(0xFFFF, bound.allowed(count) // options.switch_hops)
+    head = header._replace(type=PacketType.DATA, budget=budget).encode()
+    return Packets(payload, tail, encoded, order, head, bound.allowed(count))

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled part of DLCP, ``dlcp/native/*.c``; everything else about the package stands in pyproject.toml.
+
+It is optional: where it cannot be compiled, the installation goes on, and DLCP does the same in NumPy.
+"""
+
+import hashlib
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+FOLDER = Path(__file__).parent / "dlcp" / "native"
+SOURCES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".c", ".h"))
+
+# Calls within the library stay within it, even if another library of the process has a function of that name.
+CLOSED = "-fno-semantic-interposition"
+CLOSED_TO_LINKER = "-Wl,-Bsymbolic-functions"
+
+
+def digest() -> str:
+    """Return the SHA-256 of the sources, as :func:`dlcp.native.digest_of_sources` finds it."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()
+
+
+def relative(suffix: str) -> list[str]:
+    """Return the paths of the sources of one kind, from this folder, as setuptools wants them."""
+    return [f"dlcp/native/{path.name}" for path in SOURCES if path.suffix == suffix]
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "dlcp.native._native",
+            sources=relative(".c"),
+            depends=relative(".h"),
+            define_macros=[("DLCP_SOURCES", f'"{digest()}"')],
+            # Sums are rounded as NumPy rounds them: no multiply-and-add in one.
+            extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", CLOSED, "-Wall", "-Wextra"],
+            extra_link_args=[CLOSED_TO_LINKER],
+            libraries=["m"],
+            py_limited_api=True,
+            optional=True,
+        )
+    ],
+    options={
+        # A source that is gone or a flag that is new must count as a change too.
+        "build_ext": {"force": True},
+        # It uses nothing of Python's own interface, so one wheel serves every version.
+        "bdist_wheel": {"py_limited_api": "cp310"},
+    },
+)

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared by the tests of the benchmarks."""
+
+import pytest
+
+from dlcp.switch import namespace
+
+
+@pytest.fixture(scope="session")
+def bench_namespaces():
+    """Skip, and say why, where network namespaces cannot be made."""
+    works, reason = namespace.available()
+    if not works:
+        pytest.skip(f"needs network namespaces: {reason}")

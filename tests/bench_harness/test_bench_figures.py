@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics and form of the benchmarks' documents."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from dlcp.bench import gradients, report
+from dlcp.bench.interleave import interleave, median, spread
+
+
+def recorder(log, name, values):
+    def run():
+        log.append(name)
+        return values.pop(0)
+
+    return run
+
+
+def test_contenders_take_turns_in_orders_drawn_from_the_seed():
+    orders = []
+    for seed in (1, 1, 2):
+        log = []
+        contenders = {name: recorder(log, name, list(range(20))) for name in "abc"}
+        samples = interleave(contenders, rounds=6, warm_up=2, seed=seed)
+        rounds = [log[start : start + 3] for start in range(0, len(log), 3)]
+        assert len(rounds) == 8
+        assert all(sorted(order) == ["a", "b", "c"] for order in rounds), "everybody has a turn in each round"
+        assert len({tuple(order) for order in rounds}) > 1
+        assert samples == {name: [2, 3, 4, 5, 6, 7] for name in "abc"}, "warm-up rounds do not count"
+        orders.append(rounds)
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_progress_tells_every_round():
+    told = []
+    interleave({"ours": lambda: 12.345}, rounds=2, warm_up=1, progress=told.append)
+    assert told == ["warm-up: ours 12.35", "round 1 of 2: ours 12.35", "round 2 of 2: ours 12.35"]
+
+
+@pytest.mark.parametrize(("contenders", "rounds", "warm_up"), [({}, 1, 0), ({"a": float}, 0, 0), ({"a": float}, 1, -1)])
+def test_nothing_to_measure_is_refused(contenders, rounds, warm_up):
+    with pytest.raises(ValueError, match="nothing to measure"):
+        interleave(contenders, rounds=rounds, warm_up=warm_up)
+
+
+def test_spread_is_the_interquartile_range_over_the_median():
+    assert median([5, 1, 3]) == 3
+    assert spread([1, 2, 3, 4, 5]) == pytest.approx((4 - 2) / 3)
+    assert spread([1, 2, 3, 4, 500]) == pytest.approx((4 - 2) / 3), "one slow run does not matter"
+    assert spread([7]) == 0
+
+
+def test_ratio_is_the_median_of_ratios_within_rounds_and_more_is_better():
+    # The machine is ten times slower in the last two rounds: the ratio of medians would be 100 / 20.
+    ours, peer = [10, 10, 20, 100, 100], [20, 20, 100, 200, 200]
+    assert report.result("x", "ms", ours, peer).ratio == 2
+    assert report.result("x", "packets/s", ours, peer, smaller_is_better=False).ratio == 0.5
+    alone = report.result("x", "ms", ours)
+    assert (alone.value, alone.peer, alone.ratio, alone.runs) == (20, None, None, 5)
+
+
+def test_sides_of_different_length_are_refused():
+    with pytest.raises(ValueError, match=r"some\.name: 2 values and 1 of the peer"):
+        report.result("some.name", "ms", [1, 2], [1])
+    with pytest.raises(ValueError, match="0 values"):
+        report.result("x", "ms", [])
+
+
+def test_the_peer_counts_at_its_best():
+    samples = {"ours": [10, 10, 10], "slow": [40, 40, 40], "fast": [12, 50, 14]}
+    found = report.against_best("x", "ms", samples, "ours", ["slow", "fast"], {"more": 1})
+    assert (found.value, found.peer, found.ratio) == (10, 14, 1.4)
+    assert found.details == {"peer": "fast", "peers_tried": {"slow": 40, "fast": 14}, "more": 1}
+
+
+def test_a_document_has_the_promised_form(capsys):
+    results = [report.result("a.b", "ms", [1.23456, 1.23456], [2, 2]), report.Result("c", 7.0, "ms", None, None, 1, 0)]
+    report.show(results)
+    document = json.loads(capsys.readouterr().out)
+    assert set(document) == {"machine", "results"}
+    fields = ["name", "value", "unit", "peer", "ratio", "runs", "spread"]
+    assert [list(entry) for entry in document["results"]] == [fields, fields]
+    assert document["results"][0] == {
+        "name": "a.b", "value": 1.235, "unit": "ms", "peer": 2, "ratio": 1.62, "runs": 2, "spread": 0
+    }  # fmt: skip
+    machine = document["machine"]
+    assert machine["processor"]
+    assert machine["cores"] >= 1
+    assert machine["native"] in (True, False)
+    assert {"system", "python", "numpy", "torch", "rmem_max_bytes", "tcp_congestion_control", "load_before"} <= set(
+        machine
+    )
+
+
+@pytest.mark.parametrize(("value", "rounded"), [(123456.7, 123457), (1234.56, 1235), (0.00123456, 0.001235), (0, 0)])
+def test_figures_have_four_digits(value, rounded):
+    assert report.significant(value) == rounded
+
+
+@pytest.mark.parametrize("values", [48, 1000, 250_001])
+def test_layers_and_buckets_cover_the_buffer_once(values):
+    for bounds in (gradients.layer_bounds(values), gradients.bucket_bounds(values, 4)):
+        assert bounds[0][0] == 0
+        assert bounds[-1][1] == values
+        assert all(stop == start for (_, stop), (start, _) in pairwise(bounds))
+    for start, stop in gradients.bucket_bounds(values, 4):
+        layers = gradients.segments(values, start, stop)
+        assert len(layers) == 12
+        assert (layers[0].start, layers[-1].stop) == (0, stop - start)
+    with pytest.raises(ValueError, match="47 values"):
+        gradients.layer_bounds(47)
+
+
+def test_the_input_is_whole_numbers_whose_sums_are_exact():
+    numbers = gradients.whole_numbers(100_000)
+    assert np.array_equal(numbers, np.rint(numbers))
+    assert np.abs(numbers).max() <= gradients.LARGEST_VALUE
+    first, last = (numbers[start:stop].std() for start, stop in (gradients.layer_bounds(100_000)[i] for i in (0, -1)))
+    assert last > 50 * first > 50
+    total = sum((numbers * np.float32(rank) for rank in range(1, 9)), np.zeros_like(numbers))
+    assert np.array_equal(total, 36 * numbers.astype(np.float64))

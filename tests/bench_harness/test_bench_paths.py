@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paths that benchmarks run over: addresses that lead where they should, and loss of single packets at random."""
+
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+import time
+from itertools import pairwise
+
+import pytest
+from bench_rank import Rank
+
+from dlcp.bench.path import BURST_BYTES, NamespaceLoopback, Path, RoutedPath, VethPair, known_controls
+from dlcp.bench.ranks import Ranks
+
+UDP_SEGMENT = 103
+DATAGRAM_BYTES, BURST, SENT = 1400, 40, 4000
+
+
+def links():
+    return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+
+
+def controls_in_force(path, here, there):
+    """Connect from one host to another at every address, and return both ends' congestion control."""
+    found = {}
+    for control in path.controls:
+        address = path.tcp_address(1, control)
+        listener = there(lambda: socket.create_server((address, 0)))  # noqa: B023 - called at once
+        mine = (path.tcp_address(0, control), 0)
+        dialled = here(lambda: socket.create_connection(listener.getsockname(), 5, mine))  # noqa: B023
+        accepted, _ = listener.accept()
+        ends = [end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) for end in (dialled, accepted)]
+        found[control] = [name.rstrip(b"\0").decode() for name in ends]
+        for end in (dialled, accepted, listener):
+            end.close()
+    return found
+
+
+def expected_controls():
+    return {control: [control, control] for control in known_controls()}
+
+
+@pytest.mark.usefixtures("bench_namespaces")
+@pytest.mark.parametrize("kind", [VethPair, lambda: RoutedPath(2)])
+def test_hosts_reach_each_other_with_the_congestion_control_of_the_address(kind):
+    before, fds = links(), set(os.listdir("/proc/self/fd"))
+    with kind() as path:
+        first, second = (host.call for host in path.hosts)
+        assert controls_in_force(path, first, second) == expected_controls()
+        assert links() == before, "the machine's own network is left alone"
+    assert links() == before
+    assert set(os.listdir("/proc/self/fd")) == fds
+
+
+@pytest.mark.usefixtures("bench_namespaces")
+def test_a_loopback_of_its_own_lets_congestion_control_be_chosen():
+    with NamespaceLoopback(3) as path:
+        inside = path.namespace.call
+        assert controls_in_force(path, inside, inside) == expected_controls()
+        assert len(path.namespaces) == 3
+        with Ranks(Rank, [""], path.namespaces) as ranks:
+            assert ranks.call("interfaces") == [["lo"]] * 3
+
+
+def test_the_machines_own_loopback_needs_nothing():
+    with Path(2) as path:
+        assert path.namespaces == [None, None]
+        assert path.address(1) == path.tcp_address(0, path.controls[0]) == "127.0.0.1"
+        assert path.dropped() == (0, 0)
+
+
+def send_burst(sock, target, first):
+    """Send numbered datagrams as one burst, which the kernel divides, as an endpoint does."""
+    numbered = b"".join(struct.pack(f">I{DATAGRAM_BYTES - 4}x", first + place) for place in range(BURST))
+    segment = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", DATAGRAM_BYTES))]
+    sock.sendmsg([numbered], segment, 0, target)
+
+
+def receive_until(sock, last):
+    """Return the numbers that arrive, up to the last one or until nothing comes any more."""
+    numbers = []
+    with contextlib.suppress(TimeoutError):
+        while not numbers or numbers[-1] != last:
+            numbers += struct.unpack_from(">I", sock.recv(2048))
+    return numbers
+
+
+@pytest.mark.usefixtures("bench_namespaces")
+@pytest.mark.parametrize("loss", [0.0, 0.1])
+def test_a_router_loses_single_packets_at_random(loss):
+    with RoutedPath(2, loss) as path:
+        sender, receiver = (host.call(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for host in path.hosts)
+        with sender, receiver:
+            receiver.bind((path.address(1), 0))
+            receiver.settimeout(0.1)
+            got = []
+            for first in range(0, SENT, BURST):
+                send_burst(sender, receiver.getsockname(), first)
+                got += receive_until(receiver, first + BURST - 1)
+        passed, dropped = path.dropped()
+    assert got == sorted(got)
+    missing = sorted(set(range(SENT)) - set(got))
+    if loss == 0:
+        assert (missing, dropped) == ([], 0)
+        assert passed >= SENT
+        return
+    assert len(missing) == dropped
+    assert 0.07 < dropped / SENT < 0.13
+    runs = 1 + sum(after - before > 1 for before, after in pairwise(missing))
+    assert dropped / runs < 1.3, "packets are lost one by one, not by bursts"
+
+
+@pytest.mark.usefixtures("bench_namespaces")
+def test_a_link_has_the_rate_that_was_asked_for():
+    with RoutedPath(2, rate_bps=20_000_000) as path:
+        sender, receiver = (host.call(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for host in path.hosts)
+        with sender, receiver:
+            receiver.bind((path.address(1), 0))
+            receiver.setblocking(False)
+            sent = received = 0
+            began_s = time.monotonic()
+            while time.monotonic() < began_s + 1.0:
+                for _ in range(10):
+                    sent += sender.sendto(bytes(DATAGRAM_BYTES), receiver.getsockname()) > 0
+                time.sleep(0.0002)
+                with contextlib.suppress(BlockingIOError):
+                    while receiver.recv(2048):
+                        received += 1
+            took_s = time.monotonic() - began_s
+        assert path.dropped()[1] == 0, "a full queue is no random loss"
+    # Beside the rate, the first burst passes at once.
+    limit_bits = 20e6 * took_s + 8 * BURST_BYTES
+    assert 0 < received * (DATAGRAM_BYTES + 42) * 8 < 1.05 * limit_bits
+    assert sent > 2 * received, "more was sent than the link carries"
+
+
+@pytest.mark.parametrize("loss", [-0.1, 1.0])
+def test_an_impossible_loss_is_refused(loss):
+    with pytest.raises(ValueError, match="loss must lie in"):
+        RoutedPath(2, loss)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as processes: they do what they are told, and nothing that goes wrong makes anybody hang or stay behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from bench_rank import Rank
+
+from dlcp.bench.ranks import RankError, Ranks
+
+
+def gone(pid, within_s=10.0):
+    end_s = time.monotonic() + within_s
+    while time.monotonic() < end_s:
+        try:
+            os.kill(pid, 0)
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_all_ranks_do_what_they_are_told():
+    with Ranks(Rank, ["one "], [None] * 3) as ranks:
+        answers = ranks.call("tell", "two")
+        assert [answer[:2] for answer in answers] == [(rank, "one two") for rank in range(3)]
+        pids = {answer[2] for answer in answers}
+        assert len(pids | {os.getpid()}) == 4
+    assert all(gone(pid) for pid in pids)
+
+
+def test_what_goes_wrong_is_named():
+    with pytest.raises(RankError, match=r"(?s)rank 0 failed in start:.*LookupError: no such thing"):
+        Ranks(Rank, ["fail at once"], [None])
+    with Ranks(Rank, [""], [None] * 2) as ranks:
+        with pytest.raises(RankError, match=r"(?s)rank 1 failed in fail:.*ArithmeticError: cannot do this"):
+            ranks.call("fail", 1)
+        pids = [answer[2] for answer in ranks.call("tell", "still here")]
+        with pytest.raises(RankError, match="rank 0 has not answered sleep within 0 s"):
+            ranks.call("sleep", 60, deadline_s=0.2)
+        began_s = time.monotonic()
+        ranks.close()
+        assert time.monotonic() - began_s < 30
+    assert all(gone(pid) for pid in pids)
+    with Ranks(Rank, [""], [None] * 2) as ranks, pytest.raises(RankError, match=r"rank 1 ended during end, .* 7"):
+        ranks.call("end", 1)
+
+
+CRASH = """
+import sys, time
+sys.path.insert(0, {folder!r})
+from bench_rank import Rank
+from dlcp.bench.ranks import Ranks
+if __name__ == "__main__":
+    ranks = Ranks(Rank, [""], [None] * 2)
+    print(*(answer[2] for answer in ranks.call("tell", "")), flush=True)
+    ranks.call("sleep", 100)
+"""
+
+
+def test_ranks_end_with_a_program_that_is_killed(tmp_path):
+    script = tmp_path / "crash.py"
+    script.write_text(CRASH.format(folder=str(Path(__file__).parent)))
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as program:
+        pids = [int(word) for word in program.stdout.readline().split()]
+        assert len(pids) == 2
+        program.send_signal(signal.SIGKILL)
+    assert all(gone(pid) for pid in pids)

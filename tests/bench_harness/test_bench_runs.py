@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small runs of the real benchmarks: what they print, and that enabling DLCP on a clean path changes nothing."""
+
+import argparse
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+
+from dlcp.bench import allreduce, command, step
+from dlcp.bench.member import LOSSY, RELIABLE, Contender, Outcome
+from dlcp.bench.path import Path, RoutedPath
+
+pytestmark = pytest.mark.timeout(110)
+MEGABYTE = 250_000
+NO_PACKETS = {"sent": 0, "delivered": 0, "lost": 0, "retransmitted": 0}
+
+
+def parsed(*words):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_on_a_clean_path_nothing_is_lost_and_no_gradient_changes():
+    with Path(2) as path:
+        found = allreduce.measure(path, values=MEGABYTE, rounds=2, warm_up=1)
+    gloo = [contender.name for contender in found.contenders if contender.control]
+    assert len(gloo) == 2 * len(path.controls)
+    assert set(found.samples) == {LOSSY, RELIABLE, *gloo}
+    assert all(len(times) == 2 and min(times) > 0 for times in found.samples.values())
+    for name in (LOSSY, RELIABLE):
+        packets = found.ledgers[name]
+        # Three runs, two ranks, half a megabyte each way, and the rates that follow a result.
+        assert packets["sent"] >= 3 * 2 * 2 * (MEGABYTE // 2 * 4 / 1440)
+        assert packets["delivered"] == packets["sent"]
+        assert packets["lost"] == 0
+        assert found.inexact[name] == 0
+    lossy, reliable = found.results("some.name")
+    assert (lossy.name, reliable.name) == ("some.name", "some.name.reliable")
+    assert lossy.details["packets"] == found.ledgers[LOSSY]
+    assert lossy.details["gradients_changed"] == 0
+    assert lossy.details["peer"] in gloo
+
+
+@pytest.mark.usefixtures("bench_namespaces")
+def test_over_a_lossy_path_results_stay_within_the_bound_and_are_exact_without_one():
+    ways = [Contender(LOSSY, 2, bound=0.3), Contender(RELIABLE, 1, bound=0.0)]
+    with RoutedPath(2, 0.05) as path:
+        found = allreduce.measure(path, values=MEGABYTE, ways=ways, rounds=2, warm_up=0)
+    assert 0.03 < found.path_loss < 0.07
+    assert found.inexact[RELIABLE] == found.ledgers[RELIABLE]["lost"] == 0
+    packets = found.ledgers[LOSSY]
+    assert packets["delivered"] + packets["lost"] == packets["sent"] - packets["retransmitted"]
+    assert found.inexact[LOSSY] <= packets["lost"] * 360
+
+
+def test_wrong_results_are_noticed():
+    right, off = Outcome(0, 5, NO_PACKETS), Outcome(10, 5, NO_PACKETS)
+    assert allreduce.check("x", [right, right], 0) == 0
+    assert allreduce.check("x", [right, off], 10) == 10
+    with pytest.raises(allreduce.WrongResultError, match=r"x: 10 values are not the exact result, .* excuse 9"):
+        allreduce.check("x", [right, off], 9)
+    with pytest.raises(allreduce.WrongResultError, match=r"x: the ranks have different results.* \[5, 6\]"):
+        allreduce.check("x", [right, Outcome(0, 6, NO_PACKETS)], 0)
+
+
+def test_the_command_prints_one_document(capsys):
+    words = ["allreduce", "--megabytes", "0.2", "--ranks", "2", "--rounds", "1", "--warm-up", "0"]
+    assert command.run(parsed(*words)) == 0
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert [entry["name"] for entry in document["results"]] == ["allreduce.n2", "allreduce.n2.reliable"]
+    for entry in document["results"]:
+        assert entry["unit"] == "ms"
+        assert entry["ratio"] == pytest.approx(entry["peer"] / entry["value"], rel=0.01)
+    assert "round 1 of 1" in printed.err
+
+
+def test_what_cannot_be_measured_is_said_and_leaves_a_document_without_results(capsys):
+    assert command.run(parsed("allreduce", "--over", "veth", "--ranks", "3")) == 1
+    printed = capsys.readouterr()
+    assert "a veth pair joins 2 ranks, not [3]" in printed.err
+    assert json.loads(printed.out)["results"] == []
+
+
+def test_a_step_is_measured_in_all_ways():
+    results = {entry.name: entry for entry in step.measure(ranks=2, width=32, depth=1, rounds=1, warm_up=1)}
+    assert list(results) == ["step.compute.n2", "step.ddp.n2", "step.crossstep.n2"]
+    assert results["step.compute.n2"].peer is None
+    for name in ("step.ddp.n2", "step.crossstep.n2"):
+        packets = results[name].details["packets"]
+        assert packets["sent"] == packets["delivered"] > 0
+        assert results[name].value > 0
+    assert results["step.ddp.n2"].details["peer"] == "gloo"
+    assert set(results["step.crossstep.n2"].details["peers_tried"]) == {"gloo", "dlcp"}
+
+
+def test_the_model_has_25_million_parameters():
+    from dlcp.bench.training import LanguageModel
+
+    assert 25e6 < sum(parameter.numel() for parameter in LanguageModel().parameters()) < 26e6

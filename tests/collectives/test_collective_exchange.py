@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives on bytes, over a network in virtual time that loses, repeats and reorders packets."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from network import Network, VirtualEndpoint
+
+from dlcp.collectives import summing
+from dlcp.collectives.channel import AllowedLoss
+from dlcp.collectives.exchange import Exchange
+from dlcp.collectives.reduction import Arithmetic, ReduceOp
+from dlcp.tags import Tagger, TagPolicy
+from dlcp.transport import LossBound, TransportError
+
+NOTHING_PROTECTED = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
+SUM = Arithmetic(ReduceOp.SUM, "float32")
+
+
+@pytest.fixture(autouse=True)
+def _in_one_thread(monkeypatch):
+    monkeypatch.setattr(summing, "ADD_ASIDE_BYTES", 1 << 40)  # virtual time has no other threads
+    monkeypatch.setattr(summing, "PIECE_BYTES", 20_000)
+
+
+class Group:
+    """An exchange for each rank of a bad network."""
+
+    def __init__(self, count, **network):
+        self.network = Network(count, **network)
+        self.exchanges = [Exchange(VirtualEndpoint(self.network, rank), count, "test") for rank in range(count)]
+
+    def run(self, start):
+        """Start a collective on every rank and let time pass until all are done."""
+        return self.wait([start(rank, exchange) for rank, exchange in enumerate(self.exchanges)])
+
+    def wait(self, futures):
+        self.network.run(lambda: all(future.done() for future in futures))
+        return [future.result() for future in futures]
+
+
+def view(array):
+    return memoryview(array).cast("B")
+
+
+def values_of(rank, size, dtype=np.float32):
+    return np.random.default_rng(rank).standard_normal(size).astype(dtype)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("size", [5, 30_000])
+def test_an_all_reduce_survives_any_loss(count, size):
+    group = Group(count, loss=0.05, duplicate=0.05, jitter_s=0.002, seed=count)
+    data = [values_of(rank, size) for rank in range(count)]
+    wanted = np.sum([part.astype(np.float64) for part in data], axis=0)
+    group.run(lambda rank, exchange: exchange.all_reduce(view(data[rank]), SUM))
+    for part in data:
+        np.testing.assert_allclose(part, wanted, rtol=1e-4, atol=1e-5)
+        assert part.tobytes() == data[0].tobytes()
+
+
+def test_a_sum_does_not_depend_on_who_comes_first():
+    results = []
+    for seed in range(3):
+        group = Group(4, jitter_s=0.01, loss=0.05, seed=seed)
+        data = [values_of(rank, 20_000) * 10.0 ** (3 * rank) for rank in range(4)]
+        data = [part.astype(np.float32) for part in data]
+        group.run(lambda rank, exchange, data=data: exchange.all_reduce(view(data[rank]), SUM))
+        results.append(data[0].tobytes())
+    assert len(set(results)) == 1
+
+
+@pytest.mark.parametrize("root", [0, 2])
+@pytest.mark.parametrize("size", [3, 200_000])
+def test_a_broadcast_reaches_everybody(root, size):
+    group = Group(5, loss=0.02, jitter_s=0.001)
+    data = [values_of(rank, size, np.float64) for rank in range(5)]
+    wanted = data[root].copy()
+    group.run(lambda rank, exchange: exchange.broadcast(view(data[rank]), root))
+    for part in data:
+        np.testing.assert_array_equal(part, wanted)
+
+
+def test_many_collectives_are_under_way_at_once():
+    group = Group(3, loss=0.03)
+    data = [[values_of(10 * rank + i, 3_000) for i in range(12)] for rank in range(3)]
+    wanted = [data[0][i] + data[1][i] + data[2][i] for i in range(12)]
+    futures = [group.exchanges[0].all_reduce(view(data[0][i]), SUM) for i in range(12)]
+    group.network.run(lambda: group.network.now > 0.1)
+    assert not any(future.done() for future in futures), "the others have not come yet"
+    for rank in (2, 1):
+        futures += [group.exchanges[rank].all_reduce(view(data[rank][i]), SUM) for i in range(12)]
+    group.wait(futures)
+    for rank in range(3):
+        for i in range(12):
+            np.testing.assert_allclose(data[rank][i], wanted[i], rtol=1e-4, atol=1e-5)
+
+
+def lossy(bound, seed):
+    group = Group(4, loss=0.08, seed=seed)
+    allowed = [
+        AllowedLoss(LossBound(bound, immediate=True), Tagger(NOTHING_PROTECTED), least_values=64) for _ in range(4)
+    ]
+    # Packets of different magnitudes, so that there are classes; powers of two, so that nothing is rounded.
+    scale = 2.0 ** np.random.default_rng(seed).integers(-8, 8, 40_000)
+    data = [((rank + 1) * scale).astype(np.float32) for rank in range(4)]
+    group.run(lambda rank, exchange: exchange.all_reduce(view(data[rank]), SUM, allowed[rank]))
+    return [(part / scale).astype(np.float32) for part in data], [one.ledger.summary() for one in allowed]
+
+
+def test_a_sum_that_may_lose_packets_stands_for_all_ranks():
+    data, summaries = lossy(0.3, seed=1)
+    assert sum(summary["lost"] for summary in summaries) > 0
+    for summary in summaries:
+        assert summary["violations"] == 0
+        assert summary["max_message_ratio"] <= 0.3
+    for part in data:
+        assert part.tobytes() == data[0].tobytes(), "ranks must not differ although packets were lost"
+    # The mean of those that arrived, times four: which of them does not matter, the owner's own is always there.
+    held = [ranks for size in range(1, 5) for ranks in combinations((1, 2, 3, 4), size)]
+    possible = {float(np.float32(sum(ranks)) / np.float32(len(ranks)) * np.float32(4)) for ranks in held}
+    assert set(np.unique(data[0]).tolist()) <= possible
+    assert 10.0 in data[0]
+    assert len(np.unique(data[0])) > 1
+
+
+def test_a_bound_of_zero_loses_nothing():
+    data, summaries = lossy(0.0, seed=2)
+    assert all(summary["lost"] == 0 for summary in summaries)
+    assert (data[0] == 10.0).all()
+
+
+def test_only_sums_and_averages_of_floats_may_lose():
+    for op, name in ((ReduceOp.MAX, "float32"), (ReduceOp.SUM, "int32"), (ReduceOp.SUM, "complex64")):
+        assert not Arithmetic(op, name).bears_loss
+    assert Arithmetic(ReduceOp.MEAN, "bfloat16").bears_loss
+    group = Group(2, loss=0.3, seed=3)
+    allowed = AllowedLoss(LossBound(0.5, immediate=True), Tagger(NOTHING_PROTECTED), least_values=64)
+    data = [np.full(20_000, rank + 1, np.int32) for rank in range(2)]
+    arithmetic = Arithmetic(ReduceOp.SUM, "int32")
+    group.run(lambda rank, exchange: exchange.all_reduce(view(data[rank]), arithmetic, allowed))
+    assert (data[0] == 3).all()
+    assert allowed.ledger.summary()["sent"] == 0
+
+
+def test_messages_are_found_by_tag_and_keep_their_order():
+    group = Group(3, loss=0.1, jitter_s=0.01, duplicate=0.1, seed=4)
+    sent = [np.full(500, number, np.int32) for number in range(8)]
+    futures = [group.exchanges[1].send(view(data), 0, number % 2) for number, data in enumerate(sent)]
+    other = np.full(500, 99, np.int32)
+    futures.append(group.exchanges[2].send(view(other), 0, 0))
+    group.network.run(lambda: group.network.now > 0.2)
+    got = []
+    for source, tag in ((1, 1), (1, 1), (1, 0), (2, 0), (1, 0), (1, 1), (None, 0), (None, 0), (1, 1)):
+        room = np.zeros(500, np.int32)
+        (found,) = group.wait([group.exchanges[0].receive(view(room), source, tag)])
+        got.append((found, int(room[0])))
+    assert got == [(1, 1), (1, 3), (1, 0), (2, 99), (1, 2), (1, 5), (1, 4), (1, 6), (1, 7)]
+    group.wait(futures)
+
+
+def test_a_failure_names_what_failed_and_ends_what_is_under_way():
+    group = Group(3)
+    data = [np.zeros(10_000, np.float32) for _ in range(3)]
+    group.network.dead.add(2)
+    futures = [group.exchanges[rank].all_reduce(view(data[rank]), SUM) for rank in range(2)]
+    futures += [group.exchanges[rank].barrier() for rank in range(2)]
+    group.network.run(lambda: all(future.done() for future in futures), limit_s=30)
+    for future in futures:
+        with pytest.raises(TransportError, match=r"group test, rank [01]: (all_reduce number 0|barrier number 1) fail"):
+            future.result()
+    with pytest.raises(TransportError, match="barrier number 2 failed"):
+        group.exchanges[0].barrier().result(0)
+
+
+def test_a_group_that_cannot_be_numbered_is_refused():
+    with pytest.raises(ValueError, match="messages can be numbered for 2048"):
+        Exchange(VirtualEndpoint(Network(2), 0), 3000, "large")
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [(ReduceOp.MEAN, "int64"), (ReduceOp.BITWISE_AND, "float32"), (ReduceOp.MAX, "complex64")],
+)
+def test_operations_that_make_no_sense_are_refused(op, name):
+    with pytest.raises(TypeError, match=f"{op.value} makes no sense for {name}"):
+        Arithmetic(op, name)
+
+
+def test_half_precision_is_rounded_once():
+    arithmetic = Arithmetic(ReduceOp.SUM, "float16")
+    parts = [np.array([2048.0], np.float16)] + [np.array([1.0], np.float16)] * 3
+    out = np.zeros(1, np.float16)
+    total = arithmetic.begin(view(parts[0]), view(out))
+    for part in parts[1:]:
+        arithmetic.add(total, view(part))
+    arithmetic.finish(total, view(out), 4)
+    assert out[0] == 2052.0, "2051 to the nearest even; adding ones to 2048 in half precision gives 2048"

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ring that breaks at any moment leaves enough behind to complete the average exactly."""
+
+import numpy as np
+import pytest
+from meeting_ranks import together
+from virtual_ranks import NOTHING_PROTECTED
+from virtual_ring import RingRanks
+
+from dlcp.collectives import ring_plan
+from dlcp.collectives.salvage import recover
+from dlcp.transport import TransportError
+
+
+def broken_at(share, *, count=4, bound=0.0, loss=0.0, **fields):
+    """Stop all ranks after a share of the time that a step takes; return them, what they gave and their futures."""
+    whole = RingRanks(count, bound=bound, loss=loss, **fields)
+    rng = np.random.default_rng(0)
+    # Small integers, so that sums are exact whoever adds them up.
+    gradients = [{"conv2.weight": rng.integers(-8, 9, 20_000).astype(np.float32)} for _ in range(count)]
+    whole.reduce(0, gradients, [["conv2.weight"]])
+    took_s = whole.network.now
+    ranks = RingRanks(count, bound=bound, loss=loss, **fields)
+    started = [row[0] for row in ranks.start(0, gradients, [["conv2.weight"]])]
+    ranks.network.run(lambda: ranks.network.now >= share * took_s)
+    for protocol in ranks.network.ranks:
+        protocol.fail(TransportError("the switch is gone"))
+    return ranks, [rank["conv2.weight"] for rank in gradients], started
+
+
+def completed(ranks, started):
+    held = [{(one.step, one.sequence): one for one in reducer.salvage()}.get((0, 0)) for reducer in ranks.reducers]
+    assert [one is None for one in held] == [future.exception() is None for future in started]
+
+    def complete(channel, rank):
+        recovered = recover(channel, rank, range(ranks.count), held[rank], finished=held[rank] is None)
+        return started[rank].result() if held[rank] is None else recovered.values
+
+    return together(ranks.count, complete), held
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.5, 0.55, 0.6, 0.7, 0.8, 0.9, 0.97])
+def test_the_average_is_completed(share, monkeypatch):
+    monkeypatch.setattr(ring_plan, "PIECE_BYTES", 4 * 1440)
+    ranks, given, started = broken_at(share)
+    averages, held = completed(ranks, started)
+    for average in averages:
+        np.testing.assert_array_equal(average, sum(given) / 4)
+    finals = [one.final.mean() for one in held if one]
+    if share == 0.0:
+        assert finals == [0.0] * 4
+    if share == 0.6:
+        assert any(0 < final < 1 for final in finals), "the moment is one of interest"
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+def test_what_was_lost_before_stays_lost_and_ranks_agree(share, monkeypatch):
+    monkeypatch.setattr(ring_plan, "PIECE_BYTES", 16 * 1440)
+    ranks, given, started = broken_at(share, bound=0.6, loss=0.1, policy=NOTHING_PROTECTED, rescale=False)
+    averages, held = completed(ranks, started)
+    for average in averages[1:]:
+        np.testing.assert_array_equal(average, averages[0])
+    # Where nothing is final yet, nothing is lost after all: every rank gives its own.
+    nowhere = np.logical_and.reduce([~one.final if one else np.zeros(56, bool) for one in held])
+    untouched = np.repeat(nowhere, 360)[:20_000]
+    np.testing.assert_array_equal(averages[0][untouched], (sum(given) / 4)[untouched])
+    for one in held:
+        if one and one.owed is not None:
+            assert not one.owed[~np.repeat(one.final, 360)[:20_000]].any()
+
+
+def test_a_finished_bucket_leaves_nothing_to_salvage():
+    ranks = RingRanks(3)
+    ranks.reduce(0, ranks.gradients(0))
+    assert [reducer.salvage() for reducer in ranks.reducers] == [[], [], []]

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An all-reduce that broke off at any moment is completed exactly, from what the ranks hold between them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meeting_ranks import together
+
+from dlcp.collectives.salvage import Salvage, UnsalvageableError, recover
+from dlcp.collectives.shards import shard_bounds
+
+VALUES_PER_PACKET = 5
+
+
+class Broken:
+    """A direct all-reduce among ``ranks``, stopped at a random moment; small integers, so that sums are exact."""
+
+    def __init__(self, ranks, values, seed, *, kind=np.float32, loss=0.0):
+        self.rng = rng = np.random.default_rng(seed)
+        self.ranks, self.count = ranks, values
+        self.packets = -(-values // VALUES_PER_PACKET)
+        self.given = {rank: rng.integers(-8, 9, values).astype(kind) for rank in range(ranks)}
+        bounds = shard_bounds(values, VALUES_PER_PACKET, dict.fromkeys(range(ranks), 1.0))
+        self.owner = np.zeros(self.packets, int)
+        for rank, (start, stop) in bounds.items():
+            self.owner[-(-start // VALUES_PER_PACKET) : -(-stop // VALUES_PER_PACKET)] = rank
+        folded = rng.random((ranks, self.packets)) < rng.random()
+        folded[self.owner, np.arange(self.packets)] = True
+        self.formed = rng.random(self.packets) < rng.random()
+        self.lost = self.formed & (rng.random((ranks, self.packets)) < loss)
+        self.lost[self.owner, np.arange(self.packets)] = False
+        folded = np.where(self.formed, ~self.lost, folded)
+        self.folded = folded
+        self.arrived = self.formed & (rng.random((ranks, self.packets)) < rng.random())
+        self.arrived[self.owner, np.arange(self.packets)] = self.formed
+
+    def by_value(self, packets):
+        return np.repeat(packets, VALUES_PER_PACKET)[: self.count]
+
+    @property
+    def exact(self):
+        """The average: of all where it was not formed yet, else of what the owner had."""
+        total = sum(np.where(self.by_value(~self.lost[rank]), self.given[rank], 0) for rank in range(self.ranks))
+        return (total / self.by_value((~self.lost).sum(axis=0))).astype(total.dtype)
+
+    def held_by(self, rank):
+        values = self.given[rank].copy()
+        mine = self.owner == rank
+        summed = sum(np.where(self.by_value(self.folded[r]), self.given[r], 0) for r in range(self.ranks))
+        values = np.where(self.by_value(mine), summed, values)
+        values = np.where(self.by_value(self.arrived[rank]), self.exact, values).astype(self.given[rank].dtype)
+        included = {peer: self.folded[peer] & mine for peer in range(self.ranks)}
+        included[rank] = included[rank] | ~mine & ~self.arrived[rank]
+        return Salvage(3, 1, values, VALUES_PER_PACKET, self.arrived[rank].copy(), included)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 90), st.integers(0, 10**6), st.sampled_from([np.float32, np.float64]))
+def test_whatever_the_moment_every_rank_gets_the_exact_average(ranks, values, seed, kind):
+    broken = Broken(ranks, values, seed, kind=kind)
+    results = together(ranks, lambda channel, rank: recover(channel, rank, range(ranks), broken.held_by(rank)))
+    for recovered in results:
+        assert recovered.values.dtype == kind
+        np.testing.assert_array_equal(recovered.values, broken.exact)
+        assert recovered.owed is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 4), st.integers(1, 90), st.integers(0, 10**6))
+def test_what_an_average_lacks_is_owed_by_those_who_still_have_it(ranks, values, seed):
+    broken = Broken(ranks, values, seed, loss=0.4)
+    results = together(ranks, lambda channel, rank: recover(channel, rank, range(ranks), broken.held_by(rank)))
+    for rank, recovered in enumerate(results):
+        np.testing.assert_array_equal(recovered.values, broken.exact)
+        lacking = broken.by_value(broken.lost[rank] & ~broken.arrived[rank])
+        owed = np.zeros(values) if recovered.owed is None else recovered.owed
+        np.testing.assert_array_equal(owed, np.where(lacking, broken.given[rank], 0))
+
+
+def test_a_rank_that_has_finished_takes_part_with_nothing():
+    given = [np.full(12, 1.0, np.float32), np.full(12, 4.0, np.float32), np.full(12, 7.0, np.float32)]
+    average = np.full(12, 4.0, np.float32)
+
+    def held(rank):
+        if rank == 0:
+            return None  # finished: all confirmed that they have its results
+        whole = Salvage.untouched(rank, 0, 0, given[rank].copy(), VALUES_PER_PACKET)
+        whole.final[:] = [True, rank == 1, rank == 2]
+        whole.values[np.repeat(whole.final, VALUES_PER_PACKET)[:12]] = 4.0
+        whole.included = {rank: ~whole.final}
+        return whole
+
+    for recovered in together(
+        3, lambda channel, rank: recover(channel, rank, range(3), held(rank), finished=rank == 0)
+    ):
+        np.testing.assert_array_equal(recovered.values, average)
+
+
+def test_finished_everywhere_is_nothing_to_do():
+    assert together(2, lambda channel, rank: recover(channel, rank, range(2), None, finished=True)) == [None, None]
+
+
+def test_finished_everywhere_is_nothing_to_do_although_a_confirmation_is_missing():
+    def held(rank):
+        if rank:
+            return None
+        salvage = Salvage.untouched(rank, 0, 0, np.ones(12, np.float32), VALUES_PER_PACKET)
+        salvage.final[:], salvage.included = [True, False, False], {}
+        return salvage
+
+    results = together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank), finished=True))
+    assert results == [None, None]
+
+
+def test_a_bucket_that_nobody_holds_but_somebody_needs_is_refused():
+    with pytest.raises(UnsalvageableError, match="no rank holds anything"):
+        together(2, lambda channel, rank: recover(channel, rank, range(2), None, finished=rank == 0))
+
+
+def test_averages_come_over_bit_by_bit():
+    odd = np.array([-0.0, np.nan, np.inf, -np.inf, 1e-45], np.float32)
+
+    def held(rank):
+        salvage = Salvage.untouched(rank, 0, 0, odd.copy() if rank else np.ones(5, np.float32), VALUES_PER_PACKET)
+        if rank:
+            salvage.final[:], salvage.included = True, {}
+        return salvage
+
+    for recovered in together(3, lambda channel, rank: recover(channel, rank, range(3), held(rank))):
+        np.testing.assert_array_equal(recovered.values.view(np.uint32), odd.view(np.uint32))
+
+
+def test_infinities_of_one_rank_reach_all():
+    def held(rank):
+        values = np.ones(7, np.float32)
+        values[2] = np.inf if rank == 1 else 1
+        values[6] = np.nan if rank == 0 else 1
+        return Salvage.untouched(rank, 0, 0, values, VALUES_PER_PACKET)
+
+    for recovered in together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank))):
+        np.testing.assert_array_equal(recovered.values, [1, 1, np.inf, 1, 1, 1, np.nan])
+
+
+def test_nested_sums_of_a_ring_are_counted_once():
+    # Each rank has added what came from the one before it: rank 2 holds all three, rank 1 two of them.
+    sums = [1.0, 3.0, 6.0, 4.0]
+    holds = [{0}, {0, 1}, {0, 1, 2}, {3}]
+
+    def held(rank):
+        salvage = Salvage.untouched(rank, 0, 0, np.full(5, sums[rank], np.float32), VALUES_PER_PACKET)
+        salvage.included = {peer: np.ones(1, np.bool_) for peer in holds[rank]}
+        return salvage
+
+    for recovered in together(4, lambda channel, rank: recover(channel, rank, range(4), held(rank))):
+        np.testing.assert_array_equal(recovered.values, np.full(5, 2.5))
+
+
+def test_a_lost_contribution_is_refused_by_all():
+    def held(rank):
+        return Salvage.untouched(rank, 0, 0, np.ones(12, np.float32), VALUES_PER_PACKET) if rank else None
+
+    with pytest.raises(UnsalvageableError, match="contribution of rank 0 to 3 packets is lost"):
+        together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank)))
+
+
+def test_buckets_that_differ_are_refused_by_name():
+    def held(rank):
+        return Salvage.untouched(rank, 0, 0, np.ones(12 + rank, np.float32), VALUES_PER_PACKET)
+
+    with pytest.raises(UnsalvageableError, match="rank 1 has 13 values of float32, rank 0 12"):
+        together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank)))
+
+
+def test_what_was_owed_anyway_is_owed_where_an_average_was_formed():
+    def held(rank):
+        salvage = Salvage.untouched(rank, 0, 0, np.ones(10, np.float32), VALUES_PER_PACKET)
+        salvage.owed = np.full(10, rank + 1, np.float32)
+        if rank == 1:
+            salvage.final[0] = True
+            salvage.included[0] = np.array([True, False])
+        return salvage
+
+    for rank, recovered in enumerate(together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank)))):
+        np.testing.assert_array_equal(recovered.owed[:5], rank + 1)
+        np.testing.assert_array_equal(recovered.owed[5:], 0)
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_what_the_owner_confirmed_as_lost_is_owed_once(settled):
+    def held(rank):
+        salvage = Salvage.untouched(rank, 0, 0, np.full(5, 3.0, np.float32), VALUES_PER_PACKET)
+        if rank == 0:
+            salvage.final[:] = True  # formed without rank 1
+        elif settled:
+            salvage.unsettled = np.zeros(1, np.bool_)
+            salvage.owed = np.full(5, 3.0, np.float32)
+            salvage.values[:2] = -7.0  # a part of the average is here already
+        return salvage
+
+    owner, other = together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank)))
+    assert owner.owed is None
+    np.testing.assert_array_equal(other.owed, np.full(5, 3.0))

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of a job in a ring over a network in virtual time."""
+
+from virtual_ranks import Ranks
+
+from dlcp.collectives.ring import RingAllReduce
+from dlcp.collectives.ring_plan import FIRST_NUMBER
+
+
+class RingRanks(Ranks):
+    """Ranks in a ring, in the order ``order``."""
+
+    def __init__(self, count, *, order=None, **fields):
+        super().__init__(count, **fields)
+        self.reducers = [
+            RingAllReduce(
+                endpoint,
+                range(count),
+                order=order,
+                options=reducer.options,
+                tagger=reducer.tagger,
+                ledger=reducer.ledger,
+                feedback=reducer.feedback,
+            )
+            for endpoint, reducer in zip(self.endpoints, self.reducers, strict=True)
+        ]
+
+    def records(self):
+        """All messages in the ledgers, as (rank that sent, phase, hop, record)."""
+        self.network.run(lambda: all(protocol.settled for protocol in self.network.ranks))
+        return [
+            (rank, *divmod((record.message - FIRST_NUMBER) % (2 * self.count), self.count), record)
+            for rank, ledger in enumerate(self.ledgers)
+            for record in ledger.records
+        ]

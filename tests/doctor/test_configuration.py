@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An argument beats the environment, that a file, and that the default; what holds nonsense is named."""
+
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+
+from dlcp import configuration
+from dlcp.configuration import Setting, build, settings
+
+
+@dataclass(frozen=True)
+class Choices:
+    bound: float = 0.1
+    job: int = 0
+    tagged: bool = True
+    bind: str = ""
+    mtu: int | None = None
+    policy: list = field(default_factory=list)
+
+
+@pytest.fixture
+def toml():
+    pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+
+def chosen(environment, arguments=None):
+    return {s.name: (s.value, s.origin) for s in settings(Choices, environment, arguments) if not s.is_default}
+
+
+def test_every_simple_field_is_an_option_and_others_are_not():
+    assert configuration.simple_options(Choices) == {"bound": 0.1, "job": 0, "tagged": True, "bind": "", "mtu": None}
+    assert settings(Choices, {})[0] == Setting("bound", 0.1, "default")
+
+
+def test_an_argument_beats_the_environment_which_beats_the_file_which_beats_the_default(toml, tmp_path):
+    path = tmp_path / "dlcp.toml"
+    path.write_text("bound = 0\njob = 1\nbind = 'a:1'\ntagged = false\n")
+    environment = {"DLCP_JOB": "2", "DLCP_BIND": "b:2"}
+    assert chosen(environment, {"bind": "c:3"}) == {
+        "bound": (0.0, "dlcp.toml"),
+        "job": (2, "DLCP_JOB"),
+        "bind": ("c:3", "argument"),
+        "tagged": (False, "dlcp.toml"),
+    }
+    assert build(Choices, environment) == Choices(bound=0.0, job=2, bind="b:2", tagged=False)
+    assert type(build(Choices, environment).bound) is float
+
+
+def test_a_variable_names_another_file(toml, tmp_path):
+    (tmp_path / "dlcp.toml").write_text("job = 1")
+    (tmp_path / "other.toml").write_text("job = 9")
+    assert chosen({"DLCP_CONFIG": "other.toml"}) == {"job": (9, "other.toml")}
+    with pytest.raises(ValueError, match=r"DLCP_CONFIG names nowhere\.toml, and there is no such file"):
+        settings(Choices, {"DLCP_CONFIG": "nowhere.toml"})
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("boound = 0.1", r"dlcp\.toml: there is no option 'boound'; did you mean bound\?"),
+        ("policy = []", r"there is no option 'policy'"),
+        ("job = 1.5", r"job must be int, got 1\.5"),
+        ("job = true", r"job must be int, got True"),
+        ("tagged = 1", r"tagged must be true or false, got 1"),
+        ("bound = '0.1'", r"bound must be float, got '0\.1'"),
+        ("job = ", r"dlcp\.toml: "),
+    ],
+)
+def test_a_file_that_holds_nonsense_is_named(toml, tmp_path, text, complaint):
+    (tmp_path / "dlcp.toml").write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        settings(Choices, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("DLCP_BOUND", "a tenth", "DLCP_BOUND must be float, got 'a tenth'"),
+        ("DLCP_JOB", "", "DLCP_JOB must be int, got ''"),
+        ("DLCP_TAGGED", "2", "DLCP_TAGGED must be 1 or 0, got '2'"),
+        ("DLCP_MTU", "big", "DLCP_MTU must be int, got 'big'"),
+    ],
+)
+def test_a_variable_that_holds_nonsense_is_named(name, text, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        settings(Choices, {name: text})
+
+
+def test_texts_become_values():
+    environment = {"DLCP_BOUND": "1e-2", "DLCP_JOB": "0x10", "DLCP_TAGGED": "False", "DLCP_MTU": "9000"}
+    assert build(Choices, environment) == Choices(bound=0.01, job=16, tagged=False, mtu=9000)
+    assert build(Choices, {"DLCP_MTU": "none"}).mtu is None
+
+
+def test_a_python_that_cannot_read_toml_says_what_to_do(monkeypatch, tmp_path):
+    (tmp_path / "dlcp.toml").write_text("job = 1")
+    monkeypatch.setitem(sys.modules, "tomllib", None)
+    monkeypatch.setitem(sys.modules, "tomli", None)
+    with pytest.raises(ValueError, match="pip install tomli, or set the options as DLCP_"):
+        settings(Choices, {})

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled library tags as NumPy does. Each test asks both."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from dlcp import native
+from dlcp.dtypes import ValueType
+from dlcp.magnitudes import BORDERS, LAYER_PACKETS, classify, packet_magnitudes
+from dlcp.tags import Layer, Segment, Tagger, TagPolicy, send_order
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=f"needs the compiled library; {native.status()}")
+
+EVERY_FORMAT = pytest.mark.parametrize("value_type", list(ValueType), ids=lambda kind: kind.value)
+MAGNITUDES = hnp.arrays(
+    np.float32,
+    st.integers(1, 300),
+    elements=st.one_of(
+        st.floats(0, 1, width=32),
+        st.floats(0, width=32, allow_nan=False),  # infinite ones too
+        st.sampled_from([0.0, 0.5, 1.0, float(np.float32(1e-45)), float(np.finfo(np.float32).max)]),
+    ),
+)
+QUANTILES = st.lists(st.floats(0, 1), min_size=BORDERS, max_size=BORDERS).map(sorted)
+
+
+def both(function):
+    """Return what a function returns with the compiled library, and what with NumPy."""
+    compiled = function()
+    with native.switched_off():
+        return compiled, function()
+
+
+def whole_numbers(rng, value_type, count, most=8):
+    """Values whose squares add up without rounding, in any order."""
+    scale = rng.choice([2.0**-12, 1.0, 64.0])
+    return value_type.narrow((rng.integers(-most, most + 1, count) * scale).astype(np.float32))
+
+
+@EVERY_FORMAT
+@given(seed=st.integers(0, 2**32), count=st.integers(0, 3000), per_packet=st.integers(1, 800))
+@settings(max_examples=60, deadline=None)
+def test_magnitudes_are_equal_where_sums_are_not_rounded(value_type, seed, count, per_packet):
+    values = whole_numbers(np.random.default_rng(seed), value_type, count)
+    compiled, plain = both(lambda: packet_magnitudes(values, value_type, per_packet))
+    assert compiled.shape == (-(-count // per_packet),)
+    np.testing.assert_array_equal(compiled, plain)
+
+
+@EVERY_FORMAT
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 3000), per_packet=st.integers(1, 800))
+@settings(max_examples=60, deadline=None)
+def test_magnitudes_agree_but_for_rounding(value_type, seed, count, per_packet):
+    rng = np.random.default_rng(seed)
+    values = value_type.narrow(rng.standard_normal(count, np.float32) * np.float32(10) ** rng.integers(-3, 3))
+    compiled, plain = both(lambda: packet_magnitudes(values, value_type, per_packet))
+    # Each of up to 800 additions rounds by half a unit in the last place at most.
+    np.testing.assert_allclose(compiled, plain, rtol=800 * 2.0**-24)
+
+
+@pytest.mark.parametrize("value_type", [ValueType.FLOAT16, ValueType.BFLOAT16], ids=lambda kind: kind.value)
+def test_every_number_of_16_bits_is_read_alike(value_type):
+    values = np.arange(1 << 16, dtype=np.uint16).view(value_type.storage)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        compiled, plain = both(lambda: packet_magnitudes(values, value_type, 1))
+    np.testing.assert_array_equal(compiled, plain)
+    assert np.isinf(compiled[~np.isfinite(value_type.widen(values))]).all()
+
+
+@EVERY_FORMAT
+def test_nan_and_infinity_count_as_the_largest(value_type):
+    values = value_type.narrow(np.ones(500, np.float32)).copy()
+    values[[7, 101, 499]] = value_type.narrow(np.float32([np.nan, np.inf, -np.inf]))
+    with np.errstate(invalid="ignore"):
+        compiled, plain = both(lambda: packet_magnitudes(values, value_type, 100))
+    np.testing.assert_array_equal(compiled, [np.inf, np.inf, 1, 1, np.inf])
+    np.testing.assert_array_equal(plain, compiled)
+
+
+@EVERY_FORMAT
+def test_buffers_may_be_read_only_strided_or_misaligned(value_type):
+    values = whole_numbers(np.random.default_rng(0), value_type, 1001)
+    expected = packet_magnitudes(values, value_type, 90)
+    fixed = values.copy()
+    fixed.flags.writeable = False
+    strided = np.repeat(values, 2)[::2]
+    raw = bytearray(1) + values.tobytes()
+    misaligned = np.frombuffer(raw, value_type.storage, offset=1)
+    assert not misaligned.flags.aligned
+    for other in (fixed, strided, misaligned):
+        np.testing.assert_array_equal(packet_magnitudes(other, value_type, 90), expected)
+
+
+@given(
+    magnitudes=MAGNITUDES,
+    seed=st.integers(0, 2**32),
+    quantiles=st.lists(QUANTILES, min_size=1, max_size=4),
+    memory=st.sampled_from([0.0, 0.3, 0.5, 0.9]),
+    known=st.booleans(),
+)
+@settings(max_examples=120, deadline=None)
+def test_classes_and_borders_are_equal_bit_by_bit(magnitudes, seed, quantiles, memory, known):
+    rng = np.random.default_rng(seed)
+    packets = len(magnitudes)
+    kept = rng.random(packets) < rng.choice([0, 0.2, 1])
+    cuts = np.sort(rng.integers(0, packets + 1, len(quantiles) - 1))
+    layers = np.zeros(len(quantiles), LAYER_PACKETS)
+    layers["first"], layers["stop"] = np.append(0, cuts), np.append(cuts, packets)
+    layers["row"] = rng.integers(0, len(quantiles), len(quantiles))  # two parts of one layer share a row
+    layers["quantiles"] = quantiles
+    before = np.full((len(quantiles), BORDERS), np.nan)
+    if known:
+        before[:] = np.sort(rng.random((len(quantiles), BORDERS)), axis=1)
+
+    def judge():
+        borders = before.copy()
+        steps = [classify(part, kept, layers, memory, borders) for part in (magnitudes, np.roll(magnitudes, 1))]
+        return [array for step in steps for array in step] + [borders]
+
+    for compiled, plain in zip(*both(judge), strict=True):
+        np.testing.assert_array_equal(compiled, plain)
+        assert compiled.dtype == plain.dtype
+
+
+@EVERY_FORMAT
+@given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(1, 4000), min_size=1, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_tags_are_equal(value_type, seed, sizes):
+    borders = np.cumsum([0, *sizes]).tolist()
+    segments = [
+        Segment(Layer(f"layer{number}", number * 36), start, stop)
+        for number, (start, stop) in enumerate(pairwise(borders))
+    ]
+
+    def three_steps():
+        rng = np.random.default_rng(seed)
+        tagger = Tagger(TagPolicy(small_layer_values=200))
+        steps = [whole_numbers(rng, value_type, borders[-1]) for _ in range(3)]
+        return [array for values in steps for array in tagger.tag(values, value_type, segments, 45)]
+
+    for compiled, plain in zip(*both(three_steps), strict=True):
+        np.testing.assert_array_equal(compiled, plain)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    packets=st.one_of(st.integers(0, 200), st.integers(0, 3000)),
+    queues=st.integers(1, 8),
+    droppable=st.sampled_from([0.0, 0.4, 1.0]),
+)
+@settings(max_examples=120, deadline=None)
+def test_the_order_of_sending_is_equal(seed, packets, queues, droppable):
+    rng = np.random.default_rng(seed)
+    queue = rng.integers(0, queues, packets).astype(np.uint8)
+    may_drop = rng.random(packets) < droppable
+    compiled, plain = both(lambda: send_order(queue, may_drop, seed))
+    np.testing.assert_array_equal(compiled, plain)
+    assert compiled.dtype == plain.dtype == np.uint32
+    np.testing.assert_array_equal(np.sort(compiled), np.arange(packets))

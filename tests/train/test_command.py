@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dlcp train`` and ``dlcp doctor -- script`` as a user calls them: with torchrun, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlcp.cli import main
+from dlcp.train import command
+from dlcp.train.plan import Plan
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(115)
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from beside import WIDTH
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(WIDTH, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(int(sys.argv[1])):
+        optimizer.zero_grad()
+        model(torch.ones(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+    if dist.get_rank() == 0:
+        print("arguments", sys.argv[1:], "backend", dist.get_backend(), flush=True)
+    dist.destroy_process_group()
+    if "--fail" in sys.argv and os.environ["RANK"] == "0":
+        sys.exit(3)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "beside.py").write_text("WIDTH = 5000\n")
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def dlcp(*words, **variables):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("DLCP_", "PET_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "dlcp.cli", *map(str, words)],
+        cwd=REPOSITORY,
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_script_runs_with_its_arguments_and_a_summary_follows(script, tmp_path):
+    file = tmp_path / "summary.json"
+    option = ["--option", "loss_bound=0.02", "--summary", file]
+    done = dlcp("train", *option, "--nproc-per-node", "2", "--", script, "5", "--backend", DLCP_LOSS_BOUND="0.5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "arguments ['5', '--backend'] backend gloo\n", "what stands after -- is the script's"
+    assert "dlcp: averages the gradients of Linear (50,010 parameters), loss bound 2%" in done.stderr
+    told = done.stderr[done.stderr.index("DLCP  Linear") :]
+    assert told.startswith("DLCP  Linear, 5 steps, 2 ranks\n")
+    assert "bound exceeded     never" in told
+    found = json.loads(file.read_text())
+    assert (found["ranks"], found["ranks_here"], found["errors"], found["bound_exceeded"]) == (2, [0, 1], {}, 0)
+    (model,) = found["models"]
+    assert model["sent"] == model["delivered"] > 0
+    assert (model["lost"], model["loss_bound"], model["steps"], model["fallback"]) == (0, 0.02, 5, None)
+
+
+def test_a_failure_passes_through_with_its_exit_status(script):
+    done = dlcp("train", "--nproc-per-node", "1", "--", script, "2", "--fail")
+    assert done.returncode == 3, done.stderr
+    assert "rank 0 ended with exit status 3" in done.stderr
+    assert "1 rank: nothing to exchange" in done.stderr
+
+
+def test_head_room_is_asked_of_the_same_launcher_and_told_as_json(monkeypatch, capsys):
+    seconds = {"none": [0.06] * 4, "framework": [0.1] * 4, "dlcp": [0.08] * 4}
+    measured = {"model": "Net", "gradient_bytes": 8, "backend": "gloo", "seconds": seconds, "why_not": None}
+    asked = []
+
+    def launch(torchrun, script, options, plan):
+        asked.append((torchrun, script, plan))
+        return 0, [{"rank": 0, "ranks": 1, "restart": 0, "error": None, "models": [], "measured": measured}]
+
+    monkeypatch.setattr(command, "_launch", launch)
+    words = ["--steps", "12", "--json", "--nproc-per-node", "2", "--", "script.py", "--steps", "7"]
+    assert main(["doctor", *words]) == 0
+    assert asked == [(["--nproc-per-node", "2"], ["script.py", "--steps", "7"], Plan(measure_steps=12))]
+    found = json.loads(capsys.readouterr().out)
+    assert found["ways"]["dlcp"] == {"step_s": 0.08, "spread_s": 0.0, "steps": 4}
+    assert found["speedup"] == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([], "no script"),
+        (["script.py"], "no script"),
+        (["--"], "no script"),
+        (["--", "nowhere.py"], "there is no script nowhere.py"),
+        (["--", "-m"], "-m without a module's name"),
+        (["--no-python", "--", __file__], "--no-python cannot be used here"),
+        (["--no_python", "--", __file__], "--no-python cannot be used here"),
+        (["--option", "loss_bound", "--", __file__], "--option takes NAME=VALUE"),
+        (["--option", "loss_bound=lots", "--", __file__], "DLCP_LOSS_BOUND must be float, got 'lots'"),
+        (["--option", "loss_bund=0", "--", __file__], "there is no option 'loss_bund'; did you mean loss_bound?"),
+        (["--measure", "--steps", "1", "--", __file__], "--steps must be at least 9"),
+    ],
+)
+def test_calls_that_cannot_work_are_refused_before_anything_starts(capsys, monkeypatch, words, complaint):
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    assert main(["train", *words]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_torchrun_finds_a_free_port_unless_told_how_to_meet(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+    assert not command._has_rendezvous(["--nproc-per-node", "4", "--max-restarts=2"])
+    for word in ("--nnodes=2", "--rdzv-endpoint=host:1", "--rdzv_backend", "--master-port", "--standalone"):
+        assert command._has_rendezvous([word])
+    monkeypatch.setenv("PET_NNODES", "2")
+    assert command._has_rendezvous([])
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "script", "target"),
+    [
+        (["-m"], ["json.tool", "x"], ["-m", "json.tool", "x"]),
+        (["--module"], ["json.tool"], ["-m", "json.tool"]),
+        ([], ["-m", "json.tool", "x"], ["-m", "json.tool", "x"]),
+        (["--nproc-per-node", "2"], [__file__, "-m"], [__file__, "-m"]),
+    ],
+)
+def test_modules_and_scripts_are_told_apart(torchrun, script, target):
+    assert command._target(torchrun, script) == target

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said at the end: totals over ranks, and what a measurement means."""
+
+import pytest
+
+from dlcp.train import headroom, summary
+from dlcp.train.plan import Plan, report_folder
+from dlcp.train.report import read_reports, write_report
+
+
+def ledger(sent=1000, lost=0, violations=0, worst=0.0):
+    return {
+        "sent": sent,
+        "delivered": sent - lost,
+        "lost": lost,
+        "retransmitted": 5,
+        "max_message_ratio": worst,
+        "violations": violations,
+    }
+
+
+def report(rank, *, ranks=2, restart=0, error=None, models=None, measured=None, backend=None, **counts):
+    model = {
+        "model": "Net",
+        "parameters": 100,
+        "note": "switched on by dlcp train",
+        "on": True,
+        "steps": 10 + rank,
+        "loss_bound": 0.1,
+        "fallback": None,
+        "ledger": ledger(**counts),
+    }
+    return {
+        "rank": rank,
+        "ranks": ranks,
+        "restart": restart,
+        "error": error,
+        "backend": backend,
+        "models": [model] if models is None else models,
+        "measured": measured,
+    }
+
+
+def test_the_summary_adds_up_what_the_ranks_counted():
+    reports = [report(0, sent=1000, lost=20, worst=0.04), report(1, sent=500, lost=1, worst=0.08)]
+    found = summary.summarize(reports)
+    (model,) = found["models"]
+    assert (model["sent"], model["delivered"], model["lost"], model["retransmitted"]) == (1500, 1479, 21, 10)
+    assert (model["worst"], model["steps"], model["bound_exceeded"]) == (0.08, 10, 0)
+    text = "\n".join(summary.as_lines(found))
+    assert "DLCP  Net, 10 steps, 2 ranks" in text
+    assert "packets sent       1,500" in text
+    assert "21 (1.400%); of one message at most 8.0%, allowed 10.0%" in text
+    assert "bound exceeded     never" in text
+    assert "fallback           none" in text
+
+
+def test_a_bound_that_was_exceeded_and_a_fallback_cannot_be_overlooked():
+    reports = [report(0, violations=2), report(1)]
+    reports[1]["models"][0]["fallback"] = "rank 0 is silent"
+    found = summary.summarize(reports)
+    text = "\n".join(summary.as_lines(found))
+    assert found["bound_exceeded"] == 2
+    assert "bound exceeded     2 TIMES" in text
+    assert "fallback           rank 0 is silent" in text
+
+
+def test_ranks_of_other_machines_are_not_claimed():
+    text = "\n".join(summary.as_lines(summary.summarize([report(rank, ranks=8) for rank in (4, 5)])))
+    assert "2 of 8 ranks, those of this machine" in text
+
+
+def test_one_rank_has_nothing_to_exchange():
+    text = "\n".join(summary.as_lines(summary.summarize([report(0, ranks=1)])))
+    assert "1 rank: nothing to exchange" in text
+    assert "--nproc-per-node" in text
+
+
+def test_nothing_to_do_and_errors_are_said():
+    text = "\n".join(summary.as_lines(summary.summarize([report(0, models=[], error="KeyError: 'x'")])))
+    assert "trained no DistributedDataParallel model" in text
+    assert "rank 0 ended with KeyError: 'x'" in text
+    assert summary.as_lines(summary.summarize([])) == []
+    text = "\n".join(summary.as_lines(summary.summarize([report(0, models=[], backend="dlcp")])))
+    assert "all collectives went over the backend dlcp; the script trained no Distributed" in text
+
+
+def test_reports_of_the_last_start_count(tmp_path):
+    for rank, restart in ((1, 0), (0, 0), (1, 1), (0, 1)):
+        write_report(tmp_path, report(rank, restart=restart))
+    (tmp_path / "rank-7-1.part99").write_text("{")
+    assert [(each["rank"], each["restart"]) for each in read_reports(tmp_path)] == [(0, 1), (1, 1)]
+    assert read_reports(tmp_path / "nowhere") == []
+
+
+def test_a_plan_travels_in_the_environment(tmp_path):
+    for plan in (Plan(), Plan(backend=True), Plan(measure_steps=60)):
+        environment = plan.as_environment(tmp_path)
+        assert Plan.from_environment(environment) == plan
+        assert report_folder(environment) == tmp_path
+    assert Plan.from_environment({}) == Plan()
+    assert report_folder({}) is None
+
+
+def measured(none, framework, dlcp=(), why_not=None):
+    seconds = {"none": list(none), "framework": list(framework), "dlcp": list(dlcp)}
+    return {"model": "Net", "gradient_bytes": 4_000_000, "backend": "gloo", "seconds": seconds, "why_not": why_not}
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank():
+    one = measured([0.05, 0.05, 0.05, 0.9], [0.10, 0.10, 0.12, 0.10], [0.08, 0.08, 0.08, 0.08])
+    other = measured([0.06, 0.04, 0.06, 0.1], [0.08, 0.09, 0.09, 0.10], [0.07, 0.07, 0.07, 0.07])
+    found = headroom.evaluate([report(0, measured=one), report(1, measured=other)])
+    assert found["ways"]["none"]["step_s"] == pytest.approx(0.06)
+    assert found["ways"]["framework"]["step_s"] == pytest.approx(0.10)
+    assert found["communication_share"] == pytest.approx(0.4)
+    assert found["speedup_at_most"] == pytest.approx(0.10 / 0.06)
+    assert found["speedup"] == pytest.approx(1.25)
+
+
+def lines(*seconds, **more):
+    return "\n".join(headroom.as_lines(headroom.evaluate([report(0, measured=measured(*seconds, **more))])))
+
+
+def test_what_can_be_won_is_said():
+    text = lines([0.060] * 4, [0.100] * 4, [0.080] * 4)
+    assert "no communication        60.0" in text
+    assert "40% of a step is communication" in text
+    assert "1.25x: wins 20.0 ms, 50% of what can be won" in text
+    assert "DLCP can win at most 1.67x here" in text
+    assert "was not trained properly" in text
+
+
+def test_a_loss_is_said_as_plainly_as_a_win():
+    assert "0.50x: slower by 100.0 ms" in lines([0.060] * 4, [0.100] * 4, [0.200] * 4)
+
+
+def test_no_head_room_is_no_promise():
+    text = lines([0.099] * 4, [0.100] * 4, why_not="parameter x is complex64")
+    assert "DLCP cannot win much" in text
+    assert "at most" not in text
+    assert "DLCP was not measured: parameter x is complex64" in text
+
+
+def test_steps_that_vary_more_than_communication_takes_prove_nothing():
+    text = lines([0.06, 0.10, 0.14, 0.10], [0.08, 0.12, 0.16, 0.12])
+    assert "Steps vary by more than communication takes" in text
+    assert "at most" not in text
+
+
+def test_without_enough_steps_nothing_is_claimed():
+    short = report(0, measured=measured([0.1], [0.1]))
+    assert headroom.evaluate([short]) is None
+    assert "ended before enough steps" in headroom.nothing_measured([short])
+    assert headroom.evaluate([report(0)]) is None
+    assert "no DistributedDataParallel model" in headroom.nothing_measured([report(0)])
+    assert "no rank came to its end" in headroom.nothing_measured([])

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What payload passes is found with real packets, also where the network swallows large ones without a word."""
+
+import random
+import socket
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from dlcp.transport.path_mtu import (
+    PAYLOAD_LEAST,
+    PathProbe,
+    candidate_payloads,
+    first_hop_mtu,
+    payload_for_mtu,
+)
+from dlcp.wire import Header, PacketType, Queue
+
+LIMIT_S = 10
+TOKEN = 77
+
+
+def udp_socket():
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    sock.bind(("127.0.0.1", 0))
+    sock.setblocking(False)
+    return sock
+
+
+class Path:
+    """Stands between two ranks: each reaches the other through a socket of its own; ``passes(size)`` decides."""
+
+    def __init__(self, stack, ends, passes):
+        self.ends, self.passes = ends, passes
+        self.doors = [stack.enter_context(udp_socket()) for _ in ends]
+        self.stopped = False
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self):
+        while not self.stopped:
+            for door, target, back in ((0, 0, 1), (1, 1, 0)):
+                try:
+                    datagram = self.doors[door].recv(65536)
+                except BlockingIOError:
+                    time.sleep(0.0005)
+                    continue
+                if self.passes(len(datagram)):
+                    self.doors[back].sendto(datagram, self.ends[target].getsockname())
+
+
+def found(passes, candidates=None, limit_s=LIMIT_S):
+    """The payload that each of two ranks finds on a path."""
+    candidates = candidates or candidate_payloads(65536)
+    with ExitStack() as stack:
+        ends = [stack.enter_context(udp_socket()) for _ in range(2)]
+        path = Path(stack, ends, passes)
+        probes = [
+            PathProbe(rank, ends[rank], {1 - rank: path.doors[1 - rank].getsockname()}, 5, TOKEN, candidates)
+            for rank in range(2)
+        ]
+        end_s = time.monotonic() + limit_s
+        while not all(probe.done for probe in probes) and time.monotonic() < end_s:
+            for probe in probes:
+                probe.turn(0.002)
+        path.stopped = True
+        path.thread.join(5)
+        return [(probe.payload_bytes, probe.done, probe.unreachable) for probe in probes]
+
+
+def test_payloads_fill_the_packets_of_common_networks():
+    assert payload_for_mtu(1500) == 1440
+    assert payload_for_mtu(9000) == 8936
+    assert candidate_payloads(1500) == [1440, 1400, 1384, 1336, 1216, 512, PAYLOAD_LEAST]
+    assert candidate_payloads(65536)[:2] == [8936, 1440]
+    assert candidate_payloads(9000, configured=1000) == [1000, 512, PAYLOAD_LEAST]
+    assert candidate_payloads(1500, configured=64) == [64]
+
+
+def test_the_first_hop_of_loopback_is_large():
+    assert first_hop_mtu(("127.0.0.1", 9)) >= 1500
+
+
+def test_a_clean_path_takes_the_largest_at_once():
+    began_s = time.monotonic()
+    assert found(lambda size: True) == [(8936, True, [])] * 2
+    assert time.monotonic() - began_s < 2
+
+
+@pytest.mark.parametrize(("largest", "payload"), [(1472, 1440), (1472 - 50, 1384), (1000, 512), (100, PAYLOAD_LEAST)])
+def test_a_black_hole_is_measured(largest, payload):
+    assert found(lambda size: size <= largest) == [(payload, True, [])] * 2
+
+
+def test_loss_does_not_look_like_a_black_hole():
+    rng = random.Random(3)
+    assert found(lambda size: rng.random() > 0.3) == [(8936, True, [])] * 2
+
+
+def test_a_blocked_path_is_never_done():
+    assert found(lambda size: False, limit_s=0.5) == [(0, False, [1]), (0, False, [0])]
+
+
+def test_strangers_get_no_answer_and_are_not_believed():
+    with udp_socket() as mine, udp_socket() as other, udp_socket() as stranger:
+        probe = PathProbe(0, mine, {1: other.getsockname()}, 5, TOKEN, [1440, 64])
+
+        def say(sock, kind, *, sender=1, job=5, token=TOKEN, size=1440, padding=b""):
+            header = Header(kind, 0, Queue.CONTROL, 0, 0, job, 0, 0, 0, sender, size, 0, token)
+            sock.sendto(header.encode() + padding, mine.getsockname())
+
+        for wrong in ({"token": 1}, {"job": 6}, {"sender": 2}, {"size": 999}):
+            say(other, PacketType.HELLO_ACK, **wrong)
+        say(stranger, PacketType.HELLO_ACK)
+        say(stranger, PacketType.HELLO, padding=bytes(1440))
+        say(other, PacketType.HELLO, padding=bytes(1000))
+        other.sendto(b"noise", mine.getsockname())
+        probe.turn(0.1)
+        assert (probe.payload_bytes, probe.unreachable) == (0, [1])
+        with pytest.raises(BlockingIOError):
+            stranger.recv(65536)
+        say(other, PacketType.HELLO_ACK)
+        probe.turn(1)
+        assert (probe.payload_bytes, probe.done) == (1440, True)
+
+
+def test_the_socket_is_left_as_it_was():
+    with udp_socket() as mine, udp_socket() as other:
+        before = mine.getsockopt(socket.IPPROTO_IP, 10)
+        PathProbe(0, mine, {1: other.getsockname()}, 5, TOKEN, [64]).turn(0)
+        assert mine.getsockopt(socket.IPPROTO_IP, 10) == before
