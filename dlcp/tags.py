@@ -270,6 +270,13 @@ class Tagger:
         magnitudes = packet_magnitudes(values, value_type, values_per_packet)
         return self.tag_magnitudes(magnitudes, len(values), segments, values_per_packet)
 
+    def tag_whole(self, values: int, segments: Sequence[Segment], values_per_packet: int) -> PacketTags:
+        """Tag the packets of a buffer of so many ``values`` of which nothing may be lost: by layer only."""
+        with self._lock:
+            layout = self._layout(segments, values, values_per_packet)
+        classes = np.zeros(len(layout.queue), np.uint8)
+        return PacketTags(layout.queue.copy(), classes, layout.layer.copy(), np.ones(len(classes), np.bool_))
+
     def tag_magnitudes(
         self, magnitudes: NDArray[np.float32], values: int, segments: Sequence[Segment], values_per_packet: int
     ) -> PacketTags:

@@ -124,12 +124,8 @@ class Member:
         """Write this rank's input: the common numbers times its number from 1."""
         np.multiply(self._input, np.float32(self.rank + 1), out=self._values)
         if contender.bound is not None:
-            # What an earlier run lost is added to this one's input, as in training; as zeros, so that sums stay known.
-            feedback = self._reducers[contender.name].feedback
-            for segment in segments(self.plan.values, 0, self.plan.values):
-                owed = feedback.owed(segment.layer.name)
-                if owed is not None:
-                    owed[:] = 0
+            # What an earlier run lost would be added to this one's input: forgiven, so that sums stay known.
+            self._reducers[contender.name].feedback.forgive()
 
     def run(self, contender: Contender) -> float:
         """Do the all-reduce and return how long it took, in seconds."""

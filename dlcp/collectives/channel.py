@@ -2,23 +2,26 @@
 """The messages of a group's collectives: their numbers, what becomes of them, and when they are over for good."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from dlcp.collectives.mailbox import FIRST_NUMBER as MAILBOX_FIRST_NUMBER
-from dlcp.collectives.mailbox import Mailbox
+from dlcp.collectives.mailbox import Mailbox, plain_tags
 from dlcp.collectives.operation import Operation
 from dlcp.collectives.reduction import Arithmetic
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import Layer, PacketTags, Segment, Tagger
 from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey, TransportError
-from dlcp.wire import Queue
 
+EAGER_BYTES = 16 << 10
+"""What is as small as this is sent from a copy, and need not be confirmed for a collective to end. Chosen by us."""
 HORIZON_EVERY = 256
 """Every so many collectives the ranks tell each other which messages are over for good. Chosen by us."""
 HORIZON_NUMBER = MAILBOX_FIRST_NUMBER - 1
@@ -79,6 +82,8 @@ class Channel:
         self._failure: TransportError | None = None
         self._under_way: dict[int, Operation] = {}
         self._floors: dict[int, int] = dict.fromkeys(self.peers, 0)
+        self._unconfirmed = 0
+        """Parts that peers have not confirmed."""
         self._adder = ThreadPoolExecutor(1, f"dlcp-{name}-add")
         where = f"group {name}, rank {self.rank}"
         self.mailbox = Mailbox(endpoint, where, self._fail, self.peers, lambda: self._next)
@@ -90,13 +95,12 @@ class Channel:
 
     def close(self, reason: str | None = None) -> None:
         """End; without a ``reason`` once the peers have what they wait for, with one after telling them of it."""
+        end_s = time.monotonic() + self.endpoint.options.silence_s
+        while reason is None and self._unconfirmed and not self._failure and time.monotonic() < end_s:
+            time.sleep(0.002)
         self.endpoint.close(reason)
         self._fail(TransportError(f"group {self.name}, rank {self.rank}: the group has been closed"))
         self._adder.shutdown(wait=True, cancel_futures=True)
-
-    def aside(self, function: Callable[[], None]) -> "Future[None]":
-        """Do something that takes long in a thread for such things, one after the other."""
-        return self._adder.submit(function)
 
     def start(
         self, what: str, loss: AllowedLoss | None = None, arithmetic: Arithmetic | None = None, size: int = 0
@@ -110,7 +114,7 @@ class Channel:
             number = self._next
             self._next += 1
             where = f"group {self.name}, rank {self.rank}: {what} number {number}"
-            operation = Operation(where, self._fail)
+            operation = Operation(where, self._fail, self._later)
             run = Run(number, operation, f"{what} number {number} of group {self.name}", loss, arithmetic)
             if self._failure:
                 operation.fail(self._failure)
@@ -118,24 +122,80 @@ class Channel:
                 self._under_way[number] = operation
                 operation.done.add_done_callback(lambda _: self._end(number))
         if number % HORIZON_EVERY == HORIZON_EVERY - 1:
-            self._tell_horizon(number)
+            self.endpoint.call(partial(self._tell_horizon, number))
         return run
 
-    def send_part(self, run: Run, peer: int, phase: int, data: memoryview, *, lossy: bool = False) -> None:
-        """Send a part of a collective, whole or, if ``lossy``, within its bound; an empty one is not sent."""
-        if not len(data) or run.operation.done.done():
+    def begin(self, run: Run, action: Callable[[], None]) -> None:
+        """Do a collective's first things in the endpoint's thread, where all that follows is done, too."""
+        run.operation.hold()
+
+        def act() -> None:
+            with run.operation:
+                action()
+
+        self.endpoint.call(act)
+
+    def aside(self, run: Run, function: Callable[[], None], then: Callable[[], None]) -> None:
+        """Do what takes long in a thread for such things, one after the other, and ``then`` in the endpoint's."""
+        run.operation.hold()
+
+        def conclude(done: "Future[None]") -> None:
+            with run.operation:
+                done.result()
+                then()
+
+        self._adder.submit(function).add_done_callback(lambda done: self.endpoint.call(partial(conclude, done)))
+
+    # Parts of collectives, for the endpoint's thread ------------------------------------------------------------------
+
+    def send_part(
+        self,
+        run: Run,
+        peer: int,
+        phase: int,
+        data: memoryview,
+        *,
+        then: Callable[[], None] | None = None,
+        lossy: bool = False,
+        own: bool = False,
+    ) -> None:
+        """Send a part of a collective, whole or, if ``lossy``, within its bound; an empty one is not sent.
+
+        Parameters
+        ----------
+        then
+            Called once the peer has it, which the collective then waits for. Else it may end before.
+        own
+            The data is the collective's own, and changes no more.
+        """
+        if run.operation.done.done():
             return
+        if not len(data):
+            if then:
+                then()
+            return
+        operation, size = run.operation, len(data)
+        copied = size <= EAGER_BYTES and not (own or then or lossy)
+        if copied:
+            data = memoryview(bytes(data))
         key = MessageKey(run.number, phase * self.ranks + peer)
-        if run.loss is None or not lossy:
-            sending = self.endpoint.send(peer, key, data, self._plain_tags(len(data)), RELIABLE, run.label)
-            run.operation.wait_for(sending)
-            return
-        tags, loss = self._lossy_tags(run, data), run.loss
+        tags, bound = (self._lossy_tags(run, data), run.loss.bound) if lossy and run.loss else (None, RELIABLE)
+        sending = self.endpoint.send(peer, key, data, tags or self._plain_tags(size), bound, run.label)
+        self._unconfirmed += 1
 
-        def enter(delivery: Delivery) -> None:
-            loss.ledger.record(key, peer, run.label, tags, loss.bound, delivery)
+        def on_delivery(delivery: Delivery) -> None:
+            if tags and run.loss:
+                run.loss.ledger.record(key, peer, run.label, tags, bound, delivery)
+            if then:
+                then()
 
-        run.operation.wait_for(self.endpoint.send(peer, key, data, tags, loss.bound, run.label), enter)
+        if tags or then:
+            operation.wait_for(sending, on_delivery)
+        elif own or copied:
+            operation.watch(sending)
+        else:
+            operation.lend(sending, size, partial(self.endpoint.protocol.detach, peer, key))
+        sending.add_done_callback(self._on_confirmed)
 
     def receive_part(
         self, run: Run, peer: int, phase: int, data: memoryview, then: Callable[[], None] | None = None
@@ -159,18 +219,24 @@ class Channel:
         size: int,
         bound: LossBound,
         then: Callable[[Arrival], None],
-        into: memoryview | None = None,
+        **place: Any,
     ) -> None:
-        """Wait for a part of a collective, and call ``then`` with what arrived of it."""
+        """Wait for a part of a collective, and call ``then`` with what arrived of it.
+
+        ``place`` says where it goes, as in :meth:`Endpoint.receive`.
+        """
         if not run.operation.done.done():
             key = MessageKey(run.number, phase * self.ranks + self.rank)
-            run.operation.wait_for(self.endpoint.receive(peer, key, size, bound, run.label, into=into), then)
+            run.operation.wait_for(self.endpoint.receive(peer, key, size, bound, run.label, **place), then)
+
+    def _on_confirmed(self, _: object) -> None:
+        self._unconfirmed -= 1
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        self.endpoint.call(partial(self.endpoint.protocol.call_later, delay_s, action))
 
     def _plain_tags(self, size: int) -> PacketTags:
-        packets = -(-size // self.endpoint.options.payload_bytes)
-        queue = Queue.LAST_GRADIENT if packets == 1 else (Queue.FIRST_GRADIENT + Queue.LAST_GRADIENT) // 2
-        nothing = np.zeros(packets, np.uint8)
-        return PacketTags(np.full(packets, queue, np.uint8), nothing, nothing, nothing.astype(np.bool_))
+        return plain_tags(-(-size // self.endpoint.options.payload_bytes))
 
     def _lossy_tags(self, run: Run, data: memoryview) -> PacketTags:
         assert run.loss
@@ -232,4 +298,6 @@ class Channel:
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:
     """Copy from one buffer to another of the same size, which may be the same."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+    theirs, ours = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+    if theirs.ctypes.data != ours.ctypes.data:
+        np.copyto(ours, theirs)

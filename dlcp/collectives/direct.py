@@ -28,7 +28,10 @@ PUSH = 0
 PULL = 1
 MESSAGES_PER_STEP = 1 << 16
 PATIENCE_S = 0.002
-"""A bucket waits this long for the last confirmations of its result before that is copied. Chosen by us."""
+COPY_BYTES_PER_S = 1e9
+"""A bucket waits for the last confirmations of its result this long, and as long as a copy takes at this speed, before
+it makes one. Chosen by us: a copy delays everything else that the endpoint does.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,13 +231,16 @@ class _Run:
         if reducer.options.error_feedback:
             reducer.feedback.repay(self.values, bucket.value_type, bucket.segments)
         self.tags = self._tag(reducer.tagger)
-        self.owed: NDArray[np.floating] = np.zeros(0)
+        self.owed: list[tuple[NDArray[np.int64], NDArray[np.floating]]] = []
+        """What error feedback will owe: places in the bucket, and values."""
         self.summation: Summation | None = None
         self.arrived: dict[int, NDArray[np.uint8]] = {}
         self.delivered: dict[int, NDArray[np.bool_]] = {}
         self.averaged = False
-        self.confirmed: set[int] = set()
-        """Owners who have told what they got of this rank."""
+        self.result: tuple[NDArray[np.uint8], PacketTags] | None = None
+        """What follows the own result, and its tags, once it is ready."""
+        self.pushing = {owner for owner, (start, stop) in self.shards.items() if owner != self.rank and start < stop}
+        """Owners who have not told what they got of this rank."""
         self.received: set[int] = set()
         """Owners whose result is here."""
         self.kept: NDArray[np.generic] | None = None
@@ -245,6 +251,8 @@ class _Run:
 
     def _tag(self, tagger: Tagger) -> PacketTags:
         bucket = self.bucket
+        if not self.reducer.options.bound.ratio:
+            return tagger.tag_whole(len(self.values), bucket.segments, self.values_per_packet)
         if bucket.magnitudes is None:
             return tagger.tag(self.values, bucket.value_type, bucket.segments, self.values_per_packet)
         return tagger.tag_magnitudes(bucket.magnitudes, len(self.values), bucket.segments, self.values_per_packet)
@@ -304,7 +312,7 @@ class _Run:
                 shares, self.delivered, self.bucket.value_type, self.values_per_packet, rescale=options.rescale
             )
             if len(error):
-                self._owe(start, error)
+                self._owe(start, np.flatnonzero(error), error)
             self.values[start:stop] = self.bucket.value_type.narrow(mean)
         self.arrived.clear()
         self.averaged = True
@@ -320,28 +328,41 @@ class _Run:
         for room in self.arrived.values():
             self.reducer.endpoint.protocol.scratch.give(room)
         if error is not None:
-            self._owe(start, error)
+            missing = ~np.logical_and.reduce(list(self.delivered.values()))
+            self._owe(start, self._values_of(missing, stop - start), error)
 
     def _send_result(self, start: int, stop: int) -> None:
         rates_bps = self.reducer.rates()
         self._note_rates(self.rank, rates_bps)
         tail = rates_bps.view(np.uint8)
-        payload = self._bytes(start, stop)
-        tags = self._tags(start, stop, len(payload) + len(tail))
-        label = self._label(start, stop)
-        for peer in self.reducer.contributors:
-            if peer != self.rank:
-                key = self._key(PULL, peer)
-                self.unconfirmed.add(peer)
-                sending = self.reducer.endpoint.send(peer, key, payload, tags, RELIABLE, label, tail)
-                sending.add_done_callback(self._guard(partial(self._on_result_sent, key, peer, tags)))
+        self.unconfirmed = {peer for peer in self.reducer.contributors if peer != self.rank}
+        self.result = tail, self._tags(start, stop, (stop - start) * self.values.itemsize + len(tail))
+        for peer in self.unconfirmed - self.pushing:
+            self._send_result_to(peer)
+
+    def _send_result_to(self, peer: int) -> None:
+        """Send the own result to a rank.
+
+        It goes when that rank has this one's share: its result needs that, and only then has it a place for ours.
+        """
+        assert self.result
+        start, stop = self.shards[self.rank]
+        key, (tail, tags) = self._key(PULL, peer), self.result
+        sending = self.reducer.endpoint.send(
+            peer, key, self._bytes(start, stop), tags, RELIABLE, self._label(start, stop), tail
+        )
+        sending.add_done_callback(self._guard(partial(self._on_result_sent, key, peer, tags)))
 
     def _on_result_sent(self, key: MessageKey, peer: int, tags: PacketTags, delivery: Delivery) -> None:
         self.reducer.ledger.record(key, peer, self._label(*self.shards[self.rank]), tags, RELIABLE, delivery)
         self.unconfirmed.discard(peer)
-        if not self.waiting and not self.unconfirmed:
-            self._finish()
-            self.reducer.ended(self)
+        if self.waiting or self.unconfirmed:
+            return
+        self._finish()
+        self.reducer.ended(self)
+        if self.kept is not None:
+            self.reducer.endpoint.protocol.scratch.give(self.kept.view(np.uint8))
+            self.kept = None
 
     # Shards of others -------------------------------------------------------------------------------------------------
 
@@ -365,9 +386,8 @@ class _Run:
         label = self._label(start, stop)
         self.reducer.ledger.record(self._key(PUSH, owner), owner, label, tags, self.reducer.options.bound, delivery)
         if not delivery.delivered.all():
-            lost = np.repeat(~delivery.delivered, self.values_per_packet)[: stop - start]
-            self._owe(start, np.where(lost, self.bucket.value_type.widen(self.values[start:stop]), 0))
-        self.confirmed.add(owner)
+            places = self._values_of(~delivery.delivered, stop - start)
+            self._owe(start, places, self.bucket.value_type.widen(self.values[start:stop]))
         # Only now, for the result takes the place of what may still have been sent or is owed.
         tail = np.zeros(len(self.reducer.contributors) * RATE.itemsize, np.uint8)
         into = np.frombuffer(self._bytes(start, stop), np.uint8)
@@ -375,6 +395,9 @@ class _Run:
             owner, self._key(PULL, self.rank), len(into) + len(tail), RELIABLE, label, into=into, tail=tail
         )
         result.add_done_callback(self._guard(partial(self._on_result, owner, tail)))
+        self.pushing.discard(owner)
+        if self.result and owner in self.unconfirmed:
+            self._send_result_to(owner)
 
     def _on_result(self, owner: int, tail: NDArray[np.uint8], arrival: Arrival) -> None:
         self.received.add(owner)
@@ -405,8 +428,11 @@ class _Run:
                 part = self._packets(*shard)
                 final[part] = owner in self.received
                 included[self.rank][part] = owner not in self.received
-                unsettled[part] = owner not in self.confirmed
-        owed = self.owed if len(self.owed) else None
+                unsettled[part] = owner in self.pushing
+        owed = np.zeros(len(values), values.dtype) if self.owed else None
+        for places, lost in self.owed:
+            assert owed is not None
+            owed[places] += lost
         return Salvage(self.step, self.sequence, values, self.values_per_packet, final, included, owed, unsettled)
 
     def _included(self, mine: slice) -> Mapping[int, NDArray[np.bool_]]:
@@ -428,17 +454,24 @@ class _Run:
             self.reducer.rates_bps[owner] = rates_bps
             self.reducer.rated_by[owner] = self.sequence
 
-    def _owe(self, start: int, values: NDArray[np.floating]) -> None:
-        if not len(self.owed):
-            self.owed = np.zeros(len(self.values), values.dtype)
-        self.owed[start : start + len(values)] += values
+    def _values_of(self, packets: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
+        """Return the places of values in some of a shard's packets, where the shard has ``count`` values."""
+        first = np.flatnonzero(packets)[:, None] * self.values_per_packet
+        places = (first + np.arange(self.values_per_packet)).ravel()
+        return places[places < count]
+
+    def _owe(self, start: int, places: NDArray[np.int64], values: NDArray[np.floating]) -> None:
+        """Owe those of a shard's ``values`` that stand at ``places`` in it; ``start`` is where it begins."""
+        self.owed.append((places + start, values[places]))
 
     def _one_done(self) -> None:
         self.waiting -= 1
         if self.waiting:
             return
         if self.unconfirmed:
-            self.reducer.endpoint.protocol.call_later(PATIENCE_S, self._detach)
+            start, stop = self.shards[self.rank]
+            copying_s = (stop - start) * self.values.itemsize / COPY_BYTES_PER_S
+            self.reducer.endpoint.protocol.call_later(PATIENCE_S + copying_s, self._detach)
         else:
             self._finish()
 
@@ -446,9 +479,13 @@ class _Run:
         """Be done although some have not confirmed the result: what is left to send is sent from a copy."""
         if self.done.done():
             return
-        self.kept = self.values[slice(*self.shards[self.rank])].copy()
+        start, stop = self.shards[self.rank]
+        protocol = self.reducer.endpoint.protocol
+        room = protocol.scratch.take((stop - start) * self.values.itemsize)
+        self.kept = room.view(self.values.dtype)
+        self.kept[:] = self.values[start:stop]
         for peer in self.unconfirmed:
-            self.reducer.endpoint.protocol.detach(peer, self._key(PULL, peer))
+            protocol.detach(peer, self._key(PULL, peer), room)
         self._finish()
 
     def _finish(self) -> None:
@@ -456,8 +493,9 @@ class _Run:
             return
         if not self.unconfirmed:
             self.reducer.ended(self)
-        if len(self.owed) and self.reducer.options.error_feedback:
-            self.reducer.feedback.owe(self.owed, self.bucket.segments)
+        if self.reducer.options.error_feedback:
+            for places, values in self.owed:
+                self.reducer.feedback.owe_at(places, values, self.bucket.segments)
         self.done.set_result(self.values)
 
     def _guard(self, action: Callable[[Any], None]) -> Callable[["Future[Any]"], None]:

@@ -5,14 +5,14 @@ Collectives are numbered in the order in which they are issued, which must be th
 step of their messages. So any number of them can be under way, and none waits for another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from dlcp.collectives.channel import AllowedLoss, Channel, Run, copy_bytes
+from dlcp.collectives.channel import EAGER_BYTES, AllowedLoss, Channel, Run, copy_bytes
 from dlcp.collectives.reduction import Arithmetic
 from dlcp.collectives.shards import shard_bounds
-from dlcp.collectives.summing import GATHER, SCATTER, SMALL_BYTES, Summing
+from dlcp.collectives.summing import GATHER, SCATTER, Summing
 
 
 class Exchange(Channel):
@@ -31,26 +31,21 @@ class Exchange(Channel):
         rounds = (self.ranks - 1).bit_length()
 
         def enter(number: int) -> None:
+            if number == rounds:
+                return
             distance = 1 << number
-            self.send_part(run, (self.rank + distance) % self.ranks, number, token)
+            self.send_part(run, (self.rank + distance) % self.ranks, number, token, own=True)
             heard = memoryview(bytearray(1))
-            then = partial(enter, number + 1) if number + 1 < rounds else None
-            self.receive_part(run, (self.rank - distance) % self.ranks, number, heard, then)
+            self.receive_part(run, (self.rank - distance) % self.ranks, number, heard, partial(enter, number + 1))
 
-        with run.operation:
-            if rounds:
-                enter(0)
-        return run.operation.done
+        return self._run(run, partial(enter, 0))
 
     def broadcast(self, data: memoryview, root: int) -> "Future[None]":
         """Give all ranks the root's ``data``: by a binomial tree, or in parts that the ranks pass to each other."""
         run = self.start("broadcast")
-        with run.operation:
-            if self.ranks == 2 or len(data) <= SMALL_BYTES * self.ranks:
-                self._broadcast_by_tree(run, data, root)
-            else:
-                self._broadcast_in_parts(run, data, root)
-        return run.operation.done
+        small = self.ranks == 2 or len(data) <= EAGER_BYTES * self.ranks
+        way = self._broadcast_by_tree if small else self._broadcast_in_parts
+        return self._run(run, partial(way, run, data, root))
 
     def _broadcast_by_tree(self, run: Run, data: memoryview, root: int) -> None:
         place = (self.rank - root) % self.ranks
@@ -84,7 +79,9 @@ class Exchange(Channel):
         else:
             self.receive_part(run, root, SCATTER, parts[self.rank], pass_on)
             for peer in self.peers:
-                self.receive_part(run, peer, GATHER, parts[peer])
+                if peer != root:
+                    self.receive_part(run, peer, GATHER, parts[peer])
+            self.receive_part(run, root, GATHER, parts[root])
 
     def all_gather(self, mine: memoryview, parts: Sequence[memoryview]) -> "Future[None]":
         """Fill ``parts`` with what each rank gives as ``mine``; sizes may differ between ranks."""
@@ -93,28 +90,28 @@ class Exchange(Channel):
     def gather(self, mine: memoryview, parts: Sequence[memoryview] | None, root: int) -> "Future[None]":
         """Fill the root's ``parts`` with what each rank gives as ``mine``."""
         run = self.start("gather")
-        with run.operation:
-            if self.rank != root:
-                self.send_part(run, root, GATHER, mine)
-            else:
-                assert parts is not None
-                copy_bytes(mine, parts[root])
-                for peer in self.peers:
-                    self.receive_part(run, peer, GATHER, parts[peer])
-        return run.operation.done
+        if self.rank != root:
+            return self._run(run, partial(self.send_part, run, root, GATHER, mine))
+        assert parts is not None
+
+        def receive() -> None:
+            for peer in self.peers:
+                self.receive_part(run, peer, GATHER, parts[peer])
+
+        return self._run(run, receive, partial(copy_bytes, mine, parts[root]))
 
     def scatter(self, mine: memoryview, parts: Sequence[memoryview] | None, root: int) -> "Future[None]":
         """Fill each rank's ``mine`` with its part of the root's ``parts``."""
         run = self.start("scatter")
-        with run.operation:
-            if self.rank != root:
-                self.receive_part(run, root, SCATTER, mine)
-            else:
-                assert parts is not None
-                copy_bytes(parts[root], mine)
-                for peer in self.peers:
-                    self.send_part(run, peer, SCATTER, parts[peer])
-        return run.operation.done
+        if self.rank != root:
+            return self._run(run, partial(self.receive_part, run, root, SCATTER, mine))
+        assert parts is not None
+
+        def send() -> None:
+            for peer in self.peers:
+                self.send_part(run, peer, SCATTER, parts[peer])
+
+        return self._run(run, send, partial(copy_bytes, parts[root], mine))
 
     def all_to_all(self, gifts: Sequence[memoryview], parts: Sequence[memoryview]) -> "Future[None]":
         """Fill ``parts`` with what each rank has in its ``gifts`` for this one; any of them may be empty."""
@@ -122,12 +119,21 @@ class Exchange(Channel):
 
     def _all_to_all(self, what: str, gifts: Sequence[memoryview], parts: Sequence[memoryview]) -> "Future[None]":
         run = self.start(what)
-        with run.operation:
+
+        def swap() -> None:
             for distance in range(1, self.ranks):  # each begins with another, so that none is overrun
                 source, target = (self.rank - distance) % self.ranks, (self.rank + distance) % self.ranks
                 self.receive_part(run, source, GATHER, parts[source])
                 self.send_part(run, target, GATHER, gifts[target])
-            copy_bytes(gifts[self.rank], parts[self.rank])
+
+        return self._run(run, swap, partial(copy_bytes, gifts[self.rank], parts[self.rank]))
+
+    def _run(self, run: Run, begin: Callable[[], None], meanwhile: Callable[[], None] | None = None) -> "Future[None]":
+        """Start a collective; ``meanwhile`` is what the caller's thread has to do for it."""
+        with run.operation:
+            self.begin(run, begin)
+            if meanwhile:
+                meanwhile()
         return run.operation.done
 
     # Adding up --------------------------------------------------------------------------------------------------------
@@ -135,18 +141,14 @@ class Exchange(Channel):
     def all_reduce(self, data: memoryview, arithmetic: Arithmetic, loss: AllowedLoss | None = None) -> "Future[None]":
         """Reduce ``data`` over all ranks, in place and to the same bits everywhere."""
         run = self.start("all_reduce", loss, arithmetic, len(data))
-        with run.operation:
-            Summing(self, run, arithmetic).for_all(data)
-        return run.operation.done
+        return self._run(run, partial(Summing(self, run, arithmetic).for_all, data))
 
     def reduce(
         self, data: memoryview, arithmetic: Arithmetic, root: int, loss: AllowedLoss | None = None
     ) -> "Future[None]":
         """Reduce ``data`` over all ranks, into the root's; that of the others stays."""
         run = self.start("reduce", loss, arithmetic, len(data))
-        with run.operation:
-            Summing(self, run, arithmetic).for_one(data, root)
-        return run.operation.done
+        return self._run(run, partial(Summing(self, run, arithmetic).for_one, data, root))
 
     def reduce_scatter(
         self,

@@ -6,6 +6,7 @@ network in the place of the compressor: the receiver's bitmap names exactly what
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,34 +15,69 @@ from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
 
 
+@dataclass(slots=True)
+class _Debt:
+    """What is owed of one parameter: values, and where they belong in it; some places may come more than once."""
+
+    size: int
+    parts: list[tuple[NDArray[np.int64], NDArray[np.floating]]] = field(default_factory=list)
+
+    def add_to(self, values: NDArray[np.floating]) -> None:
+        for places, owed in self.parts:
+            values[places] += owed
+
+
 class ErrorFeedback:
-    """What this rank still owes, by parameter: frameworks regroup their buffers, parameters stay."""
+    """What this rank still owes, by parameter: frameworks regroup their buffers, parameters stay.
+
+    Only what was lost is kept, and not the rest as zeros: of a large model that is little.
+    """
 
     def __init__(self) -> None:
-        self._owed: dict[str, NDArray[np.floating]] = {}
+        self._debts: dict[str, _Debt] = {}
 
     def add_to(self, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
         """Add what is owed to a buffer, in place, and owe it no longer."""
         for segment in segments:
-            owed = self._owed.pop(segment.layer.name, None)
-            if owed is not None:
-                values[segment.start : segment.stop] += owed
+            debt = self._debts.pop(segment.layer.name, None)
+            if debt is not None:
+                debt.add_to(values[segment.start : segment.stop])
 
     def repay(self, values: NDArray[np.generic], value_type: ValueType, segments: Sequence[Segment]) -> None:
         """Add what is owed to a buffer in the storage of ``value_type``, in place, and owe it no longer."""
         for segment in segments:
-            owed = self._owed.pop(segment.layer.name, None)
-            if owed is not None:
-                part = values[segment.start : segment.stop]
-                part[...] = value_type.narrow(value_type.widen(part) + owed)
+            debt = self._debts.pop(segment.layer.name, None)
+            if debt is None:
+                continue
+            part = values[segment.start : segment.stop]
+            for places, owed in debt.parts:
+                part[places] = value_type.narrow(value_type.widen(part[places]) + owed)
 
     def owe(self, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
-        """Owe ``values``, which is 0 wherever all arrived."""
-        for segment in segments:
-            part = values[segment.start : segment.stop]
-            if part.any():
-                self._owed[segment.layer.name] = part.copy()
+        """Owe a whole buffer's ``values``, which are 0 wherever all arrived."""
+        places = np.flatnonzero(values)
+        self.owe_at(places, values[places], segments)
+
+    def owe_at(self, places: NDArray[np.int64], values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
+        """Owe ``values`` that belong at ``places`` of a buffer, which ascend and are each there once."""
+        if not len(places):
+            return
+        borders = np.searchsorted(places, [segment.start for segment in segments] + [segments[-1].stop])
+        for segment, first, last in zip(segments, borders, borders[1:], strict=False):
+            if first < last:
+                size = segment.stop - segment.start
+                debt = self._debts.setdefault(segment.layer.name, _Debt(size))
+                debt.parts.append((places[first:last] - segment.start, values[first:last].copy()))
 
     def owed(self, name: str) -> NDArray[np.floating] | None:
-        """Return what is owed of a parameter, flat, or None."""
-        return self._owed.get(name)
+        """Return what is owed of a parameter, flat and with zeros where nothing is, or None."""
+        debt = self._debts.get(name)
+        if debt is None:
+            return None
+        values: NDArray[np.floating] = np.zeros(debt.size, debt.parts[0][1].dtype)
+        debt.add_to(values)
+        return values
+
+    def forgive(self) -> None:
+        """Owe nothing any more."""
+        self._debts.clear()

@@ -8,6 +8,13 @@ from typing import Any
 
 from dlcp.transport import TransportError
 
+PATIENCE_S = 0.002
+"""So long the last confirmations of what was lent are waited for before it is copied. Chosen by us."""
+COPY_BYTES_PER_S = 1e9
+"""At which memory is copied, about. What takes long to copy is waited for as long again."""
+
+Later = Callable[[float, Callable[[], None]], None]
+
 
 class Operation:
     """Done when all its parts are; failed as soon as one fails.
@@ -20,15 +27,20 @@ class Operation:
         What it is, for error messages: rank, group, collective and number.
     on_failure
         Called once if a part fails, with the error.
+    later
+        Calls a function some seconds from now, in the endpoint's thread.
     """
 
-    def __init__(self, where: str, on_failure: Callable[[TransportError], None]) -> None:
+    def __init__(self, where: str, on_failure: Callable[[TransportError], None], later: Later | None = None) -> None:
         self.where = where
         self.done: Future[None] = Future()
         self._on_failure = on_failure
+        self._later = later
         self._lock = threading.Lock()
         self._open = 1
         self._ended = False
+        self._lent: dict[int, tuple[int, Callable[[], None]]] = {}
+        self._serial = 0
 
     def __enter__(self) -> "Operation":
         return self
@@ -39,10 +51,15 @@ class Operation:
             return
         self._close_one()
 
-    def wait_for(self, part: "Future[Any]", then: Callable[[Any], None] | None = None) -> None:
-        """Stay open until ``part`` is done and ``then`` has been called with its result."""
+    def hold(self) -> "Operation":
+        """Stay open until one more ``with`` has been left."""
         with self._lock:
             self._open += 1
+        return self
+
+    def wait_for(self, part: "Future[Any]", then: Callable[[Any], None] | None = None) -> None:
+        """Stay open until ``part`` is done and ``then`` has been called with its result."""
+        self.hold()
 
         def on_done(future: "Future[Any]") -> None:
             try:
@@ -56,6 +73,33 @@ class Operation:
 
         part.add_done_callback(on_done)
 
+    def lend(self, sending: "Future[Any]", size: int, take_back: Callable[[], None]) -> None:
+        """Stay open until ``sending`` is done or, if it takes longer than all else, memory of ``size`` bytes is copied.
+
+        ``take_back`` lets what is left be sent from a copy. It is called in the endpoint's thread.
+        """
+        with self._lock:
+            self._serial += 1
+            serial = self._serial
+            self._lent[serial] = size, take_back
+
+        def on_done(future: "Future[Any]") -> None:
+            error = future.exception()
+            if error:
+                self.fail(error)
+                return
+            with self._lock:
+                self._lent.pop(serial, None)
+                over = self._is_over()
+            if over:
+                self.done.set_result(None)
+
+        sending.add_done_callback(on_done)
+
+    def watch(self, sending: "Future[Any]") -> None:
+        """Fail if ``sending`` does, even after the end; but wait for nothing: what it sends is nobody else's."""
+        sending.add_done_callback(self._watched)
+
     def fail(self, error: BaseException) -> None:
         """End with an error that says where it happened; only the first one counts."""
         kind = type(error) if isinstance(error, TransportError) else TransportError
@@ -63,16 +107,39 @@ class Operation:
         failure = kind(f"{self.where} failed: {what}")
         failure.__cause__ = error
         with self._lock:
-            if self._ended:
-                return
-            self._ended = True
-        self.done.set_exception(failure)
+            over, self._ended = not self._ended, True
+        if over:
+            self.done.set_exception(failure)
         self._on_failure(failure)
+
+    def _watched(self, sending: "Future[Any]") -> None:
+        error = sending.exception()
+        if error:
+            self.fail(error)
 
     def _close_one(self) -> None:
         with self._lock:
             self._open -= 1
-            over = self._open == 0 and not self._ended
-            self._ended |= over
+            over = self._is_over()
+            size = 0 if self._open or self._ended else sum(size for size, _ in self._lent.values())
+        if over:
+            self.done.set_result(None)
+        elif size and self._later:
+            self._later(PATIENCE_S + 2 * size / COPY_BYTES_PER_S, self._take_back)
+
+    def _is_over(self) -> bool:
+        """Claim the end, if it has come. For one who holds the lock."""
+        over = not (self._open or self._lent or self._ended)
+        self._ended |= over
+        return over
+
+    def _take_back(self) -> None:
+        with self._lock:
+            lent = [] if self._ended else list(self._lent.values())
+        for _, take_back in lent:
+            take_back()
+        with self._lock:
+            self._lent.clear()
+            over = self._is_over()
         if over:
             self.done.set_result(None)

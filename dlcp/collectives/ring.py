@@ -309,9 +309,6 @@ class _Run:
 
         A result that has come in part has overwritten some of these. But then it is final at the rank before this one.
         """
-        owed = self.owed
-        if owed is not None:
-            owed = np.where(np.repeat(self.final, self.values_per_packet)[: len(owed)], owed, 0)
         return Salvage(
             self.step,
             self.sequence,
@@ -319,7 +316,7 @@ class _Run:
             self.values_per_packet,
             self.final.copy(),
             {self.reducer.endpoint.rank: ~self.final},
-            owed,
+            self.owed,
         )
 
     def _bound(self, phase: int) -> LossBound:

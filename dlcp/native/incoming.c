@@ -86,8 +86,8 @@ static void copy_in(incoming *m, int64_t offset, const uint8_t *payload, int64_t
         memmove(m->buffer + offset, payload, (size_t)bytes); /* where dlcp_incoming_move moves, it may lie there already */
         return;
     }
-    if (direct < 0) direct = 0;
-    memmove(m->buffer + offset, payload, (size_t)direct);
+    if (direct > 0) memmove(m->buffer + offset, payload, (size_t)direct);
+    else direct = 0;
     memcpy(m->tail + offset + direct - m->bytes, payload + direct, (size_t)(bytes - direct));
 }
 

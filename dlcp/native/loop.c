@@ -432,8 +432,9 @@ static void wait_for_news(engine *e, double until_s, int full) {
     }
 }
 
-/* Move packets until `until_s`, or until Python is wanted: woken, a report due, or a message with nothing left to send. */
-API void dlcp_engine_turn(engine *e, double until_s) {
+/* Move packets until `until_s`, or until Python is wanted: woken, a report due, or a message with nothing left to send; return
+ * whether it was that. */
+API int64_t dlcp_engine_turn(engine *e, double until_s) {
     for (;;) {
         int received = receive(e);
         double now_s = clock_s(), acknowledge_s = acknowledge_due(e, now_s);
@@ -443,8 +444,10 @@ API void dlcp_engine_turn(engine *e, double until_s) {
         if (received || sent > 0) continue;
         wait_for_news(e, smaller(smaller(due_s, acknowledge_s), resume_s(e)), sent < 0);
     }
+    int idle = e->attention;
     e->attention = 0;
     __atomic_store_n(&e->woken, 0, __ATOMIC_RELEASE);
+    return idle;
 }
 
 /* Sizes of the public parts, for Python to check its mirror by. */

@@ -27,6 +27,7 @@ from dlcp.torch.backend_operations import arithmetic_of, op_of, scaled
 from dlcp.torch.backend_work import Issuer, Work, call_aside, joined
 from dlcp.torch.options import Options
 from dlcp.torch.rendezvous import meet
+from dlcp.torch.staging import Device
 
 NAME = "dlcp"
 DEVICES = ["cpu", "cuda"]
@@ -259,12 +260,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # _Base is Any
 
     def _reduce(self, what: str, tensor: torch.Tensor, op: Any, root: int | None) -> Work:
         arithmetic = arithmetic_of(op, tensor)
-        host = self._memory.read(scaled(op, tensor))
-        written = [HostTensor(tensor.detach(), host.host, host.data)] if root in (None, self.rank()) else []
+        host = self._memory.read(scaled(op, tensor, in_place=root is None))
         if root is None:
             start = partial(self.exchange.all_reduce, host.data, arithmetic, self.loss)
-        else:
-            start = partial(self.exchange.reduce, host.data, arithmetic, root, self.loss)
+            return self._issue(what, start, [host], [host], [tensor])
+        start = partial(self.exchange.reduce, host.data, arithmetic, root, self.loss)
+        written = [host.back_into(tensor)] if root == self.rank() else []
         return self._issue(what, start, [host], written, [tensor])
 
     def _reduce_scatter(self, output: torch.Tensor, tensors: list[torch.Tensor], op: Any) -> Work:
@@ -306,29 +307,48 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # _Base is Any
         value: Any,
     ) -> Work:
         """Start a collective once what it reads is on the host; give back what it writes when it is done."""
-        devices = [device for host in [*read, *written] if (device := self._memory.device(host.tensor))]
-        device = devices[0] if devices else None
-        work = Work(f"{what} of group {self.exchange.name}", device.future() if device else None)
+        what = f"{what} of group {self.exchange.name}"
+        device = self._memory.device_of([*read, *written])
+        if device and not self._issuer:
+            self._issuer = Issuer(self.exchange.name)
+        if self._issuer or any(host.is_copy for host in written):
+            work = self._issue_with_copies(what, start, read, written, value, device)
+        else:
+            try:
+                work = Work(what, done=start(), value=value)
+            except Exception as problem:
+                work = Work(what)
+                work.fail(problem)
         if self._coalesced is not None:
             self._coalesced.append(work)
+        return work
+
+    def _issue_with_copies(
+        self,
+        what: str,
+        start: Callable[[], "Future[Any]"],
+        read: Sequence[HostTensor],
+        written: Sequence[HostTensor],
+        value: Any,
+        device: Device | None,
+    ) -> Work:
+        work = Work(what, device.future() if device else None)
 
         def on_done(done: "Future[Any]") -> None:
             error = done.exception()
             if error:
                 work.fail(error)
-                return
-            work.source = done.result()
-            if device:
-                call_aside(give_back)
+            elif device:
+                call_aside(partial(give_back, done.result()))
             else:
-                give_back()
+                give_back(done.result())
 
-        def give_back() -> None:
+        def give_back(source: int | None) -> None:
             try:
                 with device.on_side() if device else nullcontext():
                     for host in written:
                         host.give_back()
-                    work.succeed(value)
+                    work.succeed(value, source)
             except BaseException as problem:  # whoever waits must hear of it
                 work.fail(problem)
 
@@ -341,8 +361,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # _Base is Any
             except Exception as problem:
                 work.fail(problem)
 
-        if device and not self._issuer:
-            self._issuer = Issuer(self.exchange.name)
         if self._issuer:
             self._issuer.submit(begin)  # the order of issue is the same on all ranks, and stays so
         else:

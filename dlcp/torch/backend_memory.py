@@ -5,13 +5,16 @@ A contiguous tensor on the CPU is used where it is. Any other is copied: one on 
 beside the one that computes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dlcp.torch.staging import CudaDevice, Device, Event
+
+_PLAIN = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8)
+"""Formats that memoryviews know, so that their bytes are to be had in one step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,9 +34,20 @@ class HostTensor:
     data: memoryview
     copied: Event | None = None
 
+    def back_into(self, tensor: torch.Tensor) -> "HostTensor":
+        """Return the same bytes, to be given back to a tensor that they may be a scaled copy of."""
+        return (
+            self if tensor.data_ptr() == self.tensor.data_ptr() else HostTensor(tensor.detach(), self.host, self.data)
+        )
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether ``data`` is not the tensor's own memory."""
+        return self.host is not self.tensor
+
     def give_back(self) -> None:
         """Write ``data`` into the tensor, if it is not the tensor's own memory; on a device, on the current stream."""
-        if self.host is not self.tensor:
+        if self.is_copy:
             with torch.no_grad():
                 self.tensor.copy_(self.host, non_blocking=True)
 
@@ -43,12 +57,12 @@ class HostMemory:
 
     Parameters
     ----------
-    device_of
+    make_device
         Makes the side stream of a device, once for each.
     """
 
-    def __init__(self, device_of: Callable[[torch.device], Device] = CudaDevice) -> None:
-        self._device_of = device_of
+    def __init__(self, make_device: Callable[[torch.device], Device] = CudaDevice) -> None:
+        self._make_device = make_device
         self._devices: dict[torch.device, Device] = {}
 
     def device(self, tensor: torch.Tensor) -> Device | None:
@@ -62,10 +76,18 @@ class HostMemory:
         if tensor.device.type == "cpu":
             return None
         if tensor.device not in self._devices:
-            if self._device_of is CudaDevice and tensor.device.type != "cuda":
+            if self._make_device is CudaDevice and tensor.device.type != "cuda":
                 raise ValueError(f"the dlcp backend knows tensors on the CPU and on CUDA, not on {tensor.device}")
-            self._devices[tensor.device] = self._device_of(tensor.device)
+            self._devices[tensor.device] = self._make_device(tensor.device)
         return self._devices[tensor.device]
+
+    def device_of(self, hosts: Sequence[HostTensor]) -> Device | None:
+        """Return the device that the first of these that is on one is on."""
+        for host in hosts:
+            device = self.device(host.tensor)
+            if device:
+                return device
+        return None
 
     def read(self, tensor: torch.Tensor) -> HostTensor:
         """Return a tensor's bytes, to be sent, or to be written and given back."""
@@ -101,5 +123,8 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
 def _bytes(tensor: torch.Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(bytearray())
+    if tensor.dtype in _PLAIN:
+        values: Any = tensor.numpy()
+        return memoryview(values).cast("B")
     flat: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(flat)

@@ -47,9 +47,10 @@ def arithmetic_of(op: Any, tensor: torch.Tensor) -> Arithmetic:
         raise TypeError(f"{kind} of {tensor.dtype} tensors: {error}; cast them, or choose another operation") from None
 
 
-def scaled(op: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a rank contributes: for PREMUL_SUM the tensor times its factor."""
+def scaled(op: Any, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
+    """Return what a rank contributes: for PREMUL_SUM the tensor times its factor; ``in_place`` it becomes that."""
     if _SCALED_SUM is None or getattr(op, "op", op) != _SCALED_SUM:
         return tensor
-    contribution: torch.Tensor = tensor.detach() * op.factor
+    plain = tensor.detach()
+    contribution: torch.Tensor = plain.mul_(op.factor) if in_place else plain * op.factor
     return contribution

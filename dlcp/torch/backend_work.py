@@ -26,34 +26,44 @@ class Work(dist.Work):
         Its name, for error messages.
     answer
         The future that :meth:`get_future` gives; for tensors on a device, one that knows the device.
+    done
+        What it is done with; its result, if a number, is the rank that a message came from. Without it, :meth:`succeed`
+        or :meth:`fail` end it.
+    value
+        What the future gives then.
     """
 
-    def __init__(self, what: str, answer: "torch.futures.Future[Any] | None" = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        answer: "torch.futures.Future[Any] | None" = None,
+        *,
+        done: "Future[Any] | None" = None,
+        value: Any = None,
+    ) -> None:
         super().__init__()
         self.what = what
-        self.source: int | None = None
-        self._done: Future[Any] = Future()
-        self._on_device = answer is not None
-        self._raw: torch.futures.Future[Any] = answer or torch.futures.Future()
-        # An error that a Future was given in Python is no error to C++; one that a callback raises is.
-        self._answer: torch.futures.Future[Any] = self._raw.then(_value_or_error)
+        self._done: Future[Any] = done or Future()
+        self._value = value
+        self._raw = answer
+        self._answer = answer.then(_value_or_error) if answer is not None else None
+        self._lock = threading.Lock()
 
-    def succeed(self, value: Any) -> None:
-        """End it; ``value`` is what the future gives.
+    def succeed(self, value: Any, source: int | None = None) -> None:
+        """End it; ``value`` is what the future gives, ``source`` the rank that a message came from.
 
         On a device the stream that writes the tensors must be the current one, and the thread not the endpoint's.
         """
-        if self._on_device:
+        self._value = value
+        if self._raw is not None:
             self._raw.set_result(value)
-            self._done.set_result(value)
-        else:
-            self._done.set_result(value)
-            call_aside(partial(self._raw.set_result, value))
+        self._done.set_result(source)
 
     def fail(self, error: BaseException) -> None:
         """End it with an error, which everybody who waits gets."""
         self._done.set_exception(error)
-        call_aside(partial(self._raw.set_result, error))
+        if self._raw is not None:
+            call_aside(partial(self._raw.set_result, error))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is done; on a device, let the current stream wait.
@@ -72,12 +82,24 @@ class Work(dist.Work):
             if self._done.done():
                 raise
             raise TimeoutError(f"{self.what} is not done after {limit_s:.1f} s") from error
-        if self._on_device:
-            self._answer.wait()
+        if self._raw is not None:
+            self.get_future().wait()
         return True
 
     def get_future(self) -> "torch.futures.Future[Any]":
         """Return the future; its value is the list of tensors that were written."""
+        with self._lock:
+            if self._answer is not None:
+                return self._answer
+            # Made for those who ask: most do not, and it costs as much as all else here.
+            raw: torch.futures.Future[Any] = torch.futures.Future()
+            # An error that a Future was given in Python is no error to C++; one that a callback raises is.
+            self._answer = raw.then(_value_or_error)
+
+        def answer(done: "Future[Any]") -> None:
+            call_aside(partial(raw.set_result, done.exception() or self._value))
+
+        self._done.add_done_callback(answer)
         return self._answer
 
     def is_completed(self) -> bool:
@@ -95,7 +117,7 @@ class Work(dist.Work):
     def result(self) -> Any:
         """Wait for it and return the tensors that were written."""
         self.wait()
-        return self._done.result()
+        return self._value
 
     def synchronize(self) -> None:
         """Wait until it is done."""
@@ -104,9 +126,10 @@ class Work(dist.Work):
     def source_rank(self) -> int:
         """Return the rank that a message from any rank came from."""
         self.wait()
-        if self.source is None:
+        source: int | None = self._done.result()
+        if source is None:
             raise RuntimeError(f"{self.what} has no source")
-        return self.source
+        return source
 
     _source_rank = source_rank
 

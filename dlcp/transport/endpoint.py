@@ -64,6 +64,8 @@ class Endpoint:
         self._addresses = peers
         self._commands: deque[Callable[[], None]] = deque()
         self._closing = self._closed = False
+        self._due_s = 0.0
+        self._idle = False
         with contextlib.suppress(OSError):  # an older kernel hands over datagrams one by one
             sock.setsockopt(socket.IPPROTO_UDP, _UDP_GRO, 1)
         self.protocol = Protocol(
@@ -210,9 +212,11 @@ class Endpoint:
         while self._commands:
             self._commands.popleft()()
         now_s = time.monotonic()
-        self.protocol.on_reports(now_s)
-        due_s = self.protocol.on_time(now_s)
-        self.protocol.engine.turn(due_s)
+        protocol = self.protocol
+        protocol.on_reports(now_s)
+        if self._idle or now_s >= self._due_s or protocol.changed:
+            self._due_s = protocol.on_time(now_s)
+        self._idle = protocol.engine.turn(self._due_s)
 
 
 def bind_socket(host: str, ports: Iterable[int]) -> socket.socket:

@@ -267,8 +267,13 @@ class Engine(Protocol):
     def report_due_s(self) -> float:
         """Return when the first report is due."""
 
-    def turn(self, until_s: float) -> None:
-        """Move packets between socket and messages until a time, or until the protocol has something to do."""
+    def turn(self, until_s: float) -> bool:
+        """Move packets between socket and messages until a time, or until the protocol has something to do.
+
+        Returns
+        -------
+        Whether a message has nothing left to send that is not confirmed.
+        """
 
     def wake(self) -> None:
         """Make :meth:`turn` return; from any thread."""

@@ -137,7 +137,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dlcp_engine_pump": (c_int64, (c_void_p, c_double)),
     "dlcp_engine_acknowledge": (c_double, (c_void_p, c_double)),
     "dlcp_engine_report_due": (c_double, (c_void_p,)),
-    "dlcp_engine_turn": (None, (c_void_p, c_double)),
+    "dlcp_engine_turn": (c_int64, (c_void_p, c_double)),
     "dlcp_sizes": (c_int64, (c_int64,)),
     "dlcp_outgoing_new": (
         c_void_p,
@@ -506,10 +506,11 @@ class NativeEngine:
         """See :meth:`dlcp.transport.engine.Engine.report_due_s`."""
         return float(self._library.dlcp_engine_report_due(self._engine))
 
-    def turn(self, until_s: float) -> None:
+    def turn(self, until_s: float) -> bool:
         """See :meth:`dlcp.transport.engine.Engine.turn`."""
-        self._library.dlcp_engine_turn(self._engine, until_s)
+        idle = bool(self._library.dlcp_engine_turn(self._engine, until_s))
         self._raise()
+        return idle
 
     def wake(self) -> None:
         """See :meth:`dlcp.transport.engine.Engine.wake`."""

@@ -145,7 +145,9 @@ class Protocol:
         self._incoming: dict[Name, Receiving] = {}
         self._stopping: dict[Name, Stopping] = {}
         self._finished: set[Name] = set()
-        self._clock_s = now_s
+        self._clock_s = self._now_s = now_s
+        self.changed = True
+        """Whether something has happened since :meth:`on_time` that may make something else due sooner."""
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._later_serial = 0
         self._stashed_bytes = 0
@@ -198,6 +200,7 @@ class Protocol:
             message,
         )
         message.owner = sending
+        self.changed = True
         if bound.immediate:
             self._probe(to, sending, now_s)  # tells the receiver how many packets are protected
         return sending.done
@@ -230,6 +233,7 @@ class Protocol:
             out for position 0.
         """
         awaited = Awaited(message_bytes, bound, label, now_s + self.options.deadline_s)
+        self.changed = True
         if self._failure:
             awaited.done.set_exception(self._failure)
             return awaited.done
@@ -265,16 +269,20 @@ class Protocol:
         per_packet = self.options.payload_bytes // values.itemsize
         return Summation(self.engine, values, per_packet, members, members + 1 if divisor is None else divisor)
 
-    def detach(self, peer: int, key: MessageKey) -> None:
-        """Copy what is left to send of a message, so that its payload may change although it is not confirmed."""
+    def detach(self, peer: int, key: MessageKey, copy: Bytes | None = None) -> None:
+        """Go on sending a message from a copy, so that its payload may change although it is not confirmed.
+
+        Without a ``copy`` one is made.
+        """
         sending = self._peers[peer].sending.get(key)
         if sending is not None:
-            self.engine.replace_payload(sending.message, sending.payload.copy())
+            self.engine.replace_payload(sending.message, sending.payload.copy() if copy is None else copy)
 
     def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
         """Do something about ``delay_s`` from now."""
         self._later_serial += 1
-        heapq.heappush(self._later, (self._clock_s + delay_s, self._later_serial, action))
+        self.changed = True
+        heapq.heappush(self._later, (self._now_s + delay_s, self._later_serial, action))
 
     def forget_before(self, step: int) -> None:
         """Declare all steps before ``step`` over: their packets are refused from now on."""
@@ -450,6 +458,7 @@ class Protocol:
         assert awaited
         del self._incoming[name]
         self._finished.add(name)
+        self.changed = True
         if awaited.message_bytes is None:
             size = (message.packets - 1) * self.options.payload_bytes + message.last_bytes
             receiving.payload = receiving.payload[:size]
@@ -480,6 +489,7 @@ class Protocol:
         self.on_reports(now_s)
 
     def _on_control(self, rank: int, header: Header, payload: memoryview, now_s: float) -> None:
+        self.changed = True
         peer = self._peers[rank]
         kind = header.type
         if kind is PacketType.DATA:
@@ -591,10 +601,13 @@ class Protocol:
 
     def on_reports(self, now_s: float) -> None:
         """Let the windows follow what came back."""
+        self._now_s = now_s
         for peer in self._peers.values():
             report = peer.flow.take_report(now_s)
             if report is not None:
                 peer.control.on_report(report)
+                # What the receiver has no room for is no use: a window must not grow on the strength of it.
+                peer.control.window = min(peer.control.window, float(peer.flow.largest_window))
                 peer.flow.window = peer.control.window
                 peer.rate.on_feedback(now_s, report.delivered, any(s.message.unsent for s in peer.sending.values()))
 
@@ -609,7 +622,8 @@ class Protocol:
         if stalled_s > KEEPALIVE_S:  # this process was not running: what peers sent meanwhile is still to be read
             for peer in self._peers.values():
                 peer.flow.heard_s += stalled_s
-        self._clock_s = now_s
+        self._clock_s = self._now_s = now_s
+        self.changed = False
         while self._later and self._later[0][0] <= now_s:
             heapq.heappop(self._later)[2]()
         due_s = min(now_s + HELLO_REPEAT_S, self._later[0][0] if self._later else math.inf)

@@ -37,6 +37,10 @@ local f = {
     index = ProtoField.uint32("dlcp.index", "Packet index", base.DEC, nil),
     count = ProtoField.uint32("dlcp.count", "Packets in the message", base.DEC, nil),
     token = ProtoField.uint64("dlcp.token", "Session token", base.HEX, nil),
+    ack_step = ProtoField.uint32("dlcp.ack_step", "Step", base.DEC),
+    ack_message = ProtoField.uint16("dlcp.ack_message", "Message", base.DEC),
+    ack_block = ProtoField.uint32("dlcp.ack_block", "Block of 64 packets", base.DEC),
+    ack_arrived = ProtoField.uint64("dlcp.ack_arrived", "Arrived (bit k = packet 64 block + k)", base.HEX),
 }
 dlcp.fields = {
     f.version,
@@ -58,6 +62,10 @@ dlcp.fields = {
     f.index,
     f.count,
     f.token,
+    f.ack_step,
+    f.ack_message,
+    f.ack_block,
+    f.ack_arrived,
 }
 
 local too_short = ProtoExpert.new(
@@ -68,7 +76,20 @@ local unknown_type = ProtoExpert.new(
     "dlcp.unknown_type", "Unknown DLCP packet type", expert.group.PROTOCOL, expert.severity.WARN)
 dlcp.experts = { too_short, other_version, unknown_type }
 
-local function describe(buffer)
+local ACK, PROBE, STOP = 2, 3, 5
+local ENTRY_BYTES = 18
+
+local function describe_ack(buffer)
+    return string.format(
+        "ACK job %u sender %u received %u marked %u after %u us",
+        buffer(4, 2):uint(),
+        buffer(14, 2):uint(),
+        buffer(16, 4):uint(),
+        buffer(20, 4):uint(),
+        buffer(8, 4):uint())
+end
+
+local function describe_any(buffer)
     return string.format(
         "%s job %u step %u message %u sender %u packet %u/%u layer %u queue %u class %u",
         TYPES[buffer(0, 1):bitfield(4, 4)] or "type " .. buffer(0, 1):bitfield(4, 4),
@@ -81,6 +102,28 @@ local function describe(buffer)
         buffer(3, 1):uint(),
         buffer(2, 1):bitfield(0, 3),
         buffer(2, 1):bitfield(3, 3))
+end
+
+local function describe(buffer)
+    local kind, left = buffer(0, 1):bitfield(4, 4), buffer:len() - HEADER_BYTES
+    if kind == ACK then
+        return describe_ack(buffer)
+    elseif kind == PROBE and left == 1 and buffer(HEADER_BYTES, 1):uint() == 1 then
+        return describe_any(buffer) .. ", more to come"
+    elseif kind == STOP and left == 0 then
+        return describe_any(buffer) .. ", all arrived"
+    end
+    return describe_any(buffer)
+end
+
+local function add_entries(buffer, tree)
+    for at = HEADER_BYTES, buffer:len() - ENTRY_BYTES, ENTRY_BYTES do
+        local entry = tree:add(dlcp, buffer(at, ENTRY_BYTES), "Acknowledged")
+        entry:add(f.ack_step, buffer(at + 0, 4))
+        entry:add(f.ack_message, buffer(at + 4, 2))
+        entry:add(f.ack_block, buffer(at + 6, 4))
+        entry:add(f.ack_arrived, buffer(at + 10, 8))
+    end
 end
 
 function dlcp.dissector(buffer, packet, tree)
@@ -119,7 +162,10 @@ function dlcp.dissector(buffer, packet, tree)
         branch:add_proto_expert_info(unknown_type)
     end
     packet.cols.info = describe(buffer)
-    if buffer:len() > HEADER_BYTES then
+    local left = buffer:len() - HEADER_BYTES
+    if buffer(0, 1):bitfield(4, 4) == ACK and left % ENTRY_BYTES == 0 then
+        add_entries(buffer, tree)
+    elseif left > 0 then
         Dissector.get("data"):call(buffer(HEADER_BYTES):tvb(), packet, tree)
     end
     return buffer:len()

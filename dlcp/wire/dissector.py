@@ -35,6 +35,21 @@ LABELS: Final = {
 }
 """What Wireshark shows for each field; its filter name is ``dlcp.`` and the field's name."""
 
+ACK_ENTRY: Final = {
+    "ack_step": (32, "Step"),
+    "ack_message": (16, "Message"),
+    "ack_block": (32, "Block of 64 packets"),
+    "ack_arrived": (64, "Arrived (bit k = packet 64 block + k)"),
+}
+"""Bits and label of each field of what an ACK's payload repeats.
+
+In an ACK's header, ``step`` is how many microseconds ago the newest packet came, ``index`` how many packets have come
+from the peer, and ``count`` how many of them marked congested.
+"""
+ENTRY_BYTES: Final = sum(bits for bits, _ in ACK_ENTRY.values()) // 8
+MORE: Final = 1
+"""Payload of a PROBE whose sender still has packets to send."""
+
 _TEMPLATE = """\
 -- SPDX-License-Identifier: Apache-2.0
 -- Wireshark dissector of the DLCP header. Written by `python -m dlcp.wire.dissector`: change that, not this.
@@ -62,7 +77,20 @@ local unknown_type = ProtoExpert.new(
     "dlcp.unknown_type", "Unknown DLCP packet type", expert.group.PROTOCOL, expert.severity.WARN)
 dlcp.experts = { too_short, other_version, unknown_type }
 
-local function describe(buffer)
+local ACK, PROBE, STOP = @ACK@, @PROBE@, @STOP@
+local ENTRY_BYTES = @ENTRY_BYTES@
+
+local function describe_ack(buffer)
+    return string.format(
+        "ACK job %u sender %u received %u marked %u after %u us",
+        @job_value@,
+        @sender_value@,
+        @index_value@,
+        @count_value@,
+        @step_value@)
+end
+
+local function describe_any(buffer)
     return string.format(
         "%s job %u step %u message %u sender %u packet %u/%u layer %u queue %u class %u",
         TYPES[@type_value@] or "type " .. @type_value@,
@@ -75,6 +103,25 @@ local function describe(buffer)
         @layer_value@,
         @queue_value@,
         @drop_class_value@)
+end
+
+local function describe(buffer)
+    local kind, left = @type_value@, buffer:len() - HEADER_BYTES
+    if kind == ACK then
+        return describe_ack(buffer)
+    elseif kind == PROBE and left == 1 and buffer(HEADER_BYTES, 1):uint() == @MORE@ then
+        return describe_any(buffer) .. ", more to come"
+    elseif kind == STOP and left == 0 then
+        return describe_any(buffer) .. ", all arrived"
+    end
+    return describe_any(buffer)
+end
+
+local function add_entries(buffer, tree)
+    for at = HEADER_BYTES, buffer:len() - ENTRY_BYTES, ENTRY_BYTES do
+        local entry = tree:add(dlcp, buffer(at, ENTRY_BYTES), "Acknowledged")
+@ENTRY_ADDS@
+    end
 end
 
 function dlcp.dissector(buffer, packet, tree)
@@ -95,7 +142,10 @@ function dlcp.dissector(buffer, packet, tree)
         branch:add_proto_expert_info(unknown_type)
     end
     packet.cols.info = describe(buffer)
-    if buffer:len() > HEADER_BYTES then
+    local left = buffer:len() - HEADER_BYTES
+    if @type_value@ == ACK and left % ENTRY_BYTES == 0 then
+        add_entries(buffer, tree)
+    elseif left > 0 then
         Dissector.get("data"):call(buffer(HEADER_BYTES):tvb(), packet, tree)
     end
     return buffer:len()
@@ -142,6 +192,23 @@ def _declaration(name: str, first_bit: int) -> str:
     return f"    {name} = ProtoField.uint{max(8, bits)}({filter_name}, {label}, {base}, {names}{masked}),"
 
 
+def _entry_declarations() -> list[str]:
+    """Return the Lua lines that declare the fields of an ACK's payload."""
+    return [
+        f'    {name} = ProtoField.uint{bits}("dlcp.{name}", "{label}", {"base.HEX" if bits == 64 else "base.DEC"}),'
+        for name, (bits, label) in ACK_ENTRY.items()
+    ]
+
+
+def _entry_adds() -> list[str]:
+    """Return the Lua lines that show one entry of an ACK's payload, which begins at ``at``."""
+    lines, first = [], 0
+    for name, (bits, _) in ACK_ENTRY.items():
+        lines.append(f"        entry:add(f.{name}, buffer(at + {first}, {bits // 8}))")
+        first += bits // 8
+    return lines
+
+
 def generate() -> str:
     """Return the text of the Lua dissector, for every field of ``FIELD_BITS`` in wire order.
 
@@ -161,8 +228,14 @@ def generate() -> str:
         "FIRST_PORT": str(UDP_PORT_BASE),
         "LAST_PORT": str(UDP_PORT_BASE + UDP_PORT_COUNT - 1),
         "TYPES": "\n".join(f'    [{int(kind)}] = "{kind.name}",' for kind in PacketType),
-        "FIELDS": "\n".join(_declaration(name, first) for name, first in offsets.items()),
-        "FIELD_LIST": ",\n    ".join(f"f.{name}" for name in offsets),
+        "FIELDS": "\n".join([*(_declaration(name, first) for name, first in offsets.items()), *_entry_declarations()]),
+        "FIELD_LIST": ",\n    ".join(f"f.{name}" for name in (*offsets, *ACK_ENTRY)),
+        "ACK": str(int(PacketType.ACK)),
+        "PROBE": str(int(PacketType.PROBE)),
+        "STOP": str(int(PacketType.STOP)),
+        "MORE": str(MORE),
+        "ENTRY_BYTES": str(ENTRY_BYTES),
+        "ENTRY_ADDS": "\n".join(_entry_adds()),
         "ADDS": "\n".join(f"    branch:add(f.{name}, {_byte_range(name, first)})" for name, first in offsets.items()),
     }
     parts |= {f"{name}_range": _byte_range(name, first) for name, first in offsets.items()}

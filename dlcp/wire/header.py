@@ -24,13 +24,13 @@ class PacketType(IntEnum):
     DATA = 1
     """Values of a message: one fragment."""
     ACK = 2
-    """Fragments that arrived, and how many of them were marked congested."""
+    """Fragments that arrived, and how many of them were marked congested; see ``ACK_ENTRY`` in ``dissector``."""
     PROBE = 3
-    """The sender has nothing more to send now and asks what is missing."""
+    """The sender asks what is missing; it has nothing more to send now, unless a payload says that it has."""
     BITMAP = 4
     """What has arrived of a message; an answer to PROBE."""
     STOP = 5
-    """The receiver needs no more of a message; carries what arrived of it."""
+    """The receiver needs no more of a message; carries what arrived of it, or nothing if all did."""
     STOP_ACK = 6
     """The sender has read a STOP."""
     HELLO = 7

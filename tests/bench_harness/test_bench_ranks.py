@@ -14,7 +14,7 @@ from bench_rank import Rank
 from dlcp.bench.ranks import RankError, Ranks
 
 
-def gone(pid, within_s=10.0):
+def gone(pid, within_s=20.0):
     end_s = time.monotonic() + within_s
     while time.monotonic() < end_s:
         try:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from network import Network, VirtualEndpoint
 
-from dlcp.collectives import summing
+from dlcp.collectives import mailbox, summing, totals
 from dlcp.collectives.channel import AllowedLoss
 from dlcp.collectives.exchange import Exchange
 from dlcp.collectives.reduction import Arithmetic, ReduceOp
@@ -20,7 +20,7 @@ SUM = Arithmetic(ReduceOp.SUM, "float32")
 
 @pytest.fixture(autouse=True)
 def _in_one_thread(monkeypatch):
-    monkeypatch.setattr(summing, "ADD_ASIDE_BYTES", 1 << 40)  # virtual time has no other threads
+    monkeypatch.setattr(totals, "ADD_ASIDE_BYTES", 1 << 40)  # virtual time has no other threads
     monkeypatch.setattr(summing, "PIECE_BYTES", 20_000)
 
 
@@ -144,20 +144,93 @@ def test_only_sums_and_averages_of_floats_may_lose():
     assert allowed.ledger.summary()["sent"] == 0
 
 
-def test_messages_are_found_by_tag_and_keep_their_order():
+@pytest.mark.parametrize("size", [20, 500])
+def test_messages_are_found_by_tag_and_keep_their_order(size):
     group = Group(3, loss=0.1, jitter_s=0.01, duplicate=0.1, seed=4)
-    sent = [np.full(500, number, np.int32) for number in range(8)]
+    sent = [np.full(size, number, np.int32) for number in range(8)]
     futures = [group.exchanges[1].send(view(data), 0, number % 2) for number, data in enumerate(sent)]
-    other = np.full(500, 99, np.int32)
+    other = np.full(size, 99, np.int32)
     futures.append(group.exchanges[2].send(view(other), 0, 0))
     group.network.run(lambda: group.network.now > 0.2)
     got = []
     for source, tag in ((1, 1), (1, 1), (1, 0), (2, 0), (1, 0), (1, 1), (None, 0), (None, 0), (1, 1)):
-        room = np.zeros(500, np.int32)
+        room = np.zeros(size, np.int32)
         (found,) = group.wait([group.exchanges[0].receive(view(room), source, tag)])
         got.append((found, int(room[0])))
     assert got == [(1, 1), (1, 3), (1, 0), (2, 99), (1, 2), (1, 5), (1, 4), (1, 6), (1, 7)]
     group.wait(futures)
+
+
+def test_messages_that_have_been_taken_are_not_known_for_ever(monkeypatch):
+    monkeypatch.setattr(mailbox, "FORGET_AFTER_S", -1.0)
+    group = Group(2)
+    for number in range(50):
+        data, room = np.full(500, number, np.int32), np.zeros(500, np.int32)
+        group.wait([group.exchanges[0].send(view(data), 1, 0), group.exchanges[1].receive(view(room), 0, 0)])
+        assert (room == number).all()
+    assert len(group.network.ranks[1]._finished) < 3
+
+
+@pytest.mark.parametrize("size", [2_000, 60_000])
+def test_who_is_done_may_change_what_is_still_on_its_way(size):
+    group = Group(3, loss=0.1, jitter_s=0.004, seed=5)
+    mine = [values_of(rank, size) for rank in range(3)]
+    total, results = mine[0] + mine[1] + mine[2], {}
+    starts = {
+        "all_reduce": lambda rank, exchange, data: exchange.all_reduce(view(data), SUM),
+        "broadcast": lambda rank, exchange, data: exchange.broadcast(view(data), 1),
+        "reduce": lambda rank, exchange, data: exchange.reduce(view(data), SUM, 2),
+    }
+
+    def begin(name, rank):
+        data = mine[rank].copy()
+        future = starts[name](rank, group.exchanges[rank], data)
+
+        def spoil(_):
+            results[name, rank] = data.copy()
+            data[:] = np.nan
+
+        future.add_done_callback(spoil)
+        return future
+
+    group.wait([begin(name, rank) for name in starts for rank in range(3)])
+    for rank in range(3):
+        np.testing.assert_allclose(results["all_reduce", rank], total, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(results["broadcast", rank], mine[1])
+        np.testing.assert_allclose(results["reduce", rank], total if rank == 2 else mine[rank], rtol=1e-5, atol=1e-5)
+
+
+def test_a_reduce_scatter_leaves_its_input_as_it_was():
+    group = Group(3)
+    inputs = [values_of(rank, 60_000) for rank in range(3)]
+    kept = [data.copy() for data in inputs]
+    results = [np.zeros(20_000, np.float32) for _ in range(3)]
+    mean = Arithmetic(ReduceOp.MEAN, "float32")
+    group.run(
+        lambda rank, exchange: exchange.reduce_scatter(
+            [view(part) for part in np.split(inputs[rank], 3)], view(results[rank]), mean
+        )
+    )
+    wanted = np.split(np.mean(kept, axis=0), 3)
+    for rank in range(3):
+        np.testing.assert_array_equal(inputs[rank], kept[rank])
+        np.testing.assert_allclose(results[rank], wanted[rank], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("size", [500, 60_000])
+def test_memory_for_what_arrives_is_used_again(name, size):
+    group = Group(3)
+    sizes = []
+    for _ in range(6):
+        data = [values_of(rank, size, name) for rank in range(3)]
+        group.run(
+            lambda rank, exchange, data=data: exchange.all_reduce(view(data[rank]), Arithmetic(ReduceOp.SUM, name))
+        )
+        free = [protocol.scratch._free for protocol in group.network.ranks]
+        sizes.append([sum(length * len(rooms) for length, rooms in one.items()) for one in free])
+    assert min(sizes[2]) > 0
+    assert sizes[5] == sizes[2]
 
 
 def test_a_failure_names_what_failed_and_ends_what_is_under_way():
@@ -192,8 +265,5 @@ def test_half_precision_is_rounded_once():
     arithmetic = Arithmetic(ReduceOp.SUM, "float16")
     parts = [np.array([2048.0], np.float16)] + [np.array([1.0], np.float16)] * 3
     out = np.zeros(1, np.float16)
-    total = arithmetic.begin(view(parts[0]), view(out))
-    for part in parts[1:]:
-        arithmetic.add(total, view(part))
-    arithmetic.finish(total, view(out), 4)
+    arithmetic.reduce([view(part) for part in parts], view(out), 4)
     assert out[0] == 2052.0, "2051 to the nearest even; adding ones to 2048 in half precision gives 2048"

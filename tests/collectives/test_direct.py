@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 from exchanges import PacketType
-from virtual_ranks import LAYERS, NOTHING_PROTECTED, ONE_BUCKET, SIZES, Ranks, assert_identical, is_push
+from virtual_ranks import LAYERS, NOTHING_PROTECTED, ONE_BUCKET, SMALL_SIZES, SmallRanks, assert_identical, is_push
 
 from dlcp.collectives import Bucket
 from dlcp.collectives.direct import average, message_number
@@ -35,7 +35,7 @@ def averaged(shares, value_type):
 
 
 def assert_exact(averages, gradients, value_type=ValueType.FLOAT32, buckets=ONE_BUCKET):
-    """float32 is summed by its shard's owner: its own first, then the others by rank; the rest in the order of ranks."""
+    """float32 is summed by its shard's owner, its own first, then the others; the rest in the order of ranks."""
     for names in buckets:
         shares = [np.concatenate([rank[name] for name in names]) for rank in gradients]
         if value_type is ValueType.FLOAT32:
@@ -57,7 +57,7 @@ def assert_exact(averages, gradients, value_type=ValueType.FLOAT32, buckets=ONE_
 @EVERY_FORMAT
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_without_loss_the_average_is_exact(count, value_type):
-    ranks = Ranks(count, value_type=value_type)
+    ranks = SmallRanks(count, value_type=value_type)
     gradients = ranks.gradients(1)
     averages = ranks.reduce(0, gradients, THREE_BUCKETS)
     assert_identical(averages)
@@ -66,7 +66,7 @@ def test_without_loss_the_average_is_exact(count, value_type):
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_the_average_does_not_depend_on_who_comes_first(order):
-    ranks = Ranks(3, jitter_s=0.003, seed=sum(order))
+    ranks = SmallRanks(3, jitter_s=0.003, seed=sum(order))
     gradients = ranks.gradients(2)
     averages = ranks.reduce(0, gradients, delays_s=[0.05 * place for place in order])
     assert_identical(averages)
@@ -75,7 +75,7 @@ def test_the_average_does_not_depend_on_who_comes_first(order):
 
 @pytest.mark.parametrize("loss", [0.02, 0.2])
 def test_a_bound_of_zero_is_exact_on_any_network(loss):
-    ranks = Ranks(3, loss=loss, duplicate=0.1, jitter_s=0.002, seed=3)
+    ranks = SmallRanks(3, loss=loss, duplicate=0.1, jitter_s=0.002, seed=3)
     for step in range(3):
         gradients = ranks.gradients(step)
         averages = ranks.reduce(step, gradients, THREE_BUCKETS)
@@ -85,7 +85,7 @@ def test_a_bound_of_zero_is_exact_on_any_network(loss):
 
 
 def test_an_idle_network_loses_nothing_although_it_might():
-    ranks = Ranks(4, bound=0.2, depth=100_000)
+    ranks = SmallRanks(4, bound=0.2, depth=100_000)
     gradients = ranks.gradients(4)
     averages = ranks.reduce(0, gradients)
     assert ranks.lost == 0
@@ -96,21 +96,21 @@ def test_an_idle_network_loses_nothing_although_it_might():
 @pytest.mark.parametrize(("count", "loss", "bound"), [(2, 0.05, 0.1), (3, 0.2, 0.3), (4, 0.1, 0.1)])
 def test_nothing_is_lost_for_good(count, loss, bound, rescale):
     """Sum over steps of n * average, and what is still owed, are the sum of all gradients."""
-    ranks = Ranks(count, bound=bound, rescale=rescale, loss=loss, seed=5, value_type=ValueType.FLOAT64)
-    given = {name: np.zeros(size) for name, size in SIZES.items()}
-    taken = {name: np.zeros(size) for name, size in SIZES.items()}
+    ranks = SmallRanks(count, bound=bound, rescale=rescale, loss=loss, seed=5, value_type=ValueType.FLOAT64)
+    given = {name: np.zeros(size) for name, size in SMALL_SIZES.items()}
+    taken = {name: np.zeros(size) for name, size in SMALL_SIZES.items()}
     owed_at_times = 0
-    for step in range(7):
+    for step in range(5):
         gradients = ranks.gradients(step)
         averages = ranks.reduce(step, gradients, THREE_BUCKETS)
         assert_identical(averages)
-        for name in SIZES:
+        for name in SMALL_SIZES:
             given[name] += sum(rank[name] for rank in gradients)
             taken[name] += count * averages[0][name]
             owed = ranks.owed(name)
             owed_at_times += np.count_nonzero(owed)
             np.testing.assert_allclose(taken[name] + owed, given[name], rtol=0, atol=1e-9)
-    assert ranks.lost > 20
+    assert ranks.lost > 10
     assert owed_at_times > 0
     for ledger in ranks.ledgers:
         assert ledger.violations == 0
@@ -118,14 +118,14 @@ def test_nothing_is_lost_for_good(count, loss, bound, rescale):
 
 
 def test_what_is_owed_is_paid_when_the_network_recovers():
-    ranks = Ranks(3, bound=0.2, loss=0.2, seed=6, value_type=ValueType.FLOAT64)
+    ranks = SmallRanks(3, bound=0.2, loss=0.2, seed=6, value_type=ValueType.FLOAT64)
     first = ranks.gradients(0)
     averages = ranks.reduce(0, first)
     assert ranks.lost > 0
     ranks.network.loss = 0.0
-    nothing = [{name: np.zeros(size) for name, size in SIZES.items()} for _ in range(3)]
+    nothing = [{name: np.zeros(size) for name, size in SMALL_SIZES.items()} for _ in range(3)]
     paid = ranks.reduce(1, nothing)
-    for name in SIZES:
+    for name in SMALL_SIZES:
         total = 3 * (averages[0][name] + paid[0][name])
         np.testing.assert_allclose(total, sum(rank[name] for rank in first), rtol=0, atol=1e-9)
         assert np.count_nonzero(ranks.owed(name)) == 0
@@ -137,19 +137,19 @@ def test_buckets_may_be_regrouped_between_steps():
         ONE_BUCKET,
         THREE_BUCKETS,
         [["conv1.weight", "fc.weight"], ["conv2.weight", "conv1.bias", "conv2.bias"]],
-        [list(reversed(SIZES))],
+        [list(reversed(SMALL_SIZES))],
     ]
-    ranks = Ranks(3, bound=0.3, loss=0.2, seed=7, value_type=ValueType.FLOAT64)
-    given = {name: np.zeros(size) for name, size in SIZES.items()}
-    taken = {name: np.zeros(size) for name, size in SIZES.items()}
-    for step in range(8):
+    ranks = SmallRanks(3, bound=0.3, loss=0.2, seed=7, value_type=ValueType.FLOAT64)
+    given = {name: np.zeros(size) for name, size in SMALL_SIZES.items()}
+    taken = {name: np.zeros(size) for name, size in SMALL_SIZES.items()}
+    for step in range(5):
         gradients = ranks.gradients(step)
         averages = ranks.reduce(step, gradients, regrouped[step % len(regrouped)])
-        for name in SIZES:
+        for name in SMALL_SIZES:
             given[name] += sum(rank[name] for rank in gradients)
             taken[name] += 3 * averages[0][name]
     assert ranks.lost > 20
-    for name in SIZES:
+    for name in SMALL_SIZES:
         np.testing.assert_allclose(taken[name] + ranks.owed(name), given[name], rtol=0, atol=1e-9)
 
 
@@ -169,8 +169,8 @@ def lossy_ranks(*, rescale, error_feedback):
             and header.index in LOST_PACKETS
         )
 
-    ranks = Ranks(3, bound=0.3, rescale=rescale, error_feedback=error_feedback, policy=NOTHING_PROTECTED, lose=lose,
-                  value_type=ValueType.FLOAT64)  # fmt: skip
+    ranks = SmallRanks(3, bound=0.3, rescale=rescale, error_feedback=error_feedback, policy=NOTHING_PROTECTED,
+                       lose=lose, value_type=ValueType.FLOAT64)  # fmt: skip
     sizes = {"conv1.weight": 180 * 30}
     return ranks, ranks.gradients(8, sizes)
 
@@ -216,12 +216,12 @@ def test_what_rescaling_and_error_feedback_do(rescale, error_feedback):
 
 
 def test_immediate_mode_loses_up_to_the_bound_and_owes_it():
-    ranks = Ranks(2, bound=0.2, immediate=True, policy=NOTHING_PROTECTED, value_type=ValueType.FLOAT64)
+    ranks = SmallRanks(2, bound=0.2, immediate=True, policy=NOTHING_PROTECTED, value_type=ValueType.FLOAT64)
     gradients = ranks.gradients(9)
     averages = ranks.reduce(0, gradients)
     assert_identical(averages)
-    assert ranks.lost > 0.1 * sum(SIZES.values()) / 180 / 2
-    for name in SIZES:
+    assert ranks.lost > 0.1 * sum(SMALL_SIZES.values()) / 180 / 2
+    for name in SMALL_SIZES:
         np.testing.assert_allclose(
             2 * averages[0][name] + ranks.owed(name), sum(rank[name] for rank in gradients), rtol=0, atol=1e-9
         )
@@ -229,14 +229,14 @@ def test_immediate_mode_loses_up_to_the_bound_and_owes_it():
 
 @EVERY_FORMAT
 def test_replicas_stay_identical_under_loss_in_every_format(value_type):
-    ranks = Ranks(3, bound=0.2, loss=0.15, duplicate=0.1, jitter_s=0.002, seed=10, value_type=value_type)
-    for step in range(5):
+    ranks = SmallRanks(3, bound=0.3, loss=0.25, duplicate=0.1, jitter_s=0.002, seed=10, value_type=value_type)
+    for step in range(3):
         assert_identical(ranks.reduce(step, ranks.gradients(step), THREE_BUCKETS))
     assert ranks.lost > 0
 
 
 def test_results_are_delivered_whole_and_shares_within_the_bound():
-    ranks = Ranks(3, bound=0.3, loss=0.2, seed=11)
+    ranks = SmallRanks(3, bound=0.3, loss=0.2, seed=11)
     ranks.reduce(0, ranks.gradients(0))
     ranks.network.run(lambda: all(protocol.settled for protocol in ranks.network.ranks))
     records = [record for ledger in ranks.ledgers for record in ledger.records]
@@ -250,7 +250,7 @@ def test_results_are_delivered_whole_and_shares_within_the_bound():
 
 @pytest.mark.parametrize("sizes", [{"fc.weight": 1}, {"fc.weight": 361}, {"fc.weight": 720}, {"fc.weight": 1081}])
 def test_buffers_with_fewer_packets_than_ranks(sizes):
-    ranks = Ranks(5)
+    ranks = SmallRanks(5)
     gradients = ranks.gradients(12, sizes)
     averages = ranks.reduce(0, gradients, [["fc.weight"]])
     assert_identical(averages)
@@ -258,16 +258,16 @@ def test_buffers_with_fewer_packets_than_ranks(sizes):
 
 
 def test_one_rank_alone_keeps_its_gradients():
-    ranks = Ranks(1)
+    ranks = SmallRanks(1)
     gradients = ranks.gradients(13)
     averages = ranks.reduce(0, gradients)
-    for name in SIZES:
+    for name in SMALL_SIZES:
         np.testing.assert_array_equal(averages[0][name], gradients[0][name])
 
 
 def test_not_a_number_reaches_every_rank():
     # A loss scaler has to see it on all ranks.
-    ranks = Ranks(3, bound=0.3, loss=0.2, seed=14)
+    ranks = SmallRanks(3, bound=0.3, loss=0.2, seed=14)
     gradients = ranks.gradients(14)
     gradients[1]["conv2.weight"][777] = np.nan
     gradients[2]["fc.weight"][5] = np.inf
@@ -293,7 +293,7 @@ def test_not_a_number_is_not_owed(value):
 
 
 def test_a_dead_rank_ends_the_step_on_all_others():
-    ranks = Ranks(3, options=TransportOptions(silence_s=1.0))
+    ranks = SmallRanks(3, options=TransportOptions(silence_s=1.0))
     ranks.network.dead.add(2)
     gradients = ranks.gradients(15)
     started = ranks.start(6, gradients)
@@ -304,7 +304,7 @@ def test_a_dead_rank_ends_the_step_on_all_others():
 
 
 def test_a_rank_that_never_starts_is_named():
-    ranks = Ranks(2, options=TransportOptions(deadline_s=1.0))
+    ranks = SmallRanks(2, options=TransportOptions(deadline_s=1.0))
     values = ranks.gradients(16)[0]["fc.weight"]
     segments = [Segment(LAYERS["fc.weight"], 0, len(values))]
     started = ranks.reducers[0].start(6, 0, Bucket(values, ValueType.FLOAT32, segments))

@@ -179,7 +179,7 @@ def test_each_hop_keeps_its_bound_and_results_are_delivered_whole(count, loss):
     assert {hop for hop, _ in sums} == set(range(count - 1))
     for _, record in sums:
         assert record.bound == 0.3 / (count - 1)
-        assert record.lost <= record.bound * record.packets
+        assert record.lost <= record.bound * record.packets + 1e-9
     assert all(record.lost == 0 and record.bound == 0 for record in results)
     # Whatever the hops lose together, no rank loses more of its gradients than the bound.
     lost = sum(record.lost for _, record in sums)
@@ -279,7 +279,7 @@ def test_immediate_mode_loses_up_to_the_bound_and_owes_it():
 
 @EVERY_FORMAT
 def test_replicas_stay_identical_under_loss_in_every_format(value_type):
-    ranks = RingRanks(4, bound=0.5, loss=0.15, duplicate=0.1, jitter_s=0.002, seed=10, value_type=value_type,
+    ranks = RingRanks(4, bound=0.9, loss=0.2, duplicate=0.1, jitter_s=0.002, seed=10, value_type=value_type,
                       policy=NOTHING_PROTECTED)  # fmt: skip
     for step in range(3):
         assert_identical(ranks.reduce(step, ranks.gradients(step), THREE_BUCKETS))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from exchanges import PacketType
 from test_direct import THREE_BUCKETS, exact_average
-from virtual_ranks import NOTHING_PROTECTED, ONE_BUCKET, SIZES, Ranks, assert_identical, is_push
+from virtual_ranks import NOTHING_PROTECTED, ONE_BUCKET, SMALL_SIZES, SmallRanks, assert_identical, is_push
 
 from dlcp import wire
 from dlcp.collectives import ServerOptions
@@ -19,7 +19,7 @@ WORKERS = 3
 
 
 def ranks_with_server(*, bound=0.0, rescale=False, value_type=ValueType.FLOAT32, workers=WORKERS, **fields):
-    ranks = Ranks(workers, bound=bound, server=True, value_type=value_type, **fields)
+    ranks = SmallRanks(workers, bound=bound, server=True, value_type=value_type, **fields)
     ranks.serve(ServerOptions(LossBound(bound), value_type, rescale))
     return ranks
 
@@ -31,7 +31,7 @@ def test_without_loss_the_average_is_exact(value_type):
         gradients = ranks.gradients(step)
         averages = ranks.reduce(step, gradients, THREE_BUCKETS if step else ONE_BUCKET)
         assert_identical(averages)
-        for name in SIZES:
+        for name in SMALL_SIZES:
             assert averages[0][name].tobytes() == exact_average(gradients, value_type, name).tobytes()
     assert not ranks.server.failed.done()
 
@@ -48,13 +48,13 @@ def test_the_server_learns_the_size_of_any_bucket(size):
 @pytest.mark.parametrize("loss", [0.05, 0.2])
 def test_nothing_is_lost_for_good(loss):
     ranks = ranks_with_server(bound=0.2, loss=loss, seed=1, value_type=ValueType.FLOAT64)
-    given = {name: np.zeros(size) for name, size in SIZES.items()}
-    taken = {name: np.zeros(size) for name, size in SIZES.items()}
-    for step in range(8):
+    given = {name: np.zeros(size) for name, size in SMALL_SIZES.items()}
+    taken = {name: np.zeros(size) for name, size in SMALL_SIZES.items()}
+    for step in range(4):
         gradients = ranks.gradients(step)
         averages = ranks.reduce(step, gradients, THREE_BUCKETS, delays_s=[0.0, 0.02, 0.01])
         assert_identical(averages)
-        for name in SIZES:
+        for name in SMALL_SIZES:
             given[name] += sum(rank[name] for rank in gradients)
             taken[name] += WORKERS * averages[0][name]
             np.testing.assert_allclose(taken[name] + ranks.owed(name), given[name], rtol=0, atol=1e-9)

@@ -12,6 +12,7 @@ from dlcp.tags import Segment, Tagger, TagPolicy, layers_in_order
 from dlcp.transport import LossBound
 
 SIZES = {"conv1.weight": 9000, "conv1.bias": 40, "conv2.weight": 20_000, "conv2.bias": 100, "fc.weight": 12_345}
+SMALL_SIZES = {"conv1.weight": 4000, "conv1.bias": 40, "conv2.weight": 8000, "conv2.bias": 100, "fc.weight": 5345}
 LAYERS = layers_in_order(list(SIZES))
 ONE_BUCKET = [list(SIZES)]
 NOTHING_PROTECTED = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
@@ -19,6 +20,8 @@ NOTHING_PROTECTED = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1)
 
 class Ranks:
     """``count`` workers, and with ``server`` a parameter server as one more rank."""
+
+    sizes = SIZES
 
     def __init__(self, count, *, bound=0.0, error_feedback=True, rescale=True, adaptive_shards=False, immediate=False,
                  policy=None, server=False, value_type=ValueType.FLOAT32, lose=None, network=Selective,
@@ -45,8 +48,9 @@ class Ranks:
         self.server = ParameterServer(self.endpoints[self.count], range(self.count), options=options)
         return self.server
 
-    def gradients(self, seed, sizes=SIZES):
+    def gradients(self, seed, sizes=None):
         """Each rank's gradients by parameter, in the storage of the format."""
+        sizes = sizes or self.sizes
         rng = np.random.default_rng(seed)
         return [
             {name: self.value_type.narrow(self._floats(rng, size)) for name, size in sizes.items()}
@@ -103,6 +107,12 @@ class Ranks:
     @property
     def lost(self):
         return sum(ledger.summary()["lost"] for ledger in self.ledgers)
+
+
+class SmallRanks(Ranks):
+    """The same with fewer gradients, for what is tried often."""
+
+    sizes = SMALL_SIZES
 
 
 def assert_identical(averages):

@@ -13,7 +13,6 @@ from network import plain_tags
 from dlcp.transport import (
     RELIABLE,
     Endpoint,
-    LossBound,
     MessageKey,
     PeerAbortedError,
     PeerSilentError,
@@ -23,6 +22,7 @@ from dlcp.transport import (
     parse_address,
 )
 
+pytestmark = pytest.mark.usefixtures("engine")
 LIMIT_S = 20
 TOKEN = 77
 
@@ -88,24 +88,6 @@ def test_many_threads_may_ask_at_once(pair):
     for thread in threads:
         thread.join(LIMIT_S)
     assert results == dict.fromkeys(range(12), True)
-
-
-def test_the_type_of_service_reaches_the_receiver():
-    sender, receiver = endpoints(2)
-    seen = set()
-    passing = receiver.protocol.on_datagram
-
-    def note(datagram, tos, source, now_s):
-        seen.add((datagram[0] & 15, tos))
-        passing(datagram, tos, source, now_s)
-
-    receiver.protocol.on_datagram = note
-    with closing(sender), closing(receiver):
-        bound = LossBound(0.5)
-        for future in start(sender, receiver, MessageKey(0, 0), bytes_of(5000), bound):
-            future.result(LIMIT_S)
-    # Queue 4, droppable, ECN-capable: DSCP 100 1 11, ECN 10.
-    assert {tos for kind, tos in seen if kind == 1} == {0b10011110}
 
 
 def test_noise_on_the_port_is_refused_and_counted(pair):

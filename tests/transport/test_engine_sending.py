@@ -138,7 +138,7 @@ def test_no_more_is_on_the_wire_than_the_window_admits(window, largest, flying):
     message, _ = bare.send(tags_of([4] * 50))
     bare.pump_all()
     assert bare.flow.flying == message.flying == len(bare.sent) == flying
-    bare.acknowledge(RTT_S, bare.pump_all()[0] if bare.pump_all() else indices_of(bare.sent)[0])
+    bare.acknowledge(RTT_S, indices_of(bare.sent)[0])
     bare.pump_all(RTT_S)
     assert len(bare.sent) == flying + 1
 
@@ -257,7 +257,7 @@ def test_disorder_that_was_taken_for_loss_is_expected_from_then_on():
     sent = Sent([4] * 4)
     for now_s in (1.0, 1.006, 2.0, 2.006):
         sent.one(now_s)
-    first, second, third, fourth = sent.order
+    first, second, _, fourth = sent.order
     sent.acknowledge(1.006 + RTT_S, second)
     assert sent.message.unsent == 1
     sent.acknowledge(1.03, first)

@@ -6,7 +6,7 @@ not take for valid ones: too short, of another version, of no known type, on ano
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -72,10 +72,10 @@ def frame(packet: Golden) -> bytes:
     return ethernet + ip + udp + packet.datagram
 
 
-def capture() -> bytes:
-    """Return the whole capture file: classic pcap, one packet every 10 us from time 0 on."""
+def capture(made: "Iterable[Golden] | None" = None) -> bytes:
+    """Return a capture file, of the golden packets or others: classic pcap, one packet every 10 us from time 0 on."""
     blocks = [struct.pack("<IHHiIII", 0xA1B2C3D4, 2, 4, 0, 0, 65535, 1)]
-    for number, packet in enumerate(packets()):
+    for number, packet in enumerate(packets() if made is None else made):
         data = frame(packet)
         blocks += [struct.pack("<IIII", 0, 10 * number, len(data), len(data)), data]
     return b"".join(blocks)

@@ -5,11 +5,23 @@ import shutil
 import subprocess
 
 import pytest
-from golden import GOLDEN_PATH, capture, packets
+from golden import GOLDEN_PATH, Golden, capture, packets
 from wirebits import split
 
-from dlcp.wire import FIELD_BITS, HEADER_BYTES, UDP_PORT_BASE, UDP_PORT_COUNT, VERSION, PacketType, decode, dissector
-from dlcp.wire.dissector import DISSECTOR_PATH, LABELS, generate
+from dlcp.transport import protocol
+from dlcp.transport.plain import acknowledge
+from dlcp.wire import (
+    FIELD_BITS,
+    HEADER_BYTES,
+    UDP_PORT_BASE,
+    UDP_PORT_COUNT,
+    VERSION,
+    Header,
+    PacketType,
+    decode,
+    dissector,
+)
+from dlcp.wire.dissector import ACK_ENTRY, DISSECTOR_PATH, LABELS, generate
 
 TSHARK = shutil.which("tshark")
 needs_tshark = pytest.mark.skipif(TSHARK is None, reason="tshark is not installed")
@@ -99,3 +111,44 @@ def test_tshark_shows_the_payload_and_a_summary():
         f"{header.type.name} job {header.job} step {header.step} message {header.message} sender {header.sender} "
         f"packet {header.index}/{header.count} layer {header.layer} queue {header.queue} class {header.drop_class}"
     )
+
+
+def shown(datagrams, folder, *columns):
+    """What tshark shows of packets, one row each."""
+    path = folder / "control.pcap"
+    made = [Golden(UDP_PORT_BASE, datagram, True) for datagram in datagrams]
+    path.write_bytes(capture(made))
+    command = [TSHARK, "-r", str(path), "-X", f"lua_script:{DISSECTOR_PATH}", "-T", "fields", "-E", "separator=;"]
+    command += [f"-e{column}" for column in columns]
+    return [
+        row.split(";")
+        for row in subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    ]
+
+
+@needs_tshark
+def test_tshark_reads_what_is_acknowledged(tmp_path):
+    entries = [(7, 2, 0, 0xFF), (0xFFFFFFFF, 0xFFFF, 1 << 20, 1 << 63)]
+    header = Header(PacketType.ACK, 0, 7, 0, 0, 3, 0, 120, 0, 5, 400, 17, 9).encode()
+    columns = [f"dlcp.{name}" for name in ACK_ENTRY]
+    payload = b"".join(acknowledge.ENTRY.pack(*entry) for entry in entries)
+    whole, broken = shown([header + payload, header + payload[:-1]], tmp_path, "_ws.col.Info", *columns)
+    assert whole[0] == "ACK job 3 sender 5 received 400 marked 17 after 120 us"
+    assert [tuple(int(column.split(",")[row], 0) for column in whole[1:]) for row in range(2)] == entries
+    assert broken[1:] == [""] * 4
+
+
+def test_the_dissector_knows_the_payloads_that_the_transport_sends():
+    assert acknowledge.ENTRY.size == dissector.ENTRY_BYTES
+    assert bytes([dissector.MORE]) == protocol.MORE
+
+
+@needs_tshark
+def test_tshark_says_what_a_question_and_a_stop_mean(tmp_path):
+    def packet(kind, payload):
+        return Header(kind, 0, 7, 0, 0, 1, 0, 2, 3, 4, 5, 6, 9).encode() + payload
+
+    rows = shown(
+        [packet(PacketType.PROBE, b""), packet(PacketType.PROBE, b"\1"), packet(PacketType.STOP, b""),
+         packet(PacketType.STOP, b"\xff")], tmp_path, "_ws.col.Info")  # fmt: skip
+    assert [row[0].partition("class 0")[2] for row in rows] == ["", ", more to come", ", all arrived", ""]

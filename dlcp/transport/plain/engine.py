@@ -84,7 +84,7 @@ class PlainEngine:
 
     def counters(self) -> dict[str, int]:
         """See :meth:`dlcp.transport.engine.Engine.counters`."""
-        return dict(self._counters)
+        return {name: value for name, value in self._counters.items() if value}
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
@@ -377,7 +377,7 @@ class PlainEngine:
         """See :meth:`dlcp.transport.engine.Engine.report_due_s`."""
         return min((flow.report_due_s for flow in self._plain.values()), default=math.inf)
 
-    def turn(self, until_s: float) -> None:
+    def turn(self, until_s: float) -> bool:
         """See :meth:`dlcp.transport.engine.Engine.turn`."""
         while True:
             received = self._receive()
@@ -393,6 +393,7 @@ class PlainEngine:
         self._woken = False
         for flow in self._plain.values():
             flow.attention = False
+        return attention
 
     def _resume_s(self) -> float:
         paused = [f.paused_until_s for f in self._plain.values() if f.messages and f.window < 1 and not f.flying]

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Direct all-reduce works in the caller's buffer: when it may be changed again, and what is in it after a failure."""
+
+import numpy as np
+import pytest
+from exchanges import PacketType
+from meeting_ranks import together
+from test_direct import THREE_BUCKETS, assert_exact
+from virtual_ranks import NOTHING_PROTECTED, ONE_BUCKET, SMALL_SIZES, SmallRanks, assert_identical, is_push
+
+from dlcp.collectives import direct
+from dlcp.collectives.salvage import recover
+from dlcp.dtypes import ValueType
+from dlcp.transport import TransportError
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+def reduce_and_spoil(ranks, step, gradients, buckets):
+    """One step in which every rank overwrites each bucket as soon as it has it; return what it had."""
+    started = ranks.start(step, gradients, buckets)
+    kept = [[None] * len(buckets) for _ in range(ranks.count)]
+
+    def keep(rank, number):
+        def on_done(future):
+            kept[rank][number] = future.result().copy()
+            future.result().view(np.uint8)[:] = 0x7F
+
+        return on_done
+
+    for rank, row in enumerate(started):
+        for number, future in enumerate(row):
+            future.add_done_callback(keep(rank, number))
+    ranks.network.run(lambda: all(future.done() for row in started for future in row))
+    ranks.network.run(lambda: all(protocol.settled for protocol in ranks.network.ranks))
+    averages = []
+    for row in kept:
+        mine = {}
+        for names, values in zip(buckets, row, strict=True):
+            ends = np.cumsum([len(gradients[0][name]) for name in names])[:-1]
+            mine.update(zip(names, np.split(values, ends), strict=True))
+        averages.append(mine)
+    return averages
+
+
+@pytest.mark.parametrize("value_type", [ValueType.FLOAT32, ValueType.FLOAT16], ids=lambda kind: kind.value)
+@pytest.mark.parametrize(("count", "loss"), [(2, 0.2), (3, 0.1), (4, 0.05)])
+def test_a_bucket_that_is_done_may_be_overwritten_at_once(count, loss, value_type):
+    ranks = SmallRanks(count, loss=loss, jitter_s=0.002, seed=count, value_type=value_type)
+    for step in range(2):
+        gradients = ranks.gradients(step)
+        averages = reduce_and_spoil(ranks, step, gradients, THREE_BUCKETS)
+        assert_identical(averages)
+        assert_exact(averages, gradients, value_type, THREE_BUCKETS)
+
+
+@pytest.mark.parametrize("patience_s", [0.002, 0.2])
+def test_a_peer_that_confirms_late_gets_the_result_although_the_buffer_has_changed(monkeypatch, patience_s):
+    # Rank 1 confirms soon, rank 2 hears nothing of rank 0's result for a while.
+    monkeypatch.setattr(direct, "PATIENCE_S", patience_s)
+
+    def lose(network, source, header):
+        if is_push(header, 3):
+            return False
+        late = header.type is PacketType.DATA and source == 0 and header.message % 3 == 2
+        soon = header.type is PacketType.STOP and source == 1 and header.message % 3 == 1
+        return (late and network.now < 0.1) or (soon and network.now < 0.03)
+
+    ranks = SmallRanks(3, lose=lose)
+    gradients = ranks.gradients(1)
+    averages = reduce_and_spoil(ranks, 0, gradients, ONE_BUCKET)
+    assert ranks.network.dropped["selected"] > 3
+    assert_identical(averages)
+    assert_exact(averages, gradients)
+
+
+def test_a_bucket_does_not_wait_for_the_last_confirmation():
+    def lose(network, source, header):
+        return header.type is PacketType.STOP and network.now < 0.5
+
+    ranks = SmallRanks(2, lose=lambda network, source, header: lose(network, source, header) and not is_push(header, 2))
+    averages = reduce_and_spoil(ranks, 0, gradients := ranks.gradients(2), ONE_BUCKET)
+    assert_exact(averages, gradients)
+    ranks = SmallRanks(2, lose=lambda network, source, header: lose(network, source, header) and not is_push(header, 2))
+    ranks.reduce(0, gradients)
+    assert ranks.network.now < 0.5
+
+
+# After a failure ------------------------------------------------------------------------------------------------------
+
+
+class Broken:
+    """An all-reduce of small whole numbers, whose sums are exact in any order, broken off by each rank's transport."""
+
+    def __init__(self, count, seed, *, value_type=ValueType.FLOAT32, begin_s=None, **fields):
+        rng = np.random.default_rng(seed * 10 + count)
+        self.ranks = SmallRanks(count, seed=seed, jitter_s=0.001, rate_bps=50e6, value_type=value_type, **fields)
+        self.gradients = [
+            {
+                name: value_type.narrow(rng.integers(-8, 9, size).astype(np.float32))
+                for name, size in SMALL_SIZES.items()
+            }
+            for _ in range(count)
+        ]
+        self.count, self.value_type = count, value_type
+        delays_s = (rng.random(count) * 0.01).tolist()
+        self.started = self.ranks.start(0, self.gradients, THREE_BUCKETS, delays_s)
+        begin_s = 0.011 + rng.random() * 0.08 if begin_s is None else begin_s
+        self._fail_at((begin_s + rng.random(count) * rng.choice([0, 0.01])).tolist())
+        self.salvaged = [{left.sequence: left for left in reducer.salvage()} for reducer in self.ranks.reducers]
+
+    def _fail_at(self, moments_s):
+        network = self.ranks.network
+        for rank, when in enumerate(moments_s):
+            network.at(when, network.ranks[rank].fail, TransportError("the path is down"))
+        end = max(moments_s) + 0.001
+        network.run(lambda: network.now > end)
+
+    def is_finished(self, rank, number):
+        future = self.started[rank][number]
+        return future.done() and future.exception() is None
+
+    def recover(self, number):
+        """Complete a bucket over another channel; return what each rank has then, in the wider type."""
+
+        def one(channel, rank):
+            mine, finished = self.salvaged[rank].get(number), self.is_finished(rank, number)
+            return recover(channel, rank, range(self.count), mine, finished=finished)
+
+        return together(self.count, one)
+
+    def shares(self, number):
+        widen = self.value_type.widen
+        return [np.concatenate([widen(rank[name]) for name in THREE_BUCKETS[number]]) for rank in self.gradients]
+
+    def owed(self, rank, number):
+        """What a rank owes of a bucket that it has finished."""
+        parts = [self.ranks.reducers[rank].feedback.owed(name) for name in THREE_BUCKETS[number]]
+        sizes = [SMALL_SIZES[name] for name in THREE_BUCKETS[number]]
+        return np.concatenate([np.zeros(n) if part is None else part for n, part in zip(sizes, parts, strict=True)])
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_exact_average_can_be_formed_from_what_is_left_at_any_moment(count, seed):
+    broken = Broken(count, seed, loss=0.1 * (seed % 2))
+    for number in range(len(THREE_BUCKETS)):
+        exact = sum(broken.shares(number)) / np.float32(count)
+        for rank, recovered in enumerate(broken.recover(number)):
+            if broken.is_finished(rank, number):
+                assert broken.started[rank][number].result().tobytes() == exact.tobytes()
+            if recovered is None:
+                assert all(broken.is_finished(peer, number) for peer in range(count))
+            else:
+                assert recovered.values.tobytes() == exact.tobytes()
+                assert recovered.owed is None
+
+
+@pytest.mark.parametrize("value_type", [ValueType.FLOAT16, ValueType.FLOAT64], ids=lambda kind: kind.value)
+def test_it_can_in_other_formats(value_type):
+    for seed in range(4):
+        broken = Broken(3, seed, value_type=value_type, loss=0.1, begin_s=0.015 + 0.02 * seed)
+        for number in range(len(THREE_BUCKETS)):
+            shares = broken.shares(number)
+            exact = value_type.narrow(sum(shares) / shares[0].dtype.type(3))
+            for recovered in broken.recover(number):
+                if recovered is not None:
+                    assert value_type.narrow(recovered.values).tobytes() == exact.tobytes()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("rescale", [True, False])
+def test_what_an_average_lacks_is_owed_and_nothing_is_lost_for_good(rescale, seed):
+    broken = Broken(3, seed, loss=0.2, bound=0.3, rescale=rescale, policy=NOTHING_PROTECTED,
+                    begin_s=0.012 + 0.012 * seed)  # fmt: skip
+    for number in range(len(THREE_BUCKETS)):
+        results = broken.recover(number)
+        if any(result is None for result in results):
+            continue
+        for result in results[1:]:
+            assert result.values.tobytes() == results[0].values.tobytes()
+        total = 3 * results[0].values.astype(np.float64)
+        for rank, result in enumerate(results):
+            if broken.is_finished(rank, number):
+                total += broken.owed(rank, number)
+            elif result.owed is not None:
+                total += result.owed
+        np.testing.assert_allclose(total, sum(broken.shares(number)), rtol=0, atol=1e-4)
+
+
+def test_failures_meet_every_stage():
+    """The moments above are worth something only if they meet sums that are begun, half done, and done."""
+    stages = set()
+    for seed in range(9):
+        broken = Broken(3, seed, loss=0.1, begin_s=0.011 + 0.01 * seed)
+        for rank, by_number in enumerate(broken.salvaged):
+            stages |= {"finished"} if len(by_number) < len(THREE_BUCKETS) else set()
+            for left in by_number.values():
+                final = left.final.mean()
+                summed = max(bits.mean() for peer, bits in left.included.items() if peer != rank)
+                stages.add(
+                    "begun" if not summed else "summed" if not final else "final in part" if final < 1 else "final"
+                )
+    assert stages >= {"finished", "begun", "summed", "final in part"}

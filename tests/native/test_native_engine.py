@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine in C, compiled once more with checks on every access, goes through the tests of both engines."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from dlcp import native
+from dlcp.transport.native import NativeEngine, available
+
+ROOT = Path(__file__).resolve().parents[2]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+TESTS = [
+    "transport/test_engine_sending.py",
+    "transport/test_engine_receiving.py",
+    "transport/test_engine_fold.py",
+    "transport/test_engine_sockets.py",
+    "transport/test_refusals.py",
+    "collectives/test_direct_in_place.py",
+]
+LIMIT_S = 100
+RUN = """
+import sys
+from pathlib import Path
+import dlcp.native
+dlcp.native.LIBRARY = Path(sys.argv[1])
+import pytest
+print(dlcp.native.status())
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+
+
+def compiler():
+    return shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """The library with checks, and what has to be loaded before Python for it."""
+    sources = sorted(native.FOLDER.glob("*.c"))
+    if not sources or not shutil.which(compiler()[0]):
+        pytest.skip("needs DLCP's C sources and a compiler")
+    library = tmp_path_factory.mktemp("checked") / "checked.so"
+    digest = f'-DDLCP_SOURCES="{native.digest_of_sources()}"'
+    command = [*compiler(), "-std=gnu11", "-O1", "-g", "-ffp-contract=off", "-fPIC", "-shared", digest, *SANITIZE]
+    made = subprocess.run(
+        [*command, *map(str, sources), "-o", str(library), "-lm"], capture_output=True, timeout=LIMIT_S
+    )
+    preload = [
+        subprocess.run(
+            [*compiler(), f"-print-file-name={name}"], capture_output=True, text=True, timeout=60
+        ).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    if made.returncode or not all(Path(path).is_absolute() for path in preload):
+        pytest.skip("the compiler has no address sanitizer")
+    return library, " ".join(preload)
+
+
+def run(checked, *arguments):
+    library, preload = checked
+    environment = os.environ | {
+        "LD_PRELOAD": preload,
+        "ASAN_OPTIONS": "detect_leaks=0:exitcode=86",
+        "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=86",
+        "PYTHONMALLOC": "malloc",
+    }
+    return subprocess.run(
+        [sys.executable, "-c", RUN, str(library), *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def test_no_access_is_out_of_bounds(checked):
+    files = [str(ROOT / "tests" / name) for name in TESTS]
+    done = run(checked, "-q", "-x", "-s", "-p", "no:cacheprovider", "-k", "not NumPy and not stage", *files)
+    assert f"native: {checked[0]}" in done.stdout
+    told = done.stdout + done.stderr
+    fault = max(told.find("ERROR: "), told.find("runtime error: "))
+    assert done.returncode == 0, told[max(0, fault - 200) :][:3000] if fault >= 0 else told[-3000:]
+
+
+def test_the_checks_see_an_access_that_is_out_of_bounds(checked, tmp_path):
+    wrong = tmp_path / "test_wrong.py"
+    wrong.write_text(
+        "import numpy as np\n"
+        "from bare_engine import BareEngine, KEY, SIZE\n"
+        "def test_wrong():\n"
+        "    bare = BareEngine(compiled=True)\n"
+        "    bare.engine.expect(1, KEY, 4, np.zeros(3 * SIZE, np.uint8), np.zeros(0, np.uint8))\n"
+        "    bare.take_data(3, 4)\n"
+    )
+    transport = f"pythonpath={ROOT / 'tests' / 'transport'}"
+    done = run(checked, "-q", "-s", "-p", "no:cacheprovider", "-o", transport, "--rootdir", str(tmp_path), str(wrong))
+    assert done.returncode != 0
+    assert "Sanitizer" in done.stdout + done.stderr or "runtime error" in done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not available(), reason="the engine in C is not here")
+def test_the_engine_says_why_it_is_not_here():
+    with native.switched_off():
+        assert not available()
+        with pytest.raises(Exception, match="the engine in C is not here"):
+            NativeEngine(0, {}, job=0, token=0, payload_bytes=64, tagged=True, on_control=None, on_unknown=None,
+                         on_settled=None, sock=None, emit=None, now_s=0.0)  # fmt: skip
+    assert available()

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums that are formed while packets arrive: bit by bit what NumPy adds up in the stated order, whatever comes when."""
+
+import numpy as np
+import pytest
+from bare_engine import NOTHING, SIZE, BareEngine
+from engines import is_here
+
+from dlcp.transport import MessageKey
+
+PER_PACKET = SIZE // 4
+ENGINES = pytest.mark.usefixtures("engine")
+
+
+def shares_of(members, count, seed):
+    """Own values and those of the others, of very different size, so that the order of addition shows."""
+    rng = np.random.default_rng(seed)
+    scales = 10.0 ** rng.integers(-3, 4, (members + 1, count))
+    return (rng.standard_normal((members + 1, count)) * scales).astype(np.float32)
+
+
+def expected_sum(shares, arrived, *, rescale, divisor=None):
+    """The average and what of the sum it leaves out, by packets: own values first, then the others by position."""
+    ranks = len(shares)
+    divisor = np.float32(divisor or ranks)
+    total, owed = shares[0].copy(), np.zeros_like(shares[0])
+    for packet in range(-(-len(total) // PER_PACKET)):
+        part = slice(packet * PER_PACKET, (packet + 1) * PER_PACKET)
+        here = [share[part] for share, there in zip(shares[1:], arrived, strict=True) if there[packet]]
+        for share in here:
+            total[part] += share
+        missing = len(here) < ranks - 1
+        mean = total[part] / (np.float32(1 + len(here)) if rescale and missing else divisor)
+        if missing:
+            with np.errstate(invalid="ignore", over="ignore"):
+                error = total[part] - divisor * mean
+            owed[part] = np.where(np.isfinite(error), error, 0)
+        total[part] = mean
+    return total, owed
+
+
+class Folding:
+    """A sum of rank 0's values and those of ``members`` others."""
+
+    def __init__(self, shares, *, compiled=None, divisor=None):
+        self.shares, self.members, self.count = shares, len(shares) - 1, shares.shape[1]
+        self.packets = -(-self.count // PER_PACKET)
+        self.bare = BareEngine(peers=range(1, self.members + 1), compiled=compiled)
+        self.values = shares[0].copy()
+        self.fold = self.bare.engine.fold(self.values, PER_PACKET, self.members, divisor or self.members + 1)
+        self.messages = {}
+
+    def key(self, position):
+        return MessageKey(0, position)
+
+    def expect(self, position, *, stash=False):
+        if stash:
+            room = np.full(self.packets * SIZE, 0xEE, np.uint8)
+        else:
+            room = np.full(self.count * 4, 0xEE, np.uint8) if position else None
+        self.messages[position] = self.bare.engine.expect(position + 1, self.key(position), self.packets, room, NOTHING)
+
+    def join(self, position):
+        message = self.messages[position]
+        self.bare.engine.join(message, self.fold, position)
+        self.bare.engine.wait(message, self.packets, False, self.count * 4 - (self.packets - 1) * SIZE, 0.0)
+
+    def take(self, position, packet):
+        payload = self.shares[position + 1][packet * PER_PACKET : (packet + 1) * PER_PACKET].tobytes()
+        self.bare.take_data(packet, self.packets, payload, key=self.key(position), rank=position + 1)
+
+    def finish(self, rescale, owed=None):
+        incomplete = self.fold.finish(rescale, owed)
+        for message in self.messages.values():
+            self.bare.engine.close(message)
+            self.bare.engine.free(message)
+        return incomplete
+
+
+def run(shares, seed, *, loss, rescale, early, compiled=None, duplicate=0.1, divisor=None):
+    """Let packets arrive in a random order, some of them before their message is joined; return what comes of it."""
+    rng = np.random.default_rng(seed)
+    folding = Folding(shares, compiled=compiled, divisor=divisor)
+    members, packets = folding.members, folding.packets
+    arrived = rng.random((members, packets)) >= loss
+    early = rng.random(members) < early
+    for position in np.flatnonzero(~early).tolist():
+        folding.expect(position)
+        folding.join(position)
+    for position in np.flatnonzero(early).tolist():
+        folding.expect(position, stash=True)
+    joins = rng.permutation(np.flatnonzero(early)).tolist()
+    order = rng.permutation(np.argwhere(arrived)).tolist()
+    joined_at = sorted(rng.integers(0, len(order) + 1, len(joins)).tolist())
+    for number in range(len(order) + 1):
+        while joined_at and joined_at[0] == number:
+            folding.join(joins.pop())
+            del joined_at[0]
+        if number < len(order):
+            folding.take(*order[number])
+            if rng.random() < duplicate:
+                folding.take(*order[rng.integers(0, number + 1)])
+    included = [folding.fold.included(position) for position in range(members)]
+    partial = folding.values.copy()
+    owed = np.zeros(folding.count, np.float32)
+    incomplete = folding.finish(rescale, owed)
+    return folding.values, owed, incomplete, arrived, included, partial
+
+
+@ENGINES
+@pytest.mark.parametrize("rescale", [True, False])
+@pytest.mark.parametrize("loss", [0.0, 0.1, 0.6, 1.0])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6])
+def test_sums_are_those_of_numpy_in_the_stated_order(ranks, loss, rescale):
+    for seed, count in enumerate((1, PER_PACKET, PER_PACKET * 5 - 1, PER_PACKET * 13 + 7, PER_PACKET * 70)):
+        shares = shares_of(ranks - 1, count, seed)
+        values, owed, incomplete, arrived, _, _ = run(shares, seed, loss=loss, rescale=rescale, early=0.4)
+        mean, error = expected_sum(shares, arrived, rescale=rescale)
+        assert values.tobytes() == mean.tobytes()
+        assert owed.tobytes() == error.tobytes()
+        assert incomplete == np.count_nonzero(~arrived.all(0))
+
+
+@ENGINES
+@pytest.mark.parametrize("divisor", [1, 2, 3, 10])
+def test_a_sum_may_be_divided_by_anything(divisor):
+    shares = shares_of(3, PER_PACKET * 9 + 1, divisor)
+    values, _, _, arrived, _, _ = run(shares, 1, loss=0.0, rescale=False, early=0.4, divisor=divisor)
+    assert values.tobytes() == expected_sum(shares, arrived, rescale=False, divisor=divisor)[0].tobytes()
+
+
+@ENGINES
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_included_is_exactly_what_the_partial_sum_holds(seed):
+    shares = shares_of(4, PER_PACKET * 20 + 3, seed)
+    *_, arrived, included, partial = run(shares, seed, loss=0.3, rescale=True, early=0.4)
+    for packet in range(21):
+        part = slice(packet * PER_PACKET, (packet + 1) * PER_PACKET)
+        total = shares[0][part].copy()
+        inside = [position for position in range(4) if included[position][packet]]
+        for position in inside:
+            assert arrived[position][packet]
+            total += shares[position + 1][part]
+        assert inside == list(range(len(inside))), "in the order of positions, without gaps"
+        first_missing = next((p for p in range(4) if not arrived[p][packet]), 4)
+        assert len(inside) == first_missing, "whatever can be added has been"
+        if len(inside) == 4:
+            total /= np.float32(5)
+        assert partial[part].tobytes() == total.tobytes()
+
+
+@pytest.mark.skipif(not is_here("C"), reason="the engine in C is not here")
+@pytest.mark.parametrize("seed", range(6))
+def test_both_engines_form_the_same_sums(seed):
+    rng = np.random.default_rng(seed)
+    members, count = int(rng.integers(1, 6)), int(rng.integers(1, 900))
+    shares = shares_of(members, count, seed)
+    shares.flat[:: 37 + seed] = np.inf
+    shares.flat[5 :: 91 + seed] = 3e38
+    plan = {"loss": rng.random() * 0.5, "rescale": bool(seed % 2), "early": 0.5}
+    with np.errstate(over="ignore", invalid="ignore"):
+        ours, theirs = (run(shares, seed, compiled=compiled, **plan) for compiled in (True, False))
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@ENGINES
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_not_owed(value):
+    # It would come back in the next step, which a loss scaler has not made smaller.
+    shares = np.ones((3, PER_PACKET), np.float32)
+    shares[0, 7] = value
+    folding = Folding(shares)
+    for position in (0, 1):
+        folding.expect(position)
+        folding.join(position)
+    folding.take(0, 0)
+    owed = np.zeros(PER_PACKET, np.float32)
+    with np.errstate(invalid="ignore"):
+        assert folding.finish(True, owed) == 1
+    assert not np.isfinite(folding.values[7])
+    assert owed[7] == 0
+    np.testing.assert_array_equal(np.delete(owed, 7), -1)
+
+
+@ENGINES
+def test_what_is_owed_is_added_to_what_was_owed():
+    shares = np.ones((3, PER_PACKET * 2), np.float32)
+    folding = Folding(shares)
+    for position in (0, 1):
+        folding.expect(position)
+        folding.join(position)
+        folding.take(position, 1)
+    owed = np.full(PER_PACKET * 2, 5, np.float32)
+    assert folding.finish(True, owed) == 1
+    assert owed.tolist() == [3] * PER_PACKET + [5] * PER_PACKET
+    assert (folding.values == 1).all()
+
+
+@ENGINES
+def test_nothing_of_a_message_that_is_lost_altogether_is_needed():
+    shares = shares_of(3, 50, 1)
+    folding = Folding(shares)
+    for position in (0, 2):
+        folding.expect(position)
+        folding.join(position)
+        for packet in range(folding.packets):
+            folding.take(position, packet)
+    assert folding.finish(True, None) == folding.packets
+    np.testing.assert_array_equal(folding.values, ((shares[0] + shares[1]) + shares[3]) / np.float32(3))
+
+
+@ENGINES
+def test_what_has_been_summed_stands_after_the_messages_are_gone():
+    # After a failure the endpoint lets go of its messages; what is in the sum is asked for afterwards.
+    shares = shares_of(2, PER_PACKET * 3, 2)
+    folding = Folding(shares)
+    for position in (0, 1):
+        folding.expect(position)
+        folding.join(position)
+    for position, packet in ((0, 0), (0, 2), (1, 2), (1, 1)):
+        folding.take(position, packet)
+    for message in folding.messages.values():
+        folding.bare.engine.close(message)
+        folding.bare.engine.free(message)
+    assert folding.fold.included(0).tolist() == [True, False, True]
+    assert folding.fold.included(1).tolist() == [False, False, True]
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    "values",
+    [np.zeros(10), np.zeros(20, np.float32)[::2], np.frombuffer(bytes(40), np.float32)],
+    ids=["double", "strided", "constant"],
+)
+def test_sums_are_formed_in_writable_contiguous_float32_only(values):
+    with pytest.raises(ValueError, match="contiguous, writable float32"):
+        BareEngine().engine.fold(values, PER_PACKET, 1, 2)

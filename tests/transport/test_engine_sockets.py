@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines over real sockets of this machine: types of service, bursts out and in, and kernels that refuse them."""
+
+import errno
+import select
+import socket
+import struct
+import time
+from contextlib import closing
+
+import numpy as np
+import pytest
+from network import plain_tags
+
+from dlcp import wire
+from dlcp.transport import RELIABLE, Endpoint, LossBound, MessageKey, bind_socket
+from dlcp.wire import Header, PacketType
+
+pytestmark = pytest.mark.usefixtures("engine")
+LIMIT_S = 20
+TOKEN = 77
+SO_NO_CHECK = 11
+UDP_SEGMENT = 103
+CONGESTED = 3
+KEY = MessageKey(0, 0)
+
+
+def bytes_of(size, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+@pytest.fixture
+def pair():
+    """Rank 0 is an endpoint, rank 1 a bare socket."""
+    bare, sock = bind_socket("127.0.0.1", [0]), bind_socket("127.0.0.1", [0])
+    with closing(bare), closing(Endpoint(0, sock, {1: bare.getsockname()}, token=TOKEN)) as endpoint:
+        yield endpoint, bare
+        endpoint.close("the test is over")  # with a reason, for nobody would confirm anything
+
+
+def packets(bare, kind, count=1):
+    """Wait for packets of a kind; return each with its type of service."""
+    found = []
+    end_s = time.monotonic() + LIMIT_S
+    while len(found) < count and time.monotonic() < end_s:
+        if select.select([bare], [], [], 0.1)[0]:
+            datagram, ancillary, _, _ = bare.recvmsg(1 << 16, 128)
+            if datagram[0] & 15 == kind:
+                found.append((datagram, next((data[0] for _, kind, data in ancillary if kind == socket.IP_TOS), 0)))
+    assert len(found) == count
+    return found
+
+
+def data(index, payload, *, count, message=0, token=TOKEN, step=0):
+    header = Header(PacketType.DATA, 0, 4, 0, 7, 0, 0, step, message, 1, index, count, token)
+    return header.encode() + payload
+
+
+def wait_until(condition):
+    end_s = time.monotonic() + LIMIT_S
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.005)
+    assert condition()
+
+
+def test_packets_leave_with_their_type_of_service(pair):
+    endpoint, bare = pair
+    endpoint.send(1, KEY, memoryview(bytes(5000)), plain_tags(4), LossBound(0.5), "layer")
+    # Queue 4, droppable, ECN-capable: DSCP 100 1 11, ECN 10.
+    assert {tos for _, tos in packets(bare, PacketType.DATA, 4)} == {0b10011110}
+    assert {tos for _, tos in packets(bare, PacketType.PROBE)} == {wire.dscp(7, False) << 2}
+
+
+def test_marks_on_the_way_are_counted_and_echoed(pair):
+    endpoint, bare = pair
+    arrival = endpoint.receive(1, KEY, 100 * 1440, RELIABLE, "layer")
+    target = endpoint._socket.getsockname()
+    for index in range(10):
+        tos = CONGESTED if index < 4 else 2
+        ancillary = [(socket.IPPROTO_IP, socket.IP_TOS, struct.pack("i", tos))]
+        bare.sendmsg([data(index, bytes(1440), count=100)], ancillary, 0, target)
+    marked = seen = 0
+    while seen < 10:
+        ((datagram, tos),) = packets(bare, PacketType.ACK)
+        header = wire.decode(datagram)
+        seen, marked = header.index, header.count
+        assert tos == wire.dscp(7, False) << 2
+    assert marked == 4
+    assert not arrival.done()
+
+
+def start(sender, receiver, payload):
+    tags = plain_tags(-(-len(payload) // 1440))
+    return (
+        receiver.receive(sender.rank, KEY, len(payload), RELIABLE, "layer"),
+        sender.send(receiver.rank, KEY, memoryview(payload), tags, RELIABLE, "layer"),
+    )
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_kernel_that_refuses_bursts_gets_packets_one_by_one(refused):
+    sockets = [bind_socket("127.0.0.1", [0]) for _ in range(2)]
+    if refused:  # a socket that sends no checksums may not send segments
+        sockets[0].setsockopt(socket.SOL_SOCKET, SO_NO_CHECK, 1)
+        if segments_go(sockets[0], sockets[1]):
+            pytest.skip("this kernel sends segments even without checksums")
+    elif not segments_go(*sockets):
+        pytest.skip("this kernel does not know UDP_SEGMENT")
+    names = [sock.getsockname() for sock in sockets]
+    ends = [Endpoint(rank, sockets[rank], {1 - rank: names[1 - rank]}, token=TOKEN) for rank in (0, 1)]
+    with closing(ends[0]), closing(ends[1]):
+        payload = bytes_of(3_000_001)
+        arrival, delivery = start(*ends, payload)
+        np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
+        sent = delivery.result(LIMIT_S).sent
+        engine = ends[0].protocol.engine
+        assert engine.offload == (not refused)
+        assert not ends[0].protocol.counted["send_errors"]
+        if not refused:
+            assert engine.counters()["sent_bursts"] < sent / 2
+            assert ends[1].protocol.counted["received_bursts"] < sent
+
+
+def segments_go(sender, receiver):
+    try:
+        sender.sendmsg(
+            [bytes(100)], [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("H", 50))], 0, receiver.getsockname()
+        )
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOPROTOOPT):
+            raise
+        return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bursts_that_the_kernel_joined_are_taken_apart(pair, seed):
+    """A burst of several messages, duplicates, strangers' packets and a short one at its end."""
+    endpoint, bare = pair
+    if not segments_go(bare, endpoint._socket):
+        pytest.skip("this kernel does not know UDP_SEGMENT")
+    rng = np.random.default_rng(seed)
+    payloads = [bytes_of(30 * 1440 + 17, seed), bytes_of(40 * 1440, seed + 10), bytes_of(8 * 1440 + 1, seed + 20)]
+    into = np.zeros(len(payloads[0]), np.uint8)
+    arrivals = [endpoint.receive(1, MessageKey(0, 0), len(into), RELIABLE, "layer", into=into)]
+    arrivals.append(endpoint.receive(1, MessageKey(0, 1), len(payloads[1]), RELIABLE, "layer"))
+    pieces = [(number, index) for number, payload in enumerate(payloads) for index in range(-(-len(payload) // 1440))]
+    if seed:
+        rng.shuffle(pieces)
+    pieces += [pieces[place] for place in rng.integers(0, len(pieces), 25)]
+    datagrams = [
+        data(index, payloads[number][index * 1440 : (index + 1) * 1440].tobytes(),
+             count=-(-len(payloads[number]) // 1440), message=number)
+        for number, index in pieces
+    ]  # fmt: skip
+    for place in rng.integers(0, len(datagrams), 12).tolist():
+        datagrams.insert(place, data(0, bytes(1440), count=40, message=1, token=TOKEN + 1))
+    while datagrams:
+        burst = []
+        while datagrams and len(burst) < 40 and (not burst or len(burst[-1]) == 1472):
+            burst.append(datagrams.pop(0))
+        segment = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("H", 1472))] if len(burst[0]) == 1472 else []
+        bare.sendmsg([b"".join(burst)], segment, 0, endpoint._socket.getsockname())
+        time.sleep(0.002)
+    wait_until(lambda: endpoint.protocol.counted["data"] == 80)
+    arrivals.append(endpoint.receive(1, MessageKey(0, 2), len(payloads[2]), RELIABLE, "layer"))
+    for arrival, payload in zip(arrivals, payloads, strict=True):
+        got = arrival.result(LIMIT_S)
+        assert got.payload.tobytes() == payload.tobytes()
+        assert (got.layer == 7).all()
+    counted = endpoint.protocol.counted
+    assert counted["data"] == 80
+    assert counted["duplicate"] + counted["late"] == 25
+    assert dict(endpoint.protocol.refused) == {"malformed": 2, "token": 12}, "two are of the trial with segments"
+
+
+def test_an_empty_datagram_is_only_malformed(pair):
+    endpoint, bare = pair
+    bare.sendto(b"", endpoint._socket.getsockname())
+    wait_until(lambda: endpoint.protocol.refused["malformed"] == 1)
