@@ -14,7 +14,7 @@ from pathlib import Path as File
 from typing import Any, Final
 
 from dlcp.bench.interleave import Samples, interleave
-from dlcp.bench.member import LOSSY, RELIABLE, Contender, Member, Outcome, Plan, contenders
+from dlcp.bench.member import DIVIDED, LOSSY, RELIABLE, Contender, Member, Outcome, Plan, contenders
 from dlcp.bench.path import Path
 from dlcp.bench.ranks import Ranks
 from dlcp.bench.report import Result, against_best, significant
@@ -43,11 +43,15 @@ class Measurement:
     path_loss: float = 0.0
 
     def results(self, name: str, controls: Sequence[str] | None = None) -> list[Result]:
-        """Return ``name`` and ``name.reliable`` against the best of Gloo, over the given congestion controls."""
+        """Return ``name``, ``name.reliable`` and ``name.buckets`` against the best of Gloo.
+
+        Only Gloo over the given congestion controls counts.
+        """
         peers = [c.name for c in self.contenders if c.control and (controls is None or c.control in controls)]
         return [
             against_best(result_name, "ms", self.samples, ours, peers, self._details(ours))
-            for result_name, ours in ((name, LOSSY), (f"{name}.reliable", RELIABLE))
+            for result_name, ours in ((name, LOSSY), (f"{name}.reliable", RELIABLE), (f"{name}.buckets", DIVIDED))
+            if ours in self.samples
         ]
 
     def _details(self, contender: str) -> dict[str, Any]:

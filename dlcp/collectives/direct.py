@@ -19,6 +19,7 @@ from dlcp.collectives.salvage import Salvage
 from dlcp.collectives.shards import inbound_rates, shard_bounds, weights_for_rates
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
+from dlcp.magnitudes import packet_magnitudes
 from dlcp.tags import PacketTags, Segment, Tagger
 from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey, Summation
 
@@ -253,9 +254,20 @@ class _Run:
         bucket = self.bucket
         if not self.reducer.options.bound.ratio:
             return tagger.tag_whole(len(self.values), bucket.segments, self.values_per_packet)
-        if bucket.magnitudes is None:
-            return tagger.tag(self.values, bucket.value_type, bucket.segments, self.values_per_packet)
-        return tagger.tag_magnitudes(bucket.magnitudes, len(self.values), bucket.segments, self.values_per_packet)
+        magnitudes = self._magnitudes() if bucket.magnitudes is None else bucket.magnitudes
+        return tagger.tag_magnitudes(magnitudes, len(self.values), bucket.segments, self.values_per_packet)
+
+    def _magnitudes(self) -> NDArray[np.float32]:
+        """Return the packets' magnitudes, but infinity for those of the own shard, which may not be lost."""
+        found = np.full(-(-len(self.values) // self.values_per_packet), np.inf, np.float32)
+        start, stop = self.shards.get(self.rank, (0, 0))
+        for first, last in ((0, start), (stop, len(self.values))):
+            if first < last:
+                packets = self._packets(first, last)
+                found[packets] = packet_magnitudes(
+                    self.values[first:last], self.bucket.value_type, self.values_per_packet
+                )
+        return found
 
     def begin(self) -> None:
         """Send the shards of others, and wait for what others send."""
@@ -514,10 +526,16 @@ class _Run:
     def _tags(self, start: int, stop: int, size: int = 0) -> PacketTags:
         """Return the tags of a shard's packets; of one more, like the last, if ``size`` bytes need it."""
         first, last = start // self.values_per_packet, -(-stop // self.values_per_packet)
-        packets = max(last - first, -(-size // self.reducer.endpoint.options.payload_bytes))
-        chosen = np.minimum(np.arange(first, first + packets), last - 1)
-        tags = self.tags
-        return PacketTags(tags.queue[chosen], tags.drop_class[chosen], tags.layer[chosen], tags.protected[chosen])
+        more = -(-size // self.reducer.endpoint.options.payload_bytes) - (last - first)
+        part = PacketTags(*(each[first:last] for each in self._each_tag()))
+        if more <= 0:
+            return part
+        return PacketTags(
+            *(np.append(each[first:last], each[last - 1 : last].repeat(more)) for each in self._each_tag())
+        )
+
+    def _each_tag(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+        return self.tags.queue, self.tags.drop_class, self.tags.layer, self.tags.protected
 
     def _label(self, start: int, stop: int) -> str:
         names = list(dict.fromkeys(s.layer.name for s in self.bucket.segments if s.start < stop and s.stop > start))

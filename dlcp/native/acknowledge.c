@@ -13,8 +13,8 @@
 
 #include "engine.h"
 
-enum { EVERY_PACKETS = 8, RECENT = 4 };
-static const double DELAY_S = 0.001;
+enum { EVERY_PACKETS = 8, AT_ONCE_PACKETS = 256, RECENT = 4 };
+static const double DELAY_S = 0.001, SPACING_S = 0.0002; /* see dlcp/transport/engine.py */
 
 void note_arrival(engine *e, flow *f, incoming *m, int64_t index, double now_s) {
     (void)e;
@@ -71,6 +71,7 @@ void acknowledge(engine *e, flow *f, double now_s) {
     } while (done < f->fresh_count);
     f->fresh_count = f->fresh_packets = 0;
     f->acknowledge_due_s = INFINITY;
+    f->acknowledged_s = now_s;
 }
 
 /* Acknowledge what is due; return when the next acknowledgement will be. */
@@ -79,8 +80,10 @@ double acknowledge_due(engine *e, double now_s) {
     for (int64_t i = 0; i < e->flow_count; i++) {
         flow *f = &e->flows[i];
         if (!f->fresh_packets) continue;
-        if (f->fresh_packets >= EVERY_PACKETS || now_s >= f->acknowledge_due_s) acknowledge(e, f, now_s);
-        else if (f->acknowledge_due_s < due_s) due_s = f->acknowledge_due_s;
+        double at_s = f->acknowledge_due_s;
+        if (f->fresh_packets >= EVERY_PACKETS && f->acknowledged_s + SPACING_S < at_s) at_s = f->acknowledged_s + SPACING_S;
+        if (f->fresh_packets >= AT_ONCE_PACKETS || now_s >= at_s) acknowledge(e, f, now_s);
+        else if (at_s < due_s) due_s = at_s;
     }
     return due_s;
 }

@@ -121,7 +121,7 @@ struct flow {
     uint32_t data_received, marked_received;
     heard_block *fresh, recent[4];
     int64_t fresh_count, fresh_capacity, fresh_packets, recent_count;
-    double acknowledge_due_s, data_last_s;
+    double acknowledge_due_s, acknowledged_s, data_last_s;
 };
 
 typedef int (*control_function)(int64_t peer, const uint8_t *datagram, int64_t bytes, double now_s);

@@ -34,6 +34,9 @@ BLOCK_PACKETS = 64
 ACK_EVERY_PACKETS = 8
 ACK_DELAY_S = 0.001
 """An acknowledgement waits for this many packets, or this long. Chosen by us: it costs as much as a packet of data."""
+ACK_SPACING_S = 0.0002
+ACK_AT_ONCE_PACKETS = 256
+"""On fast paths they leave no closer than this, or after this many packets. Chosen by us, by CPU time on a loopback."""
 ACK_RECENT = 4
 """How many entries of the last acknowledgement the next one repeats, in case it was lost. Chosen by us."""
 

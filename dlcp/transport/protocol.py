@@ -410,6 +410,8 @@ class Protocol:
         if not self._oldest_step <= header.step <= self._oldest_step + STEPS_AHEAD_MAX:
             self._refused["stale"] += 1
             return None
+        if self._failure:
+            return None
         if name in self._finished:
             self._counted["late"] += 1
             stopping = self._stopping.get(name)

@@ -12,7 +12,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dlcp.transport.engine import ACK_DELAY_S, ACK_EVERY_PACKETS, ACK_RECENT, BLOCK_PACKETS
+from dlcp.transport.engine import (
+    ACK_AT_ONCE_PACKETS,
+    ACK_DELAY_S,
+    ACK_EVERY_PACKETS,
+    ACK_RECENT,
+    ACK_SPACING_S,
+    BLOCK_PACKETS,
+)
 from dlcp.transport.plain.incoming import PlainIncoming
 from dlcp.transport.plain.outgoing import Indices
 
@@ -27,8 +34,9 @@ class Acknowledgements:
     def __init__(self) -> None:
         self.data_received = 0
         self.marked_received = 0
-        self.due_s = math.inf
         self.newest_s = 0.0
+        self._late_s = math.inf
+        self._last_s = 0.0
         self._packets = 0
         self._fresh: list[tuple[PlainIncoming, int]] = []
         self._recent: deque[tuple[PlainIncoming, int]] = deque(maxlen=ACK_RECENT)
@@ -36,7 +44,7 @@ class Acknowledgements:
     def note(self, message: PlainIncoming, indices: Indices, marked: bool, now_s: float) -> None:
         """Note that data arrived, be it for the first time or again."""
         if not self._packets:
-            self.due_s = now_s + ACK_DELAY_S
+            self._late_s = now_s + ACK_DELAY_S
         self._packets += len(indices)
         self.data_received += len(indices)
         self.marked_received += len(indices) * marked
@@ -51,21 +59,27 @@ class Acknowledgements:
         self._fresh = [value for value in self._fresh if value[0] is not message]
         self._recent = deque((value for value in self._recent if value[0] is not message), ACK_RECENT)
 
-    def due(self, now_s: float) -> bool:
-        """Tell whether an acknowledgement must leave now."""
-        return self._packets > 0 and (self._packets >= ACK_EVERY_PACKETS or now_s >= self.due_s)
+    @property
+    def due_s(self) -> float:
+        """When an acknowledgement must leave; infinity if there is nothing to acknowledge."""
+        if self._packets >= ACK_AT_ONCE_PACKETS:
+            return 0.0
+        if self._packets >= ACK_EVERY_PACKETS:
+            return min(self._late_s, self._last_s + ACK_SPACING_S)
+        return self._late_s
 
     @property
     def waiting(self) -> bool:
         """Whether there is anything to acknowledge."""
         return self._packets > 0
 
-    def take(self, payload_bytes: int) -> Iterator[bytes]:
+    def take(self, payload_bytes: int, now_s: float) -> Iterator[bytes]:
         """Return the payloads of what is to be sent now."""
         limit = payload_bytes // ENTRY.size
         fresh, self._fresh = self._fresh, []
         self._packets = 0
-        self.due_s = math.inf
+        self._late_s = math.inf
+        self._last_s = now_s
         while fresh:
             repeated = list(self._recent)[: limit - 1]
             room = limit - len(repeated)

@@ -294,9 +294,9 @@ class PlainEngine:
         """See :meth:`dlcp.transport.engine.Engine.acknowledge`."""
         due_s = math.inf
         for rank, waiting in self._acknowledgements.items():
-            if waiting.due(now_s):
+            if now_s >= waiting.due_s:
                 self._acknowledge(rank, now_s)
-            elif waiting.waiting:
+            else:
                 due_s = min(due_s, waiting.due_s)
         return due_s
 
@@ -320,7 +320,7 @@ class PlainEngine:
             waiting.marked_received & 0xFFFFFFFF,
             self._token,
         ).encode()
-        for payload in waiting.take(self._payload_bytes):
+        for payload in waiting.take(self._payload_bytes, now_s):
             self._counters["acknowledgements"] += 1
             self.send_control(rank, header + payload, self._control_tos)
 
