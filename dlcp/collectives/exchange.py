@@ -19,7 +19,8 @@ class Exchange(Channel):
     """All collectives of one rank with its group. Its methods may be called from any thread, and return at once.
 
     Buffers are contiguous memoryviews of bytes; those given to be sent must not change, and those given to be written
-    not be read, until the operation's future is done.
+    not be read, until the operation's future is done. That is when what this rank waits for has come, and what it gives
+    is with the others or has been copied: of their troubles it may hear with a later collective.
     """
 
     # Moving bytes -----------------------------------------------------------------------------------------------------
@@ -30,11 +31,15 @@ class Exchange(Channel):
         token = memoryview(bytearray(1))
         rounds = (self.ranks - 1).bit_length()
 
+        def heard_of() -> None:
+            pass
+
         def enter(number: int) -> None:
             if number == rounds:
                 return
             distance = 1 << number
-            self.send_part(run, (self.rank + distance) % self.ranks, number, token, own=True)
+            # Who has left a barrier may end without another word: so the others must have heard of it before.
+            self.send_part(run, (self.rank + distance) % self.ranks, number, token, then=heard_of)
             heard = memoryview(bytearray(1))
             self.receive_part(run, (self.rank - distance) % self.ranks, number, heard, partial(enter, number + 1))
 

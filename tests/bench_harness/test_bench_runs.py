@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 from dlcp.bench import allreduce, command, step
-from dlcp.bench.member import LOSSY, RELIABLE, Contender, Outcome
+from dlcp.bench.member import DIVIDED, LOSSY, RELIABLE, Contender, Outcome
 from dlcp.bench.path import Path, RoutedPath
 
 pytestmark = pytest.mark.timeout(110)
@@ -28,17 +28,17 @@ def test_on_a_clean_path_nothing_is_lost_and_no_gradient_changes():
         found = allreduce.measure(path, values=MEGABYTE, rounds=2, warm_up=1)
     gloo = [contender.name for contender in found.contenders if contender.control]
     assert len(gloo) == 2 * len(path.controls)
-    assert set(found.samples) == {LOSSY, RELIABLE, *gloo}
+    assert set(found.samples) == {LOSSY, RELIABLE, DIVIDED, *gloo}
     assert all(len(times) == 2 and min(times) > 0 for times in found.samples.values())
-    for name in (LOSSY, RELIABLE):
+    for name in (LOSSY, RELIABLE, DIVIDED):
         packets = found.ledgers[name]
         # Three runs, two ranks, half a megabyte each way, and the rates that follow a result.
         assert packets["sent"] >= 3 * 2 * 2 * (MEGABYTE // 2 * 4 / 1440)
         assert packets["delivered"] == packets["sent"]
         assert packets["lost"] == 0
         assert found.inexact[name] == 0
-    lossy, reliable = found.results("some.name")
-    assert (lossy.name, reliable.name) == ("some.name", "some.name.reliable")
+    lossy, *others = found.results("some.name")
+    assert [each.name for each in (lossy, *others)] == ["some.name", "some.name.reliable", "some.name.buckets"]
     assert lossy.details["packets"] == found.ledgers[LOSSY]
     assert lossy.details["gradients_changed"] == 0
     assert lossy.details["peer"] in gloo
@@ -71,7 +71,7 @@ def test_the_command_prints_one_document(capsys):
     assert command.run(parsed(*words)) == 0
     printed = capsys.readouterr()
     document = json.loads(printed.out)
-    assert [entry["name"] for entry in document["results"]] == ["allreduce.n2", "allreduce.n2.reliable"]
+    assert [entry["name"] for entry in document["results"]] == ["allreduce.n2", "allreduce.n2.reliable", "allreduce.n2.buckets"]
     for entry in document["results"]:
         assert entry["unit"] == "ms"
         assert entry["ratio"] == pytest.approx(entry["peer"] / entry["value"], rel=0.01)

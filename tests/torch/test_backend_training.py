@@ -137,6 +137,7 @@ def test_groups_work_beside_each_other():
 
 
 def world(worker, path):
+    dist.barrier()  # nobody leaves Gloo while another still connects
     dist.destroy_process_group()
     store = dist.FileStore(str(path), worker.count)
     for _ in range(2):  # over one store, in which the first one's traces remain
