@@ -78,6 +78,11 @@ class ErrorFeedback:
         debt.add_to(values)
         return values
 
+    @property
+    def values(self) -> int:
+        """How many values are owed."""
+        return sum(len(places) for debt in self._debts.values() for places, _ in debt.parts)
+
     def forgive(self) -> None:
         """Owe nothing any more."""
         self._debts.clear()

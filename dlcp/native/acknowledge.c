@@ -116,5 +116,5 @@ void take_acknowledgement(engine *e, flow *f, const uint8_t *datagram, int64_t b
         }
     }
     if (newest_s > 0) sample_rtt(f, now_s - newest_s - get32(datagram + 8) * 1e-6);
-    feed_back(e, f, delivered, marked, 0, now_s);
+    feed_back(e, f, delivered, marked, 0);
 }

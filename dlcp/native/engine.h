@@ -105,7 +105,7 @@ struct flow {
     int64_t delivered, marked, lost; /* since the last report */
     double rtt_s;                    /* smallest since the last report; 0: none */
     int64_t limited;
-    double report_due_s;
+    double reported_s;
     int64_t burst; /* most packets in one send */
     int64_t mute;  /* send nothing but control packets */
     /* private */
@@ -171,8 +171,9 @@ double land(flow *f, outgoing *m, uint32_t index, double now_s);
 void lose(flow *f, outgoing *m, uint32_t index);
 /* flow.c */
 int64_t pump_flow(engine *e, flow *f, double now_s);
-void feed_back(engine *e, flow *f, int64_t delivered, int64_t marked, int64_t lost, double now_s);
+void feed_back(engine *e, flow *f, int64_t delivered, int64_t marked, int64_t lost);
 void sample_rtt(flow *f, double rtt_s);
+double report_due(const flow *f);
 double paused_until(const flow *f);
 /* loop.c */
 int emit_burst(engine *e, flow *f, outgoing *m, const uint32_t *packets, int64_t count, uint8_t (*headers)[HEADER_BYTES]);

@@ -400,8 +400,8 @@ API double dlcp_engine_acknowledge(engine *e, double now_s) {
 API double dlcp_engine_report_due(const engine *e) {
     double due_s = INFINITY;
     for (int64_t i = 0; i < e->flow_count; i++) {
-        const flow *f = &e->flows[i];
-        if ((f->delivered || f->lost) && f->report_due_s < due_s) due_s = f->report_due_s;
+        double report_s = report_due(&e->flows[i]);
+        if (report_s < due_s) due_s = report_s;
     }
     return due_s;
 }

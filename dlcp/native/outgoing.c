@@ -133,6 +133,6 @@ API int64_t dlcp_outgoing_bitmap(engine *e, outgoing *m, int64_t first, int64_t 
             lose(f, m, (uint32_t)i), lost++;
         }
     }
-    feed_back(e, f, news, 0, lost, now_s);
+    feed_back(e, f, news, 0, lost);
     return news + lost;
 }

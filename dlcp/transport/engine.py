@@ -19,7 +19,10 @@ Address = tuple[str, int]
 Bytes = NDArray[np.uint8]
 
 REPORT_MIN_S = 0.001
-"""The least time between two reports on a flow; more on paths with a longer round trip. Chosen by us."""
+REPORT_CALM_S = 0.01
+"""The least time between two reports on a flow: with something to react to, and without; a round trip where that is
+longer. Chosen by us: a report costs as much as a burst of packets.
+"""
 
 
 REORDER_MIN_S = 0.001

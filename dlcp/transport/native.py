@@ -17,6 +17,7 @@ import dlcp.native
 from dlcp import wire
 from dlcp.transport.congestion import Report
 from dlcp.transport.engine import (
+    REPORT_CALM_S,
     REPORT_MIN_S,
     Address,
     Bytes,
@@ -66,7 +67,7 @@ class _Flow(ctypes.Structure):
         ("lost", c_int64),
         ("rtt_s", c_double),
         ("limited", c_int64),
-        ("report_due_s", c_double),
+        ("reported_s", c_double),
         ("burst", c_int64),
         ("mute", c_int64),
     ]
@@ -81,20 +82,23 @@ class _Flow(ctypes.Structure):
     lost: int
     rtt_s: float
     limited: int
-    report_due_s: float
+    reported_s: float
     burst: int
     mute: bool
 
     def take_report(self, now_s: float) -> Report | None:
         """See :meth:`dlcp.transport.engine.Flow.take_report`."""
-        if now_s < self.report_due_s or not (self.delivered or self.lost):
+        if not (self.delivered or self.lost):
+            return None
+        calm_s = REPORT_MIN_S if self.lost or self.marked or self.limited else REPORT_CALM_S
+        if now_s < self.reported_s + max(calm_s, self.smoothed_rtt_s):
             return None
         report = Report(
             now_s, self.delivered, self.marked, self.lost, self.rtt_s, self.smoothed_rtt_s, bool(self.limited)
         )
         self.delivered = self.marked = self.lost = self.limited = 0
         self.rtt_s = 0.0
-        self.report_due_s = now_s + max(REPORT_MIN_S, self.smoothed_rtt_s)
+        self.reported_s = now_s
         return report
 
 

@@ -58,6 +58,13 @@ STEPS_AHEAD_MAX = 1 << 16
 MORE = b"\1"
 """Payload of a PROBE whose sender still has packets to send: what is missing is no reason yet to do without."""
 
+USEFUL_WINDOW_BYTES = 2 << 20
+FASTEST_BPS = 100e9
+"""A window is no larger than what a link of this speed can hold in a round trip, or this many bytes if that is less.
+
+More only stands in buffers, and falls out of a host's caches. Chosen by us, by CPU time on a loopback.
+"""
+
 _HELLO = struct.Struct(">II")
 
 
@@ -72,6 +79,10 @@ class _Peer:
     sending: dict[MessageKey, Sending]
     greeted: bool = False
     hello_due_s: float = 0.0
+    window: int = 1
+    """What its receive buffer has room for, in packets."""
+    base_rtt_s: float = math.inf
+    """The shortest round trip so far."""
 
 
 class Protocol:
@@ -140,7 +151,7 @@ class Protocol:
             for peer in peers
         }
         for peer in self._peers.values():
-            peer.flow.largest_window = self._window
+            peer.window = peer.flow.largest_window = self._window
             peer.flow.window = peer.control.window
         self._incoming: dict[Name, Receiving] = {}
         self._stopping: dict[Name, Stopping] = {}
@@ -587,7 +598,8 @@ class Protocol:
             self.fail(error)
             return
         peer.greeted = True
-        peer.flow.largest_window = max(1, window)
+        peer.window = max(1, window)
+        self._limit(peer, 0.0)
         if header.type is PacketType.HELLO:
             self._hello(peer, PacketType.HELLO_ACK, now_s)
 
@@ -608,10 +620,18 @@ class Protocol:
             report = peer.flow.take_report(now_s)
             if report is not None:
                 peer.control.on_report(report)
-                # What the receiver has no room for is no use: a window must not grow on the strength of it.
-                peer.control.window = min(peer.control.window, float(peer.flow.largest_window))
+                self._limit(peer, report.rtt_s)
                 peer.flow.window = peer.control.window
                 peer.rate.on_feedback(now_s, report.delivered, any(s.message.unsent for s in peer.sending.values()))
+
+    def _limit(self, peer: _Peer, rtt_s: float) -> None:
+        """Bound a window by what the receiver has room for, and by what may be of use on a path."""
+        if rtt_s:
+            peer.base_rtt_s = min(peer.base_rtt_s, rtt_s)
+        useful_bytes = max(USEFUL_WINDOW_BYTES, peer.base_rtt_s * FASTEST_BPS / 8)
+        peer.flow.largest_window = max(1, int(min(float(peer.window), useful_bytes / self.options.payload_bytes)))
+        # A window must not grow on the strength of what the bound lets through.
+        peer.control.window = min(peer.control.window, float(peer.flow.largest_window))
 
     def on_time(self, now_s: float) -> float:
         """Do what is due; return when to be called next.

@@ -71,7 +71,8 @@ def test_the_command_prints_one_document(capsys):
     assert command.run(parsed(*words)) == 0
     printed = capsys.readouterr()
     document = json.loads(printed.out)
-    assert [entry["name"] for entry in document["results"]] == ["allreduce.n2", "allreduce.n2.reliable", "allreduce.n2.buckets"]
+    names = [entry["name"] for entry in document["results"]]
+    assert names == ["allreduce.n2", "allreduce.n2.reliable", "allreduce.n2.buckets"]
     for entry in document["results"]:
         assert entry["unit"] == "ms"
         assert entry["ratio"] == pytest.approx(entry["peer"] / entry["value"], rel=0.01)

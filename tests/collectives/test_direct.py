@@ -110,7 +110,7 @@ def test_nothing_is_lost_for_good(count, loss, bound, rescale):
             owed = ranks.owed(name)
             owed_at_times += np.count_nonzero(owed)
             np.testing.assert_allclose(taken[name] + owed, given[name], rtol=0, atol=1e-9)
-    assert ranks.lost > 10
+    assert ranks.lost > 5
     assert owed_at_times > 0
     for ledger in ranks.ledgers:
         assert ledger.violations == 0

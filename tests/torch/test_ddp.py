@@ -200,7 +200,7 @@ def checkpoint_and_resume(worker):
             first = taken
     state.close()
     saved = pickle.dumps(state)
-    owed = sum(int(np.count_nonzero(part)) for part in state.feedback._owed.values())
+    owed = state.feedback.values
 
     loaded = pickle.loads(saved)
     again = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)

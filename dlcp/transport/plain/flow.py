@@ -11,7 +11,15 @@ from collections.abc import Callable
 import numpy as np
 
 from dlcp.transport.congestion import Report
-from dlcp.transport.engine import DISORDER_DECAY, DISORDER_MAX, DISORDER_MIN, REPORT_MIN_S, SEGMENTS_MAX, MessageKey
+from dlcp.transport.engine import (
+    DISORDER_DECAY,
+    DISORDER_MAX,
+    DISORDER_MIN,
+    REPORT_CALM_S,
+    REPORT_MIN_S,
+    SEGMENTS_MAX,
+    MessageKey,
+)
 from dlcp.transport.plain.outgoing import FLYING, Indices, PlainOutgoing
 
 QUEUES = 8
@@ -39,7 +47,7 @@ class PlainFlow:
         self._delivered = self._marked = self._lost = 0
         self._rtt_s = 0.0
         self._limited = False
-        self._report_due_s = 0.0
+        self._reported_s = 0.0
         self._disorder = DISORDER_MIN
         self._newest_delivered_s = [-1.0] * QUEUES
         self._runs: list[deque[tuple[float, PlainOutgoing, Indices]]] = [deque() for _ in range(QUEUES)]
@@ -55,7 +63,10 @@ class PlainFlow:
     @property
     def report_due_s(self) -> float:
         """When the next report may be taken; infinity if there is nothing to report."""
-        return self._report_due_s if self._delivered or self._lost else float("inf")
+        if not self._delivered and not self._lost:
+            return float("inf")
+        calm_s = REPORT_MIN_S if self._lost or self._marked or self._limited else REPORT_CALM_S
+        return self._reported_s + max(calm_s, self.smoothed_rtt_s)
 
     def take_report(self, now_s: float) -> Report | None:
         """See :meth:`dlcp.transport.engine.Flow.take_report`."""
@@ -66,7 +77,7 @@ class PlainFlow:
         )
         self._delivered = self._marked = self._lost = 0
         self._rtt_s, self._limited = 0.0, False
-        self._report_due_s = now_s + max(REPORT_MIN_S, self.smoothed_rtt_s)
+        self._reported_s = now_s
         return report
 
     def marked_since(self, total: int) -> int:
@@ -90,7 +101,7 @@ class PlainFlow:
             return 0
         room = self._room(now_s)
         if room <= 0:
-            self._limited = True
+            self._limited |= self.window < self.largest_window
             return 0
         chosen, again = message.gather(max(1, min(room, self.burst, SEGMENTS_MAX, self._packets_max)))
         if again:
@@ -153,10 +164,6 @@ class PlainFlow:
             lost += self._find_lost()
         if not delivered and not lost:
             return
-        if not self._delivered and not self._lost:
-            # The first after a pause comes at once.
-            spacing_s = max(REPORT_MIN_S, self.smoothed_rtt_s)
-            self._report_due_s = min(max(self._report_due_s, now_s), now_s + spacing_s)
         self._delivered += delivered
         self._lost += lost
         self._marked += min(marked, delivered)
