@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from engines import engine  # noqa: F401
+from engines import engine  # noqa: F401 - a fixture
 from exchanges import Network, all_done, datagram, payload_of, plain_tags, receive, send
 
 from dlcp import wire
@@ -163,7 +163,7 @@ def test_no_packet_of_a_peer_breaks_the_reader(payload_bytes):
                 assert isinstance(future.exception(), TransportError)
         for protocol in network.ranks:
             protocol.forget_before(1 << 20)
-            assert protocol._stashed_bytes == 0
+            assert protocol.inbox.stashed_bytes == 0
             protocol.fail(TransportError("the session is over"))
     assert all(future.done() for future in futures)
 

@@ -48,7 +48,9 @@ def test_every_source_file_names_its_licence():
     assert unnamed == []
 
 
-@pytest.mark.parametrize("module", ["dlcp", "dlcp.wire", "dlcp.wire.dissector", "dlcp.tags", "dlcp.cli"])
+@pytest.mark.parametrize(
+    "module", ["dlcp", "dlcp.wire", "dlcp.wire.dissector", "dlcp.tags", "dlcp.configuration", "dlcp.cli"]
+)
 def test_the_core_imports_nothing_heavy(module):
     script = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     run = subprocess.run(

@@ -6,6 +6,7 @@ control is chosen by address: each host has one for every control that is compar
 """
 
 import re
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path as File
@@ -108,7 +109,7 @@ class NamespaceLoopback(Path):
         return f"127.0.0.{TCP_ADDRESS + self.controls.index(control)}"
 
 
-class _Hosts(Path):
+class _Hosts(Path, ABC):
     """Hosts with namespaces of their own: rank k has 10.0.k.2 for DLCP, and 10.0.k.10 and up for TCP."""
 
     interface = "eth0"
@@ -134,9 +135,9 @@ class _Hosts(Path):
         """Return a host's address for TCP with a congestion control."""
         return f"10.0.{rank}.{TCP_ADDRESS + self.controls.index(control)}"
 
+    @abstractmethod
     def _link(self) -> None:
         """Join the hosts."""
-        raise NotImplementedError
 
     def _addresses(self, rank: int) -> list[str]:
         """Return the commands that give a host its addresses and bring its link up."""

@@ -122,7 +122,7 @@ class Channel:
                 self._under_way[number] = operation
                 operation.done.add_done_callback(lambda _: self._end(number))
         if number % HORIZON_EVERY == HORIZON_EVERY - 1:
-            self.endpoint.call(partial(self._tell_horizon, number))
+            self.call(partial(self._tell_horizon, number))
         return run
 
     def begin(self, run: Run, action: Callable[[], None]) -> None:
@@ -133,7 +133,7 @@ class Channel:
             with run.operation:
                 action()
 
-        self.endpoint.call(act)
+        self.call(act, run.operation)
 
     def aside(self, run: Run, function: Callable[[], None], then: Callable[[], None]) -> None:
         """Do what takes long in a thread for such things, one after the other, and ``then`` in the endpoint's."""
@@ -144,7 +144,15 @@ class Channel:
                 done.result()
                 then()
 
-        self._adder.submit(function).add_done_callback(lambda done: self.endpoint.call(partial(conclude, done)))
+        self._adder.submit(function).add_done_callback(lambda done: self.call(partial(conclude, done), run.operation))
+
+    def call(self, action: Callable[[], None], operation: Operation | None = None) -> None:
+        """Do something in the endpoint's thread. If that has ended, an operation fails that needs it."""
+        try:
+            self.endpoint.call(action)
+        except TransportError as error:
+            if operation:
+                operation.fail(error)
 
     # Parts of collectives, for the endpoint's thread ------------------------------------------------------------------
 
@@ -233,7 +241,7 @@ class Channel:
         self._unconfirmed -= 1
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
-        self.endpoint.call(partial(self.endpoint.protocol.call_later, delay_s, action))
+        self.call(partial(self.endpoint.protocol.call_later, delay_s, action))
 
     def _plain_tags(self, size: int) -> PacketTags:
         return plain_tags(-(-size // self.endpoint.options.payload_bytes))
@@ -264,7 +272,7 @@ class Channel:
             with self._lock:
                 self._floors[peer] = int(arrival.payload.view(">u4")[0])
                 horizon = min([*self._floors.values(), *self._under_way, self._next])
-            self.endpoint.call(partial(self.endpoint.protocol.forget_before, horizon))
+            self.call(partial(self.endpoint.protocol.forget_before, horizon))
 
         with operation:
             for peer in self.peers:
@@ -289,7 +297,7 @@ class Channel:
             self.endpoint.protocol.abort(str(error))
             self.endpoint.protocol.fail(error)
 
-        self.endpoint.call(tell)
+        self.call(tell)
         cause = error.__cause__ or error
         for operation in under_way:
             operation.fail(cause)

@@ -32,7 +32,8 @@ from typing import Any, Final, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.direct import Bucket, DirectAllReduce, ReduceOptions
+from dlcp.collectives.bucket import Bucket, ReduceOptions
+from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.feedback import ErrorFeedback
 from dlcp.collectives.ring import RingAllReduce
 from dlcp.collectives.ring_plan import FIRST_NUMBER, buckets_allowed

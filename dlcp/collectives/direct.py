@@ -7,127 +7,28 @@ A parameter server is the case of one owner that contributes nothing itself (see
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.collectives.bucket import Bucket, ReduceOptions
 from dlcp.collectives.feedback import ErrorFeedback
+from dlcp.collectives.push_pull import PULL, PUSH, RATE, average, message_number
 from dlcp.collectives.salvage import Salvage
 from dlcp.collectives.shards import inbound_rates, shard_bounds, weights_for_rates
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.magnitudes import packet_magnitudes
-from dlcp.tags import PacketTags, Segment, Tagger
-from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey, Summation
+from dlcp.tags import PacketTags, Tagger
+from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, MessageKey, Summation, TransportError
 
-RATE = np.dtype(">f4")
-"""What follows the values of a result: the rates at which its sender reaches each contributor, in bit/s."""
-PUSH = 0
-PULL = 1
-MESSAGES_PER_STEP = 1 << 16
 PATIENCE_S = 0.002
 COPY_BYTES_PER_S = 1e9
 """A bucket waits for the last confirmations of its result this long, and as long as a copy takes at this speed, before
 it makes one. Chosen by us: a copy delays everything else that the endpoint does.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceOptions:
-    """What an all-reduce may lose and how it makes up for it.
-
-    Parameters
-    ----------
-    bound
-        The loss that the first hop may suffer.
-    error_feedback
-        Send what was lost with the next step.
-    rescale
-        Divide each sum by how many ranks it holds rather than by how many there are, so that loss does not shrink it.
-    adaptive_shards
-        Give ranks that receive slowly, because their port is congested, less to add up.
-    """
-
-    bound: LossBound = field(default_factory=lambda: LossBound(0.1))
-    error_feedback: bool = True
-    rescale: bool = True
-    adaptive_shards: bool = True
-
-
-@dataclass(slots=True)
-class Bucket:
-    """A buffer of gradients: flat ``values`` in the storage of ``value_type``, and the layers in it.
-
-    The average is written back into ``values``. ``magnitudes`` are those of its packets, shape (packets,), if somebody
-    has found them already, as :func:`dlcp.magnitudes.packet_magnitudes` would.
-    """
-
-    values: NDArray[np.generic]
-    value_type: ValueType
-    segments: Sequence[Segment]
-    magnitudes: NDArray[np.float32] | None = None
-
-
-def message_number(sequence: int, phase: int, receiver: int, ranks: int) -> int:
-    """Return the number of a message within its step.
-
-    It differs between receivers, for a switch knows a message by job, step, number and sender.
-
-    Raises
-    ------
-    ValueError
-        The step has more messages than the header can number.
-    """
-    number = (sequence * 2 + phase) * ranks + receiver
-    if number >= MESSAGES_PER_STEP:
-        raise ValueError(
-            f"bucket {sequence} among {ranks} ranks needs message number {number}, the header has {MESSAGES_PER_STEP}; "
-            "use larger buckets"
-        )
-    return number
-
-
-def average(
-    shares: Mapping[int, NDArray[np.generic]],
-    delivered: Mapping[int, NDArray[np.bool_]],
-    value_type: ValueType,
-    values_per_packet: int,
-    *,
-    rescale: bool,
-) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
-    """Average what the ranks sent, in the order of ranks, so that the result does not depend on who came first.
-
-    Parameters
-    ----------
-    shares
-        What each rank sent, with zeros where packets were lost; all of one length.
-    delivered
-        Which packets of each rank arrived, shape (packets,).
-    rescale
-        Divide by how many ranks delivered a packet, else by the number of ranks.
-
-    Returns
-    -------
-    The average, and what of the sum it leaves out or counts too much: ``sum - ranks * average``.
-    """
-    total: NDArray[np.floating] | None = None
-    for rank in sorted(shares):
-        part = value_type.widen(shares[rank])
-        total = part.copy() if total is None else np.add(total, part, out=total)
-    assert total is not None
-    counts = np.sum([delivered[rank] for rank in sorted(delivered)], axis=0)
-    ranks = len(shares)
-    if not rescale or (counts == ranks).all():
-        return total / total.dtype.type(ranks), np.zeros(0, total.dtype)
-    divisor = np.repeat(np.maximum(counts, 1), values_per_packet)[: len(total)].astype(total.dtype)
-    mean = total / divisor
-    # What is not finite is for this step's loss scaler; owed, it would spoil the next one.
-    even = (divisor == ranks) | ~np.isfinite(mean)
-    with np.errstate(invalid="ignore"):
-        return mean, np.where(even, 0, total - ranks * mean).astype(total.dtype)
 
 
 class DirectAllReduce:
@@ -186,7 +87,10 @@ class DirectAllReduce:
         if not bucket.values.flags.c_contiguous or not bucket.values.flags.writeable:
             raise ValueError(f"step {step}, bucket {sequence}: values must be contiguous and writable")
         run = self._runs[step, sequence] = _Run(self, step, sequence, bucket)
-        self.endpoint.call(run.begin)
+        try:
+            self.endpoint.call(run.begin)
+        except TransportError as error:
+            run.done.set_exception(error)
         return run.done
 
     def ended(self, run: "_Run") -> None:

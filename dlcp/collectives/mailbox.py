@@ -178,7 +178,10 @@ class Mailbox:
                 with operation:
                     action()
 
-        self._endpoint.call(act)
+        try:
+            self._endpoint.call(act)
+        except TransportError as error:
+            operation.fail(error)
 
     # Sending ----------------------------------------------------------------------------------------------------------
 
@@ -281,7 +284,7 @@ class Mailbox:
         self._taken.append((now_s, source, key))
         while self._taken and self._taken[0][0] < now_s - FORGET_AFTER_S:
             _, peer, old = self._taken.popleft()
-            self._endpoint.protocol._finished.discard((peer, *old))
+            self._endpoint.protocol.forget(peer, old)
 
     # Waiting ----------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,4 +148,4 @@ class Arithmetic:
         elif self.op is ReduceOp.MEAN:
             np.divide(total, total.dtype.type(ranks), out=total)
         if widened:
-            np.copyto(result, widened.narrow(total))  # type: ignore[arg-type]
+            np.copyto(result, widened.narrow(cast(NDArray[np.floating], total)))

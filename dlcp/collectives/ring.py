@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.direct import Bucket, ReduceOptions
+from dlcp.collectives.bucket import Bucket, ReduceOptions
 from dlcp.collectives.feedback import ErrorFeedback
 from dlcp.collectives.ring_plan import PARTIAL, RESULT, Piece, cut_in_pieces, ring_message_number
 from dlcp.collectives.ring_sums import COUNT, clear_missing, held_by, mean_of, sent_over, total_at
@@ -33,7 +33,7 @@ from dlcp.collectives.salvage import Salvage
 from dlcp.ledger import Ledger
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.tags import PacketTags, Tagger
-from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey
+from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey, TransportError
 
 
 def bound_of_hop(bound: LossBound, ranks: int) -> LossBound:
@@ -110,7 +110,10 @@ class RingAllReduce:
             The bucket is not contiguous, or its number too large; the message says which.
         """
         run = self.running[step, sequence] = _Run(self, step, sequence, bucket)
-        self.endpoint.call(run.begin)
+        try:
+            self.endpoint.call(run.begin)
+        except TransportError as error:
+            run.done.set_exception(error)
         return run.done
 
     def salvage(self) -> list[Salvage]:

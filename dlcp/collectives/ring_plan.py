@@ -3,7 +3,7 @@
 
 from typing import NamedTuple
 
-from dlcp.collectives.direct import MESSAGES_PER_STEP
+from dlcp.collectives.bucket import MESSAGES_PER_STEP
 from dlcp.collectives.shards import shard_bounds
 
 PARTIAL = 0

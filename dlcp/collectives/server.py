@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.direct import PULL, RATE, average, message_number
+from dlcp.collectives.push_pull import PULL, RATE, average, message_number
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, queue_of_layer

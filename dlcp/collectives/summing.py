@@ -62,12 +62,12 @@ class Summing:
         if rank == root:
             self._add_up(shards[rank], shards[rank], [])
         elif len(shards[rank]):
-            endpoint = self.channel.endpoint
-            room = endpoint.protocol.scratch.take(len(shards[rank]))
+            scratch = self.channel.endpoint.protocol.scratch
+            room = scratch.take(len(shards[rank]))
             self._add_up(shards[rank], room.data, [root])
             # By then all that was sent from there is confirmed, or has been copied.
-            give = partial(endpoint.protocol.scratch.give, room)
-            self.run.operation.done.add_done_callback(lambda _: endpoint.call(give))
+            give = partial(scratch.give, room)
+            self.run.operation.done.add_done_callback(lambda _: self.channel.call(give))
 
     def for_each(self, parts: Sequence[memoryview], result: memoryview) -> None:
         """Let every rank have the result of its part. For the caller's thread, which copies while packets leave."""

@@ -25,7 +25,7 @@ class Client:
             dist.broadcast(tensor, server)
             answer.set_result(tensor.div_(self.workers))
         except RuntimeError as error:
-            answer.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
+            answer.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
 
 
 def hook(client: Client, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  # everybody calls it so
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -35,11 +35,11 @@ class Net(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return log probabilities, shape (n, 10), of images of shape (n, 1, 8, 8)."""
-        x = F.relu(self.conv1(images))
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        x = functional.relu(self.conv1(images))
+        x = functional.max_pool2d(functional.relu(self.conv2(x)), 2)
         x = self.dropout(torch.flatten(x, 1))
-        x = F.relu(self.fc1(x))
-        return F.log_softmax(self.fc2(x), dim=1)
+        x = functional.relu(self.fc1(x))
+        return functional.log_softmax(self.fc2(x), dim=1)
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
@@ -65,8 +65,8 @@ def train(
     model.train()
     for batch, (images, labels) in enumerate(loader):
         optimizer.zero_grad()
-        loss = F.nll_loss(model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = functional.nll_loss(model(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]  # PyTorch does not annotate it
         optimizer.step()
         if args.rank == 0 and batch % args.log_interval == 0:
             print(f"epoch {epoch}, batch {batch}/{len(loader)}, loss {loss.item():.4f}", flush=True)
@@ -81,7 +81,7 @@ def test(model: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]]) -> floa
     with torch.no_grad():
         for images, labels in loader:
             output = model(images)
-            loss += F.nll_loss(output, labels, reduction="sum").item()
+            loss += functional.nll_loss(output, labels, reduction="sum").item()
             correct += int((output.argmax(dim=1) == labels).sum())
             count += len(labels)
     print(f"test: average loss {loss / count:.4f}, accuracy {correct}/{count} ({correct / count:.1%})", flush=True)

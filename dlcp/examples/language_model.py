@@ -104,7 +104,7 @@ def train(args: argparse.Namespace, model: nn.Module, plain: RNNModel, source: t
         hidden = repackage_hidden(hidden)
         output, hidden = model(words, hidden)
         loss = nn.functional.cross_entropy(output, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # PyTorch does not annotate it
         nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -13,12 +13,8 @@
 
 #include "engine.h"
 
-enum { EVERY_PACKETS = 8, AT_ONCE_PACKETS = 256, RECENT = 4 };
-static const double DELAY_S = 0.001, SPACING_S = 0.0002; /* see dlcp/transport/engine.py */
-
-void note_arrival(engine *e, flow *f, incoming *m, int64_t index, double now_s) {
-    (void)e;
-    if (!f->fresh_packets++) f->acknowledge_due_s = now_s + DELAY_S;
+void note_arrival(const engine *e, flow *f, incoming *m, int64_t index, double now_s) {
+    if (!f->fresh_packets++) f->acknowledge_due_s = now_s + e->acknowledge_delay_s;
     f->data_last_s = now_s;
     int64_t block = index / BLOCK_PACKETS;
     for (int64_t k = f->fresh_count - 1; k >= 0 && k >= f->fresh_count - 4; k--)
@@ -81,8 +77,9 @@ double acknowledge_due(engine *e, double now_s) {
         flow *f = &e->flows[i];
         if (!f->fresh_packets) continue;
         double at_s = f->acknowledge_due_s;
-        if (f->fresh_packets >= EVERY_PACKETS && f->acknowledged_s + SPACING_S < at_s) at_s = f->acknowledged_s + SPACING_S;
-        if (f->fresh_packets >= AT_ONCE_PACKETS || now_s >= at_s) acknowledge(e, f, now_s);
+        double spaced_s = f->acknowledged_s + e->acknowledge_spacing_s;
+        if (f->fresh_packets >= e->acknowledge_every && spaced_s < at_s) at_s = spaced_s;
+        if (f->fresh_packets >= e->acknowledge_at_once || now_s >= at_s) acknowledge(e, f, now_s);
         else if (at_s < due_s) due_s = at_s;
     }
     return due_s;
@@ -109,7 +106,7 @@ void take_acknowledgement(engine *e, flow *f, const uint8_t *datagram, int64_t b
         for (uint64_t fresh = bits & ~m->landed[block]; fresh; fresh &= fresh - 1) {
             uint32_t index = (uint32_t)(block * BLOCK_PACKETS + __builtin_ctzll(fresh));
             if (m->state[index] == UNSENT) continue; /* nobody can have got it: forged or confused */
-            double sent_s = land(f, m, index, now_s);
+            double sent_s = land(e, f, m, index, now_s);
             delivered++;
             /* Karn: the time of a packet that was sent twice is no round trip. */
             if (!(m->tags[index][0] & RETRANSMISSION) && sent_s > newest_s) newest_s = sent_s;

@@ -2,8 +2,8 @@
 /* The per-packet half of the transport: data and acknowledgements, windows, and what is lost. Everything rarer (probes,
  * bitmaps, stops, greetings, deadlines, rate control) is Python's, which drives this through the functions marked API.
  *
- * The first members of `flow`, `outgoing`, `incoming` and `engine` are read and written by Python; dlcp/transport/native.py
- * mirrors them, in this order. The packet header's layout is that of dlcp/wire/header.py; a test compares the two.
+ * The first members of `flow`, `outgoing`, `incoming` and `engine` are read and written by Python, which mirrors them in this
+ * order (dlcp/transport/native/mirror.py). The packet header's layout is that of dlcp/wire/header.py; a test compares the two.
  * Times are in seconds on CLOCK_MONOTONIC. Nothing here is thread-safe: one thread drives an engine.
  */
 #ifndef DLCP_ENGINE_H
@@ -14,7 +14,7 @@
 
 #define API __attribute__((visibility("default")))
 
-enum { HEADER_BYTES = 32, QUEUES = 8, BLOCK_PACKETS = 64, ACK_ENTRY_BYTES = 18, SEGMENTS_MAX = 64 };
+enum { HEADER_BYTES = 32, QUEUES = 8, BLOCK_PACKETS = 64, ACK_ENTRY_BYTES = 18, SEGMENTS_MAX = 64, RECENT = 4 };
 enum { VERSION = 1, DATA = 1, ACK = 2, ABORT = 9 };
 enum { PROTECTED = 0x80, RETRANSMISSION = 0x40 };
 
@@ -105,7 +105,7 @@ struct flow {
     int64_t delivered, marked, lost; /* since the last report */
     double rtt_s;                    /* smallest since the last report; 0: none */
     int64_t limited;
-    double reported_s;
+    double reported_s, report_due_s; /* infinity if there is nothing to tell */
     int64_t burst; /* most packets in one send */
     int64_t mute;  /* send nothing but control packets */
     /* private */
@@ -119,7 +119,7 @@ struct flow {
     uint32_t marked_seen;
     /* receiving */
     uint32_t data_received, marked_received;
-    heard_block *fresh, recent[4];
+    heard_block *fresh, recent[RECENT];
     int64_t fresh_count, fresh_capacity, fresh_packets, recent_count;
     double acknowledge_due_s, acknowledged_s, data_last_s;
 };
@@ -134,7 +134,10 @@ struct engine {
     int64_t data, duplicate, send_errors, last_errno, truncated, acknowledgements, received_bursts, sent_bursts;
     int64_t woken;          /* set by any thread to make dlcp_turn return */
     int64_t offload;        /* 0 once the kernel has refused UDP_SEGMENT */
-    double reorder_min_s;
+    /* What these mean stands in dlcp/transport/engine.py, whence they come. */
+    double reorder_min_s, disorder_min, disorder_max, disorder_decay, report_min_s, report_calm_s;
+    double acknowledge_delay_s, acknowledge_spacing_s;
+    int64_t acknowledge_every, acknowledge_at_once; /* packets */
     /* private */
     int64_t payload_bytes, rank, job, control_queue, flow_count, rank_count, next_id;
     uint64_t token;
@@ -159,7 +162,7 @@ incoming *find_incoming(const engine *e, int64_t peer, int64_t step, int64_t mes
 void note_data(engine *e, flow *f, incoming *m, int64_t index, const uint8_t *header, int64_t size, int tos, double now_s);
 void store_data(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, int tos, double now_s);
 /* acknowledge.c */
-void note_arrival(engine *e, flow *f, incoming *m, int64_t index, double now_s);
+void note_arrival(const engine *e, flow *f, incoming *m, int64_t index, double now_s);
 void acknowledge(engine *e, flow *f, double now_s);
 double acknowledge_due(engine *e, double now_s);
 void take_acknowledgement(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, double now_s);
@@ -167,13 +170,12 @@ void take_acknowledgement(engine *e, flow *f, const uint8_t *datagram, int64_t b
 void fold_packet(fold *s, int64_t position, int64_t index, const uint8_t *payload);
 /* outgoing.c */
 outgoing *find_outgoing(flow *f, int64_t step, int64_t message);
-double land(flow *f, outgoing *m, uint32_t index, double now_s);
+double land(const engine *e, flow *f, outgoing *m, uint32_t index, double now_s);
 void lose(flow *f, outgoing *m, uint32_t index);
 /* flow.c */
 int64_t pump_flow(engine *e, flow *f, double now_s);
 void feed_back(engine *e, flow *f, int64_t delivered, int64_t marked, int64_t lost);
 void sample_rtt(flow *f, double rtt_s);
-double report_due(const flow *f);
 double paused_until(const flow *f);
 /* loop.c */
 int emit_burst(engine *e, flow *f, outgoing *m, const uint32_t *packets, int64_t count, uint8_t (*headers)[HEADER_BYTES]);

@@ -11,9 +11,6 @@
 
 #include "engine.h"
 
-static const double DISORDER_MIN = 0.25, DISORDER_DECAY = 0.98; /* in round-trip times; see dlcp/transport/flow.py */
-static const double REPORT_MIN_S = 0.001, REPORT_CALM_S = 0.01; /* see dlcp/transport/engine.py */
-
 void sample_rtt(flow *f, double rtt_s) {
     if (rtt_s < 1e-6) rtt_s = 1e-6;
     if (f->rtt_s == 0 || rtt_s < f->rtt_s) f->rtt_s = rtt_s;
@@ -43,8 +40,15 @@ static int64_t find_lost(engine *e, flow *f) {
             }
         }
     }
-    if (lost) f->disorder = f->disorder * DISORDER_DECAY > DISORDER_MIN ? f->disorder * DISORDER_DECAY : DISORDER_MIN;
+    if (lost) f->disorder = fmax(f->disorder * e->disorder_decay, e->disorder_min);
     return lost;
+}
+
+/* Find when the next report may be taken. Where nothing asks for a smaller or a larger window there is no hurry. */
+static void schedule_report(const engine *e, flow *f) {
+    if (!f->delivered && !f->lost) return;
+    double calm_s = f->lost || f->marked || f->limited ? e->report_min_s : e->report_calm_s;
+    f->report_due_s = f->reported_s + (f->smoothed_rtt_s > calm_s ? f->smoothed_rtt_s : calm_s);
 }
 
 void feed_back(engine *e, flow *f, int64_t delivered, int64_t marked, int64_t lost) {
@@ -52,18 +56,11 @@ void feed_back(engine *e, flow *f, int64_t delivered, int64_t marked, int64_t lo
     if (!delivered && !lost) return;
     f->delivered += delivered, f->lost += lost;
     f->marked += marked < delivered ? marked : delivered;
+    schedule_report(e, f);
     for (int64_t k = 0; k < f->message_count; k++) {
         outgoing *m = f->messages[k];
         if (!m->unsent && !m->flying && m->delivered < m->packets && !m->idle_told) m->idle_told = e->attention = 1;
     }
-}
-
-/* When the next report may be taken; infinity if there is nothing to tell. Where nothing asks for a smaller or a larger
- * window there is no hurry. */
-double report_due(const flow *f) {
-    if (!f->delivered && !f->lost) return INFINITY;
-    double calm_s = f->lost || f->marked || f->limited ? REPORT_MIN_S : REPORT_CALM_S;
-    return f->reported_s + (f->smoothed_rtt_s > calm_s ? f->smoothed_rtt_s : calm_s);
 }
 
 double paused_until(const flow *f) {
@@ -159,7 +156,7 @@ int64_t pump_flow(engine *e, flow *f, double now_s) {
     if (!m) return 0;
     int64_t limit = room(f, now_s);
     if (limit <= 0) {
-        f->limited |= f->window < (double)f->largest_window;
+        if (!f->limited && f->window < (double)f->largest_window) f->limited = 1, schedule_report(e, f);
         return 0;
     }
     if (limit > f->burst) limit = f->burst;

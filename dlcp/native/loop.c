@@ -33,8 +33,8 @@ static double clock_s(void) {
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-/* Make an engine for `flows` peers, which dlcp_engine_peer then names; `ranks` is one more than the largest rank. Without
- * a socket (-1) packets leave through `emit`. NULL: no memory. */
+/* Make an engine for `flows` peers. The caller sets what it goes by, then names them (dlcp_engine_peer); `ranks` is one more
+ * than the largest rank. Without a socket (-1) packets leave through `emit`. NULL: no memory. */
 API engine *dlcp_engine_new(int64_t rank, int64_t job, uint64_t token, int64_t payload_bytes, int64_t control_queue,
                             int64_t flows, int64_t ranks, int socket, int wake, int control_tos,
                             control_function on_control, unknown_function on_unknown, settled_function on_settled,
@@ -42,7 +42,7 @@ API engine *dlcp_engine_new(int64_t rank, int64_t job, uint64_t token, int64_t p
     engine *e = calloc(1, sizeof *e);
     if (!e) return NULL;
     e->rank = rank, e->job = job, e->token = token, e->payload_bytes = payload_bytes, e->control_queue = control_queue;
-    e->socket = socket, e->wake = wake, e->control_tos = (uint8_t)control_tos, e->offload = 1, e->reorder_min_s = 0.001;
+    e->socket = socket, e->wake = wake, e->control_tos = (uint8_t)control_tos, e->offload = 1;
     e->on_control = on_control, e->on_unknown = on_unknown, e->on_settled = on_settled, e->emit = emit;
     e->flow_count = flows, e->rank_count = ranks, e->chain_count = 64;
     e->flows = calloc((size_t)flows + 1, sizeof *e->flows);
@@ -64,8 +64,8 @@ API flow *dlcp_engine_peer(engine *e, int64_t peer, int64_t rank, uint32_t addre
     f->address.sin_family = AF_INET;
     f->address.sin_addr.s_addr = htonl(address);
     f->address.sin_port = htons((uint16_t)port);
-    f->heard_s = now_s, f->disorder = 0.25, f->burst = SEGMENTS_MAX;
-    f->acknowledge_due_s = INFINITY;
+    f->heard_s = now_s, f->disorder = e->disorder_min, f->burst = SEGMENTS_MAX;
+    f->acknowledge_due_s = f->report_due_s = INFINITY;
     for (int q = 0; q < QUEUES; q++) f->newest_delivered_s[q] = -1;
     e->flow_of_rank[rank] = peer;
     return f;
@@ -399,10 +399,8 @@ API double dlcp_engine_acknowledge(engine *e, double now_s) {
 /* When the first report on a flow is due. */
 API double dlcp_engine_report_due(const engine *e) {
     double due_s = INFINITY;
-    for (int64_t i = 0; i < e->flow_count; i++) {
-        double report_s = report_due(&e->flows[i]);
-        if (report_s < due_s) due_s = report_s;
-    }
+    for (int64_t i = 0; i < e->flow_count; i++)
+        if (e->flows[i].report_due_s < due_s) due_s = e->flows[i].report_due_s;
     return due_s;
 }
 
@@ -457,5 +455,14 @@ API int64_t dlcp_sizes(int64_t which) {
         case 1: return (int64_t)offsetof(flow, peer);
         case 2: return (int64_t)offsetof(outgoing, id);
         default: return (int64_t)offsetof(incoming, id);
+    }
+}
+
+/* Constants that both have because arrays are as long, for Python to compare. */
+API int64_t dlcp_constants(int64_t which) {
+    switch (which) {
+        case 0: return BLOCK_PACKETS;
+        case 1: return SEGMENTS_MAX;
+        default: return RECENT;
     }
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Messages on their way out: which packets are on the wire, delivered, lost, or to be sent again. */
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -77,10 +78,10 @@ API void dlcp_outgoing_replace(outgoing *m, const uint8_t *payload) {
 }
 
 /* Note that a packet arrived; return when it was sent. */
-double land(flow *f, outgoing *m, uint32_t index, double now_s) {
+double land(const engine *e, flow *f, outgoing *m, uint32_t index, double now_s) {
     uint8_t state = m->state[index];
     /* It was late, not lost: an over-share packet, say, that waited in a lower queue. */
-    if (state == FORGONE || state == AGAIN) f->disorder = f->disorder < 2 ? f->disorder * 2 : 4;
+    if (state == FORGONE || state == AGAIN) f->disorder = fmin(f->disorder * 2, e->disorder_max);
     if (state == FLYING) m->flying--, f->flying--;
     if (state == AGAIN) m->unsent--;
     m->state[index] = DELIVERED;
@@ -128,7 +129,7 @@ API int64_t dlcp_outgoing_bitmap(engine *e, outgoing *m, int64_t first, int64_t 
     for (int64_t i = first; i < first + count; i++) {
         uint8_t state = m->state[i];
         if (arrived[i - first]) {
-            if (state != DELIVERED && state != UNSENT) land(f, m, (uint32_t)i, now_s), news++;
+            if (state != DELIVERED && state != UNSENT) land(e, f, m, (uint32_t)i, now_s), news++;
         } else if (state == FLYING && m->sent_s[i] < before_s) {
             lose(f, m, (uint32_t)i), lost++;
         }

@@ -44,7 +44,7 @@ _Base: Any = dist.ProcessGroup
 """PyTorch's annotations give each method two forms; ``torch.distributed`` calls only the first, which is here."""
 
 
-class ProcessGroup(_Base):  # type: ignore[misc]  # _Base is Any
+class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
     """A group of ranks with an endpoint of its own.
 
     The collectives are those of ``torch.distributed``, which calls these methods; each returns at once. They must be

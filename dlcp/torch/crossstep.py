@@ -110,6 +110,7 @@ class CrossStep(Optimizer):
         _copy_from_first_rank(model, group)
         self._guard = Guard(model, self._wait_for)
         self._hooks: list[Any] = [
+            # PyTorch does not annotate this.
             member.parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             for layers in self._groups
             for member in layers.members

@@ -209,7 +209,7 @@ class Exchange:
                 return framework_average(self.group, tensor)
             if self._error:
                 failed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-                failed.set_exception(self._error)  # type: ignore[arg-type]  # torch annotates the result's type
+                failed.set_exception(self._error)  # type: ignore[arg-type]  # annotated as a result
                 return failed
             handed = _Handed(self._count, step, sequence, segments)
             self._count += 1

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dlcp import configuration
 from dlcp.collectives.choice import COLLECTIVES, Topology, flow_weight
@@ -109,6 +110,6 @@ class Options:
             deadline_s=self.deadline_s,
         )
 
-    def with_(self, **changes: object) -> "Options":
+    def with_(self, **changes: Any) -> "Options":
         """Return a copy with some fields changed."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+        return replace(self, **changes)

@@ -91,7 +91,7 @@ class Staged:
     def fail(self, error: BaseException) -> None:
         """Resolve ``answer`` with an error."""
         if not self.answer.done():
-            self.answer.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
+            self.answer.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
 
     def settle(self, done: "torch.futures.Future[torch.Tensor]") -> None:
         """Resolve ``answer`` as another future was."""
@@ -184,7 +184,7 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # PyTorch does not annotate it
 
     def buffer(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return pinned memory."""
@@ -200,7 +200,7 @@ class CudaDevice:
 
     def mark(self) -> Event:
         """Record an event on the side stream; who waits for it sleeps."""
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # PyTorch does not annotate it
         event.record(self.side)
         return event
 

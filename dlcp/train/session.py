@@ -45,7 +45,7 @@ class Model:
         if state:
             # A closed state no longer knows whether it fell back, and the script may close it: look just before.
             self._close = state.close
-            state.close = self.close  # type: ignore[method-assign]
+            state.close = self.close  # type: ignore[method-assign]  # of this one object
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""

@@ -59,7 +59,7 @@ class Watch:
         def init(model: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
             original(model, *arguments, **named)
             before = functools.partial(_before_forward, self._ready)
-            # The compiler is to leave this alone: it does collective work, once.
+            # The compiler, which is not annotated, is to leave this alone: it does collective work, once.
             model.register_forward_pre_hook(torch.compiler.disable(before))  # type: ignore[no-untyped-call]
 
         return init

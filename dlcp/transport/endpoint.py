@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,9 @@ class Endpoint:
         self._socket = sock
         self._addresses = peers
         self._commands: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._ended: str | None = None
+        """Why the thread takes no more commands; changed, and read by others, under the lock."""
         self._closing = self._closed = False
         self._due_s = 0.0
         self._idle = False
@@ -130,9 +133,20 @@ class Endpoint:
         return self.protocol.summation(values, members, divisor)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run a function in the endpoint's thread, in the order of the calls."""
-        self._commands.append(function)
-        if threading.current_thread() is not self._thread and not self._closed:
+        """Run a function in the endpoint's thread, in the order of the calls.
+
+        Raises
+        ------
+        TransportError
+            The thread has ended, because the endpoint was closed or has failed; the message says which.
+        """
+        if threading.current_thread() is self._thread:
+            self._commands.append(function)
+            return
+        with self._lock:
+            if self._ended:
+                raise TransportError(self._ended)
+            self._commands.append(function)
             self.protocol.engine.wake()
 
     def greet(self, timeout_s: float = 30.0) -> None:
@@ -158,15 +172,16 @@ class Endpoint:
 
     def close(self, reason: str | None = None) -> None:
         """Stop; without a ``reason`` once peers have confirmed what is done, with one after telling them of it."""
-        if self._closing:
+        if self._closing or self._closed:
             return
         if reason is None:
             end_s = time.monotonic() + CLOSE_LINGER_S
             while not self.protocol.settled and time.monotonic() < end_s and self._thread.is_alive():
                 time.sleep(0.005)
-        else:
-            self.call(lambda: self.protocol.abort(reason))
-        self.call(self._stop)
+        with contextlib.suppress(TransportError):  # it has failed before, and told the peers
+            if reason is not None:
+                self.call(lambda: self.protocol.abort(reason))
+            self.call(self._stop)
         self._thread.join(5)
         self._socket.close()
         if not self._thread.is_alive():
@@ -175,7 +190,11 @@ class Endpoint:
 
     def _stop(self) -> None:
         self._closing = True
-        self.protocol.fail(TransportError(f"rank {self.rank} has closed its endpoint"))
+        self.protocol.fail(TransportError(self._closed_words))
+
+    @property
+    def _closed_words(self) -> str:
+        return f"rank {self.rank} has closed its endpoint"
 
     def _ask(self, question: Callable[[], Future[Any]]) -> Future[Any]:
         if threading.current_thread() is self._thread:
@@ -188,13 +207,10 @@ class Endpoint:
             except Exception as error:
                 answer.set_exception(error)
 
-        if not self._thread.is_alive():
-            answer.set_exception(TransportError(f"rank {self.rank} has closed its endpoint"))
-            return answer
-        self.call(ask)
-        if not self._thread.is_alive():
-            with contextlib.suppress(InvalidStateError):  # it answered before it ended
-                answer.set_exception(TransportError(f"rank {self.rank} has closed its endpoint"))
+        try:
+            self.call(ask)
+        except TransportError as error:
+            answer.set_exception(error)
         return answer
 
     def _run(self) -> None:
@@ -204,9 +220,20 @@ class Endpoint:
         except Exception as error:
             failure = TransportError(f"rank {self.rank}: the endpoint failed: {error!r}")
             failure.__cause__ = error
-            self.protocol.abort(str(failure))
+            with contextlib.suppress(Exception):  # it may be what has failed
+                self.protocol.abort(str(failure))
             self.protocol.fail(failure)
+            self._end(str(failure))
             raise
+        self._end(self._closed_words)
+
+    def _end(self, why: str) -> None:
+        """Take no more commands, and answer those that came meanwhile: with the error that the protocol has by now."""
+        with self._lock:
+            self._ended = why
+        while self._commands:
+            with contextlib.suppress(Exception):  # what fails was told why by the protocol
+                self._commands.popleft()()
 
     def _turn(self) -> None:
         while self._commands:

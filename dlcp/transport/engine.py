@@ -23,13 +23,12 @@ REPORT_CALM_S = 0.01
 """The least time between two reports on a flow: with something to react to, and without; a round trip where that is
 longer. Chosen by us: a report costs as much as a burst of packets.
 """
-
-
 REORDER_MIN_S = 0.001
 """Disorder that counts as none, at least: spraying sends neighbours over different paths."""
 DISORDER_MIN, DISORDER_MAX = 0.25, 4.0
 """Disorder to be expected, in round-trip times; doubled when a packet that counted as lost arrives (RFC 8985)."""
 DISORDER_DECAY = 0.98
+MESSAGE_PACKETS_MAX = 1 << 22
 SEGMENTS_MAX = 64
 """Datagrams in one send; the kernel's own limit (UDP_MAX_SEGMENTS)."""
 BLOCK_PACKETS = 64

@@ -24,3 +24,8 @@ class MessageMismatchError(TransportError):
 
 class BoundExceededError(TransportError):
     """More of a message was lost than its bound allows."""
+
+
+def at_step(job: int, step: int) -> str:
+    """Return how an error message begins that is about a step."""
+    return f"job {job}, step {step}"

@@ -113,25 +113,35 @@ class Summation:
         self._messages.clear()
 
 
-def check_places(
-    message_bytes: int | None, into: Bytes | None, tail: Bytes, values: NDArray[np.float32] | None, label: str
-) -> None:
-    """Refuse places that a message does not fit: packets are written without asking again.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the bytes of a message go: first ``into``, then ``tail``; or into a sum, as the member at ``position``."""
 
-    Raises
-    ------
-    ValueError
-        ``into`` and ``tail``, or the ``values`` that it is added to, are not of its size, or cannot be written.
-    """
-    places = [place for place in (into, tail) if place is not None and len(place)]
-    for place in places:
-        if place.dtype != np.uint8 or not place.flags.c_contiguous or not place.flags.writeable:
-            raise ValueError(f"{label}: bytes are received into contiguous, writable uint8 arrays only")
-    room = (0 if into is None else len(into)) + len(tail)
-    if places and (message_bytes is None or room > message_bytes or (into is not None and room < message_bytes)):
-        raise ValueError(f"{label}: {message_bytes} bytes are to be received into a place of {room}")
-    if values is not None and (values.nbytes != message_bytes or len(tail)):
-        raise ValueError(f"{label}: {message_bytes} bytes are to be added to {values.nbytes}")
+    into: Bytes | None
+    tail: Bytes
+    summation: Summation | None
+    position: int
+
+    def check(self, message_bytes: int | None, label: str) -> None:
+        """Refuse places that a message does not fit: packets are written without asking again.
+
+        Raises
+        ------
+        ValueError
+            ``into`` and ``tail``, or the values that it is added to, are not of its size, or cannot be written.
+        """
+        places = [place for place in (self.into, self.tail) if place is not None and len(place)]
+        for place in places:
+            if place.dtype != np.uint8 or not place.flags.c_contiguous or not place.flags.writeable:
+                raise ValueError(f"{label}: bytes are received into contiguous, writable uint8 arrays only")
+        room = (0 if self.into is None else len(self.into)) + len(self.tail)
+        if places and (
+            message_bytes is None or room > message_bytes or (self.into is not None and room < message_bytes)
+        ):
+            raise ValueError(f"{label}: {message_bytes} bytes are to be received into a place of {room}")
+        values = None if self.summation is None else self.summation.values
+        if values is not None and (values.nbytes != message_bytes or len(self.tail)):
+            raise ValueError(f"{label}: {message_bytes} bytes are to be added to {values.nbytes}")
 
 
 @dataclass(slots=True)

@@ -134,7 +134,7 @@ class Header(NamedTuple):
     message: int
     sender: int
     index: int  # type: ignore[assignment]  # hides tuple.index and tuple.count, which nobody needs of a header
-    count: int  # type: ignore[assignment]
+    count: int  # type: ignore[assignment]  # likewise
     token: int
 
     def encode(self) -> bytes:

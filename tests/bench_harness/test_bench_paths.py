@@ -30,7 +30,7 @@ def controls_in_force(path, here, there):
         address = path.tcp_address(1, control)
         listener = there(lambda: socket.create_server((address, 0)))  # noqa: B023 - called at once
         mine = (path.tcp_address(0, control), 0)
-        dialled = here(lambda: socket.create_connection(listener.getsockname(), 5, mine))  # noqa: B023
+        dialled = here(lambda: socket.create_connection(listener.getsockname(), 5, mine))  # noqa: B023 - likewise
         accepted, _ = listener.accept()
         ends = [end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) for end in (dialled, accepted)]
         found[control] = [name.rstrip(b"\0").decode() for name in ends]

@@ -168,7 +168,7 @@ def test_messages_that_have_been_taken_are_not_known_for_ever(monkeypatch):
         data, room = np.full(500, number, np.int32), np.zeros(500, np.int32)
         group.wait([group.exchanges[0].send(view(data), 1, 0), group.exchanges[1].receive(view(room), 0, 0)])
         assert (room == number).all()
-    assert len(group.network.ranks[1]._finished) < 3
+    assert len(group.network.ranks[1].inbox.finished) < 3
 
 
 @pytest.mark.parametrize("size", [2_000, 60_000])

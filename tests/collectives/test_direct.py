@@ -6,14 +6,12 @@ import itertools
 import numpy as np
 import pytest
 from exchanges import PacketType
-from virtual_ranks import LAYERS, NOTHING_PROTECTED, ONE_BUCKET, SMALL_SIZES, SmallRanks, assert_identical, is_push
+from virtual_ranks import NOTHING_PROTECTED, ONE_BUCKET, SMALL_SIZES, SmallRanks, assert_identical, is_push
 
-from dlcp.collectives import Bucket
-from dlcp.collectives.direct import average, message_number
+from dlcp.collectives.push_pull import average, message_number
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
-from dlcp.tags import Segment
-from dlcp.transport import DeadlineError, PeerSilentError, TransportOptions
+from dlcp.transport import PeerSilentError, TransportOptions
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -100,7 +98,7 @@ def test_nothing_is_lost_for_good(count, loss, bound, rescale):
     given = {name: np.zeros(size) for name, size in SMALL_SIZES.items()}
     taken = {name: np.zeros(size) for name, size in SMALL_SIZES.items()}
     owed_at_times = 0
-    for step in range(5):
+    for step in range(8):
         gradients = ranks.gradients(step)
         averages = ranks.reduce(step, gradients, THREE_BUCKETS)
         assert_identical(averages)
@@ -110,7 +108,7 @@ def test_nothing_is_lost_for_good(count, loss, bound, rescale):
             owed = ranks.owed(name)
             owed_at_times += np.count_nonzero(owed)
             np.testing.assert_allclose(taken[name] + owed, given[name], rtol=0, atol=1e-9)
-    assert ranks.lost > 5
+    assert ranks.lost > 10
     assert owed_at_times > 0
     for ledger in ranks.ledgers:
         assert ledger.violations == 0
@@ -257,14 +255,6 @@ def test_buffers_with_fewer_packets_than_ranks(sizes):
     assert_exact(averages, gradients, buckets=[["fc.weight"]])
 
 
-def test_one_rank_alone_keeps_its_gradients():
-    ranks = SmallRanks(1)
-    gradients = ranks.gradients(13)
-    averages = ranks.reduce(0, gradients)
-    for name in SMALL_SIZES:
-        np.testing.assert_array_equal(averages[0][name], gradients[0][name])
-
-
 def test_not_a_number_reaches_every_rank():
     # A loss scaler has to see it on all ranks.
     ranks = SmallRanks(3, bound=0.3, loss=0.2, seed=14)
@@ -301,16 +291,6 @@ def test_a_dead_rank_ends_the_step_on_all_others():
     for rank in (0, 1):
         with pytest.raises(PeerSilentError, match=r"step 6: rank 2 has been silent .*conv"):
             started[rank][0].result()
-
-
-def test_a_rank_that_never_starts_is_named():
-    ranks = SmallRanks(2, options=TransportOptions(deadline_s=1.0))
-    values = ranks.gradients(16)[0]["fc.weight"]
-    segments = [Segment(LAYERS["fc.weight"], 0, len(values))]
-    started = ranks.reducers[0].start(6, 0, Bucket(values, ValueType.FLOAT32, segments))
-    ranks.network.run(started.done)
-    with pytest.raises(DeadlineError, match=r"step 6: rank 1 .* fc\.weight"):
-        started.result()
 
 
 def test_message_numbers_are_all_different_and_fit_the_header():

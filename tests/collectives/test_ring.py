@@ -15,7 +15,7 @@ from dlcp.collectives.ring_plan import FIRST_NUMBER, PARTIAL, RESULT
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
-from dlcp.transport import DeadlineError, LossBound, PeerAbortedError, PeerSilentError, TransportError, TransportOptions
+from dlcp.transport import LossBound, PeerAbortedError, PeerSilentError, TransportError, TransportOptions
 
 EVERY_FORMAT = pytest.mark.parametrize("value_type", list(ValueType), ids=lambda kind: kind.value)
 WIDE = pytest.mark.parametrize("value_type", [ValueType.FLOAT32, ValueType.FLOAT64], ids=lambda kind: kind.value)
@@ -179,7 +179,7 @@ def test_each_hop_keeps_its_bound_and_results_are_delivered_whole(count, loss):
     assert {hop for hop, _ in sums} == set(range(count - 1))
     for _, record in sums:
         assert record.bound == 0.3 / (count - 1)
-        assert record.lost <= record.bound * record.packets + 1e-9
+        assert record.lost <= LossBound(record.bound).allowed(record.packets)
     assert all(record.lost == 0 and record.bound == 0 for record in results)
     # Whatever the hops lose together, no rank loses more of its gradients than the bound.
     lost = sum(record.lost for _, record in sums)
@@ -328,14 +328,6 @@ def test_buckets_of_one_step_go_at_once_and_come_in_any_order(small_pieces):
         assert_exact(averages, gradients, ValueType.FLOAT32, step, buckets)
 
 
-def test_one_rank_alone_keeps_its_gradients():
-    ranks = RingRanks(1)
-    gradients = ranks.gradients(13)
-    averages = ranks.reduce(0, gradients)
-    for name in SIZES:
-        np.testing.assert_array_equal(averages[0][name], gradients[0][name])
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_not_a_number_reaches_every_rank(seed):
     # A loss scaler has to see it on all ranks. The partial sum has it, though the rank that sends it on may not.
@@ -367,16 +359,6 @@ def test_a_dead_rank_ends_the_step_on_all_others_and_is_named():
             started[rank][0].result()
 
 
-def test_a_rank_that_never_starts_is_named():
-    ranks = RingRanks(2, options=TransportOptions(deadline_s=1.0))
-    values = ranks.gradients(16)[0]["fc.weight"]
-    segments = [Segment(LAYERS["fc.weight"], 0, len(values))]
-    started = ranks.reducers[0].start(6, 0, Bucket(values, ValueType.FLOAT32, segments))
-    ranks.network.run(started.done)
-    with pytest.raises(DeadlineError, match=r"step 6: rank 1 .* fc\.weight"):
-        started.result()
-
-
 def test_ranks_of_different_models_are_told():
     ranks = RingRanks(3, options=TransportOptions(deadline_s=2.0))
     sizes = [5000, 5000, 9000]
@@ -388,12 +370,6 @@ def test_ranks_of_different_models_are_told():
     for future in started:
         with pytest.raises(TransportError, match="same model"):
             future.result()
-
-
-def test_a_bucket_in_strides_is_refused():
-    values = np.ones(2000, np.float32)[::2]
-    with pytest.raises(ValueError, match="step 3, bucket 1: values must be contiguous"):
-        RingRanks(2).reducers[0].start(3, 1, Bucket(values, ValueType.FLOAT32, [Segment(LAYERS["fc.weight"], 0, 1000)]))
 
 
 def test_what_the_hops_lose_together_is_within_the_bound():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlcp.collectives.direct import MESSAGES_PER_STEP
+from dlcp.collectives.bucket import MESSAGES_PER_STEP
 from dlcp.collectives.ring_plan import (
     FIRST_NUMBER,
     PIECE_BYTES,

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from virtual_ranks import LAYERS, Ranks, assert_identical
 
 from dlcp.collectives import Bucket, shard_bounds
-from dlcp.collectives.direct import RATE, _Run
+from dlcp.collectives.direct import _Run
+from dlcp.collectives.push_pull import RATE
 from dlcp.collectives.shards import inbound_rates, weights_for_rates
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment

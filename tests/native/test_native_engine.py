@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 TESTS = [
     "transport/test_engine_sending.py",
+    "transport/test_engine_feedback.py",
     "transport/test_engine_receiving.py",
     "transport/test_engine_fold.py",
     "transport/test_engine_sockets.py",

@@ -180,6 +180,33 @@ def test_an_endpoint_that_breaks_tells_its_peers_and_its_owner(pair):
         waiting.result(LIMIT_S)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_endpoint_that_has_ended_answers_what_is_asked_of_it(pair):
+    def break_down():
+        started.set()
+        go_on.wait(LIMIT_S)
+        raise OSError("no network")
+
+    started, go_on = threading.Event(), threading.Event()
+    pair[0].call(break_down)
+    assert started.wait(LIMIT_S)
+    # Both wait behind what breaks the endpoint, and so are never begun.
+    asked = pair[0].receive(1, MessageKey(0, 0), 5000, RELIABLE, "layer")
+    reached = []
+    pair[0].call(lambda: reached.append(True))
+    go_on.set()
+    with pytest.raises(TransportError, match=r"rank 0: the endpoint failed: .*no network"):
+        asked.result(LIMIT_S)
+    pair[0].close()
+    assert reached
+    with pytest.raises(TransportError, match="rank 0: the endpoint failed"):
+        pair[0].call(print)
+    pair[1].close()
+    with pytest.raises(TransportError, match="rank 1 has closed its endpoint"):
+        pair[1].call(print)
+    pair[0].close()
+
+
 def test_the_first_free_port_is_taken_and_a_lack_of_ports_is_explained():
     first = bind_socket("127.0.0.1", [0])
     taken = first.getsockname()[1]

@@ -22,7 +22,7 @@ from exchanges import (
 
 from dlcp.tags import PacketTags
 from dlcp.transport import LossBound, MessageKey, TransportOptions
-from dlcp.transport.protocol import MORE
+from dlcp.transport.control_packets import MORE
 
 pytestmark = pytest.mark.usefixtures("engine")
 

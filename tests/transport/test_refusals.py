@@ -147,8 +147,8 @@ def test_a_huge_message_is_no_way_to_a_rank_s_memory():
         deliver(receiver, datagram(PacketType.DATA, message=number, count=1 << 22, payload=FRAGMENT))
         deliver(receiver, datagram(PacketType.PROBE, message=number, count=1 << 17))
     assert receiver.counted["stash_full"] > 500
-    stashed = sum(len(receiving.stash) for receiving in receiver._incoming.values())
-    assert receiver.options.stash_bytes / 2 < stashed == receiver._stashed_bytes <= receiver.options.stash_bytes
+    stashed = sum(len(receiving.stash) for receiving in receiver.inbox._incoming.values())
+    assert receiver.options.stash_bytes / 2 < stashed == receiver.inbox.stashed_bytes <= receiver.options.stash_bytes
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(5000, 9000), (9000, 5000), (5000, 5001), (5001, 5000)])

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds of an all-reduce whichever way it goes."""
+
+import numpy as np
+import pytest
+from virtual_ranks import LAYERS, SMALL_SIZES, SmallRanks
+from virtual_ring import RingRanks
+
+from dlcp.collectives import Bucket
+from dlcp.dtypes import ValueType
+from dlcp.tags import Segment
+from dlcp.transport import DeadlineError, TransportOptions
+
+pytestmark = [
+    pytest.mark.usefixtures("engine"),
+    pytest.mark.parametrize("kind", [SmallRanks, RingRanks], ids=["direct", "ring"]),
+]
+
+
+def test_one_rank_alone_keeps_its_gradients(kind):
+    ranks = kind(1)
+    gradients = ranks.gradients(13, SMALL_SIZES)
+    averages = ranks.reduce(0, gradients)
+    for name in SMALL_SIZES:
+        np.testing.assert_array_equal(averages[0][name], gradients[0][name])
+
+
+def test_a_rank_that_never_starts_is_named(kind):
+    ranks = kind(2, options=TransportOptions(deadline_s=1.0))
+    values = ranks.gradients(16)[0]["fc.weight"]
+    segments = [Segment(LAYERS["fc.weight"], 0, len(values))]
+    started = ranks.reducers[0].start(6, 0, Bucket(values, ValueType.FLOAT32, segments))
+    ranks.network.run(started.done)
+    with pytest.raises(DeadlineError, match=r"step 6: rank 1 .* fc\.weight"):
+        started.result()
+
+
+def test_a_bucket_in_strides_is_refused(kind):
+    values = np.ones(2000, np.float32)[::2]
+    with pytest.raises(ValueError, match="step 3, bucket 1: values must be contiguous"):
+        kind(2).reducers[0].start(3, 1, Bucket(values, ValueType.FLOAT32, [Segment(LAYERS["fc.weight"], 0, 1000)]))

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state behind DLCP's hook: what it keeps, refuses, and does with what is not finite."""
+
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from ddp_models import ALL_DROPPABLE, BUCKET_MB, Linear, gradients_of, make  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from workers import launch, values  # noqa: E402
+
+import dlcp.torch  # noqa: E402
+from dlcp.tags import TagPolicy  # noqa: E402
+from dlcp.torch.hook import State  # noqa: E402
+
+pytestmark = pytest.mark.timeout(110)
+
+
+def checkpoint_and_resume(worker):
+    wanted = gradients_of(worker.rank)
+    model = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)
+    state = dlcp.torch.enable(model, worker.options(loss_bound=0.3, immediate=True, tag_policy=ALL_DROPPABLE))
+    for _ in range(2):
+        model.zero_grad()
+        model(*wanted).backward()
+        taken = [parameter.grad.clone() for parameter in model.module.parameters()]
+        if state.step == 1:
+            first = taken
+    state.close()
+    saved = pickle.dumps(state)
+    owed = state.feedback.values
+
+    loaded = pickle.loads(saved)
+    again = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)
+    resumed = dlcp.torch.enable(again, worker.options(loss_bound=0.0), state=loaded)
+    again(*[torch.zeros_like(part) for part in wanted]).backward()
+    paid = [parameter.grad.clone() for parameter in again.module.parameters()]
+    step, bound = resumed.step, resumed.options.loss_bound
+    resumed.close()
+    return first, taken, paid, owed, step, bound
+
+
+def test_training_resumes_from_a_pickled_state_with_what_it_owes():
+    results = values(launch(2, checkpoint_and_resume))
+    total = [sum(parts) for parts in zip(*(gradients_of(rank) for rank in range(2)), strict=True)]
+    assert sum(owed for *_, owed, _, _ in results) > 1000, "immediate mode leaves something to owe"
+    for first, second, paid, _, step, bound in results:
+        assert (step, bound) == (3, 0.0)
+        for part, given in enumerate(total):
+            torch.testing.assert_close(2 * (first[part] + second[part] + paid[part]), 2 * given, rtol=0, atol=2e-5)
+
+
+BAD = {1: (1, float("inf")), 2: (0, float("nan")), 4: (1, -float("inf"))}
+
+
+class Overflowing:
+    """Gradients of which one value, on one rank, is not finite in some steps."""
+
+    @classmethod
+    def of(cls, rank, step, dtype):
+        wanted = [part.to(dtype) for part in gradients_of(rank)]
+        culprit, value = BAD.get(step, (None, 0.0))
+        if rank == culprit:
+            wanted[0][41_234] = value
+        return wanted
+
+
+def mixed_precision(worker):
+    found = {}
+    options = worker.options(loss_bound=0.3, immediate=True, tag_policy=ALL_DROPPABLE, payload_bytes=1440)
+    model = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)
+    state = dlcp.torch.enable(model, options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found["moved"], found["scales"] = [], []
+    for step in range(5):
+        before = dlcp.torch.parameter_digest(model)
+        optimizer.zero_grad()
+        scaler.scale(model(*Overflowing.of(worker.rank, step, torch.float32))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found["moved"].append(dlcp.torch.parameter_digest(model) != before)
+        found["scales"].append(scaler.get_scale())
+    found["identical"] = dlcp.torch.replicas_identical(model)
+    found["finite"] = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    found["lost"] = state.ledger.summary()["lost"]
+    state.close()
+
+    for dtype in (torch.float16, torch.bfloat16):
+        model = DistributedDataParallel(Linear().to(dtype), bucket_cap_mb=BUCKET_MB)
+        state = dlcp.torch.enable(model, options)
+        seen = []
+        for step in range(5):
+            model.zero_grad()
+            model(*Overflowing.of(worker.rank, step, dtype)).backward()
+            seen.append(not all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters()))
+        found[dtype] = seen
+        state.close()
+    return found
+
+
+def test_what_overflows_on_one_rank_is_seen_by_all_so_that_all_skip_the_step():
+    results = values(launch(2, mixed_precision))
+    assert sum(found["lost"] for found in results) > 0, "packets were lost, but none with what is not finite"
+    for found in results:
+        assert found["moved"] == [True, False, False, True, False]
+        assert found["scales"] == [1024.0, 512.0, 256.0, 256.0, 128.0]
+        assert found["identical"]
+        assert found["finite"]
+        assert found[torch.float16] == found[torch.bfloat16] == [False, True, True, False, True]
+
+
+def odds_and_ends(worker):
+    found = {}
+    # The hook that communicates nothing leaves each rank its own gradients.
+    wanted = gradients_of(worker.rank)
+    model = DistributedDataParallel(Linear())
+    model.register_comm_hook(None, dlcp.torch.noop_hook)
+    model(*wanted).backward()
+    found["noop"] = all(
+        torch.equal(parameter.grad, mine) for parameter, mine in zip(model.module.parameters(), wanted, strict=True)
+    )
+
+    # A changed bit is found.
+    net = make()
+    found["same"] = dlcp.torch.replicas_identical(net)
+    if worker.rank == 1:
+        with torch.no_grad():
+            net.head.bias.view(torch.int32)[3] ^= 1
+    found["changed"] = dlcp.torch.replicas_identical(net)
+
+    # What has been closed averages nothing in silence.
+    model = DistributedDataParallel(Linear())
+    state = dlcp.torch.enable(model, worker.options())
+    model(*wanted).backward()
+    found["layers"] = sorted(state.layer_seconds())
+    found["times"] = [len(seconds) for seconds in state.layer_seconds().values()]
+    state.close()
+    try:
+        model(*wanted).backward()
+        found["closed"] = "nothing happened"
+    except RuntimeError as error:
+        found["closed"] = str(error)
+    return found
+
+
+def test_odds_and_ends_of_two_ranks():
+    for found in values(launch(2, odds_and_ends)):
+        assert found["noop"]
+        assert found["same"]
+        assert not found["changed"]
+        assert found["layers"] == ["0", "255"]
+        assert found["times"] == [1, 1]
+        assert "the state has been closed" in found["closed"]
+
+
+def alone(worker):
+    wanted = gradients_of(0)
+    model = DistributedDataParallel(Linear())
+    state = dlcp.torch.enable(model, worker.options())
+    model(*wanted).backward()
+    same = all(torch.equal(p.grad, mine) for p, mine in zip(model.module.parameters(), wanted, strict=True))
+    identical = dlcp.torch.replicas_identical(model.module)
+    endpoint = state.endpoint
+    state.close()
+    return same, identical, endpoint
+
+
+def test_a_group_of_one_needs_no_network():
+    assert values(launch(1, alone)) == [(True, True, None)]
+
+
+def test_options_given_with_a_loaded_state_replace_its_own():
+    kept = dlcp.torch.Options(job=3, tag_policy=TagPolicy(memory=0.1))
+    state = pickle.loads(pickle.dumps(State(kept)))
+    assert (state.options, state.tagger.policy.memory) == (kept, 0.1)
+    chosen = dlcp.torch.Options(job=4, tag_policy=TagPolicy(memory=0.9))
+    with pytest.raises((ValueError, RuntimeError), match="process group"):
+        dlcp.torch.enable(Wrapped(fine=nn.Parameter(torch.zeros(3))), chosen, state=state)
+    assert (state.options.job, state.ledger.job, state.tagger.policy.memory) == (4, 4, 0.9)
+
+
+def test_a_state_that_was_loaded_but_not_attached_says_so():
+    state = pickle.loads(pickle.dumps(State(dlcp.torch.Options(loss_bound=0.05))))
+    assert state.options.loss_bound == 0.05
+
+    class NoBucket:
+        def buffer(self):
+            return torch.zeros(4)
+
+    with pytest.raises(RuntimeError, match=r"call state\.attach\(model\)"):
+        state.average(NoBucket())
+
+
+class Wrapped:
+    """What enable() looks at before it talks to anybody."""
+
+    def __init__(self, **parameters):
+        self.process_group = None
+        self.module = nn.Module()
+        for name, parameter in parameters.items():
+            self.module.register_parameter(name, parameter)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "words"),
+    [
+        (nn.Parameter(torch.zeros(3, dtype=torch.complex64)), "torch.complex64 on cpu"),
+        (nn.Parameter(torch.zeros(3, device="meta")), "torch.float32 on meta"),
+    ],
+)
+def test_parameters_that_cannot_be_exchanged_are_named(parameter, words):
+    model = Wrapped(fine=nn.Parameter(torch.zeros(3)), odd=parameter)
+    with pytest.raises(ValueError, match="parameter odd is") as caught:
+        dlcp.torch.enable(model, dlcp.torch.Options())
+    assert words in str(caught.value)
+    assert "bfloat16" in str(caught.value)
+
+
+def test_a_digest_tells_a_changed_bit():
+    net = make()
+    before = dlcp.torch.parameter_digest(net)
+    assert before == dlcp.torch.parameter_digest(make())
+    with torch.no_grad():
+        net.conv.weight.view(torch.int32)[0, 0, 0, 0] ^= 1
+    assert dlcp.torch.parameter_digest(net) != before
+
+
+def test_the_process_group_of_this_process_is_left_alone():
+    assert not dist.is_initialized()

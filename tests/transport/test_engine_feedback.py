@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine makes of what comes back: what counts as lost, what it reports, and what it sends again."""
+
+import numpy as np
+import pytest
+from bare_engine import BareEngine, tags_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dlcp import wire
+from dlcp.transport import LossBound, MessageKey
+from dlcp.wire import Flag, PacketType
+
+pytestmark = pytest.mark.usefixtures("engine")
+RTT_S = 0.02
+
+
+# What comes back ------------------------------------------------------------------------------------------------------
+
+
+class Sent(BareEngine):
+    """An engine with one message on the way, and the order in which its packets went out."""
+
+    def __init__(self, queue, **fields):
+        super().__init__(window=100.0)
+        self.message, _ = self.send(tags_of(queue), **fields)
+        self.order = []
+
+    def one(self, now_s, count=1):
+        self.order += self.pump(now_s, count)
+
+
+def test_what_later_packets_have_overtaken_by_far_is_lost():
+    sent = Sent([4] * 4)
+    for now_s in (1.0, 1.1, 1.2, 1.3):
+        sent.one(now_s)
+    _, second, _, fourth = sent.order
+    sent.acknowledge(1.1 + RTT_S, second)
+    assert (sent.message.unsent, sent.message.flying, sent.flow.flying) == (1, 2, 2)
+    sent.acknowledge(1.3 + RTT_S, fourth)
+    assert (sent.message.unsent, sent.message.flying) == (2, 0)
+    assert sent.flow.take_report(5.0).lost == 2
+    assert sent.pump_all(2.0) == [sent.order[0], sent.order[2]]
+
+
+@pytest.mark.parametrize(("gap_s", "lost"), [(0.0005, 0), (0.004, 0), (0.006, 1)])
+def test_disorder_of_a_quarter_of_a_round_trip_is_no_loss(gap_s, lost):
+    sent = Sent([4] * 2)
+    sent.one(1.0)
+    sent.one(1.0 + gap_s)
+    sent.acknowledge(1.0 + gap_s + RTT_S, sent.order[1])
+    assert sent.message.unsent == lost
+
+
+def test_disorder_that_was_taken_for_loss_is_expected_from_then_on():
+    sent = Sent([4] * 4)
+    for now_s in (1.0, 1.006, 2.0, 2.006):
+        sent.one(now_s)
+    first, second, _, fourth = sent.order
+    sent.acknowledge(1.006 + RTT_S, second)
+    assert sent.message.unsent == 1
+    sent.acknowledge(1.03, first)
+    assert (sent.message.unsent, sent.message.delivered) == (0, 2)
+    sent.acknowledge(2.006 + RTT_S, fourth)
+    assert (sent.message.unsent, sent.message.flying) == (0, 1)
+
+
+def test_overtaking_between_queues_is_no_loss():
+    # Strict priority lets urgent packets overtake others, which are late and not lost.
+    sent = Sent([6, 2])
+    sent.one(1.0)
+    sent.one(1.5)
+    sent.acknowledge(1.5 + RTT_S, sent.order[1])
+    assert sent.message.flying == 1
+
+
+def test_packets_sent_again_may_be_lost_again():
+    sent = Sent([4] * 3)
+    sent.one(1.0, 3)
+    sent.lose(sent.message, [0], 1.1)
+    sent.one(1.2)
+    other, _ = sent.send(tags_of([4] * 1), key=MessageKey(2, 0))
+    sent.pump_all(1.5)
+    sent.acknowledge(1.5 + RTT_S, 0, key=MessageKey(2, 0))
+    assert other.delivered == 1
+    assert sent.message.unsent == 1
+
+
+@pytest.mark.parametrize("before_s", [1.5, 2.5])
+def test_a_bitmap_says_nothing_of_what_was_sent_after_it_was_asked_for(before_s):
+    sent = Sent([4] * 20)
+    sent.one(1.0, 10)
+    sent.one(2.0, 10)
+    arrived = np.zeros(20, np.bool_)
+    arrived[sent.order[:4]] = True
+    assert sent.engine.take_bitmap(sent.message, 0, arrived, before_s, 2.1)
+    assert sent.message.delivered == 4
+    assert sent.message.unsent == (16 if before_s > 2 else 6)
+    assert sent.flow.flying == sent.message.flying == (0 if before_s > 2 else 10)
+    assert not sent.engine.take_bitmap(sent.message, 0, arrived, before_s, 2.2), "the same again is no news"
+
+
+def test_a_part_of_a_bitmap_says_nothing_of_the_rest():
+    sent = Sent([4] * 200)
+    sent.pump_all(1.0)
+    sent.flow.window = 1000.0
+    sent.pump_all(1.0)
+    assert sent.engine.take_bitmap(sent.message, 64, np.zeros(64, np.bool_), 2.0, 2.0)
+    assert (sent.message.unsent, sent.message.flying) == (64, 136)
+    assert sorted(sent.pump_all(3.0)) == list(range(64, 128))
+
+
+def test_what_was_not_sent_cannot_have_arrived():
+    sent = Sent([4] * 100)
+    sent.one(1.0, 10)
+    sent.acknowledge(1.1, *range(100))
+    assert sent.engine.take_bitmap(sent.message, 0, np.ones(100, np.bool_), 9.0, 1.2) is False
+    assert (sent.message.delivered, sent.message.unsent) == (10, 90)
+
+
+def test_an_acknowledgement_counts_once():
+    sent = Sent([4] * 10)
+    sent.one(5.0, 10)
+    for _ in range(3):
+        sent.acknowledge(5.0 + RTT_S, 3, 4)
+    assert (sent.flow.flying, sent.message.delivered) == (8, 2)
+    assert sent.flow.smoothed_rtt_s == pytest.approx(RTT_S)
+    assert sent.flow.take_report(9.0).delivered == 2
+
+
+def test_acknowledgements_of_what_is_not_there_change_nothing():
+    sent = Sent([4] * 70)
+    sent.one(1.0, 64)
+    sent.one(1.0, 64)
+    sent.acknowledge(1.1, 5, key=MessageKey(1, 3))
+    sent.acknowledge(1.1, 70, 127, 128, 1 << 30, (1 << 38) - 1)
+    assert (sent.message.delivered, sent.flow.flying) == (0, 70)
+    sent.acknowledge(1.1, 69, 70)
+    assert sent.message.delivered == 1
+
+
+@pytest.mark.parametrize("size", [0, 1, 17, 19, 35])
+def test_acknowledgements_of_no_whole_entries_are_refused(size):
+    sent = Sent([4])
+    sent.take(PacketType.ACK, bytes(size))
+    assert sent.engine.counters()["refused_malformed"] == 1
+
+
+def test_the_round_trip_time_follows_the_path():
+    sent = Sent([4] * 60)
+    for step in range(1, 60):
+        sent.one(float(step))
+        sent.acknowledge(step + (0.01 if step < 5 else 0.05), sent.order[-1])
+    assert sent.flow.smoothed_rtt_s == pytest.approx(0.05, rel=0.05)
+    assert 0 < sent.flow.rtt_variation_s < 0.01
+
+
+def test_the_receiver_s_delay_is_no_part_of_the_round_trip():
+    sent = Sent([4] * 2)
+    sent.one(1.0, 2)
+    sent.acknowledge(1.0 + RTT_S + 0.005, 0, 1, ago_us=5000)
+    assert sent.flow.smoothed_rtt_s == pytest.approx(RTT_S)
+    assert sent.flow.take_report(2.0).rtt_s == pytest.approx(RTT_S)
+
+
+def test_the_time_of_a_packet_sent_twice_is_no_round_trip():
+    sent = Sent([4] * 2)
+    sent.one(1.0, 2)
+    sent.lose(sent.message, [0, 1], 1.5)
+    sent.pump_all(2.0)
+    sent.acknowledge(2.001, 0, 1)
+    assert sent.flow.smoothed_rtt_s == 0
+    assert sent.message.delivered == 2
+
+
+def test_marks_are_counted_in_total_and_may_wrap():
+    sent = Sent([4] * 64)
+    sent.one(1.0, 64)
+    sent.acknowledge(1.01, 0, marked=0x7FFFFFFF)
+    sent.acknowledge(1.01, 1, marked=0xFFFFFFFE)
+    sent.flow.take_report(2.0)
+    told = []
+    for number, (first, last, total) in enumerate([(2, 5, 1), (5, 7, 0), (7, 9, 2), (9, 11, 50)]):
+        sent.acknowledge(2.0, *range(first, last), marked=total)
+        told.append(sent.flow.take_report(3.0 + number).marked)
+    assert told == [3, 0, 1, 2], "an overtaken acknowledgement tells no marks, and none tells more than arrived"
+
+
+def test_reports_come_at_once_after_a_pause_and_then_once_a_round_trip():
+    sent = Sent([4] * 50)
+    assert sent.engine.report_due_s() == float("inf")
+    assert sent.flow.take_report(1.0) is None
+    sent.one(1.0, 50)
+    sent.acknowledge(1.0 + RTT_S, 0, 1, 2)
+    assert sent.engine.report_due_s() <= 1.0 + RTT_S
+    report = sent.flow.take_report(1.0 + RTT_S)
+    assert (report.delivered, report.lost, report.limited) == (3, 0, False)
+    assert report.smoothed_rtt_s == report.rtt_s == pytest.approx(RTT_S)
+    sent.acknowledge(1.0 + RTT_S + 0.001, 3)
+    assert sent.flow.take_report(1.0 + RTT_S + 0.001) is None
+    due_s = 1.0 + RTT_S + sent.flow.smoothed_rtt_s
+    assert sent.engine.report_due_s() == pytest.approx(due_s)
+    assert sent.flow.take_report(due_s + 1e-9).delivered == 1
+    assert sent.engine.report_due_s() == float("inf")
+
+
+def test_a_report_says_whether_the_window_held_packets_back():
+    sent = Sent([4] * 150)
+    sent.pump_all(1.0)
+    sent.acknowledge(1.1, *range(64))
+    assert sent.flow.take_report(2.0).limited
+    sent.pump_all(2.0)
+    sent.acknowledge(2.1, *range(64, 150))
+    assert not sent.flow.take_report(3.0).limited
+
+
+# What is sent again ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_sent_again_says_so():
+    bare = BareEngine()
+    message, _ = bare.send(tags_of([3] * 4, protected=[True, False, True, False]))
+    bare.pump_all()
+    assert not any(wire.decode(datagram).flags & Flag.RETRANSMISSION for _, datagram, _ in bare.sent)
+    bare.sent.clear()
+    bare.lose(message, [2, 3])
+    assert bare.pump_all(1.0) == [2, 3]
+    flags = [wire.decode(datagram).flags for _, datagram, _ in bare.sent]
+    assert flags == [Flag.RETRANSMISSION | Flag.PROTECTED, Flag.RETRANSMISSION]
+    assert (message.sent, message.resent) == (6, 2)
+
+
+@settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.booleans(), st.booleans()), min_size=1, max_size=60),
+    st.sampled_from([0.0, 0.05, 0.1, 0.3, 0.7]),
+    st.randoms(use_true_random=False),
+)
+def test_protected_packets_are_resent_and_the_least_valuable_others_forgone(packets, ratio, random):
+    drop_class = [0 if shield else drop for drop, shield, _ in packets]
+    protected = [shield for _, shield, _ in packets]
+    lost = [index for index, (_, _, gone) in enumerate(packets) if gone]
+    bare = BareEngine()
+    message, _ = bare.send(tags_of([4] * len(packets), drop_class, protected), ratio=ratio)
+    bare.pump_all()
+    random.shuffle(lost)
+    for index in lost:
+        bare.engine.take_bitmap(message, index, np.zeros(1, np.bool_), 1.0, 0.0)
+    again = bare.pump_all(1.0)
+    assert len(set(again)) == len(again)
+    forgone = set(lost) - set(again)
+    bearable = [index for index in lost if not protected[index]]
+    assert {index for index in lost if protected[index]} <= set(again)
+    assert len(forgone) == min(len(bearable), LossBound(ratio).allowed(len(packets)))
+    least = sorted((drop_class[index] for index in bearable), reverse=True)[: len(forgone)]
+    assert sorted((drop_class[index] for index in forgone), reverse=True) == least
+
+
+def test_a_packet_lost_again_is_chosen_again():
+    bare = BareEngine()
+    message, _ = bare.send(tags_of([4] * 8, range(8)), ratio=0.125)
+    bare.pump_all()
+    bare.lose(message, [0, 7])
+    assert bare.pump_all(1.0) == [0], "class 7 is the least valuable"
+    bare.lose(message, [0, 7])
+    assert bare.pump_all(2.0) == [0]
+    assert (message.sent, message.resent, message.delivered) == (10, 2, 6)
+
+
+def test_a_packet_that_arrives_after_all_is_not_sent_again():
+    bare = BareEngine()
+    message, _ = bare.send(tags_of([4] * 5))
+    bare.pump_all(1.0)
+    bare.engine.take_bitmap(message, 2, np.zeros(2, np.bool_), 9.0, 1.0)
+    assert (message.unsent, message.flying) == (2, 3)
+    bare.acknowledge(1.1, 3)
+    assert (message.unsent, message.flying, message.delivered) == (1, 3, 1)
+    assert bare.pump_all(2.0) == [2]
+    bare.acknowledge(2.1, 0, 1, 2, 4)
+    assert (message.unsent, message.flying, message.delivered) == (0, 0, 5)
+    assert message.active_s == 2.1
+
+
+def test_hundreds_of_rounds_of_loss_end_with_all_that_must_arrive():
+    # The ring of packets to be sent again goes round many times.
+    bare = BareEngine()
+    rng = np.random.default_rng(7)
+    tags = tags_of([4] * 300, rng.integers(1, 8, 300), rng.random(300) < 0.2)
+    tags.drop_class[tags.protected] = 0
+    message, _ = bare.send(tags, ratio=0.1)
+    arrived = np.zeros(300, np.bool_)
+    now_s, rounds = 1.0, 0
+    while message.unsent:
+        now_s += 1.0
+        rounds += 1
+        flying = bare.pump_all(now_s, burst=int(rng.integers(1, 65)))
+        assert not arrived[flying].any(), "what is there is not sent again"
+        arrived[[index for index in flying if rng.random() < 0.05]] = True
+        bare.engine.take_bitmap(message, 0, arrived, now_s + 0.5, now_s + 0.6)
+    assert rounds > 50
+    assert arrived[tags.protected].all()
+    assert np.count_nonzero(~arrived) == 30
+    assert message.delivered == 270
+    assert message.sent == len(bare.sent)
