@@ -54,7 +54,6 @@ struct incoming {
     int64_t tail_bytes;
     fold *sum;
     int64_t position;
-    int64_t in_place; /* its packets can go straight to where they belong */
     incoming *next;  /* in its hash chain */
 };
 
@@ -146,7 +145,6 @@ struct engine {
     incoming **chains;
     int64_t chain_count, incoming_count;
     int socket, wake;
-    int64_t in_place;       /* how many messages are such */
     int64_t singles;        /* data comes a datagram at a time */
     uint8_t *buffers;       /* for receiving */
     control_function on_control;
@@ -159,7 +157,6 @@ struct engine {
 
 /* incoming.c */
 incoming *find_incoming(const engine *e, int64_t peer, int64_t step, int64_t message);
-void note_data(engine *e, flow *f, incoming *m, int64_t index, const uint8_t *header, int64_t size, int tos, double now_s);
 void store_data(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, int tos, double now_s);
 /* acknowledge.c */
 void note_arrival(const engine *e, flow *f, incoming *m, int64_t index, double now_s);

@@ -3,6 +3,9 @@
 
 #include <stdlib.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #include "engine.h"
 
@@ -71,14 +74,38 @@ API void dlcp_incoming_close(engine *e, incoming *m) {
             if (f->recent[k].message == m) f->recent[k].message = NULL;
     }
     unchain(e, m);
-    e->in_place -= m->in_place;
-    m->in_place = 0;
 }
 
 API void dlcp_incoming_free(incoming *m) {
     if (m->sum) m->sum->from[m->position] = NULL;
     free(m->bits), free(m->layer), free(m);
 }
+
+/* From this size on, a message is not wanted in the caches: it would only push out what is. Chosen by us, of a core's usual L2. */
+enum { STREAM_MIN_BYTES = 1 << 20 };
+
+#ifdef __SSE2__
+/* Copy to memory past the caches, without reading first what is overwritten. */
+static void stream(uint8_t *into, const uint8_t *from, int64_t bytes) {
+    int64_t done = -(intptr_t)into & 15;
+    if (done > bytes) done = bytes;
+    memcpy(into, from, (size_t)done);
+    for (; done + 16 <= bytes; done += 16)
+        _mm_stream_si128((__m128i *)(into + done), _mm_loadu_si128((const __m128i *)(from + done)));
+    memcpy(into + done, from + done, (size_t)(bytes - done));
+}
+
+/* Let other threads see what was streamed before what follows. */
+static void finish_streams(void) {
+    _mm_sfence();
+}
+#else
+static void stream(uint8_t *into, const uint8_t *from, int64_t bytes) {
+    memcpy(into, from, (size_t)bytes);
+}
+
+static void finish_streams(void) {}
+#endif
 
 static void copy_in(incoming *m, int64_t offset, const uint8_t *payload, int64_t bytes) {
     int64_t direct = m->bytes - offset;
@@ -119,6 +146,7 @@ static int is_settled(const incoming *m) {
 
 static int64_t settle(engine *e, incoming *m, double now_s) {
     if (m->settled || !is_settled(m)) return 0;
+    finish_streams();
     m->settled = 1;
     acknowledge(e, &e->flows[m->peer], now_s);
     e->on_settled(m, now_s);
@@ -130,8 +158,6 @@ API int64_t dlcp_incoming_wait(engine *e, incoming *m, int64_t required, int64_t
                                double now_s) {
     m->required = required, m->immediate = immediate;
     if (last_bytes) m->last_bytes = last_bytes;
-    m->in_place = !m->sum && m->buffer && required == m->packets;
-    e->in_place += m->in_place;
     return settle(e, m, now_s);
 }
 
@@ -148,7 +174,7 @@ static void count_data(engine *e, flow *f, incoming *m, int64_t index, int tos, 
 }
 
 /* Note a packet whose payload is where it belongs. The message may be gone afterwards. */
-void note_data(engine *e, flow *f, incoming *m, int64_t index, const uint8_t *header, int64_t size, int tos, double now_s) {
+static void note_data(engine *e, flow *f, incoming *m, int64_t index, const uint8_t *header, int64_t size, int tos, double now_s) {
     count_data(e, f, m, index, tos, now_s);
     set_bit(m->bits, index);
     if (index == m->packets - 1) m->last_bytes = size;
@@ -179,7 +205,9 @@ void store_data(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, int 
         e->duplicate++;
         return;
     }
-    if (m->sum) set_bit(m->bits, index), fold_packet(m->sum, m->position, index, payload);
-    else copy_in(m, index * e->payload_bytes, payload, size);
+    int64_t offset = index * e->payload_bytes;
+    if (m->sum) fold_packet(m->sum, m->position, index, payload);
+    else if (m->bytes >= STREAM_MIN_BYTES && offset + size <= m->bytes) stream(m->buffer + offset, payload, size);
+    else copy_in(m, offset, payload, size);
     note_data(e, f, m, index, datagram, size, tos, now_s);
 }

@@ -260,89 +260,21 @@ static struct msghdr addressed(envelope *from, struct iovec *pieces, int64_t cou
                            .msg_controllen = CONTROL_MAX};
 }
 
-/* Where the next burst can go at once, if its first header does not deceive: how many packets, 0 if it has to be copied. */
-static int64_t foresee(engine *e, const uint8_t *first, int64_t bytes, int64_t segment, struct sockaddr_in *source,
-                       incoming **message) {
-    int64_t packet = HEADER_BYTES + e->payload_bytes, count = bytes / packet;
-    int64_t *refused;
-    flow *f = flow_of(e, first, source, &refused);
-    if (!f || (first[0] & 15) != DATA || segment != packet || bytes % packet || count > SEGMENTS_MAX) return 0;
-    incoming *m = find_incoming(e, f->peer, get32(first + 8), get16(first + 12));
-    int64_t index = get32(first + 16);
-    /* Where a packet goes astray the bytes at its place are of no use, so that the message must come whole. */
-    if (!m || !m->in_place || (index + count) * e->payload_bytes > m->bytes) return 0;
-    for (int64_t k = 0; k < count; k++)
-        if (has_bit(m->bits, index + k)) return 0;
-    *message = m;
-    return count;
-}
-
-/* Receive a burst whose payloads go straight to where they belong. What is not as foreseen is set aside, then taken in. */
-static void receive_in_place(engine *e, incoming *m, int64_t first, int64_t count) {
-    uint8_t headers[SEGMENTS_MAX][HEADER_BYTES];
-    struct iovec pieces[2 * SEGMENTS_MAX];
-    for (int64_t k = 0; k < count; k++) {
-        pieces[2 * k] = (struct iovec){headers[k], HEADER_BYTES};
-        pieces[2 * k + 1] = (struct iovec){m->buffer + (first + k) * e->payload_bytes, (size_t)e->payload_bytes};
-    }
-    envelope from;
-    struct msghdr header = addressed(&from, pieces, 2 * count);
-    ssize_t bytes = recvmsg(e->socket, &header, MSG_DONTWAIT);
-    if (bytes < 0) return;
-    int64_t segment, packet = HEADER_BYTES + e->payload_bytes, astray = 0;
-    int tos;
-    read_control(&header, bytes, &segment, &tos);
-    double now_s = clock_s();
-    uint8_t *aside = e->buffers;
-    int8_t right[SEGMENTS_MAX];
-    for (int64_t k = 0; k < count; k++) {
-        right[k] = get32(headers[k] + 16) == first + k && !memcmp(headers[k] + 4, headers[0] + 4, 12) &&
-                   !memcmp(headers[k] + 20, headers[0] + 20, 12) && headers[k][0] == headers[0][0];
-        if (right[k]) continue;
-        memcpy(aside + astray * packet, headers[k], HEADER_BYTES);
-        memcpy(aside + astray++ * packet + HEADER_BYTES, m->buffer + (first + k) * e->payload_bytes, (size_t)e->payload_bytes);
-    }
-    flow *f = &e->flows[m->peer];
-    f->heard_s = now_s;
-    e->received_bursts++;
-    int64_t id = m->id, step = m->step, number = m->message;
-    for (int64_t k = 0; k < count; k++) {
-        /* The message is gone once its last packet is noted. */
-        if (right[k] && (k == 0 || ((m = find_incoming(e, f->peer, step, number)) && m->id == id)))
-            note_data(e, f, m, first + k, headers[k], e->payload_bytes, tos, now_s);
-    }
-    for (int64_t k = 0; k < astray; k++) take_in(e, aside + k * packet, packet, &from.source, tos, now_s);
-}
-
 static int is_single(const engine *e, int64_t bytes, int64_t segment) {
     return segment == bytes && bytes >= HEADER_BYTES + e->payload_bytes;
 }
 
-/* Receive one burst: look where it goes, so that it can go there without another copy. Return 0 if there is none. */
+/* Receive one burst, always into the same buffer, which stays in the caches. Return 0 if there is none. */
 static int receive_burst(engine *e) {
-    uint8_t first[HEADER_BYTES];
-    struct iovec piece = {first, HEADER_BYTES};
     envelope from;
+    struct iovec piece = {e->buffers, DATAGRAM_MAX};
     struct msghdr header = addressed(&from, &piece, 1);
-    int64_t segment;
-    int tos;
-    if (e->in_place) {
-        ssize_t bytes = recvmsg(e->socket, &header, MSG_DONTWAIT | MSG_PEEK | MSG_TRUNC);
-        if (bytes < 0) return 0;
-        incoming *m = NULL;
-        read_control(&header, bytes, &segment, &tos);
-        int64_t count = bytes < HEADER_BYTES ? 0 : foresee(e, first, bytes, segment, &from.source, &m);
-        if (count) {
-            receive_in_place(e, m, get32(first + 16), count);
-            return 1;
-        }
-    }
-    piece = (struct iovec){e->buffers, DATAGRAM_MAX};
-    header = addressed(&from, &piece, 1);
     ssize_t bytes = recvmsg(e->socket, &header, MSG_DONTWAIT);
     if (bytes < 0) return 0;
-    e->received_bursts++;
+    int64_t segment;
+    int tos;
     read_control(&header, bytes, &segment, &tos);
+    e->received_bursts++;
     e->singles = is_single(e, bytes, segment);
     split(e, &header, bytes, e->buffers, clock_s());
     return 1;
