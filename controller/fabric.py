@@ -1,61 +1,157 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fabric consists of: hosts, the ports they are at, and the jobs that run on them."""
+"""What a fabric consists of: switches, hosts, the links between them, and the jobs that run on them.
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+As a file, see ``controller/examples``. A link's end is ``HOST`` or ``SWITCH:PORT``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from controller.policy import Policy
-from dlcp.switch.document import Document
+from dlcp.document import Document, PlaceError
 from dlcp.switch.queues import PortQueueing
 from dlcp.wire import UDP_PORT_BASE
 
-HOSTS_MAX: Final = 63
-"""The program counts and watches ports 0-63, and hosts begin at port 1."""
+PORT_MAX: Final = 63
+"""The program counts and watches ports 0-63; fabrics begin at port 1."""
 RATE_BPS: Final = 200_000_000
-"""A port's rate unless told otherwise. Chosen by us: plain Python carries four such ports with room to spare."""
+"""A link's rate unless told otherwise. Chosen by us: plain Python carries four such ports with room to spare."""
 
-PortKind = Literal["loopback", "packet"]
+SwitchKind = Literal["builtin", "bmv2"]
+PortKind = Literal["packet", "loopback"]
 
 
-class FabricError(ValueError):
+class FabricError(PlaceError):
     """A fabric that cannot be; the message says what is wrong with which part of it."""
 
 
+class Port(NamedTuple):
+    """A port of a switch."""
+
+    switch: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.switch}:{self.number}"
+
+
 @dataclass(frozen=True)
-class Host:
-    """One host and the switch port it is at.
+class Tls:
+    """Certificates for a control connection, in PEM files.
+
+    Parameters
+    ----------
+    ca
+        Who has to have signed the switch's certificate.
+    certificate, key
+        What shows the switch who we are.
+    server_name
+        The name in the switch's certificate, if it is not the one in its address.
+    """
+
+    ca: str
+    certificate: str
+    key: str
+    server_name: str = ""
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A switch and how it is controlled.
 
     Parameters
     ----------
     name
-        For people.
-    port
-        Switch port, 1..63.
+        For people and for links.
+    kind
+        ``builtin``: ``dlcp switch``; ``bmv2``: ``simple_switch_grpc``.
+    ports
+        Of the built-in switch: ``packet``, network interfaces; ``loopback``, processes of this machine over
+        127.0.0.0/8.
+    interfaces
+        Network interface of each port; ``port<number>`` unless given.
+    grpc
+        Where it answers P4Runtime, ``HOST:PORT``; empty: nowhere.
+    device_id
+        Its P4Runtime device id.
+    tls
+        Certificates for the control connection.
+    insecure
+        Whether to do without; has to be said, for anyone in between can then program the switch.
+    thrift
+        Where BMv2 answers Thrift, ``HOST:PORT``: it alone can set the depth of BMv2's queues.
+    """
+
+    name: str
+    kind: SwitchKind = "builtin"
+    ports: PortKind = "packet"
+    interfaces: dict[int, str] = field(default_factory=dict)
+    grpc: str = ""
+    device_id: int = 1
+    tls: Tls | None = None
+    insecure: bool = False
+    thrift: str = ""
+
+    def interface(self, port: int) -> str:
+        """Return the network interface of a port."""
+        return self.interfaces.get(port, f"port{port}")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host.
+
+    Parameters
+    ----------
+    name
+        For people and for links.
     address, mac
         IPv4 address and Ethernet address.
     trusted
         Whether the switch believes the tags of what comes from it.
-    interface
-        The switch's end of its link, for packet ports; ``port<port>`` unless given.
-    queueing
-        Rate, depths, delay and loss of its port; the fabric's unless given.
     """
 
     name: str
-    port: int
     address: str
     mac: str
     trusted: bool = True
-    interface: str = ""
-    queueing: PortQueueing | None = None
 
     @classmethod
     def numbered(cls, index: int) -> "Host":
-        """Return host ``index`` (0 is the first) with the name, port and addresses it has by custom."""
-        number = index + 1
-        return cls(f"host{index}", number, f"10.0.0.{number}", f"02:00:00:00:00:{number:02x}")
+        """Return host ``index`` (0 is the first) with the name and addresses it has by custom."""
+        high, low = divmod(index + 1, 256)
+        return cls(f"host{index}", f"10.0.{high}.{low}", f"02:00:00:00:{high:02x}:{low:02x}")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between two ports, or a port and a host.
+
+    Parameters
+    ----------
+    a, b
+        Its ends, ``HOST`` or ``SWITCH:PORT``.
+    rate_bps, depth_packets, limit_packets, limit_bytes, delay_s, loss
+        How the ports at its ends queue and send, where that differs from the fabric's ``queueing``; see
+        :class:`dlcp.switch.queues.PortQueueing`.
+    """
+
+    a: str
+    b: str
+    rate_bps: int | None = None
+    depth_packets: int | tuple[int, ...] | None = None
+    limit_packets: int | None = None
+    limit_bytes: int | None = None
+    delay_s: float | None = None
+    loss: float | None = None
+
+    def queueing(self, default: PortQueueing) -> PortQueueing:
+        """Return how the ports at its ends queue and send."""
+        names = ("rate_bps", "depth_packets", "limit_packets", "limit_bytes", "delay_s", "loss")
+        return replace(default, **{name: getattr(self, name) for name in names if getattr(self, name) is not None})
 
 
 @dataclass(frozen=True)
@@ -70,7 +166,7 @@ class Job:
         Part of a port's rate that its data and its control packets may use, 0..1, each. What exceeds it is not lost
         but waits below all other traffic.
     shares
-        Data shares of single ports that differ from ``share``, by port.
+        Data shares of single ports that differ from ``share``, by ``SWITCH:PORT`` or by the host the port leads to.
     burst_s
         How long a burst at the port's rate may last before the share is held against the job, in seconds.
     """
@@ -78,109 +174,118 @@ class Job:
     id: int
     share: float = 0.9
     control_share: float = 0.05
-    shares: dict[int, float] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
     burst_s: float = 0.01
 
-    def share_at(self, port: int) -> float:
-        """Return its data share of a port."""
-        return self.shares.get(port, self.share)
+
+class Neighbour(NamedTuple):
+    """What is at the other end of a port's link: a host, or another switch's port."""
+
+    link: Link
+    host: Host | None
+    port: Port | None
 
 
 @dataclass(frozen=True)
-class Star:
-    """Hosts around one switch.
+class Fabric:
+    """Switches, hosts, links, and what runs over them.
 
     Parameters
     ----------
-    hosts
-        Who is there.
-    kind
-        ``loopback``: processes of this machine over 127.0.0.0/8; ``packet``: network interfaces.
-    queueing
-        Rate, depths, delay and loss of the ports whose host gives none of its own.
+    switches, hosts, links
+        What there is. Every host has one link.
     jobs
         Jobs that have a share; a job that is not named has no limit.
     policy
-        When packets are dropped and marked.
+        When packets are dropped and marked, and which queue they take.
+    queueing
+        Rate, depths, delay and loss of the links that say nothing of their own.
     udp_ports
         UDP ports served on loopback ports.
     mtu_bytes
-        Largest IPv4 packet on loopback ports.
+        Largest IPv4 packet.
 
     Raises
     ------
     FabricError
-        Names, ports or addresses that are not unique, numbers out of range, shares that add up to more than a port.
+        Something is named that there is not, or twice; a host cannot be reached; numbers are out of range; shares add
+        up to more than a port.
     """
 
+    switches: tuple[Switch, ...]
     hosts: tuple[Host, ...]
-    kind: PortKind = "loopback"
-    queueing: PortQueueing = field(default_factory=lambda: PortQueueing(rate_bps=RATE_BPS))
+    links: tuple[Link, ...]
     jobs: tuple[Job, ...] = ()
     policy: Policy = field(default_factory=Policy)
+    queueing: PortQueueing = field(default_factory=lambda: PortQueueing(rate_bps=RATE_BPS))
     udp_ports: tuple[int, ...] = (UDP_PORT_BASE,)
     mtu_bytes: int = 9000
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
-        if not self.hosts:
-            raise FabricError("a fabric without hosts")
-        for what in ("name", "port", "address", "mac"):
-            _refuse_repeated(what, [str(getattr(host, what)) for host in self.hosts])
-        for host in self.hosts:
-            if not 1 <= host.port <= HOSTS_MAX:
-                raise FabricError(f"host {host.name!r}: port {host.port} is not one of 1..{HOSTS_MAX}")
-        _refuse_repeated("id", [str(job.id) for job in self.jobs])
-        for host in self.hosts:
-            self._check_shares(host)
+        # The checks need the classes above.
+        from controller.validation import validate
 
-    @classmethod
-    def numbered(
-        cls,
-        hosts: int,
-        *,
-        kind: PortKind = "loopback",
-        queueing: PortQueueing | None = None,
-        jobs: Sequence[Job] = (),
-        policy: Policy | None = None,
-    ) -> "Star":
-        """Return a star of ``hosts`` hosts with the customary addresses.
+        validate(self)
+
+    @cached_property
+    def neighbours(self) -> Mapping[str, Mapping[int, Neighbour]]:
+        """What is at the other end of each port that has a link, by switch and port number, both in order."""
+        hosts = {host.name: host for host in self.hosts}
+        found: dict[str, dict[int, Neighbour]] = {switch.name: {} for switch in self.switches}
+        for link in self.links:
+            for here, there in ((link.a, link.b), (link.b, link.a)):
+                port = as_port(here)
+                if port is not None:
+                    found[port.switch][port.number] = Neighbour(link, hosts.get(there), as_port(there))
+        return {name: dict(sorted(ports.items())) for name, ports in found.items()}
+
+    @cached_property
+    def attachments(self) -> Mapping[str, Port]:
+        """The port at which each host is, by the host's name."""
+        return {
+            neighbour.host.name: Port(switch, number)
+            for switch, ports in self.neighbours.items()
+            for number, neighbour in ports.items()
+            if neighbour.host is not None
+        }
+
+    def switch(self, name: str) -> Switch:
+        """Return the switch of that name.
 
         Raises
         ------
         FabricError
-            As the class does.
+            There is none; with the names there are.
         """
-        queueing = queueing or PortQueueing(rate_bps=RATE_BPS)
-        return cls(tuple(map(Host.numbered, range(hosts))), kind, queueing, tuple(jobs), policy or Policy())
+        for switch in self.switches:
+            if switch.name == name:
+                return switch
+        raise FabricError(f"there is no switch {name!r}; there are {', '.join(each.name for each in self.switches)}")
 
-    def queueing_at(self, host: Host) -> PortQueueing:
-        """Return how the port of a host queues and sends."""
-        return host.queueing or self.queueing
+    def queueing_at(self, port: Port) -> PortQueueing:
+        """Return how a port that has a link queues and sends."""
+        return self.neighbours[port.switch][port.number].link.queueing(self.queueing)
 
-    def _check_shares(self, host: Host) -> None:
-        total = 0.0
-        for job in self.jobs:
-            data, control = job.share_at(host.port), job.control_share
-            if not (0 < data <= 1 and 0 < control <= 1 and job.burst_s > 0):
-                raise FabricError(f"job {job.id}: shares lie above 0 and up to 1, and burst_s above 0")
-            total += data + control
-        if total > 1 + 1e-9:
-            raise FabricError(f"the jobs' shares of port {host.port} ({host.name}) add up to {total:.3g}, more than 1")
-        if self.jobs and not self.queueing_at(host).rate_bps:
-            raise FabricError(f"port {host.port} ({host.name}) has no rate, so no job can have a share of it")
+    def share_at(self, job: Job, port: Port) -> float:
+        """Return the data share of a job at a port."""
+        host = self.neighbours[port.switch][port.number].host
+        by_host = job.shares.get(host.name, job.share) if host is not None else job.share
+        return job.shares.get(str(port), by_host)
 
 
-def _refuse_repeated(what: str, values: list[str]) -> None:
-    for value in values:
-        if values.count(value) > 1:
-            raise FabricError(f"{what} {value} is given {values.count(value)} times")
+def as_port(end: str) -> Port | None:
+    """Return the port that a link's end names; None if it names a host."""
+    switch, separator, number = end.rpartition(":")
+    return Port(switch, int(number)) if separator and number.isdecimal() else None
 
 
-def load(path: Path) -> Star:
-    """Read a fabric from a JSON file that holds the fields of :class:`Star`.
+def load(path: Path) -> Fabric:
+    """Read a fabric from a YAML or JSON file that holds the fields of :class:`Fabric`.
 
-    ``hosts`` may be a number instead of a list: that many, with the customary names, ports and addresses.
+    ``hosts`` may be a number instead of a list, and ``links`` left out: that many hosts with the customary names and
+    addresses, around the one switch. Without ``switches`` that is a built-in one with loopback ports. Names of
+    certificate files are relative to the file.
 
     Raises
     ------
@@ -190,5 +295,25 @@ def load(path: Path) -> Star:
     document = Document(path)
     content = document.content
     if isinstance(content, dict) and isinstance(content.get("hosts"), int):
-        content["hosts"] = [asdict(Host.numbered(index)) for index in range(content["hosts"])]
-    return document.convert(Star)
+        _spell_out(content)
+    fabric = document.convert(Fabric)
+    switches = tuple(_beside(path.parent, switch) for switch in fabric.switches)
+    return replace(fabric, switches=switches)
+
+
+def _spell_out(content: dict[str, Any]) -> None:
+    """Put the hosts of a star, its switch and its links in the place of the number of hosts."""
+    content["hosts"] = [vars(Host.numbered(index)) for index in range(content["hosts"])]
+    switches = content.setdefault("switches", [{"name": "switch", "ports": "loopback"}])
+    if "links" not in content and isinstance(switches, list) and len(switches) == 1:
+        name = switches[0].get("name")
+        hosts = enumerate(content["hosts"])
+        content["links"] = [{"a": f"{name}:{index + 1}", "b": host["name"]} for index, host in hosts]
+
+
+def _beside(folder: Path, switch: Switch) -> Switch:
+    """Return a switch with the names of its certificate files made relative to where we are."""
+    if switch.tls is None:
+        return switch
+    files = {name: str(folder / getattr(switch.tls, name)) for name in ("ca", "certificate", "key")}
+    return replace(switch, tls=replace(switch.tls, **files))

@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what an operator wants to what a switch's tables hold."""
+"""What an operator wants of queues and drop classes."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import Final
 
-from dlcp.switch.entries import Entries, MeterRates, Profile, ProfileGroup, ProfileMember, TableEntry
+from dlcp.document import PlaceError
 from dlcp.switch.queues import QUEUES
-from dlcp.wire import DROP_CLASSES, Queue
+from dlcp.wire import DROP_CLASSES
 
-if TYPE_CHECKING:
-    from controller.fabric import Host, Job, Star
-
-_BURST_PACKETS_MIN: Final = 8
-"""A meter's burst is at least this many packets of the largest size, else a job could not send back to back."""
+_DROP_AT: Final = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+_ECN_AT: Final = 0.27
 
 
-class PolicyError(ValueError):
+class PolicyError(PlaceError):
     """A policy that contradicts itself; the message says how."""
 
 
 @dataclass(frozen=True)
-class Policy:
+class Thresholds:
     """How full a queue has to be for a packet to be dropped or marked.
 
     Parameters
@@ -34,20 +31,21 @@ class Policy:
         queues of 240.
     """
 
-    drop_at: tuple[float, ...] = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-    ecn_at: float = 0.27
+    drop_at: tuple[float, ...] = _DROP_AT
+    ecn_at: float = _ECN_AT
 
     def __post_init__(self) -> None:
         """Refuse what would drop the valuable first."""
         if len(self.drop_at) != DROP_CLASSES - 1:
-            raise PolicyError(f"drop_at has {len(self.drop_at)} values; it takes 7, for drop classes 1 to 7")
+            raise PolicyError(f"drop_at has {len(self.drop_at)} values; it takes 7, for drop classes 1 to 7", "drop_at")
         if not all(0 <= share <= 1 for share in (*self.drop_at, self.ecn_at)):
             raise PolicyError("drop_at and ecn_at are shares of a queue's depth, 0..1")
         for drop_class in range(1, DROP_CLASSES - 1):
             if self.drop_at[drop_class] > self.drop_at[drop_class - 1]:
                 raise PolicyError(
                     f"drop_at puts class {drop_class + 1} at {self.drop_at[drop_class]} and class {drop_class} at "
-                    f"{self.drop_at[drop_class - 1]}: the more valuable class {drop_class} would be dropped first"
+                    f"{self.drop_at[drop_class - 1]}: the more valuable class {drop_class} would be dropped first",
+                    "drop_at",
                 )
 
     def drop_above(self, drop_class: int, depth_packets: int) -> int:
@@ -59,85 +57,61 @@ class Policy:
         return int(self.ecn_at * depth_packets)
 
 
-def entries(star: "Star") -> Entries:
-    """Return everything that the switch of a star has to be told: tables, routes, meters and ports."""
-    return Entries(
-        profiles=(_next_hops(star),),
-        entries=(*_routes(star), *_trust(star), *_drop_thresholds(star), *_ecn_thresholds(star), *_shares(star)),
-        ports={host.port: star.queueing_at(host) for host in star.hosts},
-    )
+@dataclass(frozen=True)
+class Remap:
+    """Gives gradient packets another queue or drop class than the host's tag of their layer and magnitude.
+
+    Control packets stay where they are. Where several remaps fit a packet, the first counts.
+
+    Parameters
+    ----------
+    job, queue, drop_class
+        Which packets: of this job, with this queue or class in their header; None: any.
+    to_queue, to_drop_class
+        What they get; None: what the header says.
+    """
+
+    job: int | None = None
+    queue: int | None = None
+    drop_class: int | None = None
+    to_queue: int | None = None
+    to_drop_class: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that there are not."""
+        if self.to_queue is None and self.to_drop_class is None:
+            raise PolicyError("a remap without to_queue and to_drop_class changes nothing")
+        for name, limit in (("job", 1 << 16), *((name, 8) for name in ("queue", "drop_class"))):
+            for field_name in (name, f"to_{name}"):
+                value = getattr(self, field_name, None)
+                if value is not None and not 0 <= value < limit:
+                    raise PolicyError(f"{field_name} is one of 0..{limit - 1}, not {value}", field_name)
 
 
-def _next_hops(star: "Star") -> Profile:
-    """One member a next hop and one group a set of equal-cost next hops; in a star every set has one."""
-    members = tuple(
-        ProfileMember(host.port, "to_next_hop", {"port": host.port, "mac": host.mac}) for host in star.hosts
-    )
-    return Profile("route_selector", members, tuple(ProfileGroup(host.port, (host.port,)) for host in star.hosts))
+@dataclass(frozen=True)
+class Policy(Thresholds):
+    """Which queue packets take, and how full it has to be for them to be dropped or marked.
 
+    Parameters
+    ----------
+    drop_at, ecn_at
+        As in :class:`Thresholds`, for the queues that ``by_queue`` does not name.
+    by_queue
+        Thresholds of single queues.
+    remap
+        What takes another queue or drop class than its tag says, the most important first.
+    """
 
-def _routes(star: "Star") -> list[TableEntry]:
-    routes = [TableEntry("ipv4_route", {"ipv4_dst": f"{host.address}/32"}, group=host.port) for host in star.hosts]
-    routes += [
-        TableEntry("ethernet_route", {"ethernet_dst": host.mac}, "to_port", {"port": host.port}) for host in star.hosts
-    ]
-    return routes
+    by_queue: dict[int, Thresholds] = field(default_factory=dict)
+    remap: tuple[Remap, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Refuse queues that there are not."""
+        super().__post_init__()
+        for queue in self.by_queue:
+            if not 0 <= queue < QUEUES:
+                raise PolicyError(f"a queue is one of 0..{QUEUES - 1}, not {queue}", "by_queue", str(queue))
 
-def _trust(star: "Star") -> list[TableEntry]:
-    return [TableEntry("port_trust", {"ig_port": host.port}, "trust") for host in star.hosts if host.trusted]
-
-
-def _drop_thresholds(star: "Star") -> list[TableEntry]:
-    depths = _depths(star)
-    return [
-        TableEntry(
-            "drop_threshold",
-            {"queue": queue, "drop_class": drop_class},
-            "drop_above",
-            {"depth": star.policy.drop_above(drop_class, depths[queue])},
-        )
-        for queue in range(QUEUES)
-        for drop_class in range(1, DROP_CLASSES)
-    ]
-
-
-def _ecn_thresholds(star: "Star") -> list[TableEntry]:
-    depths = _depths(star)
-    return [
-        TableEntry("ecn_threshold", {"queue": queue}, "mark_above", {"depth": star.policy.mark_above(depths[queue])})
-        for queue in range(QUEUES)
-        if queue != Queue.CONTROL
-    ]
-
-
-def _depths(star: "Star") -> list[int]:
-    """Return the depth of each queue in packets where it is shallowest: thresholds are the same at all ports."""
-    depths = []
-    for host in star.hosts:
-        queueing = star.queueing_at(host)
-        limit = queueing.limit_packets
-        depths.append([depth if limit is None else min(depth, limit) for depth in queueing.depths()])
-    return [min(depth[queue] for depth in depths) for queue in range(QUEUES)]
-
-
-def _shares(star: "Star") -> list[TableEntry]:
-    return [
-        TableEntry(
-            "job_share",
-            {"job": job.id, "control": control, "eg_port": host.port},
-            "metered",
-            meter=_meter(star, host, job, job.control_share if control else job.share_at(host.port)),
-        )
-        for job in star.jobs
-        for host in star.hosts
-        for control in (0, 1)
-    ]
-
-
-def _meter(star: "Star", host: "Host", job: "Job", share: float) -> MeterRates:
-    """Return the meter of a share. Both rates are the same: a job is within its share or it is not."""
-    port_bytes_per_s = star.queueing_at(host).rate_bps / 8
-    rate = max(1, int(share * port_bytes_per_s))
-    burst = max(int(job.burst_s * port_bytes_per_s), _BURST_PACKETS_MIN * star.mtu_bytes)
-    return MeterRates(rate, burst, rate, burst)
+    def of_queue(self, queue: int) -> Thresholds:
+        """Return the thresholds of a queue."""
+        return self.by_queue.get(queue, self)

@@ -27,6 +27,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCE_FOLDERS = ("dlcp", "controller", "sim", "p4", "tests", ".ci")
 SOURCE_SUFFIXES = {".py", ".p4", ".lua", ".c", ".h", ".stf", ".sh"}
 HEAVY = {"torch", "numba", "scapy", "msgspec", "rich", "jinja2", "sklearn", "mxnet", "tensorflow", "jax"}
+HEAVY |= {"finsy", "grpc", "google", "yaml", "prometheus_client", "simpy"}
 
 
 def files(*folders):

@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _declare(step, _step, rounds=9)
     step.add_argument("--ranks", type=int, default=4, metavar="N", help="(default: 4)")
     step.add_argument("--rate-mbps", type=float, metavar="R", help="of each rank's link (default: over loopback)")
+    switch = names.add_parser("switch", help="the built-in switch between network interfaces, against simple_switch")
+    _declare(switch, _switch, rounds=7)
     step.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="what packets fit (default: 1500)")
 
 
@@ -131,6 +133,17 @@ def _step(arguments: argparse.Namespace) -> list[Result]:
         warm_up=arguments.warm_up,
         progress=say,
     )
+
+
+def _switch(arguments: argparse.Namespace) -> list[Result]:
+    from dlcp.bench.frames import TrafficError
+    from dlcp.bench.switch import measure
+
+    become_root()
+    try:
+        return measure(rounds=arguments.rounds, warm_up=arguments.warm_up, progress=say)
+    except TrafficError as error:
+        raise NamespaceError(str(error)) from error
 
 
 def _mtu_suffix(mtu_bytes: int) -> str:

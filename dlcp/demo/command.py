@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     summary = summarize(runs)
     write_summary(summary, arguments.out)
     page = write_report(runs, summary, arguments.out)
-    _tell(console, summary, page)
+    tell(console, summary, page)
     return 0
 
 
@@ -95,7 +95,7 @@ def _advance(bars: Progress, bar: TaskID, steps: int) -> None:
     bars.update(bar, completed=steps)
 
 
-def _tell(console: Console, summary: dict[str, Any], page: Path) -> None:
+def tell(console: Console, summary: dict[str, Any], page: Path) -> None:
     """Say in a few lines what came out."""
     accuracy = summary["target_accuracy"]
     if accuracy is None:

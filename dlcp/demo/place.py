@@ -41,16 +41,17 @@ class Place(ABC):
 
     def __init__(self, setup: "Setup", shares: tuple[float, float] | None, job: int) -> None:
         # The controller is no part of the shim; only commands bring the two together.
-        from controller.fabric import Job, Star
+        from controller.fabric import Job
+        from controller.shapes import star
 
         self._stack = ExitStack()
-        star = Star.numbered(
+        fabric = star(
             setup.hosts,
-            kind="packet" if self.kind == "namespaces" else "loopback",
+            ports="packet" if self.kind == "namespaces" else "loopback",
             queueing=PortQueueing(rate_bps=setup.rate_bps, depth_packets=setup.depth_packets),
             jobs=[Job(job, *shares)] if shares else [],
         )
-        self._fabric = asdict(star)
+        self._fabric = asdict(fabric)
 
     def _start_switch(self, **options: Any) -> None:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-fabric-")))

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import jinja2
 
-from dlcp.demo import wording
+from dlcp.demo import setting, wording
 from dlcp.demo.plots import Figure, draw_all
 from dlcp.demo.summary import RUN_NAMES, Run, RunFileError, load_runs, summarize, write_summary
 from dlcp.demo.svg import STYLE
@@ -78,6 +78,9 @@ def render(runs: Mapping[str, Run], summary: Mapping[str, Any], figures: Mapping
         machine=runs["dlcp"]["versions"],
         command=runs["dlcp"]["command"],
         fabric=runs["dlcp"]["fabric"],
+        testbed=setting.testbed(runs["dlcp"]),
+        agreements={name: run["agreement"] for name, run in runs.items() if "agreement" in run},
+        agreement_sentence=setting.agreement_sentence(runs),
         late_s=_worst(runs, "late_max_s"),
         busy=_worst(runs, "busy"),
     )

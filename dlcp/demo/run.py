@@ -35,6 +35,8 @@ ORDINARY_PORT = UDP_PORT_BASE + UDP_PORT_COUNT
 
 Progress = Callable[[int], None]
 """Called with the number of steps that are done."""
+MakePlace = Callable[["Setup", "tuple[float, float] | None", int], Place]
+"""Called with the setup, the job's shares of a port for data and for control, and the job."""
 
 
 class DemoError(RuntimeError):
@@ -116,7 +118,17 @@ def variants(setup: Setup) -> list[Variant]:
 
 
 def execute(setup: Setup, variant: Variant, *, namespaces: bool, progress: Progress) -> dict[str, Any]:
+    """Run one variant around the built-in switch; see :func:`execute_at`."""
+    return execute_at(NamespacePlace if namespaces else LoopbackPlace, setup, variant, progress=progress)
+
+
+def execute_at(make_place: MakePlace, setup: Setup, variant: Variant, *, progress: Progress) -> dict[str, Any]:
     """Run one variant and return its record, in the form that :mod:`dlcp.demo.summary` reads.
+
+    Parameters
+    ----------
+    make_place
+        Makes the place where it runs, from the setup, the job's shares of a port, and the job.
 
     Raises
     ------
@@ -125,8 +137,7 @@ def execute(setup: Setup, variant: Variant, *, namespaces: bool, progress: Progr
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-demo-")))
-        kind = NamespacePlace if namespaces else LoopbackPlace
-        place: Place = stack.enter_context(kind(setup, _shares(setup, variant), JOB))
+        place = stack.enter_context(make_place(setup, _shares(setup, variant), JOB))
         bursts = setup.bursts()
         sinks, sources = _background(setup, place, bursts, folder, stack)
         servers, workers = _workers(setup, variant, place, folder, stack, progress)

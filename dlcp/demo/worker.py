@@ -73,7 +73,7 @@ def train(arguments: argparse.Namespace, channel: Connection) -> Fact:
         "parameters": sum(parameter.numel() for parameter in network.parameters()),
         "layer_names": _layer_names(network),
         "curve": _curve(snapshots, digits) if rank == 0 else [],
-        "ledger": state.ledger.summary() if state else None,
+        "ledger": None,
         "layer_seconds": state.layer_seconds() if state else None,
         "refused": dict(state.endpoint.protocol.refused) if state and state.endpoint else {},
         "tcp": _tcp_counters(),
@@ -81,6 +81,8 @@ def train(arguments: argparse.Namespace, channel: Connection) -> Fact:
     }
     if state:
         state.close()
+        # Only now: the last results are on their way to others until then, and not entered yet.
+        report["ledger"] = state.ledger.summary()
     elif arguments.collective == "server" and rank == 0:
         gloo_server.dismiss()
     return report

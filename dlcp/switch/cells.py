@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.switch.errors import EntryError
+from dlcp.switch.errors import CellError, EntryError
 
 Store: TypeAlias = Any
 """Lists or arrays of numbers, for meters of rows of numbers; the generated text uses both alike."""
@@ -30,7 +30,7 @@ class _Window:
     def _place(self, index: int) -> int:
         index = operator.index(index)
         if not 0 <= index < self.size:
-            raise EntryError(f"{self.kind} {self.name} has no cell {index}; the last is {self.size - 1}")
+            raise CellError(f"{self.kind} {self.name} has no cell {index}; the last is {self.size - 1}")
         return self.base + index
 
 
@@ -58,8 +58,7 @@ class Register(_Window):
 
     def reset(self) -> None:
         """Set every cell to zero."""
-        for place in range(self.base, self.base + self.size):
-            self._store[place] = 0
+        self._store[self.base : self.base + self.size] = [0] * self.size
 
 
 class CounterCell(NamedTuple):
@@ -91,10 +90,15 @@ class Counter(_Window):
         cells = slice(self.base, self.base + self.size)
         return np.column_stack([np.array(self._packets[cells], np.int64), np.array(self._bytes[cells], np.int64)])
 
+    def fill(self, packets: int, octets: int) -> None:
+        """Set every cell to the same."""
+        cells = slice(self.base, self.base + self.size)
+        self._packets[cells] = [packets] * self.size
+        self._bytes[cells] = [octets] * self.size
+
     def reset(self) -> None:
         """Set every cell to zero."""
-        for place in range(self.base, self.base + self.size):
-            self._packets[place] = self._bytes[place] = 0
+        self.fill(0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 
 import argparse
 import gc
+import importlib.util
 import os
 import signal
 import sys
@@ -12,13 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from dlcp import native
 from dlcp.switch.entries import Entries
+from dlcp.switch.p4runtime import options as p4runtime
 from dlcp.switch.ports import PortGroup
+from dlcp.switch.program import BACKENDS
 from dlcp.switch.queues import PortQueueing
 from dlcp.wire import UDP_PORT_BASE
 
 if TYPE_CHECKING:
-    from dlcp.switch.program import Program
+    from dlcp.switch.p4runtime.device import Device
+    from dlcp.switch.program import Backend, Program
     from dlcp.switch.switch import Switch
 
 PROGRAM_PATH: Final = Path(__file__).with_name("p4") / "dlcp.json"
@@ -39,19 +44,28 @@ class Plan:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what ``dlcp switch`` takes."""
     what = parser.add_argument_group("what to connect (one of these)").add_mutually_exclusive_group()
-    what.add_argument("--fabric", type=Path, metavar="FILE", help="a fabric and its policy, as JSON")
+    what.add_argument("--fabric", type=Path, metavar="FILE", help="a fabric and its policy, as YAML or JSON")
+    parser.add_argument("--name", metavar="SWITCH", help="which switch of the fabric to be, if it has several")
     what.add_argument("--hosts", type=int, metavar="N", help="N processes of this machine, over 127.0.0.0/8")
     what.add_argument(
         "--port",
         action="append",
         metavar="N=loopback|N=packet:INTERFACE",
-        help="one port; give one --port for each, and --entries",
+        help="one port; give one --port for each, and --entries or --p4runtime",
     )
     how = parser.add_argument_group("how to switch")
     how.add_argument("--entries", type=Path, metavar="FILE", help="table entries and queues, as JSON")
     how.add_argument("--rate-bps", type=float, metavar="RATE", help="rate of every port, in bit/s")
     how.add_argument("--depth-packets", type=int, metavar="PACKETS", help="depth of every queue, in packets")
     how.add_argument("--program", type=Path, default=PROGRAM_PATH, metavar="FILE", help="compiled program (BMv2 JSON)")
+    how.add_argument(
+        "--backend",
+        choices=("auto", *BACKENDS),
+        default="auto",
+        help="plain Python, or compiled by Numba, of use from some 20,000 packets/s on (default: numba for network "
+        "interfaces, if Numba and the compiled library are there)",
+    )
+    p4runtime.add_arguments(parser)
     look = parser.add_argument_group("looking at it")
     look.add_argument("--counters", type=Path, metavar="FILE", help="write all counters there, as JSON")
     look.add_argument("--counters-every", type=float, default=1.0, metavar="SECONDS", help="how often (default: 1)")
@@ -75,73 +89,120 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def build(arguments: argparse.Namespace) -> "Switch":
-    """Return a switch that is ready to run.
+def build(arguments: argparse.Namespace) -> "tuple[Switch, Device | None]":
+    """Return a switch that is ready to run, and how controllers see it if they may.
 
     Raises
     ------
     ValueError, OSError
         A file is wrong, or a port cannot be opened; nothing stays open.
     """
+    from dlcp.switch.p4runtime.empty import EmptyProgram
     from dlcp.switch.program import Program
     from dlcp.switch.switch import Switch
 
-    program = Program.load(arguments.program)
+    p4runtime.check(arguments)
+    backend = _backend(arguments)
+    # Loaded even by a switch that waits for a controller to send one: most likely it will be this one, and what has
+    # been compiled once is taken from disk then.
+    program: Program | None = Program.load(arguments.program, backend=backend)
+    if p4runtime.starts_empty(arguments):
+        program = None
+    device: Device | None = None
     plan = _plan(arguments, program)
     try:
-        return Switch(program, plan.groups, plan.queueing, describe_program=lambda: describe(program))
-    except ValueError:
+        switch = Switch(
+            program or EmptyProgram(),
+            plan.groups,
+            plan.queueing,
+            describe_program=lambda: describe(program if device is None else device.program),
+        )
+        if arguments.p4runtime is not None:
+            device = p4runtime.device(arguments, switch, program, backend)
+    except (ValueError, OSError):
         for group in plan.groups:
             group.close()
         raise
+    return switch, device
 
 
-def describe(program: "Program") -> dict[str, Any]:
-    """Return what a program has counted, with the events named, as a dict that JSON can hold."""
+def describe(program: "Program | None") -> dict[str, Any]:
+    """Return what a program has counted, with the events named, as a dict that JSON can hold; empty for no program."""
     from dlcp.switch.counters import EgressEvent, IngressEvent, decode_events, totals
 
+    if program is None:
+        return {}
     found = {}
     for name, events in (("ingress_events", IngressEvent), ("egress_events", EgressEvent)):
-        counted = program.counters[name].values()
-        decoded = decode_events(events, counted[:, 0], counted[:, 1])
-        found[name] = {"totals": totals(decoded), "by_queue": [event._asdict() for event in decoded]}
+        # A controller may have sent a program that counts other things.
+        if name in program.counters:
+            counted = program.counters[name].values()
+            decoded = decode_events(events, counted[:, 0], counted[:, 1])
+            found[name] = {"totals": totals(decoded), "by_queue": [event._asdict() for event in decoded]}
     return {"digest": program.digest, "backend": program.backend, **found}
 
 
-def _plan(arguments: argparse.Namespace, program: "Program") -> Plan:
-    """Load the entries into the program and open the ports."""
+def _backend(arguments: argparse.Namespace) -> "Backend":
+    """Return how programs are to be run."""
+    if arguments.backend != "auto":
+        chosen: Backend = arguments.backend
+        return chosen
+    fabric = _fabric(arguments)
+    if fabric is not None:
+        interfaces = fabric.switch(_own_name(fabric, arguments.name)).ports == "packet"
+    else:
+        interfaces = any("=packet:" in word for word in arguments.port or [])
+    compiled = native.library() is not None and importlib.util.find_spec("numba") is not None
+    return "numba" if interfaces and compiled else "python"
+
+
+def _plan(arguments: argparse.Namespace, program: "Program | None") -> Plan:
+    """Load the entries into the program, if there is one, and open the ports."""
     from dlcp.switch import entries as entry_files
 
-    star = _star(arguments)
-    document = None
-    if arguments.entries is not None:
+    fabric = _fabric(arguments)
+    entries, document = Entries(), None
+    if program is None:
+        if not (arguments.port or arguments.hosts):
+            raise ValueError("nothing to connect: give --port, once for each port, or --hosts N")
+    elif arguments.entries is not None:
         entries, document = entry_files.read(arguments.entries)
-    elif star is not None:
-        entries = _policy_entries(star)
+    elif fabric is not None:
+        entries = _policy_entries(fabric, arguments.name)
     else:
         raise ValueError("nothing to connect: give --fabric FILE, --hosts N, or --port and --entries")
-    entry_files.apply(entries, program, document)
-    groups = _open_star(star) if star is not None else _open_ports(arguments.port or [])
+    if program is not None:
+        entry_files.apply(entries, program, document)
+    groups = _open_fabric(fabric, arguments.name) if fabric is not None else _open_ports(arguments.port or [])
     ports = [port for group in groups for port in group.counters]
     queueing = {port: _override(entries.ports.get(port, PortQueueing()), arguments) for port in ports}
     return Plan(groups, entries, queueing)
 
 
-def _star(arguments: argparse.Namespace) -> Any:
+def _fabric(arguments: argparse.Namespace) -> Any:
     """Return the fabric that was asked for, or None."""
     if arguments.fabric is None and arguments.hosts is None:
         return None
     # The controller is not part of the switch; only the command line brings the two together.
-    from controller.fabric import Star, load
+    from controller.fabric import load
+    from controller.shapes import star
 
-    star = load(arguments.fabric) if arguments.fabric is not None else Star.numbered(arguments.hosts)
-    return replace(star, queueing=_override(star.queueing, arguments))
+    fabric = load(arguments.fabric) if arguments.fabric is not None else star(arguments.hosts)
+    return replace(fabric, queueing=_override(fabric.queueing, arguments))
 
 
-def _policy_entries(star: Any) -> Entries:
-    from controller.policy import entries
+def _own_name(fabric: Any, name: str | None) -> str:
+    """Return the name of the switch that this one is in a fabric."""
+    if name is None and len(fabric.switches) > 1:
+        raise ValueError(f"say which switch to be: --name {'|'.join(switch.name for switch in fabric.switches)}")
+    found: str = fabric.switch(name or fabric.switches[0].name).name
+    return found
 
-    return entries(star)
+
+def _policy_entries(fabric: Any, name: str | None) -> Entries:
+    from controller.entries import entries
+
+    return entries(fabric, _own_name(fabric, name))
 
 
 def _override(queueing: PortQueueing, arguments: argparse.Namespace) -> PortQueueing:
@@ -153,13 +214,19 @@ def _override(queueing: PortQueueing, arguments: argparse.Namespace) -> PortQueu
     return queueing
 
 
-def _open_star(star: Any) -> list[PortGroup]:
-    if star.kind == "packet":
-        return _open_packet_ports({host.port: host.interface or f"port{host.port}" for host in star.hosts})
+def _open_fabric(fabric: Any, name: str | None) -> list[PortGroup]:
+    """Open the ports that a switch has in a fabric."""
+    switch = fabric.switch(_own_name(fabric, name))
+    neighbours = fabric.neighbours[switch.name]
+    if switch.ports == "packet":
+        return _open_packet_ports({port: switch.interface(port) for port in neighbours})
     from dlcp.switch.ports.loopback import LoopbackHost, LoopbackPorts
 
-    hosts = [replace(LoopbackHost.numbered(host.port - 1), address=host.address, mac=host.mac) for host in star.hosts]
-    return [LoopbackPorts(hosts, star.udp_ports, star.mtu_bytes)]
+    hosts = [
+        replace(LoopbackHost.numbered(port - 1), address=neighbour.host.address, mac=neighbour.host.mac)
+        for port, neighbour in neighbours.items()
+    ]
+    return [LoopbackPorts(hosts, fabric.udp_ports, fabric.mtu_bytes)]
 
 
 def _open_ports(words: Sequence[str]) -> list[PortGroup]:
@@ -195,28 +262,32 @@ def _open_packet_ports(interfaces: dict[int, str]) -> list[PortGroup]:
 
 def _serve(arguments: argparse.Namespace, counters: Path | None) -> None:
     """Run the switch until a signal says stop."""
-    switch = build(arguments)
+    switch, device = build(arguments)
+    server = None if device is None else p4runtime.serve(arguments, device)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: switch.stop())
     # What is alive now stays alive; the collector need not look at it again while packets wait.
     gc.collect()
     gc.freeze()
-    print(f"{READY}: ports {', '.join(map(str, sorted(switch.queues)))}", flush=True)
+    place = "" if server is None else f"; P4Runtime on {server.address}"
+    print(f"{READY}: ports {', '.join(map(str, sorted(switch.queues)))}{place}", flush=True)
     try:
         switch.run(counters, arguments.counters_every)
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
+        if server is not None:
+            server.close()
         switch.close()
 
 
 def _write_entries(arguments: argparse.Namespace) -> int:
     from dlcp.switch.entries import write
 
-    star = _star(arguments)
-    if star is None:
+    fabric = _fabric(arguments)
+    if fabric is None:
         raise ValueError("--write-entries needs --fabric or --hosts")
-    write(arguments.write_entries, _policy_entries(star))
+    write(arguments.write_entries, _policy_entries(fabric, arguments.name))
     return 0
 
 

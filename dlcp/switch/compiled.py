@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.switch.codegen import Generated
+from dlcp.switch.codegen.forwarding import forwarding
 from dlcp.switch.errors import ProgramError
 from dlcp.switch.kernels import TOKEN_CELLS
 from dlcp.switch.profiles import ActionProfile
+from dlcp.switch.scheduler import TOTAL_CELLS
 from dlcp.switch.tables import Table
 
 Numbers = NDArray[np.int64]
@@ -38,36 +40,26 @@ class CompiledMachine:
         self.meter_rates = np.zeros((layout.meter_cells, 2), np.float64)
         self.meter_tokens = np.zeros((layout.meter_cells, TOKEN_CELLS), np.int64)
         self._generated = generated
-        self.source = generated.compiled()
+        self.source = generated.compiled() + forwarding(generated)
         self._module = load_compiled(self.source)
         self._tables: list[Table] = []
         self._profiles: list[ActionProfile] = []
         self._parts: dict[str, list[Numbers]] = {}
         self._structures = np.zeros(1, np.int64)
+        self._deferred = False
 
     def attach(self, tables: Mapping[str, Table], profiles: Mapping[str, ActionProfile]) -> None:
         """Use these tables and profiles; their arrays are made anew at the first batch after a change."""
         self._tables, self._profiles = list(tables.values()), list(profiles.values())
-        # An empty batch compiles everything now, or takes it from disk.
-        none, rows = np.zeros(0, np.int64), np.zeros((0, 64), np.uint8)
-        _, _, carry = self.ingress_batch(rows, none, none, none)
-        self.egress_batch(rows, none, carry, none, none, none, none, none, none)
+        # A switch without packets compiles everything that it needs now, or takes it from disk.
+        empty, rows = np.zeros((0, 1), np.int64), np.zeros((0, 64), np.uint8)
+        totals = np.zeros(TOTAL_CELLS, np.int64)
+        self.forward(-1, empty, 0, totals, rows, empty, empty, totals, empty, totals, empty)
 
     def _state(self) -> tuple[Any, ...]:
         """Return the arrays for compiled functions: all tables and profiles in one, made anew after a change."""
-        if any(table.changed for table in self._tables) or any(profile.changed for profile in self._profiles):
-            parts: list[Numbers] = []
-            for table in self._tables:
-                if table.changed:
-                    self._parts[table.name] = [table.encode(), np.array(table.rows, np.int64)]
-                    table.changed = False
-                parts += self._parts[table.name]
-            for profile in self._profiles:
-                cells = (profile.group_cells, profile.choices, profile.rows)
-                parts += [np.array(item, np.int64) for item in cells]
-                profile.changed = False
-            ends = np.cumsum([len(parts) + 1, *(len(part) for part in parts)])
-            self._structures = np.concatenate([ends.astype(np.int64), *parts])
+        if not self._deferred and self._changed():
+            self._structures = self.prepare()
         return (
             self._structures,
             self.registers,
@@ -76,6 +68,34 @@ class CompiledMachine:
             self.meter_rates,
             self.meter_tokens,
         )
+
+    def _changed(self) -> bool:
+        return any(table.changed for table in self._tables) or any(profile.changed for profile in self._profiles)
+
+    def defer(self) -> None:
+        """Keep changes of entries from packets until :meth:`commit`."""
+        self._deferred = True
+
+    def prepare(self) -> Numbers:
+        """Return the tables and profiles as packets are to see them; in any thread, while nobody changes them."""
+        parts: list[Numbers] = []
+        for table in self._tables:
+            if table.changed:
+                self._parts[table.name] = [table.encode(), np.array(table.rows, np.int64)]
+                table.changed = False
+            parts += self._parts[table.name]
+        for profile in self._profiles:
+            cells = (profile.group_cells, profile.choices, profile.rows)
+            parts += [np.array(item, np.int64) for item in cells]
+            profile.changed = False
+        ends = np.cumsum([len(parts) + 1, *(len(part) for part in parts)])
+        return np.concatenate([ends.astype(np.int64), *parts])
+
+    def commit(self, prepared: Numbers | None) -> None:
+        """Let packets see what was prepared, and changes at once again; between two batches."""
+        self._deferred = False
+        if prepared is not None:
+            self._structures = prepared
 
     def ingress_batch(
         self, packets: NDArray[np.uint8], lengths: Numbers, ports: Numbers, now_us: Numbers
@@ -93,6 +113,22 @@ class CompiledMachine:
         sent = np.empty(len(lengths), np.bool_)
         self._module.egress_batch(packets, lengths, carry, *arguments, sent, *self._state())
         return sent
+
+    @property
+    def carry_cells(self) -> int:
+        """How many numbers egress needs from ingress."""
+        return len(self._generated.carry)
+
+    def forward(self, until_ns: int, arrived: Numbers, count: int, places: Numbers, *pool: NDArray[Any]) -> None:
+        """Take packets in and let depart what is due; see `dlcp.switch.codegen.forwarding`.
+
+        Parameters
+        ----------
+        pool
+            Rows of packets, columns of slots, carries, stack of free slots, columns of ports, numbers of the switch,
+            and lists of what has arrived; see `dlcp.switch.batches`.
+        """
+        self._module.forward(until_ns, arrived, count, places, *pool, *self._state())
 
     def ingress(self, p: bytearray, ingress_port: int, now_us: int) -> tuple[int, int, tuple[int, ...]]:
         """Run ingress on one packet, at the price of a batch."""

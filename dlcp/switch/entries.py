@@ -33,8 +33,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from dlcp.document import Document
 from dlcp.switch.cells import MeterConfig
-from dlcp.switch.document import Document
 from dlcp.switch.errors import EntryError
 from dlcp.switch.profiles import Action, Group, Member
 from dlcp.switch.program import Program

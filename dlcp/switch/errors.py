@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can go wrong with a program and with its entries."""
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
+
+from dlcp.suggestion import nearest
 
 T = TypeVar("T")
 
@@ -35,6 +36,30 @@ class EntryError(ValueError):
     """An entry, member, group, name or index that does not fit the program; the message says which and what would."""
 
 
+class DuplicateError(EntryError):
+    """What was to be added is there already."""
+
+
+class MissingError(EntryError):
+    """An entry, member or group that is not there."""
+
+
+class FullError(EntryError):
+    """A table or an action profile has no room for one more."""
+
+
+class InUseError(EntryError):
+    """A member or a group that something else still refers to."""
+
+
+class ConstantError(EntryError):
+    """What the program itself made constant."""
+
+
+class CellError(EntryError, IndexError):
+    """A register, counter or meter has no cell of that number."""
+
+
 class UnknownName(EntryError, KeyError):  # noqa: N818 - the name says what it is
     """A name that the program does not have."""
 
@@ -43,18 +68,6 @@ class UnknownName(EntryError, KeyError):  # noqa: N818 - the name says what it i
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message: the known names that look most like ``name``."""
-    names = list(known)
-    short = {item.rpartition(".")[2]: item for item in names}
-    found = [item for item in names if item in difflib.get_close_matches(name, names, 3)]
-    found += [short[item] for item in difflib.get_close_matches(name.rpartition(".")[2], short, 3)]
-    found = list(dict.fromkeys(found))[:3]
-    if found:
-        return f"; did you mean {' or '.join(found)}?"
-    return f"; it has {', '.join(names)}" if names else "; it has none"
 
 
 class Named(Mapping[str, T]):

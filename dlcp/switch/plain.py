@@ -50,6 +50,15 @@ class PlainMachine:
         name = f"<generated from {self._generated.program.digest[:12]}>"
         self.ingress, self.egress = functions(self.source, self._namespace, name)
 
+    def defer(self) -> None:
+        """Do nothing: packets see every change at once, and none costs them time."""
+
+    def prepare(self) -> None:
+        """Prepare nothing."""
+
+    def commit(self, prepared: Numbers | None) -> None:
+        """Do nothing."""
+
     def ingress_batch(
         self, packets: NDArray[np.uint8], lengths: Numbers, ports: Numbers, now_us: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:

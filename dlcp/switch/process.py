@@ -15,7 +15,7 @@ from typing import Any, Final
 from dlcp.switch.command import READY
 from dlcp.switch.namespace import Namespace
 
-START_DEADLINE_S: Final = 60.0
+START_DEADLINE_S: Final = 180.0
 """Longer than any program takes to load, Numba's compilation included."""
 STOP_DEADLINE_S: Final = 10.0
 

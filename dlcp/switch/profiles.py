@@ -3,12 +3,12 @@
 
 import heapq
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from dlcp.switch.codegen.layout import ProfileSlot
-from dlcp.switch.errors import EntryError, Named, UnknownName
+from dlcp.switch.errors import DuplicateError, EntryError, FullError, InUseError, MissingError, Named, UnknownName
 from dlcp.switch.model import ActionDef, ProfileDef
 
 
@@ -36,6 +36,11 @@ class Group:
 
 Target: TypeAlias = Action | Member | Group
 
+GROUP_SIZE_MAX: Final = 65_536
+"""The most places that a group may have, members times weights. Chosen by us, so that no weight fills the memory."""
+TIDY_CELLS: Final = 1024
+"""Unused cells that are put up with, besides as many as are in use. Chosen by us."""
+
 
 class Actions:
     """The actions that one table may run, numbered as in the table."""
@@ -45,6 +50,10 @@ class Actions:
         self.definitions = actions
         numbers = {action.name: number for number, action in enumerate(actions)}
         self._numbers: Named[int] = Named("action", numbers, where)
+
+    def full_name(self, name: str) -> str:
+        """Return the p4info name of an action; raises EntryError if the table has no such action."""
+        return self.definitions[self._numbers[name]].name
 
     def row(self, action: Action) -> list[int]:
         """Return the action's number and its arguments, in order.
@@ -80,9 +89,14 @@ class Actions:
         return row
 
 
+Members: TypeAlias = Sequence[int] | Mapping[int, int]
+"""The members of a group; a mapping gives each a weight above 0, else all weigh the same."""
+
+
 @dataclass(slots=True)
 class _Member:
-    handle: int
+    handles: list[int]
+    """Its own, and one more for each place beyond the first that it takes in a group."""
     action: Action
     place: int
     users: int = 0
@@ -90,7 +104,8 @@ class _Member:
 
 @dataclass(slots=True)
 class _Group:
-    members: list[int]
+    members: dict[int, int]
+    """Weight of each."""
     place: int
     users: int = 0
 
@@ -99,7 +114,8 @@ class ActionProfile:
     """An action profile, with or without a selector.
 
     Members have handles as in BMv2, the lowest that is free, and stand in a group in the order of their handles: that
-    order, and not the one in which they were put into the group, decides which member a hash chooses.
+    order, and not the one in which they were put into the group, decides which member a hash chooses. A weight is so
+    many places in the group, for each of which the member has a handle, as P4Runtime does it on BMv2.
 
     Attributes
     ----------
@@ -122,29 +138,28 @@ class ActionProfile:
         self._free_handles: list[int] = []
         self._next_handle = 0
         self._free_places: list[int] = []
+        self._tidy_at = TIDY_CELLS
 
     # --------------------------------------------------------------------------------------------------- members
 
     def add_member(self, member_id: int, action: Action) -> None:
         """Add a member; raises EntryError if it does not fit, is there already, or the profile is full."""
         if member_id in self._members:
-            raise EntryError(f"{self.where} has a member {member_id} already; use modify_member")
+            raise DuplicateError(f"{self.where} has a member {member_id} already; use modify_member")
         if len(self._members) >= self.definition.size:
-            raise EntryError(f"{self.where} is full ({self.definition.size} members); delete some first")
+            raise FullError(f"{self.where} is full ({self.definition.size} members); delete some first")
         row = self.actions.row(action)
-        if self._free_handles:
-            handle = heapq.heappop(self._free_handles)
-        else:
-            handle, self._next_handle = self._next_handle, self._next_handle + 1
-        place = self._new_place()
-        self._members[member_id] = _Member(handle, action, place)
-        self._fill(handle, row)
-        self._choose(place, [member_id])
+        member = _Member([self._new_handle()], action, self._new_place())
+        self._members[member_id] = member
+        self._fill(member.handles[0], row)
+        self._choose(member.place, {member_id: 1})
 
     def modify_member(self, member_id: int, action: Action) -> None:
         """Give a member another action; raises EntryError if it does not fit or there is no such member."""
         member = self._member(member_id)
-        self._fill(member.handle, self.actions.row(action))
+        row = self.actions.row(action)
+        for handle in member.handles:
+            self._fill(handle, row)
         member.action = action
 
     def delete_member(self, member_id: int) -> None:
@@ -152,12 +167,13 @@ class ActionProfile:
         member = self._member(member_id)
         groups = [str(number) for number, group in self._groups.items() if member_id in group.members]
         if groups:
-            raise EntryError(f"{self.where}: member {member_id} is in group {', '.join(groups)}; take it out first")
+            raise InUseError(f"{self.where}: member {member_id} is in group {', '.join(groups)}; take it out first")
         if member.users:
-            raise EntryError(f"{self.where}: member {member_id} is used by {member.users} entries; change them first")
+            raise InUseError(f"{self.where}: member {member_id} is used by {member.users} entries; change them first")
         self._drop_place(member.place)
         del self._members[member_id]
-        heapq.heappush(self._free_handles, member.handle)
+        for handle in member.handles:
+            heapq.heappush(self._free_handles, handle)
 
     def members(self) -> dict[int, Action]:
         """Return every member's action."""
@@ -165,37 +181,45 @@ class ActionProfile:
 
     # ---------------------------------------------------------------------------------------------------- groups
 
-    def add_group(self, group_id: int, members: Sequence[int] = ()) -> None:
+    def add_group(self, group_id: int, members: Members = ()) -> None:
         """Add a group; raises EntryError if it is there already or a member is not."""
         if self.definition.algorithm is None:
             raise EntryError(f"{self.where} has no selector, so no groups")
         if group_id in self._groups:
-            raise EntryError(f"{self.where} has a group {group_id} already; use modify_group")
-        self._check(group_id, members)
-        group = _Group(list(members), self._new_place())
+            raise DuplicateError(f"{self.where} has a group {group_id} already; use modify_group")
+        weights = self._weights(group_id, members)
+        group = _Group({}, self._new_place())
         self._groups[group_id] = group
-        self._choose(group.place, group.members)
+        self._regroup(group, weights)
 
-    def modify_group(self, group_id: int, members: Sequence[int]) -> None:
+    def modify_group(self, group_id: int, members: Members) -> None:
         """Give a group other members; a group that entries use cannot be emptied."""
         group = self._group(group_id)
-        self._check(group_id, members)
+        weights = self._weights(group_id, members)
         if not members and group.users:
-            raise EntryError(f"{self.where}: group {group_id} is used by {group.users} entries; it needs a member")
-        group.members = list(members)
-        self._choose(group.place, group.members)
+            raise InUseError(f"{self.where}: group {group_id} is used by {group.users} entries; it needs a member")
+        self._regroup(group, weights)
 
     def delete_group(self, group_id: int) -> None:
         """Remove a group; raises EntryError if an entry uses it."""
         group = self._group(group_id)
         if group.users:
-            raise EntryError(f"{self.where}: group {group_id} is used by {group.users} entries; change them first")
+            raise InUseError(f"{self.where}: group {group_id} is used by {group.users} entries; change them first")
         self._drop_place(group.place)
         del self._groups[group_id]
+        self._trim(group.members)
+
+    def has_group(self, group_id: int) -> bool:
+        """Whether there is a group of this number."""
+        return group_id in self._groups
 
     def groups(self) -> dict[int, list[int]]:
         """Return every group's members."""
         return {number: list(group.members) for number, group in self._groups.items()}
+
+    def weights(self) -> dict[int, dict[int, int]]:
+        """Return every group's members with their weights."""
+        return {number: dict(group.members) for number, group in self._groups.items()}
 
     def clear(self) -> None:
         """Remove all groups and members; raises EntryError if an entry uses one."""
@@ -212,7 +236,7 @@ class ActionProfile:
             return self._member(target.id).place
         group = self._group(target.id)
         if not group.members:
-            raise EntryError(f"{self.where}: group {target.id} is empty; add a member before an entry uses it")
+            raise InUseError(f"{self.where}: group {target.id} is empty; add a member before an entry uses it")
         return group.place
 
     def hold(self, target: Member | Group) -> None:
@@ -230,19 +254,52 @@ class ActionProfile:
 
     def _member(self, number: int) -> _Member:
         if number not in self._members:
-            raise EntryError(f"{self.where} has no member {number}; it has {_listed(self._members)}")
+            raise MissingError(f"{self.where} has no member {number}; it has {_listed(self._members)}")
         return self._members[number]
 
     def _group(self, number: int) -> _Group:
         if number not in self._groups:
-            raise EntryError(f"{self.where} has no group {number}; it has {_listed(self._groups)}")
+            raise MissingError(f"{self.where} has no group {number}; it has {_listed(self._groups)}")
         return self._groups[number]
 
-    def _check(self, group_id: int, members: Sequence[int]) -> None:
+    def _weights(self, group_id: int, members: Members) -> dict[int, int]:
+        """Return the weight of each member; raises EntryError for members that a group cannot have."""
         if len(set(members)) != len(members):
             raise EntryError(f"{self.where}: group {group_id} names a member twice: {list(members)}")
-        for number in members:
+        weights = dict(members) if isinstance(members, Mapping) else dict.fromkeys(members, 1)
+        for number, weight in weights.items():
             self._member(number)
+            if weight < 1:
+                raise EntryError(f"{self.where}: member {number} of group {group_id} weighs {weight}; give 1 or more")
+        if sum(weights.values()) > GROUP_SIZE_MAX:
+            raise FullError(f"{self.where}: the weights of group {group_id} exceed {GROUP_SIZE_MAX} together")
+        return weights
+
+    def _regroup(self, group: _Group, weights: dict[int, int]) -> None:
+        """Make these the members of a group; handles come and go in the order in which they do on BMv2."""
+        before, group.members = group.members, weights
+        for number in sorted(weights):
+            member = self._members[number]
+            while len(member.handles) < weights[number]:
+                member.handles.append(self._new_handle())
+                self._fill(member.handles[-1], self.actions.row(member.action))
+        self._choose(group.place, weights)
+        self._trim({*before, *weights})
+
+    def _trim(self, numbers: Iterable[int]) -> None:
+        """Give back handles for which no group has a place any more."""
+        for number in sorted(numbers):
+            handles = self._members[number].handles
+            if len(handles) > 1:
+                needed = max((group.members.get(number, 1) for group in self._groups.values()), default=1)
+                while len(handles) > needed:
+                    heapq.heappush(self._free_handles, handles.pop())
+
+    def _new_handle(self) -> int:
+        if self._free_handles:
+            return heapq.heappop(self._free_handles)
+        self._next_handle += 1
+        return self._next_handle - 1
 
     def _new_place(self) -> int:
         if self._free_places:
@@ -262,25 +319,28 @@ class ActionProfile:
         self.rows[start : start + len(row)] = row
         self.changed = True
 
-    def _choose(self, place: int, members: Sequence[int]) -> None:
-        """Let ``place`` stand for these members. What it stood for before stays unused until `_tidy`."""
-        handles = sorted(self._members[number].handle for number in members)
+    def _choose(self, place: int, members: Mapping[int, int]) -> None:
+        """Let ``place`` stand for members of these weights. What it stood for before stays unused until `_tidy`."""
+        handles = self._handles(members)
         self.group_cells[place : place + 2] = [len(handles), len(self.choices)]
         self.choices += [handle * self.slot.stride for handle in handles]
         self.changed = True
-        live = len(self._members) + sum(len(group.members) for group in self._groups.values())
-        if len(self.choices) > 2 * live + 1024:
+        if len(self.choices) > self._tidy_at:
             self._tidy()
 
     def _tidy(self) -> None:
         self.choices.clear()
         for member in self._members.values():
             self.group_cells[member.place : member.place + 2] = [1, len(self.choices)]
-            self.choices.append(member.handle * self.slot.stride)
+            self.choices.append(member.handles[0] * self.slot.stride)
         for group in self._groups.values():
-            handles = sorted(self._members[number].handle for number in group.members)
+            handles = self._handles(group.members)
             self.group_cells[group.place : group.place + 2] = [len(handles), len(self.choices)]
             self.choices += [handle * self.slot.stride for handle in handles]
+        self._tidy_at = 2 * len(self.choices) + TIDY_CELLS
+
+    def _handles(self, members: Mapping[int, int]) -> list[int]:
+        return sorted(handle for number, weight in members.items() for handle in self._members[number].handles[:weight])
 
 
 def _listed(numbers: Mapping[int, object]) -> str:

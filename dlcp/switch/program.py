@@ -34,6 +34,7 @@ from dlcp.switch import bmv2_json
 from dlcp.switch.cells import Counter, MeterCells, Register
 from dlcp.switch.codegen import DROP_PORT, generate
 from dlcp.switch.codegen.layout import visible_tables
+from dlcp.switch.compiled import CompiledMachine
 from dlcp.switch.errors import Named, ProgramError
 from dlcp.switch.model import ProgramDef
 from dlcp.switch.plain import PlainMachine
@@ -84,8 +85,6 @@ class Program:
         layout = generated.layout
         self.definition, self.digest, self.backend = definition, definition.digest, backend
         if backend == "numba":
-            from dlcp.switch.compiled import CompiledMachine
-
             machine: PlainMachine | CompiledMachine = CompiledMachine(generated)
         else:
             machine = PlainMachine(generated)
@@ -139,6 +138,11 @@ class Program:
         machine.attach(self.tables, self.profiles)
         self.ingress: Callable[[bytearray, int, int], tuple[int, int, Carry]] = machine.ingress
         self.egress: Callable[..., bool] = machine.egress
+
+    @property
+    def machine(self) -> PlainMachine | CompiledMachine:
+        """What holds the state and runs the text."""
+        return self._machine
 
     @classmethod
     def load(cls, path: str | Path, *, backend: Backend = "python") -> "Program":

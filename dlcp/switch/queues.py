@@ -9,11 +9,10 @@ Depths are what BMv2's simple_switch reports: ``enq_qdepth`` is the length of th
 ``deq_qdepth`` the length after it has left (simple_switch.cpp, ``enqueue`` and ``egress_thread``).
 """
 
-import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 QUEUES: Final = 8
 """Queues of a port; 7 is the most urgent."""
@@ -21,8 +20,28 @@ DEPTH_PACKETS: Final = 64
 """Depth of a queue unless told otherwise, as in BMv2."""
 NEVER_NS: Final = 1 << 62
 """A time that does not come (146 years)."""
+SERVE_EVERY_PACKETS: Final = 8
+"""Packets of one instant after which those depart that are due at that instant. Chosen by us: few beside a queue's
+depth, so that a port without a rate drops nothing."""
+
+LOSS_MODULUS: Final = 2**31 - 1
+LOSS_MULTIPLIER: Final = 48_271
+"""Random loss: the generator of Park and Miller (CACM 36(7), 1993), which plain and compiled code draw alike."""
 
 _MOST_URGENT = tuple(mask.bit_length() - 1 for mask in range(1 << QUEUES))
+
+
+def loss_threshold(loss: float) -> int:
+    """Return the number below which a draw of 1..LOSS_MODULUS - 1 means that a frame is lost."""
+    return round(loss * (LOSS_MODULUS - 1)) + 1 if loss else 0
+
+
+def loss_seed(seed: int) -> int:
+    """Return the state of the generator for a seed; neighbouring seeds begin far from one another."""
+    state = seed * 2_654_435_761 % (LOSS_MODULUS - 1) + 1
+    for _ in range(3):
+        state = state * LOSS_MULTIPLIER % LOSS_MODULUS
+    return state
 
 
 @dataclass(frozen=True)
@@ -74,6 +93,50 @@ class PortQueueing:
         """Return the depth of each of the eight queues in packets, queue 0 first."""
         depth = self.depth_packets
         return (depth,) * QUEUES if isinstance(depth, int) else tuple(depth)
+
+
+class QueueCounters(Protocol):
+    """What is told of a port's queues; lists have a number for each queue."""
+
+    queueing: PortQueueing
+
+    @property
+    def enqueued(self) -> list[int]:
+        """Packets accepted."""
+
+    @property
+    def transmitted(self) -> list[int]:
+        """Packets sent."""
+
+    @property
+    def transmitted_bytes(self) -> list[int]:
+        """Bytes sent."""
+
+    @property
+    def tail_drops(self) -> list[int]:
+        """Packets refused because the queue or the port was full."""
+
+    @property
+    def egress_drops(self) -> list[int]:
+        """Packets that the program dropped in egress, or that waited when it was replaced."""
+
+    @property
+    def max_depth(self) -> list[int]:
+        """The longest each queue has been, in packets."""
+
+    @property
+    def lost(self) -> int:
+        """Frames lost on the line away from the switch."""
+
+    @property
+    def lost_arriving(self) -> int:
+        """Frames lost on the line towards the switch."""
+
+    def depth(self, queue: int) -> int:
+        """Return how many packets wait in a queue."""
+
+    def configure(self, queueing: PortQueueing) -> None:
+        """Change rate, depths, delay and loss."""
 
 
 class Departure(NamedTuple):
@@ -143,7 +206,22 @@ class PortQueues:
         self._limit_bytes = NEVER_NS if queueing.limit_bytes is None else queueing.limit_bytes
         self._delay_ns = round(queueing.delay_s * 1e9)
         self._fraction = 0
-        self._random = random.Random(queueing.seed)
+        self._loss = loss_threshold(queueing.loss)
+        self._random = loss_seed(queueing.seed)
+
+    def clear(self) -> None:
+        """Drop all packets that wait; they count as dropped in egress. What is on the line arrives."""
+        for queue, waiting in enumerate(self._waiting):
+            self.egress_drops[queue] += len(waiting)
+            waiting.clear()
+        self._busy = self._held_packets = self._held_bytes = 0
+
+    def adopt(self, before: "QueueCounters") -> None:
+        """Go on counting where another one has stopped."""
+        self.enqueued, self.transmitted = list(before.enqueued), list(before.transmitted)
+        self.transmitted_bytes, self.tail_drops = list(before.transmitted_bytes), list(before.tail_drops)
+        self.egress_drops, self.max_depth = list(before.egress_drops), list(before.max_depth)
+        self.lost, self.lost_arriving = before.lost, before.lost_arriving
 
     def depth(self, queue: int) -> int:
         """Return how many packets wait in a queue."""
@@ -191,7 +269,7 @@ class PortQueues:
         self._occupy(size)
         self.transmitted[queue] += 1
         self.transmitted_bytes[queue] += size
-        if self.queueing.loss and self._random.random() < self.queueing.loss:
+        if self._loss and self._loses():
             self.lost += 1
             return
         self._line.append((self._free_ns + self._delay_ns, packet))
@@ -211,7 +289,7 @@ class PortQueues:
 
     def loses_arriving(self) -> bool:
         """Say whether the line loses the next frame on its way to the switch."""
-        if self.queueing.loss and self._random.random() < self.queueing.loss:
+        if self._loss and self._loses():
             self.lost_arriving += 1
             return True
         return False
@@ -223,6 +301,10 @@ class PortQueues:
         if line and line[0][0] < wake:
             return line[0][0]
         return wake
+
+    def _loses(self) -> bool:
+        self._random = self._random * LOSS_MULTIPLIER % LOSS_MODULUS
+        return self._random < self._loss
 
     def _occupy(self, size: int) -> None:
         if self._rate_bps:

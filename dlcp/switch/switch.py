@@ -6,47 +6,28 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeVar
 
-from dlcp.switch.ports import Burst, PortGroup
-from dlcp.switch.program import DROP_PORT
-from dlcp.switch.queues import NEVER_NS, QUEUES, PortQueueing, PortQueues
+from dlcp.switch.compiled import CompiledMachine
+from dlcp.switch.forwarding import Forwarding, Pipeline, PlainForwarding
+from dlcp.switch.ports import PortGroup
+from dlcp.switch.program import DROP_PORT, Program
+from dlcp.switch.queues import NEVER_NS, QUEUES, PortQueueing, QueueCounters
 
-PORTS_MAX: Final = 512
-BURST_PACKETS: Final = 32
-"""Frames taken from a socket before the others have their turn. Chosen by us: a burst takes less than 1 ms."""
-SERVE_EVERY_PACKETS: Final = 8
-"""Ingress packets after which departures that fell due meanwhile are served."""
+T = TypeVar("T")
+
 MODERATION_S: Final = 100e-6
 """How long a busy switch sleeps before it looks for packets again, as network cards hold interrupts back. Chosen by
 us: it costs no rate, for the line's clock is virtual, delays a packet by less than its own length at 100 Mbit/s, and
 lets one wake-up serve several packets."""
 SLEEP_MAX_S: Final = 0.5
 _PR_SET_TIMERSLACK: Final = 29
-
-
-class Pipeline(Protocol):
-    """What the switch asks of a program; ``dlcp.switch.program.Program`` is one."""
-
-    def ingress(self, packet: bytearray, port: int, now_us: int) -> tuple[int, int, Any]:
-        """Return egress port, queue (priority), and what egress needs to know; the packet stays as it is."""
-
-    def egress(
-        self,
-        packet: bytearray,
-        carry: Any,
-        port: int,
-        enq_us: int,
-        deq_delta_us: int,
-        enq_depth: int,
-        deq_depth: int,
-        now_us: int,
-    ) -> bool:
-        """Edit the packet in place; False when it is to be dropped."""
 
 
 class Switch:
@@ -80,40 +61,44 @@ class Switch:
         describe_program: Callable[[], dict[str, Any]] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.program = program
         self.groups = tuple(groups)
         self._describe_program = describe_program
         self._clock = clock
         self._origin_ns = clock()
         self._group_of: dict[int, PortGroup] = {}
-        self.queues: dict[int, PortQueues] = {}
-        """The queues of each port."""
         for group in self.groups:
             for port in group.counters:
                 if port in self._group_of or not 0 <= port < DROP_PORT:
                     raise ValueError(f"port {port} is given twice" if port in self._group_of else f"no port {port}")
                 self._group_of[port] = group
-                self.queues[port] = PortQueues((queueing or {}).get(port))
         for port in queueing or {}:
-            if port not in self.queues:
-                raise ValueError(f"queueing is given for port {port}, but the ports are {sorted(self.queues)}")
+            if port not in self._group_of:
+                raise ValueError(f"queueing is given for port {port}, but the ports are {sorted(self._group_of)}")
+        self._forwarding = self._make(program, queueing or {})
         self._group_of_fileno = {fileno: group for group in self.groups for fileno in group.filenos()}
-        self._by_port: list[PortQueues | None] = [self.queues.get(port) for port in range(PORTS_MAX)]
-        self._active: set[int] = set()
-        """Ports that have a packet in a queue or on the line."""
-        self._wake_ns = NEVER_NS
-        self.ingress_drops = dict.fromkeys(self.queues, 0)
-        """Packets that the program dropped in ingress, by the port they came in on."""
-        self.no_port = 0
-        """Packets that the program sent to a port that does not exist."""
         self._idle_ns = 0
-        self._late_max_ns = 0
         self._stop = threading.Event()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._alarm_read, self._alarm_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._alarm_read, select.EPOLLIN)
         for fileno in self._group_of_fileno:
             self._epoll.register(fileno, select.EPOLLIN)
+
+    @property
+    def queues(self) -> Mapping[int, QueueCounters]:
+        """The queues of each port."""
+        return self._forwarding.queues
+
+    @property
+    def ingress_drops(self) -> Mapping[int, int]:
+        """Packets that the program dropped in ingress, by the port they came in on."""
+        return self._forwarding.ingress_drops
+
+    @property
+    def no_port(self) -> int:
+        """Packets that the program sent to a port that does not exist."""
+        return self._forwarding.no_port
 
     def now_ns(self) -> int:
         """Return nanoseconds since the switch was made; what the program sees, in microseconds, as time stamps."""
@@ -138,7 +123,30 @@ class Switch:
     def stop(self) -> None:
         """Make :meth:`run` return soon; may be called from a signal handler or another thread."""
         self._stop.set()
-        os.write(self._alarm_write, b"\0")
+        self._wake()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Have the loop call ``function`` between two bursts; may be called from any thread.
+
+        No packet is looked at meanwhile, so the function may change entries, or the program itself, and should take
+        less than a millisecond. What it returns or raises is in the future; wait for that with a deadline, for a switch
+        that does not run calls nothing.
+        """
+        future: Future[T] = Future()
+        self._calls.append((function, future))
+        self._wake()
+        return future
+
+    def replace(self, program: Pipeline) -> None:
+        """Go on with another program; for a function that :meth:`call` has the loop call.
+
+        Packets that wait in queues are dropped, for only their own program knows what it noted about them; what is on a
+        line arrives at once. What has been counted stays.
+        """
+        before = self._forwarding
+        before.finish()
+        self._forwarding = self._make(program, {port: queues.queueing for port, queues in before.queues.items()})
+        self._forwarding.adopt(before)
 
     @contextmanager
     def running(self) -> Iterator["Switch"]:
@@ -153,6 +161,8 @@ class Switch:
 
     def close(self) -> None:
         """Close the ports."""
+        while self._calls:
+            self._calls.popleft()[1].cancel()
         self._epoll.close()
         os.close(self._alarm_read)
         os.close(self._alarm_write)
@@ -160,21 +170,29 @@ class Switch:
             group.close()
 
     def turn(self, sleep_max_s: float) -> None:
-        """Serve what is due, sleep until something is, at most ``sleep_max_s``, and take in what has come."""
-        now_ns = self.now_ns()
-        if self._wake_ns <= now_ns:
-            self._serve(now_ns)
-        if self._active and sleep_max_s:
+        """Sleep until something is due or comes in, at most ``sleep_max_s``, and treat it."""
+        for _ in range(len(self._calls)):
+            self._answer(*self._calls.popleft())
+        forwarding = self._forwarding
+        began_ns = self.now_ns()
+        if sleep_max_s and forwarding.wake_ns != NEVER_NS:
             time.sleep(MODERATION_S)
-        wait_s = min((self._wake_ns - self.now_ns()) * 1e-9, sleep_max_s)
+        wait_s = min((forwarding.wake_ns - self.now_ns()) * 1e-9, sleep_max_s)
         if wait_s > 0:
             # select sleeps by the microsecond; epoll alone knows milliseconds only.
             select.select([self._epoll], [], [], wait_s)
-        self._idle_ns += self.now_ns() - now_ns
+        now_ns = self.now_ns()
+        self._idle_ns += now_ns - began_ns
+        ready = []
         for fileno, _ in self._epoll.poll(0):
-            group = self._group_of_fileno.get(fileno)
-            if group is not None:
-                self._take_in(group.receive(fileno, BURST_PACKETS))
+            if fileno == self._alarm_read:
+                os.read(fileno, 4096)
+            else:
+                ready.append(fileno)
+        if ready:
+            forwarding.take_in(ready)
+        elif forwarding.wake_ns <= now_ns:
+            forwarding.serve(now_ns)
 
     def snapshot(self) -> dict[str, Any]:
         """Return all counters as a dict that JSON can hold."""
@@ -184,7 +202,7 @@ class Switch:
         return {
             "uptime_s": now_ns * 1e-9,
             "busy": 1 - self._idle_ns / now_ns if now_ns else 0.0,
-            "late_max_s": self._late_max_ns * 1e-9,
+            "late_max_s": self._forwarding.late_max_ns * 1e-9,
             "no_port": self.no_port,
             "ports": [self._port_snapshot(port) for port in sorted(self.queues)],
             "program": self._describe_program() if self._describe_program else {},
@@ -195,6 +213,24 @@ class Switch:
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(self.snapshot()), encoding="utf-8")
         partial.replace(path)
+
+    def _wake(self) -> None:
+        """End the sleep of the loop, if it sleeps."""
+        # A pipe that is full has woken it already.
+        with suppress(BlockingIOError):
+            os.write(self._alarm_write, b"\0")
+
+    @staticmethod
+    def _answer(function: Callable[[], Any], future: "Future[Any]") -> None:
+        """Call a function that :meth:`call` was given."""
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = function()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
     def _port_snapshot(self, port: int) -> dict[str, Any]:
         queues = self.queues[port]
@@ -221,61 +257,14 @@ class Switch:
             ],
         }
 
-    def _take_in(self, burst: Burst) -> None:
-        """Run ingress over packets that have come in, and queue what it forwards."""
-        ingress, by_port = self.program.ingress, self._by_port
-        now_ns = self.now_ns()
-        until_serve = 0
-        for port, packet in zip(burst.ports, burst.packets, strict=True):
-            if not until_serve:
-                until_serve = SERVE_EVERY_PACKETS
-                now_ns = self.now_ns()
-                if self._wake_ns <= now_ns:
-                    self._serve(now_ns)
-            until_serve -= 1
-            arrived_at = self.queues[port]
-            if arrived_at.queueing.loss and arrived_at.loses_arriving():
-                continue
-            egress_port, queue, carry = ingress(packet, port, now_ns // 1000)
-            if egress_port == DROP_PORT:
-                self.ingress_drops[port] += 1
-                continue
-            queues = by_port[egress_port]
-            if queues is None:
-                self.no_port += 1
-            elif queues.enqueue(packet, carry, queue, now_ns):
-                self._active.add(egress_port)
-                wake_ns = queues.wake_ns()
-                if wake_ns < self._wake_ns:
-                    self._wake_ns = wake_ns
-        if self._wake_ns <= now_ns:
-            self._serve(now_ns)
+    def _make(self, program: Pipeline, queueing: Mapping[int, PortQueueing]) -> Forwarding:
+        """Return what runs a program: batches for one that is compiled."""
+        machine = program.machine if isinstance(program, Program) else None
+        if isinstance(machine, CompiledMachine):
+            from dlcp.switch.batches import BatchForwarding
 
-    def _serve(self, now_ns: int) -> None:
-        """Let everything depart and arrive that is due, and find out when the next thing is."""
-        if now_ns - self._wake_ns > self._late_max_ns:
-            self._late_max_ns = now_ns - self._wake_ns
-        egress = self.program.egress
-        next_ns = NEVER_NS
-        for port in tuple(self._active):
-            queues = self.queues[port]
-            while departure := queues.dequeue(now_ns):
-                packet, carry, queue, start_ns, enqueued_ns, enq_depth, deq_depth = departure
-                start_us, enq_us = start_ns // 1000, enqueued_ns // 1000
-                delta_us = start_us - enq_us
-                if egress(packet, carry, port, enq_us, delta_us, enq_depth, deq_depth, start_us):
-                    queues.transmit(packet, queue)
-                else:
-                    queues.discard(packet, queue)
-            arrived = queues.arrivals(now_ns)
-            if arrived:
-                self._group_of[port].send(port, arrived)
-            wake_ns = queues.wake_ns()
-            if wake_ns == NEVER_NS:
-                self._active.discard(port)
-            elif wake_ns < next_ns:
-                next_ns = wake_ns
-        self._wake_ns = next_ns
+            return BatchForwarding(machine, self._group_of, queueing, self.now_ns)
+        return PlainForwarding(program, self._group_of, queueing, self.now_ns)
 
 
 def _sharpen_timers() -> None:

@@ -8,7 +8,7 @@ wins. Its row stands at ``(handle + 1) * stride`` in the rows; see `dlcp.switch.
 import bisect
 import heapq
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dlcp.switch.cells import MeterCells, MeterConfig
 from dlcp.switch.codegen.layout import TableSlot
-from dlcp.switch.errors import EntryError, Named, UnknownName
+from dlcp.switch.errors import ConstantError, DuplicateError, EntryError, FullError, MissingError, Named, UnknownName
 from dlcp.switch.model import Key, TableDef
 from dlcp.switch.profiles import Action, ActionProfile, Actions, Group, Target
 
@@ -132,8 +132,8 @@ class Table:
 
     # -------------------------------------------------------------------------------------------------- changing
 
-    def insert(self, match: Match, target: Target, priority: int = 0) -> None:
-        """Add an entry.
+    def insert(self, match: Match, target: Target, priority: int = 0) -> int:
+        """Add an entry and return its handle.
 
         Parameters
         ----------
@@ -152,13 +152,14 @@ class Table:
         self._mutable()
         pattern, rank = self._pattern(match), self._rank(priority)
         if (pattern, rank) in self._stored:
-            raise EntryError(f"{self.where} has an entry for {_show(match)} already; use modify")
+            raise DuplicateError(f"{self.where} has an entry for {_show(match)} already; use modify")
         if len(self._stored) >= self.definition.size:
-            raise EntryError(f"{self.where} is full ({self.definition.size} entries); delete some first")
-        self._add(pattern, rank, Entry(dict(match), self._checked(target), priority))
+            raise FullError(f"{self.where} is full ({self.definition.size} entries); delete some first")
+        named = {self._fields[name].name: item for name, item in match.items()}
+        return self._add(pattern, rank, Entry(named, self._checked(target), priority))
 
-    def modify(self, match: Match, target: Target, priority: int = 0) -> None:
-        """Give an entry another target; errors as `insert`, and if there is no such entry."""
+    def modify(self, match: Match, target: Target, priority: int = 0) -> int:
+        """Give an entry another target and return its handle; errors as `insert`, and if there is no such entry."""
         self._mutable()
         stored = self._find(match, priority)
         target = self._checked(target)
@@ -167,11 +168,14 @@ class Table:
         stored.entry = Entry(stored.entry.match, target, stored.entry.priority)
         self._fill(self._place(stored.handle), target)
         self.changed = True
+        return stored.handle
 
-    def delete(self, match: Match, priority: int = 0) -> None:
-        """Remove an entry; raises EntryError if there is no such entry."""
+    def delete(self, match: Match, priority: int = 0) -> int:
+        """Remove an entry and return the handle it had; raises EntryError if there is no such entry."""
         self._mutable()
-        self._remove(self._find(match, priority))
+        stored = self._find(match, priority)
+        self._remove(stored)
+        return stored.handle
 
     def clear(self) -> None:
         """Remove all entries but those that the program brings."""
@@ -184,9 +188,17 @@ class Table:
         stored = self._stored.get((self._pattern(match), self._rank(priority)))
         return None if stored is None else stored.entry
 
+    def handle(self, match: Match, priority: int = 0) -> int:
+        """Return the handle of an entry; raises EntryError if there is no such entry."""
+        return self._find(match, priority).handle
+
     def entries(self) -> list[Entry]:
         """Return all entries, in the order of their handles."""
-        return [stored.entry for stored in sorted(self._stored.values(), key=lambda item: item.handle)]
+        return list(self.by_handle().values())
+
+    def by_handle(self) -> dict[int, Entry]:
+        """Return all entries by their handles, in order."""
+        return {item.handle: item.entry for item in sorted(self._stored.values(), key=lambda item: item.handle)}
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -199,7 +211,7 @@ class Table:
     def set_default(self, target: Target) -> None:
         """Change what runs on a miss; raises EntryError if the program made it constant."""
         if self.definition.default_const:
-            raise EntryError(f"{self.where} has a constant default action")
+            raise ConstantError(f"{self.where} has a constant default action")
         if isinstance(target, Group):
             raise EntryError(f"{self.where}: a group cannot be the default; use one of its members")
         target = self._checked(target)
@@ -241,7 +253,7 @@ class Table:
 
     def _mutable(self) -> None:
         if self.definition.entries:
-            raise EntryError(f"{self.where} has constant entries; they cannot be changed")
+            raise ConstantError(f"{self.where} has constant entries; they cannot be changed")
         if not self.definition.keys:
             raise EntryError(f"{self.where} has no key, so no entries; use set_default")
 
@@ -320,7 +332,7 @@ class Table:
     def _find(self, match: Match, priority: int) -> _Stored:
         stored = self._stored.get((self._pattern(match), self._rank(priority)))
         if stored is None:
-            raise EntryError(f"{self.where} has no entry for {_show(match)}")
+            raise MissingError(f"{self.where} has no entry for {_show(match)}")
         return stored
 
     # --------------------------------------------------------------------------------------------------- storage
@@ -357,7 +369,7 @@ class Table:
             self.rows.extend([0] * (end - len(self.rows)))
         self.rows[place : place + len(row)] = row
 
-    def _add(self, pattern: Pattern, rank: int, entry: Entry) -> None:
+    def _add(self, pattern: Pattern, rank: int, entry: Entry) -> int:
         if self._free:
             handle = heapq.heappop(self._free)
         else:
@@ -378,6 +390,7 @@ class Table:
             bisect.insort(self._ordered, (rank, handle, pattern))
             self.index.clear()
         self.changed = True
+        return handle
 
     def _remove(self, stored: _Stored) -> None:
         del self._stored[stored.key]
@@ -391,7 +404,7 @@ class Table:
                 del self._prefixes[shift]
             self.index.clear()
         else:
-            self._ordered.remove((stored.rank, stored.handle, pattern))
+            del self._ordered[bisect.bisect_left(self._ordered, (stored.rank, stored.handle, pattern))]
             self.index.clear()
         if self.meters is not None:
             self.meters[stored.handle] = None
@@ -417,7 +430,7 @@ class Table:
         """Return the lookup structure as the array that `dlcp.switch.kernels` looks up in."""
         match self.definition.match:
             case "exact":
-                return np.array(_hashed(self.index.items(), []), np.int64)
+                return _hashed(self.index)
             case "lpm":
                 return _encode_prefixes(self._prefixes)
             case "ternary":
@@ -452,32 +465,41 @@ def _trailing(mask: int, width: int) -> int:
     return width - mask.bit_count()
 
 
-_WORD: Final = (1 << 64) - 1
 HASH_MULTIPLIER: Final = 0x9E3779B97F4A7C1
 """The multiplier that `dlcp.switch.kernels.probe` hashes with."""
 
 
-def _hashed(items: Iterable[tuple[int, int]], cells: list[int]) -> list[int]:
-    """Append the mask of an open-addressing hash and its (key, entry) pairs to ``cells``."""
-    pairs = list(items)
+def _hashed(items: Mapping[int, int]) -> NDArray[np.int64]:
+    """Return the mask of an open-addressing hash and its (key, entry) pairs."""
+    count = len(items)
     size = 4
-    while size < 2 * len(pairs):
+    while size < 2 * count:
         size *= 2
-    table = [-1, 0] * size
-    for key, place in pairs:
-        i = (((key * HASH_MULTIPLIER) & _WORD) >> 20) & (size - 1)
-        while table[2 * i] >= 0:
-            i = (i + 1) & (size - 1)
-        table[2 * i : 2 * i + 2] = [key, place]
-    return [*cells, size - 1, *table]
+    keys = np.fromiter(items.keys(), np.int64, count)
+    places = np.fromiter(items.values(), np.int64, count)
+    cells = np.empty(1 + 2 * size, np.int64)
+    cells[0] = size - 1
+    table = cells[1:].reshape(size, 2)
+    table[:] = -1, 0
+    slots = (keys.astype(np.uint64) * np.uint64(HASH_MULTIPLIER) >> np.uint64(20)).astype(np.int64) & (size - 1)
+    while len(keys):
+        # Of those that want one free slot the first gets it; all others try the next.
+        wanted, first = np.unique(slots, return_index=True)
+        settled = first[table[wanted, 0] < 0]
+        table[slots[settled], 0] = keys[settled]
+        table[slots[settled], 1] = places[settled]
+        left = np.ones(len(keys), np.bool_)
+        left[settled] = False
+        keys, places, slots = keys[left], places[left], (slots[left] + 1) & (size - 1)
+    return cells
 
 
 def _encode_prefixes(prefixes: Mapping[int, Mapping[int, int]]) -> NDArray[np.int64]:
     head, tables = [len(prefixes)], []
     start = 1 + 3 * len(prefixes)
     for shift, items in prefixes.items():
-        mask, *table = _hashed(items.items(), [])
-        head += [shift, start, mask]
-        tables += table
-        start += len(table)
-    return np.array(head + tables, np.int64)
+        cells = _hashed(items)
+        head += [shift, start, int(cells[0])]
+        tables.append(cells[1:])
+        start += len(cells) - 1
+    return np.concatenate([np.array(head, np.int64), *tables])

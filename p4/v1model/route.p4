@@ -3,7 +3,8 @@
 // Longest-prefix routing over groups of equal-cost ports. Gradients need no order, so each of their packets picks a
 // port for itself (spraying); everything else keeps a flow on one path, for TCP takes disorder for loss.
 control Route(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t std) {
-    action_selector(HashAlgorithm.crc16, ROUTE_MEMBERS_SIZE, 16) route_selector;
+    // Not crc16: packets that are counted up share its low bits so often that a message meets two of four equal ports.
+    action_selector(HashAlgorithm.crc32, ROUTE_MEMBERS_SIZE, 32) route_selector;
 
     action to_next_hop(bit<9> port, bit<48> mac) {
         std.egress_spec = port;

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from controller.fabric import Star
+from controller.shapes import star
 from dlcp.bench.report import Result, result, say, show
 from dlcp.switch.ports.loopback import LoopbackHost
 from dlcp.switch.process import SwitchProcess
@@ -64,13 +64,13 @@ class Incast:
 def endpoints(setting: Incast) -> Iterator[list[Endpoint]]:
     """Start a switch and the ranks around it; rank 16 is the receiver."""
     queueing = PortQueueing(rate_bps=setting.rate_bps, depth_packets=setting.depth_packets)
-    star = Star.numbered(SENDERS + 1, queueing=queueing)
+    fabric = star(SENDERS + 1, queueing=queueing)
     hosts = [LoopbackHost.numbered(rank) for rank in range(SENDERS + 1)]
     token = secrets.randbits(63) | 1
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-incast-")))
         description = folder / "fabric.json"
-        description.write_text(json.dumps(asdict(star)))
+        description.write_text(json.dumps(asdict(fabric)))
         stack.enter_context(SwitchProcess(["--fabric", str(description)], counters_every_s=5.0))
         ranks = []
         for rank, host in enumerate(hosts):

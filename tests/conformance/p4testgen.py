@@ -44,21 +44,26 @@ def steps(root: Path) -> list[Step]:
     """
     if not available():
         raise SwitchError("p4testgen is not on PATH")
-    info = _Info(parse((root / "p4" / "build" / "dlcp.p4info.txtpb").read_text(encoding="utf-8")))
+    info = Info(parse((root / "p4" / "build" / "dlcp.p4info.txtpb").read_text(encoding="utf-8")))
     made: list[Step] = []
-    for number, case in enumerate(_cases(root / "p4" / "v1model" / "dlcp.p4")):
+    for number, case in enumerate(cases(root / "p4" / "v1model" / "dlcp.p4")):
         sent = case["input_packet"][0]
         made.append(SetEntries(info.document(case.get("entities", []), number)))
         made.append(Packet("p4testgen", int(sent["port"][0]), sent["packet"][0]))
     return made
 
 
-def _cases(source: Path) -> Iterator[Message]:
+COMMAND = (
+    "p4testgen --target bmv2 --arch v1model --std p4-16 --test-backend PROTOBUF "
+    f"--seed {SEED} --max-tests 0 --packet-size-range 0:{PACKET_BITS_MAX} "
+    "--track-coverage STATEMENTS --track-coverage ACTIONS --print-coverage"
+)
+
+
+def cases(source: Path) -> Iterator[Message]:
+    """Return every case that p4testgen finds for a program, and print what it says of its coverage."""
     with tempfile.TemporaryDirectory(prefix="p4testgen-") as folder:
-        command = ["p4testgen", "--target", "bmv2", "--arch", "v1model", "--std", "p4-16", "--test-backend", "PROTOBUF"]
-        command += ["--seed", str(SEED), "--max-tests", "0", "--packet-size-range", f"0:{PACKET_BITS_MAX}"]
-        command += ["--track-coverage", "STATEMENTS", "--track-coverage", "ACTIONS", "--print-coverage"]
-        command += ["--out-dir", folder, str(source)]
+        command = [*COMMAND.split(), "--out-dir", folder, str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         files = sorted(Path(folder).glob("*.txtpb"), key=lambda path: int(path.stem.rsplit("_", 1)[1]))
         if done.returncode or not files:
@@ -70,7 +75,7 @@ def _cases(source: Path) -> Iterator[Message]:
             yield parse(path.read_text(encoding="utf-8"))
 
 
-class _Info:
+class Info:
     """Names of tables, fields, actions and parameters by the numbers that P4Runtime uses."""
 
     def __init__(self, info: Message) -> None:

@@ -39,7 +39,9 @@ BURST_ENQUEUED_US = 100_000
 SLOT_IDLE_US = 1_000_000
 """As in p4/shared/constants.p4; only to keep clear of it."""
 MARGIN_US = 100_000
-"""How close to `SLOT_IDLE_US` the age of a slot may be."""
+"""How close to now a time stamp that lies ahead may be."""
+OWNED = 1 << 31
+"""Set in every owner of a slot, as in p4/shared/constants.p4."""
 _EVENTS = 8
 _FORWARDED = 0
 _UDP_PORTS = range(53696, 53704)
@@ -71,7 +73,9 @@ def _plausible(sent: bytes, came: bytes) -> bool:
     return len(sent) == len(came) and sent[26:34] == came[26:34] and sent[46:] == came[46:]
 
 
-def record(program: Path, digest: str, steps: Sequence[Step]) -> Recording:
+def record(
+    program: Path, digest: str, steps: Sequence[Step], *, answer_s: float = ANSWER_S, attempts: int = ATTEMPTS
+) -> Recording:
     """Start simple_switch, and return the steps with its answers and its state in the end.
 
     A simple_switch of its own for each recording, because bm_reset_state leaves meters and groups in disorder (1.15.5).
@@ -82,12 +86,12 @@ def record(program: Path, digest: str, steps: Sequence[Step]) -> Recording:
     SwitchError
         If it is still not certain what the answer to a packet was.
     """
-    for attempt in range(1, ATTEMPTS + 1):
+    for attempt in range(1, attempts + 1):
         try:
             with SimpleSwitch(program) as switch:
-                return _Recorder(switch).record(digest, steps)
+                return _Recorder(switch, answer_s).record(digest, steps)
         except Uncertain as error:
-            if attempt == ATTEMPTS:
+            if attempt == attempts:
                 raise
             print(f"once more: {error}", file=sys.stderr)
     raise AssertionError("not reached")
@@ -96,8 +100,9 @@ def record(program: Path, digest: str, steps: Sequence[Step]) -> Recording:
 class _Recorder:
     """Records on one simple_switch that was not used before."""
 
-    def __init__(self, switch: SimpleSwitch) -> None:
+    def __init__(self, switch: SimpleSwitch, answer_s: float) -> None:
         self._switch = switch
+        self._answer_s = answer_s
         self._markers = 0
         self._came_out = 0
 
@@ -147,7 +152,7 @@ class _Recorder:
         used_before = self._slot_used(packet)
         sent_us = self._switch.now_us()
         self._switch.send(packet.port, packet.data)
-        answer: Answer = self._switch.receive(ANSWER_S)
+        answer: Answer = self._switch.receive(self._answer_s)
         steps: list[Step] = []
         if answer is None:
             self._markers += 1
@@ -170,7 +175,8 @@ class _Recorder:
         while awaited:
             came = self._switch.receive(DEADLINE_S)
             if came is None:
-                raise SwitchError("simple_switch does not answer any more")
+                self._switch.check()
+                raise Uncertain("simple_switch did not answer in time")
             if came in awaited:
                 awaited.remove(came)
                 self._came_out += 1
@@ -179,7 +185,7 @@ class _Recorder:
             else:
                 answer = came
         # Queue 0 comes after the markers' own.
-        return answer or self._switch.receive(ANSWER_S)
+        return answer or self._switch.receive(self._answer_s)
 
     def _burst(self, burst: Burst) -> Burst:
         """Let a lead through each queue, then send all others before the next may leave."""
@@ -222,6 +228,12 @@ class _Recorder:
         slot = slot_of(packet.data)
         return None if slot is None else self._switch.read_register("slot_used_us", slot)
 
+    def _is_of_another(self, packet: Packet) -> bool:
+        slot, owner = slot_of(packet.data), owner_of(packet.data)
+        assert slot is not None
+        assert owner is not None
+        return self._switch.read_register("slot_owner", slot) != owner | OWNED
+
     def _time_of(self, packet: Packet, sent_us: int, used_before: int | None) -> int:
         """Return the packet's time stamp: what the program stored, or else when it was sent, if that is good enough."""
         if used_before is None:
@@ -230,8 +242,9 @@ class _Recorder:
         assert used_us is not None
         if used_us != used_before:
             return sent_us + (used_us - sent_us) % _WORD
+        # Not written, so the slot was not old enough to be taken over; then it was not when the packet was sent either,
+        # unless its age went through zero meanwhile.
         age_us = (sent_us - used_us) % _WORD
-        slot, owner = slot_of(packet.data), owner_of(packet.data)
-        if self._switch.read_register("slot_owner", slot) != owner and abs(age_us - SLOT_IDLE_US) < MARGIN_US:
-            raise Uncertain(f"a slot was {age_us} us old: too close to {SLOT_IDLE_US} to say what the switch saw")
+        if age_us > _WORD - MARGIN_US and self._is_of_another(packet):
+            raise Uncertain(f"a slot was used {_WORD - age_us} us from now: too near to say what the switch saw")
         return sent_us

@@ -18,6 +18,7 @@ from recording import (
     SetEntries,
     SetGroup,
     Sleep,
+    State,
     Step,
     WriteRegister,
 )
@@ -27,6 +28,41 @@ from dlcp.switch.cells import MeterConfig
 from dlcp.switch.profiles import Action, Group, Member, Target
 from dlcp.switch.program import DROP_PORT, Program
 from dlcp.switch.queues import DEPTH_PACKETS, PortQueueing, PortQueues
+
+START_US, PACKET_US = 2_000_000, 1_000
+"""The clock of `answered`: when it starts, and how far a packet moves it."""
+
+
+def answered(steps: Sequence[Step], program: Program) -> Recording:
+    """Return the steps with the answers of the built-in switch in the place of simple_switch's."""
+    program.clear_entries()
+    program.reset_state()
+    pipeline, now_us = _Single(program), START_US
+    done: list[Step] = []
+    for step in steps:
+        now_us += PACKET_US
+        match step:
+            case Packet():
+                stamped = dataclasses.replace(step, time_us=now_us)
+                done.append(dataclasses.replace(stamped, answer=pipeline.one_by_one([stamped])[0]))
+            case Burst(leads, packets, depths):
+                leads, packets = ([dataclasses.replace(p, time_us=now_us) for p in part] for part in (leads, packets))
+                answers = pipeline.one_by_one(leads), pipeline.at_once(packets, depths)
+                leads, packets = (
+                    [dataclasses.replace(packet, answer=answer) for packet, answer in zip(part, own, strict=True)]
+                    for part, own in zip((leads, packets), answers, strict=True)
+                )
+                done.append(Burst(leads, packets, depths))
+            case Markers():
+                pass
+            case _:
+                if isinstance(step, AgeSlot):
+                    step = dataclasses.replace(step, value=(now_us - step.age_us) % (1 << 32))
+                if isinstance(step, Sleep):
+                    now_us += round(step.seconds * 1e6)
+                _prepare(step, program)
+                done.append(step)
+    return Recording(program.digest, f"built-in switch, {program.backend}", done, _state(program))
 
 
 def differences(recording: Recording, program: Program, *, batches: bool = False) -> Iterator[str]:
@@ -206,15 +242,21 @@ def _describe(packet: Packet, answer: Answer) -> str:
 
 
 def _state_differences(recording: Recording, program: Program) -> Iterator[str]:
-    snapshot = program.snapshot()
+    here = _state(program)
     for name, recorded in recording.state.registers.items():
-        values = snapshot.registers[name]
-        found = {int(i): int(values[i]) for i in np.flatnonzero(values)}
-        yield from _cell_differences(f"register {name}", recorded, found, 0)
+        yield from _cell_differences(f"register {name}", recorded, here.registers[name], 0)
     for name, counted in recording.state.counters.items():
-        cells = snapshot.counters[name]
-        here = {int(i): (int(cells[i, 0]), int(cells[i, 1])) for i in np.flatnonzero(cells.any(axis=1))}
-        yield from _cell_differences(f"counter {name}", counted, here, (0, 0))
+        yield from _cell_differences(f"counter {name}", counted, here.counters[name], (0, 0))
+
+
+def _state(program: Program) -> State:
+    snapshot = program.snapshot()
+    registers = {name: {int(i): int(v[i]) for i in np.flatnonzero(v)} for name, v in snapshot.registers.items()}
+    counters = {
+        name: {int(i): (int(v[i, 0]), int(v[i, 1])) for i in np.flatnonzero(v.any(axis=1))}
+        for name, v in snapshot.counters.items()
+    }
+    return State(registers, counters)
 
 
 def _cell_differences(what: str, recorded: dict[int, Any], found: dict[int, Any], zero: Any) -> Iterator[str]:

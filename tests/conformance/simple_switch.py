@@ -9,6 +9,7 @@ import ctypes
 import ctypes.util
 import importlib
 import json
+import select
 import shutil
 import socket
 import struct
@@ -33,7 +34,7 @@ DEPTH_PACKETS = 64
 _PRIORITY_MAX = 1 << 24
 _PIPELINED = 256
 """Requests that are sent before their answers are read."""
-_AF_SP, _NN_PAIR, _NN_SOL_SOCKET, _NN_SNDTIMEO, _NN_RCVTIMEO = 1, 16, 0, 4, 5
+_AF_SP, _NN_PAIR, _NN_SOL_SOCKET, _NN_SNDTIMEO, _NN_RCVFD, _NN_DONTWAIT = 1, 16, 0, 4, 11, 1
 _NN_SNDBUF, _NN_RCVBUF = 2, 3
 _PACKET_IN, _PACKET_OUT = 3, 4
 _MESSAGE = struct.Struct("=iii")
@@ -174,6 +175,12 @@ class SimpleSwitch:
             raise SwitchError(f"simple_switch sent a message of type {kind} with {len(message)} bytes")
         return port, message[_MESSAGE.size :]
 
+    def check(self) -> None:
+        """Raise SwitchError if the process has ended."""
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise SwitchError(f"simple_switch ended with status {self._process.returncode}")
+
     def now_us(self) -> int:
         """Return the switch's clock, from which the time stamps of packets come."""
         return int(self._simple.get_time_elapsed_us())
@@ -196,21 +203,23 @@ class SimpleSwitch:
             self._standard.bm_mt_act_prof_delete_member(0, profile, member)
         self._forget()
         for item in entries.get("profiles", ()):
-            name = self.layout.full(item["profile"], self.layout.profiles)
             for member in item.get("members", ()):
-                action, arguments = self._action(member["action"], member.get("params", {}))
-                handle = self._standard.bm_mt_act_prof_add_member(0, name, action, arguments)
-                self._members[name, member["id"]] = handle
+                self.add_member(item["profile"], member["id"], member["action"], member.get("params", {}))
             for group in item.get("groups", ()):
-                handle = self._standard.bm_mt_act_prof_create_group(0, name)
-                self._groups[name, group["id"]] = handle, []
-                self.set_group(name, group["id"], group["members"])
+                self.set_group(item["profile"], group["id"], group["members"])
         for entry in entries.get("entries", ()):
             self.change("insert", entry)
 
-    def set_group(self, profile: str, group: int, members: list[int]) -> None:
-        """Give a group other members, the new ones before the old ones go."""
+    def add_member(self, profile: str, member: int, action: str, params: Mapping[str, Any]) -> None:
+        """Add a member to an action profile."""
         name = self.layout.full(profile, self.layout.profiles)
+        self._members[name, member] = self._standard.bm_mt_act_prof_add_member(0, name, *self._action(action, params))
+
+    def set_group(self, profile: str, group: int, members: list[int]) -> None:
+        """Make a group, or give it other members, the new ones before the old ones go."""
+        name = self.layout.full(profile, self.layout.profiles)
+        if (name, group) not in self._groups:
+            self._groups[name, group] = self._standard.bm_mt_act_prof_create_group(0, name), []
         handle, before = self._groups[name, group]
         for member in members:
             if member not in before:
@@ -222,9 +231,8 @@ class SimpleSwitch:
 
     def change(self, operation: str, entry: Mapping[str, Any]) -> None:
         """Insert, modify or delete an entry."""
-        table = self.layout.full(entry["table"], self.layout.tables)
-        priority = entry.get("priority", 0)
-        identity = table, json.dumps(entry.get("match", {}), sort_keys=True), priority
+        identity = self._identity(entry["table"], entry.get("match", {}), entry.get("priority", 0))
+        table, _, priority = identity
         if operation == "delete":
             self._delete(table, self._handles.pop(identity))
             return
@@ -235,10 +243,27 @@ class SimpleSwitch:
         else:
             self._modify(table, self._handles[identity], entry)
         if "meter" in entry:
-            meter = entry["meter"]
-            rate = self._thrift["types"].BmMeterRateConfig
-            rates = [rate(meter["cir"] / 1e6, meter["cburst"]), rate(meter["pir"] / 1e6, meter["pburst"])]
-            self._standard.bm_mt_set_meter_rates(0, table, self._handles[identity], rates)
+            self.set_meter(entry["table"], entry.get("match", {}), priority, entry["meter"])
+
+    def set_meter(self, table: str, match: Mapping[str, Any], priority: int, meter: Mapping[str, int]) -> None:
+        """Set the direct meter of an entry."""
+        identity = self._identity(table, match, priority)
+        rate = self._thrift["types"].BmMeterRateConfig
+        rates = [rate(meter["cir"] / 1e6, meter["cburst"]), rate(meter["pir"] / 1e6, meter["pburst"])]
+        self._standard.bm_mt_set_meter_rates(0, identity[0], self._handles[identity], rates)
+
+    def metered(self, table: str) -> bool:
+        """Say whether the entries of a table have meters."""
+        return bool(self.layout.tables[self.layout.full(table, self.layout.tables)].get("direct_meters"))
+
+    def set_default(self, table: str, action: str, params: Mapping[str, Any]) -> None:
+        """Set the default action of a table that has no action profile."""
+        self._standard.bm_mt_set_default_action(
+            0, self.layout.full(table, self.layout.tables), *self._action(action, params)
+        )
+
+    def _identity(self, table: str, match: Mapping[str, Any], priority: int) -> tuple[str, str, int]:
+        return self.layout.full(table, self.layout.tables), json.dumps(match, sort_keys=True), priority
 
     def _insert(self, table: str, key: list[Any], options: Any, entry: Mapping[str, Any]) -> int:
         profile = self.layout.tables[table].get("action_profile")
@@ -311,6 +336,18 @@ class SimpleSwitch:
         """Write one cell."""
         self._standard.bm_register_write(0, self.layout.full(name, self.layout.registers), index, value)
 
+    def read_counter(self, name: str, index: int) -> tuple[int, int]:
+        """Return packets and bytes of one cell."""
+        value = self._standard.bm_counter_read(0, self.layout.full(name, self.layout.counters), index)
+        return int(value.packets), int(value.bytes)
+
+    def reset_state(self) -> None:
+        """Set registers and counters to zero; bm_reset_state would leave meters and groups in disorder (1.15.5)."""
+        for name in self.layout.registers:
+            self._standard.bm_register_reset(0, name)
+        for name in self.layout.counters:
+            self._standard.bm_counter_reset_all(0, name)
+
     def state(self) -> State:
         """Return every register and counter cell that is not zero."""
         registers = {
@@ -357,7 +394,6 @@ class _Pair:
     def __init__(self, address: str) -> None:
         self._library = ctypes.CDLL(ctypes.util.find_library("nanomsg"), use_errno=True)
         self._buffer = ctypes.create_string_buffer(_LONGEST)
-        self._wait_ms = -1
         self._socket = self._library.nn_socket(_AF_SP, _NN_PAIR)
         if self._socket < 0:
             raise self._error("nn_socket")
@@ -366,18 +402,27 @@ class _Pair:
         self._set(_NN_SNDTIMEO, int(DEADLINE_S * 1000))
         if self._library.nn_connect(self._socket, address.encode()) < 0:
             raise self._error("nn_connect")
+        fileno, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+        read = self._library.nn_getsockopt
+        if read(self._socket, _NN_SOL_SOCKET, _NN_RCVFD, ctypes.byref(fileno), ctypes.byref(size)) < 0:
+            raise self._error("nn_getsockopt")
+        self._readable = fileno.value
 
     def send(self, message: bytes) -> None:
         if self._library.nn_send(self._socket, message, ctypes.c_size_t(len(message)), 0) < 0:
             raise self._error("nn_send")
 
     def receive(self, wait_s: float) -> bytes | None:
-        wait_ms = max(1, round(wait_s * 1000))
-        if wait_ms != self._wait_ms:
-            self._set(_NN_RCVTIMEO, wait_ms)
-            self._wait_ms = wait_ms
-        size = self._library.nn_recv(self._socket, self._buffer, ctypes.c_size_t(_LONGEST), 0)
-        return self._buffer.raw[:size] if size >= 0 else None
+        # Not nn_recv's own time-out: one that runs out while a message comes may leave it where no later call finds it.
+        deadline = time.monotonic() + wait_s
+        while True:
+            size = self._library.nn_recv(self._socket, self._buffer, ctypes.c_size_t(_LONGEST), _NN_DONTWAIT)
+            if size >= 0:
+                return ctypes.string_at(self._buffer, size)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return None
+            select.select([self._readable], [], [], left_s)
 
     def close(self) -> None:
         self._library.nn_close(self._socket)

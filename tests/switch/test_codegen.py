@@ -93,7 +93,7 @@ def test_compiled_equals_plain_with_bounds_checked(path):
     environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1"}
     script = COMPARE.format(here=str(Path(__file__).parent), path=str(path))
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
 

@@ -113,11 +113,13 @@ def ended(snapshot):
 
 def test_untrusted_host_loses_its_tags_and_control_its_queue(tmp_path):
     hosts = [
-        {"name": "a", "port": 1, "address": "10.0.0.1", "mac": "02:00:00:00:00:01", "trusted": False},
-        {"name": "b", "port": 2, "address": "10.0.0.2", "mac": "02:00:00:00:00:02"},
+        {"name": "a", "address": "10.0.0.1", "mac": "02:00:00:00:00:01", "trusted": False},
+        {"name": "b", "address": "10.0.0.2", "mac": "02:00:00:00:00:02"},
     ]
+    links = [{"a": "s:1", "b": "a"}, {"a": "s:2", "b": "b"}]
+    described = fabric(tmp_path, hosts=hosts, links=links, switches=[{"name": "s", "ports": "loopback"}])
     with (
-        SwitchProcess(["--fabric", fabric(tmp_path, hosts=hosts)]) as switch,
+        SwitchProcess(["--fabric", described]) as switch,
         host_socket(0) as one,
         host_socket(1) as two,
     ):
@@ -148,7 +150,7 @@ def test_signal_stops_it_cleanly_with_its_last_counters(tmp_path):
 def test_packet_ports_carry_a_ping_between_namespaces(namespaces, tmp_path):
     with (
         namespaces.StarNetwork(2) as network,
-        SwitchProcess(["--fabric", fabric(tmp_path, kind="packet")], namespace=network.switch) as switch,
+        SwitchProcess(["--fabric", fabric(tmp_path, switches=[{"name": "s"}])], namespace=network.switch) as switch,
     ):
         sockets = [
             host.namespace.call(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for host in network.hosts

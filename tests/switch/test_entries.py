@@ -3,15 +3,16 @@ from pathlib import Path
 
 import pytest
 
-from controller.fabric import Job, Star
-from controller.policy import entries as policy_entries
+from controller.entries import entries as fabric_entries
+from controller.fabric import Job
+from controller.shapes import star
+from dlcp.document import DocumentError
 from dlcp.switch import Action, Group, MeterConfig, Program
-from dlcp.switch.document import DocumentError
 from dlcp.switch.entries import Entries, EntriesError, TableEntry, apply, dump, match_value, number, read, write
 from dlcp.switch.queues import PortQueueing
 
 PROGRAM = Path(__file__).parents[2] / "p4/build/dlcp.json"
-STAR = Star.numbered(3, queueing=PortQueueing(rate_bps=10**8), jobs=[Job(1, share=0.5), Job(2, share=0.3)])
+STAR = star(3, queueing=PortQueueing(rate_bps=10**8), jobs=[Job(1, share=0.5), Job(2, share=0.3)])
 
 EXAMPLE = """{
   "profiles": [
@@ -62,7 +63,7 @@ def read_for(path, program):
 
 
 def test_applying_replaces_what_was_there(program, example):
-    apply(policy_entries(STAR), program)
+    apply(fabric_entries(STAR, "switch"), program)
     apply(*read_for(example, program))
     assert len(program.tables["ipv4_route"].entries()) == 1
     assert program.tables["port_trust"].entries() == []
@@ -70,7 +71,7 @@ def test_applying_replaces_what_was_there(program, example):
 
 @pytest.mark.parametrize("source", ["policy", "example"])
 def test_dump_is_what_was_applied(program, example, tmp_path, source):
-    entries = policy_entries(STAR) if source == "policy" else read(example)[0]
+    entries = fabric_entries(STAR, "switch") if source == "policy" else read(example)[0]
     apply(entries, program)
     dumped = dump(program, entries.ports)
     write(tmp_path / "again.json", dumped)
@@ -83,7 +84,7 @@ def test_dump_is_what_was_applied(program, example, tmp_path, source):
 
 
 def test_policy_file_is_read_back_as_it_was(tmp_path):
-    entries = policy_entries(STAR)
+    entries = fabric_entries(STAR, "switch")
     write(tmp_path / "star.json", entries)
     assert read(tmp_path / "star.json")[0] == entries
     write(tmp_path / "empty.json", Entries())

@@ -4,11 +4,12 @@ import select
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 from fake_program import FakeProgram, frame
 
+from dlcp import native
 from dlcp.switch.ports.packet import PacketPort
 from dlcp.switch.queues import PortQueueing
 from dlcp.switch.switch import Switch
@@ -22,9 +23,18 @@ def network(namespaces):
         yield star
 
 
-@pytest.fixture
-def ports(network):
-    opened = network.switch.call(lambda: [PacketPort(host.port, host.switch_interface) for host in network.hosts])
+@pytest.fixture(params=["ring", "one by one"])
+def ports(network, request):
+    """Ports with the compiled library, and without."""
+    if request.param == "ring" and native.library() is None:
+        pytest.skip(native.status())
+
+    def open_ports():
+        with native.switched_off() if request.param != "ring" else nullcontext():
+            return [PacketPort(host.port, host.switch_interface) for host in network.hosts]
+
+    opened = network.switch.call(open_ports)
+    assert all((port.ring is not None) == (request.param == "ring") for port in opened)
     yield opened
     for port in opened:
         port.close()

@@ -271,7 +271,7 @@ def test_compiled_text_stays_within_its_arrays(plain, tmp_path):
     environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1"}
     script = CHECKED.format(here=str(Path(__file__).parent))
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == batch(plain, *scenario(1500, 9))[0].sum()

@@ -93,12 +93,12 @@ class Generated:
             ]
         )
 
-    def _used(self, body: tuple[str, ...]) -> list[str]:
+    def used(self, body: tuple[str, ...]) -> list[str]:
         """Return the arrays that a body reads or writes."""
         words = set(re.findall(r"\w+", "\n".join(body)))
         return [name for name in (*self.layout.structures(), *FLAT) if name in words]
 
-    def _unfold(self, used: list[str]) -> str:
+    def unfold(self, used: list[str]) -> str:
         """Return lines that cut the structures out of the one array that has them all, by the places in its head."""
         return "".join(
             f"    {name} = structures[structures[{place}] : structures[{place + 1}]]\n"
@@ -108,7 +108,7 @@ class Generated:
 
     def compiled(self) -> str:
         """Return the text for Numba: a whole module with ``ingress_batch`` and ``egress_batch``."""
-        ingress_state, egress_state = self._used(self.ingress), self._used(self.egress)
+        ingress_state, egress_state = self.used(self.ingress), self.used(self.egress)
         functions: list[str] = [inspect.getsource(function) for function in kernels.COMPILED]
         for helper, name in self.helpers.names.items():
             if isinstance(helper, Load):
@@ -132,13 +132,13 @@ class Generated:
         columns = ", ".join(f"{name}[i]" for name in _EGRESS_ARGUMENTS)
         batches = (
             f"def ingress_batch(packets, lengths, ingress_ports, now_us, ports, priorities, carry, {state}):\n"
-            f"{self._unfold(ingress_state)}"
+            f"{self.unfold(ingress_state)}"
             "    for i in range(lengths.shape[0]):\n"
             "        ports[i], priorities[i], kept = ingress(\n"
             f"            packets[i], lengths[i], ingress_ports[i], now_us[i]{_more(ingress_state)}\n"
             f"        )\n{keep}",
             f"def egress_batch(packets, lengths, carry, {egress}, sent, {state}):\n"
-            f"{self._unfold(egress_state)}"
+            f"{self.unfold(egress_state)}"
             "    for i in range(lengths.shape[0]):\n"
             "        sent[i] = egress(\n"
             f"            packets[i], lengths[i], ({carried},),\n"

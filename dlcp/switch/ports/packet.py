@@ -4,6 +4,9 @@
 Opening one takes CAP_NET_RAW in the network namespace of the interface. The hosts' offloads have to be off, for a frame
 whose checksum or segmentation was left to hardware that does not exist is no frame (``dlcp.switch.namespace`` turns
 them off).
+
+With the compiled library, frames come through a ring in memory (`dlcp.switch.ports.ring`) and go out many with one
+system call; without it, one by one. What is carried, refused and counted is the same.
 """
 
 import errno
@@ -11,7 +14,11 @@ import socket
 import struct
 from typing import Final
 
+import numpy as np
+
+from dlcp import native
 from dlcp.switch.ports import ETHERNET_BYTES, Burst, PortCounters, enlarge_buffers
+from dlcp.switch.ports.ring import Numbers, PacketRing, Rows
 
 _ETH_P_ALL: Final = 3
 _SOL_PACKET: Final = 263
@@ -34,6 +41,8 @@ _UNTAGGED_ONLY: Final = b"".join(
         (0x06, 0, 0, _TAGGED_BYTES),
     )
 )
+_BURST_MAX: Final = 256
+"""Frames fetched at once at most."""
 _GONE: Final = (errno.ENETDOWN, errno.ENXIO, errno.ENODEV)
 
 
@@ -57,6 +66,10 @@ class PacketPort:
         self.port = port
         self.interface = interface
         self.counters = {port: PortCounters()}
+        self.ring: PacketRing | None = None
+        """How frames go by rows; None without the compiled library."""
+        self.frame_max_bytes = 0
+        """The longest frame that the interface carries."""
         self._buffer = bytearray(1 << 16)
         self._view = memoryview(self._buffer)
         try:
@@ -68,7 +81,7 @@ class PacketPort:
         try:
             self._set_up()
         except OSError as error:
-            self._socket.close()
+            self.close()
             raise OSError(error.errno, f"port {port}: cannot use interface {interface}: {error.strerror}") from None
 
     def describe(self, port: int) -> str:
@@ -81,10 +94,12 @@ class PacketPort:
 
     def receive(self, fileno: int, limit: int) -> Burst:
         """Fetch frames that came in on the interface."""
+        if self.ring is not None:
+            return self._receive_rows(limit)
         burst = Burst()
         packets = burst.packets
         counters = self.counters[self.port]
-        receive_into, buffer, view, frame_max = self._socket.recv_into, self._buffer, self._view, self._frame_max
+        receive_into, buffer, view, frame_max = self._socket.recv_into, self._buffer, self._view, self.frame_max_bytes
         for _ in range(limit):
             try:
                 size = receive_into(buffer)
@@ -105,6 +120,20 @@ class PacketPort:
         counters.received += len(packets)
         burst.ports = [self.port] * len(packets)
         return burst
+
+    def take(self, rows: Rows, slots: Numbers, lengths: Numbers, stamps_ns: Numbers) -> int:
+        """Fetch frames into rows and return how many, as `PacketRing.take`; for a port with a ring."""
+        assert self.ring is not None
+        taken = self.ring.take(rows, slots, lengths, stamps_ns)
+        # Readable without a frame: an error waits to be fetched, as when the interface is gone.
+        if not taken and self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.counters[self.port].receive_errors += 1
+        return taken
+
+    def send_rows(self, port: int, rows: Rows, slots: Numbers, lengths: Numbers) -> None:
+        """Send rows out of the interface, as `PacketRing.send`; for a port with a ring."""
+        assert self.ring is not None
+        self.ring.send(rows, slots, lengths)
 
     def send(self, port: int, packets: list[bytearray]) -> None:
         """Send frames out of the interface."""
@@ -134,6 +163,9 @@ class PacketPort:
 
     def close(self) -> None:
         """Close the socket."""
+        if self.ring is not None:
+            self.ring.close()
+            self.ring = None
         self._socket.close()
 
     def _set_up(self) -> None:
@@ -144,8 +176,23 @@ class PacketPort:
         # The queues are ours; the interface's own would hide what waits.
         sock.setsockopt(_SOL_PACKET, _PACKET_QDISC_BYPASS, 1)
         self._attach_filter()
+        self.frame_max_bytes = self._mtu_bytes() + ETHERNET_BYTES
+        library = native.library()
+        if library is not None:
+            counters = self.counters[self.port]
+            self.ring = PacketRing(library, sock, self.frame_max_bytes, _TAGGED_BYTES, counters)
+            self._rows: Rows = np.empty((_BURST_MAX, self.frame_max_bytes), np.uint8)
+            self._all_rows: Numbers = np.arange(_BURST_MAX)
+            self._lengths: Numbers = np.empty(_BURST_MAX, np.int64)
+            self._stamps_ns: Numbers = np.empty(_BURST_MAX, np.int64)
         sock.bind((self.interface, _ETH_P_ALL))
-        self._frame_max = self._mtu_bytes() + ETHERNET_BYTES
+
+    def _receive_rows(self, limit: int) -> Burst:
+        """Fetch frames from the ring, each as an object of its own."""
+        taken = self.take(self._rows, self._all_rows[:limit], self._lengths, self._stamps_ns)
+        rows, lengths = self._rows, self._lengths[:taken].tolist()
+        packets = [bytearray(rows[number, :length].data) for number, length in enumerate(lengths)]
+        return Burst([self.port] * taken, packets)
 
     def _attach_filter(self) -> None:
         import ctypes

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fabrics, plans and counters as tables in a terminal."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from controller.fabric import Fabric, Port
+from controller.pipeline import Pipeline
+from controller.readings import Readings
+from controller.reconcile import Outcome, Plan
+from dlcp.switch.entries import Entries
+
+_CHANGES_SHOWN = 20
+_STYLES = {"insert": "green", "modify": "yellow", "delete": "red"}
+
+
+def fabric_table(fabric: Fabric, entries: Mapping[str, Entries]) -> Table:
+    """Return the switches of a fabric and what they are to hold."""
+    table = _table("switch", "kind", "control", "by", right=("ports", "hosts", "routes", "sprayed", "entries"))
+    for switch in fabric.switches:
+        ports = fabric.neighbours[switch.name]
+        held = entries[switch.name]
+        count = Counter(entry.table for entry in held.entries)
+        sprayed = [group for profile in held.profiles for group in profile.groups if len(group.members) > 1]
+        numbers = (
+            len(ports),
+            sum(neighbour.host is not None for neighbour in ports.values()),
+            count["ipv4_route"],
+            len(sprayed),
+            len(held.entries),
+        )
+        by = "plain" if switch.insecure else "TLS"
+        control = (switch.grpc, by) if switch.grpc else ("none", "")
+        table.add_row(switch.name, switch.kind, *control, *map(str, numbers))
+    return table
+
+
+def plan_tree(plan: Plan, pipeline: Pipeline, *, every: bool = False) -> Tree:
+    """Return what a switch is going to be told; all of it, or the beginning."""
+    difference = plan.difference
+    if not plan:
+        return Tree(Text(f"{plan.switch.name}: nothing to do, {difference.kept} entries are right"))
+    counts = ", ".join(f"{count} to {action}" for action, count in difference.counts().items() if count)
+    tree = Tree(Text(f"{plan.switch.name}: {counts or 'no entries'}, {difference.kept} right already"))
+    if plan.install:
+        tree.add(Text(f"install program {pipeline.cookie:016x}, which empties the tables", style="yellow"))
+    for number, change in enumerate(difference):
+        if number == _CHANGES_SHOWN and not every:
+            tree.add(Text(f"and {len(difference) - number} more (--all shows them)"))
+            break
+        text = f"{change.action.value} {pipeline.describe(change.entity)}"
+        tree.add(Text(text, style=_STYLES[change.action.value]))
+    return tree
+
+
+def outcome_line(outcome: Outcome) -> Text:
+    """Return what was done to a switch."""
+    plan = outcome.plan
+    if not plan:
+        return Text(f"{plan.switch.name}: nothing to do, {plan.difference.kept} entries are right")
+    done = ["program installed"] if plan.install else []
+    past = {"insert": "inserted", "modify": "modified", "delete": "deleted"}
+    done += [f"{count} {past[action]}" for action, count in plan.difference.counts().items() if count]
+    done.append(f"{plan.difference.kept} right already")
+    requests = "1 request" if outcome.writes == 1 else f"{outcome.writes} requests"
+    return Text(f"{plan.switch.name}: {', '.join(done)}; {requests}, {outcome.elapsed_s:.2f} s")
+
+
+def status_table(fabric: Fabric, known: Mapping[str, "tuple[Plan, Readings | None] | str"]) -> Table:
+    """Return how the switches are: a plan and readings each, or why there are none."""
+    table = _table("switch", "state", right=("forwarded", "marked", "dropped", "over share", "untrusted", "no route"))
+    for switch in fabric.switches:
+        found = known.get(switch.name, "no control address")
+        if isinstance(found, str):
+            table.add_row(switch.name, Text(found, style="red"))
+            continue
+        plan, readings = found
+        state = Text("as it should be", style="green")
+        if plan:
+            state = Text("other program" if plan.install else f"{len(plan.difference)} changes due", style="yellow")
+        if readings is None:
+            table.add_row(switch.name, state)
+            continue
+        events = ("FORWARDED", "MARKED", "POLICY_DROP", "OVER_SHARE", "UNTRUSTED")
+        numbers = [readings.packets(event) for event in events] + [readings.packets("NO_ROUTE", "REFUSED")]
+        table.add_row(switch.name, state, *map(str, numbers))
+    return table
+
+
+def ports_table(fabric: Fabric, readings: Mapping[str, Readings]) -> Table:
+    """Return what the ports of the switches have counted, the ones that have counted anything."""
+    table = _table("port", "leads to", right=("forwarded", "Mbyte", "marked", "dropped", "waiting"))
+    for switch, read in readings.items():
+        for number, neighbour in fabric.neighbours[switch].items():
+            sent = [count for count in read.events if count.event == "FORWARDED" and count.port == number]
+            dropped = read.packets("POLICY_DROP", port=number)
+            if not sent and not dropped:
+                continue
+            leads_to = neighbour.host.name if neighbour.host is not None else str(neighbour.port)
+            waiting = sum(read.depths.get((number, queue), 0) for queue in range(8)) if read.depths is not None else "-"
+            table.add_row(
+                str(Port(switch, number)),
+                leads_to,
+                str(sum(count.packets for count in sent)),
+                f"{sum(count.bytes for count in sent) / 1e6:.1f}",
+                str(read.packets("MARKED", port=number)),
+                str(dropped),
+                str(waiting),
+            )
+    return table
+
+
+def _table(*left: str, right: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    for heading in left:
+        table.add_column(heading, no_wrap=True)
+    for heading in right:
+        table.add_column(heading, justify="right")
+    return table

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A P4Runtime connection to one switch. Everything waits for so long and no longer, and errors name the switch."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, TypeVar
+
+from finsy import GRPCCredentialsTLS, GRPCStatusCode, P4Client, P4ClientError
+from finsy.proto import U128, p4r
+
+from controller.difference import Action, Change
+from controller.fabric import Switch
+from controller.pipeline import Pipeline
+
+DEADLINE_S: Final = 10.0
+"""How long a switch may take for one answer. Chosen by us: BMv2 takes 0.1 s for its longest, a new pipeline."""
+ELECTION_ID: Final = 10
+"""What we bid for being the one controller that writes. Chosen by us, with room for others below and above."""
+_REFUSALS_SHOWN: Final = 5
+_UPDATES: Final = {
+    Action.INSERT: p4r.Update.INSERT,
+    Action.MODIFY: p4r.Update.MODIFY,
+    Action.DELETE: p4r.Update.DELETE,
+}
+_CONFIG: Final = p4r.GetForwardingPipelineConfigRequest
+
+_T = TypeVar("_T")
+
+
+class ControlError(RuntimeError):
+    """A switch did not do what was asked; the message names the switch and says why.
+
+    Parameters
+    ----------
+    message
+        What is wrong.
+    code
+        What the switch's answer was called in gRPC; None if there was none.
+    """
+
+    def __init__(self, message: str, code: GRPCStatusCode | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Session:
+    """A control connection to one switch; an asynchronous context manager.
+
+    Parameters
+    ----------
+    switch
+        Who it is; ``switch.grpc`` says where.
+    pipeline
+        The program that it is to run.
+    election_id
+        Of several controllers the one with the highest writes; the others stand by.
+    deadline_s
+        How long one answer may take, in seconds.
+
+    Attributes
+    ----------
+    writes
+        Write requests that have been sent.
+    lost
+        Done when the connection has been lost, or another controller writes now; its exception says so.
+
+    Raises
+    ------
+    ControlError
+        The switch has no address, or a certificate cannot be read.
+    """
+
+    def __init__(
+        self,
+        switch: Switch,
+        pipeline: Pipeline,
+        *,
+        election_id: int = ELECTION_ID,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        if not switch.grpc:
+            raise ControlError(f"switch {switch.name} has no address: give it one, as in grpc: 127.0.0.1:9559")
+        self.switch = switch
+        self.pipeline = pipeline
+        self.writes = 0
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._election_id = election_id
+        self._deadline_s = deadline_s
+        self._client = P4Client(switch.grpc, self._credentials(), wait_for_ready=False)
+        self._listener: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Session":
+        await self._client.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the connection. The switch keeps what it was told."""
+        if self._listener is not None:
+            self._listener.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._listener
+        if self.lost.done() and not self.lost.cancelled():
+            self.lost.exception()  # seen, if anyone cared
+        self.lost.cancel()
+        await self._client.close()
+
+    async def become_primary(self, *, stand_by: bool = False) -> None:
+        """Win the right to write. With ``stand_by``, wait for as long as another controller has it.
+
+        Raises
+        ------
+        ControlError
+            Another controller has it, or the switch does not answer.
+        """
+        primary = await self._within(self._bid(), "our bid to control it")
+        while primary is not None:
+            if not stand_by:
+                raise self._error(
+                    f"another controller writes to it, with election id {primary}, and ours is {self._election_id}; "
+                    f"stop it, or bid more with --election-id"
+                )
+            primary = await self._translated(self._next_decision(), "the end of another controller")
+        self._listener = asyncio.create_task(self._listen(), name=f"dlcp-control-{self.switch.name}")
+
+    async def cookie(self) -> int | None:
+        """Return the cookie of the program that the switch runs; None if it runs none."""
+        request = _CONFIG(device_id=self.switch.device_id, response_type=_CONFIG.COOKIE_ONLY)
+        try:
+            response = await asyncio.wait_for(self._client.request(request), self._deadline_s)
+        except P4ClientError as error:
+            if error.code == GRPCStatusCode.FAILED_PRECONDITION:
+                return None
+            raise self._refused(error, "which program it runs") from None
+        except asyncio.TimeoutError:
+            raise self._late("which program it runs") from None
+        return int(response.config.cookie.cookie) if response.config.HasField("cookie") else None
+
+    async def install(self) -> None:
+        """Make the switch run the program, with empty tables."""
+        request = p4r.SetForwardingPipelineConfigRequest(
+            device_id=self.switch.device_id,
+            election_id=U128.encode(self._election_id),
+            action=p4r.SetForwardingPipelineConfigRequest.VERIFY_AND_COMMIT,
+            config=self.pipeline.config,
+        )
+        await self._within(self._client.request(request), "the program")
+
+    async def entities(self) -> list[p4r.Entity]:
+        """Return all table entries, with their meters, and all members and groups."""
+        every = (
+            p4r.Entity(table_entry=p4r.TableEntry(meter_config=p4r.MeterConfig())),
+            p4r.Entity(action_profile_member=p4r.ActionProfileMember()),
+            p4r.Entity(action_profile_group=p4r.ActionProfileGroup()),
+        )
+        found = await self.read(every)
+        return [entity for entity in found if not entity.table_entry.is_default_action]
+
+    async def read(self, entities: Sequence[p4r.Entity]) -> list[p4r.Entity]:
+        """Return the entities that fit ``entities``; what is left out of one fits anything, as P4Runtime has it."""
+        request = p4r.ReadRequest(device_id=self.switch.device_id, entities=entities)
+        return await self._within(_collect(self._client.request_iter(request)), "what it holds")
+
+    async def write(self, changes: Sequence[Change]) -> None:
+        """Make changes in one request.
+
+        Raises
+        ------
+        ControlError
+            Some were refused, which are named with the reasons; the others have been made.
+        """
+        request = p4r.WriteRequest(
+            device_id=self.switch.device_id,
+            election_id=U128.encode(self._election_id),
+            updates=[p4r.Update(type=_UPDATES[change.action], entity=change.entity) for change in changes],
+        )
+        self.writes += 1
+        try:
+            await asyncio.wait_for(self._client.request(request), self._deadline_s)
+        except P4ClientError as error:
+            if not error.details:
+                raise self._refused(error, f"{len(changes)} changes") from None
+            raise self._refused_changes(error, changes) from None
+        except asyncio.TimeoutError:
+            raise self._late(f"{len(changes)} changes") from None
+
+    def _credentials(self) -> GRPCCredentialsTLS | None:
+        tls = self.switch.tls
+        if tls is None:
+            return None
+        try:
+            ca, certificate, key = (Path(name).read_bytes() for name in (tls.ca, tls.certificate, tls.key))
+        except OSError as error:
+            raise ControlError(f"switch {self.switch.name}: {error.filename}: {error.strerror}") from None
+        return GRPCCredentialsTLS(cacert=ca, cert=certificate, private_key=key, target_name_override=tls.server_name)
+
+    async def _bid(self) -> int | None:
+        """Bid, and return None if that makes us the primary, else the election id of the controller that is."""
+        await self._send_bid()
+        return await self._next_decision()
+
+    async def _send_bid(self) -> None:
+        election_id = U128.encode(self._election_id)
+        bid = p4r.MasterArbitrationUpdate(device_id=self.switch.device_id, election_id=election_id)
+        await self._client.send(p4r.StreamMessageRequest(arbitration=bid))
+
+    async def _next_decision(self) -> int | None:
+        """Wait for what the switch says of who writes, and return as :meth:`_bid` does."""
+        while True:
+            response = await self._client.receive()
+            if response.WhichOneof("update") != "arbitration":
+                continue
+            update = response.arbitration
+            highest = U128.decode(update.election_id)
+            if update.status.code == GRPCStatusCode.OK:
+                return None
+            if update.status.code == GRPCStatusCode.ALREADY_EXISTS:
+                return highest
+            # The primary is gone, and only who bids as much as it did takes its place.
+            self._election_id = max(self._election_id, highest)
+            await self._send_bid()
+
+    async def _listen(self) -> None:
+        """Follow the stream until it ends or another controller writes, and tell ``lost`` so."""
+        try:
+            primary = await self._translated(self._next_decision(), "the control stream")
+            while primary is None:
+                primary = await self._translated(self._next_decision(), "the control stream")
+            error = self._error(f"another controller took over, with election id {primary}")
+        except ControlError as ended:
+            error = ended
+        if not self.lost.done():
+            self.lost.set_exception(error)
+
+    async def _within(self, answer: Awaitable[_T], what: str) -> _T:
+        try:
+            return await asyncio.wait_for(self._translated(answer, what), self._deadline_s)
+        except asyncio.TimeoutError:
+            raise self._late(what) from None
+
+    async def _translated(self, answer: Awaitable[_T], what: str) -> _T:
+        """Return an answer; errors of the connection become errors that name the switch."""
+        try:
+            return await answer
+        except P4ClientError as error:
+            raise self._refused(error, what) from None
+        except RuntimeError as error:
+            if "EOF" not in str(error):
+                raise
+            raise self._error("it closed the connection") from None
+
+    def _refused_changes(self, error: P4ClientError, changes: Sequence[Change]) -> ControlError:
+        lines = [
+            f"{changes[index].action.value} {self.pipeline.describe(changes[index].entity)}: "
+            f"{detail.canonical_code.name}: {detail.message}"
+            for index, detail in sorted(error.details.items())
+        ]
+        shown = lines[:_REFUSALS_SHOWN]
+        if len(lines) > len(shown):
+            shown.append(f"and {len(lines) - len(shown)} more")
+        return self._error(f"it refused {len(lines)} of {len(changes)} changes:\n  " + "\n  ".join(shown))
+
+    def _refused(self, error: P4ClientError, what: str) -> ControlError:
+        if error.is_election_id_used:
+            return self._error(
+                f"another controller has the election id {self._election_id} already; "
+                f"stop it, or give another with --election-id"
+            )
+        if error.code == GRPCStatusCode.UNAVAILABLE:
+            return self._error(f"no connection: {error.message}", error.code)
+        return self._error(f"{what}: {error.code.name}: {error.message}", error.code)
+
+    def _late(self, what: str) -> ControlError:
+        return self._error(f"{what}: no answer within {self._deadline_s:g} s")
+
+    def _error(self, message: str, code: GRPCStatusCode | None = None) -> ControlError:
+        return ControlError(f"switch {self.switch.name} at {self.switch.grpc}: {message}", code)
+
+
+async def _collect(responses: AsyncIterator[p4r.ReadResponse]) -> list[p4r.Entity]:
+    return [entity async for response in responses for entity in response.entities]

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames from one host to another through whatever lies between, as fast as can be or at a given rate, and checked."""
+
+import threading
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final
+
+import numpy as np
+
+from dlcp import native
+from dlcp.switch.namespace import StarNetwork
+from dlcp.switch.ports.loopback import udp_headers
+from dlcp.switch.ports.packet import PacketPort
+from dlcp.switch.ports.ring import Numbers, Rows
+from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE, Header, PacketType
+
+FRAME_BYTES: Final = 1042
+"""A gradient packet of 242 floats: what the comparison was first made with."""
+NEXT_HOP: Final = "02:00:00:00:01:02"
+"""Where the switch is to address frames: not the receiver's own address, so that its kernel ignores them."""
+TICK_S: Final = 200e-6
+"""At a given rate, what falls due within this time is sent together. Chosen by us: more often costs the generator more
+than the switch, and simple_switch bears longer bursts less well."""
+BURST_PACKETS_MIN: Final = 4
+FLOOD_PACKETS: Final = 64
+"""Frames sent together as fast as can be."""
+QUEUES: Final = (2, 3, 4, 5, 6)
+"""Queues that the frames are tagged with, in turn: those of gradients."""
+SETTLED_S: Final = 0.15
+"""After this long without a frame, none is on its way."""
+DEADLINE_S: Final = 5.0
+_TEMPLATES: Final = 320
+_UDP_END: Final = 42
+_INDEX: Final = slice(_UDP_END + 16, _UDP_END + 20)
+_TAIL: Final = slice(_UDP_END + 20, FRAME_BYTES)
+_TAKEN_MAX: Final = 256
+_POLL_S: Final = 0.0005
+
+
+class TrafficError(RuntimeError):
+    """Frames cannot be sent here, or came through other than they should; the message says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What became of the frames of one run; rates are in frames/s."""
+
+    sent: int
+    sent_pps: float
+    received: int
+    received_pps: float
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every frame has come through."""
+        return self.received == self.sent
+
+
+class Traffic:
+    """A generator on host 0 and a receiver on host 1; a context manager. Takes the compiled library."""
+
+    def __init__(self, network: StarNetwork) -> None:
+        if native.library() is None:
+            raise TrafficError(f"the frame generator needs the compiled library; {native.status()}")
+        source, target = network.hosts
+        self._out = source.namespace.call(lambda: PacketPort(1, "eth0"))
+        try:
+            self._in = target.namespace.call(lambda: PacketPort(2, "eth0"))
+        except BaseException:
+            self._out.close()
+            raise
+        headers = udp_headers(
+            source.mac, NEXT_HOP, source.address, target.address, UDP_PORT_BASE, UDP_PORT_BASE, 0, FRAME_BYTES - 42
+        )
+        tail = np.random.default_rng(1).integers(0, 256, FRAME_BYTES - 42 - HEADER_BYTES, np.uint8).tobytes()
+        self._frames: Rows = np.empty((_TEMPLATES, FRAME_BYTES), np.uint8)
+        for number in range(_TEMPLATES):
+            tags = Header(PacketType.DATA, 0, QUEUES[number % len(QUEUES)], 0, 0, 1, 0, 1, 1, 0, 0, 1 << 20, 7)
+            self._frames[number] = np.frombuffer(headers + tags.encode() + tail, np.uint8)
+        self._expected = self._frames[0, _TAIL].copy()
+        self._mac = np.frombuffer(bytes.fromhex(NEXT_HOP.replace(":", "")), np.uint8)
+        self._lengths: Numbers = np.full(_TEMPLATES, FRAME_BYTES)
+        self._rows: Rows = np.empty((_TAKEN_MAX, self._in.frame_max_bytes), np.uint8)
+
+    def __enter__(self) -> "Traffic":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._out.close()
+        self._in.close()
+
+    def run(self, seconds: float, rate_pps: float | None = None) -> Run:
+        """Send for some seconds, at a rate or as fast as can be, and wait for what comes through.
+
+        Raises
+        ------
+        TrafficError
+            A frame came through damaged or twice.
+        """
+        self._drain()
+        receiver = _Receiver(self._in, self._rows, self._expected, self._mac)
+        receiver.start()
+        try:
+            sent, took_s = self._send(seconds, rate_pps)
+        finally:
+            receiver.finish()
+        if receiver.trouble:
+            raise TrafficError(receiver.trouble)
+        received, over_s = receiver.received, receiver.over_s
+        return Run(sent, sent / took_s, received, (received - 1) / over_s if received > 1 and over_s else 0.0)
+
+    def latency_s(self, count: int, pause_s: float) -> list[float]:
+        """Return how long single frames took to come through, with pauses between them."""
+        self._drain()
+        slots, lengths, stamps = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
+        took = []
+        for number in range(count):
+            began_ns = time.time_ns()
+            self._out.send_rows(1, self._frames, np.array([number % _TEMPLATES]), self._lengths[:1])
+            deadline = time.monotonic() + DEADLINE_S
+            while not self._in.take(self._rows, slots, lengths, stamps):
+                if time.monotonic() > deadline:
+                    raise TrafficError(f"frame {number} of {count} has not come through in {DEADLINE_S:.0f} s")
+                time.sleep(_POLL_S)
+            took.append((int(stamps[0]) - began_ns) * 1e-9)
+            time.sleep(pause_s)
+        return took
+
+    def _drain(self) -> None:
+        slots, cells = np.arange(_TAKEN_MAX), np.empty(_TAKEN_MAX, np.int64)
+        while self._in.take(self._rows, slots, cells, cells.copy()):
+            pass
+
+    def _send(self, seconds: float, rate_pps: float | None) -> tuple[int, float]:
+        burst = FLOOD_PACKETS
+        if rate_pps is not None:
+            burst = min(max(BURST_PACKETS_MIN, round(rate_pps * TICK_S)), FLOOD_PACKETS)
+        frames, lengths, counters = self._frames, self._lengths[:burst], self._out.counters[1]
+        indices = frames[:, _INDEX]
+        before, number, index = counters.sent, 0, 0
+        began = time.perf_counter()
+        while (now := time.perf_counter()) - began < seconds:
+            if rate_pps is not None and (ahead_s := index / rate_pps - (now - began)) > 0:
+                time.sleep(ahead_s)
+            slots = np.arange(number, number + burst) % _TEMPLATES
+            indices[slots] = np.arange(index, index + burst, dtype=">u4").view(np.uint8).reshape(burst, 4)
+            self._out.send_rows(1, frames, slots, lengths)
+            number, index = (number + burst) % _TEMPLATES, index + burst
+        return counters.sent - before, time.perf_counter() - began
+
+
+class _Receiver(threading.Thread):
+    """Fetches, counts and checks frames until none comes any more."""
+
+    def __init__(self, port: PacketPort, rows: Rows, expected: Rows, mac: Rows) -> None:
+        super().__init__(name="frames", daemon=True)
+        self._port, self._rows, self._expected, self._mac = port, rows, expected, mac
+        self._sent = threading.Event()
+        self.received = 0
+        self.over_s = 0.0
+        """Between the first and the last frame."""
+        self.trouble = ""
+
+    def finish(self) -> None:
+        """Wait for what is on its way, and end."""
+        self._sent.set()
+        self.join(DEADLINE_S)
+        if self.is_alive():
+            self.trouble = f"frames still come {DEADLINE_S:.0f} s after the last was sent"
+
+    def run(self) -> None:
+        """Receive."""
+        slots, lengths, stamps = np.arange(_TAKEN_MAX), np.empty(_TAKEN_MAX, np.int64), np.empty(_TAKEN_MAX, np.int64)
+        seen = np.zeros(1 << 20, np.uint8)
+        first_ns, last_ns = 0, 0
+        quiet_since = time.monotonic()
+        while True:
+            taken = self._port.take(self._rows, slots, lengths, stamps)
+            now = time.monotonic()
+            if not taken:
+                quiet_since = quiet_since or now
+                if self._sent.is_set() and now - quiet_since > SETTLED_S:
+                    break
+                time.sleep(_POLL_S)
+                continue
+            quiet_since = 0.0
+            first_ns, last_ns = first_ns or int(stamps[0]), int(stamps[taken - 1])
+            self._check(self._rows[:taken], lengths[:taken], seen)
+            self.received += taken
+        self.over_s = (last_ns - first_ns) * 1e-9
+
+    def _check(self, rows: Rows, lengths: Numbers, seen: Rows) -> None:
+        whole = (lengths == FRAME_BYTES).all() and (rows[:, _TAIL] == self._expected).all()
+        if not whole or not (rows[:, :6] == self._mac).all():
+            self.trouble = "a frame came through damaged"
+        index = np.ascontiguousarray(rows[:, _INDEX]).view(">u4")[:, 0].astype(np.int64)
+        if index.max() >= len(seen) or seen[index].any() or len(np.unique(index)) < len(index):
+            self.trouble = "a frame came through twice"
+        else:
+            seen[index] = 1

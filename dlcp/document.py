@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""YAML and JSON files that people write: read into dataclasses, with errors that say where to look.
+
+Plain words are what YAML 1.2 says they are: ``true`` and ``false`` are the only truth values, ``1e9`` is a number, and
+``no``, ``12:30`` and ``02:00:00:00:00:01`` are text. The same file then means the same as JSON would.
+"""
+
+import dataclasses
+import json
+import re
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import yaml
+
+from dlcp.suggestion import nearest
+
+_T = TypeVar("_T")
+Step = str | int
+_STEP: Final = re.compile(r"\.(\w+)|\[(\d+)\]")
+_TAG: Final = "tag:yaml.org,2002:"
+
+
+class DocumentError(ValueError):
+    """A file that cannot be used; the message names the file, the line, the place in it, and what is wrong."""
+
+
+class PlaceError(ValueError):
+    """A dataclass refuses its values. When it is read from a file, the error names the line of the place.
+
+    Parameters
+    ----------
+    message
+        What is wrong and what would be right.
+    steps
+        Names and indices that lead from the dataclass to the value that is wrong.
+    """
+
+    def __init__(self, message: str, *steps: Step) -> None:
+        super().__init__(message)
+        self.steps = steps
+
+
+class Document:
+    """A YAML or JSON file as it was read.
+
+    Parameters
+    ----------
+    path
+        The file. One whose name ends in ``.json`` has to be JSON.
+
+    Attributes
+    ----------
+    content
+        Dicts with text for keys, lists, text, numbers, truth values and None.
+
+    Raises
+    ------
+    DocumentError
+        It cannot be read, is neither YAML nor JSON, or says something twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._root: yaml.Node | None = None
+        try:
+            self.text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise DocumentError(f"{path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise DocumentError(f"{path}: this is no UTF-8 text") from None
+        self.content: Any = self._json() if path.suffix == ".json" else self._build(self._compose(), ())
+
+    def convert(self, kind: type[_T]) -> _T:
+        """Return the content as a dataclass.
+
+        Raises
+        ------
+        DocumentError
+            Unknown fields, missing fields, values of the wrong type or that the dataclass refuses.
+        """
+        self._refuse_unknown(self.content, kind, ())
+        try:
+            return msgspec.convert(self.content, kind, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise self._refused(error, self.content, kind, ()) from None
+
+    def error(self, message: str, steps: Sequence[Step]) -> DocumentError:
+        """Return an error about the place in the document that ``steps`` (names and indices) lead to."""
+        place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
+        return DocumentError(f"{self.path}:{self.line(steps)}: {place + ': ' if place else ''}{message}")
+
+    def line(self, steps: Sequence[Step]) -> int:
+        """Return the line, from 1, of the place ``steps`` lead to, or of the last thing on the way that exists."""
+        node = self._root or self._compose()
+        number: int = node.start_mark.line if node is not None else 0
+        for step in steps:
+            found = _enter(node, step)
+            if found is None:
+                break
+            number, node = found
+        return number + 1
+
+    def _json(self) -> Any:
+        """Return the content of JSON. It is read much faster than YAML; what it is made of is looked at for errors."""
+        repeated = []
+
+        def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+            content = dict(items)
+            repeated.extend([content] if len(content) < len(items) else [])
+            return content
+
+        try:
+            content = json.loads(self.text, object_pairs_hook=pairs, parse_float=_real)
+        except json.JSONDecodeError as error:
+            raise DocumentError(f"{self.path}:{error.lineno}: {error.msg} (column {error.colno})") from None
+        return self._build(self._compose(), ()) if repeated else content
+
+    def _compose(self) -> yaml.Node | None:
+        """Return the nodes of the file, which know where they stand."""
+        # YAML knows tabs as white space in some places only; in JSON they are nothing else.
+        text = self.text.replace("\t", " ") if self.path.suffix == ".json" else self.text
+        try:
+            self._root = yaml.compose(text, _Loader)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            where = f"{self.path}:{mark.line + 1}" if mark else str(self.path)
+            column = f" (column {mark.column + 1})" if mark else ""
+            raise DocumentError(f"{where}: {', '.join(filter(None, (error.context, error.problem)))}{column}") from None
+        except yaml.YAMLError as error:
+            raise DocumentError(f"{self.path}: {error}") from None
+        return self._root
+
+    def _build(self, node: yaml.Node | None, steps: tuple[Step, ...], above: tuple[yaml.Node, ...] = ()) -> Any:
+        """Return what a node says."""
+        if node is None:
+            return None
+        if node in above:
+            raise self.error("this holds itself", steps)
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, steps)
+        if isinstance(node, yaml.SequenceNode):
+            return [self._build(item, (*steps, index), (*above, node)) for index, item in enumerate(node.value)]
+        content: dict[str, Any] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise DocumentError(f"{self.path}:{key.start_mark.line + 1}: a key is a word or a number")
+            if key.value in content:
+                line = key.start_mark.line + 1
+                place = self.error(f"{key.value!r} is given twice, here and in line {line}", (*steps, key.value))
+                raise place
+            content[key.value] = self._build(value, (*steps, key.value), (*above, node))
+        return content
+
+    def _scalar(self, node: yaml.ScalarNode, steps: tuple[Step, ...]) -> Any:
+        tag, text = node.tag.removeprefix(_TAG), node.value
+        if tag == "str":
+            return text
+        if tag == "null":
+            return None
+        if tag == "bool":
+            return text == "true"
+        if tag == "int":
+            return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
+        if tag == "float":
+            return _real(text)
+        raise self.error(f"a value marked {node.tag} cannot be read here", steps)
+
+    def _refused(
+        self, error: msgspec.ValidationError, content: Any, kind: Any, steps: tuple[Step, ...]
+    ) -> DocumentError:
+        """Return the error for ``content``, which ``steps`` lead to and which cannot be a ``kind``."""
+        message, _, place = str(error).partition(" - at `")
+        key, _, place = place.partition("$")
+        found, cut, _ = place.rstrip("`").partition("[...]")
+        for name, index in _STEP.findall(found):
+            step: Step = name or int(index)
+            content, kind, steps = _inner(content, step), _inner_kind(kind, step), (*steps, step)
+        arguments = typing.get_args(kind)
+        if (cut or key) and isinstance(content, dict) and len(arguments) == 2:
+            # msgspec does not say which member of a dict it refuses, so each is tried by itself.
+            for name, value in content.items():
+                try:
+                    msgspec.convert({name: value}, kind, str_keys=True)
+                except msgspec.ValidationError as refused:
+                    return self._refused_member(refused, name, value, arguments, steps)
+        if isinstance(error.__cause__, PlaceError):
+            return self.error(message, (*steps, *error.__cause__.steps))
+        if isinstance(content, str) and typing.get_origin(kind) is typing.Literal:
+            message += nearest(content, [str(word) for word in arguments])
+        return self.error(message, steps)
+
+    def _refused_member(
+        self, error: msgspec.ValidationError, name: str, value: Any, kinds: Sequence[Any], steps: tuple[Step, ...]
+    ) -> DocumentError:
+        """Return the error for a member of a dict: of its value if that is refused, else of its name."""
+        try:
+            msgspec.convert(value, kinds[1], str_keys=True)
+        except msgspec.ValidationError as refused:
+            return self._refused(refused, value, kinds[1], (*steps, name))
+        return self.error(str(error).partition(" - at `")[0], (*steps, name))
+
+    def _refuse_unknown(self, value: Any, kind: Any, steps: tuple[Step, ...]) -> None:
+        """Refuse fields that a dataclass has not got; msgspec would ignore them."""
+        if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+            hints = {field.name: field.type for field in dataclasses.fields(kind)}
+            hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in hints}
+            for name, inner in value.items():
+                if name not in hints:
+                    raise self.error(f"there is no field {name!r}{nearest(name, hints)}", (*steps, name))
+                self._refuse_unknown(inner, hints[name], (*steps, name))
+            return
+        arguments = typing.get_args(kind)
+        if typing.get_origin(kind) in (typing.Union, types.UnionType):
+            for alternative in arguments:
+                self._refuse_unknown(value, alternative, steps)
+        elif typing.get_origin(kind) in (tuple, list) and isinstance(value, list):
+            for index, inner in enumerate(value):
+                self._refuse_unknown(inner, arguments[0], (*steps, index))
+        elif typing.get_origin(kind) is dict and isinstance(value, dict):
+            for name, inner in value.items():
+                self._refuse_unknown(inner, arguments[1], (*steps, name))
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Knows the plain words of YAML 1.2, and underscores in numbers."""
+
+    yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {}
+
+
+for _kind, _pattern, _first in (
+    ("null", r"~|null|", ["~", "n", ""]),
+    ("bool", r"true|false", ["t", "f"]),
+    ("int", r"[-+]?[0-9]+(_[0-9]+)*|0x[0-9a-fA-F]+|0o[0-7]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"(?:{_pattern})\Z"), _first)
+
+
+def _real(text: str) -> int | float:
+    """Return the number; ``1e9`` is a whole one, for nobody writes all the zeros of a rate."""
+    value = float(text)
+    return int(value) if "e" in text.lower() and value.is_integer() else value
+
+
+def _enter(node: yaml.Node | None, step: Step) -> tuple[int, yaml.Node] | None:
+    """Return the line, from 0, and the node of the member ``step`` of a node; None when there is none."""
+    if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+        item = node.value[step]
+        return item.start_mark.line, item
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == str(step):
+                return key.start_mark.line, value
+    return None
+
+
+def _inner(content: Any, step: Step) -> Any:
+    """Return a member of what was read; None when there is none."""
+    if isinstance(content, dict):
+        return content.get(step)
+    return content[step] if isinstance(content, list) and isinstance(step, int) and step < len(content) else None
+
+
+def _inner_kind(kind: Any, step: Step) -> Any:
+    """Return the type of a member of a type; None when that is not clear."""
+    if dataclasses.is_dataclass(kind):
+        return typing.get_type_hints(kind).get(str(step))
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        known = [_inner_kind(alternative, step) for alternative in arguments]
+        return next((found for found in known if found is not None), None)
+    return arguments[0] if arguments and isinstance(step, int) else None

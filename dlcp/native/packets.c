@@ -1,0 +1,91 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Frames between network interfaces and rows of memory: many at a time, out of a ring that the kernel fills (packet(7),
+ * TPACKET_V2, whose frames are seen at once, where those of version 3 wait until a block is full or a timer fires). */
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <linux/if_packet.h>
+
+#include "engine.h"
+
+enum { TOGETHER = 64 }; /* frames of one system call; more gain nothing */
+enum { TAKEN_REFUSED, TAKEN_MALFORMED, TAKEN_OVERSIZE };
+enum { SENT_OVERSIZE, SENT_UNREACHABLE, SENT_FAILED };
+
+/* A ring as it was asked for, and the frame that the kernel fills next. */
+typedef struct {
+    uint8_t *memory;
+    int64_t block_bytes, frame_bytes, frames_per_block, frames;
+    int64_t next;
+    int64_t frame_min, frame_max; /* bytes of a frame that is taken */
+    int64_t tagged_bytes;         /* what a filter leaves of a frame with a VLAN tag */
+} packet_ring;
+
+static struct tpacket2_hdr *frame_at(const packet_ring *ring, int64_t frame) {
+    int64_t block = frame / ring->frames_per_block, within = frame % ring->frames_per_block;
+    return (struct tpacket2_hdr *)(ring->memory + block * ring->block_bytes + within * ring->frame_bytes);
+}
+
+/* Copy up to `count` waiting frames into the rows that `slots` names, in order, and give the ring's back to the kernel.
+ * `lengths` and `stamps_ns` (real time) are told of each; `others` counts what is no frame for us. Return how many. */
+API int64_t dlcp_packets_take(packet_ring *ring, uint8_t *rows, int64_t row_bytes, const int64_t *slots, int64_t count,
+                              int64_t *lengths, int64_t *stamps_ns, int64_t *others) {
+    int64_t taken = 0;
+    for (int64_t seen = 0; taken < count && seen < ring->frames; seen++) {
+        struct tpacket2_hdr *head = frame_at(ring, ring->next);
+        if (!(__atomic_load_n(&head->tp_status, __ATOMIC_ACQUIRE) & TP_STATUS_USER)) break;
+        int64_t length = head->tp_snaplen;
+        if (head->tp_len > head->tp_snaplen && length != ring->tagged_bytes) length = head->tp_len;
+        if (length == ring->tagged_bytes) {
+            others[TAKEN_REFUSED]++;
+        } else if (length < ring->frame_min) {
+            others[TAKEN_MALFORMED]++;
+        } else if (length > ring->frame_max || length > row_bytes) {
+            others[TAKEN_OVERSIZE]++;
+        } else {
+            memcpy(rows + slots[taken] * row_bytes, (uint8_t *)head + head->tp_mac, (size_t)length);
+            lengths[taken] = length;
+            stamps_ns[taken] = (int64_t)head->tp_sec * 1000000000 + head->tp_nsec;
+            taken++;
+        }
+        __atomic_store_n(&head->tp_status, TP_STATUS_KERNEL, __ATOMIC_RELEASE);
+        ring->next = ring->next + 1 == ring->frames ? 0 : ring->next + 1;
+    }
+    return taken;
+}
+
+static int kind_of(int error) {
+    if (error == EMSGSIZE) return SENT_OVERSIZE;
+    return error == ENETDOWN || error == ENXIO || error == ENODEV ? SENT_UNREACHABLE : SENT_FAILED;
+}
+
+/* Send the rows that `slots` names, in order and without waiting. What cannot leave is counted in `failures` and left
+ * out. Return how many have left; `bytes` is told how many bytes those are. */
+API int64_t dlcp_packets_send(int socket, const uint8_t *rows, int64_t row_bytes, const int64_t *slots,
+                              const int64_t *lengths, int64_t count, int64_t *bytes, int64_t *failures) {
+    struct mmsghdr messages[TOGETHER];
+    struct iovec pieces[TOGETHER];
+    memset(messages, 0, sizeof messages);
+    for (int i = 0; i < TOGETHER; i++) messages[i].msg_hdr.msg_iov = &pieces[i], messages[i].msg_hdr.msg_iovlen = 1;
+    int64_t sent = 0, done = 0;
+    *bytes = 0;
+    while (done < count) {
+        int n = count - done < TOGETHER ? (int)(count - done) : TOGETHER;
+        for (int i = 0; i < n; i++) {
+            pieces[i].iov_base = (void *)(rows + slots[done + i] * row_bytes);
+            pieces[i].iov_len = (size_t)lengths[done + i];
+        }
+        int left = sendmmsg(socket, messages, (unsigned)n, MSG_DONTWAIT);
+        if (left > 0) {
+            for (int i = 0; i < left; i++) *bytes += lengths[done + i];
+            sent += left, done += left;
+        } else if (errno != EINTR) {
+            failures[kind_of(errno)]++, done++;
+        }
+    }
+    return sent;
+}

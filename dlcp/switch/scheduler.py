@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traffic managers of all ports over arrays: what `dlcp.switch.queues` does with objects, for Numba.
+
+All functions are plain Python that Numba can compile, and `dlcp.switch.compiled` takes their source. A packet is a row
+of bytes; its number is its *slot*. One array holds a row of numbers for each slot, another one for each port; the
+names below are the columns. Waiting packets are chained from slot to slot, and so is what is on the line.
+
+Where the two differ in any packet, time or counter, one of them is wrong: a test compares them.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.switch.queues import (
+    LOSS_MODULUS,
+    LOSS_MULTIPLIER,
+    NEVER_NS,
+    QUEUES,
+    PortQueueing,
+    QueueCounters,
+    loss_seed,
+    loss_threshold,
+)
+
+Numbers = NDArray[np.int64]
+
+# Columns of a slot.
+LENGTH: Final = 0
+"""Bytes of the packet."""
+QUEUE: Final = 1
+ENQUEUED_NS: Final = 2
+ENQ_DEPTH: Final = 3
+NEXT: Final = 4
+"""The slot behind this one in its queue or on the line, -1 for none."""
+DUE_NS: Final = 5
+"""When it is at the far end of the line."""
+SLOT_CELLS: Final = 6
+
+# Columns of a port: how it queues,
+NUMBER: Final = 0
+RATE_BPS: Final = 1
+DELAY_NS: Final = 2
+LIMIT_PACKETS: Final = 3
+LIMIT_BYTES: Final = 4
+LOSS: Final = 5
+"""Of LOSS_MODULUS draws, those that mean a loss."""
+# what it holds,
+BUSY: Final = 6
+HELD_PACKETS: Final = 7
+HELD_BYTES: Final = 8
+FREE_NS: Final = 9
+FRACTION: Final = 10
+RANDOM: Final = 11
+LINE_HEAD: Final = 12
+LINE_TAIL: Final = 13
+OUT: Final = 14
+"""Packets that have reached the far end and wait to be handed over."""
+# what it has counted,
+LOST: Final = 15
+LOST_ARRIVING: Final = 16
+INGRESS_DROPS: Final = 17
+# and of each queue, from these columns on.
+DEPTH: Final = 18
+WAITING: Final = 26
+HEAD: Final = 34
+TAIL: Final = 42
+ENQUEUED: Final = 50
+TRANSMITTED: Final = 58
+TRANSMITTED_BYTES: Final = 66
+TAIL_DROPS: Final = 74
+EGRESS_DROPS: Final = 82
+MAX_DEPTH: Final = 90
+PORT_CELLS: Final = 98
+
+# Numbers of the whole switch.
+WAKE_NS: Final = 0
+"""When a packet departs or arrives next."""
+NO_PORT: Final = 1
+LATE_NS: Final = 2
+TREATED_NS: Final = 3
+"""The time up to which everything has been treated; no packet comes before it."""
+READY: Final = 4
+"""How many ports have packets in OUT; their places follow."""
+TOTAL_CELLS: Final = 5
+
+# Columns of what has come in.
+SLOT: Final = 0
+PLACE: Final = 1
+"""Place of the port among the rows of ports."""
+CAME_NS: Final = 2
+BYTES: Final = 3
+ARRIVED_CELLS: Final = 4
+
+
+def loses(port: Any) -> bool:
+    """Say whether the line loses the next frame."""
+    port[RANDOM] = port[RANDOM] * LOSS_MULTIPLIER % LOSS_MODULUS
+    return bool(port[RANDOM] < port[LOSS])
+
+
+def enqueue(port: Any, slots: Any, slot: int, queue: int, now_ns: int) -> bool:
+    """Let a packet wait in a queue; False when it was dropped because there is no room."""
+    depth = port[WAITING + queue]
+    held_bytes = port[HELD_BYTES] + slots[slot, LENGTH]
+    if depth >= port[DEPTH + queue] or port[HELD_PACKETS] >= port[LIMIT_PACKETS] or held_bytes > port[LIMIT_BYTES]:
+        port[TAIL_DROPS + queue] += 1
+        return False
+    if port[BUSY] == 0 and now_ns > port[FREE_NS]:
+        port[FREE_NS] = now_ns
+        port[FRACTION] = 0
+    slots[slot, QUEUE] = queue
+    slots[slot, ENQUEUED_NS] = now_ns
+    slots[slot, ENQ_DEPTH] = depth
+    slots[slot, NEXT] = -1
+    if depth == 0:
+        port[HEAD + queue] = slot
+    else:
+        slots[port[TAIL + queue], NEXT] = slot
+    port[TAIL + queue] = slot
+    port[WAITING + queue] = depth + 1
+    port[BUSY] |= 1 << queue
+    port[HELD_PACKETS] += 1
+    port[HELD_BYTES] = held_bytes
+    port[ENQUEUED + queue] += 1
+    if depth >= port[MAX_DEPTH + queue]:
+        port[MAX_DEPTH + queue] = depth + 1
+    return True
+
+
+def dequeue(port: Any, slots: Any, now_ns: int) -> int:
+    """Take the next packet of the most urgent queue if the line is free for it by now; -1 if there is none."""
+    if port[BUSY] == 0 or port[FREE_NS] > now_ns:
+        return -1
+    queue = 7
+    while not port[BUSY] >> queue & 1:
+        queue -= 1
+    slot = port[HEAD + queue]
+    port[HEAD + queue] = slots[slot, NEXT]
+    port[WAITING + queue] -= 1
+    if port[WAITING + queue] == 0:
+        port[BUSY] &= ~(1 << queue)
+    port[HELD_PACKETS] -= 1
+    port[HELD_BYTES] -= slots[slot, LENGTH]
+    return int(slot)
+
+
+def occupy(port: Any, size: int) -> None:
+    """Keep the line busy for as long as a packet takes."""
+    if port[RATE_BPS]:
+        bits = size * 8_000_000_000 + port[FRACTION]
+        port[FREE_NS] += bits // port[RATE_BPS]
+        port[FRACTION] = bits % port[RATE_BPS]
+
+
+def transmit(port: Any, slots: Any, slot: int) -> bool:
+    """Give the line the packet that was dequeued last; False when the line lost it."""
+    queue = slots[slot, QUEUE]
+    occupy(port, slots[slot, LENGTH])
+    port[TRANSMITTED + queue] += 1
+    port[TRANSMITTED_BYTES + queue] += slots[slot, LENGTH]
+    if port[LOSS] and loses(port):
+        port[LOST] += 1
+        return False
+    slots[slot, DUE_NS] = port[FREE_NS] + port[DELAY_NS]
+    slots[slot, NEXT] = -1
+    if port[LINE_HEAD] < 0:
+        port[LINE_HEAD] = slot
+    else:
+        slots[port[LINE_TAIL], NEXT] = slot
+    port[LINE_TAIL] = slot
+    return True
+
+
+def discard(port: Any, slots: Any, slot: int) -> None:
+    """Note that egress dropped the packet that was dequeued last. Its turn on the line is gone, as in hardware."""
+    occupy(port, slots[slot, LENGTH])
+    port[EGRESS_DROPS + slots[slot, QUEUE]] += 1
+
+
+def hand_over(port: Any, slots: Any, out: Any, now_ns: int) -> bool:
+    """Move the packets that have reached the far end of the line by now to ``out``, the oldest first.
+
+    Returns
+    -------
+    Whether they are the first there.
+    """
+    before = port[OUT]
+    while port[LINE_HEAD] >= 0 and slots[port[LINE_HEAD], DUE_NS] <= now_ns:
+        slot = port[LINE_HEAD]
+        port[LINE_HEAD] = slots[slot, NEXT]
+        out[port[OUT]] = slot
+        port[OUT] += 1
+    return bool(before == 0 and port[OUT] > 0)
+
+
+def wake_ns(port: Any, slots: Any) -> int:
+    """Return when there is something to do next: a departure or an arrival; NEVER_NS when all is empty."""
+    wake = NEVER_NS
+    if port[BUSY]:
+        wake = port[FREE_NS]
+    if port[LINE_HEAD] >= 0 and slots[port[LINE_HEAD], DUE_NS] < wake:
+        wake = slots[port[LINE_HEAD], DUE_NS]
+    return int(wake)
+
+
+def give_back(spare: Any, slot: int) -> None:
+    """Put a slot on the stack of free ones, which begins with their number."""
+    spare[0] += 1
+    spare[spare[0]] = slot
+
+
+COMPILED: Final = (
+    loses,
+    enqueue,
+    dequeue,
+    occupy,
+    transmit,
+    discard,
+    hand_over,
+    wake_ns,
+    give_back,
+)
+"""What the compiled flavour takes, callees first."""
+
+CONSTANTS: Final = {name: value for name, value in list(globals().items()) if name.isupper() and isinstance(value, int)}
+"""The numbers that those functions refer to by name."""
+
+
+def new_port(number: int, queueing: PortQueueing) -> Numbers:
+    """Return the row of a port that holds nothing."""
+    port = np.zeros(PORT_CELLS, np.int64)
+    port[NUMBER] = number
+    port[[LINE_HEAD, LINE_TAIL]] = -1
+    configure(port, queueing)
+    return port
+
+
+def configure(port: Numbers, queueing: PortQueueing) -> None:
+    """Change rate, depths, delay and loss; what waits already stays, even above a new depth."""
+    port[RATE_BPS] = queueing.rate_bps
+    port[DELAY_NS] = round(queueing.delay_s * 1e9)
+    port[LIMIT_PACKETS] = NEVER_NS if queueing.limit_packets is None else queueing.limit_packets
+    port[LIMIT_BYTES] = NEVER_NS if queueing.limit_bytes is None else queueing.limit_bytes
+    port[LOSS] = loss_threshold(queueing.loss)
+    port[RANDOM] = loss_seed(queueing.seed)
+    port[FRACTION] = 0
+    port[DEPTH : DEPTH + QUEUES] = queueing.depths()
+
+
+class PortColumns:
+    """The counters of one port as `dlcp.switch.queues.PortQueues` names them.
+
+    Parameters
+    ----------
+    port
+        The port's row; it stays the caller's and is looked at when asked.
+    """
+
+    def __init__(self, port: Numbers, queueing: PortQueueing) -> None:
+        self._port = port
+        self.queueing = queueing
+
+    def configure(self, queueing: PortQueueing) -> None:
+        """Change rate, depths, delay and loss; what waits already stays, even above a new depth."""
+        self.queueing = queueing
+        configure(self._port, queueing)
+
+    def clear(self) -> None:
+        """Drop all packets that wait; they count as dropped in egress. What is on the line arrives."""
+        port = self._port
+        port[EGRESS_DROPS : EGRESS_DROPS + QUEUES] += port[WAITING : WAITING + QUEUES]
+        port[WAITING : WAITING + QUEUES] = 0
+        port[[BUSY, HELD_PACKETS, HELD_BYTES]] = 0
+
+    def adopt(self, before: QueueCounters) -> None:
+        """Go on counting where another one has stopped."""
+        for column, counted in (
+            (ENQUEUED, before.enqueued),
+            (TRANSMITTED, before.transmitted),
+            (TRANSMITTED_BYTES, before.transmitted_bytes),
+            (TAIL_DROPS, before.tail_drops),
+            (EGRESS_DROPS, before.egress_drops),
+            (MAX_DEPTH, before.max_depth),
+        ):
+            self._port[column : column + QUEUES] = counted
+        self._port[LOST], self._port[LOST_ARRIVING] = before.lost, before.lost_arriving
+
+    def depth(self, queue: int) -> int:
+        """Return how many packets wait in a queue."""
+        return int(self._port[WAITING + queue])
+
+    @property
+    def enqueued(self) -> list[int]:
+        """Packets accepted, per queue."""
+        return self._queues(ENQUEUED)
+
+    @property
+    def transmitted(self) -> list[int]:
+        """Packets sent, per queue."""
+        return self._queues(TRANSMITTED)
+
+    @property
+    def transmitted_bytes(self) -> list[int]:
+        """Bytes sent, per queue."""
+        return self._queues(TRANSMITTED_BYTES)
+
+    @property
+    def tail_drops(self) -> list[int]:
+        """Packets refused because the queue or the port was full, per queue."""
+        return self._queues(TAIL_DROPS)
+
+    @property
+    def egress_drops(self) -> list[int]:
+        """Packets that the program dropped in egress, per queue."""
+        return self._queues(EGRESS_DROPS)
+
+    @property
+    def max_depth(self) -> list[int]:
+        """The longest each queue has been, in packets."""
+        return self._queues(MAX_DEPTH)
+
+    @property
+    def lost(self) -> int:
+        """Frames lost on the line away from the switch."""
+        return int(self._port[LOST])
+
+    @property
+    def lost_arriving(self) -> int:
+        """Frames lost on the line towards the switch."""
+        return int(self._port[LOST_ARRIVING])
+
+    def _queues(self, column: int) -> list[int]:
+        values: list[int] = self._port[column : column + QUEUES].tolist()
+        return values

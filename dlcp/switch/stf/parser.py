@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads packet tests: the statements of p4c's STF, and a few for what that cannot say. p4/stf/README.md describes them.
+
+A statement ends with its line, unless the next line begins with a blank. ``#`` begins a comment. A statement that is
+not known is an error, never skipped.
+"""
+
+import gzip
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from dlcp.suggestion import nearest
+from dlcp.switch.counters import EgressEvent, IngressEvent, event_index
+from dlcp.switch.entries import MeterRates, TableEntry, Value
+from dlcp.switch.stf.frames import FrameError, Pattern, frame
+from dlcp.switch.stf.statements import (
+    AddMember,
+    CheckCounter,
+    CheckRegister,
+    Expect,
+    NoPacket,
+    Packet,
+    Release,
+    Remove,
+    RemoveAll,
+    Script,
+    SetDefault,
+    SetGroup,
+    SetMeter,
+    Slow,
+    Statement,
+    StfError,
+    Wait,
+    Write,
+    WriteRegister,
+)
+
+_COMMENT: Final = re.compile(r'#.*|"')
+_CALL: Final = re.compile(r"^(?P<before>.*?)(?P<name>[A-Za-z_$][\w.$]*)\s*\((?P<arguments>[^()]*)\)\s*$", re.DOTALL)
+_CELL: Final = re.compile(r"^(?P<name>[\w.]+)\s*\((?P<index>[^()]*)\)\s*(?P<rest>.*)$", re.DOTALL)
+_COMPARISON: Final = re.compile(r"^(?:(?P<unit>packets|bytes)\s*)?(?P<comparison>==|!=|<=|>=|<|>)\s*(?P<value>\w+)$")
+_EVENTS: Final[dict[str, int]] = {event.name: int(event) for event in (*IngressEvent, *EgressEvent)}
+
+
+def read(path: Path) -> Script:
+    """Read a file; one whose name ends with ``.gz`` is unpacked.
+
+    Raises
+    ------
+    StfError
+        A statement that is unknown or wrong, or a file that sends no packet; with file and line.
+    """
+    packed = path.suffix == ".gz"
+    text = gzip.decompress(path.read_bytes()).decode() if packed else path.read_text(encoding="utf-8")
+    return parse(text, path)
+
+
+def parse(text: str, path: Path = Path("test")) -> Script:
+    """Read a text; errors as `read`."""
+    statements = []
+    for line, keyword, rest in _lines(text, path):
+        if keyword not in _READERS:
+            raise StfError(f"{path}:{line}: no statement {keyword!r}{nearest(keyword, _READERS)}")
+        try:
+            statements.append(_READERS[keyword](line, rest))
+        except (FrameError, ValueError) as error:
+            raise StfError(f"{path}:{line}: {keyword}: {error}") from None
+    script = Script(path, tuple(statements))
+    if not script.packets():
+        raise StfError(f"{path}: sends no packet, so it tests nothing")
+    return script
+
+
+def _lines(text: str, path: Path) -> Iterator[tuple[int, str, str]]:
+    """Return line number, keyword and rest of each statement."""
+    start, parts = 0, list[str]()
+    for number, line in enumerate([*text.splitlines(), "end"], 1):
+        bare = _COMMENT.sub("", line).rstrip()
+        if not bare:
+            continue
+        if bare[0].isspace():
+            if not parts:
+                raise StfError(f"{path}:{number}: a line that begins with a blank goes on with a statement; none began")
+            parts.append(bare)
+            continue
+        if parts:
+            keyword, _, rest = " ".join(parts).partition(" ")
+            yield start, keyword.lower(), rest.strip()
+        start, parts = number, [bare]
+
+
+# ------------------------------------------------------------------------------------------------------------ entries
+
+
+def _write(operation: str) -> Callable[[int, str], Statement]:
+    def read_it(line: int, rest: str) -> Statement:
+        call = _CALL.match(rest)
+        if call is not None:
+            table, priority, match = _matched(call["before"].split())
+            params = _params(call["arguments"])
+            return Write(line, operation, TableEntry(table, match, call["name"], params, priority=priority))
+        words = rest.split()
+        if len(words) < 3 or words[-2] not in ("member", "group"):
+            raise ValueError(f"ends with {words[-1:]}, expected ACTION(NAME:VALUE, ...), member ID or group ID")
+        table, priority, match = _matched(words[:-2])
+        number = int(words[-1], 0)
+        member, group = (number, None) if words[-2] == "member" else (None, number)
+        return Write(line, operation, TableEntry(table, match, member=member, group=group, priority=priority))
+
+    return read_it
+
+
+def _matched(words: Sequence[str]) -> tuple[str, int, dict[str, Value]]:
+    """Return table, priority and match of the words before an action."""
+    if not words:
+        raise ValueError("names no table")
+    table, *fields = words
+    priority = 0
+    if fields and fields[0].isdecimal():
+        priority = int(fields.pop(0))
+    match: dict[str, Value] = {}
+    for word in fields:
+        name, colon, value = word.partition(":")
+        if not colon:
+            raise ValueError(f"{word!r} is no FIELD:VALUE")
+        match[name] = _wildcards(value)
+    return table, priority, match
+
+
+def _wildcards(text: str) -> str:
+    """Return a match with p4c's ``*`` digits as value and mask; anything else as it is."""
+    prefix, digits = text[:2].lower(), text[2:]
+    if prefix not in ("0x", "0b") or "*" not in digits:
+        return text
+    ones = "f" if prefix == "0x" else "1"
+    return f"{prefix}{digits.replace('*', '0')}&&&{prefix}{re.sub('[^*]', ones, digits).replace('*', '0')}"
+
+
+def _params(text: str) -> dict[str, Value]:
+    params: dict[str, Value] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, colon, value = item.partition(":")
+        if not colon:
+            raise ValueError(f"{item!r} is no PARAMETER:VALUE")
+        params[name.strip()] = value.strip()
+    return params
+
+
+def _remove(line: int, rest: str) -> Statement:
+    if rest == "all":
+        return RemoveAll(line)
+    table, priority, match = _matched(rest.split())
+    return Remove(line, table, match, priority)
+
+
+def _set_default(line: int, rest: str) -> Statement:
+    call = _CALL.match(rest)
+    if call is None or len(call["before"].split()) != 1:
+        raise ValueError("expected TABLE ACTION(NAME:VALUE, ...)")
+    return SetDefault(line, call["before"].strip(), call["name"], _params(call["arguments"]))
+
+
+def _member(line: int, rest: str) -> Statement:
+    call = _CALL.match(rest)
+    if call is None:
+        raise ValueError("expected PROFILE ID ACTION(NAME:VALUE, ...)")
+    profile, number = call["before"].split()
+    return AddMember(line, profile, int(number, 0), call["name"], _params(call["arguments"]))
+
+
+def _group(line: int, rest: str) -> Statement:
+    profile, number, *members = rest.split()
+    return SetGroup(line, profile, int(number, 0), tuple(int(member, 0) for member in members))
+
+
+def _meter(line: int, rest: str) -> Statement:
+    *words, committed, peak = rest.split()
+    table, priority, match = _matched(words)
+    (cir, cburst), (pir, pburst) = (map(int, pair.split(":")) for pair in (committed, peak))
+    return SetMeter(line, table, match, priority, MeterRates(cir, cburst, pir, pburst))
+
+
+# -------------------------------------------------------------------------------------------------------------- state
+
+
+def _register_write(line: int, rest: str) -> Statement:
+    name, index, value = _cell_words(rest)
+    ago = value.startswith("now-")
+    return WriteRegister(line, name, _index(index), int(value.removeprefix("now-"), 0), ago)
+
+
+def _cell_words(rest: str) -> tuple[str, str, str]:
+    cell = _CELL.match(rest)
+    if cell is not None:
+        return cell["name"], cell["index"], cell["rest"]
+    name, index, value = rest.split()
+    return name, index, value
+
+
+def _index(text: str) -> int:
+    """Return an index: a number, or (port, queue) of a depth, or (port, queue, drop class, event)."""
+    parts = [part.strip() for part in text.split(",")]
+    match parts:
+        case [index]:
+            return int(index, 0)
+        case [port, queue]:
+            return int(port, 0) << 3 | int(queue, 0)
+        case [port, queue, drop_class, event]:
+            if event not in _EVENTS:
+                raise ValueError(f"no event {event!r}{nearest(event, _EVENTS)}")
+            return event_index(int(port, 0), int(queue, 0), int(drop_class, 0), _EVENTS[event])
+    raise ValueError(f"{text!r} is no index: give a number, PORT,QUEUE or PORT,QUEUE,CLASS,EVENT")
+
+
+def _check(line: int, rest: str) -> tuple[str, int, "re.Match[str]"]:
+    cell = _CELL.match(rest)
+    said = cell and _COMPARISON.match(cell["rest"].strip())
+    if cell is None or said is None:
+        raise ValueError("expected NAME(INDEX) == VALUE, for a counter NAME(INDEX) packets == VALUE or bytes == VALUE")
+    return cell["name"], _index(cell["index"]), said
+
+
+def _check_counter(line: int, rest: str) -> Statement:
+    name, index, said = _check(line, rest)
+    if said["unit"] is None:
+        raise ValueError("say what is counted: packets or bytes")
+    return CheckCounter(line, name, index, said["unit"], said["comparison"], int(said["value"], 0))
+
+
+def _check_register(line: int, rest: str) -> Statement:
+    name, index, said = _check(line, rest)
+    if said["unit"] is not None:
+        raise ValueError("a register counts neither packets nor bytes")
+    return CheckRegister(line, name, index, said["comparison"], int(said["value"], 0))
+
+
+# ------------------------------------------------------------------------------------------------------------ packets
+
+
+def _packet(line: int, rest: str) -> Statement:
+    port, _, text = rest.partition(" ")
+    pattern = frame(text)
+    if any(byte != 0xFF for byte in pattern.mask):
+        raise ValueError("a packet that is sent leaves nothing open; * is for expect")
+    return Packet(line, int(port, 0), pattern.value)
+
+
+def _expect(line: int, rest: str) -> Statement:
+    port, _, text = rest.partition(" ")
+    text = text.strip()
+    if not text:
+        return Expect(line, int(port, 0), None)
+    pattern: Pattern = frame(text.removesuffix("$"))
+    # As in p4c's STF, more may follow bytes that do not end with $; a frame of layers is whole.
+    longer = not text.endswith("$") and "(" not in text
+    return Expect(line, int(port, 0), pattern, longer)
+
+
+def _no_packet(line: int, rest: str) -> Statement:
+    if rest:
+        raise ValueError(f"takes nothing, not {rest!r}")
+    return NoPacket(line)
+
+
+def _wait(line: int, rest: str) -> Statement:
+    return Wait(line, float(rest) if rest else 0.1)
+
+
+def _slow(line: int, rest: str) -> Statement:
+    port, depth = rest.split()
+    return Slow(line, int(port, 0), int(depth, 0))
+
+
+def _release(line: int, rest: str) -> Statement:
+    return Release(line, int(rest, 0))
+
+
+_READERS: Final[dict[str, Callable[[int, str], Statement]]] = {
+    "add": _write("add"),
+    "modify": _write("modify"),
+    "remove": _remove,
+    "setdefault": _set_default,
+    "member": _member,
+    "group": _group,
+    "meter_set_rates": _meter,
+    "register_write": _register_write,
+    "check_register": _check_register,
+    "check_counter": _check_counter,
+    "packet": _packet,
+    "expect": _expect,
+    "no_packet": _no_packet,
+    "wait": _wait,
+    "slow": _slow,
+    "release": _release,
+}

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dlcp fabric`` as a person calls it."""
+
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from switches import free_port, running
+
+from dlcp.cli import main
+
+EXAMPLES = Path(__file__).parents[2] / "controller/examples"
+
+
+@pytest.fixture(scope="module")
+def builtin():
+    with running("builtin") as started:
+        yield started
+
+
+@pytest.fixture
+def file(builtin, tmp_path):
+    path = tmp_path / "star.yaml"
+    text = (EXAMPLES / "star.yaml").read_text()
+    path.write_text(text.replace("127.0.0.1:9559", builtin.address))
+    return path
+
+
+def test_check_shows_what_becomes_of_each_switch(capsys):
+    assert main(["fabric", "check", str(EXAMPLES / "leaf-spine.yaml")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["leaf1", "builtin", "127.0.0.1:9561", "plain", "4", "2", "4", "1", "91"] in rows
+    assert ["spine2", "builtin", "127.0.0.1:9564", "plain", "2", "0", "4", "0", "85"] in rows
+
+
+def test_a_wrong_description_is_one_line_that_says_where(file, capsys):
+    file.write_text(file.read_text().replace("a: h2,", "a: h22,"))
+    for command in ("check", "plan", "apply", "watch", "status"):
+        assert main(["fabric", command, str(file)]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert "star.yaml:19: links[1].a: there is no host 'h22'; did you mean h2" in line
+
+
+def test_plan_apply_and_status_in_turn(builtin, file, capsys):
+    builtin.restart()
+    assert main(["fabric", "plan", "--all", str(file)]) == 0
+    planned = capsys.readouterr().out
+    assert "install program" in planned
+    assert "insert ipv4_route ipv4_dst=10.0.0.3 -> group 3" in planned
+    assert main(["fabric", "apply", str(file)]) == 0
+    assert "s1: program installed, 91 inserted, 0 right already; 3 requests" in capsys.readouterr().out
+    assert main(["fabric", "apply", str(file)]) == 0
+    assert capsys.readouterr().out == "s1: nothing to do, 91 entries are right\n"
+    file.write_text(file.read_text().replace("ecn_at: 0.27", "ecn_at: 0.5"))
+    assert main(["fabric", "plan", str(file)]) == 0
+    assert "s1: 7 to modify, 84 right already" in capsys.readouterr().out
+    assert main(["fabric", "status", str(file)]) == 0
+    assert "7 changes due" in capsys.readouterr().out
+
+
+def test_a_switch_that_does_not_answer_is_an_error_that_names_it(file, builtin, capsys):
+    file.write_text(file.read_text().replace(builtin.address, f"127.0.0.1:{free_port()}"))
+    for command in ("plan", "apply", "status"):
+        assert main(["fabric", command, str(file)]) == 1
+        assert "dlcp fabric: switch s1 at 127.0.0.1:" in capsys.readouterr().err
+
+
+def test_options_that_make_no_sense_are_refused(file, capsys):
+    assert main(["fabric", "watch", str(file), "--every", "0"]) == 2
+    assert main(["fabric", "watch", str(file), "--metrics", "here"]) == 2
+    assert main(["fabric", "apply", str(file), "--election-id", "0"]) == 2
+    assert main(["fabric", "check", str(file), "--program", str(file.parent)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[0] for line in lines] == ["dlcp fabric"] * 4
+
+
+def test_watch_answers_prometheus_until_it_is_told_to_stop(builtin, file):
+    builtin.restart()
+    metrics = f"127.0.0.1:{free_port()}"
+    argv = [sys.executable, "-m", "dlcp.cli", "fabric", "watch", str(file), "--metrics", metrics, "--every", "0.2"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watch:
+        try:
+            assert watch.stdout.readline().startswith("watching: s1; metrics at http://127.0.0.1:")
+            deadline = time.monotonic() + 30
+            while 'dlcp_switch_changes_total{action="insert",switch="s1"} 91.0' not in (found := scrape(metrics)):
+                assert time.monotonic() < deadline, found
+                time.sleep(0.1)
+            watch.send_signal(signal.SIGTERM)
+            assert watch.wait(20) == 0
+        finally:
+            watch.kill()
+        assert "switch s1: program installed, 91 inserted" in watch.stderr.read()
+
+
+def scrape(address):
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        return answer.read().decode()

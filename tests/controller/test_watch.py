@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop that keeps switches as they should be, and what it tells Prometheus."""
+
+import asyncio
+import time
+import urllib.request
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+import pytest
+from finsy.proto import p4r
+from prometheus_client.parser import text_string_to_metric_families
+from switches import described, free_port
+
+from controller import bmv2, readings
+from controller.difference import Action, Change, difference
+from controller.fabric import Switch
+from controller.metrics import SwitchState, serve
+from controller.reconcile import reconcile, wanted
+from controller.session import Session
+from controller.shapes import star
+from controller.watch import Watcher
+from dlcp.switch.counters import EgressEvent, EventCount, IngressEvent, decode_events, event_index
+from dlcp.switch.queues import PortQueueing
+
+DEADLINE_S = 30
+
+
+def fabric_of(switch, **changes):
+    """A star of three hosts around a running switch."""
+    plain = star(3, ports="packet")
+    return replace(plain, switches=(replace(described(switch, "switch"), **changes),))
+
+
+def run(work):
+    return asyncio.run(asyncio.wait_for(work, DEADLINE_S))
+
+
+@asynccontextmanager
+async def watching(watcher):
+    task = asyncio.create_task(watcher.run())
+    try:
+        yield watcher.states["switch"]
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def held(fabric, pipeline):
+    async with Session(fabric.switches[0], pipeline) as session:
+        return difference(wanted(fabric, fabric.switches[0], pipeline), await session.entities())
+
+
+def test_a_restarted_switch_is_restored_and_one_that_is_right_is_left_alone(switch, pipeline):
+    fabric = fabric_of(switch)
+
+    async def work():
+        watcher = Watcher(fabric, pipeline, every_s=0.1)
+        async with watching(watcher) as state:
+            await until(lambda: state.connected)
+            writes = state.writes
+            reconciles = state.reconciles
+            await until(lambda: state.reconciles > reconciles + 2)
+            assert state.writes == writes == 3
+            await asyncio.to_thread(switch.restart)
+            await until(lambda: state.installs == 2 and state.connected)
+            assert state.failures >= 1
+            assert state.writes == 2 * writes
+            assert len(await held(fabric, pipeline)) == 0
+
+    run(work())
+
+
+def test_what_somebody_else_changed_is_put_right(switch, pipeline):
+    fabric = fabric_of(switch)
+
+    async def work():
+        watcher = Watcher(fabric, pipeline, every_s=0.1)
+        async with watching(watcher) as state:
+            await until(lambda: state.connected)
+            entity = wanted(fabric, fabric.switches[0], pipeline)[-1]
+            async with Session(fabric.switches[0], pipeline, election_id=99) as meddler:
+                await meddler.become_primary()
+                await meddler.write([Change(Action.DELETE, entity)])
+            # It stood by while the other had the say, and took over when it went.
+            await until(lambda: state.connected and state.changes["insert"] > len(wanted_count(fabric, pipeline)))
+            assert len(await held(fabric, pipeline)) == 0
+            assert state.installs == 1
+
+    run(work())
+
+
+def wanted_count(fabric, pipeline):
+    return wanted(fabric, fabric.switches[0], pipeline)
+
+
+def test_counters_are_read_as_they_stand_in_the_switch(switch, pipeline):
+    fabric = fabric_of(switch)
+    expected = {
+        "egress_events": [
+            EventCount("FORWARDED", 1, 3, 0, 5, 5000),
+            EventCount("FORWARDED", 2, 7, 0, 1, 60),
+            EventCount("MARKED", 3, 7, 7, 2, 99),
+        ],
+        "ingress_events": [EventCount("POLICY_DROP", 2, 4, 6, 9, 1234)],
+    }
+
+    async def work():
+        async with Session(fabric.switches[0], pipeline) as session:
+            await session.become_primary()
+            await reconcile(session, wanted_count(fabric, pipeline))
+            changes = [
+                Change(Action.MODIFY, counter(pipeline, name, count))
+                for name, counts in expected.items()
+                for count in counts
+            ]
+            changes.append(
+                Change(Action.MODIFY, counter(pipeline, "egress_events", EventCount("MARKED", 40, 0, 0, 7, 7)))
+            )
+            await session.write(changes)
+            return await readings.read(session, [1, 2, 3]), await readings.read(session, range(1, 64))
+
+    used, every = run(work())
+    assert list(used.events) == [*expected["ingress_events"], *expected["egress_events"]]
+    assert len(every.events) == len(used.events) + 1
+    assert used.packets("FORWARDED") == 6
+    assert used.packets("FORWARDED", port=1) == 5
+    if switch.kind == "bmv2":
+        assert used.depths is None
+    else:
+        assert used.depths == {(port, queue): 0 for port in (1, 2, 3) for queue in range(8)}
+
+
+def counter(pipeline, name, count):
+    events = {"ingress_events": IngressEvent, "egress_events": EgressEvent}[name]
+    index = event_index(count.port, count.queue, count.drop_class, events[count.event])
+    data = p4r.CounterData(packet_count=count.packets, byte_count=count.bytes)
+    counter_id = pipeline.counters[name].preamble.id
+    return p4r.Entity(counter_entry=p4r.CounterEntry(counter_id=counter_id, index=p4r.Index(index=index), data=data))
+
+
+def scrape(address):
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_name_switch_port_queue_and_event_and_no_more_of_them_than_there_are():
+    state = SwitchState(frozenset({1, 2}), connected=True, reconciles=7, writes=3)
+    state.changes["insert"] = 5
+    events = [EventCount("FORWARDED", port, 3, drop_class, 10, 1000) for port in range(64) for drop_class in (0, 1)]
+    events.append(EventCount("POLICY_DROP", 1, 2, 6, 4, 40))
+    state.readings = readings.Readings(tuple(events), {(1, 3): 12})
+    address = f"127.0.0.1:{free_port()}"
+    stop = serve({"s1": state}, address)
+    try:
+        found = scrape(address)
+    finally:
+        stop()
+    assert all(name.startswith("dlcp_") for name, _ in found)
+
+    def value(name, **labels):
+        return found[name, tuple(sorted({"switch": "s1", **labels}.items()))]
+
+    assert value("dlcp_switch_connected") == 1
+    assert value("dlcp_switch_reconciles_total") == 7
+    assert value("dlcp_switch_changes_total", action="insert") == 5
+    assert value("dlcp_switch_event_packets_total", port="1", queue="3", event="FORWARDED") == 20
+    assert value("dlcp_switch_event_bytes_total", port="1", queue="3", event="FORWARDED") == 2000
+    assert value("dlcp_switch_event_packets_total", port="other", queue="3", event="FORWARDED") == 62 * 20
+    assert value("dlcp_switch_policy_drops_total", port="1", drop_class="6") == 4
+    assert value("dlcp_switch_queue_depth_packets", port="1", queue="3") == 12
+    assert len({labels for name, labels in found if name == "dlcp_switch_event_packets_total"}) == 4
+
+
+def test_the_depth_of_bmv2s_queues_is_set_and_refusals_are_named(pipeline):
+    from switches import running
+
+    with running("bmv2") as switch:
+        reason = bmv2.unavailable(described(switch, thrift=switch.thrift))
+        if reason:
+            pytest.skip(reason)
+        one = {1: PortQueueing(depth_packets=20), 2: PortQueueing(depth_packets=tuple(range(1, 9)))}
+        run(bmv2.set_depths(described(switch, thrift=switch.thrift), one))
+        assert bmv2._commands(one)[:3] == ["set_queue_depth 20 1", "set_queue_depth 1 2 0", "set_queue_depth 2 2 1"]
+        nowhere = described(switch, thrift=f"127.0.0.1:{free_port()}")
+        with pytest.raises(bmv2.QueueDepthError, match=r"switch s1: simple_switch_CLI at 127.0.0.1:\d+: .*connect"):
+            run(bmv2.set_depths(nowhere, one))
+
+
+def test_why_depths_cannot_be_set_is_said(monkeypatch):
+    assert bmv2.unavailable(Switch("a")) == ""
+    assert "a has no thrift address" in bmv2.unavailable(Switch("a", "bmv2"))
+    monkeypatch.setenv("PATH", "")
+    assert "simple_switch_CLI is not on PATH" in bmv2.unavailable(Switch("a", "bmv2", thrift="127.0.0.1:9090"))
+
+
+def test_what_the_program_counts_is_what_the_controller_reads(pipeline):
+    """Packets through the built-in switch's program; its own counters and those read over P4Runtime agree."""
+    from switches import running
+    from traffic_of_a_host import frames
+
+    with running("builtin") as switch:
+        fabric = fabric_of(switch)
+        fabric = replace(fabric, hosts=(replace(fabric.hosts[0], trusted=False), *fabric.hosts[1:]))
+
+        async def work():
+            async with Session(fabric.switches[0], pipeline) as session:
+                await session.become_primary()
+                await reconcile(session, wanted_count(fabric, pipeline))
+                program = switch.loop.program
+                for port, frame in frames():
+                    packet = bytearray(frame)
+                    out, _, carry = program.ingress(packet, port, 1)
+                    if out < 64:
+                        program.egress(packet, carry, out, 1, 0, 0, 0, 1)
+                return program, await readings.read(session, [1, 2, 3])
+
+        program, found = run(work())
+    counted = []
+    for name, events in readings.COUNTERS.items():
+        values = program.counters[name].values()
+        counted += decode_events(events, values[:, 0], values[:, 1])
+    assert list(found.events) == counted
+    assert found.packets("UNTRUSTED") > 0
+    assert found.packets("NO_ROUTE") > 0
+    assert found.packets("FORWARDED", port=2) > 0

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switches that answer P4Runtime: the built-in one and BMv2's, each in a process of its own."""
+
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+from simple_switch import _MESSAGE, _PACKET_IN, _Pair
+
+from dlcp.switch.namespace import Namespace, available
+from dlcp.switch.ports.loopback import LoopbackHost
+from dlcp.wire import UDP_PORT_BASE
+
+DEVICE_ID = 7
+START_DEADLINE_S = 30.0
+STOP_DEADLINE_S = 10.0
+PACKET_DEADLINE_S = 5.0
+
+
+class BuiltIn:
+    """``dlcp switch --p4runtime``, without a program, with one port on the loopback interface."""
+
+    name = "built-in"
+
+    def __init__(self, *more: str, insecure: bool = True) -> None:
+        self.address = f"127.0.0.1:{_free_port()}"
+        self.host = _free_host()
+        self._arguments = [*(["--insecure"] if insecure else []), *more]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @staticmethod
+    def missing() -> str:
+        return ""
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "dlcp.cli", "switch", "--port", f"{self.host}=loopback"]
+        command += ["--p4runtime", self.address, "--device-id", str(DEVICE_ID), *self._arguments]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().decode()
+        assert line == f"switch ready: ports {self.host}; P4Runtime on {self.address}\n"
+
+    def kill(self) -> None:
+        """End at once, as in a crash."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.communicate(timeout=STOP_DEADLINE_S)
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.communicate(timeout=STOP_DEADLINE_S)
+            assert self._process.returncode == 0
+
+
+class Bmv2:
+    """simple_switch_grpc without a program; in a network namespace, for its Thrift server listens on all addresses."""
+
+    name = "simple_switch_grpc"
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="dlcp-p4runtime-")
+        self.address = f"unix:{self._folder.name}/grpc"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._namespace = Namespace("simple_switch_grpc")
+
+    @staticmethod
+    def missing() -> str:
+        if shutil.which("simple_switch_grpc") is None:
+            return "simple_switch_grpc is not on PATH"
+        works, reason = available()
+        return "" if works else reason
+
+    def start(self) -> None:
+        Path(self.address.removeprefix("unix:")).unlink(missing_ok=True)
+        notifications = f"ipc://{self._folder.name}/notifications.ipc"
+        command = [
+            "simple_switch_grpc",
+            "--no-p4",
+            "--device-id",
+            str(DEVICE_ID),
+            "--notifications-addr",
+            notifications,
+        ]
+        command += self._more()
+        command += ["--", "--grpc-server-addr", self.address, "--priority-queues", "8"]
+        self._process = self._namespace.popen(
+            command, cwd=self._folder.name, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        with grpc.insecure_channel(self.address) as channel:
+            grpc.channel_ready_future(channel).result(START_DEADLINE_S)
+
+    def _more(self) -> list[str]:
+        return []
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(STOP_DEADLINE_S)
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def close(self) -> None:
+        self.stop()
+        self._namespace.close()
+        self._folder.cleanup()
+
+
+class PacketBmv2(Bmv2):
+    """The same with a socket for packets in place of interfaces."""
+
+    def start(self) -> None:
+        super().start()
+        self._pair = _Pair(self._packets())
+
+    def port(self, data: bytes) -> int | None:
+        """Give it a packet on port 1 and return where it comes out; None if it does not in time."""
+        self._pair.send(_MESSAGE.pack(_PACKET_IN, 1, len(data)) + data)
+        answer = self._pair.receive(PACKET_DEADLINE_S)
+        return None if answer is None else int(_MESSAGE.unpack_from(answer)[1])
+
+    def close(self) -> None:
+        self._pair.close()
+        super().close()
+
+    def _packets(self) -> str:
+        return f"ipc://{self._folder.name}/packets"
+
+    def _more(self) -> list[str]:
+        return ["--packet-in", self._packets()]
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _free_host() -> int:
+    """Return a port of the built-in switch that no other switch of this machine has."""
+    for number in random.sample(range(100, 250), 100):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, suppress(OSError):
+            sock.bind((LoopbackHost.numbered(number - 1).alias, UDP_PORT_BASE))
+            return number
+    raise AssertionError("this machine runs too many switches")
+
+
+def wait_until(condition, deadline_s: float = 10.0) -> None:
+    """Wait for something to become true, and fail if it does not."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, "it has not happened in time"
+        time.sleep(0.01)
