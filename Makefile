@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench p4 clean
+.PHONY: help demo test test-testbed lint bench p4 clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +16,7 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.13 python3.12 python3.11 
 	$(shell $(python) -c '$(NEW_ENOUGH)' 2>/dev/null && echo $(python))))
 
 help: ## say what there is to make
-	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 14
 
 demo: $(STAMP) ## train a real model over a congested switch, with and without DLCP, and write a report page
 	@.ci/packages ip=iproute2
@@ -25,6 +25,10 @@ demo: $(STAMP) ## train a real model over a congested switch, with and without D
 test: lint ## set up, check style and types, and run every test
 	@.ci/packages ip=iproute2 tshark
 	@$(BIN)/python -m pytest
+
+test-testbed: $(STAMP) ## bring testbeds up, with BMv2 if it is there, and train over them; takes root and minutes
+	@.ci/packages ip=iproute2 tc=iproute2 mnexec=mininet ifconfig=net-tools
+	@DLCP_TESTBED=1 $(BIN)/python -m pytest tests/testbed
 
 lint: $(STAMP) ## check style and types
 	@$(BIN)/ruff check .

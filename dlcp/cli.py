@@ -16,6 +16,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "demo": ("dlcp.demo.command", "train over a congested switch, with and without DLCP, and write a report page"),
     "server": ("dlcp.collectives.command", "run a parameter server"),
     "switch": ("dlcp.switch.command", "run the built-in switch"),
+    "sim": ("sim.command", "simulate training on a cluster you do not have, and reproduce the paper's figures"),
     "fabric": ("controller.command", "tell the switches of a fabric what to do, and keep them so"),
     "testbed": ("controller.testbed.command", "train over real switches in Mininet, and compare (root)"),
 }

@@ -2,6 +2,7 @@
 """``dlcp bench``: measure something, and print one JSON document."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -32,9 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _declare(step, _step, rounds=9)
     step.add_argument("--ranks", type=int, default=4, metavar="N", help="(default: 4)")
     step.add_argument("--rate-mbps", type=float, metavar="R", help="of each rank's link (default: over loopback)")
+    step.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="what packets fit (default: 1500)")
     switch = names.add_parser("switch", help="the built-in switch between network interfaces, against simple_switch")
     _declare(switch, _switch, rounds=7)
-    step.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="what packets fit (default: 1500)")
+    sim = names.add_parser("sim", help="packet-hops a second of the simulator, beside ns.py")
+    sim.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds that count (default: 3)")
+    sim.set_defaults(measure=_sim)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -144,6 +148,12 @@ def _switch(arguments: argparse.Namespace) -> list[Result]:
         return measure(rounds=arguments.rounds, warm_up=arguments.warm_up, progress=say)
     except TrafficError as error:
         raise NamespaceError(str(error)) from error
+
+
+def _sim(arguments: argparse.Namespace) -> list[Result]:
+    # By name, for the simulator stands above this package and is loaded only when it is asked for.
+    results: list[Result] = importlib.import_module("sim.bench").measure(rounds=arguments.rounds)
+    return results
 
 
 def _mtu_suffix(mtu_bytes: int) -> str:

@@ -175,9 +175,7 @@ class Endpoint:
         if self._closing or self._closed:
             return
         if reason is None:
-            end_s = time.monotonic() + CLOSE_LINGER_S
-            while not self.protocol.settled and time.monotonic() < end_s and self._thread.is_alive():
-                time.sleep(0.005)
+            self._linger()
         with contextlib.suppress(TransportError):  # it has failed before, and told the peers
             if reason is not None:
                 self.call(lambda: self.protocol.abort(reason))
@@ -187,6 +185,15 @@ class Endpoint:
         if not self._thread.is_alive():
             self._closed = True
             self.protocol.engine.release()
+
+    def _linger(self) -> None:
+        """Wait until peers have what was sent to them, and for a moment until they know that it is confirmed."""
+        began_s = time.monotonic()
+        while not self.protocol.settled and self._thread.is_alive():
+            waits_s = CLOSE_LINGER_S if self.protocol.all_confirmed else self.options.silence_s
+            if time.monotonic() - began_s > waits_s:
+                return
+            time.sleep(0.005)
 
     def _stop(self) -> None:
         self._closing = True

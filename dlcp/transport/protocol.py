@@ -257,6 +257,11 @@ class Protocol:
         return [rank for rank, peer in self._peers.items() if not peer.greeted]
 
     @property
+    def all_confirmed(self) -> bool:
+        """Whether peers have confirmed all that was sent to them."""
+        return self._outbox.settled
+
+    @property
     def settled(self) -> bool:
         """Whether nothing is on its way and every peer knows it."""
         return self.inbox.settled and self._outbox.settled

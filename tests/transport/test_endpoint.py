@@ -72,6 +72,18 @@ def test_a_message_arrives_as_it_was_sent(pair):
     assert not pair[1].protocol.refused
 
 
+def test_who_closes_first_stays_until_the_other_has_all(pair):
+    for endpoint in pair:
+        endpoint.greet(LIMIT_S)
+    sender, receiver = pair
+    receiver.call(lambda: time.sleep(1.5))  # longer than confirmations are waited for
+    payload = bytes_of(100_003)
+    arrival, delivery = start(*pair, MessageKey(0, 0), payload)
+    sender.close()
+    np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
+    assert delivery.result(LIMIT_S).delivered.all()
+
+
 def test_many_threads_may_ask_at_once(pair):
     results = {}
 

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether what the hosts say they sent, received and lost is what the switches say they forwarded and dropped."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from controller.testbed.accounts import SwitchAccount
+from controller.testbed.layout import HostPlan, Layout
+from controller.testbed.place import RATE_WINDOW_S, Accounts
+from dlcp.wire import Queue
+
+GRADIENT_QUEUES: Final = (Queue.EXCESS, *range(Queue.FIRST_GRADIENT, Queue.LAST_GRADIENT + 1))
+"""Where data of a job with tags can be: its own queues, and the lowest, for what exceeds the job's share."""
+RATE_TOLERANCE: Final = 0.01
+"""How far above its rate a port may seem to be: the clock is read a moment before or after the counters."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison.
+
+    Parameters
+    ----------
+    what
+        What is compared.
+    hosts, switches
+        What either side counted; numbers, written out.
+    agree
+        Whether they agree; None if the switches do not count what it would take.
+    note
+        What follows, or what does not.
+    """
+
+    what: str
+    hosts: str
+    switches: str
+    agree: bool | None
+    note: str = ""
+
+
+def compare(
+    layout: Layout, accounts: Accounts, ledger: Mapping[str, Any] | None, *, tagged: bool, server: int | None
+) -> list[dict[str, Any]]:
+    """Return the findings of a run, as dicts that JSON can hold.
+
+    Parameters
+    ----------
+    layout
+        The testbed.
+    accounts
+        What was counted during the run.
+    ledger
+        The sum of the workers' ledgers; None if the run had none.
+    tagged
+        Whether its packets carried tags; without, gradients look like other traffic to a switch.
+    server
+        Number of the host of the parameter server; the ledger is then of what went to it.
+    """
+    if accounts.restarts:
+        what = "Counters of the switches"
+        note = "A switch was started again during the run, so its counters began anew and cannot be compared."
+        return [asdict(Finding(what, "-", "-", None, note))]
+    hosts = [host for host in layout.hosts if host.name in accounts.nics]
+    findings = [_received(hosts, accounts), _sent(hosts, accounts)]
+    if ledger is not None and tagged:
+        findings += [_gradients(hosts, layout, accounts, ledger, server), _policy(accounts, ledger)]
+    findings.append(_rate(layout, hosts, accounts))
+    return [asdict(finding) for finding in findings]
+
+
+def uncounted_tails(layout: Layout, accounts: Accounts) -> int | None:
+    """Return how many packets were lost between the hosts without any switch counting them; None if all are counted.
+
+    BMv2 says nothing of a packet that finds its queue full: it is what the hosts sent, less what is accounted for.
+    """
+    if all(account.tail_drops is not None for account in accounts.switches.values()):
+        return None
+    sent = sum(nic.sent for nic in accounts.nics.values())
+    hosts = [host for host in layout.hosts if host.name in accounts.nics]
+    return sent - _at_hosts(hosts, accounts, "FORWARDED") - _dropped(accounts.switches.values())
+
+
+def _received(hosts: list[HostPlan], accounts: Accounts) -> Finding:
+    """Compare host by host what arrived with what the program let out of the host's port."""
+    received = {host.name: accounts.nics[host.name].received for host in hosts}
+    forwarded = {host.name: accounts.switches[host.switch].count("FORWARDED", ports=[host.port]) for host in hosts}
+    differing = [name for name in received if received[name] != forwarded[name]]
+    note = (
+        f"Each of the {len(hosts)} hosts alone agrees, too."
+        if not differing
+        else _difference(differing, received, forwarded)
+    )
+    return Finding(
+        "Frames received by hosts, and forwarded to them",
+        f"{sum(received.values()):,}",
+        f"{sum(forwarded.values()):,}",
+        not differing,
+        note,
+    )
+
+
+def _sent(hosts: list[HostPlan], accounts: Accounts) -> Finding:
+    """Compare what hosts sent with what came out at hosts or was dropped on the way."""
+    sent = sum(accounts.nics[host.name].sent for host in hosts)
+    forwarded = _at_hosts(hosts, accounts, "FORWARDED")
+    dropped = _dropped(accounts.switches.values())
+    tails = [account.tails() for account in accounts.switches.values()]
+    counted = f"{forwarded:,} forwarded, {dropped:,} dropped by the program"
+    what = "Frames sent by hosts, and what became of them"
+    if None in tails:
+        rest = sent - forwarded - dropped
+        note = f"The other {rest:,} found a queue full; BMv2 does not count those."
+        return Finding(
+            what, f"{sent:,}", counted, None if rest >= 0 else False, note if rest >= 0 else "More than was sent."
+        )
+    full = sum(tail for tail in tails if tail is not None)
+    return Finding(what, f"{sent:,}", f"{counted}, {full:,} at a full queue", sent == forwarded + dropped + full)
+
+
+def _gradients(
+    hosts: list[HostPlan], layout: Layout, accounts: Accounts, ledger: Mapping[str, Any], server: int | None
+) -> Finding:
+    """Compare the data packets of the ledgers with those of the switches.
+
+    A switch tells data from control by the queue that the packet asks for: control asks for the most urgent, which data
+    never does. What exceeds a share is moved to the lowest queue, and counted under the queue that it asked for.
+    """
+    chosen = hosts if server is None else [hosts[server]]
+    what = "Gradient packets, sent by the ledgers and seen by the switches"
+    if server is not None and len(layout.switches) > 1:
+        note = "Between switches, gradients to a server and results from it share queues, and are not told apart."
+        return Finding(what, f"{ledger['sent']:,}", "-", None, note)
+    at: dict[str, list[int]] = {}
+    for host in chosen:
+        at.setdefault(host.switch, []).append(host.port)
+    seen, tails, moved = 0, 0, 0
+    uncounted = False
+    for name, account in accounts.switches.items():
+        ports = at.get(name, [])
+        drop_ports = None if server is None else ports
+        seen += account.count("FORWARDED", ports=ports, queues=GRADIENT_QUEUES)
+        seen += account.count("POLICY_DROP", ports=drop_ports)
+        moved += account.count("OVER_SHARE", ports=ports, queues=[Queue.CONTROL])
+        full = account.tails(ports=drop_ports, queues=GRADIENT_QUEUES)
+        uncounted |= full is None
+        tails += full or 0
+    seen += tails - moved
+    sent = ledger["sent"]
+    if uncounted:
+        rest = sent - seen
+        note = "None was lost at a full queue." if not rest else f"The other {rest:,} found a queue full, uncounted."
+        return Finding(
+            what, f"{sent:,}", f"{seen:,}", rest == 0 or (None if rest > 0 else False), note if rest >= 0 else ""
+        )
+    return Finding(what, f"{sent:,}", f"{seen:,}", sent == seen, f"{tails:,} of them found a queue full.")
+
+
+def _policy(accounts: Accounts, ledger: Mapping[str, Any]) -> Finding:
+    """Check that the hosts know of everything that was dropped by choice, and that nothing protected was."""
+    dropped = sum(account.count("POLICY_DROP") for account in accounts.switches.values())
+    never = sum(
+        packets
+        for account in accounts.switches.values()
+        for place, packets in account.events.items()
+        if place.event == "POLICY_DROP" and place.drop_class == 0
+    )
+    known = ledger["lost"] + ledger["retransmitted"]
+    note = f"Of class 0, never to be dropped: {never:,}. A packet may be sent again without need."
+    return Finding(
+        "Lost or sent again, and dropped by choice (at most as many)",
+        f"{known:,}",
+        f"{dropped:,}",
+        dropped <= known and not never,
+        note,
+    )
+
+
+def _rate(layout: Layout, hosts: list[HostPlan], accounts: Accounts) -> Finding:
+    """Check that no port has carried more than its rate."""
+    asked = {
+        host.name: next(port.rate_bps for port in layout.switch(host.switch).ports if port.number == host.port)
+        for host in hosts
+    }
+    name = max(asked, key=lambda name: accounts.busiest_bps[name] / asked[name])
+    busiest = accounts.busiest_bps[name]
+    allowed = asked[name] * (1 + RATE_TOLERANCE + accounts.late_s / RATE_WINDOW_S)
+    late = f" A switch was up to {1e3 * accounts.late_s:.0f} ms late, and made up for it." if accounts.late_s else ""
+    return Finding(
+        "Busiest second of any port, and its rate",
+        f"{busiest / 1e6:.2f} Mbit/s",
+        f"{asked[name] / 1e6:.2f} Mbit/s",
+        busiest <= allowed,
+        f"At {name}.{late}",
+    )
+
+
+def _at_hosts(hosts: Iterable[HostPlan], accounts: Accounts, event: str) -> int:
+    return sum(accounts.switches[host.switch].count(event, ports=[host.port]) for host in hosts)
+
+
+def _dropped(switches: Iterable[SwitchAccount]) -> int:
+    """Return the packets that the program has dropped: by policy, for want of a route, or as no router may forward."""
+    return sum(account.count(event) for account in switches for event in ("POLICY_DROP", "NO_ROUTE", "REFUSED"))
+
+
+def _difference(names: list[str], received: Mapping[str, int], forwarded: Mapping[str, int]) -> str:
+    return "They differ at " + ", ".join(f"{name} by {received[name] - forwarded[name]:+,}" for name in names) + "."

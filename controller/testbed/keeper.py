@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that holds a testbed while it is up: Mininet's namespaces live as long as the shells it keeps in them.
+
+``python -m controller.testbed.keeper`` reads a layout from its standard input, builds it, says that it is ready, starts
+again each switch that ends, and removes everything when it is told to end.
+"""
+
+import dataclasses
+import os
+import signal
+import sys
+import threading
+from typing import Final
+
+import msgspec
+
+from controller.testbed.errors import TestbedError
+from controller.testbed.layout import Layout
+from controller.testbed.network import Network
+from controller.testbed.state import ProcessId, StateFile, TestbedState
+
+READY: Final = "testbed ready"
+SUPERVISE_S: Final = 0.2
+"""How often it looks whether all switches run. Chosen by us: a switch is away for longer than this anyway."""
+
+
+def keep(layout: Layout) -> None:
+    """Hold a testbed until a signal says stop.
+
+    Raises
+    ------
+    TestbedError
+        A part could not be made.
+    """
+    files = StateFile(layout.name)
+    files.write(TestbedState(layout, ProcessId.of(os.getpid()), tuple(layout.namespaces)))
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: stopped.set())
+    network = Network(layout, files)
+    try:
+        network.start()
+        made = files.read()
+        assert made is not None
+        files.write(dataclasses.replace(made, ready=True))
+        print(READY, flush=True)
+        while not stopped.wait(SUPERVISE_S):
+            network.supervise()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        network.stop()
+
+
+def main() -> int:
+    """Hold the testbed that standard input lays out; return the exit status."""
+    try:
+        keep(msgspec.json.decode(sys.stdin.buffer.read(), type=Layout))
+    except (TestbedError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Network namespaces with names, which outlive the process that made them: what ``ip netns`` shows.
+
+A name keeps a namespace in being, so no other can take its place, and whatever runs in it can be found and ended, also
+after a crash.
+"""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from controller.testbed.errors import TestbedError
+from dlcp.switch.namespace import enter
+
+FOLDER: Final = Path("/run/netns")
+"""Where iproute2 keeps the names."""
+END_DEADLINE_S: Final = 5.0
+_POLL_S: Final = 0.05
+
+_T = TypeVar("_T")
+
+
+class NamedNamespace:
+    """A network namespace that has a name.
+
+    Parameters
+    ----------
+    name
+        As ``ip netns list`` shows it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def path(self) -> str:
+        """The file that stands for it."""
+        return str(FOLDER / self.name)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a namespace of this name."""
+        return Path(self.path).exists()
+
+    def attach(self, pid: int) -> None:
+        """Give this name to the namespace of a process.
+
+        Raises
+        ------
+        TestbedError
+            The name is taken, or namespaces cannot be given names here.
+        """
+        ip("netns", "attach", self.name, str(pid))
+
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Call a function in a thread that is in this namespace; sockets it makes stay in there."""
+        results: list[_T] = []
+        errors: list[BaseException] = []
+
+        def enter_and_call() -> None:
+            try:
+                enter(self.path)
+                results.append(function())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=enter_and_call, name=f"dlcp-{self.name}")
+        thread.start()
+        thread.join()
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def popen(self, argv: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
+        """Start a process in this namespace; options as for ``subprocess.Popen``."""
+        return self.call(lambda: subprocess.Popen(argv, **options))
+
+    def pids(self) -> list[int]:
+        """Return the processes that are in this namespace."""
+        return [int(pid) for pid in ip("netns", "pids", self.name).split()] if self.exists else []
+
+    def clear(self) -> int:
+        """End all processes in this namespace, politely first, and return how many there were.
+
+        Raises
+        ------
+        TestbedError
+            Some did not end.
+        """
+        began = self.pids()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for pid in self.pids():
+                _signal(pid, number)
+            deadline_s = time.monotonic() + END_DEADLINE_S
+            while self.pids() and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+        left = self.pids()
+        if left:
+            raise TestbedError(f"namespace {self.name}: processes {left} do not end; they wait in the kernel")
+        return len(began)
+
+    def remove(self) -> None:
+        """End what runs in it, and let it and its interfaces go."""
+        if self.exists:
+            self.clear()
+            ip("netns", "delete", self.name)
+
+
+def run_in(namespace: NamedNamespace, *argv: str) -> str:
+    """Run a program to its end in a namespace and return what it prints.
+
+    Raises
+    ------
+    TestbedError
+        With what it said.
+    """
+    done = namespace.call(lambda: subprocess.run(argv, capture_output=True, text=True, check=False))
+    if done.returncode:
+        raise TestbedError(f"{namespace.name}: {' '.join(argv)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def ip(*arguments: str) -> str:
+    """Run ``ip`` of iproute2 and return what it prints.
+
+    Raises
+    ------
+    TestbedError
+        With what it said.
+    """
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise TestbedError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

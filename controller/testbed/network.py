@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mininet's nodes and links for a layout, with switches that are programs of ours."""
+
+from pathlib import Path
+from typing import Any, Final
+
+from controller.testbed import emulator
+from controller.testbed.doorway import Doorways
+from controller.testbed.layout import HOST_INTERFACE, HostPlan, Layout, PortPlan, SwitchPlan
+from controller.testbed.namespaces import NamedNamespace, run_in
+from controller.testbed.shaping import limit_rate
+from controller.testbed.state import ProcessId, StateFile, SwitchState
+from controller.testbed.switches import SwitchProgram, make
+from dlcp.switch.namespace import CONGESTION_CONTROL, turn_off_offloads
+
+_Switch: Final[Any] = emulator.load("node").Switch
+
+
+class ProgramSwitch(_Switch):  # type: ignore[misc]  # Mininet has no types
+    """A Mininet switch that is a process of its own over the interfaces of its namespace.
+
+    Parameters
+    ----------
+    name
+        Mininet's name for it.
+    program
+        What plays it.
+    """
+
+    def __init__(self, name: str, *, program: SwitchProgram, **params: Any) -> None:
+        super().__init__(name, dpid=f"{program.plan.device_id:x}", **params)
+        self.program = program
+
+    def start(self, controllers: object) -> None:
+        """Start the program; it needs none of Mininet's controllers."""
+        self.program.start()
+
+    def stop(self, deleteIntfs: bool = True) -> None:  # noqa: N803 - Mininet's name
+        """End the program, and remove its interfaces if asked to."""
+        self.program.stop()
+        super().stop(deleteIntfs)
+
+    def connected(self) -> bool:
+        """Say whether the program runs."""
+        return self.program.running
+
+
+class Network:
+    """A layout as a running Mininet.
+
+    Parameters
+    ----------
+    layout
+        What to build.
+    files
+        Where the switches' processes are noted, and their logs go.
+    """
+
+    def __init__(self, layout: Layout, files: StateFile) -> None:
+        self._layout = layout
+        self._files = files
+        self._mininet = emulator.network()
+        self._programs = {plan.name: make(layout.kind, plan, files) for plan in layout.switches}
+        self._restarts = dict.fromkeys(self._programs, 0)
+        self._doorways: Doorways | None = None
+
+    def start(self) -> None:
+        """Build everything and start the switches.
+
+        Raises
+        ------
+        TestbedError
+            A part could not be made.
+        """
+        nodes = {plan.name: self._add_switch(plan) for plan in self._layout.switches}
+        nodes |= {plan.name: self._add_host(plan) for plan in self._layout.hosts}
+        for host in self._layout.hosts:
+            self._add_link((nodes[host.name], HOST_INTERFACE), (nodes[host.switch], self._port(host)))
+        for trunk in self._layout.trunks:
+            first, second = ((nodes[name], self._interface(name, port)) for name, port in trunk.ends)
+            self._add_link(first, second)
+        self._mininet.build()
+        for host in self._layout.hosts:
+            self._introduce(host)
+        for switch in self._layout.switches:
+            for port in switch.ports:
+                self._prepare_port(switch, port)
+        self._mininet.start()
+        for name in self._programs:
+            self._note(name)
+        self._doorways = Doorways([way for program in self._programs.values() for way in program.ways])
+
+    def supervise(self) -> None:
+        """Start again each switch that has ended: empty, as a switch that was switched off and on."""
+        for name, program in self._programs.items():
+            if not program.running:
+                self._restarts[name] += 1
+                program.start()
+                self._note(name)
+
+    def stop(self) -> None:
+        """End the switches and remove everything."""
+        if self._doorways is not None:
+            self._doorways.close()
+        for program in self._programs.values():
+            program.stop()
+        self._mininet.stop()
+
+    def _note(self, name: str) -> None:
+        process = ProcessId.of(self._programs[name].pid)
+        self._files.update_switch(name, SwitchState(process, self._restarts[name]))
+
+    def _add_switch(self, plan: SwitchPlan) -> Any:
+        node = self._mininet.addSwitch(
+            plan.name, cls=ProgramSwitch, program=self._programs[plan.name], inNamespace=True
+        )
+        return self._named(node, plan.namespace)
+
+    def _add_host(self, plan: HostPlan) -> Any:
+        # Without an address here, for Mininet would set it through ifconfig, which cannot choose the route.
+        return self._named(self._mininet.addHost(plan.name, ip=None), plan.namespace)
+
+    def _named(self, node: Any, name: str) -> Any:
+        namespace = NamedNamespace(name)
+        namespace.attach(node.pid)
+        namespace.call(_disable_ipv6)
+        run_in(namespace, "ip", "link", "set", "lo", "up")
+        return node
+
+    def _add_link(self, first: tuple[Any, str], second: tuple[Any, str]) -> None:
+        self._mininet.addLink(first[0], second[0], intfName1=first[1], intfName2=second[1])
+
+    def _port(self, host: HostPlan) -> str:
+        return self._interface(host.switch, host.port)
+
+    def _interface(self, switch: str, port: int) -> str:
+        return next(plan.interface for plan in self._layout.switch(switch).ports if plan.number == port)
+
+    def _introduce(self, host: HostPlan) -> None:
+        """Give a host its address, its route, and all its neighbours: no address resolution crosses the switches."""
+        namespace = NamedNamespace(host.namespace)
+        mtu = str(self._layout.mtu_bytes)
+        run_in(namespace, "ip", "link", "set", HOST_INTERFACE, "down")
+        run_in(namespace, "ip", "link", "set", HOST_INTERFACE, "address", host.mac, "mtu", mtu, "up")
+        run_in(namespace, "ip", "addr", "add", f"{host.address}/32", "dev", HOST_INTERFACE)
+        for other in self._layout.hosts:
+            if other is host:
+                continue
+            run_in(
+                namespace,
+                *("ip", "route", "replace", f"{other.address}/32", "dev", HOST_INTERFACE),
+                *("src", host.address, "congctl", CONGESTION_CONTROL),
+            )
+            neighbour = ("neigh", "replace", other.address, "lladdr", other.mac, "dev", HOST_INTERFACE)
+            run_in(namespace, "ip", *neighbour, "nud", "permanent")
+        namespace.call(lambda: turn_off_offloads(HOST_INTERFACE))
+
+    def _prepare_port(self, switch: SwitchPlan, port: PortPlan) -> None:
+        namespace = NamedNamespace(switch.namespace)
+        run_in(namespace, "ip", "link", "set", port.interface, "mtu", str(self._layout.mtu_bytes), "up")
+        namespace.call(lambda: turn_off_offloads(port.interface))
+        if self._layout.kind == "bmv2":
+            limit_rate(namespace, port.interface, port.rate_bps)
+
+
+def _disable_ipv6() -> None:
+    """Keep IPv6 off all interfaces of the caller's namespace, those still to come too: the switches route IPv4."""
+    for which in ("all", "default"):
+        Path(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6").write_text("1", encoding="ascii")

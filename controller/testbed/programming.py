@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller of a testbed for as long as something runs over it, in a thread."""
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections.abc import Coroutine
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from types import TracebackType
+from typing import Any, Final, TypeVar
+
+from controller import readings
+from controller.fabric import Fabric
+from controller.pipeline import Pipeline
+from controller.session import ControlError, Session
+from controller.testbed.doorway import LOOPBACK
+from controller.testbed.errors import TestbedError
+from controller.testbed.layout import Layout
+from controller.watch import Watcher
+from dlcp.switch.counters import EventCount
+
+PROGRAM_DEADLINE_S: Final = 30.0
+READ_DEADLINE_S: Final = 20.0
+EVERY_S: Final = 5.0
+"""How often the switches' state is compared with what it should be. A lost connection is noticed at once."""
+_POLL_S: Final = 0.05
+
+_T = TypeVar("_T")
+
+
+def with_addresses(fabric: Fabric, layout: Layout) -> Fabric:
+    """Return a fabric with the kind and the addresses that its switches have in a testbed."""
+    switches = tuple(
+        dataclasses.replace(
+            switch,
+            kind=layout.kind,
+            ports="packet",
+            device_id=plan.device_id,
+            grpc=f"{LOOPBACK}:{plan.control_port}",
+            insecure=True,
+            tls=None,
+            thrift=f"{LOOPBACK}:{plan.thrift_port}" if layout.kind == "bmv2" else "",
+        )
+        for switch, plan in zip(fabric.switches, layout.switches, strict=True)
+    )
+    return dataclasses.replace(fabric, switches=switches, mtu_bytes=layout.mtu_bytes)
+
+
+class Controller:
+    """Keeps the switches of a testbed as a fabric wants them; a context manager. When made, they are so.
+
+    Parameters
+    ----------
+    fabric
+        What should be, with the testbed's addresses.
+
+    Raises
+    ------
+    TestbedError
+        A switch was not reached, or did not take its entries, in time.
+    """
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        self._pipeline = Pipeline()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="dlcp-controller", daemon=True)
+        self._thread.start()
+        self._watcher = Watcher(fabric, self._pipeline, every_s=EVERY_S)
+        self._task = asyncio.run_coroutine_threadsafe(self._watcher.run(), self._loop)
+        try:
+            self._await_programmed()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Controller":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def installs(self) -> int:
+        """How often a switch had to be given the program: once each, and again after every restart."""
+        return sum(state.installs for state in self._watcher.states.values())
+
+    def events(self, name: str) -> tuple[EventCount, ...]:
+        """Return what the program of a switch has counted until now.
+
+        Raises
+        ------
+        TestbedError
+            It does not answer.
+        """
+        try:
+            return self._call(self._read(name)).events
+        except (ControlError, FutureTimeoutError) as error:
+            raise TestbedError(f"switch {name} does not tell its counters: {error}") from error
+
+    def close(self) -> None:
+        """Leave the switches as they are."""
+        self._task.cancel()
+        self._call(_settle())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(READ_DEADLINE_S)
+        self._loop.close()
+
+    def _await_programmed(self) -> None:
+        deadline_s = time.monotonic() + PROGRAM_DEADLINE_S
+        while not all(state.connected for state in self._watcher.states.values()):
+            if self._task.done():
+                self._task.result()
+            if time.monotonic() > deadline_s:
+                away = [name for name, state in self._watcher.states.items() if not state.connected]
+                raise TestbedError(f"switch {away[0]} was not programmed within {PROGRAM_DEADLINE_S:.0f} s")
+            time.sleep(_POLL_S)
+
+    async def _read(self, name: str) -> readings.Readings:
+        async with Session(self._fabric.switch(name), self._pipeline) as session:
+            return await readings.read(session, self._fabric.neighbours[name])
+
+    def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(READ_DEADLINE_S)
+
+
+async def _settle() -> None:
+    """Let cancelled tasks end."""
+    current = asyncio.current_task()
+    await asyncio.gather(*(task for task in asyncio.all_tasks() if task is not current), return_exceptions=True)
