@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small integer arithmetic that both engines share: plain Python that Numba compiles to the same numbers.
+
+Numba's 64-bit integers wrap round and are signed, Python's are not; `draw` and `mix` give the same with both.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+MASK64: Final = (1 << 64) - 1
+GOLDEN: Final = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio, Knuth's multiplier."""
+DRAW_LIMIT: Final = 1 << 31
+"""`draw` gives 0 to this, without this."""
+PS_PER_S: Final = 1_000_000_000_000
+PS_PER_US: Final = 1_000_000
+RATE_SHIFT: Final = 10
+
+
+def seconds_to_ps(seconds: float) -> int:
+    """Return whole picoseconds."""
+    return round(seconds * PS_PER_S)
+
+
+def ps_per_kibibyte(rate_gbps: float) -> int:
+    """Return how long 1,024 bytes take, which is exact for all usual rates and off by 1 in 10^4 at most for others."""
+    return round(8 * 1024 * 1000 / rate_gbps)
+
+
+def draw(state: int) -> tuple[int, int]:
+    """Return the next state of a xorshift generator (Marsaglia, 2003: 13, 7, 17) and 31 random bits; not for Numba."""
+    state ^= state << 13 & MASK64
+    state ^= state >> 7
+    state ^= state << 17 & MASK64
+    return state, state >> 33
+
+
+def mix(value: int, salt: int) -> int:
+    """Return 31 bits that depend on both; not for Numba."""
+    return ((value ^ salt) * GOLDEN & MASK64) >> 33
+
+
+def _entropy_table() -> NDArray[np.int64]:
+    zero = zlib.crc32(bytes(17))
+    table = np.zeros((4, 256), np.int64)
+    for place in range(4):
+        for value in range(256):
+            data = bytearray(17)
+            data[13 + place] = value
+            table[place, value] = zlib.crc32(data) ^ zero
+    return table
+
+
+ENTROPY_TABLE: Final = _entropy_table()
+"""What the bytes of the entropy add to the hash by which the P4 program chooses a path, for CRC-32 is affine."""
+
+
+def path_hashes(
+    source: NDArray[np.int64], target: NDArray[np.int64], source_port: NDArray[np.int64], target_port: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the hash of the P4 program's selector over (source, target, UDP, ports, entropy 0), shape (n,)."""
+    zero = np.zeros(len(source), np.int64)
+    fields = (address(source), 4), (address(target), 4), (zero + 17, 1), (source_port, 2), (target_port, 2), (zero, 4)
+    return _crc32(fields)
+
+
+def address(host: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the IPv4 addresses of hosts, 10.0.0.1 upwards."""
+    return np.asarray(host, np.int64) + 0x0A000001
+
+
+def slot_owners(
+    job: NDArray[np.int64], step: NDArray[np.int64], message: NDArray[np.int64], sender: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the CRC-32 by which the P4 program knows a message, shape (n,)."""
+    return _crc32(((job, 2), (step, 4), (message, 2), (sender, 2)))
+
+
+def _crc32(fields: Sequence[tuple[NDArray[np.int64], int]]) -> NDArray[np.int64]:
+    """Return the CRC-32 of fields of so many bytes each, row by row."""
+    # The table's entry for a byte is the hash's change of state; undo what zlib adds before and after.
+    table = np.array([zlib.crc32(bytes([value]), 0xFFFFFFFF) ^ 0xFFFFFFFF for value in range(256)], np.int64)
+    state = np.full(len(fields[0][0]), 0xFFFFFFFF, np.int64)
+    for values, size in fields:
+        for shift in range(8 * (size - 1), -1, -8):
+            state = table[(state ^ (np.asarray(values, np.int64) >> shift)) & 255] ^ state >> 8
+    return state ^ 0xFFFFFFFF
+
+
+def cube_root(value: float) -> float:
+    """Return the cube root of ``value`` >= 0 by Newton's method: the same bits on every machine, unlike ``pow``."""
+    if value <= 0.0:
+        return 0.0
+    root = max(1.0, value)
+    for _ in range(200):
+        better = (2.0 * root + value / (root * root)) / 3.0
+        if better >= root:
+            break
+        root = better
+    return root

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packet-hops a second of the simulator, data and acknowledgements, on one core; beside ns.py where that is installed.
+
+Rates are per second of the processor's time, for neither side waits for anything; the ring is timed by the clock.
+
+``sim.ps64``: 64 workers push 25 MB each to 8 parameter servers and pull it back, over 9 leaves and 4 spines at
+100 Gbit/s, DLCP with a bound of 10 %. ``sim.ring1024``: a ring all-reduce of 25 MB over 1,024 ranks in 32 racks, DCTCP.
+``sim.nspy``: eight hosts send 10 Gbit/s through one switch to eight others, the same packets here and in ns.py
+(``pip install ns.py``).
+
+Run ``python -m sim.bench`` or ``python tests/bench/sim.py``; it prints one JSON document.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import simpy
+
+from dlcp.bench.interleave import interleave
+from dlcp.bench.report import Result, result, say, show
+from sim import CollectiveJob, Scenario, Simulation, simulate
+from sim.counters import HOPS_CONTROL, HOPS_DATA
+from sim.graph import GraphBuilder
+from sim.switches import SwitchSpec
+from sim.topology.specs import LeafSpine, LinkSpec, Star
+from sim.transports import Dctcp, Dlcp, NewReno
+
+SERVERS = tuple(range(0, 64, 8))
+
+
+def parameter_server(size_bytes: int) -> Scenario:
+    """Return 64 workers and 8 servers, one server in each of 8 racks."""
+    workers = tuple(host for host in range(72) if host not in SERVERS)
+    job = CollectiveJob(
+        name="job",
+        hosts=SERVERS + workers,
+        servers=len(SERVERS),
+        size_bytes=size_bytes,
+        collective="parameter_server",
+        transport="dlcp",
+        loss_bound=0.1,
+    )
+    return Scenario(
+        topology=LeafSpine(leaves=9, spines=4, hosts_per_leaf=8),
+        switches=SwitchSpec(discipline="dlcp"),
+        transports={"dlcp": Dlcp(switch_hops=3)},
+        jobs=(job,),
+    )
+
+
+def ring(ranks: int, size_bytes: int) -> Scenario:
+    """Return a ring over racks of 32."""
+    job = CollectiveJob(name="job", hosts=tuple(range(ranks)), size_bytes=size_bytes, collective="ring")
+    return Scenario(
+        topology=LeafSpine(leaves=ranks // 32, spines=16, hosts_per_leaf=32), transports={"dctcp": Dctcp()}, jobs=(job,)
+    )
+
+
+def hops_per_s(scenario: Scenario) -> float:
+    """Run a scenario, return its packet-hops a second."""
+    began = time.process_time()
+    outcome = simulate(scenario, engine="kernel", keep_messages=False)
+    return outcome.hops / (time.process_time() - began)
+
+
+def ours_beside_nspy(packets: int) -> float:
+    """Run eight flows of single packets through a switch, return packet-hops a second."""
+    scenario = Scenario(
+        topology=Star(hosts=16, host_link=LinkSpec(rate_gbps=10.0)), transports={"t": NewReno(max_window_packets=64.0)}
+    )
+    simulation = Simulation(scenario, engine="kernel")
+    builder = GraphBuilder()
+    builder.messages(np.arange(8), np.arange(8, 16), packets * 1440, transport=0)
+    simulation.submit(builder.build())
+    began = time.process_time()
+    simulation.run()
+    counts = simulation.engine.counts
+    return float(counts[HOPS_DATA] + counts[HOPS_CONTROL]) / (time.process_time() - began)
+
+
+def nspy(packets: int) -> float:
+    """Run the same in ns.py: generator, port and wire of each host, switch, wires, sinks."""
+    # Not imported by name: who type-checks or reads this may not have it.
+    generator, port, wire, sink, switches = (
+        importlib.import_module(f"ns.{name}")
+        for name in ("packet.dist_generator", "port.port", "port.wire", "packet.sink", "switch.switch")
+    )
+    env = simpy.Environment()
+    switch = switches.SimplePacketSwitch(env, 8, 10e9, 240)
+    switch.demux.fib = {flow: flow for flow in range(8)}
+    for flow in range(8):
+        source = generator.DistPacketGenerator(
+            env, f"host{flow}", lambda: 1.2e-6, lambda: 1500, size=packets * 1500, flow_id=flow
+        )
+        out, up, down = port.Port(env, 10e9), wire.Wire(env, lambda: 1e-6), wire.Wire(env, lambda: 1e-6)
+        source.out, out.out, up.out = out, up, switch
+        switch.ports[flow].out, down.out = down, sink.PacketSink(env, rec_arrivals=False, rec_waits=False)
+    began = time.process_time()
+    env.run()
+    taken = time.process_time() - began
+    received = sum(int(item.packets_received) for item in switch.ports)
+    if received != 8 * packets:
+        raise RuntimeError(f"ns.py delivered {received} of {8 * packets} packets")
+    return 2 * received / taken
+
+
+def measure_ring(ranks: int, size_bytes: int) -> tuple[float, dict[str, float]]:
+    """Run the ring in a process of its own, return seconds by the clock and what else there is to know."""
+    command = [sys.executable, "-m", "sim.bench", "--only-ring", str(ranks), "--bytes", str(size_bytes)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    seconds, processor_s, hops, memory = (float(item) for item in output.split())
+    details = {
+        "processor_s": round(processor_s, 1),
+        "packet_hops_per_processor_s": round(hops / processor_s),
+        "memory_gb": round(memory, 2),
+    }
+    return seconds, details
+
+
+def measure(*, rounds: int, size_bytes: int = 25_000_000, ranks: int = 1024, packets: int = 2000) -> list[Result]:
+    """Measure all three.
+
+    Parameters
+    ----------
+    rounds
+        That count.
+    size_bytes
+        What each worker or rank exchanges.
+    packets
+        Of each of the eight flows, in ns.py; the kernel gets fifty times as many.
+    """
+    hops_per_s(parameter_server(100_000))  # compiles
+    contenders: dict[str, Callable[[], float]] = {"ours": lambda: ours_beside_nspy(packets * 50)}
+    if importlib.util.find_spec("ns") is not None:
+        contenders["ns.py"] = lambda: nspy(packets)
+    else:
+        say("ns.py is not installed: pip install ns.py")
+    samples = interleave(contenders, rounds=rounds, warm_up=1, progress=say)
+    scenario = parameter_server(size_bytes)
+    rates = interleave({"ours": lambda: hops_per_s(scenario)}, rounds=rounds, warm_up=0, progress=say)["ours"]
+    seconds, details = measure_ring(ranks, size_bytes)
+    return [
+        result("sim.ps64", "packet-hops/s", rates, smaller_is_better=False),
+        result("sim.ring1024", "s", [seconds], details=details),
+        result("sim.nspy", "packet-hops/s", samples["ours"], samples.get("ns.py"), smaller_is_better=False),
+    ]
+
+
+def main() -> None:
+    """Print the document."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bytes", type=int, default=25_000_000)
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--packets", type=int, default=2000, help="of each flow, beside ns.py")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only-ring", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.only_ring:
+        hops_per_s(parameter_server(100_000))
+        began, processor = time.perf_counter(), time.process_time()
+        outcome = simulate(ring(options.only_ring, options.bytes), engine="kernel", keep_messages=False)
+        taken = time.perf_counter() - began
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        print(taken, time.process_time() - processor, outcome.hops, memory)
+        return
+    show(measure(rounds=options.rounds, size_bytes=options.bytes, ranks=options.ranks, packets=options.packets))
+
+
+if __name__ == "__main__":
+    main()

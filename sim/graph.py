@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs of messages and of computing, each node begun when those before it are done: what an engine is given.
+
+A node without bytes is computing, or a barrier if it takes no time. A message node begins at its source when all nodes
+before it are done and its delay is over, and is done when its target has what it needs. Nodes and edges are added by
+thousands at a time, for a ring of 1,024 ranks has two million of them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Nodes = NDArray[np.int64]
+OWN_LANE = -1
+
+NODE = np.dtype(
+    [
+        ("source", np.int32),
+        ("target", np.int32),
+        ("size_bytes", np.int64),
+        ("delay_ps", np.int64),
+        ("order", np.int64),
+        ("transport", np.int16),
+        ("lane", np.int16),
+        ("queue", np.int8),
+        ("layer", np.uint8),
+        ("watched", np.bool_),
+        ("class_shares", np.int16),
+        ("loss_bound", np.float64),
+        ("job", np.int32),
+        ("step", np.int64),
+        ("message", np.int32),
+        ("sender", np.int32),
+    ],
+    align=True,
+)
+"""What is asked of a node; see `GraphBuilder.messages`."""
+
+RECORD = np.dtype(
+    [
+        ("begin_ps", np.int64),
+        ("end_ps", np.int64),
+        ("packets", np.int32),
+        ("missing_packets", np.int32),
+        ("sent_packets", np.int32),
+    ]
+)
+"""What became of a node: when it began (packets could be sent) and ended, packets of the message, those that its target
+did without, and packets sent, repetitions included."""
+
+
+class GraphBuilder:
+    """Collects nodes and edges."""
+
+    def __init__(self) -> None:
+        self._nodes: list[NDArray[Any]] = []
+        self._befores: list[Nodes] = []
+        self._afters: list[Nodes] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def messages(
+        self,
+        source: ArrayLike,
+        target: ArrayLike,
+        size_bytes: ArrayLike,
+        *,
+        transport: int,
+        queue: ArrayLike = -1,
+        lane: ArrayLike = 0,
+        order: ArrayLike = 0,
+        delay_ps: ArrayLike = 0,
+        loss_bound: ArrayLike = 0.0,
+        class_shares: ArrayLike = -1,
+        layer: ArrayLike = 0,
+        job: ArrayLike = 0,
+        step: ArrayLike = 0,
+        message: ArrayLike = 0,
+        sender: ArrayLike | None = None,
+        watched: ArrayLike = False,
+    ) -> Nodes:
+        """Add messages; what is given as one number holds for all.
+
+        Parameters
+        ----------
+        source, target
+            Hosts.
+        transport
+            Number of the transport in `Simulation.transports`.
+        queue
+            0 to 7, 7 the most urgent; -1 takes the transport's.
+        lane
+            Messages of the same job, hosts, transport and lane share a stream: its window, and its order of sending.
+            `OWN_LANE` gives the message a stream of its own, as a flow of the background has.
+        order
+            Within a stream the message of the smallest order goes first, and of equal ones the one that began first;
+            one that has begun to be sent is not interrupted.
+        delay_ps
+            From when all before it are done to when it begins.
+        loss_bound
+            Share of its packets that may be lost, with a transport that bounds loss.
+        class_shares
+            Number of a distribution of drop classes, from `Simulation.class_shares`; -1 takes the transport's.
+        job, step, message, sender
+            What the header tells of it; together they name the message to a switch.
+        watched
+            Whether its end is told to whoever submits the graph.
+
+        Returns
+        -------
+        Numbers of the nodes, int64 (n,).
+        """
+        given = {
+            "source": source,
+            "target": target,
+            "size_bytes": size_bytes,
+            "delay_ps": delay_ps,
+            "order": order,
+            "transport": transport,
+            "lane": lane,
+            "queue": queue,
+            "layer": layer,
+            "watched": watched,
+            "class_shares": class_shares,
+            "loss_bound": loss_bound,
+            "job": job,
+            "step": step,
+            "message": message,
+            "sender": source if sender is None else sender,
+        }
+        count = max(np.size(values) for values in given.values())
+        nodes = np.zeros(count, NODE)
+        for name, values in given.items():
+            nodes[name] = values
+        return self._add(nodes)
+
+    def delays(self, delay_ps: ArrayLike, *, watched: ArrayLike = False) -> Nodes:
+        """Add nodes that take time and send nothing: computing."""
+        nodes = np.zeros(max(np.size(delay_ps), np.size(watched)), NODE)
+        nodes["source"] = nodes["target"] = -1
+        nodes["delay_ps"], nodes["watched"] = delay_ps, watched
+        return self._add(nodes)
+
+    def barrier(self, before: ArrayLike, *, watched: bool = False) -> int:
+        """Add a node that is done when all of ``before`` are."""
+        node = int(self.delays(0, watched=watched)[0])
+        self.follow(before, node)
+        return node
+
+    def follow(self, before: ArrayLike, after: ArrayLike) -> None:
+        """Let each of ``after`` begin no earlier than its one of ``before`` is done; shapes are broadcast."""
+        first, second = np.broadcast_arrays(np.asarray(before, np.int64), np.asarray(after, np.int64))
+        self._befores.append(first.ravel())
+        self._afters.append(second.ravel())
+
+    def _add(self, nodes: NDArray[Any]) -> Nodes:
+        first = self._count
+        self._nodes.append(nodes)
+        self._count += len(nodes)
+        return np.arange(first, self._count)
+
+    def build(self) -> "Graph":
+        """Return the graph.
+
+        Raises
+        ------
+        ValueError
+            It is empty, or an edge leads to or from a node that there is not.
+        """
+        if not self._count:
+            raise ValueError("a graph needs a node")
+        nodes = self._nodes[0] if len(self._nodes) == 1 else np.concatenate(self._nodes)
+        before, after = _joined(self._befores), _joined(self._afters)
+        for end in (before, after):
+            if len(end) and not 0 <= end.min() <= end.max() < self._count:
+                raise ValueError(f"an edge names node {end.max()}; there are {self._count}")
+        waits = np.bincount(after, minlength=self._count).astype(np.int32)
+        followers = np.bincount(before, minlength=self._count)
+        starts = np.zeros(self._count + 1, np.int64)
+        np.cumsum(followers, out=starts[1:])
+        return Graph(nodes, waits, starts, after[np.argsort(before, kind="stable")].astype(np.int32))
+
+
+class Graph:
+    """Nodes and who waits for whom.
+
+    Attributes
+    ----------
+    nodes
+        `NODE` (n,).
+    waits
+        int32 (n,): for how many nodes each has to wait.
+    starts, followers
+        Those who wait for node i are ``followers[starts[i]:starts[i + 1]]``.
+    """
+
+    def __init__(
+        self, nodes: NDArray[Any], waits: NDArray[np.int32], starts: Nodes, followers: NDArray[np.int32]
+    ) -> None:
+        self.nodes, self.waits, self.starts, self.followers = nodes, waits, starts, followers
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+
+def _joined(parts: Sequence[Nodes]) -> Nodes:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)

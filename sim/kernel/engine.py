@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel from outside: arrays that grow, graphs that come and go, links that fail."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.counters import CELLS
+from sim.engine import Note
+from sim.graph import RECORD as NODE_RECORD
+from sim.kernel import state as k
+from sim.kernel.events import BUCKETS, WORD
+from sim.kernel.loop import push_many, run
+from sim.kernel.world import WORLD, bind
+from sim.plan import NDP, PFABRIC, R_DISCIPLINE, SELECTIVE, SWIFT, Plan
+from sim.submission import Submission
+from sim.topology.network import Routes
+
+_POOL: Final = 1 << 12
+"""Packets, records and events that there is room for at first. Chosen by us; arrays double when they are full."""
+_NOTES: Final = 1 << 12
+_LINE_BYTES: Final = 64
+
+
+class KernelEngine:
+    """Moves the packets of a plan; see `sim.engine.Engine`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._counts = np.zeros(CELLS, np.int64)
+        self._world = np.zeros(1, WORLD)
+        self._w = self._world[0]
+        self._w["hosts"] = plan.hosts
+        self._w["free_stream"] = -1
+        self._times, self._keys = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._far_times, self._far_keys = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._events = np.zeros(0, k.EVENT)
+        self._buckets = np.full(BUCKETS, -1, np.int32)
+        self._occupied = np.zeros(BUCKETS // WORD, np.int64)
+        self._w["bucket_shift"], self._w["free_event"] = _bucket_shift(plan), -1
+        self._grow_events(_POOL)
+        self._ports = _make_ports(plan)
+        self._switches = np.zeros(len(plan.network.names), k.SWITCH)
+        self._switches["random"], self._switches["salt"] = plan.node_random, plan.node_salt
+        self._switches["divisor"] = plan.divisors
+        rules = plan.rules.cells()
+        switches = len(plan.network.names) - plan.hosts
+        selective = rules[R_DISCIPLINE] == SELECTIVE
+        self._slots = np.zeros((switches, k.SLOTS) if selective else (1, 1), k.SLOT)
+        self._streams = np.zeros(0, k.STREAM)
+        self._stream_count = 0
+        self._places: dict[int, int] = {-1: -1}
+        self._messages = np.zeros(0, k.MESSAGE)
+        self._graphs = np.zeros(16, k.GRAPH)
+        self._followers = np.zeros(0, np.int32)
+        self._notes = np.zeros((_NOTES, 2), np.int64)
+        self._seg = np.zeros(0, np.uint8)
+        self._packets, self._records = np.zeros(0, k.PACKET), np.zeros(0, k.RECORD)
+        self._rules, self._routes = rules, plan.routes
+        self._free_graphs = list(range(15, -1, -1))
+        self._ranges: dict[int, tuple[slice, slice, slice]] = {}
+        self._graph_numbers: dict[int, int] = {}
+        self._message_room, self._seg_room, self._follower_room = _Room(), _Room(), _Room()
+        self._bound: dict[str, NDArray[Any]] = {}
+        self._grow_packets()
+        self._grow_records()
+
+    # ------------------------------------------------------------------------------------------------------ running
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Return what was counted, in the cells of `sim.counters`."""
+        return self._counts
+
+    def _bind(self) -> None:
+        """Tell the kernel where those arrays are now that have moved."""
+        routes = self._routes
+        arrays = {
+            "times": self._times,
+            "keys": self._keys,
+            "far_times": self._far_times,
+            "far_keys": self._far_keys,
+            "events": self._events,
+            "buckets": self._buckets,
+            "occupied": self._occupied,
+            "ports": self._ports,
+            "packets": self._packets,
+            "switches": self._switches,
+            "slots": self._slots,
+            "streams": self._streams,
+            "messages": self._messages,
+            "graphs": self._graphs,
+            "followers": self._followers,
+            "notes": self._notes,
+            "records": self._records,
+            "seg": self._seg,
+            "transports": self.plan.transports,
+            "profiles": self.plan.profiles,
+            "route_row": routes.row,
+            "route_table": routes.table,
+            "choices": routes.choices,
+            "rules": self._rules,
+            "counts": self._counts,
+        }
+        for name, array in arrays.items():
+            if self._bound.get(name) is not array:
+                bind(self._w, name, array)
+                self._bound[name] = array
+
+    @property
+    def now_ps(self) -> int:
+        """Return the time of the latest event."""
+        return int(self._w["now"])
+
+    def run(self, limit_ps: int) -> list[Note]:
+        """Go on until something is to be told, at most to ``limit_ps``."""
+        while True:
+            self._bind()
+            reason = run(self._world, limit_ps)
+            if reason != k.GROW:
+                break
+            self._grow()
+        notes = [self._note(int(kind), int(number)) for kind, number in self._notes[: self._w["noted"]]]
+        self._w["noted"] = 0
+        return notes
+
+    def _note(self, kind: int, number: int) -> Note:
+        if kind == k.NODE_DONE:
+            slot = int(self._messages[number]["graph"])
+            nodes = self._ranges[slot][0]
+            return Note(kind, self._graph_numbers[slot], number - nodes.start)
+        return Note(kind, self._graph_numbers[number], -1)
+
+    def has_events(self) -> bool:
+        """Return whether anything is left to happen."""
+        return bool(self._w["events_waiting"])
+
+    # ------------------------------------------------------------------------------------------------------- graphs
+
+    def submit(self, submission: Submission) -> None:
+        """Take in a graph; what waits for nothing begins after its delay."""
+        graph = submission.graph
+        count = len(graph)
+        self._add_streams(submission.new_streams)
+        nodes = self._message_room.take(count)
+        segments = self._seg_room.take(int(submission.packets.sum()))
+        edges = self._follower_room.take(len(graph.followers))
+        self._messages = _enlarged(self._messages, nodes.stop)
+        self._seg = _enlarged(self._seg, segments.stop)
+        self._followers = _enlarged(self._followers, edges.stop)
+        slot = self._take_graph()
+        self._ranges[slot], self._graph_numbers[slot] = (nodes, segments, edges), submission.number
+        self._graphs[slot] = (count, count, nodes.start)
+        self._seg[segments] = 0
+        self._followers[edges] = graph.followers + nodes.start
+        rows = self._messages[nodes]
+        rows[:] = np.zeros(1, k.MESSAGE)
+        rows["delay"], rows["order"] = graph.nodes["delay_ps"], graph.nodes["order"]
+        rows["begin"] = rows["end"] = -1
+        rows["offset"] = segments.start + np.cumsum(submission.packets) - submission.packets
+        rows["owner"], rows["step"], rows["salt"] = submission.owner, graph.nodes["step"], submission.salt
+        rows["followers"] = edges.start + graph.starts[:-1]
+        rows["follower_count"] = np.diff(graph.starts)
+        rows["waits"], rows["graph"], rows["packets"] = graph.waits, slot, submission.packets
+        serials, inverse = np.unique(submission.streams, return_inverse=True)
+        rows["stream"] = np.array([self._places[serial] for serial in serials.tolist()])[inverse]
+        rows["last_bytes"], rows["required"] = submission.last_bytes, submission.packets - submission.allowed
+        rows["budget"], rows["profile"] = submission.budget, submission.profile
+        rows["transport"], rows["queue"] = graph.nodes["transport"], submission.queue
+        rows["watched"], rows["bounded"] = graph.nodes["watched"], submission.bounded
+        self._w["followers_max"] = max(self._w["followers_max"], rows["follower_count"].max())
+        first = np.flatnonzero(graph.waits == 0)
+        self._begin(first + nodes.start, submission.now_ps + graph.nodes["delay_ps"][first])
+
+    def _begin(self, nodes: NDArray[np.int64], times: NDArray[np.int64]) -> None:
+        self._grow_events(int(self._w["events_waiting"]) + len(nodes) + k.SPARE)
+        self._bind()
+        push_many(self._world, times, nodes)
+
+    def records(self, number: int) -> NDArray[Any]:
+        """Return what became of the nodes of a graph that has not been forgotten: `sim.graph.RECORD` (n,)."""
+        slot = next(slot for slot, known in self._graph_numbers.items() if known == number)
+        rows = self._messages[self._ranges[slot][0]]
+        records = np.zeros(len(rows), NODE_RECORD)
+        records["begin_ps"], records["end_ps"], records["packets"] = rows["begin"], rows["end"], rows["packets"]
+        records["missing_packets"], records["sent_packets"] = rows["missing"], rows["sent"]
+        return records
+
+    def forget(self, number: int) -> None:
+        """Give the room of a closed graph back."""
+        slot = next(slot for slot, known in self._graph_numbers.items() if known == number)
+        nodes, segments, edges = self._ranges.pop(slot)
+        self._message_room.give(nodes)
+        self._seg_room.give(segments)
+        self._follower_room.give(edges)
+        del self._graph_numbers[slot]
+        self._free_graphs.append(slot)
+
+    def _add_streams(self, new: NDArray[np.int64]) -> None:
+        if not len(new):
+            return
+        places = np.empty(len(new), np.int64)
+        for number, serial in enumerate(new[:, 0].tolist()):
+            place = int(self._w["free_stream"])
+            if place >= 0:
+                self._w["free_stream"] = self._streams["next"][place]
+                self._places.pop(int(self._streams["serial"][place]), None)
+            else:
+                place = self._stream_count
+                self._stream_count += 1
+                self._streams = _enlarged(self._streams, self._stream_count)
+            places[number] = self._places[serial] = place
+        rows = np.zeros(len(new), k.STREAM)
+        for name in ("head", "tail", "again_head", "again_tail", "next", "first", "last", "epoch"):
+            rows[name] = -1
+        for column, name in enumerate(("serial", "source", "target", "transport", "hash", "hash_back", "own")):
+            rows[name] = new[:, column]
+        chosen = self.plan.transports[new[:, 3]]
+        slow = ~np.isin(chosen["kind"], (SWIFT, PFABRIC, NDP))
+        rows["window"], rows["alpha"] = chosen["window"], 1.0
+        rows["threshold"] = np.where(slow, chosen["window_max"], 0.0)
+        self._streams[places] = rows
+
+    def _take_graph(self) -> int:
+        if not self._free_graphs:
+            count = len(self._graphs)
+            self._graphs = _enlarged(self._graphs, 2 * count)
+            self._free_graphs = list(range(len(self._graphs) - 1, count - 1, -1))
+        return self._free_graphs.pop()
+
+    # -------------------------------------------------------------------------------------------------------- links
+
+    def set_loss(self, links: Sequence[int], loss: int) -> None:
+        """Let links lose packets from now on, ``loss`` of `sim.arithmetic.DRAW_LIMIT`."""
+        self._ports["loss"][list(links)] = loss
+
+    def set_routes(self, routes: Routes) -> None:
+        """Let packets go other ways from now on."""
+        self._routes = routes
+
+    def link_bytes(self) -> NDArray[np.int64]:
+        """Return the bytes that each link has carried, int64 (links,)."""
+        return np.array(self._ports["sent_bytes"])
+
+    def queue_bytes(self) -> NDArray[np.int64]:
+        """Return the bytes that wait for each link at a switch now, int64 (links,)."""
+        return np.array(self._ports["bytes"])
+
+    def queue_bytes_max(self) -> NDArray[np.int64]:
+        """Return the most bytes that ever waited for each link at a switch, int64 (links,)."""
+        return np.array(self._ports["bytes_max"])
+
+    # ------------------------------------------------------------------------------------------------------- growth
+
+    def _grow(self) -> None:
+        spare = k.SPARE + int(self._w["flying_max"])
+        while self._w["free_packets"] < spare:
+            self._grow_packets()
+        while self._w["free_records"] < k.SPARE:
+            self._grow_records()
+        self._grow_events(int(self._w["events_waiting"]) + spare + int(self._w["followers_max"]))
+        self._notes = _enlarged(self._notes, int(self._w["noted"]) + spare)
+
+    def _grow_events(self, needed: int) -> None:
+        """Make room for that many events, wherever they wait."""
+        before = len(self._events)
+        self._times, self._keys = _enlarged(self._times, needed), _enlarged(self._keys, needed)
+        self._far_times, self._far_keys = _enlarged(self._far_times, needed), _enlarged(self._far_keys, needed)
+        self._events = _enlarged(self._events, needed)
+        if len(self._events) > before:
+            self._events["next"][before:] = np.arange(before + 1, len(self._events) + 1)
+            self._events["next"][-1] = self._w["free_event"]
+            self._w["free_event"] = before
+
+    def _grow_packets(self) -> None:
+        self._packets = self._grow_pool(self._packets, "free_packet", "free_packets")
+
+    def _grow_records(self) -> None:
+        self._records = self._grow_pool(self._records, "free_record", "free_records")
+
+    def _grow_pool(self, pool: NDArray[Any], first_free: str, free: str) -> NDArray[Any]:
+        """Double a pool, and put its new cells in front of those that are free."""
+        before = len(pool)
+        larger = _enlarged(pool, max(_POOL, 2 * before))
+        if len(larger) > k.ID_MASK:
+            raise MemoryError(f"{len(larger)} packets at once; the simulator counts to {k.ID_MASK}")
+        larger["next"][before:] = np.arange(before + 1, len(larger) + 1)
+        larger["serial"][before:] = -1
+        if before:
+            larger["next"][-1] = self._w[first_free]
+        else:
+            larger["next"][-1] = -1
+        self._w[first_free] = before
+        self._w[free] += len(larger) - before
+        return larger
+
+
+class _Room:
+    """Which ranges of an array that grows are in use."""
+
+    def __init__(self) -> None:
+        self._free: list[tuple[int, int]] = []
+        self._end = 0
+
+    def take(self, count: int) -> slice:
+        """Return an unused range, the first one that is large enough."""
+        for place, (start, stop) in enumerate(self._free):
+            if stop - start >= count:
+                if stop - start == count:
+                    del self._free[place]
+                else:
+                    self._free[place] = (start + count, stop)
+                return slice(start, start + count)
+        start = self._end
+        self._end += count
+        return slice(start, self._end)
+
+    def give(self, room: slice) -> None:
+        """Give a range back, and join it with its neighbours."""
+        if room.start == room.stop:
+            return
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted([*self._free, (room.start, room.stop)]):
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], stop)
+            else:
+                merged.append((start, stop))
+        if merged[-1][1] == self._end:
+            self._end = merged.pop()[0]
+        self._free = merged
+
+
+def _make_ports(plan: Plan) -> NDArray[Any]:
+    ports = _zeros(len(plan.links), np.zeros(0, k.PORT))
+    for row, link in zip(ports, plan.links, strict=True):
+        row["kib"], row["delay"], row["loss"], row["random"] = link.kibibyte_ps, link.delay_ps, link.loss, link.random
+        row["node"], row["target"] = link.source, link.target
+    for name in ("control_head", "control_tail", "pull_head", "pull_tail", "head", "tail"):
+        ports[name] = -1
+    return ports
+
+
+def _bucket_shift(plan: Plan) -> int:
+    """Return the width of a bucket of time, as a power of two of picoseconds.
+
+    A bucket has some eight events where every link sends one packet after the other, and all buckets together reach
+    farther than a packet takes over the longest link. Chosen by us.
+    """
+    packet_ps = sum(1500 * link.kibibyte_ps >> 10 for link in plan.links) // len(plan.links)
+    reach_ps = max(link.delay_ps + (9000 * link.kibibyte_ps >> 10) for link in plan.links)
+    return max(8 * packet_ps // len(plan.links), 2 * reach_ps // BUCKETS, 1).bit_length()
+
+
+def _enlarged(array: NDArray[Any], needed: int) -> NDArray[Any]:
+    """Return an array with room for ``needed`` rows, the same one if it has it."""
+    if len(array) >= needed:
+        return array
+    larger = _zeros(max(needed, 2 * len(array)), array)
+    larger[: len(array)] = array
+    return larger
+
+
+def _zeros(count: int, like: NDArray[Any]) -> NDArray[Any]:
+    """Return zeros that begin at a cache line."""
+    size = count * like.itemsize * math.prod(like.shape[1:])
+    room = np.zeros(size + _LINE_BYTES, np.uint8)
+    start = -room.ctypes.data % _LINE_BYTES
+    return room[start : start + size].view(like.dtype).reshape(count, *like.shape[1:])

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiling the kernel, and where what was compiled is kept."""
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+AVAILABLE: Final = importlib.util.find_spec("numba") is not None
+"""Whether Numba is installed. Without it the functions stay plain Python, which nobody would want to wait for."""
+_KEPT: Final = 8
+"""Versions of the kernel whose compiled form stays on disk. Chosen by us."""
+
+
+def call(function: _F) -> _F:
+    """Let Numba compile a function that other functions of the kernel call."""
+    return _jit(function)
+
+
+def entry(function: _F) -> _F:
+    """Compile a function that Python calls, and keep the result on disk."""
+    with _cache_folder() as kept:
+        return _jit(function, cache=kept, nogil=True)
+
+
+def _jit(function: _F, **options: Any) -> _F:
+    if not AVAILABLE:
+        return function
+    import numba
+
+    compiled: _F = numba.njit(**options)(function)
+    return compiled
+
+
+@contextmanager
+def _cache_folder() -> Iterator[bool]:
+    """Let Numba keep what it compiles in a folder named after all of the kernel's sources.
+
+    By itself Numba looks at the file of the compiled function only, not at those of the functions that it calls.
+    """
+    from dlcp.switch.compiled import cache_directory
+
+    base = cache_directory()
+    if base is None or not AVAILABLE:
+        yield False
+        return
+    config: Any = importlib.import_module("numba").config
+    version = importlib.metadata.version("numba")
+    digest = hashlib.sha256(f"{version} {os.environ.get('NUMBA_BOUNDSCHECK', '')}".encode())
+    folder = Path(__file__).parent
+    for source in (*sorted(folder.glob("*.py")), folder.parent / "arithmetic.py", folder.parent / "plan.py"):
+        digest.update(source.read_bytes())
+    kernels = base.parent / "sim"
+    kernels.mkdir(exist_ok=True, mode=0o700)
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(kernels / digest.hexdigest()[:16])
+    Path(config.CACHE_DIR).mkdir(exist_ok=True, mode=0o700)
+    _prune(kernels)
+    try:
+        yield True
+    finally:
+        config.CACHE_DIR = before
+
+
+def _prune(kernels: Path) -> None:
+    """Remove all but the latest versions."""
+    versions = sorted(kernels.iterdir(), key=lambda item: item.stat().st_mtime, reverse=True)
+    for version in versions[_KEPT:]:
+        for item in sorted(version.rglob("*"), reverse=True):
+            item.rmdir() if item.is_dir() else item.unlink(missing_ok=True)
+        version.rmdir()

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arrays that the kernel works on, and the numbers that mean something in them.
+
+A few structured arrays, handed over one by one: a tuple of seventy made the loop eight times slower. Lists are linked
+through them by index, -1 is the end. Rows fill whole cache lines, what is touched for every packet comes first: with
+a thousand hosts the kernel waits for memory more than for anything else.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+
+from sim.plan import QUEUES
+
+i8, i4, i2, i1, f8 = np.int64, np.int32, np.int16, np.int8, np.float64
+Rows = Any
+"""A structured array, a row of one, or what Numba makes of it."""
+Number = Any
+"""An integer, as Numba or NumPy have it."""
+
+# Kinds of events.
+ARRIVE, PORT_FREE, BEGIN, TIMER, PULL_DUE, PROBE_DUE = range(6)
+ID_BITS: Final = 26
+KIND_BITS: Final = 3
+ID_MASK: Final = (1 << ID_BITS) - 1
+KIND_MASK: Final = (1 << KIND_BITS) - 1
+
+# Kinds of packets.
+DATA, ACK, NACK, PULL, PROBE, ANSWER = range(6)
+
+# State of a packet of a message: drop class in bits 0-2, what its sender knows in bits 3-5, whether it has arrived.
+CLASS_MASK: Final = 7
+STATE_MASK: Final = 0x38
+UNSENT, FLYING, ACKED, LOST, HOLE = 0x00, 0x08, 0x10, 0x18, 0x20
+RECEIVED: Final = 0x40
+
+# Why the loop was left.
+IDLE, LIMIT, NOTED, GROW = range(4)
+
+# Kinds of notes: a watched node is done, a graph is done, a graph is forgotten.
+NODE_DONE, GRAPH_DONE, GRAPH_CLOSED = range(3)
+
+# Room that one event may need at most, besides for a stream's packets on the way and a node's followers.
+SPARE: Final = 16
+
+SWITCH: Final = np.dtype(
+    [("random", i8), ("salt", i8), ("used", i8), ("turn", i4), ("divisor", i4)],
+    align=True,
+)
+
+PORT: Final = np.dtype(
+    [
+        ("busy", i8),
+        ("delay", i8),
+        ("sent_bytes", i8),
+        ("loss", i8),
+        ("kib", i4),
+        ("node", i4),
+        ("target", i4),
+        ("mask", i4),
+        ("pending", i4),
+        ("control_head", i4),
+        ("control_tail", i4),
+        ("bytes", i8),
+        ("random", i8),
+        ("head", i4, (QUEUES,)),
+        ("tail", i4, (QUEUES,)),
+        ("packets", i4, (QUEUES,)),
+        ("waiting_bytes", i8, (QUEUES,)),
+        ("depth", i4, (QUEUES,)),
+        ("bytes_max", i8),
+        ("pull_head", i4),
+        ("pull_tail", i4),
+        ("pulling", i4),
+        ("pull_next", i8),
+        ("unused", i8, (2,)),
+    ],
+    align=True,
+)
+"""One direction of a link. At a host, ``head`` to ``tail`` are streams that are ready to send, by queue; at a switch
+they are packets. ``depth`` is the register that the P4 program reads: of each queue, when a packet last left it."""
+
+PACKET: Final = np.dtype(
+    [
+        ("serial", i8),
+        ("node", i4),
+        ("index", i4),
+        ("record", i4),
+        ("next", i4),
+        ("port", i4),
+        ("target", i4),
+        ("hash", np.uint32),
+        ("size", i4),
+        ("rank", i4),
+        ("kind", i1),
+        ("queue", i1),
+        ("drop_class", i1),
+        ("ecn", i1),
+        ("sprayed", i1),
+        ("flag", i1),
+        ("again", i1),
+        ("trimmed", i1),
+        ("echo", i1),
+        ("unused", i8),
+    ],
+    align=True,
+)
+"""A packet, or where the next unused one is. Of an answer, ``flag`` says that the target needs no more, and ``echo``
+that what it answers came marked."""
+
+RECORD: Final = np.dtype(
+    [
+        ("serial", i8),
+        ("number", i8),
+        ("sent", i8),
+        ("node", i4),
+        ("index", i4),
+        ("previous", i4),
+        ("next", i4),
+        ("queue", i4),
+    ],
+    align=True,
+)
+"""A packet as its sender remembers it: on the way (in a list by stream and queue), or to be sent again."""
+
+STREAM: Final = np.dtype(
+    [
+        ("window", f8),
+        ("threshold", f8),
+        ("number", i8),
+        ("recover", i8),
+        ("deadline", i8),
+        ("rtt", i8),
+        ("rtt_var", i8),
+        ("rtt_min", i8),
+        ("source", i4),
+        ("target", i4),
+        ("transport", i4),
+        ("hash", np.uint32),
+        ("hash_back", np.uint32),
+        ("flying", i4),
+        ("head", i4),
+        ("tail", i4),
+        ("again_head", i4),
+        ("again_tail", i4),
+        ("next", i4),
+        ("ready", i1),
+        ("timer", i1),
+        ("own", i1),
+        ("dead", i1),
+        ("alpha", f8),
+        ("reduced", i8),
+        ("round_end", i8),
+        ("acked", i4),
+        ("marked", i4),
+        ("backoff", i4),
+        ("credit", i4),
+        ("first", i4, (QUEUES,)),
+        ("last", i4, (QUEUES,)),
+        ("peak", f8),
+        ("reno", f8),
+        ("epoch", i8),
+        ("serial", i8),
+        ("cut_at", i8),
+    ],
+    align=True,
+)
+"""A flow of messages: its window, those of its messages that have something unsent (``head``), packets to be sent again
+(``again_head``), and packets on the way by queue (``first``)."""
+
+MESSAGE: Final = np.dtype(
+    [
+        ("offset", i8),
+        ("step", i8),
+        ("stream", i4),
+        ("packets", i4),
+        ("last_bytes", i4),
+        ("next", i4),
+        ("acked", i4),
+        ("received", i4),
+        ("protected", i4),
+        ("required", i4),
+        ("flying", i4),
+        ("waiting", i4),
+        ("holes", i4),
+        ("refs", i4),
+        ("sent", i4),
+        ("transport", i2),
+        ("profile", i2),
+        ("queue", i1),
+        ("bounded", i1),
+        ("listed", i1),
+        ("done", i1),
+        ("stopped", i1),
+        ("asked", i1),
+        ("resending", i1),
+        ("probing", i1),
+        ("closed", i1),
+        ("watched", i1),
+        ("probe_timer", i1),
+        ("probe_backoff", i1),
+        ("link", i4),
+        ("begin", i8),
+        ("end", i8),
+        ("delay", i8),
+        ("order", i8),
+        ("owner", i8),
+        ("salt", i8),
+        ("probe_at", i8),
+        ("followers", i8),
+        ("follower_count", i4),
+        ("waits", i4),
+        ("graph", i4),
+        ("budget", i4),
+        ("missing", i4),
+        ("pulls", i4),
+        ("trims", i4),
+        ("unused", i8),
+    ],
+    align=True,
+)
+"""A node of a graph. ``next`` is the first packet not sent yet; ``protected`` those of class 0 that have not arrived;
+``waiting`` those to be sent again; ``holes`` those that may stay lost; ``refs`` what refers to the message from
+elsewhere: packets in the network and timers."""
+
+GRAPH: Final = np.dtype([("remaining", i4), ("open", i4), ("first", i8)], align=True)
+
+SLOT: Final = np.dtype([("owner", np.uint32), ("used", np.uint32), ("spent", np.uint32)], align=True)
+"""A drop budget at a switch, as the P4 program's three registers."""
+SLOTS: Final = 1 << 16
+SLOT_OWNED: Final = 0x80000000
+SLOT_IDLE_US: Final = 1_000_000
+
+EVENT: Final = np.dtype([("time", i8), ("key", i8), ("next", i8)])
+"""An event in the list of its bucket, or an unused one."""

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The profile of a PyTorch model, measured: how long each module's forward and backward pass takes."""
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from sim.models.profile import StepProfile, TimedLayer
+
+
+class ProfileError(RuntimeError):
+    """A model cannot be loaded or measured."""
+
+
+def load_factory(name: str) -> Callable[[], Any]:
+    """Return the function that ``MODULE:FUNCTION`` names.
+
+    Raises
+    ------
+    ProfileError
+        It is not there.
+    """
+    module, _, function = name.partition(":")
+    try:
+        found: Callable[[], Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ProfileError(f"{name}: {error}; the name is that of a module, a colon, and a function in it") from error
+    return found
+
+
+def measure(
+    model: Any, sample_shape: tuple[int, ...], *, batch: int, name: str, device: str = "cpu", rounds: int = 5
+) -> StepProfile:
+    """Return a model's profile.
+
+    Each module that holds parameters itself is a layer. The times of modules without (activations, pooling) count to
+    the layer before them, so that the layers' times add up to the step's.
+
+    Parameters
+    ----------
+    model
+        ``torch.nn.Module``; it is called with random numbers of shape (batch, *sample_shape).
+    rounds
+        Passes of which the median counts, after one that does not.
+
+    Raises
+    ------
+    ProfileError
+        No parameters, or no gradient reaches them.
+    """
+    import torch
+
+    model = model.to(device).train()
+    layers = [(path, module) for path, module in model.named_modules() if _own(module)]
+    if not layers:
+        raise ProfileError(f"{name}: there are no parameters")
+    marks: list[tuple[str, float]] = []
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if device != "cpu":
+                torch.cuda.synchronize(device)
+            marks.append((path, time.perf_counter()))
+
+        return hook
+
+    handles = []
+    for path, module in layers:
+        handles.append(module.register_forward_pre_hook(note(path)))
+        handles.append(module.register_full_backward_hook(note(path)))
+    inputs = torch.randn(batch, *sample_shape, device=device)
+    forward: dict[str, list[float]] = {path: [] for path, _ in layers}
+    backward: dict[str, list[float]] = {path: [] for path, _ in layers}
+    try:
+        for turn in range(rounds + 1):
+            ahead, back = _pass(torch, model, inputs, marks, note)
+            for path, _ in layers:
+                if turn:
+                    forward[path].append(ahead.get(path, 0.0))
+                    backward[path].append(back.get(path, 0.0))
+    finally:
+        for handle in handles:
+            handle.remove()
+    timed = tuple(
+        TimedLayer(path, _own(module), statistics.median(forward[path]), statistics.median(backward[path]))
+        for path, module in layers
+    )
+    source = f"measured with PyTorch {torch.__version__} on {device}, median of {rounds} passes"
+    return StepProfile(name, timed, batch, source)
+
+
+def _own(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False) if parameter.requires_grad)
+
+
+def _pass(
+    torch: Any, model: Any, inputs: Any, marks: list[tuple[str, float]], note: Callable[[str], Callable[..., None]]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return seconds by layer of one forward and one backward pass.
+
+    A layer's forward ends where the next one's begins; its backward begins where that of the layer behind it ends.
+    """
+    model.zero_grad()
+    marks.clear()
+    output = model(inputs)
+    loss = output.square().mean() if isinstance(output, torch.Tensor) else sum(part.square().mean() for part in output)
+    note("")()
+    ahead = [*marks]
+    marks.clear()
+    note("")()
+    loss.backward()
+    back = [*marks]
+    forward: dict[str, float] = {}
+    for (path, begin), (_, end) in pairwise(ahead):
+        forward[path] = forward.get(path, 0.0) + end - begin
+    backward: dict[str, float] = {}
+    for (_, begin), (path, end) in pairwise(back):
+        backward[path] = backward.get(path, 0.0) + end - begin
+    return forward, backward

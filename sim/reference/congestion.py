@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How windows grow and shrink, one class per kind. The formulas' sources are named in `sim.transports`."""
+
+from collections.abc import Callable
+
+from sim.arithmetic import cube_root
+from sim.plan import CUBIC, DCTCP, DLCP, NDP, NEW_RENO, PFABRIC, PIAS, SWIFT
+from sim.reference.parts import Transport
+
+BACKOFF_MAX = 6
+
+
+class Window:
+    """A window that never changes, and the round-trip times of a stream."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.packets = transport.window
+        self.rtt_ps = self.variation_ps = self.rtt_min_ps = 0
+        self.backoff = 0
+        self.recover = 0
+
+    def timeout_ps(self) -> int:
+        """Return how long to wait for an answer (RFC 6298)."""
+        return max(self.rtt_ps + 4 * self.variation_ps, self.transport.timeout_ps) << self.backoff
+
+    def measure(self, rtt_ps: int) -> None:
+        """Take in a round-trip time (RFC 6298)."""
+        if not self.rtt_ps:
+            self.rtt_ps = self.rtt_min_ps = rtt_ps
+            self.variation_ps = rtt_ps // 2
+            return
+        difference = rtt_ps - self.rtt_ps
+        self.rtt_ps += difference // 8
+        self.variation_ps += (abs(difference) - self.variation_ps) // 4
+        self.rtt_min_ps = min(self.rtt_min_ps, rtt_ps)
+
+    def is_limit(self, flying: int) -> bool:
+        """Return whether the window is what holds packets back, with so many on their way."""
+        return flying + 1 >= int(self.packets)
+
+    def on_ack(self, number: int, marked: bool, rtt_ps: int, now_ps: int, limited: bool, sent: int) -> None:
+        """Packet ``number`` of the ``sent`` ones was acknowledged."""
+
+    def on_loss(self, number: int, now_ps: int, sent: int) -> None:
+        """Packet ``number`` was lost."""
+
+    def on_timeout(self, sent: int) -> None:
+        """Nothing was heard for a whole timeout."""
+        self.recover = sent
+        self.backoff = min(BACKOFF_MAX, self.backoff + 1)
+
+
+class NewRenoWindow(Window):
+    """NewReno."""
+
+    keep = 0.5
+    loss_min = 2.0
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self.threshold = transport.window_max
+
+    def is_limit(self, flying: int) -> bool:
+        """Return whether the window holds packets back; in slow start the link may, which must not stop the growth."""
+        return (2 * flying if self.packets < self.threshold else flying + 1) >= int(self.packets)
+
+    def on_ack(self, number: int, marked: bool, rtt_ps: int, now_ps: int, limited: bool, sent: int) -> None:
+        """Grow, but not while what was on the way with a lost packet is acknowledged."""
+        if not limited or number < self.recover:
+            return
+        if self.packets < self.threshold:
+            self.packets = min(self.transport.window_max, self.packets + 1.0)
+        else:
+            self.avoid(now_ps)
+
+    def avoid(self, now_ps: int) -> None:
+        """Grow in congestion avoidance."""
+        self.packets = min(self.transport.window_max, self.packets + 1.0 / self.packets)
+
+    def on_loss(self, number: int, now_ps: int, sent: int) -> None:
+        """Halve, once for all that was on the way together."""
+        if number >= self.recover:
+            self.recover = sent
+            self.cut(now_ps)
+
+    def cut(self, now_ps: int) -> None:
+        """Halve."""
+        self.packets = max(2.0, self.packets / 2.0)
+        self.threshold = self.packets
+
+    def on_timeout(self, sent: int) -> None:
+        """Start over."""
+        super().on_timeout(sent)
+        self.threshold = max(2.0, self.packets * self.keep)
+        self.packets = 1.0
+
+
+class CubicWindow(NewRenoWindow):
+    """CUBIC."""
+
+    keep = 0.7
+    scale = 0.4
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self.peak = self.reno = self.inflection_s = 0.0
+        self.epoch_ps: int | None = None
+
+    def avoid(self, now_ps: int) -> None:
+        """Grow along the cubic, or as Reno where that is more."""
+        if self.epoch_ps is None:
+            self.epoch_ps, self.reno = now_ps, self.packets
+            self.peak = max(self.peak, self.packets)
+            self.inflection_s = cube_root((self.peak - self.packets) / self.scale)
+        since_s = (now_ps - self.epoch_ps + self.rtt_ps) * 1e-12 - self.inflection_s
+        target = self.scale * since_s * since_s * since_s + self.peak
+        self.reno += 3.0 * (1.0 - self.keep) / (1.0 + self.keep) / self.packets
+        goal = max(target, self.reno)
+        if goal > self.packets:
+            step = min((goal - self.packets) / self.packets, 0.5)
+            self.packets = min(self.transport.window_max, self.packets + step)
+
+    def cut(self, now_ps: int) -> None:
+        """Shrink, and give room to newcomers if the window had not come back to where it was."""
+        self.peak = self.packets * (1.0 + self.keep) / 2.0 if self.packets < self.peak else self.packets
+        self.packets = max(1.0, self.packets * self.keep)
+        self.threshold = max(2.0, self.packets)
+        self.epoch_ps = None
+
+    def on_timeout(self, sent: int) -> None:
+        """Start over."""
+        self.peak = self.packets
+        super().on_timeout(sent)
+        self.epoch_ps = None
+
+
+class DctcpWindow(NewRenoWindow):
+    """DCTCP."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self.alpha = 1.0
+        self.acked = self.marked = 0
+        self.round_end = self.reduced = 0
+
+    def on_ack(self, number: int, marked: bool, rtt_ps: int, now_ps: int, limited: bool, sent: int) -> None:
+        """Average the marked share over rounds, shrink by half of it once a round."""
+        self.acked += 1
+        self.marked += marked
+        if number >= self.round_end:
+            gain = self.transport.gain
+            self.alpha = self.alpha * (1.0 - gain) + gain * (self.marked / self.acked)
+            self.acked = self.marked = 0
+            self.round_end = sent
+        if not marked:
+            super().on_ack(number, marked, rtt_ps, now_ps, limited, sent)
+        elif number >= self.reduced:
+            self.packets = max(1.0, self.packets * (1.0 - self.alpha / 2.0))
+            self.threshold = self.packets
+            self.reduced = sent
+
+
+class DlcpWindow(DctcpWindow):
+    """DLCP: a lost packet is a signal of congestion rather than a fault."""
+
+    def cut(self, now_ps: int) -> None:
+        """Shrink by a quarter."""
+        self.packets = max(1.0, self.packets * 0.75)
+        self.threshold = self.packets
+
+    def on_timeout(self, sent: int) -> None:
+        """Halve."""
+        Window.on_timeout(self, sent)
+        self.packets = max(1.0, self.packets / 2.0)
+        self.threshold = self.packets
+
+
+class SwiftWindow(Window):
+    """Swift."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self.cut_at_ps = 0
+
+    def on_ack(self, number: int, marked: bool, rtt_ps: int, now_ps: int, limited: bool, sent: int) -> None:
+        """Grow below the target delay, shrink above it in proportion, once a round trip."""
+        t = self.transport
+        target = t.target_ps or 2 * self.rtt_min_ps
+        if rtt_ps < target:
+            if limited:
+                self.packets = min(t.window_max, self.packets + t.additive / self.packets)
+        elif now_ps - self.cut_at_ps >= self.rtt_ps:
+            late = (rtt_ps - target) / rtt_ps
+            self.packets = max(1.0, self.packets * max(1.0 - t.beta * late, 1.0 - t.decrease_max))
+            self.cut_at_ps = now_ps
+
+    def on_loss(self, number: int, now_ps: int, sent: int) -> None:
+        """Shrink as far as is allowed at once."""
+        if number < self.recover:
+            return
+        self.recover = sent
+        if now_ps - self.cut_at_ps >= self.rtt_ps:
+            self.packets = max(1.0, self.packets * (1.0 - self.transport.decrease_max))
+            self.cut_at_ps = now_ps
+
+    def on_timeout(self, sent: int) -> None:
+        """Shrink as far as is allowed at once."""
+        super().on_timeout(sent)
+        self.packets = max(1.0, self.packets * (1.0 - self.transport.decrease_max))
+
+
+WINDOWS: dict[int, Callable[[Transport], Window]] = {
+    NEW_RENO: NewRenoWindow,
+    CUBIC: CubicWindow,
+    DCTCP: DctcpWindow,
+    SWIFT: SwiftWindow,
+    PIAS: DctcpWindow,
+    PFABRIC: Window,
+    NDP: Window,
+    DLCP: DlcpWindow,
+}

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``report.html``: one page that needs nothing but itself, with a CSV file and an SVG beside it for every figure."""
+
+import csv
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from dlcp import __version__
+from sim.convergence.curves import curves
+from sim.experiment import Figure
+from sim.reading import Described
+from sim.report.plots import STYLE, draw, number
+from sim.report.results import Results, load, series_of
+from sim.report.summary import Finding, write_summary
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A figure as it stands on the page."""
+
+    title: str
+    svg: str
+    csv: str
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """An experiment on the page."""
+
+    results: Results
+    plots: tuple[Plot, ...]
+    findings: tuple[Finding, ...]
+
+
+def write_report(described: Sequence[Described], out: Path) -> Path:
+    """Write ``report.html``, ``summary.json``, and ``figures/*.csv`` and ``*.svg``.
+
+    Returns
+    -------
+    The page's path.
+
+    Raises
+    ------
+    sim.report.summary.ReportError
+        No experiment has any results.
+    """
+    every = [load(item, out) for item in described]
+    # What has a published figure to stand against comes first.
+    every.sort(key=lambda results: all(claim.paper is None for claim in results.experiment.claims))
+    out.mkdir(parents=True, exist_ok=True)
+    found = write_summary(every, out / "summary.json")
+    (out / "figures").mkdir(exist_ok=True)
+    sections = []
+    for results in every:
+        if results.documents:
+            _write_table(out / "figures" / f"{results.experiment.name}.csv", list(results.rows()))
+            own = tuple(item for item in found if item.experiment == results.experiment.name)
+            sections.append(Section(results, tuple(_plots(results, out / "figures")), own))
+    page = out / "report.html"
+    page.write_text(render(sections, [item for item in every if not item.documents]), encoding="utf-8")
+    return page
+
+
+def render(sections: Sequence[Section], empty: Sequence[Results] = ()) -> str:
+    """Return the page.
+
+    Parameters
+    ----------
+    empty
+        Experiments that nothing was run of.
+    """
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"number": _cell, "signed": _signed}
+    template = environment.from_string(resources.files("sim.report").joinpath("page.html").read_text(encoding="utf-8"))
+    documents = [document for section in sections for _, document in section.results.documents]
+    return template.render(
+        sections=sections,
+        empty=empty,
+        style=STYLE,
+        version=__version__,
+        seeds=sorted({document["seed"] for document in documents}),
+        runs=len(documents),
+        used_curves=_curves(sections),
+        columns=_columns,
+    )
+
+
+def _plots(results: Results, folder: Path) -> list[Plot]:
+    plots = []
+    for index, figure in enumerate(results.experiment.figures, 1):
+        series = series_of(results, figure)
+        if not any(series.values()):
+            continue
+        name = f"{results.experiment.name}_{index}"
+        drawing = draw(figure, series)
+        caption = _describe(figure)
+        standalone = drawing.standalone(figure.title, caption).replace("</style>", f"{STYLE}</style>", 1)
+        (folder / f"{name}.svg").write_text(standalone, encoding="utf-8")
+        _write_series(folder / f"{name}.csv", figure, series)
+        plots.append(Plot(figure.title, drawing.inline(figure.title, caption), f"figures/{name}.csv"))
+    return plots
+
+
+def _describe(figure: Figure) -> str:
+    words = f"{figure.metric} by {figure.x}" + (f" and {figure.series}" if figure.series else "")
+    return words + "".join(f", {axis} {name}" for axis, name in figure.where.items())
+
+
+def _write_series(path: Path, figure: Figure, series: Mapping[str, Mapping[str, float]]) -> None:
+    rows: list[dict[str, Any]] = []
+    for name, line in series.items():
+        rows += [{figure.series or "metric": name, figure.x: x, "value": value} for x, value in line.items()]
+    _write_table(path, rows)
+
+
+def _write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _columns(results: Results) -> dict[str, str]:
+    """Return the metrics that the page's table shows of an experiment, with their headings."""
+    wanted = {
+        "step_s": "step, ms",
+        "compute_s": "computing, ms",
+        "fct_mean_s": "completion mean, ms",
+        "fct_p99_s": "99 %, ms",
+        "fct_p999_s": "99.9 %, ms",
+        "small_p99_s": "others' small 99 %, ms",
+        "loss_ratio": "lost, %",
+    }
+    there = {name for _, document in results.documents for name in document["metrics"]}
+    return {name: heading for name, heading in wanted.items() if name in there}
+
+
+def _curves(sections: Sequence[Section]) -> list[Any]:
+    used = {section.results.experiment.convergence for section in sections}
+    return [item for name, item in curves().items() if name in used or item.measured]
+
+
+def _cell(value: float | None, name: str = "") -> str:
+    if value is None:
+        return "-"
+    scale = 1e3 if name.endswith("_s") else 100.0 if name.endswith("_ratio") else 1.0
+    return html.escape(number(value * scale))
+
+
+def _signed(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:+.1f} %" if unit == "%" else f"{number(value)} {unit}"

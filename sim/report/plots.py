@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plots of an experiment: bars or lines over an axis, as SVG that needs no script."""
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from dlcp.demo.svg import STYLE as DRAWING_STYLE
+from dlcp.demo.svg import Drawing, Scale, text_width
+from sim.experiment import Figure
+
+COLOURS: Final = ("s0", "s1", "s2", "s3", "s4", "s5")
+OWN: Final = "dlcp"
+"""The colour of DLCP itself, the same in all plots."""
+DASHES: Final = ("9 4", "2 3", "12 3 2 3", "5 2", "1 2", "14 4")
+STYLE: Final = (
+    DRAWING_STYLE
+    + """
+:root { --s0: #8b949e; --s1: #c04a00; --s2: #8a6d00; --s3: #00805b; --s4: #8250a8; --s5: #a3345f; }
+@media (prefers-color-scheme: dark) { :root {
+  --s0: #8b949e; --s1: #ff8f4d; --s2: #e3c04b; --s3: #3fcf9f; --s4: #c79af0; --s5: #f285ab; } }
+"""
+)
+WIDTH: Final = 448
+_LEFT: Final = 62.0
+
+
+def draw(figure: Figure, series: Mapping[str, Mapping[str, float]]) -> Drawing:
+    """Draw a figure's numbers, as `sim.report.results.series_of` gives them.
+
+    Raises
+    ------
+    ValueError
+        There is no number to draw.
+    """
+    names = list(series)
+    xs = list(dict.fromkeys(x for line in series.values() for x in line))
+    values = [value for line in series.values() for value in line.values()]
+    if not values:
+        raise ValueError(f"{figure.title}: there is nothing to draw")
+    rows = _legend_rows(names) if len(names) > 1 else []
+    top = 24.0 + 22 * len(rows)
+    drawing = Drawing(WIDTH, top + 252)
+    low, high = _range(values, figure.logarithmic, figure.kind)
+    y = Scale(low, high, top + 200, top, figure.logarithmic)
+    for tick in y.ticks(5):
+        drawing.line(_LEFT, y(tick), WIDTH - 8, y(tick))
+        drawing.text(_LEFT - 8, y(tick) + 4, number(tick), "soft", "end")
+    look = {name: _colour(name, index, len(names)) for index, name in enumerate(names)}
+    for index, row in enumerate(rows):
+        x = 8.0
+        for name in row:
+            drawing.rect(x, 10 + 22 * index, 13, 13, look[name])
+            drawing.text(x + 19, 21 + 22 * index, name)
+            x += 19 + text_width(name) + 18
+    if figure.kind == "lines" and len(xs) > 1:
+        _lines(drawing, series, xs, y, look)
+    else:
+        _bars(drawing, series, xs, y, look)
+    drawing.line(_LEFT, y.start, WIDTH - 8, y.start, "axis")
+    for index, x_name in enumerate(xs):
+        drawing.text(_middle(index, len(xs)), y.start + 19, _short(x_name, len(xs)), "soft", "middle")
+    drawing.text((_LEFT + WIDTH - 8) / 2, y.start + 42, figure.x.replace("_", " "), "soft", "middle")
+    return drawing
+
+
+def number(value: float) -> str:
+    """Return a number with three significant digits, without needless zeros."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:.3g}" if 1e-4 <= abs(value) < 1e6 else f"{value:.2e}"
+
+
+def _range(values: list[float], logarithmic: bool, kind: str) -> tuple[float, float]:
+    high = max(values)
+    if logarithmic and min(values) > 0:
+        return min(values) / 1.5, high * 1.3
+    return 0.0, high * 1.08 if high > 0 else 1.0
+
+
+def _bars(
+    drawing: Drawing,
+    series: Mapping[str, Mapping[str, float]],
+    xs: list[str],
+    y: Scale,
+    look: Mapping[str, str],
+) -> None:
+    room = (WIDTH - 8 - _LEFT) / len(xs)
+    width = min(46.0, room * 0.82 / len(series))
+    for index, x in enumerate(xs):
+        left = _middle(index, len(xs)) - width * len(series) / 2
+        for place, (name, line) in enumerate(series.items()):
+            if x not in line:
+                continue
+            top = y(line[x])
+            colour = look[name] if len(series) > 1 else _colour(x, 0, 1)
+            drawing.rect(left + place * width, top, width - 2, y.start - top, colour, f"{name}, {x}: {number(line[x])}")
+            if width >= 30:
+                drawing.text(left + place * width + width / 2 - 1, top - 5, number(line[x]), "soft", "middle")
+
+
+def _lines(
+    drawing: Drawing,
+    series: Mapping[str, Mapping[str, float]],
+    xs: list[str],
+    y: Scale,
+    look: Mapping[str, str],
+) -> None:
+    for index, (name, line) in enumerate(series.items()):
+        points = [(_middle(place, len(xs)), y(line[x])) for place, x in enumerate(xs) if x in line]
+        drawing.path(points, look[name], "" if look[name] == OWN else DASHES[index % len(DASHES)], name)
+        for place, x in enumerate(xs):
+            if x in line:
+                drawing.dot(_middle(place, len(xs)), y(line[x]), look[name], 4, f"{name}, {x}: {number(line[x])}")
+
+
+def _middle(index: int, count: int) -> float:
+    return _LEFT + (index + 0.5) * (WIDTH - 8 - _LEFT) / count
+
+
+def _colour(name: str, index: int, count: int) -> str:
+    return (
+        OWN if name.lower().startswith("dlcp") or (count > 1 and index == count - 1) else COLOURS[index % len(COLOURS)]
+    )
+
+
+def _short(name: str, count: int) -> str:
+    most = max(4, int((WIDTH - 8 - _LEFT) / count / 7))
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def _legend_rows(names: list[str]) -> list[list[str]]:
+    rows: list[list[str]] = [[]]
+    used = 8.0
+    for name in names:
+        wide = 19 + text_width(name) + 18
+        if rows[-1] and used + wide > WIDTH:
+            rows.append([])
+            used = 8.0
+        rows[-1].append(name)
+        used += wide
+    return rows

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All runs of an experiment, in processes here or on a Dask cluster; what is there already is not run again.
+
+A run's file is the same whichever process or machine made it. It is written whole, as soon as the run is over, so an
+interrupted sweep keeps what it has and goes on from there.
+"""
+
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+from sim.engine import EngineName
+from sim.experiment import Run
+from sim.running import digest, run, write
+
+WAIT_S: Final = 24 * 3600.0
+"""For how long a sweep waits for its next result at most. Chosen by us."""
+
+DASK_TIMEOUT_S: Final = 20.0
+"""For how long a Dask scheduler may take to answer. Chosen by us."""
+
+
+class SweepError(RuntimeError):
+    """A sweep cannot be run as asked."""
+
+
+def result_file(folder: Path, item: Run) -> Path:
+    """Return where a run's results go."""
+    return folder / f"{item.name}.json"
+
+
+def existing(folder: Path, item: Run) -> dict[str, Any] | None:
+    """Return the results of a run if they are there, complete, and of the same setting and version."""
+    try:
+        document: dict[str, Any] = json.loads(result_file(folder, item).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return document if document.get("complete") and document.get("digest") == digest(item) else None
+
+
+def sweep(
+    runs: Sequence[Run],
+    folder: Path,
+    *,
+    processes: int = 1,
+    dask: str | None = None,
+    engine: EngineName = "auto",
+    progress: TextIO = sys.stderr,
+) -> int:
+    """Run what is missing, and write a file for each run.
+
+    Parameters
+    ----------
+    folder
+        Of the result files; made if it does not exist.
+    processes
+        How many run at once here.
+    dask
+        Address of a Dask scheduler that runs them instead.
+
+    Returns
+    -------
+    How many runs had to be run.
+
+    Raises
+    ------
+    SweepError
+        Dask is not installed or does not answer.
+    KeyboardInterrupt
+        The sweep was interrupted; the files of finished runs are there.
+    """
+    missing = [item for item in runs if existing(folder, item) is None]
+    _say(progress, f"{len(runs)} runs, {len(runs) - len(missing)} of them there already, into {folder}")
+    if not missing:
+        return 0
+    results = _on_dask(missing, dask, engine) if dask else _here(missing, processes, engine)
+    for count, (item, document) in enumerate(results, 1):
+        write(document, result_file(folder, item))
+        _say(progress, f"[{count}/{len(missing)}] {item.name}{_summary(document)}")
+    return len(missing)
+
+
+def _here(missing: Sequence[Run], processes: int, engine: EngineName) -> Iterator[tuple[Run, dict[str, Any]]]:
+    if processes == 1:
+        for item in missing:
+            document = run(item, engine)
+            yield item, document
+            if not document["complete"] and _was_interrupted(document, item):
+                raise KeyboardInterrupt
+        return
+    # A process that begins anew takes nothing from this one but the run, so that results cannot depend on it.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(processes, len(missing)), context, initializer=_ignore_interrupts) as pool:
+        waiting = {pool.submit(run, item, engine): item for item in missing}
+        try:
+            while waiting:
+                done, _ = wait(waiting, WAIT_S, FIRST_COMPLETED)
+                if not done:
+                    raise SweepError(f"no run ended within {WAIT_S:.0f} s")
+                for future in done:
+                    yield waiting.pop(future), future.result()
+        except BaseException:
+            _stop(pool, waiting)
+            raise
+
+
+def _stop(pool: ProcessPoolExecutor, waiting: dict[Future[dict[str, Any]], Run]) -> None:
+    """End the pool's processes at once, without waiting for runs that nobody will see."""
+    for future in waiting:
+        future.cancel()
+    for process in list((getattr(pool, "_processes", None) or {}).values()):
+        process.terminate()
+
+
+def _ignore_interrupts() -> None:
+    """Leave Ctrl-C to the process that has the pool."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _was_interrupted(document: dict[str, Any], item: Run) -> bool:
+    simulated_s: float = document["metrics"].get("simulated_s", 0.0)
+    return simulated_s < item.setting.stop_s
+
+
+def _on_dask(missing: Sequence[Run], address: str, engine: EngineName) -> Iterator[tuple[Run, dict[str, Any]]]:
+    try:
+        distributed: Any = importlib.import_module("distributed")  # which has no types
+    except ImportError:
+        raise SweepError("Dask is not installed; `pip install distributed` adds it") from None
+    try:
+        client = distributed.Client(address, timeout=DASK_TIMEOUT_S)
+    except OSError as error:
+        raise SweepError(f"no Dask scheduler answers at {address}: {error}") from None
+    with client:
+        futures = {client.submit(run, item, engine, pure=False): item for item in missing}
+        try:
+            for future in distributed.as_completed(futures, timeout=WAIT_S):
+                yield futures[future], future.result()
+        except BaseException:
+            client.cancel(list(futures))
+            raise
+
+
+def _summary(document: dict[str, Any]) -> str:
+    metrics = document["metrics"]
+    words = []
+    if "step_s" in metrics:
+        words.append(f"step {metrics['step_s'] * 1e3:.2f} ms, computing {metrics['compute_s'] * 1e3:.2f} ms")
+    if "fct_p99_s" in metrics:
+        words.append(f"FCT mean {metrics['fct_mean_s'] * 1e3:.3f} ms, p99 {metrics['fct_p99_s'] * 1e3:.3f} ms")
+    if metrics.get("loss_ratio"):
+        words.append(f"loss {metrics['loss_ratio']:.2%}")
+    if not document["complete"]:
+        words.append("INCOMPLETE")
+    return ": " + "; ".join(words) if words else ""
+
+
+def _say(stream: TextIO, text: str) -> None:
+    print(text, file=stream, flush=True)
+
+
+def default_processes() -> int:
+    """Return how many processes this machine has cores for."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

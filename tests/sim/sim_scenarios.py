@@ -1,0 +1,131 @@
+"""Scenarios drawn at random, small enough for the slow engine, with everything in them that a scenario can have."""
+
+import random
+
+from sim import BackgroundSpec, CollectiveJob, FailureSpec, Scenario
+from sim.switches import BUFFERS, SPRAYINGS, EcnSpec, SwitchSpec
+from sim.topology.build import build
+from sim.topology.specs import Dragonfly, FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec
+from sim.transports import Cubic, Dctcp, Dlcp, Ndp, NewReno, PFabric, Pias, Swift, TransportSpec
+
+TRANSPORTS = (Dlcp, Dctcp, Dlcp, NewReno, Dlcp, Cubic, Swift, Dlcp, Pias, PFabric, Ndp)
+OWN_DISCIPLINE = {PFabric: "pfabric", Ndp: "trim", Pias: "priority"}
+
+
+def draw(seed: int) -> Scenario:
+    dice = random.Random(seed)
+    topology = _topology(dice)
+    hosts = list(range(build(topology).hosts))
+    dice.shuffle(hosts)
+    kind = TRANSPORTS[seed % len(TRANSPORTS)]
+    jobs = [
+        CollectiveJob(
+            name="first",
+            hosts=tuple(hosts[: dice.randint(3, min(8, len(hosts)))]),
+            size_bytes=dice.choice([20_000, 100_000, 250_000]),
+            collective=dice.choice(["ring", "direct", "parameter_server", "parameter_server"]),
+            transport="t",
+            steps=dice.randint(1, 2),
+            compute_s=dice.choice([0.0, 2e-5]),
+            loss_bound=dice.choice([0.0, 0.05, 0.2]),
+            queue=dice.choice([2, 4, 6]),
+        )
+    ]
+    if dice.random() < 0.4:
+        jobs.append(
+            CollectiveJob(
+                name="second",
+                hosts=tuple(hosts[-3:]),
+                size_bytes=60_000,
+                transport="t",
+                steps=2,
+                start_s=1e-5,
+                loss_bound=0.1,
+            )
+        )
+    sizes = ((500.0, 0.0), (5000.0, 0.6), (60000.0, 1.0))
+    flows = BackgroundSpec(name="flows", load=0.3, sizes=sizes, transport="flows", stop_s=1e-4)
+    return Scenario(
+        topology=topology,
+        switches=_switches(dice, kind),
+        transports={"t": _transport(dice, kind), "flows": Dctcp()},
+        jobs=tuple(jobs),
+        background=(flows,) if dice.random() < 0.5 else (),
+        failures=_failures(dice, topology) if dice.random() < 0.3 else (),
+        seed=seed,
+        stop_s=0.2,
+    )
+
+
+def _topology(dice: random.Random) -> TopologySpec:
+    rate = dice.choice([10.0, 25.0, 40.0, 100.0])
+
+    def link(loss_ratio: float = 0.0) -> LinkSpec:
+        slower, delay = dice.choice([1, 1, 0.4]), dice.choice([0.2, 1.0, 3.0])
+        return LinkSpec(rate_gbps=rate * slower, delay_us=delay, loss_ratio=loss_ratio)
+
+    lossy = link(dice.choice([0, 0, 0.002]))
+    return dice.choice(
+        [
+            Star(hosts=dice.randint(3, 9), host_link=link()),
+            LeafSpine(leaves=3, spines=2, hosts_per_leaf=2, host_link=link(), fabric_link=lossy),
+            LeafSpine(leaves=2, spines=dice.randint(1, 3), hosts_per_leaf=3, host_link=link(), fabric_link=link()),
+            FatTree(ports=4, host_link=link(), fabric_link=link()),
+            Dragonfly(
+                groups=3,
+                routers_per_group=2,
+                hosts_per_router=1,
+                host_link=link(),
+                local_link=link(),
+                global_link=link(),
+            ),
+            RailOptimised(
+                servers=4, gpus_per_server=2, servers_per_pod=2, spines=2, host_link=link(), fabric_link=link()
+            ),
+        ]
+    )
+
+
+def _switches(dice: random.Random, kind: type) -> SwitchSpec:
+    discipline = OWN_DISCIPLINE.get(kind) or dice.choice(["fifo", "priority", "dlcp"])
+    if kind is Dlcp and dice.random() < 0.8:
+        discipline = "dlcp"
+    low = dice.randint(2, 20)
+    red = EcnSpec(min_packets=low, max_packets=low + 20, max_probability=0.3, drop_incapable=dice.random() < 0.5)
+    return SwitchSpec(
+        discipline=discipline,
+        buffer_packets=dice.choice([12, 30, 100]),
+        buffer=dice.choice(BUFFERS),
+        ecn=dice.choice([None, EcnSpec(min_packets=low, max_packets=low), red]),
+        spraying=dice.choice(["hash", *SPRAYINGS]),
+        mark_at=dice.choice([0.1, 0.3]),
+    )
+
+
+def _transport(dice: random.Random, kind: type) -> TransportSpec:
+    options: dict[str, object] = {}
+    if dice.random() < 0.5:
+        options["min_timeout_us"] = dice.choice([60.0, 400.0])
+    if dice.random() < 0.3:
+        options["packet_bytes"] = 9000
+    if kind is Dlcp:
+        options["immediate"] = dice.random() < 0.4
+        options["switch_hops"] = dice.choice([1, 2])
+        options["reorder_packets"] = dice.choice([8, 64])
+    if dice.random() < (0.15 if kind is Dlcp else 0.5):
+        options["balancing"] = dice.choice(["flow", "packet"])
+    return kind(**options)
+
+
+def _failures(dice: random.Random, topology: TopologySpec) -> tuple[FailureSpec, ...]:
+    network = build(topology)
+    link = network.links[2 * dice.randrange(len(network.links) // 2)]
+    return (
+        FailureSpec(
+            nodes=(network.names[link.source], network.names[link.target]),
+            loss_ratio=dice.choice([0.01, 0.1, 1.0]),
+            start_s=2e-5,
+            stop_s=dice.choice([1.5e-4, 6e-4]),
+            reroute_s=1e-5,
+        ),
+    )

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experiments from files: what is refused and where, what is run and what is kept, and that results do not depend on
+who runs them.
+"""
+
+import io
+import json
+
+import pytest
+from experiments_small import EXPERIMENT, write_experiment
+
+from dlcp.cli import main
+from dlcp.document import DocumentError
+from sim.command import experiment_files
+from sim.reading import read
+from sim.sweep import SweepError, existing, result_file, sweep
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """The experiment with its results, run one after the other."""
+    folder = tmp_path_factory.mktemp("swept")
+    described = read(write_experiment(folder))
+    assert sweep(described.runs, folder / "out" / "small", processes=1, progress=io.StringIO()) == 4
+    return folder, described
+
+
+@pytest.mark.parametrize("path", experiment_files([]), ids=lambda path: path.stem)
+def test_what_comes_with_dlcp_can_be_read(path) -> None:
+    full, quick = read(path), read(path, quick=True)
+    assert full.experiment.name == path.stem
+    assert 1 <= len(quick.runs) <= len(full.runs)
+    assert full.experiment.figures
+    assert full.experiment.claims
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("discipline", "disciplin", 17, "there is no field 'disciplin'; did you mean discipline"),
+        ("steps: 2", "stps: 2", 10, "there is no field 'stps'; did you mean steps"),
+        ("kind: leaf_spine", "kind: leaf_spin", 5, "there is no kind 'leaf_spin'; did you mean leaf_spine"),
+        ("scheduler: fifo", "scheduler: p4", 10, "Invalid enum value 'p4'"),
+        ("transport: tcp, steps", "transport: tpc, steps", 10, "there is no transport 'tpc'; did you mean tcp"),
+        ("workers: 4", "workers: 9", 9, "the jobs need 9 hosts and the topology has 8"),
+        ("x: rate, series: scheduler}", "x: rat, series: scheduler}", 25, "there is no axis 'rat'; did you mean rate"),
+        ("rate: [slow]", "rate: [slw]", 23, "axis rate has no point 'slw'; did you mean slow"),
+        ("topology.host_link", "topology.2.x", 22, "the setting has no place"),
+        ("load: 0.2", "load: 2", 12, "Expected `float` < 1.0"),
+    ],
+)
+def test_mistakes_are_told_with_their_line(tmp_path, old, new, line, message) -> None:
+    assert old in EXPERIMENT
+    path = write_experiment(tmp_path, EXPERIMENT.replace(old, new, 1))
+    with pytest.raises(DocumentError) as error:
+        read(path)
+    assert message in str(error.value)
+    assert str(error.value).startswith(f"{path}:{line}: ")
+
+
+def test_an_unknown_model_names_what_there_is(tmp_path) -> None:
+    path = write_experiment(tmp_path, EXPERIMENT.replace("model: PROFILE", "model: vgg61"))
+    with pytest.raises(DocumentError, match=r"small.yaml:10: .*there is no model 'vgg61'; did you mean vgg16"):
+        read(path)
+
+
+def test_results_hold_what_is_needed(swept) -> None:
+    folder, described = swept
+    for item in described.runs:
+        document = existing(folder / "out" / "small", item)
+        assert document is not None
+        assert document["point"] == dict(item.point)
+        assert len(document["jobs"][0]["step_s"]) == 2
+        metrics = document["metrics"]
+        assert metrics["step_s"] > metrics["compute_s"] == pytest.approx(9e-5)
+        assert metrics["fct_mean_s"] <= metrics["fct_p99_s"] * 1.01 <= metrics["fct_max_s"] * 1.02
+        assert document["times"]["other"]["count"] > 0
+        assert "wall" not in json.dumps(document)
+
+
+def test_a_sweep_goes_on_where_it_was(swept, tmp_path) -> None:
+    folder, described = swept
+    out = tmp_path / "again"
+    out.mkdir()
+    first, second, third = described.runs[:3]
+    result_file(out, first).write_bytes(result_file(folder / "out" / "small", first).read_bytes())
+    result_file(out, second).write_text('{"complete": tr')  # cut off
+    old = json.loads(result_file(folder / "out" / "small", third).read_text())
+    result_file(out, third).write_text(json.dumps(old | {"digest": "of another version"}))
+    stamp = result_file(out, first).stat().st_mtime_ns
+    assert sweep(described.runs[:3], out, processes=1, progress=io.StringIO()) == 2
+    assert result_file(out, first).stat().st_mtime_ns == stamp
+    for item in described.runs[:3]:
+        assert result_file(out, item).read_bytes() == result_file(folder / "out" / "small", item).read_bytes()
+
+
+def test_an_interrupted_sweep_keeps_what_it_has(swept, tmp_path, monkeypatch) -> None:
+    _, described = swept
+    import sim.sweep as module
+
+    calls = []
+
+    def interrupted(item, engine):
+        calls.append(item.name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return {"complete": True, "metrics": {}, "point": dict(item.point)}
+
+    monkeypatch.setattr(module, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(described.runs, tmp_path, processes=1, progress=io.StringIO())
+    assert [path.name for path in tmp_path.iterdir()] == [f"{described.runs[0].name}.json"]
+
+
+def test_another_seed_gives_other_results(swept, tmp_path) -> None:
+    folder, described = swept
+    again = read(folder / "small.yaml", seed=2)
+    sweep(again.runs[:1], tmp_path, processes=1, progress=io.StringIO())
+    one = json.loads(result_file(folder / "out" / "small", described.runs[0]).read_text())
+    other = json.loads(result_file(tmp_path, again.runs[0]).read_text())
+    assert one["metrics"]["step_s"] != other["metrics"]["step_s"]
+
+
+def test_two_processes_give_the_same_files(swept, tmp_path) -> None:
+    folder, described = swept
+    sweep(described.runs, tmp_path, processes=2, progress=io.StringIO())
+    for item in described.runs:
+        assert result_file(tmp_path, item).read_bytes() == result_file(folder / "out" / "small", item).read_bytes()
+
+
+def test_two_dask_workers_give_the_same_files(swept, tmp_path) -> None:
+    distributed = pytest.importorskip("distributed")
+    folder, described = swept
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, host="127.0.0.1"
+    ) as cluster:
+        sweep(described.runs, tmp_path, dask=cluster.scheduler_address, progress=io.StringIO())
+    for item in described.runs:
+        assert result_file(tmp_path, item).read_bytes() == result_file(folder / "out" / "small", item).read_bytes()
+
+
+def test_a_scheduler_that_is_not_there_is_told(swept, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("distributed")
+    _, described = swept
+    import sim.sweep as module
+
+    monkeypatch.setattr(module, "DASK_TIMEOUT_S", 1.0)
+    with pytest.raises(SweepError, match=r"no Dask scheduler answers at tcp://127.0.0.1:9"):
+        sweep(described.runs[:1], tmp_path, dask="tcp://127.0.0.1:9", progress=io.StringIO())
+
+
+def test_the_report_holds_every_figure(swept, capsys) -> None:
+    folder, _ = swept
+    out = folder / "out"
+    assert main(["sim", "report", str(folder / "small.yaml"), "--out", str(out)]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    faster, best = summary["figures"]
+    assert set(faster) >= {"name", "paper", "measured", "unit", "source", "deviation"}
+    one, other = (json.loads((out / "small" / f"{name}-slow.json").read_text()) for name in ("fifo", "dlcp"))
+    slow = 100 * (one["metrics"]["step_s"] / other["metrics"]["step_s"] - 1)
+    assert best["measured"] >= slow - 1e-3
+    assert best["measured"] >= faster["measured"]
+    assert "missing_runs" not in summary or not summary["missing_runs"]
+    page = (out / "report.html").read_text()
+    assert page.count("<svg") == 2
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "<script" not in page
+    rows = (out / "figures" / "small_1.csv").read_text().splitlines()
+    assert rows[0] == "scheduler,rate,value"
+    assert len(rows) == 5
+    assert (out / "figures" / "small_2.svg").read_text().startswith("<svg")
+
+
+def test_results_are_compared(swept, tmp_path, capsys) -> None:
+    folder, described = swept
+    one = folder / "out" / "small"
+    assert main(["sim", "compare", str(one), str(one)]) == 0
+    changed = json.loads(result_file(one, described.runs[0]).read_text())
+    changed["metrics"]["step_s"] *= 1.5
+    (tmp_path / result_file(one, described.runs[0]).name).write_text(json.dumps(changed))
+    assert main(["sim", "compare", str(one), str(tmp_path)]) == 1
+    assert "+50.00%" in capsys.readouterr().out
+
+
+def test_one_point_is_run_and_printed(swept, capsys) -> None:
+    folder, _ = swept
+    assert main(["sim", "run", str(folder / "small.yaml"), "--point", "rate=fast"]) == 0
+    printed = capsys.readouterr().out
+    assert "scheduler FIFO, rate fast" in printed
+    assert "step_s" in printed
+    assert main(["sim", "run", str(folder / "small.yaml"), "--point", "rat=fast"]) == 1
+    assert "did you mean rate" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters are those of the published architectures, and times add up to the published throughput."""
+
+import math
+
+import pytest
+
+from sim.models.files import read_profile, write_profile
+from sim.models.throughput import NETWORKS, THROUGHPUTS, network, step_profile
+
+PUBLISHED = {
+    "resnet50": 25_557_032,
+    "vgg16": 138_357_544,
+    "inception_v3": 23_834_568,
+    "bert_large": 335_141_888,
+}
+"""As torchvision and Hugging Face count them (Inception without its auxiliary classifier, BERT with its pooler)."""
+GIGA_MACS = {"resnet50": 4.09, "vgg16": 15.47, "inception_v3": 5.71}
+"""As torchvision's documentation of weights gives them."""
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_parameters(name: str, parameters: int) -> None:
+    assert network(name).parameters == parameters
+
+
+@pytest.mark.parametrize(("name", "giga"), GIGA_MACS.items())
+def test_multiplications(name: str, giga: float) -> None:
+    assert network(name).macs / 1e9 == pytest.approx(giga, abs=0.01)
+
+
+def test_the_transformer_is_pytorchs() -> None:
+    torch = pytest.importorskip("torch")
+    with torch.device("meta"):
+        model = torch.nn.Transformer(1024, 16, 6, 6, 4096)
+    # PyTorch ends encoder and decoder with one more layer norm each.
+    count = sum(parameter.numel() for parameter in model.parameters()) - 2 * 2 * 1024
+    described = network("transformer")
+    assert described.parameters == count + 33_708 * 1024
+
+
+def test_the_gpt_has_its_2_7_billion() -> None:
+    assert network("gpt_2_7b").parameters == pytest.approx(2.65e9, rel=0.01)
+
+
+@pytest.mark.parametrize("entry", THROUGHPUTS, ids=lambda entry: f"{entry.model}-{entry.gpu}-{entry.precision}")
+def test_times_add_up(entry) -> None:
+    profile = step_profile(entry.model, entry.gpu, entry.precision)
+    if entry.samples_per_s:
+        assert profile.batch / profile.compute_s == pytest.approx(entry.samples_per_s)
+    forward = math.fsum(layer.forward_s for layer in profile.layers)
+    assert math.fsum(layer.backward_s for layer in profile.layers) == pytest.approx(2 * forward)
+    half = step_profile(entry.model, entry.gpu, entry.precision, 2 * profile.batch)
+    assert half.compute_s == pytest.approx(2 * profile.compute_s)
+
+
+def test_every_model_has_two_gpus() -> None:
+    for name in NETWORKS:
+        assert len({entry.gpu for entry in THROUGHPUTS if entry.model == name}) >= 2
+
+
+def test_unknown_names_are_told_with_what_there_is() -> None:
+    with pytest.raises(ValueError, match="did you mean vgg16"):
+        network("vgg17")
+    with pytest.raises(ValueError, match=r"resnet50 on h100 .* there are: p100 single"):
+        step_profile("resnet50", "h100")
+
+
+def test_a_model_of_ones_own_is_measured(tmp_path) -> None:
+    torch = pytest.importorskip("torch")
+    from sim.models.measure import ProfileError, measure
+
+    model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 10))
+    profile = measure(model, (512,), batch=64, name="own", rounds=3)
+    assert [layer.parameters for layer in profile.layers] == [512 * 2048 + 2048, 2048 * 10 + 10]
+    assert all(layer.forward_s > 0 for layer in profile.layers)
+    assert profile.layers[0].backward_s > 0
+    write_profile(profile, tmp_path / "own.yaml")
+    assert read_profile(tmp_path / "own.yaml") == profile
+    with pytest.raises(ProfileError, match="no parameters"):
+        measure(torch.nn.ReLU(), (4,), batch=1, name="none")

@@ -1,0 +1,76 @@
+"""The kernel and the pure SimPy engine, which runs the compiled P4 program in its switches, agree in everything."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sim_scenarios import draw
+
+from sim import CollectiveJob, Result, Scenario, simulate
+from sim.reference.program import fits
+from sim.simulation import Simulation
+from sim.topology.specs import LinkSpec, Star
+from sim.transports import NewReno
+
+pytest.importorskip("numba")
+CASES = 55
+
+
+def outcome(result: Result) -> tuple:
+    steps = [(job.name, job.begin_ps, job.end_ps) for job in result.steps]
+    return result.end_ps, result.counts, result.drops_by_class, steps
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_engines_agree(seed: int):
+    scenario = draw(seed)
+    kernel, reference = simulate(scenario, engine="kernel"), simulate(scenario, engine="reference")
+    assert outcome(kernel) == outcome(reference)
+    np.testing.assert_array_equal(kernel.messages, reference.messages)
+
+
+def test_cases_cover_what_there_is():
+    scenarios = [draw(seed) for seed in range(CASES)]
+    dlcp = [case for case in scenarios if case.switches.discipline == "dlcp"]
+    programs = [case for case in dlcp if fits(Simulation(case, engine="kernel").plan)]
+    assert len(programs) >= 8
+    for values in (
+        {type(case.topology) for case in scenarios},
+        {type(case.transports["t"]) for case in scenarios},
+        {case.switches.discipline for case in scenarios},
+    ):
+        assert len(values) >= 5
+
+
+def test_arrays_grow_while_packets_fly():
+    """More packets on their way than there is room for at first."""
+    scenario = Scenario(
+        topology=Star(hosts=3, host_link=LinkSpec(rate_gbps=100.0, delay_us=1000.0)),
+        transports={"t": NewReno(initial_window_packets=3000.0, min_timeout_us=20_000.0)},
+        jobs=(CollectiveJob(name="job", hosts=(0, 1, 2), size_bytes=12_000_000, transport="t"),),
+    )
+    kernel = simulate(scenario, engine="kernel")
+    assert kernel.counts["sent"] == kernel.counts["arrived"] > 3 * 4096
+    assert outcome(kernel) == outcome(simulate(scenario, engine="reference"))
+
+
+def test_another_process_gets_the_same():
+    code = "from test_sim_agreement import *; print(outcome(simulate(draw(4), engine='kernel')))"
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parents[1])])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "77"}
+    there = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert there.stdout.strip() == str(outcome(simulate(draw(4), engine="kernel"))), there.stderr
+
+
+@pytest.mark.parametrize("engine", ["kernel", "reference"])
+def test_same_seed_same_result_another_seed_another(engine: str):
+    def run(scenario: Scenario) -> tuple:
+        return outcome(simulate(scenario, engine=engine))
+
+    scenario = draw(1)
+    assert run(scenario) == run(scenario)
+    assert run(scenario) != run(draw(12))

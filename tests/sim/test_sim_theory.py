@@ -1,0 +1,168 @@
+"""What queueing theory, a bound, and a published analysis say, against what is simulated."""
+
+import math
+
+import numpy as np
+import pytest
+
+from sim import CollectiveJob, Scenario, Simulation, simulate
+from sim.graph import OWN_LANE, GraphBuilder
+from sim.switches import EcnSpec, SwitchSpec
+from sim.topology.specs import LeafSpine, LinkSpec, Star
+from sim.transports import Cubic, Dctcp, Dlcp, Ndp, NewReno, PFabric, Swift
+
+pytest.importorskip("numba")
+SERVICE_PS = 1_200_000  # 1,500 bytes at 10 Gbit/s
+PACKETS = 300_000
+
+
+def waits_ps(load_by_queue: dict[int, float], seed: int) -> dict[int, float]:
+    """Mean waits of single packets that come as Poisson processes to one port, by queue."""
+    topology = LeafSpine(
+        leaves=2,
+        spines=1,
+        hosts_per_leaf=40,
+        host_link=LinkSpec(rate_gbps=4000.0, delay_us=0.1),
+        fabric_link=LinkSpec(rate_gbps=10.0, delay_us=0.1),
+    )
+    switches = SwitchSpec(discipline="priority", buffer_packets=100_000, ecn=None)
+    transports = {"t": NewReno(min_timeout_us=1e6, ack_bytes=64)}
+    scenario = Scenario(topology=topology, switches=switches, transports=transports, seed=seed)
+    means = {}
+
+    def note(running, records):
+        took = records["end_ps"] - records["begin_ps"]
+        queues = running.graph.nodes["queue"]
+        for queue in load_by_queue:
+            chosen = took[queues == queue]
+            # The least that anybody took is a packet that did not wait.
+            means[queue] = chosen[len(chosen) // 20 :].mean() - took.min()
+
+    simulation = Simulation(scenario, on_records=note)
+    builder = GraphBuilder()
+    total = sum(load_by_queue.values())
+    for queue, load in load_by_queue.items():
+        random = simulation.random(7, queue)
+        count = int(PACKETS * load / total)
+        times = np.cumsum(random.exponential(SERVICE_PS / load, count)).astype(np.int64)
+        builder.messages(
+            random.integers(0, 40, count),
+            random.integers(40, 80, count),
+            1440,
+            transport=0,
+            queue=queue,
+            lane=OWN_LANE,
+            delay_ps=times,
+        )
+    simulation.submit(builder.build())
+    simulation.run()
+    return means
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_waits_of_a_port_are_those_of_m_d_1(load: int):
+    measured = waits_ps({1: load}, seed=3)[1]
+    assert measured == pytest.approx(load * SERVICE_PS / (2 * (1 - load)), rel=0.02)
+
+
+def test_waits_by_priority_are_those_of_cobham():
+    urgent, other = 0.3, 0.4
+    measured = waits_ps({6: urgent, 2: other}, seed=3)
+    residual = (urgent + other) * SERVICE_PS / 2
+    assert measured[6] == pytest.approx(residual / (1 - urgent), rel=0.02)
+    assert measured[2] == pytest.approx(residual / ((1 - urgent) * (1 - urgent - other)), rel=0.02)
+
+
+INCASTS = {
+    "dctcp": (Dctcp(), SwitchSpec()),
+    "swift": (Swift(), SwitchSpec(ecn=None)),
+    "new_reno": (NewReno(), SwitchSpec(buffer_packets=1000, ecn=None)),
+    "cubic": (Cubic(), SwitchSpec(buffer_packets=1000, ecn=None)),
+    "pfabric": (PFabric(), SwitchSpec(discipline="pfabric")),
+    "ndp": (Ndp(), SwitchSpec(discipline="trim")),
+    "dlcp": (Dlcp(), SwitchSpec(discipline="dlcp")),
+}
+
+
+@pytest.mark.parametrize("name", INCASTS)
+def test_incast_takes_what_the_last_link_takes(name: str):
+    transport, switches = INCASTS[name]
+    senders, size = 16, 2_500_000
+    scenario = Scenario(
+        topology=Star(hosts=senders + 1, host_link=LinkSpec(rate_gbps=10.0, delay_us=1.0)),
+        switches=switches,
+        transports={"t": transport},
+    )
+    simulation = Simulation(scenario)
+    builder = GraphBuilder()
+    builder.messages(np.arange(1, senders + 1), 0, size, transport=0)
+    running = simulation.submit(builder.build())
+    simulation.run()
+    packets = math.ceil(size / (transport.packet_bytes - transport.header_bytes))
+    wire_bytes = senders * (size + packets * transport.header_bytes)
+    bound_ps = wire_bytes * 800 + 2_000_000 + 1500 * 800
+    assert running.done.value >= bound_ps
+    # NDP's headers share the last link; loss is what tells TCP and pFabric to slow down, and timers what to send again.
+    most = {"ndp": 1.1, "new_reno": 1.1, "cubic": 1.1, "pfabric": 1.2}.get(name, 1.01)
+    assert running.done.value <= bound_ps * most
+
+
+def test_dctcp_keeps_its_queue_and_shares_as_published():
+    """SIGCOMM 2010: the queue peaks at K + n and swings by sqrt(2 n (C RTT + K)) / 2; shares are equal."""
+    flows, mark, rate_ps, rtt_ps = 2, 65, 1_200_000, 100_000_000
+    scenario = Scenario(
+        topology=Star(hosts=flows + 1, host_link=LinkSpec(rate_gbps=10.0, delay_us=24.0)),
+        switches=SwitchSpec(buffer_packets=1000, ecn=EcnSpec(min_packets=mark, max_packets=mark)),
+        transports={"t": Dctcp()},
+        stop_s=0.3,
+    )
+    simulation = Simulation(scenario)
+    builder = GraphBuilder()
+    builder.messages(np.arange(1, flows + 1), 0, 1_000_000_000, transport=0)
+    simulation.submit(builder.build())
+    samples, received = [], []
+
+    def watch():
+        last = simulation.network.between("host0", "switch0")
+        downward = next(link for link in last if simulation.network.links[link].target == 0)
+        upward = [link for link, item in enumerate(simulation.network.links) if item.source in range(1, flows + 1)]
+        yield simulation.env.timeout(100_000_000_000)
+        before = simulation.engine.link_bytes()
+        while simulation.env.now < 299_000_000_000:
+            yield simulation.env.timeout(5_000_000)
+            samples.append(simulation.engine.queue_bytes()[downward] / 1500)
+        received.extend((simulation.engine.link_bytes() - before)[upward])
+
+    simulation.process(watch())
+    simulation.run()
+    queue = np.array(samples)
+    product = rtt_ps / rate_ps
+    swing = math.sqrt(2 * flows * (product + mark)) / 2
+    assert queue.max() == pytest.approx(mark + flows, abs=4)
+    assert queue.max() - np.quantile(queue, 0.01) == pytest.approx(swing, rel=0.35)
+    assert queue.min() > 0  # so the link is never idle
+    shares = np.array(received, float)
+    assert shares.sum() ** 2 / (flows * (shares**2).sum()) > 0.99  # Jain's index; the paper's figure 16
+
+
+def test_budget_is_the_most_that_a_switch_drops():
+    job = CollectiveJob(
+        name="job",
+        hosts=tuple(range(9)),
+        size_bytes=8_000_000,
+        collective="parameter_server",
+        transport="t",
+        loss_bound=0.1,
+    )
+    scenario = Scenario(
+        topology=Star(hosts=9), switches=SwitchSpec(discipline="dlcp"), transports={"t": Dlcp()}, jobs=(job,)
+    )
+    result = simulate(scenario)
+    allowed = np.floor(0.1 * result.messages["packets"])
+    assert (result.messages["missing_packets"] <= allowed).all()
+    assert 0 < result.counts["drops_policy"] <= allowed[result.messages["target"] == 0].sum()
+    assert result.lost_packets == {"job": result.messages["missing_packets"].sum()}
+    assert result.drops_by_class[0] == 0
+    assert result.drops_by_class[7] > result.drops_by_class[1]
+    # What comes back is whole.
+    assert not result.messages["missing_packets"][result.messages["source"] == 0].any()

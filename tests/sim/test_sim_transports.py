@@ -1,0 +1,214 @@
+"""Each transport alone does what its authors say; on the slow engine, for the other one agrees with it."""
+
+import math
+
+import numpy as np
+import pytest
+
+from sim import Scenario, Simulation
+from sim.graph import OWN_LANE, GraphBuilder
+from sim.plan import make_plan
+from sim.reference.congestion import CubicWindow, DctcpWindow, DlcpWindow, NewRenoWindow, SwiftWindow
+from sim.reference.parts import Transport
+from sim.switches import EcnSpec, SwitchSpec
+from sim.topology.build import build
+from sim.topology.specs import LeafSpine, LinkSpec, Star
+from sim.transports import Cubic, Dctcp, Dlcp, Ndp, NewReno, PFabric, Pias, Swift
+
+LINK = LinkSpec(rate_gbps=10.0, delay_us=1.0)
+PACKET_PS = 1_200_000
+
+
+def window(spec, kind):
+    plan = make_plan(build(Star(hosts=2)), SwitchSpec(), {"t": spec}, (), 1)
+    return kind(Transport.of(plan.transports[0]))
+
+
+def run(transport, switches: SwitchSpec, messages, topology=None, seed: int = 1):
+    """Run messages of (source, target, bytes, begin_ps) and further options; return records, counts, simulation."""
+    scenario = Scenario(
+        topology=topology or Star(hosts=9, host_link=LINK), switches=switches, transports={"t": transport}, seed=seed
+    )
+    kept = []
+    simulation = Simulation(scenario, engine="reference", on_records=lambda _, records: kept.append(records))
+    builder = GraphBuilder()
+    for source, target, size, begin, *options in messages:
+        builder.messages(
+            source, target, size, transport=0, lane=OWN_LANE, delay_ps=begin, **(options[0] if options else {})
+        )
+    simulation.submit(builder.build())
+    simulation.run()
+    assert len(kept) == 1, "everything ends, acknowledgements included"
+    return kept[0], simulation.engine.counts, simulation
+
+
+def took(record) -> int:
+    return int(record["end_ps"] - record["begin_ps"])
+
+
+def test_slow_start_doubles_every_round_trip():
+    link = LinkSpec(rate_gbps=100.0, delay_us=100.0)
+    records, _, _ = run(NewReno(), SwitchSpec(), [(0, 1, 1440 * (10 + 20 + 40 + 80), 0)], Star(hosts=2, host_link=link))
+    # Three round trips of 400 us before the last window leaves, which takes half of one.
+    assert took(records[0]) == pytest.approx(3.5 * 400_000_000, rel=0.05)
+
+
+def test_new_reno_halves_once_for_all_that_was_lost_together():
+    reno = window(NewReno(initial_window_packets=40), NewRenoWindow)
+    for number in (3, 4, 9):
+        reno.on_loss(number, 0, 40)
+    assert reno.packets == 20
+    reno.on_timeout(60)
+    assert (reno.packets, reno.threshold) == (1, 10)
+
+
+def test_cubic_is_back_at_its_peak_after_k_seconds():
+    cubic = window(Cubic(initial_window_packets=1000), CubicWindow)
+    cubic.on_loss(0, 0, 1000)
+    assert cubic.packets == pytest.approx(700)
+    cubic.threshold = 0
+    rtt_ps = 50_000_000_000  # long enough that Reno would grow more slowly
+    cubic.measure(rtt_ps)
+    k_s = math.cbrt(300 / 0.4)
+    now = 0
+    while now < (k_s + 0.05) * 1e12:
+        now += rtt_ps // 700
+        cubic.on_ack(2000, False, rtt_ps, now, True, 3000)
+    assert cubic.packets == pytest.approx(1000, rel=0.01)
+
+
+def test_dctcp_averages_the_marked_share():
+    dctcp = window(Dctcp(initial_window_packets=10), DctcpWindow)
+    marked = np.random.default_rng(1).random(4000) < 0.2
+    for number, mark in enumerate(marked):
+        dctcp.on_ack(number, bool(mark), 1, 0, True, number + 10)
+        dctcp.packets = 10.0
+    assert dctcp.alpha == pytest.approx(0.2, abs=0.08)
+    before = dctcp.packets
+    dctcp.on_ack(5000, True, 1, 0, True, 5010)
+    assert dctcp.packets == pytest.approx(before * (1 - dctcp.alpha / 2))
+
+
+def test_dlcp_takes_loss_as_a_signal_and_a_silence_too():
+    dlcp = window(Dlcp(initial_window_packets=40), DlcpWindow)
+    dlcp.on_loss(5, 0, 40)
+    dlcp.on_loss(6, 0, 40)
+    assert dlcp.packets == 30
+    dlcp.on_timeout(50)
+    assert dlcp.packets == 15
+
+
+def test_swift_shrinks_in_proportion_to_the_delay_above_its_target():
+    swift = window(Swift(target_us=20.0, initial_window_packets=100), SwiftWindow)
+    swift.measure(10_000_000)
+    swift.on_ack(1, False, 25_000_000, 100_000_000, True, 100)
+    assert swift.packets == pytest.approx(100 * (1 - 0.8 * 5 / 25))
+    swift.on_ack(2, False, 25_000_000, 100_000_001, True, 100)
+    assert swift.packets == pytest.approx(84)  # once a round trip
+
+
+def test_swift_holds_the_delay_that_it_aims_at():
+    messages = [(source, 0, 3_000_000, 0) for source in (1, 2)]
+    _, counts, simulation = run(Swift(target_us=30.0), SwitchSpec(ecn=None), messages)
+    from sim.counters import DECLARED_LOST
+
+    assert counts[DECLARED_LOST] == 0
+    # 30 us hold some 25 packets, of which 4 us are on the wire.
+    assert simulation.engine.queue_bytes_max().max() < 50 * 1500
+
+
+@pytest.mark.parametrize("transport", [NewReno(), Cubic()])
+def test_tcp_delivers_everything_through_a_small_buffer(transport):
+    messages = [(source, 0, 600_000, 0) for source in (1, 2, 3)]
+    records, counts, _ = run(transport, SwitchSpec(buffer_packets=20, ecn=None), messages)
+    from sim.counters import ARRIVED, DROPS_TAIL, RESENT
+
+    assert counts[DROPS_TAIL] > 0
+    assert counts[RESENT] >= counts[DROPS_TAIL]
+    assert counts[ARRIVED] == records["packets"].sum()
+
+
+def test_pias_lets_short_messages_overtake_long_ones():
+    messages = [(1, 0, 2_000_000, 0), (2, 0, 30_000, 500_000_000)]
+    switches = SwitchSpec(discipline="priority")
+    pias, _, _ = run(Pias(), switches, messages)
+    plain, _, _ = run(Dctcp(initial_window_packets=20), SwitchSpec(ecn=None, buffer_packets=4000), messages)
+    alone = 21 * PACKET_PS + 3_000_000 + PACKET_PS
+    assert took(pias[1]) < 2 * alone + 15_000_000
+    assert took(pias[1]) < took(plain[1])
+
+
+def test_pfabric_finishes_what_has_least_left_first():
+    messages = [(1, 0, 3_000_000, 0), (2, 0, 300_000, 500_000_000), (3, 0, 60_000, 600_000_000)]
+    records, _, _ = run(PFabric(), SwitchSpec(discipline="pfabric", buffer_packets=36), messages)
+    for place in (1, 2):
+        packets = records["packets"][place:].sum()  # the smaller one may come in between
+        assert took(records[place]) < 1.25 * (packets * PACKET_PS + 5_000_000)
+    assert np.argmax(records["end_ps"]) == 0
+
+
+def test_ndp_trims_instead_of_dropping_and_paces_by_pulls():
+    from sim.counters import DROPS_TAIL, RESENT, TIMEOUTS, TRIMS
+
+    messages = [(source, 0, 150_000, 0) for source in range(1, 9)]
+    records, counts, simulation = run(Ndp(), SwitchSpec(discipline="trim"), messages)
+    assert counts[TRIMS] > 0
+    assert counts[RESENT] == counts[TRIMS]
+    assert counts[TIMEOUTS] == counts[DROPS_TAIL] == 0
+    bound = records["packets"].sum() * PACKET_PS
+    assert records["end_ps"].max() < 1.1 * bound
+    # Eight packets whole, and headers of 64 bytes.
+    assert simulation.engine.queue_bytes_max().max() <= 8 * 1500 + 64 * counts[TRIMS]
+
+
+BOUND = {"loss_bound": 0.1, "queue": 4}
+
+
+def test_dlcp_loses_nothing_on_an_idle_network_unless_it_stops_at_once():
+    switches = SwitchSpec(discipline="dlcp")
+    ceiling, _, _ = run(Dlcp(), switches, [(1, 0, 720_000, 0, BOUND)])
+    immediate, _, _ = run(Dlcp(immediate=True), switches, [(1, 0, 720_000, 0, BOUND)])
+    assert ceiling[0]["missing_packets"] == 0
+    assert 0 < immediate[0]["missing_packets"] <= 50
+    assert took(immediate[0]) < took(ceiling[0])
+
+
+def test_dlcp_loses_under_congestion_within_the_bound_and_only_what_may_be_lost():
+    from sim.counters import DROPS_BY_CLASS, DROPS_POLICY
+
+    messages = [(source, 0, 288_000, 0, BOUND | {"sender": source}) for source in range(1, 9)]
+    records, counts, _ = run(Dlcp(), SwitchSpec(discipline="dlcp", buffer_packets=100), messages)
+    assert records["missing_packets"].sum() > 0
+    assert (records["missing_packets"] <= 20).all()
+    assert 0 < counts[DROPS_POLICY] <= 8 * 20
+    assert counts[DROPS_BY_CLASS] == 0
+    reliable = [(source, 0, 288_000, 0, {"sender": source}) for source in range(1, 9)]
+    records, counts, _ = run(Dlcp(), SwitchSpec(discipline="dlcp", buffer_packets=100), reliable)
+    assert records["missing_packets"].sum() == counts[DROPS_POLICY] == 0
+
+
+def test_dlcp_recovers_beyond_its_bound():
+    topology = LeafSpine(
+        leaves=2,
+        spines=1,
+        hosts_per_leaf=2,
+        host_link=LINK,
+        fabric_link=LinkSpec(rate_gbps=10.0, delay_us=1.0, loss_ratio=0.2),
+    )
+    messages = [(0, 2, 288_000, 0, BOUND), (1, 3, 288_000, 0, BOUND)]
+    records, _, _ = run(Dlcp(min_timeout_us=100.0), SwitchSpec(discipline="dlcp"), messages, topology)
+    assert (records["missing_packets"] <= 20).all()
+    assert (records["sent_packets"] > records["packets"]).all()
+
+
+def test_red_drops_what_cannot_be_marked():
+    from sim.counters import DROPS_EARLY, MARKS
+
+    red = SwitchSpec(ecn=EcnSpec(min_packets=5, max_packets=50, max_probability=0.1, drop_incapable=True))
+    messages = [(source, 0, 300_000, 0) for source in (1, 2, 3)]
+    _, counts, _ = run(NewReno(), red, messages)
+    assert counts[DROPS_EARLY] > 0
+    assert counts[MARKS] == 0
+    _, counts, _ = run(Dctcp(), red, messages)
+    assert counts[DROPS_EARLY] == 0
+    assert counts[MARKS] > 0

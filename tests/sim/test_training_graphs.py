@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who sends what to whom, and what waits for what, without any network."""
+
+import numpy as np
+import pytest
+
+from sim.collectives import PULL_MESSAGE, Exchange
+from sim.graph import Graph, GraphBuilder
+from sim.models.profile import StepProfile, TimedLayer
+from sim.training.exchanges import all_reduce
+from sim.training.job import StragglerSpec, TrainingJob
+from sim.training.placement import place
+from sim.training.schedulers import ALIKE, class_shares, piece_limit, pieces
+from sim.training.steps import step_graph
+
+LAYERS = tuple(TimedLayer(f"layer{i}", 1_000_000 * (i + 1), 0.001, 0.002) for i in range(4))
+
+
+def reached(graph: Graph) -> list[set[int]]:
+    """Return the ranks whose ``after`` node lies before each node (nodes 0 to n - 1 are those of ranks)."""
+    before: list[set[int]] = [set() for _ in range(len(graph))]
+    waits = graph.waits.copy()
+    ready = [int(node) for node in np.flatnonzero(waits == 0)]
+    while ready:
+        node = ready.pop()
+        for other in graph.followers[graph.starts[node] : graph.starts[node + 1]]:
+            before[other] |= before[node] | {node}
+            waits[other] -= 1
+            if not waits[other]:
+                ready.append(int(other))
+    assert not waits.any(), "the graph has a circle"
+    return before
+
+
+@pytest.mark.parametrize(
+    "collective", ["parameter_server", "ring", "direct", "halving_doubling", "tree", "hierarchical"]
+)
+def test_everybody_gets_everybodys(collective) -> None:
+    count = 8
+    builder = GraphBuilder()
+    after = builder.delays(np.zeros(count, np.int64))
+    exchange = Exchange(list(range(count)), 8_000_000, 0, loss_bound=0.1)
+    servers = (8, 9) if collective == "parameter_server" else ()
+    ends = all_reduce(builder, collective, exchange, servers, 4, after)
+    graph = builder.build()
+    before = reached(graph)
+    assert len(ends) == count
+    for end in ends:
+        assert set(range(count)) <= before[int(end)], "a rank's result does not wait for all ranks"
+    pulls = (graph.nodes["message"] & PULL_MESSAGE) != 0
+    assert (graph.nodes["loss_bound"][pulls] == 0).all(), "results may be lost"
+    pushes = (graph.nodes["size_bytes"] > 0) & ~pulls
+    assert (graph.nodes["loss_bound"][pushes] == 0.1).all()
+
+
+@pytest.mark.parametrize(
+    ("collective", "share"), [("ring", 7 / 8), ("direct", 7 / 8), ("halving_doubling", 7 / 8), ("tree", 1.0)]
+)
+def test_bytes_are_those_of_theory(collective, share) -> None:
+    builder = GraphBuilder()
+    after = builder.delays(np.zeros(8, np.int64))
+    all_reduce(builder, collective, Exchange(list(range(8)), 8_000_000, 0), (), 4, after)
+    nodes = builder.build().nodes
+    ranks = 7 if collective == "tree" else 8
+    assert nodes["size_bytes"].sum() == 2 * ranks * share * 8_000_000
+
+
+def test_two_levels_cross_groups_with_a_shard_only() -> None:
+    builder = GraphBuilder()
+    after = builder.delays(np.zeros(8, np.int64))
+    all_reduce(builder, "hierarchical", Exchange(list(range(8)), 8_000_000, 0), (), 4, after)
+    nodes = builder.build().nodes
+    crossing = nodes["source"] // 4 != nodes["target"] // 4
+    assert nodes["size_bytes"][crossing].sum() == 2 * 8_000_000  # two groups' rings over shards, 2 (2 - 1) / 2 each way
+
+
+def test_pieces_hold_all_and_priority_follows_layers() -> None:
+    total = sum(layer.parameters for layer in LAYERS) * 4
+    for scheduler in ("fifo", "p3", "bytescheduler", "dlcp"):
+        job = TrainingJob(name="j", workers=8, servers=2, collective="parameter_server", scheduler=scheduler)
+        parts = pieces(scheduler, LAYERS, 4, piece_limit(job))
+        assert sum(piece.size_bytes for piece in parts) == total
+        assert max(piece.size_bytes for piece in parts) <= max(piece_limit(job), 16_000_000 * (scheduler == "fifo"))
+        if scheduler == "fifo":
+            assert {piece.layers for piece in parts} == {(0,)}, "the next forward pass waits for all buckets"
+        else:
+            assert all(piece.order == piece.ready == piece.layers[0] for piece in parts)
+            assert [piece.ready for piece in parts] == sorted((piece.ready for piece in parts), reverse=True)
+    assert {piece.queue for piece in parts if piece.ready == 0} == {6}
+    assert {piece.queue for piece in parts if piece.ready == 3} == {2}
+    alike = pieces("dlcp", LAYERS, 4, 10**6, layer_queues=False, magnitude_classes=False)
+    assert {(piece.queue, piece.shares) for piece in alike} == {(-1, ALIKE)}
+    assert len(class_shares()) == ALIKE + 1
+    assert all(sum(shares) == pytest.approx(1) for shares in class_shares())
+
+
+def test_a_step_waits_for_what_it_needs() -> None:
+    job = TrainingJob(name="j", workers=4, scheduler="p3", transport="t", steps=2)
+    placed = place([job], 4, 1)[0]
+    parts = pieces("p3", LAYERS, 4, 4_000_000)
+    steps = step_graph(placed, StepProfile("m", LAYERS, 1, "-"), parts, np.ones((2, 4)), 0, 0)
+    before = reached(steps.graph)
+    assert len(before[steps.ends[0]]) < len(before[steps.ends[1]])
+    sends = set(np.flatnonzero(steps.graph.nodes["size_bytes"] > 0).tolist())
+    assert sends <= before[steps.ends[1]]
+    computing = steps.graph.nodes["delay_ps"].sum() / 1e12
+    assert computing == pytest.approx(2 * 4 * 0.012)
+
+
+def test_jobs_get_hosts_of_their_own() -> None:
+    jobs = [
+        TrainingJob(name="a", workers=3, servers=1, collective="parameter_server", copies=2),
+        TrainingJob(name="b", workers=4, placement="random"),
+    ]
+    placed = place(jobs, 12, 7)
+    hosts = [host for job in placed for host in (*job.workers, *job.servers)]
+    assert sorted(hosts) == list(range(12))
+    assert placed == place(jobs, 12, 7)
+    assert [job.name for job in placed] == ["a0", "a1", "b"]
+    with pytest.raises(ValueError, match="need 12 hosts and the topology has 11"):
+        place(jobs, 11, 7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"collective": "parameter_server"}, "needs at least one"),
+        ({"servers": 2}, "servers are for parameter_server"),
+        ({"collective": "halving_doubling", "workers": 6}, "power of two"),
+        ({"collective": "hierarchical", "workers": 10, "group": 4}, "groups of 4"),
+        ({"stragglers": (StragglerSpec(worker=8),)}, "rank lies beyond"),
+    ],
+)
+def test_contradictions_are_refused(fields, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainingJob(name="j", **fields)
