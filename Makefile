@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-testbed lint bench p4 clean
+.PHONY: help demo test sim test-testbed lint bench p4 clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,6 +25,9 @@ demo: $(STAMP) ## train a real model over a congested switch, with and without D
 test: lint ## set up, check style and types, and run every test
 	@.ci/packages ip=iproute2 tshark
 	@$(BIN)/python -m pytest
+
+sim: $(STAMP) ## simulate a selection of the published experiments, and write a report page to out/sim
+	@$(BIN)/dlcp sim all --quick
 
 test-testbed: $(STAMP) ## bring testbeds up, with BMv2 if it is there, and train over them; takes root and minutes
 	@.ci/packages ip=iproute2 tc=iproute2 mnexec=mininet ifconfig=net-tools

@@ -12,6 +12,9 @@ from dlcp.switch.entries import Entries, MeterRates, Profile, ProfileGroup, Prof
 from dlcp.switch.queues import QUEUES
 from dlcp.wire import DROP_CLASSES, PacketType, Queue
 
+_OTHER_JOBS: Final = 1
+_NAMED_JOB: Final = 2
+"""Priorities in `classify`; what the policy remaps lies above both."""
 _BURST_PACKETS_MIN: Final = 8
 """A meter's burst is at least this many packets of the largest size, else a job could not send back to back."""
 
@@ -30,7 +33,8 @@ def entries(fabric: Fabric, switch: str) -> Entries:
     tables = (
         *_routes(fabric, hops, {ports: group.id for ports, group in groups.items()}),
         *_trust(fabric, ports),
-        *_remaps(fabric.policy.remap),
+        *_named_jobs(fabric.jobs),
+        *_remaps(fabric.policy.remap, fabric.jobs),
         *_drop_thresholds(fabric, ports),
         *_ecn_thresholds(fabric, ports),
         *_shares(fabric, ports),
@@ -66,23 +70,41 @@ def _trust(fabric: Fabric, ports: Sequence[Port]) -> list[TableEntry]:
     return trusted
 
 
-def _remaps(remaps: Sequence[Remap]) -> list[TableEntry]:
-    """Return the remaps as entries, one for each tag where a part of the tag is kept."""
+def _named_jobs(jobs: Sequence[Job]) -> list[TableEntry]:
+    """Put the packets of jobs that a fabric does not name below all other traffic, where it names any.
+
+    Else a host could have a job number that has no share, and so no limit.
+    """
+    if not jobs:
+        return []
+    lowest: dict[str, Value] = {"queue": int(Queue.EXCESS), "drop_class": 0}
+    named = [TableEntry("classify", {"job": job.id}, "as_tagged", priority=_NAMED_JOB) for job in jobs]
+    return [TableEntry("classify", {}, "set_class", lowest, priority=_OTHER_JOBS), *named]
+
+
+def _remaps(remaps: Sequence[Remap], jobs: Sequence[Job]) -> list[TableEntry]:
+    """Return the remaps as entries.
+
+    There is one for each tag where a part of the tag is kept, and for each job where a fabric names its jobs and the
+    remap none: what is said of any job must not lift others out of the lowest queue.
+    """
     found = []
     for index, remap in enumerate(remaps):
+        job_ids = [job.id for job in jobs] if jobs and remap.job is None else [remap.job]
         queues = [remap.queue] if remap.queue is not None or remap.to_queue is not None else range(QUEUES)
         kept = remap.drop_class is not None or remap.to_drop_class is not None
         classes = [remap.drop_class] if kept else range(DROP_CLASSES)
-        for queue, drop_class in product(queues, classes):
+        for job_id, queue, drop_class in product(job_ids, queues, classes):
             match: dict[str, Value] = {"type": int(PacketType.DATA)}
-            given = {"job": remap.job, "queue": queue, "drop_class": drop_class}
+            given = {"job": job_id, "queue": queue, "drop_class": drop_class}
             match.update({name: value for name, value in given.items() if value is not None})
             to_queue = queue if remap.to_queue is None else remap.to_queue
             to_class = drop_class if remap.to_drop_class is None else remap.to_drop_class
             assert to_queue is not None  # whichever is not changed is spelt out above
             assert to_class is not None
             params: dict[str, Value] = {"queue": to_queue, "drop_class": to_class}
-            found.append(TableEntry("classify", match, "set_class", params, priority=len(remaps) - index))
+            priority = _NAMED_JOB + len(remaps) - index
+            found.append(TableEntry("classify", match, "set_class", params, priority=priority))
     return found
 
 

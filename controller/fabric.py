@@ -195,7 +195,8 @@ class Fabric:
     switches, hosts, links
         What there is. Every host has one link.
     jobs
-        Jobs that have a share; a job that is not named has no limit.
+        Jobs that have a share. Where any is named, what others send comes after all other traffic; where none is,
+        nobody has a limit.
     policy
         When packets are dropped and marked, and which queue they take.
     queueing

@@ -66,7 +66,8 @@ class Remap:
     Parameters
     ----------
     job, queue, drop_class
-        Which packets: of this job, with this queue or class in their header; None: any.
+        Which packets: of this job, with this queue or class in their header; None: any, but where the fabric names
+        jobs, only those.
     to_queue, to_drop_class
         What they get; None: what the header says.
     """

@@ -12,9 +12,10 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, TypeVar
+
+from dlcp.suggestion import closest
 
 PREFIX: Final = "DLCP_"
 FILE_VARIABLE: Final = "DLCP_CONFIG"
@@ -142,12 +143,6 @@ def read_file(path: Path) -> dict[str, Any]:
     return held
 
 
-def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """Return ``"; did you mean NAME?"`` where one of the known names is close, else nothing."""
-    close = get_close_matches(name, list(known), 1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def _toml_reader() -> Any:
     """Return the module that reads TOML: ``tomllib``, before Python 3.11 ``tomli``; None where there is neither."""
     for name in ("tomllib", "tomli"):
@@ -192,7 +187,7 @@ def _check_file(path: Path, held: Mapping[str, Any], declared: Mapping[str, tupl
     found: dict[str, object] = {}
     for name, value in held.items():
         if name not in declared:
-            raise ValueError(f"{path}: there is no option {name!r}{nearest(name, declared)}")
+            raise ValueError(f"{path}: there is no option {name!r}{closest(name, declared)}")
         wanted = declared[name][0].type
         if wanted is float and type(value) is int:
             value = float(value)

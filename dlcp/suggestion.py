@@ -5,6 +5,12 @@ import difflib
 from collections.abc import Iterable
 
 
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message: the one known name that looks most like ``name``; empty if none does."""
+    found = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message: the known names that look most like ``name``, else all there are."""
     names = list(known)

@@ -10,6 +10,7 @@ from dlcp import configuration
 from dlcp.configuration import FILE_VARIABLE, PREFIX, Setting
 from dlcp.doctor.finding import Finding, Section, Status
 from dlcp.doctor.sockets import payload_for
+from dlcp.suggestion import closest
 
 OTHER_VARIABLES: Final = frozenset({FILE_VARIABLE, "DLCP_NATIVE"})
 """Variables that are no options of training, and have a meaning."""
@@ -70,5 +71,5 @@ def _strangers(environment: Mapping[str, str], known: list[str]) -> list[Finding
         if variable.startswith(PREFIX)
         and variable not in (*names, *OTHER_VARIABLES)
         and not variable.startswith(_INTERNAL)
-        for hint in [configuration.nearest(variable, names)]
+        for hint in [closest(variable, names)]
     ]

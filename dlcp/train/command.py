@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dlcp import configuration
+from dlcp.suggestion import closest
 from dlcp.train import headroom, summary
 from dlcp.train.plan import Plan
 from dlcp.train.report import read_reports
@@ -159,7 +160,7 @@ def _choose_options(words: Sequence[str]) -> None:
         if not equals:
             raise UsageError(f"--option takes NAME=VALUE, got {word!r}")
         if name not in known:
-            raise UsageError(f"there is no option {name!r}{configuration.nearest(name, known)}")
+            raise UsageError(f"there is no option {name!r}{closest(name, known)}")
         os.environ[configuration.PREFIX + name.upper()] = value
     try:
         configuration.build(Options)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -56,6 +56,17 @@ def available() -> tuple[bool, str]:
     except ImportError as error:
         return False, f"BMv2's Thrift modules are missing: {error}"
     return True, ""
+
+
+def mortal(command: Sequence[str], namespace: Namespace | None = None) -> list[str]:
+    """Return a command that does the same, in a namespace if one is given, and ends when this process does.
+
+    However this process ends: nothing is left behind by a test that is killed. Only the main thread may start it, for
+    the kernel takes the end of the thread that did for the end of the process.
+    """
+    enter = ["nsenter", f"--net={namespace.path}"] if namespace is not None else []
+    bound = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+    return [*enter, *bound, *command]
 
 
 def version() -> str:
@@ -98,9 +109,18 @@ class Layout:
 
 
 class SimpleSwitch:
-    """A running simple_switch with eight priority queues a port; a context manager."""
+    """A running simple_switch with eight priority queues a port; a context manager.
 
-    def __init__(self, program: Path) -> None:
+    Parameters
+    ----------
+    program
+        What it runs, compiled.
+    device_id
+        If given it is simple_switch_grpc, which answers P4Runtime at ``grpc_address`` as that device, and waits there
+        for its program.
+    """
+
+    def __init__(self, program: Path, *, device_id: int | None = None) -> None:
         works, reason = available()
         if not works:
             raise SwitchError(reason)
@@ -112,15 +132,15 @@ class SimpleSwitch:
         self._namespace = Namespace("simple_switch")
         try:
             address = f"ipc://{self._directory.name}/packets"
-            self._process = self._namespace.popen(
-                [
-                    "simple_switch",
-                    *("--packet-in", address, "--thrift-port", "9090", "--log-level", "off"),
-                    *("--notifications-addr", f"ipc://{self._directory.name}/notifications", str(program)),
-                    *("--", "--priority-queues", "8"),
-                ],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+            self.grpc_address = f"unix:{self._directory.name}/grpc"
+            command = ["simple_switch" if device_id is None else "simple_switch_grpc"]
+            command += ["--packet-in", address, "--thrift-port", "9090", "--log-level", "off"]
+            command += ["--notifications-addr", f"ipc://{self._directory.name}/notifications"]
+            command += [str(program)] if device_id is None else ["--no-p4", "--device-id", str(device_id)]
+            command += ["--", "--priority-queues", "8"]
+            command += [] if device_id is None else ["--grpc-server-addr", self.grpc_address]
+            self._process = subprocess.Popen(
+                mortal(command, self._namespace), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
             self._transport = self._connect()
             self._pair = _Pair(address)
@@ -413,7 +433,7 @@ class _Pair:
             raise self._error("nn_send")
 
     def receive(self, wait_s: float) -> bytes | None:
-        # Not nn_recv's own time-out: one that runs out while a message comes may leave it where no later call finds it.
+        # The wait is here and not in nn_recv, whose own time-out is suspected of having lost a message once.
         deadline = time.monotonic() + wait_s
         while True:
             size = self._library.nn_recv(self._socket, self._buffer, ctypes.c_size_t(_LONGEST), _NN_DONTWAIT)

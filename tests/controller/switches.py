@@ -89,7 +89,8 @@ class Bmv2:
             argv += ["--grpc-server-ssl", "--grpc-server-with-client-auth"]
             argv += ["--grpc-server-cacert", str(self._tls.ca), "--grpc-server-cert", str(self._tls.certificate)]
             argv += ["--grpc-server-key", str(self._tls.key)]
-        self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        mortal = ["setpriv", "--pdeathsig", "KILL"]  # ends with this process, even if that is killed
+        self._process = subprocess.Popen([*mortal, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for address in (self.address, self.thrift):
             await_port(address, self._process)
 

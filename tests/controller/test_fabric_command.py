@@ -33,8 +33,8 @@ def file(builtin, tmp_path):
 def test_check_shows_what_becomes_of_each_switch(capsys):
     assert main(["fabric", "check", str(EXAMPLES / "leaf-spine.yaml")]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["leaf1", "builtin", "127.0.0.1:9561", "plain", "4", "2", "4", "1", "91"] in rows
-    assert ["spine2", "builtin", "127.0.0.1:9564", "plain", "2", "0", "4", "0", "85"] in rows
+    assert ["leaf1", "builtin", "127.0.0.1:9561", "plain", "4", "2", "4", "1", "93"] in rows
+    assert ["spine2", "builtin", "127.0.0.1:9564", "plain", "2", "0", "4", "0", "87"] in rows
 
 
 def test_a_wrong_description_is_one_line_that_says_where(file, capsys):
@@ -52,12 +52,12 @@ def test_plan_apply_and_status_in_turn(builtin, file, capsys):
     assert "install program" in planned
     assert "insert ipv4_route ipv4_dst=10.0.0.3 -> group 3" in planned
     assert main(["fabric", "apply", str(file)]) == 0
-    assert "s1: program installed, 91 inserted, 0 right already; 3 requests" in capsys.readouterr().out
+    assert "s1: program installed, 93 inserted, 0 right already; 3 requests" in capsys.readouterr().out
     assert main(["fabric", "apply", str(file)]) == 0
-    assert capsys.readouterr().out == "s1: nothing to do, 91 entries are right\n"
+    assert capsys.readouterr().out == "s1: nothing to do, 93 entries are right\n"
     file.write_text(file.read_text().replace("ecn_at: 0.27", "ecn_at: 0.5"))
     assert main(["fabric", "plan", str(file)]) == 0
-    assert "s1: 7 to modify, 84 right already" in capsys.readouterr().out
+    assert "s1: 7 to modify, 86 right already" in capsys.readouterr().out
     assert main(["fabric", "status", str(file)]) == 0
     assert "7 changes due" in capsys.readouterr().out
 
@@ -86,14 +86,14 @@ def test_watch_answers_prometheus_until_it_is_told_to_stop(builtin, file):
         try:
             assert watch.stdout.readline().startswith("watching: s1; metrics at http://127.0.0.1:")
             deadline = time.monotonic() + 30
-            while 'dlcp_switch_changes_total{action="insert",switch="s1"} 91.0' not in (found := scrape(metrics)):
+            while 'dlcp_switch_changes_total{action="insert",switch="s1"} 93.0' not in (found := scrape(metrics)):
                 assert time.monotonic() < deadline, found
                 time.sleep(0.1)
             watch.send_signal(signal.SIGTERM)
             assert watch.wait(20) == 0
         finally:
             watch.kill()
-        assert "switch s1: program installed, 91 inserted" in watch.stderr.read()
+        assert "switch s1: program installed, 93 inserted" in watch.stderr.read()
 
 
 def scrape(address):

@@ -11,6 +11,7 @@ from controller.shapes import leaf_spine, star
 from dlcp.switch import Program
 from dlcp.switch.entries import apply
 from dlcp.switch.queues import PortQueueing
+from dlcp.wire import PacketType, Queue
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -134,6 +135,32 @@ def test_the_first_remap_that_fits_counts():
     assert classified(fabric, 3, 1, 6, 6) == (5, 1)
 
 
+def test_a_fabric_without_jobs_believes_the_tags_of_all():
+    assert rows(star(2), "classify") == []
+
+
+@pytest.mark.parametrize("kind", [PacketType.DATA, PacketType.STOP])
+def test_where_jobs_are_named_the_packets_of_others_wait_below_all_traffic(kind):
+    fabric = star(2, jobs=[Job(1, 0.4), Job(7, 0.4)])
+    assert classified(fabric, 1, kind, 6, 5) == classified(fabric, 7, kind, 6, 5) == (6, 5)
+    for job in (0, 2, 3, 65_535):
+        assert classified(fabric, job, kind, 7, 0) == classified(fabric, job, kind, 6, 5) == (Queue.EXCESS, 0)
+
+
+@pytest.mark.parametrize("remap", [Remap(to_queue=5), Remap(queue=6, to_drop_class=3), Remap(6, to_queue=2)])
+def test_a_remap_of_all_jobs_lifts_none_that_is_not_named(remap):
+    fabric = star(2, jobs=[Job(1, 0.4), Job(6, 0.4)], policy=Policy(remap=(remap,)))
+    assert classified(fabric, 6, PacketType.DATA, 6, 5) != (6, 5)
+    assert classified(fabric, 1, PacketType.DATA, 5, 5) == (5, 5)
+    assert classified(fabric, 3, PacketType.DATA, 6, 5) == (Queue.EXCESS, 0)
+
+
+def test_a_job_may_be_remapped_without_a_share():
+    fabric = star(2, jobs=[Job(1)], policy=Policy(remap=(Remap(job=9, to_queue=2),)))
+    assert classified(fabric, 9, PacketType.DATA, 6, 5) == (2, 5)
+    assert classified(fabric, 9, PacketType.STOP, 7, 0) == (Queue.EXCESS, 0)
+
+
 def classified(fabric, job, kind, queue, drop_class):
     """What the table `classify` says of a packet, by the rules of P4Runtime: the highest priority that fits."""
     packet = {"job": job, "type": kind, "queue": queue, "drop_class": drop_class}
@@ -142,7 +169,7 @@ def classified(fabric, job, kind, queue, drop_class):
         return queue, drop_class
     best = max(fits, key=lambda row: row.priority)
     assert [row.priority for row in fits].count(best.priority) == 1
-    return best.params["queue"], best.params["drop_class"]
+    return (queue, drop_class) if best.action == "as_tagged" else (best.params["queue"], best.params["drop_class"])
 
 
 def test_entries_of_every_switch_of_the_examples_fit_the_program():

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import grpc
-from simple_switch import _MESSAGE, _PACKET_IN, _Pair
+from simple_switch import _MESSAGE, _PACKET_IN, _Pair, mortal
 
 from dlcp.switch.namespace import Namespace, available
 from dlcp.switch.ports.loopback import LoopbackHost
@@ -43,7 +43,7 @@ class BuiltIn:
     def start(self) -> None:
         command = [sys.executable, "-m", "dlcp.cli", "switch", "--port", f"{self.host}=loopback"]
         command += ["--p4runtime", self.address, "--device-id", str(DEVICE_ID), *self._arguments]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(mortal(command), stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         line = self._process.stdout.readline().decode()
         assert line == f"switch ready: ports {self.host}; P4Runtime on {self.address}\n"
@@ -92,8 +92,11 @@ class Bmv2:
         ]
         command += self._more()
         command += ["--", "--grpc-server-addr", self.address, "--priority-queues", "8"]
-        self._process = self._namespace.popen(
-            command, cwd=self._folder.name, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            mortal(command, self._namespace),
+            cwd=self._folder.name,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         with grpc.insecure_channel(self.address) as channel:
             grpc.channel_ready_future(channel).result(START_DEADLINE_S)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from updates import cells, groups, members, table_entries, updates
 
 LONG = settings(
-    max_examples=60,
+    max_examples=25,
     phases=[Phase.generate],
     deadline=None,
     derandomize=True,

@@ -2,6 +2,7 @@
 """What the built-in switch's server does beside the protocol: who may connect, and what packets notice of it."""
 
 import argparse
+import gc
 import json
 import shutil
 import socket
@@ -14,7 +15,7 @@ import pytest
 from control import DELETE, INSERT, Code, Control, config
 from finsy.proto import p4r
 from loops import DeadLoop, Loop
-from targets import BuiltIn, wait_until
+from targets import DEVICE_ID, BuiltIn, wait_until
 
 from dlcp.switch.p4runtime import device as device_module
 from dlcp.switch.p4runtime import options
@@ -66,6 +67,22 @@ def test_closing_ends_the_wait():
     device.close()
     thread.join(2)
     assert caught == [UNAVAILABLE]
+
+
+def test_a_call_that_nobody_waits_for_ends_without_a_word(caplog):
+    """The controller has gone away, and the switch is stopped before it got to the call."""
+    loop = DeadLoop()
+    with P4RuntimeServer(Device(loop), ("127.0.0.1", 0), DEVICE_ID) as server, Control(server.address) as control:
+        control.arbitrate(1)
+        request = control.signed(SetAction(action=SetAction.VERIFY_AND_COMMIT, config=config()))
+        call = control.stub.SetForwardingPipelineConfig.future(request, timeout=20)
+        wait_until(lambda: loop.calls)
+        call.cancel()
+        gone = p4r.GetForwardingPipelineConfigRequest(device_id=DEVICE_ID + 1)
+        with pytest.raises(grpc.RpcError):  # an answer says that the server has heard of the cancellation before
+            control.stub.GetForwardingPipelineConfig(gone, timeout=20)
+    gc.collect()
+    assert caplog.records == []
 
 
 def test_an_address_that_is_taken():

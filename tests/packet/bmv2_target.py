@@ -4,7 +4,6 @@
 import dataclasses
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from recorder import ANSWER_S, BURST_ENQUEUED_US, BURST_RATE_PPS, MARGIN_US, SLOT_IDLE_US, Uncertain
@@ -20,8 +19,8 @@ MARKED = [TableEntry(**entry) for entry in Markers.ENTRIES]
 class Bmv2:
     """One simple_switch for many tests, with markers to tell when it has settled: see `recorder`."""
 
-    def __init__(self, program: Path) -> None:
-        self.switch = SimpleSwitch(program)
+    def __init__(self, switch: SimpleSwitch) -> None:
+        self.switch = switch
         self._markers = 0
         self._sent = False
         self._released = False

@@ -19,8 +19,8 @@ from recording import Burst, Packet
 from dlcp.switch import namespace, stf
 from dlcp.switch.program import Program
 
-SEQUENCES, PACKETS, FAULT_PACKETS = 3, 1000, 400
-SHORT = 500
+SEQUENCES, PACKETS, FAULT_PACKETS = 2, 600, 200
+SHORT = 300
 """Packets with simple_switch, which is slower."""
 FAULTS = {
     "threshold": ("selective_drop_limit", ">", ">="),

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packet tests of p4/stf on the built-in switch, both its back ends, and on simple_switch where it is installed."""
+"""The packet tests of p4/stf on the built-in switch, both its back ends, and on simple_switch where it is installed.
+
+Then the same with all entries written through P4Runtime, on the built-in switch's server and on simple_switch_grpc.
+"""
 
 import functools
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,12 +22,15 @@ from recorder import Uncertain
 from dlcp.switch import namespace, stf
 from dlcp.switch.errors import EntryError
 from dlcp.switch.program import Program
-from dlcp.switch.stf.statements import Slow
+from dlcp.switch.stf import __main__ as command
+from dlcp.switch.stf.statements import RemoveAll, Slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"
 FILES = sorted((ROOT / "p4" / "stf").glob("*.stf*"))
 ATTEMPTS = 3
+EVERY = 8
+"""Of p4testgen's cases one in so many goes through P4Runtime: a case takes a dozen calls."""
 CONTROLS = {"parser", "trust", "share", "classify", "route", "drop", "mark", "p4testgen"}
 SETUP = """
 member route_selector 3 to_next_hop(port:3, mac:02:00:00:00:00:03)
@@ -47,12 +54,46 @@ def script(path: Path) -> stf.Script:
 
 @pytest.fixture(scope="module")
 def bmv2():
+    needs_simple_switch()
+    target = Bmv2(simple_switch.SimpleSwitch(PROGRAM))
+    yield target
+    target.close()
+
+
+@pytest.fixture(scope="module")
+def built_in_by_p4runtime():
+    targets = pytest.importorskip("p4runtime_target", reason="P4Runtime takes finsy: pip install dlcp[fabric]")
+    target = targets.BuiltInByP4Runtime("python")
+    yield target
+    target.close()
+
+
+@pytest.fixture(scope="module")
+def bmv2_by_p4runtime():
+    targets = pytest.importorskip("p4runtime_target", reason="P4Runtime takes finsy: pip install dlcp[fabric]")
+    needs_simple_switch()
+    if shutil.which("simple_switch_grpc") is None:
+        pytest.skip("simple_switch_grpc is not on PATH")
+    target = targets.Bmv2ByP4Runtime(PROGRAM)
+    yield target
+    target.close()
+
+
+def needs_simple_switch():
     for works, reason in (simple_switch.available(), namespace.available()):
         if not works:
             pytest.skip(f"needs simple_switch in a network namespace: {reason}")
-    target = Bmv2(PROGRAM)
-    yield target
-    target.close()
+
+
+def sample(path: Path) -> stf.Script:
+    """Return a test, of p4testgen's cases some; each begins by removing all entries."""
+    whole = script(path)
+    starts = [index for index, one in enumerate(whole.statements) if isinstance(one, RemoveAll)]
+    if len(starts) < EVERY:
+        return whole
+    ends = [*starts[1:], len(whole.statements)]
+    cases = list(zip(starts, ends, strict=True))[::EVERY]
+    return stf.Script(whole.path, tuple(one for start, end in cases for one in whole.statements[start:end]))
 
 
 def name(path: Path) -> str:
@@ -76,16 +117,33 @@ def test_built_in_switch(path, backend):
 
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_simple_switch(path, bmv2):
+    check_real(script(path), bmv2)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_built_in_switch_by_p4runtime(path, built_in_by_p4runtime):
+    outcome = stf.run(sample(path), built_in_by_p4runtime)
+    assert outcome.failures == []
+    assert outcome.packets == sample(path).packets() > 0
+    assert outcome.expected > 0
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_simple_switch_by_p4runtime(path, bmv2_by_p4runtime):
+    check_real(sample(path), bmv2_by_p4runtime)
+
+
+def check_real(test, target):
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            outcome = stf.run(script(path), bmv2)
-            if outcome.passed or not any(isinstance(one, Slow) for one in script(path).statements):
+            outcome = stf.run(test, target)
+            if outcome.passed or not any(isinstance(one, Slow) for one in test.statements):
                 break  # slow queues are a matter of time on a busy machine; everything else is not
         except Uncertain as error:
             if attempt == ATTEMPTS:
                 pytest.skip(f"simple_switch's answers are not certain on a machine this busy: {error}")
     assert outcome.failures == []
-    assert outcome.packets == script(path).packets()
+    assert outcome.packets == test.packets()
 
 
 @pytest.mark.parametrize(
@@ -172,15 +230,17 @@ def test_statements_are_written_as_they_were_read(path):
     assert without_lines(stf.parse(stf.text(before.statements)).statements) == without_lines(before.statements)
 
 
-def test_the_command_tells_by_its_status(tmp_path):
+def test_the_command_tells_by_its_status(tmp_path, capsys):
+    path = tmp_path / "one.stf"
+
     def run(text):
-        path = tmp_path / "one.stf"
         path.write_text(text)
-        command = [sys.executable, "-m", "dlcp.switch.stf", "--program", str(PROGRAM), str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
-        return done.returncode, done.stdout + done.stderr
+        status = command.main(["--program", str(PROGRAM), str(path)])
+        return status, "".join(capsys.readouterr())
 
     assert run(SETUP + SENT + CAME)[0] == 0
+    done = subprocess.run([sys.executable, "-m", "dlcp.switch.stf", str(path)], timeout=60, check=False, cwd=ROOT)
+    assert done.returncode == 0
     status, said = run(SETUP + SENT)
     assert status == 1
     assert "one.stf:4: a packet at port 3" in said

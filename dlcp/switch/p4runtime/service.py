@@ -213,8 +213,15 @@ class Service(p4r_grpc.P4RuntimeServicer):
 
         task = asyncio.create_task(do())
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        task.add_done_callback(self._ended)
+        await asyncio.wait([task])  # which leaves the task alone when this is cancelled
+        return task.result()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        """Let a task go. Its error is the caller's; where the caller has gone away, nobody is left to be told."""
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()
 
 
 class _BatchRefused(Refused):

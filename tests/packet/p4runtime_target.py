@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both switches as targets of packet tests whose entries, meters and counters go through P4Runtime.
+
+What P4Runtime cannot do goes the switch's own way: packets, the rate of queues, and writing a register; BMv2 does not
+read registers by it, either.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from bmv2_target import MARKED, Bmv2
+from control import DELETE, INSERT, MODIFY, Control, config
+from finsy.proto import p4r
+from loops import Loop
+from simple_switch import SimpleSwitch
+from sites import GREEN
+from targets import DEVICE_ID
+
+from controller.difference import difference
+from controller.pipeline import Pipeline
+from dlcp.switch.entries import Entries, MeterRates, Profile, ProfileGroup, ProfileMember, TableEntry, Value
+from dlcp.switch.errors import EntryError
+from dlcp.switch.p4runtime.device import Device
+from dlcp.switch.p4runtime.server import P4RuntimeServer
+from dlcp.switch.program import Backend
+from dlcp.switch.stf import BuiltIn
+
+PIPELINE = Pipeline()
+GREEN_RATES = MeterRates(**GREEN)
+
+
+class ByP4Runtime:
+    """What of a target goes through P4Runtime on both switches; goes before the switch's own target among the bases."""
+
+    control: Control
+    _written: dict[tuple[str, str, int], TableEntry]
+    _groups: set[tuple[str, int]]
+
+    def connect(self, address: str) -> None:
+        """Become the primary controller, and install the program."""
+        self.control = Control(address)
+        self.control.arbitrate(1)
+        self.control.set_pipeline(config())
+        self._written, self._groups = {}, set()
+
+    def insert(self, entry: TableEntry) -> None:
+        self._write(INSERT, _entries(entry))
+        self._written[_identity(entry.table, entry.match, entry.priority)] = entry
+
+    def modify(self, entry: TableEntry) -> None:
+        identity = _identity(entry.table, entry.match, entry.priority)
+        entry = dataclasses.replace(entry, meter=entry.meter or self._written[identity].meter)
+        self._write(MODIFY, _entries(entry))
+        self._written[identity] = entry
+
+    def remove(self, table: str, match: Mapping[str, Value], priority: int) -> None:
+        entry = self._written.pop(_identity(table, match, priority))
+        (bare,) = PIPELINE.encode(_entries(dataclasses.replace(entry, meter=None)))
+        bare.table_entry.ClearField("action")
+        self.control.write(DELETE, bare)
+
+    def remove_all(self) -> None:
+        """Remove all that the switch says it has."""
+        member, group = p4r.ActionProfileMember(), p4r.ActionProfileGroup()
+        found = self.control.read(
+            p4r.Entity(table_entry=p4r.TableEntry()),
+            p4r.Entity(action_profile_member=member),
+            p4r.Entity(action_profile_group=group),
+        )
+        for batch in difference([], found).batches():
+            self.control.write(DELETE, *(change.entity for change in batch))
+        self._written.clear()
+        self._groups.clear()
+
+    def set_default(self, table: str, action: str, params: Mapping[str, Value]) -> None:
+        raise EntryError(f"set default of {table}: all default actions of the program are constant")
+
+    def add_member(self, profile: str, number: int, action: str, params: Mapping[str, Value]) -> None:
+        member = ProfileMember(number, _alias(action), dict(params))
+        self._write(INSERT, Entries(profiles=(Profile(_alias(profile), (member,), ()),)))
+
+    def set_group(self, profile: str, number: int, members: tuple[int, ...]) -> None:
+        kind = MODIFY if (profile, number) in self._groups else INSERT
+        self._write(kind, Entries(profiles=(Profile(_alias(profile), (), (ProfileGroup(number, members),)),)))
+        self._groups.add((profile, number))
+
+    def set_meter(self, table: str, match: Mapping[str, Value], priority: int, rates: MeterRates) -> None:
+        self.modify(dataclasses.replace(self._written[_identity(table, match, priority)], meter=rates))
+
+    def read_counter(self, name: str, index: int) -> tuple[int, int]:
+        (cell,) = self.control.read(self.control.words.cell("counter", name, index))
+        data = cell.counter_entry.data
+        return data.packet_count, data.byte_count
+
+    def _write(self, kind: int, entries: Entries) -> None:
+        self.control.write(kind, *PIPELINE.encode(entries))
+
+
+class BuiltInByP4Runtime(ByP4Runtime, BuiltIn):
+    """The P4Runtime server of a built-in switch."""
+
+    def __init__(self, backend: Backend) -> None:
+        device = Device(Loop(), backend)
+        self._server = P4RuntimeServer(device, ("127.0.0.1", 0), DEVICE_ID)
+        self.connect(self._server.address)
+        assert device.program is not None
+        super().__init__(device.program)
+
+    def close(self) -> None:
+        self.control.close()
+        self._server.close()
+
+    def restart(self) -> None:
+        self.remove_all()
+        super().restart()
+
+    def read_register(self, name: str, index: int) -> int:
+        (cell,) = self.control.read(self.control.words.cell("register", name, index))
+        return int.from_bytes(cell.register_entry.data.bitstring, "big")
+
+
+class Bmv2ByP4Runtime(ByP4Runtime, Bmv2):
+    """simple_switch_grpc."""
+
+    def __init__(self, program: Path) -> None:
+        switch = SimpleSwitch(program, device_id=DEVICE_ID)
+        try:
+            self.connect(switch.grpc_address)
+            super().__init__(switch)
+        except BaseException:
+            switch.close()
+            raise
+
+    def close(self) -> None:
+        self.control.close()
+        super().close()
+
+    def remove_all(self) -> None:
+        super().remove_all()
+        for entry in MARKED:
+            self.insert(entry)
+
+    def insert(self, entry: TableEntry) -> None:
+        # BMv2 leaves the meter of an entry that is gone to the next one of its handle.
+        meter = entry.meter or (GREEN_RATES if self.switch.metered(entry.table) else None)
+        super().insert(dataclasses.replace(entry, meter=meter))
+
+
+def _entries(entry: TableEntry) -> Entries:
+    """Return entries with the names of P4Runtime."""
+    action = None if entry.action is None else _alias(entry.action)
+    return Entries(entries=(dataclasses.replace(entry, table=_alias(entry.table), action=action),))
+
+
+def _alias(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _identity(table: str, match: Mapping[str, Value], priority: int) -> tuple[str, str, int]:
+    return table, repr(sorted(match.items())), priority
