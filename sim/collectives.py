@@ -80,10 +80,12 @@ def ring(builder: GraphBuilder, exchange: Exchange, after: Nodes | None = None) 
     """
     hosts = np.asarray(exchange.hosts, np.int64)
     count = len(hosts)
+    if count < 2:
+        raise ValueError(f"a ring needs at least two hosts, and has {count}")
     sizes = shard_sizes(exchange.size_bytes, count)
     ranks = np.arange(count)
     previous: Nodes | None = None
-    ends = np.empty(count, np.int64)
+    results: list[Nodes] = []
     for turn in range(2 * (count - 1)):
         shard = (ranks - turn) % count
         reducing = turn < count - 1
@@ -97,15 +99,18 @@ def ring(builder: GraphBuilder, exchange: Exchange, after: Nodes | None = None) 
             loss_bound=exchange.loss_bound if reducing else 0.0,
             **exchange.common(),
         )
-        if after is not None and turn <= 1:
-            # In the first round a rank sends its own shard; in the second one it adds its own values to what has come.
+        if after is not None and turn < count:
+            # First a rank sends its own shard, then n - 1 times what has come with its own values added.
             builder.follow(after, nodes)
         if previous is not None:
             builder.follow(previous, np.roll(nodes, -1))
+        if turn >= count - 2:
+            results.append(nodes)
         previous = nodes
-    assert previous is not None
     ends = builder.delays(np.zeros(count, np.int64))
-    builder.follow(np.roll(previous, 1), ends)
+    for nodes in results:
+        # The last of the sums completes a rank's own shard; the others come whole. They may overtake each other.
+        builder.follow(np.roll(nodes, 1), ends)
     return ends
 
 

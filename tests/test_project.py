@@ -49,6 +49,12 @@ def test_every_source_file_names_its_licence():
     assert unnamed == []
 
 
+def test_no_two_test_modules_have_one_name():
+    # pytest imports them by that name alone.
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
 @pytest.mark.parametrize(
     "module", ["dlcp", "dlcp.wire", "dlcp.wire.dissector", "dlcp.tags", "dlcp.configuration", "dlcp.cli"]
 )

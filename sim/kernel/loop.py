@@ -168,7 +168,7 @@ def run(
                             now,
                         )
                     elif x.kind == NACK:
-                        take_nack(w, number, now)
+                        take_nack(w, interface, number, now)
                     elif x.kind == PULL:
                         streams[stream].credit += 1
                     else:
@@ -230,7 +230,7 @@ def run(
                     leaving = p.control_head
                     p.control_head = packets[leaving].next
                 else:
-                    while leaving < 0 and p.mask != 0:
+                    while leaving < 0 and p.control_head < 0 and p.mask != 0:
                         level = 7
                         while (p.mask >> level) & 1 == 0:
                             level -= 1
@@ -242,7 +242,7 @@ def run(
                         if s.next < 0:
                             p.mask &= ~(1 << level)
                         s.ready = 0
-                        what = work(w, stream)
+                        what = work(w, interface, stream, now)
                         if what != 0:
                             out = interface
                             leaving = build(
@@ -260,6 +260,10 @@ def run(
                             )
                         else:
                             bury(w, stream)
+                    if leaving < 0 and p.control_head >= 0:
+                        out = interface
+                        leaving = p.control_head
+                        p.control_head = packets[leaving].next
         if leaving >= 0:
             p = ports[out]
             x = packets[leaving]

@@ -199,10 +199,11 @@ def take_ack(
 @call
 def take_nack(
     w: Rows,
+    port: int,
     packet: int,
     now: int,
 ) -> None:
-    """Note that the header of a packet has come to its target alone."""
+    """Note at the sender, whose interface is ``port``, that the header of a packet has come to its target alone."""
     packets = packets_of(w)
     streams = streams_of(w)
     messages = messages_of(w)
@@ -215,6 +216,7 @@ def take_nack(
         s.backoff = 0
         s.deadline = now + timeout_ps(s, transports[m.transport])
         lose(w, x.record)
+        probe(w, port, x.node, now)
 
 
 @call

@@ -4,6 +4,7 @@
 from sim.arithmetic import ENTROPY_TABLE
 from sim.counters import RESENT, SENT
 from sim.kernel.congestion import timeout_ps
+from sim.kernel.control import probe
 from sim.kernel.dice import mix
 from sim.kernel.events import push
 from sim.kernel.jit import call
@@ -104,12 +105,16 @@ def lacks_credit(s: Rows, t: Rows) -> Number:
 @call
 def work(
     w: Rows,
+    port: int,
     stream: int,
+    now: int,
 ) -> Number:
     """Return what a stream has to send: 0 nothing, 1 a packet again, 2 the next one of its first message.
 
-    What need not be sent any more is removed on the way.
+    What need not be sent any more is removed on the way. If ``port``, which has no control packet waiting, has to ask
+    after a message for it, that goes first, and the answer is 0.
     """
+    ports = ports_of(w)
     streams = streams_of(w)
     messages = messages_of(w)
     records = records_of(w)
@@ -134,7 +139,11 @@ def work(
             m.waiting -= 1
             s.again_head = records[record].next
             give_record(w, record)
+            # Its acknowledgement came late, when this still waited: nobody has asked yet for what else is missing.
+            probe(w, port, node, now)
             settle(w, node)
+            if ports[port].control_head >= 0:
+                return 0
     while s.head >= 0 and found == 0:
         node = s.head
         m = messages[node]

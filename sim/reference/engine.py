@@ -240,9 +240,9 @@ class ReferenceEngine(Hosts):
             packet.message.refs += 1
         else:
             if packet.kind is Kind.ACK:
-                self.take_ack(packet)
+                self.take_ack(packet, interface)
             elif packet.kind is Kind.NACK:
-                self.take_nack(packet)
+                self.take_nack(packet, interface)
             elif packet.kind is Kind.PULL:
                 stream.credit += 1
             else:

@@ -65,18 +65,18 @@ class Interface:
         self.kick()
 
     def _pull_packet(self) -> Packet | None:
-        while any(self.ready):
+        while not self.control and any(self.ready):
             level = max(number for number, streams in enumerate(self.ready) if streams)
             waiting = self.ready[level]
             if self.engine.plan.rules.discipline == SMALLEST_FIRST:
                 bring_smallest_forward(waiting)
             stream = waiting.popleft()
             stream.ready = False
-            packet = self.engine.next_packet(stream)
+            packet = self.engine.next_packet(stream, self)
             self.offer(stream)
             if packet is not None:
                 return packet
-        return None
+        return self.control.popleft() if self.control else None
 
     # ------------------------------------------------------------------------------------------------ pulls of NDP
 
@@ -218,8 +218,11 @@ class Hosts(ABC):
 
     # ------------------------------------------------------------------------------------------------------ sending
 
-    def next_packet(self, stream: Stream) -> Packet | None:
-        """Return the next packet that a stream has to send, and note that it is on its way."""
+    def next_packet(self, stream: Stream, interface: Interface) -> Packet | None:
+        """Return the next packet that a stream has to send, and note that it is on its way.
+
+        None as well if ``interface``, which has no control packet waiting, has to ask after a message first.
+        """
         if not may_send(stream):
             return None
         sent, again = None, False
@@ -232,7 +235,11 @@ class Hosts(ABC):
                     message.known[sent.index] = Known.HOLE
                     message.holes += 1
                 sent = None
+                # Its acknowledgement came late, when this still waited: nobody has asked yet for what else is missing.
+                self.probe(message, interface)
                 self.settle(message)
+                if interface.control:
+                    return None
             else:
                 again = True
         while stream.messages and sent is None:
@@ -301,17 +308,15 @@ class Hosts(ABC):
             message.waiting += 1
             stream.again.append(Sent(message, sent.index))
 
-    def probe(self, message: Message) -> None:
-        """Ask what has arrived, if everything is sent and some of it may stay lost."""
+    def probe(self, message: Message, interface: Interface) -> None:
+        """Ask by its sender's interface what has arrived, if all of a message is sent and some of it may stay lost."""
         busy = message.flying or message.waiting or message.next < message.packets
         if not message.holes or busy or message.stopped or message.probing:
             return
         message.refs += 1
         message.probing = True
         self.tally[c.PROBES] += 1
-        self.interface_at(message.flow, message.flow.source).control.append(
-            control_packet(message, Kind.PROBE, back=False)
-        )
+        interface.control.append(control_packet(message, Kind.PROBE, back=False))
         message.probe_at_ps = self.now_ps + (message.flow.window.timeout_ps() << message.probe_backoff)
         if not message.probe_timer:
             message.probe_timer = True
@@ -336,7 +341,7 @@ class Hosts(ABC):
             for out in stream.out:
                 for sent in list(out):
                     self.lose(sent)
-                    self.probe(sent.message)
+                    self.probe(sent.message, interface)
                     self.settle(sent.message)
         interface.offer(stream)
         interface.kick()
@@ -354,7 +359,7 @@ class Hosts(ABC):
                     message.probe_backoff += 1
                 message.probing = False
                 message.probe_at_ps = self.now_ps + message.flow.window.timeout_ps()
-                self.probe(message)
+                self.probe(message, interface)
             self.at(message.probe_at_ps, lambda: self.probe_timer(message))
         interface.kick()
 
@@ -408,17 +413,18 @@ class Hosts(ABC):
             if not message.listed:
                 self.enlist(message)
 
-    def take_nack(self, packet: Packet) -> None:
-        """Note that the header of a packet has come to its target alone."""
+    def take_nack(self, packet: Packet, interface: Interface) -> None:
+        """Note at the sender, who has ``interface``, that the header of a packet has come to its target alone."""
         assert packet.sent is not None
         if packet.sent.flying:
             stream = packet.message.flow
             stream.window.backoff = 0
             stream.deadline_ps = self.now_ps + stream.window.timeout_ps()
             self.lose(packet.sent)
+            self.probe(packet.message, interface)
 
-    def take_ack(self, packet: Packet) -> None:
-        """Note at the sender that a packet has arrived, and which ones then have not."""
+    def take_ack(self, packet: Packet, interface: Interface) -> None:
+        """Note at the sender, who has ``interface``, that a packet has arrived, and which ones then have not."""
         message, sent = packet.message, packet.sent
         assert sent is not None
         stream = message.flow
@@ -441,7 +447,7 @@ class Hosts(ABC):
             while out and (first := next(iter(out))).number + stream.transport.reorder <= sent.number:
                 stream.window.on_loss(first.number, self.now_ps, stream.number)
                 self.lose(first)
-                self.probe(first.message)
+                self.probe(first.message, interface)
                 self.settle(first.message)
             stream.deadline_ps = self.now_ps + stream.window.timeout_ps()
         else:
@@ -451,7 +457,7 @@ class Hosts(ABC):
                 message.acked += 1
                 message.holes -= known is Known.HOLE
         if message.bounded:
-            self.probe(message)
+            self.probe(message, interface)
 
 
 def _is_hole(message: Message, index: int) -> bool:

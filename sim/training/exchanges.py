@@ -36,7 +36,7 @@ def all_reduce(
     if collective == "parameter_server":
         return parameter_server(builder, exchange, servers, after)
     if collective == "ring":
-        return _ring(builder, exchange, after)
+        return ring(builder, exchange, after)
     if collective == "direct":
         return direct(builder, exchange, after)
     if collective == "halving_doubling":
@@ -44,26 +44,6 @@ def all_reduce(
     if collective == "tree":
         return tree(builder, exchange, after)
     return hierarchical(builder, exchange, group, after)
-
-
-def _ring(builder: GraphBuilder, exchange: Exchange, after: Nodes) -> Nodes:
-    """Add a ring in which a rank adds its own values only once it has them, and is done when it has all shards.
-
-    The ring of `sim.collectives` says the one for two rounds and the other for the last message, which is enough where
-    ranks keep step and messages come in order. Its messages are numbered round by round.
-    """
-    count = len(exchange.hosts)
-    first = len(builder)
-    ends = ring(builder, exchange, after)
-    for turn in range(2, 2 * (count - 1)):
-        messages = first + turn * count + np.arange(count)
-        if turn < count - 1:
-            builder.follow(after, messages)
-        else:
-            builder.follow(messages, np.roll(ends, -1))
-    if count > 2:
-        builder.follow(first + (count - 2) * count + np.arange(count), np.roll(ends, -1))
-    return ends
 
 
 def halving_doubling(builder: GraphBuilder, exchange: Exchange, after: Nodes) -> Nodes:
@@ -145,7 +125,7 @@ def hierarchical(builder: GraphBuilder, exchange: Exchange, group: int, after: N
     hosts = np.asarray(exchange.hosts, np.int64)
     groups = len(hosts) // group
     if groups == 1 or group == 1:
-        return (direct if groups == 1 else _ring)(builder, exchange, after)
+        return (direct if groups == 1 else ring)(builder, exchange, after)
     grid = np.arange(len(hosts)).reshape(groups, group)
     sizes = shard_sizes(exchange.size_bytes, group)
     summed = builder.delays(np.zeros(len(hosts), np.int64))
@@ -163,7 +143,7 @@ def hierarchical(builder: GraphBuilder, exchange: Exchange, group: int, after: N
             size_bytes=int(sizes[shard]),
             message=(exchange.message + 64 * (shard + 1)) & (PULL_MESSAGE - 1),
         )
-        summed[grid[:, shard]] = _ring(builder, across, summed[grid[:, shard]])
+        summed[grid[:, shard]] = ring(builder, across, summed[grid[:, shard]])
     builder.follow(summed, ends)
     for offset in range(1, group):
         targets = np.roll(grid, -offset, axis=1)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scenarios drawn at random, small enough for the slow engine, with everything in them that a scenario can have."""
 
 import random

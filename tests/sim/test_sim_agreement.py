@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel and the pure SimPy engine, which runs the compiled P4 program in its switches, agree in everything."""
 
 import os

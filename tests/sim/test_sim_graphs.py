@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs wait for what they should, and exchanges move the bytes that they should."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What queueing theory, a bound, and a published analysis say, against what is simulated."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Networks have the shape, the paths and the failures that they should."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each transport alone does what its authors say; on the slow engine, for the other one agrees with it."""
 
 import math
@@ -24,13 +25,13 @@ def window(spec, kind):
     return kind(Transport.of(plan.transports[0]))
 
 
-def run(transport, switches: SwitchSpec, messages, topology=None, seed: int = 1):
+def run(transport, switches: SwitchSpec, messages, topology=None, seed: int = 1, engine: str = "reference"):
     """Run messages of (source, target, bytes, begin_ps) and further options; return records, counts, simulation."""
     scenario = Scenario(
         topology=topology or Star(hosts=9, host_link=LINK), switches=switches, transports={"t": transport}, seed=seed
     )
     kept = []
-    simulation = Simulation(scenario, engine="reference", on_records=lambda _, records: kept.append(records))
+    simulation = Simulation(scenario, engine=engine, on_records=lambda _, records: kept.append(records))
     builder = GraphBuilder()
     for source, target, size, begin, *options in messages:
         builder.messages(
@@ -199,6 +200,28 @@ def test_dlcp_recovers_beyond_its_bound():
     records, _, _ = run(Dlcp(min_timeout_us=100.0), SwitchSpec(discipline="dlcp"), messages, topology)
     assert (records["missing_packets"] <= 20).all()
     assert (records["sent_packets"] > records["packets"]).all()
+
+
+@pytest.mark.parametrize(
+    ("senders", "size_bytes", "switches", "loss_bound", "min_timeout_us"),
+    [
+        # Ten microseconds are less than the queue takes: packets are given up whose acknowledgements are on the way.
+        (8, 14_400, SwitchSpec(discipline="dlcp", buffer_packets=30), 0.2, 10.0),
+        (8, 14_400, SwitchSpec(discipline="dlcp", buffer_packets=30), 0.05, 10.0),
+        (7, 14_400, SwitchSpec(discipline="dlcp", buffer_packets=100), 0.1, 10.0),
+        (4, 2_880, SwitchSpec(discipline="trim", trim_packets=2), 0.1, 200.0),
+    ],
+)
+def test_dlcp_asks_for_what_is_missing_whatever_comes_last(senders, size_bytes, switches, loss_bound, min_timeout_us):
+    """The last news may be a late acknowledgement of what waits to be sent again, or that a packet was trimmed."""
+    pytest.importorskip("numba")
+    transport = Dlcp(min_timeout_us=min_timeout_us, reorder_packets=8)
+    options = {"loss_bound": loss_bound, "queue": 4}
+    messages = [(source, 0, size_bytes, 0, options | {"sender": source}) for source in range(1, senders + 1)]
+    kernel, _, _ = run(transport, switches, messages, engine="kernel")
+    reference, _, _ = run(transport, switches, messages)
+    np.testing.assert_array_equal(kernel, reference)
+    assert (reference["missing_packets"] <= math.floor(size_bytes / 1440 * loss_bound)).all()
 
 
 def test_red_drops_what_cannot_be_marked():

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from sim.collectives import PULL_MESSAGE, Exchange
+from sim.collectives import PULL_MESSAGE, Exchange, ring
 from sim.graph import Graph, GraphBuilder
 from sim.models.profile import StepProfile, TimedLayer
 from sim.training.exchanges import all_reduce
@@ -51,6 +51,28 @@ def test_everybody_gets_everybodys(collective) -> None:
     assert (graph.nodes["loss_bound"][pulls] == 0).all(), "results may be lost"
     pushes = (graph.nodes["size_bytes"] > 0) & ~pulls
     assert (graph.nodes["loss_bound"][pushes] == 0.1).all()
+
+
+def test_a_rank_of_a_ring_adds_its_own_values_to_all_that_it_passes_on() -> None:
+    count = 5
+    builder = GraphBuilder()
+    after = builder.delays(np.zeros(count, np.int64))
+    ends = ring(builder, Exchange(list(range(count)), 1_000_000, 0), after)
+    graph = builder.build()
+    before = reached(graph)
+    reducing = (graph.nodes["size_bytes"] > 0) & ((graph.nodes["message"] & PULL_MESSAGE) == 0)
+    results = (graph.nodes["size_bytes"] > 0) & ~reducing
+    for rank in range(count):
+        own = graph.nodes["source"] == rank
+        assert all(rank in before[node] for node in np.flatnonzero(own & reducing))
+        # What is complete has everybody's values in it, and a rank waits for all of it, in whatever order it comes.
+        assert all(set(range(count)) <= before[node] for node in np.flatnonzero(own & results))
+        to_rank = np.flatnonzero(results & (graph.nodes["target"] == rank))
+        assert len(to_rank) == count - 1
+        for node in to_rank:
+            assert ends[rank] in graph.followers[graph.starts[node] : graph.starts[node + 1]]
+    with pytest.raises(ValueError, match="at least two hosts, and has 1"):
+        ring(GraphBuilder(), Exchange([0], 1000, 0))
 
 
 @pytest.mark.parametrize(
