@@ -188,6 +188,10 @@ class Endpoint:
 
     def _linger(self) -> None:
         """Wait until peers have what was sent to them, and for a moment until they know that it is confirmed."""
+        asked = threading.Event()
+        with contextlib.suppress(TransportError):
+            self.call(asked.set)  # what was asked for before has been begun by then
+            asked.wait(self.options.silence_s)
         began_s = time.monotonic()
         while not self.protocol.settled and self._thread.is_alive():
             waits_s = CLOSE_LINGER_S if self.protocol.all_confirmed else self.options.silence_s

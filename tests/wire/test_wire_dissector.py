@@ -8,7 +8,7 @@ import pytest
 from golden import GOLDEN_PATH, Golden, capture, packets
 from wirebits import split
 
-from dlcp.transport import protocol
+from dlcp.transport import control_packets
 from dlcp.transport.plain import acknowledge
 from dlcp.wire import (
     FIELD_BITS,
@@ -140,7 +140,7 @@ def test_tshark_reads_what_is_acknowledged(tmp_path):
 
 def test_the_dissector_knows_the_payloads_that_the_transport_sends():
     assert acknowledge.ENTRY.size == dissector.ENTRY_BYTES
-    assert bytes([dissector.MORE]) == protocol.MORE
+    assert bytes([dissector.MORE]) == control_packets.MORE
 
 
 @needs_tshark
