@@ -17,7 +17,7 @@ from dlcp.bench.gradients import bucket_bounds, segments, whole_numbers
 from dlcp.collectives import Bucket, DirectAllReduce, ReduceOptions
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
-from dlcp.transport import Address, Endpoint, LossBound, TransportOptions, bind_socket
+from dlcp.transport import Address, DeadlineError, Endpoint, LossBound, TransportOptions, bind_socket
 
 BUCKETS: Final = 4
 """Into how many buckets the buffer is divided where it is: of 100 MB, each has DDP's 25."""
@@ -152,8 +152,10 @@ class Member:
         return time.perf_counter() - began_s
 
     def outcome(self, contender: Contender) -> Outcome:
-        """Compare the result with the exact one."""
+        """Compare the result with the exact one, once the peers have confirmed this rank's, so that it is counted."""
         ranks = self.plan.ranks
+        if self._endpoint and not self._endpoint.flush(RUN_DEADLINE_S):
+            raise DeadlineError(f"rank {self.rank}: {contender.name}: a result unconfirmed for {RUN_DEADLINE_S:.0f} s")
         exact = np.float32(ranks * (ranks + 1) / 2 / (1 if contender.bound is None else ranks))
         inexact = int(np.count_nonzero(self._values != self._input * exact))
         reducer = self._reducers.get(contender.name)

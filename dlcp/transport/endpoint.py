@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ RECEIVE_BUFFER_BYTES = 8 << 20
 SKB_OVERHEAD_BYTES = 832
 """What Linux charges a datagram for beside its bytes, rounded up (sk_buff and its data's alignment)."""
 CLOSE_LINGER_S = 1.0
+TURN_S = 0.005
 _SO_RCVBUFFORCE = 33
 _UDP_GRO = 104
 
@@ -186,18 +189,36 @@ class Endpoint:
             self._closed = True
             self.protocol.engine.release()
 
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until peers have confirmed all that was sent, and its senders know; tell whether that came in time.
+
+        Raises
+        ------
+        TransportError
+            The endpoint has been closed, or has failed.
+        """
+        end_s = time.monotonic() + timeout_s
+        while True:
+            answer: Future[bool] = Future()
+            self.call(partial(self._tell_confirmed, answer))  # after all that was asked before
+            with contextlib.suppress(FutureTimeoutError):
+                if answer.result(max(0.0, end_s - time.monotonic())):
+                    return True
+            if time.monotonic() >= end_s:
+                return False
+            time.sleep(TURN_S)
+
+    def _tell_confirmed(self, answer: "Future[bool]") -> None:
+        answer.set_result(self.protocol.all_confirmed)
+
     def _linger(self) -> None:
         """Wait until peers have what was sent to them, and for a moment until they know that it is confirmed."""
-        asked = threading.Event()
         with contextlib.suppress(TransportError):
-            self.call(asked.set)  # what was asked for before has been begun by then
-            asked.wait(self.options.silence_s)
-        began_s = time.monotonic()
-        while not self.protocol.settled and self._thread.is_alive():
-            waits_s = CLOSE_LINGER_S if self.protocol.all_confirmed else self.options.silence_s
-            if time.monotonic() - began_s > waits_s:
+            if not self.flush(self.options.silence_s):
                 return
-            time.sleep(0.005)
+        end_s = time.monotonic() + CLOSE_LINGER_S
+        while not self.protocol.settled and self._thread.is_alive() and time.monotonic() < end_s:
+            time.sleep(TURN_S)
 
     def _stop(self) -> None:
         self._closing = True
