@@ -1,28 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the switch program for BMv2 and records what it was compiled from: ``python3 p4/compile.py`` or ``make p4``.
+"""Compiles the switch programs and records what they were compiled from: ``python3 p4/compile.py`` or ``make p4``.
 
-``--check`` compiles nothing, and tells whether what is committed in ``p4/build/`` comes from the sources beside it. The
-digest of the sources is the SHA-256 of, for each ``shared/*.p4`` and ``v1model/*.p4`` in the order of their paths below
-``p4/``: the path, a zero byte, the file, a zero byte.
+There are two, for BMv2 and the built-in switch (``v1model/``), and for Tofino (``tna/``); the second is left as it is
+where its compiler is missing. ``--check`` compiles nothing, and tells whether what is committed in ``p4/build/`` comes
+from the sources beside it. The digest of a program's sources is the SHA-256 of, for each ``*.p4`` in ``shared/`` and in
+its own folder, in the order of their paths below ``p4/``: the path, a zero byte, the file, a zero byte.
 """
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Any, Final
 
 P4_DIR: Final = Path(__file__).resolve().parent
+DIGEST: Final = "dlcp.digest"
+"""Beside the compiled files: what they were made from."""
 PROGRAM: Final = "v1model/dlcp.p4"
-SOURCES: Final = ("shared/*.p4", "v1model/*.p4")
 CONFIG: Final = "dlcp.json"
 P4INFO: Final = "dlcp.p4info.txtpb"
-DIGEST: Final = "dlcp.digest"
+TNA_PROGRAM: Final = "tna/dlcp.p4"
+TNA_SCHEMA: Final = "bf-rt.json"
+TNA_RESOURCES: Final = "resources.json"
+ASSEMBLER: Final = "bfas"
+
+KINDS: Final = {
+    "logical_tables": ("logical_tables", "ids"),
+    "srams": ("rams", "srams"),
+    "map_rams": ("map_rams", "maprams"),
+    "tcams": ("tcams", "tcams"),
+    "meter_alus": ("meter_alus", "meters"),
+    "statistics_alus": ("statistic_alus", "stats"),
+    "gateways": ("gateways", "gateways"),
+    "hash_bits": ("hash_bits", "bits"),
+}
+"""What a stage has of each kind, and where the compiler's ``resources.json`` lists the parts that are used. A meter ALU
+serves a meter, a register or a selector, a statistics ALU a counter."""
 
 # p4c gives every table a default action, and then warns of it where the table has an action selector. Neither @noWarn
 # nor --Wdisable silences that, so this one warning is let pass.
@@ -35,32 +56,69 @@ HARMLESS: Final = re.compile(
 ADVICE: Final = """\
 {compiler} is not on PATH. It belongs to p4c, the P4 compiler: p4lang publishes packages named p4lang-p4c for Ubuntu and
 Debian, and https://github.com/p4lang/p4c says how to add that package source or to build p4c."""
+TNA_ADVICE: Final = """\
+{compiler} is not on PATH. It is p4c's back end for Tofino: build https://github.com/p4lang/p4c with ENABLE_TOFINO."""
 
 
 class CompileError(RuntimeError):
     """The compiler is missing, or found an error or something to warn of; the message is what it said."""
 
 
-def sources(p4_dir: Path = P4_DIR) -> list[Path]:
-    """Return the source files of the program in the order in which the digest takes them."""
-    files = [path for pattern in SOURCES for path in p4_dir.glob(pattern)]
+@dataclass(frozen=True)
+class Program:
+    """One of the switch programs, and what is made of it.
+
+    Parameters
+    ----------
+    source
+        The file that includes all others, below ``p4/``.
+    build
+        The folder of the compiled files, below ``p4/``.
+    outputs
+        Their names.
+    compiler
+        The compiler, and the environment variable that names another.
+    advice
+        What to say when it is missing.
+    """
+
+    source: str
+    build: str
+    outputs: tuple[str, ...]
+    compiler: tuple[str, str]
+    advice: str
+
+    @property
+    def folder(self) -> str:
+        """The folder of its own sources."""
+        return self.source.partition("/")[0]
+
+
+BMV2: Final = Program(PROGRAM, "build", (CONFIG, P4INFO), ("p4c-bm2-ss", "P4C"), ADVICE)
+TNA: Final = Program(TNA_PROGRAM, "build/tna", (TNA_SCHEMA, TNA_RESOURCES), ("p4c-barefoot", "P4C_TOFINO"), TNA_ADVICE)
+
+
+def sources(p4_dir: Path = P4_DIR, program: Program = BMV2) -> list[Path]:
+    """Return the source files of a program in the order in which the digest takes them."""
+    files = [path for folder in ("shared", program.folder) for path in p4_dir.glob(f"{folder}/*.p4")]
     return sorted(files, key=lambda path: path.relative_to(p4_dir).as_posix())
 
 
-def sources_digest(p4_dir: Path = P4_DIR) -> str:
+def sources_digest(p4_dir: Path = P4_DIR, program: Program = BMV2) -> str:
     """Return the SHA-256 of the source files in hexadecimal."""
     digest = hashlib.sha256()
-    for path in sources(p4_dir):
+    for path in sources(p4_dir, program):
         digest.update(path.relative_to(p4_dir).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
-def compiler() -> str:
-    """Return the name of the compiler: ``P4C`` from the environment, else ``p4c-bm2-ss``."""
-    return os.environ.get("P4C", "p4c-bm2-ss")
+def compiler(program: Program = BMV2) -> str:
+    """Return the name of a program's compiler: from the environment (``P4C``, ``P4C_TOFINO``), else the usual one."""
+    name, variable = program.compiler
+    return os.environ.get(variable, name)
 
 
-def compiler_version() -> str:
+def compiler_version(program: Program = BMV2) -> str:
     """Return the version that the compiler tells of itself, such as ``1.2.5.10``.
 
     Raises
@@ -68,15 +126,15 @@ def compiler_version() -> str:
     CompileError
         There is no compiler.
     """
-    if shutil.which(compiler()) is None:
-        raise CompileError(ADVICE.format(compiler=compiler()))
-    result = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True)
+    if shutil.which(compiler(program)) is None:
+        raise CompileError(program.advice.format(compiler=compiler(program)))
+    result = subprocess.run([compiler(program), "--version"], capture_output=True, text=True, check=True)
     version = re.search(r"Version (\S+)", result.stdout + result.stderr)
     return version[1] if version else "unknown"
 
 
 def compile_program(target: Path, p4_dir: Path = P4_DIR) -> None:
-    """Compile the program into ``target``: the JSON for BMv2 and its P4Runtime description.
+    """Compile the program for BMv2 into ``target``: its JSON and its P4Runtime description.
 
     Raises
     ------
@@ -84,63 +142,178 @@ def compile_program(target: Path, p4_dir: Path = P4_DIR) -> None:
         There is no compiler, or it did not like the program. A warning counts as an error.
     """
     compiler_version()
-    # Run from the folder above with a relative path, so that the JSON names no folder of this machine.
     outputs = ("-o", str(target / CONFIG), "--p4runtime-files", str(target / P4INFO))
-    command = [compiler(), "--std", "p4-16", "--Werror", *outputs, f"{p4_dir.name}/{PROGRAM}"]
-    result = subprocess.run(command, cwd=p4_dir.parent, capture_output=True, text=True, check=False)
+    result = _run([compiler(), "--std", "p4-16", "--Werror", *outputs], BMV2, p4_dir)
     if result.returncode or HARMLESS.sub("", result.stderr).strip():
         raise CompileError(result.stdout + result.stderr)
 
 
-def digests(p4_dir: Path = P4_DIR) -> dict[str, str]:
+def compile_tna(target: Path, p4_dir: Path = P4_DIR) -> None:
+    """Compile the program for Tofino into ``target``: its tables for BF Runtime, and what it takes of the chip.
+
+    Where p4c's assembler ``bfas`` is on PATH too, it makes the binary of what was compiled, which shows that the
+    program fits the chip; the binary is not kept.
+
+    Raises
+    ------
+    CompileError
+        There is no compiler, or compiler or assembler found an error.
+    """
+    compiler_version(TNA)
+    with TemporaryDirectory() as folder:
+        outputs = ("-o", folder, "--bf-rt-schema", str(target / TNA_SCHEMA))
+        result = _run(
+            [
+                compiler(TNA),
+                "--std",
+                "p4-16",
+                "--target",
+                "tofino",
+                "--arch",
+                "tna",
+                "-g",
+                "-D__TARGET_TOFINO__=1",
+                *outputs,
+            ],
+            TNA,
+            p4_dir,
+        )
+        if result.returncode:
+            raise CompileError(result.stdout + result.stderr)
+        _assemble(Path(folder) / "pipe")
+        logs = Path(folder) / "pipe" / "logs"
+        report, phv = (json.loads((logs / name).read_text()) for name in ("resources.json", "phv.json"))
+        used = resources(report["resources"]["mau"]["mau_stages"], phv)
+    without_snapshots(target / TNA_SCHEMA)
+    (target / TNA_RESOURCES).write_text(json.dumps(used, indent=1) + "\n")
+
+
+def without_snapshots(schema: Path) -> None:
+    """Leave in a schema what a program declares: not the debugging tables, which make up most of it."""
+    content = json.loads(schema.read_text())
+    content["tables"] = [
+        table for table in content["tables"] if not table["table_type"].startswith(("Snapshot", "TblDbg", "DynHash"))
+    ]
+    schema.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def resources(stages: Sequence[Mapping[str, Any]], phv: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how much of the chip a program takes, in all and by stage.
+
+    Parameters
+    ----------
+    stages
+        ``resources.mau.mau_stages`` of the compiler's ``resources.json``.
+    phv
+        The compiler's ``phv.json``: the containers that hold headers and metadata.
+    """
+    rows = [
+        {"stage": stage["stage_number"], **{name: _count(stage, *at) for name, at in KINDS.items()}} for stage in stages
+    ]
+    occupied = [container["bit_width"] for container in phv["containers"]]
+    available = dict.fromkeys(occupied, 0)
+    for group in phv["resources"]:
+        if group["group_type"] == "deparser":  # as every container is in one of the deparser's groups, too
+            available[group["bit_width"]] = available.get(group["bit_width"], 0) + group["num_containers"]
+    return {
+        "stages": {"used": sum(row["logical_tables"] > 0 for row in rows), "of": phv["nStages"]},
+        **{name: sum(row[name] for row in rows) for name in KINDS},
+        "phv_containers": {
+            str(width): {"used": occupied.count(width), "of": available[width]} for width in sorted(available)
+        },
+        "by_stage": rows,
+    }
+
+
+def digests(p4_dir: Path = P4_DIR, program: Program = BMV2) -> dict[str, str]:
     """Return the SHA-256 of the sources, and of each compiled file by its name."""
-    compiled = {name: hashlib.sha256((p4_dir / "build" / name).read_bytes()).hexdigest() for name in (CONFIG, P4INFO)}
-    return {"sources": sources_digest(p4_dir), **compiled}
+    build = p4_dir / program.build
+    compiled = {name: hashlib.sha256((build / name).read_bytes()).hexdigest() for name in program.outputs}
+    return {"sources": sources_digest(p4_dir, program), **compiled}
 
 
-def record(version: str, p4_dir: Path = P4_DIR) -> None:
+def record(version: str, p4_dir: Path = P4_DIR, program: Program = BMV2) -> None:
     """Write the compiler's version and the digests beside the compiled files."""
-    lines = {"compiler": version, **digests(p4_dir)}
-    (p4_dir / "build" / DIGEST).write_text("".join(f"{name} {value}\n" for name, value in lines.items()))
+    lines = {"compiler": version, **digests(p4_dir, program)}
+    (p4_dir / program.build / DIGEST).write_text("".join(f"{name} {value}\n" for name, value in lines.items()))
 
 
-def recorded(p4_dir: Path = P4_DIR) -> dict[str, str]:
+def recorded(p4_dir: Path = P4_DIR, program: Program = BMV2) -> dict[str, str]:
     """Return what ``record`` wrote: ``compiler``, ``sources`` and a digest for each compiled file."""
-    return dict(line.split(" ", 1) for line in (p4_dir / "build" / DIGEST).read_text().splitlines())
+    return dict(line.split(" ", 1) for line in (p4_dir / program.build / DIGEST).read_text().splitlines())
 
 
 def differences(p4_dir: Path = P4_DIR) -> list[str]:
     """Return what no longer is as it was recorded, a sentence each; none when all is in order."""
-    missing = [name for name in (DIGEST, CONFIG, P4INFO) if not (p4_dir / "build" / name).exists()]
-    if missing:
-        return [f"{p4_dir.name}/build/{name} is missing: run `make p4`" for name in missing]
-    then = recorded(p4_dir)
-    return [
-        f"{p4_dir.name}: {name} changed since the program was compiled: run `make p4`"
-        for name, digest in digests(p4_dir).items()
-        if then.get(name) != digest
-    ]
+    found = [sentence for program in (BMV2, TNA) for sentence in _differences(p4_dir, program)]
+    return list(dict.fromkeys(found))  # the shared sources belong to both
 
 
 def main() -> int:
     """Compile and record, or check; return the exit status."""
-    parser = argparse.ArgumentParser(description="Compile the DLCP switch program for BMv2.")
+    parser = argparse.ArgumentParser(description="Compile the DLCP switch programs, for BMv2 and for Tofino.")
     parser.add_argument("--check", action="store_true", help="only tell whether p4/build/ comes from these sources")
     if parser.parse_args().check:
         problems = differences()
         print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
         return bool(problems)
     try:
-        with TemporaryDirectory() as folder:
-            compile_program(Path(folder))
-            for name in (CONFIG, P4INFO):
-                shutil.move(Path(folder) / name, P4_DIR / "build" / name)
-        record(compiler_version())
+        _make(BMV2, compile_program)
+        if shutil.which(compiler(TNA)) is None:
+            print(f"{P4_DIR.name}/{TNA.build}: left as it is. {TNA.advice.format(compiler=compiler(TNA))}")
+        else:
+            _make(TNA, compile_tna)
     except CompileError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{P4_DIR.name}/build: compiled with p4c {compiler_version()}")
     return 0
+
+
+def _make(program: Program, compile_into: Callable[[Path], None]) -> None:
+    """Compile a program, put what came out in its place, and record where it came from."""
+    with TemporaryDirectory() as folder:
+        compile_into(Path(folder))
+        build = P4_DIR / program.build
+        build.mkdir(exist_ok=True)
+        for name in program.outputs:
+            shutil.move(Path(folder) / name, build / name)
+    version = compiler_version(program)
+    record(version, P4_DIR, program)
+    print(f"{P4_DIR.name}/{program.build}: compiled with {compiler(program)} {version}")
+
+
+def _run(command: Sequence[str], program: Program, p4_dir: Path) -> subprocess.CompletedProcess[str]:
+    # From the folder above with a relative path, so that what comes out names no folder of this machine.
+    source = f"{p4_dir.name}/{program.source}"
+    return subprocess.run([*command, source], cwd=p4_dir.parent, capture_output=True, text=True, check=False)
+
+
+def _assemble(pipe: Path) -> None:
+    """Let the assembler, if it is there, make the binary of a compiled pipe; it refuses what does not fit the chip."""
+    if shutil.which(ASSEMBLER) is None:
+        return
+    (pipe / "logs").mkdir(exist_ok=True)
+    command = [ASSEMBLER, "--target", "tofino", "-o", str(pipe), str(pipe / "dlcp.bfa")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise CompileError(f"{ASSEMBLER}: {result.stdout}{result.stderr}")
+
+
+def _differences(p4_dir: Path, program: Program) -> list[str]:
+    build = p4_dir / program.build
+    missing = [name for name in (DIGEST, *program.outputs) if not (build / name).exists()]
+    if missing:
+        return [f"{p4_dir.name}/{program.build}/{name} is missing: run `make p4`" for name in missing]
+    then = recorded(p4_dir, program)
+    return [
+        f"{p4_dir.name}: {name} changed since the program was compiled: run `make p4`"
+        for name, digest in digests(p4_dir, program).items()
+        if then.get(name) != digest
+    ]
+
+
+def _count(stage: Mapping[str, Any], unit: str, items: str) -> int:
+    return len(stage[unit][items])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 #include <v1model.p4>
 
 #include "../shared/constants.p4"
-#include "../shared/headers.p4"
+#include "headers.p4"
 
 // Written in egress, where the traffic manager tells the depth, and read in ingress, where a drop still saves a place in
 // the queue. So ingress knows the depth as it was when the last packet left.

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+
+struct slot_t {
+    int<32> owner;
+    int<32> used_ticks; // signed, so that a difference is right beyond the end of the clock
+}
+
+// Marks the least valuable packets of a queue that is too deep, never more of one message than its header allows here;
+// the traffic manager drops what is marked if the queue is still deep when the packet gets there. A message is known by
+// job, step, message and sender; one 32-bit hash of them owns the slot that its low bits name.
+control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_intrinsic_metadata_t ig) {
+    Hash<bit<32>>(HashAlgorithm_t.CRC32) owner_hash;
+    Register<slot_t, slot_index_t>(SLOT_REGISTER_SIZE) slot_owner;
+    Register<bit<16>, slot_index_t>(SLOT_REGISTER_SIZE) slot_spent;
+
+    // Of the queue that the packet goes to, or that the report is about.
+    depth_index_t queue = 0;
+    bit<32> cells = 0; // the threshold, or the depth reported
+    bit<1> known = 0;
+    bit<1> deeper = 0;
+    bit<32> owner = 0;
+    bit<32> now_ticks = 0;
+
+    RegisterAction<bit<32>, depth_index_t, bit<1>>(queue_depth) is_deeper = {
+        void apply(inout bit<32> depth_cells, out bit<1> above) {
+            above = 0;
+            if (depth_cells > cells) {
+                above = 1;
+            }
+        }
+    };
+
+    RegisterAction<bit<32>, depth_index_t, bit<1>>(queue_depth) set_depth = {
+        void apply(inout bit<32> depth_cells) {
+            depth_cells = cells;
+        }
+    };
+
+    // Takes the slot if it is ours already, or if nobody used it for long; what it returns tells which of the two.
+    RegisterAction<slot_t, slot_index_t, bit<8>>(slot_owner) claim = {
+        void apply(inout slot_t slot, out bit<8> found) {
+            found = this.predicate(
+                slot.owner == (int<32>)owner, (int<32>)now_ticks - slot.used_ticks > SLOT_IDLE_TICKS);
+            if (slot.owner == (int<32>)owner || (int<32>)now_ticks - slot.used_ticks > SLOT_IDLE_TICKS) {
+                slot.owner = (int<32>)owner;
+                slot.used_ticks = (int<32>)now_ticks;
+            }
+        }
+    };
+
+    RegisterAction<bit<16>, slot_index_t, bit<1>>(slot_spent) spend = {
+        void apply(inout bit<16> spent, out bit<1> granted) {
+            granted = 0;
+            if (spent < hdr.dlcp.budget) {
+                spent = spent + 1;
+                granted = 1;
+            }
+        }
+    };
+
+    RegisterAction<bit<16>, slot_index_t, bit<16>>(slot_spent) spend_first = {
+        void apply(inout bit<16> spent, out bit<16> granted) {
+            if (hdr.dlcp.budget > 0) {
+                spent = 1;
+            } else {
+                spent = 0;
+            }
+            granted = spent;
+        }
+    };
+
+    action drop_above(bit<19> depth) {
+        cells = (bit<32>)depth;
+        known = 1;
+    }
+
+    table drop_threshold {
+        key = {
+            meta.queue: exact @name("queue");
+            meta.drop_class: exact @name("drop_class");
+        }
+        actions = { drop_above; NoAction; }
+        const default_action = NoAction();
+        size = THRESHOLD_TABLE_SIZE;
+    }
+
+    action remember() {
+        set_depth.execute(queue);
+    }
+
+    action compare() {
+        deeper = is_deeper.execute(queue);
+    }
+
+    // One table, for a register has one address and one operand, whoever asks.
+    table depth_of_queue {
+        key = { hdr.report.isValid(): exact @name("report"); }
+        actions = { remember; compare; }
+        const entries = {
+            true: remember();
+            false: compare();
+        }
+        size = 2;
+    }
+
+    apply {
+        // Early, whether it is needed or not: what depends on nothing costs no stage.
+        owner = owner_hash.get({ hdr.dlcp.job, hdr.dlcp.step, hdr.dlcp.message, hdr.dlcp.sender });
+        now_ticks = ig.ingress_mac_tstamp[47:16];
+        if (hdr.report.isValid()) {
+            queue = hdr.report.queue[DEPTH_INDEX_WIDTH - 1:0];
+            cells = hdr.report.depth_cells;
+            known = 1;
+        } else if (meta.may_drop == 1) {
+            queue = meta.eg_port[PORT_INDEX_WIDTH - 1:0] ++ meta.queue;
+            drop_threshold.apply();
+        }
+        if (known == 1) {
+            depth_of_queue.apply();
+        }
+        if (deeper == 1) {
+            slot_index_t slot = owner[SLOT_WIDTH - 1:0];
+            bit<8> found = claim.execute(slot);
+            meta.counted = 1;
+            meta.event_port = meta.eg_port[PORT_INDEX_WIDTH - 1:0];
+            if (found == SLOT_OF_ANOTHER) {
+                meta.event = EVENT_SLOT_TAKEN;
+            } else {
+                if (found == SLOT_FREE) {
+                    meta.droppable = (bit<1>)spend_first.execute(slot);
+                } else {
+                    meta.droppable = spend.execute(slot);
+                }
+                if (meta.droppable == 1) {
+                    meta.event = EVENT_POLICY_DROP;
+                } else {
+                    meta.event = EVENT_BUDGET_SPENT;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Longest-prefix routing over groups of equal-cost ports. Gradients need no order, so each of their packets picks a
+// port for itself (spraying); everything else keeps a flow on one path, for TCP takes disorder for loss.
+control Route(inout headers_t hdr, inout metadata_t meta) {
+    // Not CRC16: packets that are counted up share its low bits so often that a message meets two of four equal ports.
+    Hash<bit<32>>(HashAlgorithm_t.CRC32) route_hash;
+    ActionProfile(ROUTE_MEMBERS_SIZE) route_members;
+    ActionSelector(
+        route_members, route_hash, SelectorMode_t.FAIR, ROUTE_GROUP_SIZE_MAX, ROUTE_GROUPS_SIZE) route_selector;
+
+    action to_next_hop(bit<9> port, bit<48> mac) {
+        meta.eg_port = port;
+        hdr.ethernet.src_addr = hdr.ethernet.dst_addr;
+        hdr.ethernet.dst_addr = mac;
+        hdr.ipv4.ttl = hdr.ipv4.ttl - 1;
+    }
+
+    table ipv4_route {
+        key = {
+            hdr.ipv4.dst_addr: lpm @name("ipv4_dst");
+            hdr.ipv4.src_addr: selector;
+            hdr.ipv4.dst_addr: selector;
+            hdr.ipv4.protocol: selector;
+            hdr.ports.src_port: selector;
+            hdr.ports.dst_port: selector;
+            meta.entropy: selector;
+        }
+        actions = { to_next_hop; NoAction; }
+        implementation = route_selector;
+        size = ROUTE_TABLE_SIZE;
+    }
+
+    action to_port(bit<9> port) {
+        meta.eg_port = port;
+    }
+
+    action no_route() {
+        meta.refused = 1;
+    }
+
+    table ethernet_route {
+        key = { hdr.ethernet.dst_addr: exact @name("ethernet_dst"); }
+        actions = { to_port; no_route; }
+        const default_action = no_route();
+        size = ROUTE_TABLE_SIZE;
+    }
+
+    action refuse(bit<3> event) {
+        meta.refused = 1;
+        meta.counted = 1;
+        meta.event = event;
+        meta.event_port = meta.ig.port[PORT_INDEX_WIDTH - 1:0];
+    }
+
+    apply {
+        if (hdr.ipv4.isValid()) {
+            if (hdr.ipv4.version != 4 || hdr.ipv4.ihl != 5 || hdr.ipv4.ttl <= 1 || meta.checksum_error) {
+                refuse(EVENT_REFUSED);
+            } else if (!ipv4_route.apply().hit) {
+                refuse(EVENT_NO_ROUTE);
+            }
+        } else {
+            ethernet_route.apply();
+            if (meta.refused == 1) {
+                refuse(EVENT_NO_ROUTE);
+            }
+        }
+    }
+}
