@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Final
 
+from controller.deadlines import within
 from controller.fabric import Switch
 from dlcp.switch.queues import PortQueueing
 
@@ -46,13 +47,15 @@ async def set_depths(switch: Switch, ports: Mapping[int, PortQueueing]) -> None:
     except OSError as error:
         raise QueueDepthError(f"switch {switch.name}: {COMMAND}: {error.strerror}") from None
     try:
-        answer, _ = await asyncio.wait_for(process.communicate("\n".join(_commands(ports)).encode()), DEADLINE_S)
+        answer, _ = await within(process.communicate("\n".join(_commands(ports)).encode()), DEADLINE_S)
     except asyncio.TimeoutError:
-        process.kill()
-        await process.wait()
         raise QueueDepthError(
             f"switch {switch.name}: {COMMAND}: no answer of {switch.thrift} within {DEADLINE_S:g} s"
         ) from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     said = answer.decode(errors="replace")
     if process.returncode or "Error" in said:
         last = "; ".join(said.strip().splitlines()[-2:]) or f"exit status {process.returncode}"

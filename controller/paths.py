@@ -49,6 +49,12 @@ def distances(fabric: Fabric, switch: str) -> dict[str, int]:
     return found
 
 
+def most_switches(fabric: Fabric) -> int:
+    """Return how many switches the longest of the shortest paths between two hosts crosses."""
+    edges = {at.switch for at in fabric.attachments.values()}
+    return 1 + max(distances(fabric, one)[other] for one in edges for other in edges)
+
+
 def spray_groups(hops: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, ...], SprayGroup]:
     """Return one group for each set of ports in ``hops``.
 

@@ -2,7 +2,6 @@
 """A P4Runtime connection to one switch. Everything waits for so long and no longer, and errors name the switch."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +10,7 @@ from typing import Final, TypeVar
 from finsy import GRPCCredentialsTLS, GRPCStatusCode, P4Client, P4ClientError
 from finsy.proto import U128, p4r
 
+from controller.deadlines import stopped, within
 from controller.difference import Action, Change
 from controller.fabric import Switch
 from controller.pipeline import Pipeline
@@ -104,9 +104,7 @@ class Session:
     async def close(self) -> None:
         """End the connection. The switch keeps what it was told."""
         if self._listener is not None:
-            self._listener.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._listener
+            await stopped(self._listener)
         if self.lost.done() and not self.lost.cancelled():
             self.lost.exception()  # seen, if anyone cared
         self.lost.cancel()
@@ -134,7 +132,7 @@ class Session:
         """Return the cookie of the program that the switch runs; None if it runs none."""
         request = _CONFIG(device_id=self.switch.device_id, response_type=_CONFIG.COOKIE_ONLY)
         try:
-            response = await asyncio.wait_for(self._client.request(request), self._deadline_s)
+            response = await within(self._client.request(request), self._deadline_s)
         except P4ClientError as error:
             if error.code == GRPCStatusCode.FAILED_PRECONDITION:
                 return None
@@ -183,7 +181,7 @@ class Session:
         )
         self.writes += 1
         try:
-            await asyncio.wait_for(self._client.request(request), self._deadline_s)
+            await within(self._client.request(request), self._deadline_s)
         except P4ClientError as error:
             if not error.details:
                 raise self._refused(error, f"{len(changes)} changes") from None
@@ -241,7 +239,7 @@ class Session:
 
     async def _within(self, answer: Awaitable[_T], what: str) -> _T:
         try:
-            return await asyncio.wait_for(self._translated(answer, what), self._deadline_s)
+            return await within(self._translated(answer, what), self._deadline_s)
         except asyncio.TimeoutError:
             raise self._late(what) from None
 

@@ -226,12 +226,17 @@ class Document:
                 self._refuse_unknown(inner, arguments[1], (*steps, name))
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+if typing.TYPE_CHECKING:
+    _Fastest = yaml.SafeLoader
+else:
+    _Fastest = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may have been built without libyaml
+
+
+class _Loader(_Fastest):
     """Knows the plain words of YAML 1.2, and underscores in numbers."""
 
-    yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {}
 
-
+_Loader.yaml_implicit_resolvers = {}  # its own, none of those it would inherit
 for _kind, _pattern, _first in (
     ("null", r"~|null|", ["~", "n", ""]),
     ("bool", r"true|false", ["t", "f"]),

@@ -132,7 +132,7 @@ def _train(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric
     from controller.testbed.training import check, train
     from dlcp.demo.run import DemoError, variants
 
-    setup = _setup(arguments, state)
+    setup = _setup(arguments, state, fabric)
     check(setup, state)
     folder = arguments.out / "runs"
     folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +209,8 @@ def _fabric(arguments: argparse.Namespace, kind: SwitchKind) -> "Fabric":
     return dataclasses.replace(fabric, queueing=dataclasses.replace(fabric.queueing, **changes))
 
 
-def _setup(arguments: argparse.Namespace, state: "TestbedState") -> "TestbedSetup":
+def _setup(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric") -> "TestbedSetup":
+    from controller.paths import most_switches
     from controller.testbed.training import TestbedSetup
 
     port = state.layout.switches[0].ports[0]
@@ -225,6 +226,7 @@ def _setup(arguments: argparse.Namespace, state: "TestbedState") -> "TestbedSetu
         switch=state.layout.kind,
         shape="star" if len(state.layout.switches) == 1 else "leaf-spine",
         one_port=bmv2,
+        hops=most_switches(fabric),
     )
 
 

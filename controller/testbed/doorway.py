@@ -11,11 +11,11 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final
 
 from controller.testbed.errors import TestbedError
 from controller.testbed.namespaces import NamedNamespace
+from dlcp.closing import Closing
 
 LOOPBACK: Final = "127.0.0.1"
 START_DEADLINE_S: Final = 10.0
@@ -31,7 +31,7 @@ class Way:
     inside: int
 
 
-class Doorways:
+class Doorways(Closing):
     """Carries connections along ways, in a thread; a context manager.
 
     Parameters
@@ -54,14 +54,6 @@ class Doorways:
         except OSError as error:
             self.close()
             raise TestbedError(f"no way in to the switches: {error.strerror}") from error
-
-    def __enter__(self) -> "Doorways":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let no more connections in; those there are end with this process."""

@@ -7,6 +7,7 @@ so it is loaded from there by itself: adding that folder to the path would let e
 
 import importlib
 import importlib.util
+import logging
 import sys
 from typing import Any
 
@@ -24,7 +25,11 @@ def load(module: str) -> Any:
     """
     if "mininet" not in sys.modules:
         _load_package()
-    return importlib.import_module(f"mininet.{module}")
+    loggers = logging.getLoggerClass()
+    try:
+        return importlib.import_module(f"mininet.{module}")
+    finally:
+        logging.setLoggerClass(loggers)  # Mininet's, which it sets for all of the process, end no lines
 
 
 def network() -> Any:

@@ -2,6 +2,7 @@
 """What a testbed is built of, as the fabric describes it, with a place in the network and on disk for each part."""
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
@@ -87,6 +88,14 @@ class Layout:
     def switch(self, name: str) -> SwitchPlan:
         """Return the switch of this name."""
         return next(switch for switch in self.switches if switch.name == name)
+
+    def spread(self, count: int) -> tuple[HostPlan, ...]:
+        """Return so many hosts, of each switch in turn, so that what they say to one another crosses the fabric."""
+        by_switch: dict[str, list[HostPlan]] = {}
+        for host in self.hosts:
+            by_switch.setdefault(host.switch, []).append(host)
+        turns = zip_longest(*by_switch.values())
+        return tuple(host for turn in turns for host in turn if host is not None)[:count]
 
 
 def lay_out(fabric: Fabric, kind: SwitchKind, name: str) -> Layout:

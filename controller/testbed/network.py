@@ -2,7 +2,7 @@
 """Mininet's nodes and links for a layout, with switches that are programs of ours."""
 
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any
 
 from controller.testbed import emulator
 from controller.testbed.doorway import Doorways
@@ -13,10 +13,19 @@ from controller.testbed.state import ProcessId, StateFile, SwitchState
 from controller.testbed.switches import SwitchProgram, make
 from dlcp.switch.namespace import CONGESTION_CONTROL, turn_off_offloads
 
-_Switch: Final[Any] = emulator.load("node").Switch
+if TYPE_CHECKING:
+
+    class _Switch:
+        """What we use of ``mininet.node.Switch``; Mininet has no types."""
+
+        def __init__(self, name: str, **params: Any) -> None: ...
+        def stop(self, *args: Any, **options: Any) -> None: ...
+
+else:
+    _Switch = emulator.load("node").Switch
 
 
-class ProgramSwitch(_Switch):  # type: ignore[misc]  # Mininet has no types
+class ProgramSwitch(_Switch):
     """A Mininet switch that is a process of its own over the interfaces of its namespace.
 
     Parameters
@@ -35,10 +44,10 @@ class ProgramSwitch(_Switch):  # type: ignore[misc]  # Mininet has no types
         """Start the program; it needs none of Mininet's controllers."""
         self.program.start()
 
-    def stop(self, deleteIntfs: bool = True) -> None:  # noqa: N803 - Mininet's name
-        """End the program, and remove its interfaces if asked to."""
+    def stop(self, *args: Any, **options: Any) -> None:
+        """End the program; the rest, interfaces and shell, goes as Mininet is told."""
         self.program.stop()
-        super().stop(deleteIntfs)
+        super().stop(*args, **options)
 
     def connected(self) -> bool:
         """Say whether the program runs."""

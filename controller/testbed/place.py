@@ -11,15 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from controller.fabric import Fabric, Job
+from controller.fabric import Fabric
 from controller.testbed.accounts import NicCount, SwitchAccount, nic_counts, settle, tail_drops
 from controller.testbed.layout import HOST_INTERFACE, HostPlan
 from controller.testbed.namespaces import NamedNamespace
 from controller.testbed.programming import Controller, with_addresses
 from controller.testbed.state import StateFile, TestbedState
-from dlcp.demo.place import Place
+from dlcp.demo.place import Place, Shares
 from dlcp.demo.run import Setup
 from dlcp.switch.command import PROGRAM_PATH
 
@@ -71,15 +71,14 @@ class TestbedPlace(Place):
     over = "tcp"
     interface = HOST_INTERFACE
 
-    def __init__(
-        self, state: TestbedState, fabric: Fabric, setup: Setup, shares: tuple[float, float] | None, job: int
-    ) -> None:
+    def __init__(self, state: TestbedState, fabric: Fabric, setup: Setup, shares: Shares | None, job: int) -> None:
         self._stack = ExitStack()
         self._layout = state.layout
         self._files = StateFile(state.layout.name)
-        shared = dataclasses.replace(fabric, jobs=(Job(job, *shares),) if shares else ())
+        self._hosts = self._layout.spread(setup.hosts)
+        jobs = (shares.job(job, [host.name for host in self._hosts]),) if shares else ()
+        shared = dataclasses.replace(fabric, jobs=jobs)
         self._controller = self._stack.enter_context(Controller(with_addresses(shared, self._layout)))
-        self._hosts = self._layout.hosts[: setup.hosts]
         self._before = self._read()
         self._watch = self._stack.enter_context(RateWatch(self._hosts))
         self.accounts: Accounts | None = None
@@ -163,13 +162,28 @@ class RateWatch:
         before = self._look()
         while not self._stopped.wait(RATE_WINDOW_S):
             now = self._look()
-            for name, (when_s, octets) in now.items():
-                rate = 8 * (octets - before[name][1]) / (when_s - before[name][0])
+            for name, look in now.items():
+                # Over the longest time that may lie between the two: a busy machine may stop us while we look.
+                rate = 8 * (look.octets - before[name].octets) / (look.ended_s - before[name].began_s)
                 self._busiest[name] = max(self._busiest[name], round(rate))
             before = now
 
-    def _look(self) -> dict[str, tuple[float, int]]:
-        return {host.name: (time.monotonic(), nic_counts(host).received_bytes) for host in self._hosts}
+    def _look(self) -> dict[str, "_Look"]:
+        return {host.name: _Look.at(host) for host in self._hosts}
+
+
+class _Look(NamedTuple):
+    """What a host had received at some moment between two times."""
+
+    began_s: float
+    ended_s: float
+    octets: int
+
+    @classmethod
+    def at(cls, host: HostPlan) -> "_Look":
+        began_s = time.monotonic()
+        octets = nic_counts(host).received_bytes
+        return cls(began_s, time.monotonic(), octets)
 
 
 def as_counters(switches: Mapping[str, SwitchAccount]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from types import TracebackType
 from typing import Any, Final, TypeVar
 
 from controller import readings
@@ -18,6 +17,7 @@ from controller.testbed.doorway import LOOPBACK
 from controller.testbed.errors import TestbedError
 from controller.testbed.layout import Layout
 from controller.watch import Watcher
+from dlcp.closing import Closing
 from dlcp.switch.counters import EventCount
 
 PROGRAM_DEADLINE_S: Final = 30.0
@@ -47,7 +47,7 @@ def with_addresses(fabric: Fabric, layout: Layout) -> Fabric:
     return dataclasses.replace(fabric, switches=switches, mtu_bytes=layout.mtu_bytes)
 
 
-class Controller:
+class Controller(Closing):
     """Keeps the switches of a testbed as a fabric wants them; a context manager. When made, they are so.
 
     Parameters
@@ -75,14 +75,6 @@ class Controller:
             self.close()
             raise
 
-    def __enter__(self) -> "Controller":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     @property
     def installs(self) -> int:
         """How often a switch had to be given the program: once each, and again after every restart."""
@@ -102,9 +94,18 @@ class Controller:
             raise TestbedError(f"switch {name} does not tell its counters: {error}") from error
 
     def close(self) -> None:
-        """Leave the switches as they are."""
+        """Leave the switches as they are.
+
+        Raises
+        ------
+        TestbedError
+            A connection to a switch does not end.
+        """
         self._task.cancel()
-        self._call(_settle())
+        try:
+            self._call(_settle())
+        except FutureTimeoutError:
+            raise TestbedError(f"connections to switches are still open after {READ_DEADLINE_S:.0f} s") from None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(READ_DEADLINE_S)
         self._loop.close()

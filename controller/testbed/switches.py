@@ -14,6 +14,7 @@ from controller.testbed.layout import SwitchPlan
 from controller.testbed.requirements import SwitchKind
 from controller.testbed.shaping import shrink_packet_buffers
 from controller.testbed.state import StateFile
+from dlcp.closing import end
 
 START_DEADLINE_S: Final = 60.0
 STOP_DEADLINE_S: Final = 10.0
@@ -77,15 +78,8 @@ class SwitchProgram(ABC):
 
     def stop(self) -> None:
         """End it, politely first."""
-        if self._process is None:
-            return
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_DEADLINE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-        self._process.wait(STOP_DEADLINE_S)
+        if self._process is not None:
+            end(self._process, STOP_DEADLINE_S)
 
     def said(self) -> str:
         """Return the end of its log."""
@@ -156,12 +150,13 @@ class Builtin(SwitchProgram):
 
     @property
     def argv(self) -> list[str]:
-        """The command line. All its ports have the rate and depth of the first."""
-        port = self.plan.ports[0]
+        """The command line."""
+        ports = self.plan.ports
         return [
             *(sys.executable, "-m", "dlcp.cli", "switch"),
-            *(word for port in self.plan.ports for word in ("--port", f"{port.number}=packet:{port.interface}")),
-            *("--rate-bps", str(port.rate_bps), "--depth-packets", str(port.depth_packets)),
+            *(word for port in ports for word in ("--port", f"{port.number}=packet:{port.interface}")),
+            *(word for port in ports for word in ("--rate-bps", f"{port.number}={port.rate_bps}")),
+            *(word for port in ports for word in ("--depth-packets", f"{port.number}={port.depth_packets}")),
             *("--p4runtime", f"{LOOPBACK}:{CONTROL_PORT}", "--insecure", "--device-id", str(self.plan.device_id)),
             *("--counters", str(self.counters), "--counters-every", "0.2"),
         ]

@@ -11,13 +11,14 @@ from controller.testbed.errors import TestbedError
 from controller.testbed.place import TestbedPlace
 from controller.testbed.state import TestbedState
 from dlcp.demo.background import Burst
+from dlcp.demo.place import Shares
 from dlcp.demo.run import Progress, Setup, Variant, execute_at
 from dlcp.wire import Queue
 
-BMV2_ENVIRONMENT: Final = {"DLCP_CONGESTION": "cubic"}
+BMV2_ENVIRONMENT: Final = {"DLCP_CONGESTION": "marks"}
 """Options for DLCP over BMv2. What has left BMv2's queues waits, first in first out, in a buffer of 128 packets before
 its transmit thread. TCP keeps that full, so every packet is some 50 ms late at 32 Mbit/s however little DLCP sends;
-control by delay would take that for a queue of its own making and all but stop. Control by losses does not."""
+control by delay would take that for a queue of its own making and all but stop. Marks tell of its own queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def train(
     """
     places: list[TestbedPlace] = []
 
-    def make_place(setup: Setup, shares: tuple[float, float] | None, job: int) -> TestbedPlace:
+    def make_place(setup: Setup, shares: Shares | None, job: int) -> TestbedPlace:
         place = TestbedPlace(state, fabric, setup, shares, job)
         places.append(place)
         return place
@@ -102,7 +103,8 @@ def train(
     accounts = places[0].accounts
     assert accounts is not None
     tagged = variant.mode == "dlcp" and variant.environment.get("DLCP_TAGGED") != "0"
-    record["agreement"] = compare(state.layout, accounts, record["ledger"], tagged=tagged, server=setup.server)
+    ledgers = [ledger for ledger in (record["ledger"], record["server_ledger"]) if ledger is not None]
+    record["agreement"] = compare(state.layout, accounts, ledgers, tagged=tagged)
     record["fabric"] |= {"switch": setup.switch, "shape": setup.shape, "switches": len(state.layout.switches)}
     uncounted = uncounted_tails(state.layout, accounts)
     if uncounted is not None and not accounts.restarts:

@@ -8,9 +8,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
+from dlcp.closing import Closing, end
 from dlcp.switch.namespace import Namespace
 
 START_DEADLINE_S: Final = 20.0
@@ -31,7 +31,7 @@ def available() -> tuple[bool, str]:
     return True, ""
 
 
-class SimpleSwitch:
+class SimpleSwitch(Closing):
     """simple_switch at its fastest: no log, eight priority queues a port, deep ones; a context manager.
 
     Parameters
@@ -76,22 +76,14 @@ class SimpleSwitch:
             self.close()
             raise
 
-    def __enter__(self) -> "SimpleSwitch":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
 
     def close(self) -> None:
         """End the process."""
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end(self._process, STOP_DEADLINE_S)
         self._folder.cleanup()
 
     def _await_thrift(self) -> None:

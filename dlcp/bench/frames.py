@@ -4,12 +4,12 @@
 import threading
 import time
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final
 
 import numpy as np
 
 from dlcp import native
+from dlcp.closing import Closing
 from dlcp.switch.namespace import StarNetwork
 from dlcp.switch.ports.loopback import udp_headers
 from dlcp.switch.ports.packet import PacketPort
@@ -58,7 +58,7 @@ class Run:
         return self.received == self.sent
 
 
-class Traffic:
+class Traffic(Closing):
     """A generator on host 0 and a receiver on host 1; a context manager. Takes the compiled library."""
 
     def __init__(self, network: StarNetwork) -> None:
@@ -84,12 +84,8 @@ class Traffic:
         self._lengths: Numbers = np.full(_TEMPLATES, FRAME_BYTES)
         self._rows: Rows = np.empty((_TAKEN_MAX, self._in.frame_max_bytes), np.uint8)
 
-    def __enter__(self) -> "Traffic":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close both interfaces."""
         self._out.close()
         self._in.close()
 

@@ -4,6 +4,11 @@
 Both run the same program with the same entries between the same veth pairs, offloads off, queues of 1000 packets. A
 switch's rate is the best that it delivers: the highest paced rate without a loss (found by bisection, as RFC 2544
 does), or what comes through when the generator sends as fast as it can, whichever is more.
+
+Generator, switch and receiver share the machine. So the processor time that a packet costs is measured, too: on few
+cores it is what bounds the rate, and it does not depend on who else computes. The peer is an optimised build without a
+log where the package is one; it has a thread each for receiving, ingress and sending, and more ports only add egress
+threads, so with fewer cores than threads it is at its best with two ports.
 """
 
 import json
@@ -32,6 +37,8 @@ STEPS: Final = 6
 """Halvings of that interval, in logarithms: to within 5 %."""
 TRIES: Final = 2
 """How often a rate is tried, for a machine that others use loses a frame now and then."""
+COST_S: Final = 1.0
+"""How long frames are sent at the slowest rate to see what they cost."""
 LATENCY_FRAMES: Final = 100
 LATENCY_PAUSE_S: Final = 0.002
 OURS, PEER = "built-in", "simple_switch"
@@ -45,12 +52,16 @@ class Contender:
     floods: list[float] = field(default_factory=list)
     paced: list[float] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
+    costs_s: list[float] = field(default_factory=list)
 
     def measure(self) -> float:
         """Start the switch, measure it once, and return the best rate."""
-        with StarNetwork(2) as network, self.start(network), Traffic(network) as traffic:
+        with StarNetwork(2) as network, self.start(network) as switch, Traffic(network) as traffic:
             # The first frames meet cold caches.
             traffic.run(0.2, SLOWEST_PPS)
+            before_s = processor_s(switch.pid)
+            run = traffic.run(COST_S, SLOWEST_PPS)
+            self.costs_s.append((processor_s(switch.pid) - before_s) / max(1, run.received))
             self.latencies_s.append(median(traffic.latency_s(LATENCY_FRAMES, LATENCY_PAUSE_S)))
             self.floods.append(traffic.run(FLOOD_S).received_pps)
             self.paced.append(best_paced(traffic))
@@ -97,7 +108,19 @@ def measure(*, rounds: int, warm_up: int, progress: Callable[[str], None]) -> li
         rates("switch.veth.paced", ours.paced, peer.paced if peer else None, **named),
         rates("switch.veth.flood", ours.floods, peer.floods if peer else None, **named),
         result("switch.veth.latency", "us", latencies_us, peer_us, details={"frame_bytes": FRAME_BYTES, **named}),
+        result(
+            "switch.veth.cost",
+            "us of processor time/packet",
+            [1e6 * value for value in ours.costs_s[-rounds:]],
+            None if peer is None else [1e6 * value for value in peer.costs_s[-rounds:]],
+            details={"frame_bytes": FRAME_BYTES, "rate_pps": SLOWEST_PPS, **named},
+        ),
     ]
+
+
+def processor_s(pid: int) -> float:
+    """Return how long the threads of a process have computed, in seconds."""
+    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) * 1e-9
 
 
 def best_paced(traffic: Traffic) -> float:

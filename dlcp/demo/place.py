@@ -4,14 +4,14 @@
 import json
 import subprocess
 import tempfile
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from dlcp.closing import Closing
 from dlcp.demo.background import SINK_PORT
 from dlcp.switch.namespace import HOST_INTERFACE, StarNetwork
 from dlcp.switch.ports.loopback import LoopbackHost
@@ -20,10 +20,38 @@ from dlcp.switch.queues import PortQueueing
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 if TYPE_CHECKING:
+    from controller.fabric import Job
     from dlcp.demo.run import Setup
 
 
-class Place(ABC):
+@dataclass(frozen=True)
+class Shares:
+    """What a job may have of a port: parts of its rate.
+
+    Parameters
+    ----------
+    data, control
+        For gradients, and for control packets.
+    burst_s
+        How long a burst at the port's rate may last before a share is held against the job.
+    at
+        Data shares of the ports that lead to some hosts, by the hosts' numbers, where they differ.
+    """
+
+    data: float
+    control: float
+    burst_s: float
+    at: dict[int, float] = field(default_factory=dict)
+
+    def job(self, number: int, hosts: Sequence[str]) -> "Job":
+        """Return a fabric's job with these shares, where hosts have these names."""
+        from controller.fabric import Job
+
+        shares = {hosts[host]: share for host, share in self.at.items()}
+        return Job(number, self.data, self.control, shares, self.burst_s)
+
+
+class Place(Closing):
     """Hosts around one switch; a context manager.
 
     Parameters
@@ -31,7 +59,7 @@ class Place(ABC):
     setup
         Hosts, rates and depths.
     shares
-        The job's share of each port, for data and for control; None: no limit.
+        The job's share of each port; None: no limit.
     job
         Job number.
     """
@@ -39,17 +67,18 @@ class Place(ABC):
     kind = ""
     over = ""
 
-    def __init__(self, setup: "Setup", shares: tuple[float, float] | None, job: int) -> None:
+    def __init__(self, setup: "Setup", shares: Shares | None, job: int) -> None:
         # The controller is no part of the shim; only commands bring the two together.
-        from controller.fabric import Job
+        from controller.fabric import Host
         from controller.shapes import star
 
+        names = [Host.numbered(index).name for index in range(setup.hosts)]
         self._stack = ExitStack()
         fabric = star(
             setup.hosts,
             ports="packet" if self.kind == "namespaces" else "loopback",
             queueing=PortQueueing(rate_bps=setup.rate_bps, depth_packets=setup.depth_packets),
-            jobs=[Job(job, *shares)] if shares else [],
+            jobs=[shares.job(job, names)] if shares else [],
         )
         self._fabric = asdict(fabric)
 
@@ -61,12 +90,8 @@ class Place(ABC):
             SwitchProcess(["--fabric", str(description)], counters_every_s=5.0, **options)
         )
 
-    def __enter__(self) -> "Place":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Leave nothing of it."""
         self._stack.close()
 
     @abstractmethod
@@ -108,7 +133,7 @@ class NamespacePlace(Place):
     over = "tcp"
     interface = HOST_INTERFACE
 
-    def __init__(self, setup: "Setup", shares: tuple[float, float] | None, job: int) -> None:
+    def __init__(self, setup: "Setup", shares: Shares | None, job: int) -> None:
         super().__init__(setup, shares, job)
         self._network = self._stack.enter_context(StarNetwork(setup.hosts))
         self._start_switch(namespace=self._network.switch)
@@ -137,7 +162,7 @@ class LoopbackPlace(Place):
     over = "udp"
     interface = "lo"
 
-    def __init__(self, setup: "Setup", shares: tuple[float, float] | None, job: int) -> None:
+    def __init__(self, setup: "Setup", shares: Shares | None, job: int) -> None:
         super().__init__(setup, shares, job)
         self._fabric["udp_ports"] = [UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT, SINK_PORT]
         self._start_switch()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of a run, and what they say."""
 
+import json
 import multiprocessing
 import os
 import subprocess
@@ -11,12 +12,24 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from dlcp.closing import end
+
 Fact = dict[str, Any]
+"""What a worker reports: plain values, that JSON can hold."""
 STOP_DEADLINE_S = 5.0
 
 _context = multiprocessing.get_context("forkserver")
 # Every worker needs these, and they take seconds to import: a server that has them forks the workers of all runs.
 _context.set_forkserver_preload(["dlcp.demo.worker", "torch._dynamo"])
+
+
+def send_fact(channel: Connection, fact: Fact) -> None:
+    """Report a fact to whoever started this worker.
+
+    As JSON: a pickle may hold what takes PyTorch to read (its version is a class of its own), and loading that holds up
+    the reader of all reports for seconds on a busy machine.
+    """
+    channel.send_bytes(json.dumps(fact).encode())
 
 
 class Running(Protocol):
@@ -82,13 +95,7 @@ class Program:
 
     def stop(self) -> None:
         """End it, politely first."""
-        if self._child.poll() is None:
-            self._child.terminate()
-            try:
-                self._child.wait(STOP_DEADLINE_S)
-            except subprocess.TimeoutExpired:
-                self._child.kill()
-                self._child.wait()
+        end(self._child, STOP_DEADLINE_S)
         self._thread.join(STOP_DEADLINE_S)
         for stream in (self._child.stdin, self._child.stdout):
             if stream:
@@ -135,7 +142,7 @@ class Worker:
     def _read(self) -> None:
         while True:
             try:
-                fact: Fact = self._channel.recv()
+                fact: Fact = json.loads(self._channel.recv_bytes())
             except (EOFError, OSError):
                 return
             self.ready.set()

@@ -16,7 +16,7 @@ from typing import Any
 
 import dlcp
 from dlcp.demo.background import SAMPLE_S, Burst, delivered_bps, schedule
-from dlcp.demo.place import LoopbackPlace, NamespacePlace, Place
+from dlcp.demo.place import LoopbackPlace, NamespacePlace, Place, Shares
 from dlcp.demo.processes import Fact, Program, Running, Worker
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
@@ -30,13 +30,14 @@ READY_DEADLINE_S = 90.0
 RUN_DEADLINE_S = 600.0
 TCP_PAYLOAD_BYTES, TCP_FRAME_BYTES = 1448, 1514
 """A full TCP segment and its frame at an MTU of 1500; rates of ports count frames, the background counts payload."""
+SERVER_REPORT = "server.json"
 ORDINARY_PORT = UDP_PORT_BASE + UDP_PORT_COUNT
 """The first UDP port that switches do not take for DLCP."""
 
 Progress = Callable[[int], None]
 """Called with the number of steps that are done."""
-MakePlace = Callable[["Setup", "tuple[float, float] | None", int], Place]
-"""Called with the setup, the job's shares of a port for data and for control, and the job."""
+MakePlace = Callable[["Setup", "Shares | None", int], Place]
+"""Called with the setup, the job's shares of the ports, and the job."""
 
 
 class DemoError(RuntimeError):
@@ -45,7 +46,7 @@ class DemoError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all runs of a demo have in common."""
+    """What all runs of a demo have in common. ``hops`` are the most switches between two hosts."""
 
     seed: int = 1
     workers: int = 4
@@ -54,6 +55,7 @@ class Setup:
     depth_packets: int = 32
     loss_bound: float = 0.1
     collective: str = "direct"
+    hops: int = 1
 
     @property
     def command(self) -> str:
@@ -80,10 +82,23 @@ class Setup:
         """How many hosts there are."""
         return self.sources[-1] + 1
 
-    @property
-    def fair_share(self) -> float:
-        """The share of a port that the job may have, counted as one flow beside those of the background."""
-        return 1 / (BACKGROUND_FLOWS + 1)
+    def flows_into(self, host: int) -> int:
+        """Return how many flows the training has into a host's port over TCP: from each worker to a server, else one.
+
+        One, because Gloo sums around a ring.
+        """
+        return self.workers if host == self.server else 1
+
+    def fair_share(self, host: int) -> float:
+        """Return the share of a host's port that the job may have: that of its flows beside the background's."""
+        flows = self.flows_into(host)
+        return flows / (flows + BACKGROUND_FLOWS)
+
+    def background_share(self, bursts: Sequence[Burst], stop_s: float) -> float:
+        """Return the share of a port that is fair to the background, over all bursts up to ``stop_s``."""
+        lasted = [(max(0.0, min(burst.stop_s, stop_s) - burst.start_s), burst.target) for burst in bursts]
+        on_s = sum(seconds for seconds, _ in lasted)
+        return sum(seconds * (1 - self.fair_share(target)) for seconds, target in lasted) / on_s if on_s else 0.0
 
     def bursts(self) -> list[Burst]:
         """Return the background's schedule, the same in every run."""
@@ -93,12 +108,20 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to average gradients. ``environment`` is for :class:`dlcp.torch.Options`; ``share`` limits the job."""
+    """One way to average gradients.
+
+    Parameters
+    ----------
+    held
+        Whether switches hold the job to its fair share.
+    environment
+        For :class:`dlcp.torch.Options`.
+    """
 
     name: str
     title: str
     mode: str
-    share: float | None = None
+    held: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     udp_port: int = UDP_PORT_BASE
 
@@ -110,10 +133,10 @@ def variants(setup: Setup) -> list[Variant]:
     return [
         Variant("gloo", "Gloo over the kernel's TCP (CUBIC)", "gloo"),
         Variant(
-            "plain", "DLCP's transport used plainly: reliable, one queue, no tags", "dlcp", None, plain, ORDINARY_PORT
+            "plain", "DLCP's transport used plainly: reliable, one queue, no tags", "dlcp", False, plain, ORDINARY_PORT
         ),
-        Variant("dlcp", "DLCP, held to its fair share", "dlcp", setup.fair_share, bound),
-        Variant("dlcp_priority", "DLCP, with priority over the background", "dlcp", None, bound),
+        Variant("dlcp", "DLCP, held to its fair share", "dlcp", True, bound),
+        Variant("dlcp_priority", "DLCP, with priority over the background", "dlcp", False, bound),
     ]
 
 
@@ -128,7 +151,7 @@ def execute_at(make_place: MakePlace, setup: Setup, variant: Variant, *, progres
     Parameters
     ----------
     make_place
-        Makes the place where it runs, from the setup, the job's shares of a port, and the job.
+        Makes the place where it runs, from the setup, the job's shares of the ports, and the job.
 
     Raises
     ------
@@ -149,16 +172,24 @@ def execute_at(make_place: MakePlace, setup: Setup, variant: Variant, *, progres
             process.tell(start_s)
         reports = _collect(workers[: setup.workers], everybody)
         stop_s = max(sum(report["steps"]) for report in reports)
-        for program in [*sources, *sinks]:
+        for program in [*sources, *sinks, *servers]:
             program.stop()
         samples = _samples(folder, start_s)
+        served = json.loads((folder / SERVER_REPORT).read_text()) if servers else {"ledger": None}
         counters = place.counters()
-    return _record(setup, variant, place, reports, samples, stop_s, bursts, counters)
+    record = _record(setup, variant, place, reports, samples, stop_s, bursts, counters)
+    return record | {"server_ledger": served["ledger"]}
 
 
-def _shares(setup: Setup, variant: Variant) -> tuple[float, float] | None:
-    """Return the job's share of a port for data and for control."""
-    return None if variant.share is None else (variant.share - CONTROL_SHARE, CONTROL_SHARE)
+def _shares(setup: Setup, variant: Variant) -> Shares | None:
+    """Return the job's shares of the ports, None if it is not held to any."""
+    if not variant.held:
+        return None
+    data = {host: setup.fair_share(host) - CONTROL_SHARE for host in range(setup.workers + 1)}
+    usual = data[0]
+    # A burst may be what a queue holds: less, and packets that the queue has room for would wait behind everybody else.
+    burst_s = setup.depth_packets * TCP_FRAME_BYTES * 8 / setup.rate_bps
+    return Shares(usual, CONTROL_SHARE, burst_s, {host: share for host, share in data.items() if share != usual})
 
 
 def _program(stack: ExitStack, place: Place, name: str, host: int, argv: Sequence[str]) -> Program:
@@ -196,7 +227,8 @@ def _workers(
     if setup.server is not None and variant.mode == "gloo":
         ranks += 1
     elif setup.server is not None:
-        servers.append(_program(stack, place, "server", setup.server, _server(setup, variant, place, token)))
+        argv = [*_server(setup, variant, place, token), "--report", str(folder / SERVER_REPORT)]
+        servers.append(_program(stack, place, "server", setup.server, argv))
     workers = []
     for rank in range(ranks):
         environment = {
@@ -207,9 +239,13 @@ def _workers(
             "DLCP_PAYLOAD_BYTES": str(PAYLOAD_BYTES),
             "DLCP_TOKEN": str(token),
             "DLCP_COLLECTIVE": setup.collective,
+            "DLCP_SWITCH_HOPS": str(setup.hops),
             "DLCP_SERVER": "" if setup.server is None else place.address_of(setup.server, variant.udp_port),
             **variant.environment,
         }
+        if setup.server is not None:
+            # Each worker's flow into the server's port counts as much as one of TCP.
+            environment["DLCP_FLOW_WEIGHT"] = "1"
         arguments = [
             *("--mode", variant.mode, "--collective", setup.collective, "--steps", str(setup.steps)),
             *("--rank", str(rank), "--workers", str(setup.workers), "--ranks", str(ranks)),
@@ -312,7 +348,10 @@ def _record(
         "background": {
             "flows": BACKGROUND_FLOWS,
             "bps": delivered_bps(samples, bursts, stop_s),
-            "fair_share_bps": (1 - setup.fair_share) * setup.rate_bps * TCP_PAYLOAD_BYTES / TCP_FRAME_BYTES,
+            "fair_share_bps": setup.background_share(bursts, stop_s)
+            * setup.rate_bps
+            * TCP_PAYLOAD_BYTES
+            / TCP_FRAME_BYTES,
             "samples": [[round(when_s, 2), 8 * count / SAMPLE_S] for when_s, count in samples if 0 <= when_s <= stop_s],
             "bursts": [[b.start_s, b.stop_s, b.target] for b in bursts if b.start_s < stop_s],
         },

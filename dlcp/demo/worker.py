@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dlcp.torch
 from dlcp.demo import gloo_server
 from dlcp.demo import model as demo
-from dlcp.demo.processes import Fact
+from dlcp.demo.processes import Fact, send_fact
 from dlcp.tags import layers_in_order
 
 LEARNING_RATE = 0.002
@@ -39,7 +39,7 @@ def train(arguments: argparse.Namespace, channel: Connection) -> Fact:
     if arguments.mode == "dlcp":
         state = dlcp.torch.enable(model)
     elif arguments.collective == "server":
-        model.register_comm_hook(gloo_server.Client(group), gloo_server.hook)
+        model.register_comm_hook(gloo_server.Client(), gloo_server.hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -47,7 +47,7 @@ def train(arguments: argparse.Namespace, channel: Connection) -> Fact:
     )
     batches = demo.batches(digits, arguments.steps, rank, workers, arguments.seed)
     compute_s = _warm_up(network, digits)
-    channel.send({"ready": True})
+    send_fact(channel, {"ready": True})
     start_s: float = channel.recv()
     time.sleep(max(0.0, start_s - time.monotonic()))
     steps: list[float] = []
@@ -62,7 +62,7 @@ def train(arguments: argparse.Namespace, channel: Connection) -> Fact:
         now_s = time.monotonic()
         steps.append(now_s - begin_s)
         if rank == 0:
-            channel.send({"step": step})
+            send_fact(channel, {"step": step})
             if step % EVALUATE_EVERY == 0 or step == arguments.steps:
                 snapshots.append((step, now_s - start_s, _copy(network)))
     report: Fact = {
@@ -83,7 +83,7 @@ def train(arguments: argparse.Namespace, channel: Connection) -> Fact:
         state.close()
         # Only now: the last results are on their way to others until then, and not entered yet.
         report["ledger"] = state.ledger.summary()
-    elif arguments.collective == "server" and rank == 0:
+    elif arguments.collective == "server":
         gloo_server.dismiss()
     return report
 
@@ -154,13 +154,13 @@ def main(arguments: Sequence[str], channel: Connection) -> int:
     try:
         if chosen.rank >= chosen.workers:
             dist.new_group(list(range(chosen.workers)))
-            channel.send({"ready": True})
-            gloo_server.serve()
+            send_fact(channel, {"ready": True})
+            gloo_server.Server(chosen.workers).run()
             return 0
         report = train(chosen, channel)
     except Exception as error:
-        channel.send({"error": f"rank {chosen.rank}: {error}"})
+        send_fact(channel, {"error": f"rank {chosen.rank}: {error}"})
         os._exit(1)  # a process group whose peers are gone does not end by itself
-    channel.send({"report": report})
+    send_fact(channel, {"report": report})
     dist.destroy_process_group()
     return 0

@@ -9,58 +9,33 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
+from dlcp.switch.bmv2_actions import ActionReader
+from dlcp.switch.bmv2_words import MAX_WIDTH, Json, Words, number, where_is
 from dlcp.switch.errors import ProgramError, UnsupportedFeature
 from dlcp.switch.model import (
-    COMPARISONS,
-    ActionDef,
     Assign,
-    Bits,
-    Calculation,
     Case,
     Checksum,
     Conditional,
-    Const,
     ConstEntry,
-    Count,
     CounterDef,
-    ExecuteMeter,
-    Exit,
-    Expr,
     Extract,
     Field,
-    Hash,
-    Header,
     Key,
     MeterDef,
     Node,
-    Op,
-    Param,
-    Parameter,
     Pipeline,
     ProfileDef,
     ProgramDef,
     RegisterDef,
-    RegisterRead,
-    RegisterWrite,
     State,
-    Statement,
     TableDef,
     Valid,
     Variable,
     Verify,
 )
-
-Json: TypeAlias = Mapping[str, Any]
-
-MAX_WIDTH: Final = 63
-"""Widest value that can be computed with: what a signed 64-bit integer holds without a sign."""
-
-HASHES: Final = frozenset({"crc16", "crc32", "csum16", "identity", "xor16"})
-_DATA_OPS: Final = frozenset({"+", "-", "*", "/", "%", "<<", ">>", "&", "|", "^"})
-_BINARY: Final = _DATA_OPS | COMPARISONS | {"and", "or", "usat_cast"}
-_UNARY: Final = frozenset({"~", "not", "d2b", "b2d"})
 
 
 def load(path: str | Path) -> ProgramDef:
@@ -103,27 +78,6 @@ _ABSENT: Final = {
     "extern_instances": "externs",
 }
 
-_PRIMITIVES: Final = {
-    "add_header": "setValid on a header",
-    "remove_header": "setInvalid on a header",
-    "clone_ingress_pkt_to_egress": "clone",
-    "clone_egress_pkt_to_egress": "clone",
-    "generate_digest": "digest",
-    "truncate": "truncate",
-    "modify_field_rng_uniform": "random",
-    "assign_header": "assignment of whole headers",
-    "push": "push on a header stack",
-    "pop": "pop on a header stack",
-    "_jump": "if inside an action",
-    "_jump_if_zero": "if inside an action",
-}
-"""What a programmer calls the primitives that are refused; others are refused by their own name."""
-
-
-def _where(item: Json, fallback: str) -> str:
-    info = item.get("source_info") or {}
-    return f"{info['filename']}:{info['line']}" if "filename" in info and "line" in info else fallback
-
 
 class _Reader:
     """Reads one document. Methods take the JSON of an object and where it stands."""
@@ -133,7 +87,7 @@ class _Reader:
         for key, feature in _ABSENT.items():
             if document.get(key):
                 raise UnsupportedFeature(feature, str(document[key][0].get("name", key)))
-        self.headers = self._headers()
+        self._words = Words(document)
         self.registers = {
             item["name"]: RegisterDef(item["name"], item["size"], item["bitwidth"])
             for item in document.get("register_arrays", [])
@@ -147,9 +101,8 @@ class _Reader:
                 raise UnsupportedFeature("direct counters", f"counter {item['name']}")
             self.counters[item["name"]] = CounterDef(item["name"], item["size"])
         self.meters = {item["name"]: self._meter(item) for item in document.get("meter_arrays", [])}
-        self.calculations = {item["name"]: item for item in document.get("calculations", [])}
-        self.used_calculations: dict[str, Calculation] = {}
-        self.actions = {item["id"]: self._action(item) for item in document.get("actions", [])}
+        actions = ActionReader(self._words, self.counters, self.registers, self.meters)
+        self.actions = {item["id"]: actions.action(item) for item in document.get("actions", [])}
 
     def program(self, digest: str) -> ProgramDef:
         document = self.document
@@ -157,7 +110,7 @@ class _Reader:
             raise UnsupportedFeature("more than one parser or deparser", "parsers")
         parser, deparser = document["parsers"][0], document["deparsers"][0]
         if deparser.get("primitives"):
-            raise UnsupportedFeature("statements in the deparser", _where(deparser, "deparser"))
+            raise UnsupportedFeature("statements in the deparser", where_is(deparser, "deparser"))
         pipelines = {item["name"]: item for item in document["pipelines"]}
         profiles = {
             item["name"]: self._profile(item)
@@ -166,14 +119,14 @@ class _Reader:
         }
         standard = {
             f"standard_metadata.{name}": item
-            for name, item in self._header("standard_metadata", "program").fields.items()
+            for name, item in self._words.header("standard_metadata", "program").fields.items()
         }
         for alias, (header, name) in document.get("field_aliases", []):
-            standard[alias] = self._header(header, alias).fields[name]
+            standard[alias] = self._words.header(header, alias).fields[name]
         return ProgramDef(
             digest=digest,
-            headers=self.headers,
-            errors=self._errors(),
+            headers=self._words.headers,
+            errors=self._words.errors(),
             first_state=parser["init_state"],
             states={item["name"]: self._state(item) for item in parser["parse_states"]},
             emitted=tuple(deparser["order"]),
@@ -181,190 +134,23 @@ class _Reader:
             egress=self._pipeline(pipelines["egress"]),
             profiles=profiles,
             checksums=tuple(self._checksum(item) for item in document.get("checksums", [])),
-            calculations=self.used_calculations,
+            calculations=self._words.calculations,
             registers=self.registers,
             counters=self.counters,
             meters=self.meters,
             standard=standard,
         )
 
-    # ----------------------------------------------------------------------------------------- headers and fields
-
-    def _headers(self) -> dict[str, Header]:
-        types = {item["name"]: item for item in self.document["header_types"]}
-        headers = {}
-        for item in self.document["headers"]:
-            fields: dict[str, Field] = {}
-            signed = set()
-            offset = 0
-            for name, width, *rest in types[item["header_type"]]["fields"]:
-                if width == "*":
-                    raise UnsupportedFeature("varbit fields", f"{item['name']}.{name}")
-                if rest and rest[0]:
-                    signed.add(name)
-                fields[name] = Field(item["name"], name, width, offset, bool(item.get("metadata")))
-                offset += width
-            headers[item["name"]] = Header(item["name"], bool(item.get("metadata")), fields, frozenset(signed))
-        return headers
-
-    def _header(self, name: str, where: str) -> Header:
-        if name not in self.headers:
-            raise ProgramError(f"{where}: no header {name!r} in the program")
-        return self.headers[name]
-
-    def _field(self, value: Sequence[str], where: str) -> Field:
-        header = self._header(value[0], where)
-        found = header.fields[value[1]]
-        if value[1] in header.signed:
-            raise UnsupportedFeature(f"signed fields ({value[0]}.{value[1]})", where)
-        if found.width > MAX_WIDTH:
-            raise UnsupportedFeature(f"fields wider than {MAX_WIDTH} bits ({value[0]}.{value[1]})", where)
-        return found
-
-    def _variable(self, value: Sequence[str], where: str) -> Variable:
-        if value[1] == "$valid$":
-            return Valid(self._header(value[0], where).name)
-        return self._field(value, where)
-
-    def _target(self, parameter: Json, where: str) -> Field:
-        if parameter["type"] != "field":
-            raise UnsupportedFeature(f"assignment to a {parameter['type']}", where)
-        return self._field(parameter["value"], where)
-
-    def _errors(self) -> dict[str, int]:
-        errors: dict[str, int] = dict(self.document.get("errors", []))
-        # BMv2 numbers the core errors that a program does not list after those that it does.
-        for name in ("NoError", "PacketTooShort"):
-            if name not in errors:
-                errors[name] = max(errors.values(), default=-1) + 1
-        return errors
-
-    # ----------------------------------------------------------------------------------------------- expressions
-
-    def _expression(self, item: Json, where: str, parameters: Sequence[Parameter] = ()) -> Expr:
-        kind, value = item["type"], item["value"]
-        if kind == "expression":
-            return self._expression(value, where, parameters) if "type" in value else self._op(value, where, parameters)
-        if kind == "field":
-            return self._variable(value, where)
-        if kind == "hexstr":
-            return Const(_number(value))
-        if kind == "bool":
-            return Const(int(value))
-        if kind in ("runtime_data", "local"):
-            return Param(value, parameters[value].width)
-        raise UnsupportedFeature(f"expressions on a {kind}", where)
-
-    def _op(self, value: Json, where: str, parameters: Sequence[Parameter]) -> Expr:
-        op = value["op"]
-        if op == "valid":
-            if value["right"]["type"] != "header":
-                raise UnsupportedFeature(f"isValid on a {value['right']['type']}", where)
-            return Valid(self._header(value["right"]["value"], where).name)
-        if op == "?":
-            names: tuple[str, ...] = ("cond", "left", "right")
-        elif op in _UNARY:
-            names = ("right",)
-        elif op in _BINARY:
-            names = ("left", "right")
-        else:
-            raise UnsupportedFeature(f"the operation {op}", where)
-        return Op(op, tuple(self._expression(value[name], where, parameters) for name in names))
-
-    # --------------------------------------------------------------------------------------------------- actions
-
-    def _action(self, item: Json) -> ActionDef:
-        where = _where(item, f"action {item['name']}")
-        parameters = tuple(Parameter(entry["name"], entry["bitwidth"]) for entry in item["runtime_data"])
-        for parameter in parameters:
-            if parameter.width > MAX_WIDTH:
-                raise UnsupportedFeature(
-                    f"action parameters wider than {MAX_WIDTH} bits ({parameter.name})", f"action {item['name']}"
-                )
-        body: list[Statement] = []
-        for call in item["primitives"]:
-            body += self._primitive(call, _where(call, where), parameters)
-        return ActionDef(item["id"], item["name"], parameters, tuple(body), where)
-
-    def _primitive(self, call: Json, where: str, parameters: Sequence[Parameter]) -> list[Statement]:
-        op, given = call["op"], call["parameters"]
-
-        def expression(index: int) -> Expr:
-            return self._expression(given[index], where, parameters)
-
-        match op:
-            case "no_op":
-                return []
-            case "exit":
-                return [Exit()]
-            case "assign" | "modify_field":
-                target = self._target(given[0], where)
-                if (target.header, target.name) == ("standard_metadata", "mcast_grp") and expression(1) != Const(0):
-                    raise UnsupportedFeature("multicast", where)
-                return [Assign(target, expression(1))]
-            case "mark_to_drop" | "drop":
-                return [Assign(self._field(("standard_metadata", "egress_spec"), where), Const(511))]
-            case "count":
-                return [Count(self._named(self.counters, given[0], where), expression(1))]
-            case "register_read":
-                name = self._named(self.registers, given[1], where)
-                return [RegisterRead(self._target(given[0], where), name, expression(2))]
-            case "register_write":
-                return [RegisterWrite(self._named(self.registers, given[0], where), expression(1), expression(2))]
-            case "execute_meter":
-                name = self._named(self.meters, given[0], where)
-                return [ExecuteMeter(self._target(given[2], where), name, expression(1))]
-            case "modify_field_with_hash_based_offset":
-                size = expression(3)
-                if not isinstance(size, Const):
-                    raise UnsupportedFeature("hash with a maximum that is not a constant", where)
-                calculation = self._calculation(given[2]["value"], where)
-                return [Hash(self._target(given[0], where), expression(1), calculation.name, size.value)]
-        raise UnsupportedFeature(_PRIMITIVES.get(op, f"the primitive {op}"), where)
-
-    @staticmethod
-    def _named(known: Mapping[str, Any], parameter: Json, where: str) -> str:
-        name = str(parameter["value"])
-        if name not in known:
-            raise ProgramError(f"{where}: no {parameter['type']} {name!r} in the program")
-        return name
-
-    def _calculation(self, name: str, where: str) -> Calculation:
-        if name not in self.used_calculations:
-            item = self.calculations[name]
-            where = _where(item, where)
-            self.used_calculations[name] = Calculation(
-                name, self._algorithm(item["algo"], where), self._inputs(item["input"], where), where
-            )
-        return self.used_calculations[name]
-
-    @staticmethod
-    def _algorithm(name: str, where: str) -> str:
-        if name not in HASHES:
-            raise UnsupportedFeature(f"the hash {name}", where)
-        return name
-
-    def _inputs(self, items: Sequence[Json], where: str) -> tuple[Field | Bits, ...]:
-        inputs: list[Field | Bits] = []
-        for item in items:
-            if item["type"] == "field":
-                inputs.append(self._field(item["value"], where))
-            elif item["type"] == "hexstr":
-                inputs.append(Bits(_number(item["value"]), item["bitwidth"]))
-            else:
-                raise UnsupportedFeature(f"a hash over a {item['type']}", where)
-        return tuple(inputs)
-
     def _checksum(self, item: Json) -> Checksum:
-        where = _where(item, f"checksum {item['name']}")
+        where = where_is(item, f"checksum {item['name']}")
         if item.get("type", "generic") != "generic":
             raise UnsupportedFeature(f"checksums of type {item['type']}", where)
         condition = item.get("if_cond")
         return Checksum(
             name=item["name"],
-            target=self._field(item["target"], where),
-            calculation=self._calculation(item["calculation"], where),
-            condition=None if condition is None else self._expression(condition, where),
+            target=self._words.field(item["target"], where),
+            calculation=self._words.calculation(item["calculation"], where),
+            condition=None if condition is None else self._words.expression(condition, where),
             update=item.get("update", True),
             verify=item.get("verify", True),
         )
@@ -373,7 +159,7 @@ class _Reader:
         where = f"meter {item['name']}"
         if item.get("rate_count", 2) != 2:
             raise UnsupportedFeature(f"meters with {item['rate_count']} rates", where)
-        target = self._field(item["result_target"], where) if item.get("is_direct") else None
+        target = self._words.field(item["result_target"], where) if item.get("is_direct") else None
         return MeterDef(item["name"], item["size"], item["type"] == "bytes", target)
 
     # ---------------------------------------------------------------------------------------------------- parser
@@ -385,7 +171,7 @@ class _Reader:
         for entry in item["transition_key"]:
             if entry["type"] != "field":
                 raise UnsupportedFeature(f"select on a {entry['type']}", where)
-            keys.append(self._field(entry["value"], where))
+            keys.append(self._words.field(entry["value"], where))
         cases, default = [], None
         for entry in item["transitions"]:
             if entry.get("type") == "parse_vset":
@@ -399,11 +185,11 @@ class _Reader:
     def _operation(self, item: Json, where: str) -> Extract | Assign | Verify:
         given = item["parameters"]
         if item["op"] == "extract" and given[0]["type"] == "regular":
-            return Extract(self._header(given[0]["value"], where).name)
+            return Extract(self._words.header(given[0]["value"], where).name)
         if item["op"] == "set":
-            return Assign(self._target(given[0], where), self._expression(given[1], where))
+            return Assign(self._words.target(given[0], where), self._words.expression(given[1], where))
         if item["op"] == "verify":
-            return Verify(self._expression(given[0], where), self._expression(given[1], where))
+            return Verify(self._words.expression(given[0], where), self._words.expression(given[1], where))
         feature = {"extract": f"extract into a {given[0].get('type')}", "extract_VL": "varbit fields"}
         raise UnsupportedFeature(feature.get(item["op"], f"the parser operation {item['op']}"), where)
 
@@ -414,8 +200,8 @@ class _Reader:
         if item.get("action_calls"):
             raise UnsupportedFeature("action calls outside tables", f"control {item['name']}")
         for entry in item.get("conditionals", []):
-            where = _where(entry, f"conditional {entry['name']}")
-            condition = self._expression(entry["expression"], where)
+            where = where_is(entry, f"conditional {entry['name']}")
+            condition = self._words.expression(entry["expression"], where)
             nodes[entry["name"]] = Conditional(entry["name"], condition, entry["true_next"], entry["false_next"], where)
         for entry in item.get("tables", []):
             nodes[entry["name"]] = self._table(entry)
@@ -451,44 +237,40 @@ class _Reader:
             base_next=item.get("base_default_next"),
             on_hit=("__HIT__" in item["next_tables"], item["next_tables"].get("__HIT__")),
             on_miss=("__MISS__" in item["next_tables"], item["next_tables"].get("__MISS__")),
-            default=default and (default["action_id"], tuple(_number(data) for data in default["action_data"])),
+            default=default and (default["action_id"], tuple(number(data) for data in default["action_data"])),
             default_const=bool(default and (default.get("action_const") or default.get("action_entry_const"))),
             meter=item.get("direct_meters"),
             profile=item.get("action_profile") if item["type"] != "simple" else None,
             entries=tuple(_const_entry(entry) for entry in item.get("entries", [])),
-            where=_where(item, where),
+            where=where_is(item, where),
         )
 
     def _key(self, item: Json, where: str) -> Key:
         if item["match_type"] == "valid":
             target = item["target"] if isinstance(item["target"], str) else item["target"][0]
-            source: Variable = Valid(self._header(target, where).name)
+            source: Variable = Valid(self._words.header(target, where).name)
         else:
-            source = self._variable(item["target"], where)
+            source = self._words.variable(item["target"], where)
         match = "exact" if item["match_type"] in ("valid", "exact") else item["match_type"]
         if match not in ("exact", "lpm", "ternary", "range"):
             raise UnsupportedFeature(f"match type {match}", where)
         name = item.get("name") or ".".join(item["target"])
-        mask = None if item.get("mask") is None else _number(item["mask"])
+        mask = None if item.get("mask") is None else number(item["mask"])
         return Key(name, match, source, mask)
 
     def _profile(self, item: Json) -> ProfileDef:
         selector = item.get("selector")
-        where = _where(item, f"action profile {item['name']}")
+        where = where_is(item, f"action profile {item['name']}")
         if selector is None:
             return ProfileDef(item["name"], item["max_size"], None, ())
-        fields = tuple(entry for entry in self._inputs(selector["input"], where) if isinstance(entry, Field))
-        return ProfileDef(item["name"], item["max_size"], self._algorithm(selector["algo"], where), fields)
-
-
-def _number(text: str) -> int:
-    return int(text, 16)
+        fields = tuple(entry for entry in self._words.inputs(selector["input"], where) if isinstance(entry, Field))
+        return ProfileDef(item["name"], item["max_size"], self._words.algorithm(selector["algo"], where), fields)
 
 
 def _case(entry: Json, keys: Sequence[Field]) -> Case:
     """Cut a transition's value, in which every key is padded to whole bytes, into one value for each key."""
-    value = _number(entry["value"])
-    mask = -1 if entry.get("mask") is None else _number(entry["mask"])
+    value = number(entry["value"])
+    mask = -1 if entry.get("mask") is None else number(entry["mask"])
     values, masks = [], []
     for key in reversed(keys):
         padded = (key.width + 7) // 8 * 8
@@ -505,15 +287,15 @@ def _const_entry(entry: Json) -> ConstEntry:
     for item in entry["match_key"]:
         match item["match_type"]:
             case "exact":
-                keys.append(_number(item["key"]))
+                keys.append(number(item["key"]))
             case "valid":
                 keys.append(int(item["key"]))
             case "lpm":
-                keys.append((_number(item["key"]), item["prefix_length"]))
+                keys.append((number(item["key"]), item["prefix_length"]))
             case "ternary":
-                keys.append((_number(item["key"]), _number(item["mask"])))
+                keys.append((number(item["key"]), number(item["mask"])))
             case _:
-                keys.append((_number(item["start"]), _number(item["end"])))
+                keys.append((number(item["start"]), number(item["end"])))
     action = entry["action_entry"]
-    data = tuple(_number(value) for value in action["action_data"])
+    data = tuple(number(value) for value in action["action_data"])
     return ConstEntry(tuple(keys), action["action_id"], data, entry.get("priority", 0))

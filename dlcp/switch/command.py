@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from dlcp import native
 from dlcp.switch.entries import Entries
@@ -30,6 +30,10 @@ PROGRAM_PATH: Final = Path(__file__).with_name("p4") / "dlcp.json"
 """The compiled program that comes with the package."""
 READY: Final = "switch ready"
 """How the line begins that is printed when packets are taken."""
+
+
+Setting: TypeAlias = tuple[int | None, float]
+"""What the command line says of a port, or of all ports (None)."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how = parser.add_argument_group("how to switch")
     how.add_argument("--entries", type=Path, metavar="FILE", help="table entries and queues, as JSON")
-    how.add_argument("--rate-bps", type=float, metavar="RATE", help="rate of every port, in bit/s")
-    how.add_argument("--depth-packets", type=int, metavar="PACKETS", help="depth of every queue, in packets")
+    how.add_argument(
+        "--rate-bps",
+        action="append",
+        type=_setting,
+        metavar="[PORT=]RATE",
+        help="rate of every port, or of one, in bit/s; again for each port that has another",
+    )
+    how.add_argument(
+        "--depth-packets",
+        action="append",
+        type=_setting,
+        metavar="[PORT=]PACKETS",
+        help="depth of every queue, or of those of one port, in packets",
+    )
     how.add_argument("--program", type=Path, default=PROGRAM_PATH, metavar="FILE", help="compiled program (BMv2 JSON)")
     how.add_argument(
         "--backend",
@@ -175,7 +191,13 @@ def _plan(arguments: argparse.Namespace, program: "Program | None") -> Plan:
         entry_files.apply(entries, program, document)
     groups = _open_fabric(fabric, arguments.name) if fabric is not None else _open_ports(arguments.port or [])
     ports = [port for group in groups for port in group.counters]
-    queueing = {port: _override(entries.ports.get(port, PortQueueing()), arguments) for port in ports}
+    try:
+        _check_settings(arguments, ports)
+    except ValueError:
+        for group in groups:
+            group.close()
+        raise
+    queueing = {port: _override(entries.ports.get(port, PortQueueing()), arguments, port) for port in ports}
     return Plan(groups, entries, queueing)
 
 
@@ -205,13 +227,30 @@ def _policy_entries(fabric: Any, name: str | None) -> Entries:
     return entries(fabric, _own_name(fabric, name))
 
 
-def _override(queueing: PortQueueing, arguments: argparse.Namespace) -> PortQueueing:
-    """Return the queueing with what the command line says in its place."""
-    if arguments.rate_bps is not None:
-        queueing = replace(queueing, rate_bps=round(arguments.rate_bps))
-    if arguments.depth_packets is not None:
-        queueing = replace(queueing, depth_packets=arguments.depth_packets)
+def _setting(word: str) -> Setting:
+    """Return what ``VALUE`` or ``PORT=VALUE`` says."""
+    port, _, value = word.rpartition("=")
+    return int(port) if port else None, float(value)
+
+
+def _override(queueing: PortQueueing, arguments: argparse.Namespace, port: int | None = None) -> PortQueueing:
+    """Return the queueing with what the command line says of all ports, or of this one, in its place."""
+    for name in ("rate_bps", "depth_packets"):
+        given = dict(getattr(arguments, name) or ())
+        value = given.get(port, given.get(None))
+        if value is not None:
+            queueing = replace(queueing, **{name: round(value)})
     return queueing
+
+
+def _check_settings(arguments: argparse.Namespace, ports: Sequence[int]) -> None:
+    """Refuse what is said of a port that there is not, or that the fabric's file says."""
+    for option, given in (("--rate-bps", arguments.rate_bps), ("--depth-packets", arguments.depth_packets)):
+        for port, value in given or ():
+            if port is not None and arguments.fabric is not None:
+                raise ValueError(f"{option} {port}={value:g}: with --fabric, its file says so, at the port's link")
+            if port is not None and port not in ports:
+                raise ValueError(f"{option} {port}={value:g}: there is no port {port}")
 
 
 def _open_fabric(fabric: Any, name: str | None) -> list[PortGroup]:

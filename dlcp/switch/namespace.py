@@ -21,8 +21,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, TypeVar
+
+from dlcp.closing import Closing
 
 CONGESTION_CONTROL: Final = "cubic"
 """What the hosts' TCP uses, so that results do not depend on the machine's default."""
@@ -115,7 +116,7 @@ class NetworkHost:
     switch_interface: str
 
 
-class StarNetwork:
+class StarNetwork(Closing):
     """Hosts around one switch, each with a link of its own; a context manager.
 
     Host k has 10.0.0.(k+1)/24 and 02:00:00:00:00:(k+1) on ``eth0`` and knows all its neighbours, so no address
@@ -152,14 +153,6 @@ class StarNetwork:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> "StarNetwork":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let all namespaces go; they vanish with the last process in them."""

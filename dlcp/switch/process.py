@@ -9,9 +9,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
+from dlcp.closing import Closing, end
 from dlcp.switch.command import READY
 from dlcp.switch.namespace import Namespace
 
@@ -24,7 +24,7 @@ class SwitchProcessError(RuntimeError):
     """The switch did not start, or ended before it was asked to; the message has what it printed."""
 
 
-class SwitchProcess:
+class SwitchProcess(Closing):
     """``dlcp switch`` as a child process; a context manager. When made, it takes packets.
 
     Parameters
@@ -58,14 +58,6 @@ class SwitchProcess:
             self.close()
             raise
 
-    def __enter__(self) -> "SwitchProcess":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     @property
     def pid(self) -> int:
         """The process id."""
@@ -92,13 +84,7 @@ class SwitchProcess:
 
     def close(self) -> None:
         """Stop the switch, if it runs, and remove what it wrote."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_DEADLINE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        end(self._process, STOP_DEADLINE_S)
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._errors.close()

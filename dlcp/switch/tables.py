@@ -1,31 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables as the control plane sees them, and the rows and lookup structures that the running program reads.
+"""Tables as the control plane sees them, and the rows that the running program reads.
 
 An entry has a handle, the lowest that is free, as in BMv2: among ternary entries of one priority the lowest handle
 wins. Its row stands at ``(handle + 1) * stride`` in the rows; see `dlcp.switch.codegen.layout`.
 """
 
-import bisect
 import heapq
-import operator
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.switch.cells import MeterCells, MeterConfig
 from dlcp.switch.codegen.layout import TableSlot
-from dlcp.switch.errors import ConstantError, DuplicateError, EntryError, FullError, MissingError, Named, UnknownName
-from dlcp.switch.model import Key, TableDef
+from dlcp.switch.errors import ConstantError, DuplicateError, EntryError, FullError, MissingError
+from dlcp.switch.lookups import make_lookup
+from dlcp.switch.model import TableDef
+from dlcp.switch.patterns import Fields, Match, Pattern
 from dlcp.switch.profiles import Action, ActionProfile, Actions, Group, Target
-
-Match: TypeAlias = Mapping[str, int | tuple[int, int]]
-"""A value for each field: a number (exact), (value, prefix length), (value, mask) or (low, high)."""
-
-CACHE_KEYS: Final = 65_536
-"""Keys that a plain lookup structure remembers before it starts anew. Chosen by us: some 10 MB at most."""
 
 
 class Entry(NamedTuple):
@@ -34,23 +27,6 @@ class Entry(NamedTuple):
     match: dict[str, int | tuple[int, int]]
     target: Target
     priority: int
-
-
-class Pattern(NamedTuple):
-    """What the combined key of a packet is compared with.
-
-    ``key & mask == value``, and for each of ``ranges`` (shift, field mask, low, high) the field is within bounds.
-    """
-
-    value: int
-    mask: int
-    ranges: tuple[tuple[int, int, int, int], ...] = ()
-
-    def matches(self, key: int) -> bool:
-        """Whether a combined key fits."""
-        return key & self.mask == self.value and all(
-            low <= (key >> shift & full) <= high for shift, full, low, high in self.ranges
-        )
 
 
 @dataclass(slots=True)
@@ -63,27 +39,6 @@ class _Stored:
 
     def __post_init__(self) -> None:
         self.key = (self.pattern, self.rank)
-
-
-class ExactIndex(dict[int, int]):
-    """Combined key to place of the row; 0 for a key without an entry."""
-
-    def __missing__(self, key: int) -> int:
-        return 0
-
-
-class CachedIndex(dict[int, int]):
-    """As `ExactIndex`, but finds the entry by a search that it remembers."""
-
-    def __init__(self, search: Callable[[int], int]) -> None:
-        super().__init__()
-        self._search = search
-
-    def __missing__(self, key: int) -> int:
-        if len(self) >= CACHE_KEYS:
-            self.clear()
-        self[key] = place = self._search(key)
-        return place
 
 
 class Table:
@@ -107,22 +62,22 @@ class Table:
         self.where = f"table {self.name}"
         self.actions = Actions(definition.actions, self.where)
         self.rows: list[int] = [0] * slot.stride
-        self.index: dict[int, int] = ExactIndex() if definition.match == "exact" else CachedIndex(self._search)
+        self._fields = Fields(definition, slot, self.where)
+        self._lookup = make_lookup(definition.match, self._fields)
+        self.index = self._lookup.index
         self.changed = True
-        self._fields: Named[Key] = Named("field", {key.name: key for key in definition.keys}, self.where)
-        self._shifts = {key.name: shift for key, shift in slot.shifts(definition)}
         self._prioritised = definition.match in ("ternary", "range")
         self._stored: dict[tuple[Pattern, int], _Stored] = {}
         self._free: list[int] = []
         self._next_handle = 0
-        self._prefixes: dict[int, dict[int, int]] = {}
-        self._ordered: list[tuple[int, int, Pattern]] = []
         self._default: Target | None = None
         self.reset_default()
         for const in definition.entries:
             match = {key.name: value for key, value in zip(definition.keys, const.keys, strict=True)}
             self._add(
-                self._pattern(match), const.rank, Entry(match, self._const_action(const.action, const.arguments), 0)
+                self._fields.pattern(match),
+                const.rank,
+                Entry(match, self._const_action(const.action, const.arguments), 0),
             )
 
     def _const_action(self, number: int, arguments: tuple[int, ...]) -> Action:
@@ -150,13 +105,12 @@ class Table:
             If the entry does not fit the table, is there already, or the table is full.
         """
         self._mutable()
-        pattern, rank = self._pattern(match), self._rank(priority)
+        pattern, rank = self._fields.pattern(match), self._rank(priority)
         if (pattern, rank) in self._stored:
             raise DuplicateError(f"{self.where} has an entry for {_show(match)} already; use modify")
         if len(self._stored) >= self.definition.size:
             raise FullError(f"{self.where} is full ({self.definition.size} entries); delete some first")
-        named = {self._fields[name].name: item for name, item in match.items()}
-        return self._add(pattern, rank, Entry(named, self._checked(target), priority))
+        return self._add(pattern, rank, Entry(self._fields.named(match), self._checked(target), priority))
 
     def modify(self, match: Match, target: Target, priority: int = 0) -> int:
         """Give an entry another target and return its handle; errors as `insert`, and if there is no such entry."""
@@ -185,7 +139,7 @@ class Table:
 
     def get(self, match: Match, priority: int = 0) -> Entry | None:
         """Return an entry, or None; raises EntryError for a match that cannot be in the table."""
-        stored = self._stored.get((self._pattern(match), self._rank(priority)))
+        stored = self._stored.get((self._fields.pattern(match), self._rank(priority)))
         return None if stored is None else stored.entry
 
     def handle(self, match: Match, priority: int = 0) -> int:
@@ -264,73 +218,8 @@ class Table:
             raise EntryError(f"{self.where} takes no priority; its entries cannot overlap but by prefix length")
         return -priority
 
-    def _pattern(self, match: Match) -> Pattern:
-        value = mask = 0
-        ranges = []
-        for name in match:
-            if name not in self._fields:
-                raise UnknownName("field", name, self._fields, self.where)
-        given = {id(self._fields[name]): item for name, item in match.items()}
-        for key in self.definition.keys:
-            shift = self._shifts[key.name]
-            full = (1 << key.width) - 1
-            item = given.get(id(key))
-            if key.match == "range":
-                low, high = (0, full) if item is None else self._pair(key, item, "(low, high)")
-                self._fits(key, low)
-                self._fits(key, high)
-                if low > high:
-                    raise EntryError(f"{self.where}: field {key.name} has an empty range {low}..{high}")
-                if (low, high) != (0, full):
-                    ranges.append((shift, full, low, high))
-                continue
-            part, bits = self._part(key, item, full)
-            if key.mask is not None:
-                part, bits = part & key.mask, bits & (key.mask | ~full)
-            value |= part << shift
-            mask |= bits << shift
-        return Pattern(value, mask, tuple(ranges))
-
-    def _part(self, key: Key, item: Any, full: int) -> tuple[int, int]:
-        """Return value and mask of one field that is not a range."""
-        if key.match == "exact":
-            if item is None:
-                raise EntryError(f"{self.where}: no value for field {key.name}")
-            if isinstance(item, tuple):
-                raise EntryError(f"{self.where}: field {key.name} is exact; give a number, not {item}")
-            return self._fits(key, item), full
-        if item is None:
-            return 0, 0
-        if key.match == "lpm":
-            part, length = self._pair(key, item, "(value, prefix length)")
-            if not 0 <= length <= key.width:
-                raise EntryError(f"{self.where}: field {key.name} has {key.width} bits, not a prefix of {length}")
-            bits = full ^ (full >> length)
-        else:
-            part, bits = self._pair(key, item, "(value, mask)")
-            self._fits(key, bits)
-        if self._fits(key, part) & ~bits:
-            raise EntryError(
-                f"{self.where}: field {key.name} has bits in its value {part:#x} outside {bits:#x}; set them to 0"
-            )
-        return part, bits
-
-    def _pair(self, key: Key, item: Any, shape: str) -> tuple[int, int]:
-        if not isinstance(item, tuple) or len(item) != 2:
-            raise EntryError(f"{self.where}: field {key.name} is {key.match}; give {shape}, not {item!r}")
-        return operator.index(item[0]), operator.index(item[1])
-
-    def _fits(self, key: Key, value: Any) -> int:
-        try:
-            number = operator.index(value)
-        except TypeError:
-            raise EntryError(f"{self.where}: field {key.name} takes a number, not {value!r}") from None
-        if not 0 <= number < 1 << key.width:
-            raise EntryError(f"{self.where}: field {key.name} has {key.width} bits; {number:#x} does not fit")
-        return number
-
     def _find(self, match: Match, priority: int) -> _Stored:
-        stored = self._stored.get((self._pattern(match), self._rank(priority)))
+        stored = self._stored.get((self._fields.pattern(match), self._rank(priority)))
         if stored is None:
             raise MissingError(f"{self.where} has no entry for {_show(match)}")
         return stored
@@ -379,127 +268,23 @@ class Table:
         place = self._place(handle)
         self._fill(place, entry.target)
         self._stored[stored.key] = stored
-        if self.definition.match == "exact":
-            self.index[pattern.value] = place
-        elif self.definition.match == "lpm":
-            shift = _trailing(pattern.mask, self._width())
-            self._prefixes.setdefault(shift, {})[pattern.value >> shift] = place
-            self._prefixes = dict(sorted(self._prefixes.items()))
-            self.index.clear()
-        else:
-            bisect.insort(self._ordered, (rank, handle, pattern))
-            self.index.clear()
+        self._lookup.add(pattern, rank, place)
         self.changed = True
         return handle
 
     def _remove(self, stored: _Stored) -> None:
         del self._stored[stored.key]
-        pattern = stored.pattern
-        if self.definition.match == "exact":
-            del self.index[pattern.value]
-        elif self.definition.match == "lpm":
-            shift = _trailing(pattern.mask, self._width())
-            del self._prefixes[shift][pattern.value >> shift]
-            if not self._prefixes[shift]:
-                del self._prefixes[shift]
-            self.index.clear()
-        else:
-            del self._ordered[bisect.bisect_left(self._ordered, (stored.rank, stored.handle, pattern))]
-            self.index.clear()
+        self._lookup.remove(stored.pattern, stored.rank, self._place(stored.handle))
         if self.meters is not None:
             self.meters[stored.handle] = None
         self._release(stored.entry.target)
         heapq.heappush(self._free, stored.handle)
         self.changed = True
 
-    def _width(self) -> int:
-        return sum(key.width for key in self.definition.keys)
-
-    def _search(self, key: int) -> int:
-        """Find the entry for a combined key; 0 if there is none."""
-        for shift, prefixes in self._prefixes.items():
-            place = prefixes.get(key >> shift)
-            if place is not None:
-                return place
-        for _, handle, pattern in self._ordered:
-            if pattern.matches(key):
-                return self._place(handle)
-        return 0
-
     def encode(self) -> NDArray[np.int64]:
         """Return the lookup structure as the array that `dlcp.switch.kernels` looks up in."""
-        match self.definition.match:
-            case "exact":
-                return _hashed(self.index)
-            case "lpm":
-                return _encode_prefixes(self._prefixes)
-            case "ternary":
-                cells = [len(self._ordered)]
-                for _, handle, pattern in self._ordered:
-                    cells += [pattern.mask, pattern.value, self._place(handle)]
-                return np.array(cells, np.int64)
-        return self._encode_ranges()
-
-    def _encode_ranges(self) -> NDArray[np.int64]:
-        fields = [
-            (self._shifts[key.name], (1 << key.width) - 1) for key in self.definition.keys if key.match == "range"
-        ]
-        cells = [len(self._ordered), len(fields)]
-        for shift, full in fields:
-            cells += [shift, full]
-        for _, handle, pattern in self._ordered:
-            bounds = {shift: (low, high) for shift, _, low, high in pattern.ranges}
-            cells += [pattern.mask, pattern.value]
-            for shift, full in fields:
-                cells += bounds.get(shift, (0, full))
-            cells.append(self._place(handle))
-        return np.array(cells, np.int64)
+        return self._lookup.encode()
 
 
 def _show(match: Match) -> str:
     return ", ".join(f"{name}={value}" for name, value in match.items())
-
-
-def _trailing(mask: int, width: int) -> int:
-    """Return how many low bits a prefix mask leaves open."""
-    return width - mask.bit_count()
-
-
-HASH_MULTIPLIER: Final = 0x9E3779B97F4A7C1
-"""The multiplier that `dlcp.switch.kernels.probe` hashes with."""
-
-
-def _hashed(items: Mapping[int, int]) -> NDArray[np.int64]:
-    """Return the mask of an open-addressing hash and its (key, entry) pairs."""
-    count = len(items)
-    size = 4
-    while size < 2 * count:
-        size *= 2
-    keys = np.fromiter(items.keys(), np.int64, count)
-    places = np.fromiter(items.values(), np.int64, count)
-    cells = np.empty(1 + 2 * size, np.int64)
-    cells[0] = size - 1
-    table = cells[1:].reshape(size, 2)
-    table[:] = -1, 0
-    slots = (keys.astype(np.uint64) * np.uint64(HASH_MULTIPLIER) >> np.uint64(20)).astype(np.int64) & (size - 1)
-    while len(keys):
-        # Of those that want one free slot the first gets it; all others try the next.
-        wanted, first = np.unique(slots, return_index=True)
-        settled = first[table[wanted, 0] < 0]
-        table[slots[settled], 0] = keys[settled]
-        table[slots[settled], 1] = places[settled]
-        left = np.ones(len(keys), np.bool_)
-        left[settled] = False
-        keys, places, slots = keys[left], places[left], (slots[left] + 1) & (size - 1)
-    return cells
-
-
-def _encode_prefixes(prefixes: Mapping[int, Mapping[int, int]]) -> NDArray[np.int64]:
-    head, tables = [len(prefixes)], []
-    start = 1 + 3 * len(prefixes)
-    for shift, items in prefixes.items():
-        cells = _hashed(items)
-        head += [shift, start, int(cells[0])]
-        tables.append(cells[1:])
-        start += len(cells) - 1
-    return np.concatenate([np.array(head, np.int64), *tables])

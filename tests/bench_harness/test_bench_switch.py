@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `dlcp bench switch` measures with: frames that are counted and checked, and the search for a rate."""
 
+import os
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from dlcp import native
 from dlcp.bench import frames
-from dlcp.bench.switch import FASTEST_PPS, SLOWEST_PPS, STEPS, best_paced
+from dlcp.bench.switch import FASTEST_PPS, SLOWEST_PPS, STEPS, best_paced, processor_s
 from dlcp.switch.namespace import StarNetwork
 from dlcp.switch.ports.packet import PacketPort
 from dlcp.switch.queues import PortQueueing
@@ -100,3 +103,23 @@ def test_search_finds_the_highest_rate_without_loss(limit_pps):
         return
     assert best == max(rate for rate in tried if rate <= limit_pps)
     assert limit_pps / (FASTEST_PPS / SLOWEST_PPS) ** (1 / 2 ** (STEPS - 1)) < best <= limit_pps
+
+
+def test_processor_time_is_that_of_all_threads():
+    def compute():
+        end_s = time.thread_time() + 0.1
+        while time.thread_time() < end_s:
+            pass
+
+    stop = threading.Event()
+    before_s = processor_s(os.getpid())
+    worker = threading.Thread(target=lambda: (compute(), stop.wait(10)))  # a thread's time goes with it
+    worker.start()
+    compute()
+    deadline_s = time.monotonic() + 10
+    while processor_s(os.getpid()) - before_s < 0.19 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    spent_s = processor_s(os.getpid()) - before_s
+    stop.set()
+    worker.join()
+    assert spent_s >= 0.19

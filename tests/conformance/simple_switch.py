@@ -5,40 +5,32 @@ Packets go through the nanomsg socket that ``--packet-in`` opens instead of netw
 length and come from any port, and no kernel queue can lose them. Entries, registers and counters go through Thrift.
 """
 
-import ctypes
-import ctypes.util
-import importlib
 import json
-import select
 import shutil
 import socket
-import struct
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import packet_socket
+from bmv2_program import Layout, thrift_modules
+from packet_socket import PacketSocket
 from recording import State
 
+from dlcp.closing import Closing, end
 from dlcp.switch.entries import match_value, number
 from dlcp.switch.namespace import Namespace
 
 DEADLINE_S = 15.0
+STOP_DEADLINE_S = 5.0
 DEPTH_PACKETS = 64
 """Depth of a queue unless told otherwise."""
 _PRIORITY_MAX = 1 << 24
 _PIPELINED = 256
 """Requests that are sent before their answers are read."""
-_AF_SP, _NN_PAIR, _NN_SOL_SOCKET, _NN_SNDTIMEO, _NN_RCVFD, _NN_DONTWAIT = 1, 16, 0, 4, 11, 1
-_NN_SNDBUF, _NN_RCVBUF = 2, 3
-_PACKET_IN, _PACKET_OUT = 3, 4
-_MESSAGE = struct.Struct("=iii")
-_LONGEST = 1 << 16
 
 
 class SwitchError(RuntimeError):
@@ -49,10 +41,10 @@ def available() -> tuple[bool, str]:
     """Say whether simple_switch can be run here, and if not, what is missing."""
     if shutil.which("simple_switch") is None:
         return False, "simple_switch is not on PATH"
-    if ctypes.util.find_library("nanomsg") is None:
+    if not packet_socket.available():
         return False, "libnanomsg is missing"
     try:
-        _thrift_modules()
+        thrift_modules()
     except ImportError as error:
         return False, f"BMv2's Thrift modules are missing: {error}"
     return True, ""
@@ -75,40 +67,7 @@ def version() -> str:
     return f"simple_switch {said[0] if said else 'of unknown version'}"
 
 
-class Layout:
-    """Widths and names of a compiled program, read from its JSON."""
-
-    def __init__(self, path: Path) -> None:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        types = {kind["name"]: dict(field[:2] for field in kind["fields"]) for kind in document["header_types"]}
-        fields = {header["name"]: types[header["header_type"]] for header in document["headers"]}
-        self.tables: dict[str, dict[str, Any]] = {}
-        for pipeline in document["pipelines"]:
-            for table in pipeline["tables"]:
-                for key in table["key"]:
-                    header, field = key["target"]
-                    key["width"] = fields[header][field]
-                self.tables[table["name"]] = table
-        self.profiles = [
-            profile["name"] for pipeline in document["pipelines"] for profile in pipeline["action_profiles"]
-        ]
-        self.actions = {
-            action["name"]: [(item["name"], item["bitwidth"]) for item in action["runtime_data"]]
-            for action in document["actions"]
-        }
-        self.registers = {item["name"]: item["size"] for item in document["register_arrays"]}
-        self.counters = {item["name"]: item["size"] for item in document["counter_arrays"] if not item["is_direct"]}
-
-    @staticmethod
-    def full(name: str, known: Iterable[str]) -> str:
-        """Return the one full name that ends with ``name``."""
-        found = [full for full in known if full == name or full.endswith("." + name)]
-        if len(found) != 1:
-            raise SwitchError(f"{name} names {len(found)} things of the program")
-        return found[0]
-
-
-class SimpleSwitch:
+class SimpleSwitch(Closing):
     """A running simple_switch with eight priority queues a port; a context manager.
 
     Parameters
@@ -125,10 +84,10 @@ class SimpleSwitch:
         if not works:
             raise SwitchError(reason)
         self.layout = Layout(program)
-        self._thrift = _thrift_modules()
+        self._thrift = thrift_modules()
         self._directory = tempfile.TemporaryDirectory(prefix="dlcp-conformance-")
         self._process: subprocess.Popen[bytes] | None = None
-        self._pair: _Pair | None = None
+        self._packets: PacketSocket | None = None
         self._namespace = Namespace("simple_switch")
         try:
             address = f"ipc://{self._directory.name}/packets"
@@ -143,7 +102,7 @@ class SimpleSwitch:
                 mortal(command, self._namespace), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
             self._transport = self._connect()
-            self._pair = _Pair(address)
+            self._packets = PacketSocket(address)
         except BaseException:
             self.close()
             raise
@@ -155,25 +114,12 @@ class SimpleSwitch:
         self._members: dict[tuple[str, int], int] = {}
         self._groups: dict[tuple[str, int], tuple[int, list[int]]] = {}
 
-    def __enter__(self) -> "SimpleSwitch":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """End the process and let the namespace go."""
-        if self._pair is not None:
-            self._pair.close()
+        if self._packets is not None:
+            self._packets.close()
         if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(5)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            end(self._process, STOP_DEADLINE_S)
         self._namespace.close()
         self._directory.cleanup()
 
@@ -181,19 +127,13 @@ class SimpleSwitch:
 
     def send(self, port: int, data: bytes) -> None:
         """Give the switch a packet."""
-        assert self._pair is not None
-        self._pair.send(_MESSAGE.pack(_PACKET_IN, port, len(data)) + data)
+        assert self._packets is not None
+        self._packets.send(port, data)
 
     def receive(self, wait_s: float) -> tuple[int, bytes] | None:
         """Return port and bytes of the next packet that comes out; None if none does in time."""
-        assert self._pair is not None
-        message = self._pair.receive(wait_s)
-        if message is None:
-            return None
-        kind, port, length = _MESSAGE.unpack_from(message)
-        if kind != _PACKET_OUT or len(message) != _MESSAGE.size + length:
-            raise SwitchError(f"simple_switch sent a message of type {kind} with {len(message)} bytes")
-        return port, message[_MESSAGE.size :]
+        assert self._packets is not None
+        return self._packets.receive(wait_s)
 
     def check(self) -> None:
         """Raise SwitchError if the process has ended."""
@@ -406,72 +346,3 @@ class SimpleSwitch:
         transport = self._thrift["TTransport"].TBufferedTransport(self._thrift["TSocket"].TSocket(*address))
         self._namespace.call(transport.open)
         return transport
-
-
-class _Pair:
-    """One end of a nanomsg PAIR socket."""
-
-    def __init__(self, address: str) -> None:
-        self._library = ctypes.CDLL(ctypes.util.find_library("nanomsg"), use_errno=True)
-        self._buffer = ctypes.create_string_buffer(_LONGEST)
-        self._socket = self._library.nn_socket(_AF_SP, _NN_PAIR)
-        if self._socket < 0:
-            raise self._error("nn_socket")
-        for option in (_NN_SNDBUF, _NN_RCVBUF):
-            self._set(option, 1 << 22)
-        self._set(_NN_SNDTIMEO, int(DEADLINE_S * 1000))
-        if self._library.nn_connect(self._socket, address.encode()) < 0:
-            raise self._error("nn_connect")
-        fileno, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
-        read = self._library.nn_getsockopt
-        if read(self._socket, _NN_SOL_SOCKET, _NN_RCVFD, ctypes.byref(fileno), ctypes.byref(size)) < 0:
-            raise self._error("nn_getsockopt")
-        self._readable = fileno.value
-
-    def send(self, message: bytes) -> None:
-        if self._library.nn_send(self._socket, message, ctypes.c_size_t(len(message)), 0) < 0:
-            raise self._error("nn_send")
-
-    def receive(self, wait_s: float) -> bytes | None:
-        # The wait is here and not in nn_recv, whose own time-out is suspected of having lost a message once.
-        deadline = time.monotonic() + wait_s
-        while True:
-            size = self._library.nn_recv(self._socket, self._buffer, ctypes.c_size_t(_LONGEST), _NN_DONTWAIT)
-            if size >= 0:
-                return ctypes.string_at(self._buffer, size)
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return None
-            select.select([self._readable], [], [], left_s)
-
-    def close(self) -> None:
-        self._library.nn_close(self._socket)
-
-    def _set(self, option: int, value: int) -> None:
-        cell = ctypes.c_int(value)
-        size = ctypes.c_size_t(ctypes.sizeof(cell))
-        if self._library.nn_setsockopt(self._socket, _NN_SOL_SOCKET, option, ctypes.byref(cell), size) < 0:
-            raise self._error("nn_setsockopt")
-
-    def _error(self, call: str) -> SwitchError:
-        return SwitchError(f"{call}: nanomsg error {ctypes.get_errno()}")
-
-
-def _thrift_modules() -> dict[str, Any]:
-    """Import what BMv2 installs beside simple_switch, for whichever Python it was installed."""
-    names = {
-        "Standard": "bm_runtime.standard.Standard",
-        "types": "bm_runtime.standard.ttypes",
-        "SimpleSwitch": "sswitch_runtime.SimpleSwitch",
-        "TSocket": "thrift.transport.TSocket",
-        "TTransport": "thrift.transport.TTransport",
-        "TBinaryProtocol": "thrift.protocol.TBinaryProtocol",
-        "TMultiplexedProtocol": "thrift.protocol.TMultiplexedProtocol",
-    }
-    with suppress(ImportError):
-        return {name: importlib.import_module(module) for name, module in names.items()}
-    installed = Path(shutil.which("simple_switch") or "/usr/bin/simple_switch").resolve().parent.parent / "lib"
-    for folder in sorted([*installed.glob("python3*/site-packages"), *installed.glob("python3*/dist-packages")]):
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
-    return {name: importlib.import_module(module) for name, module in names.items()}

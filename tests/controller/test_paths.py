@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 from controller.fabric import Fabric, Host, Link, Port, Switch
-from controller.paths import distances, next_hop_mac, next_hops, port_mac, spray_groups
+from controller.paths import distances, most_switches, next_hop_mac, next_hops, port_mac, spray_groups
 from controller.shapes import leaf_spine, star
 
 
@@ -81,3 +81,9 @@ def test_every_way_that_the_next_hops_allow_ends_at_the_host_after_the_fewest_sw
                     at = {end.switch for end in ends}
                 [edge] = at
                 assert [fabric.neighbours[edge][port].host for port in hops[edge][host.name]] == [host]
+
+
+def test_the_most_switches_between_two_hosts():
+    assert most_switches(star(3)) == 1
+    assert most_switches(leaf_spine(2, 2, 2)) == 3
+    assert most_switches(leaf_spine(1, 2, 2)) == 1

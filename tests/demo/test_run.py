@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from dlcp.demo import command
+from dlcp.demo.background import Burst
 from dlcp.demo.run import Setup, execute, variants
 from dlcp.switch import namespace
 
@@ -43,6 +44,8 @@ def test_a_run_with_a_parameter_server():
     assert record["replicas_identical"]
     assert record["ledger"]["violations"] == 0
     assert record["switch"]["over_share"] > 0, "the job is held to no share"
+    assert record["server_ledger"]["sent"] >= record["server_ledger"]["delivered"] > 0
+    assert record["server_ledger"]["lost"] == 0, "results arrive whole"
 
 
 @pytest.mark.timeout(300)
@@ -58,6 +61,29 @@ def test_gloo_and_real_tcp_cross_the_same_switch():
     assert record["background"]["bps"] > 0.2 * setup.rate_bps
     ordinary = record["switch"]["by_queue"]["1"]
     assert ordinary["packets"] == record["switch"]["forwarded"] > 1000
+
+
+@pytest.mark.timeout(300)
+def test_gloo_has_a_parameter_server_of_the_same_pattern():
+    possible, reason = namespace.available()
+    if not possible:
+        pytest.skip(f"no network namespaces: {reason}")
+    setup = Setup(steps=2, rate_bps=80_000_000, depth_packets=100, collective="server")
+    record = run(setup, "gloo", namespaces=True)
+    assert record["replicas_identical"]
+    assert record["server_ledger"] is None
+    # Every worker's gradients to the server, and a result to each; a ring would carry an eighth less.
+    gradients = 2 * setup.workers * setup.steps * record["gradient_bytes"]
+    background = record["background"]["bps"] / 8 * sum(record["steps"])
+    assert record["switch"]["by_queue"]["1"]["bytes"] > gradients + 0.9 * background
+
+
+def test_a_job_may_have_the_share_of_its_flows():
+    ring, server = Setup(), Setup(collective="server")
+    assert {ring.fair_share(host) for host in range(4)} == {1 / 3}
+    assert [server.fair_share(host) for host in range(5)] == [1 / 3] * 4 + [4 / 6]
+    bursts = [Burst(0, 6, 4), Burst(6, 8, 0), Burst(8, 100, 4)]
+    assert server.background_share(bursts, 8) == pytest.approx((6 * 1 / 3 + 2 * 2 / 3) / 8)
 
 
 def test_the_background_is_the_same_in_every_run():

@@ -11,6 +11,8 @@ from finsy.proto import p4i, p4r, p4r_grpc, rpc_status
 from google.protobuf import text_format
 from targets import DEVICE_ID
 
+from dlcp.closing import Closing
+
 CALL_DEADLINE_S = 20.0
 BUILD = Path(__file__).parents[2] / "p4" / "build"
 KINDS = Path(__file__).with_name("program")
@@ -118,7 +120,7 @@ class Words:
         return entity
 
 
-class Control:
+class Control(Closing):
     """One controller: a channel, and a stream once :meth:`arbitrate` was called. A context manager."""
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None, strict: bool = True) -> None:
@@ -133,12 +135,6 @@ class Control:
         self.words: Words = Words(p4i.P4Info())
         self._to_send: queue.Queue[p4r.StreamMessageRequest | None] = queue.Queue()
         self._stream: Any = None
-
-    def __enter__(self) -> "Control":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self._to_send.put(None)

@@ -13,8 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import grpc
-from simple_switch import _MESSAGE, _PACKET_IN, _Pair, mortal
+from packet_socket import PacketSocket
+from simple_switch import mortal
 
+from dlcp.closing import end
 from dlcp.switch.namespace import Namespace, available
 from dlcp.switch.ports.loopback import LoopbackHost
 from dlcp.wire import UDP_PORT_BASE
@@ -110,12 +112,8 @@ class Bmv2:
         self._process.wait(STOP_DEADLINE_S)
 
     def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_DEADLINE_S)
-            except subprocess.TimeoutExpired:
-                self.kill()
+        if self._process is not None:
+            end(self._process, STOP_DEADLINE_S)
 
     def close(self) -> None:
         self.stop()
@@ -128,16 +126,16 @@ class PacketBmv2(Bmv2):
 
     def start(self) -> None:
         super().start()
-        self._pair = _Pair(self._packets())
+        self._socket = PacketSocket(self._packets())
 
     def port(self, data: bytes) -> int | None:
         """Give it a packet on port 1 and return where it comes out; None if it does not in time."""
-        self._pair.send(_MESSAGE.pack(_PACKET_IN, 1, len(data)) + data)
-        answer = self._pair.receive(PACKET_DEADLINE_S)
-        return None if answer is None else int(_MESSAGE.unpack_from(answer)[1])
+        self._socket.send(1, data)
+        answer = self._socket.receive(PACKET_DEADLINE_S)
+        return None if answer is None else answer[0]
 
     def close(self) -> None:
-        self._pair.close()
+        self._socket.close()
         super().close()
 
     def _packets(self) -> str:

@@ -19,6 +19,7 @@ from dlcp.switch.program import Program
 from dlcp.switch.queues import PortQueueing
 from dlcp.switch.stf.runner import prepare
 from dlcp.switch.switch import Switch
+from dlcp.wire import dscp
 
 PROGRAM = Path(__file__).resolve().parents[2] / "p4" / "build" / "dlcp.json"
 VICTIM_PORT, TENANT_PORT, STRANGER_PORT, OUT_PORT = 1, 2, 9, 3
@@ -174,6 +175,17 @@ def test_a_job_over_its_share_starves_nobody(fields, before):
 @pytest.mark.parametrize("version", [0, 2, 15])
 def test_another_version_is_ordinary_traffic_even_from_a_trusted_port(version, before):
     unharmed(serve(packet(2, f"queue=7, protected=1, version={version}, job=8"), TENANT_PORT), before)
+
+
+@pytest.mark.parametrize("port", [STRANGER_PORT, TENANT_PORT])
+@pytest.mark.parametrize("layers", ["udp(dst=9)", "tcp(dst=80)"])
+def test_a_forged_dscp_on_other_traffic_gains_nothing(port, layers, before):
+    """The most urgent DSCP that hosts give gradients; the program goes by the DLCP header alone."""
+    urgent = dscp(7, False)
+    text = f"ethernet() ipv4(src=10.0.0.9, dst=10.0.0.3, dscp={urgent}) {layers} {'00' * (FRAME_BYTES - 60)}"
+    service = serve(stf.frame(text).value, port)
+    unharmed(service, before)
+    assert service.flood_arrived > 0
 
 
 def test_a_job_that_nobody_registered_starves_nobody_where_jobs_are_named(before):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The switch as a process, with the real program: DLCP packets in, policy, counters out."""
 
+import argparse
 import json
 import os
 import signal
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from dlcp.cli import main
+from dlcp.switch import command
 from dlcp.switch.entries import read
 from dlcp.switch.process import SwitchProcess, SwitchProcessError
+from dlcp.switch.queues import PortQueueing
 from dlcp.switch.watch import render
 from dlcp.wire import Flag, Header, PacketType, dscp
 
@@ -207,3 +210,26 @@ def test_counters_can_be_watched(tmp_path):
     shown = capture.get()
     assert "loopback 127.77.1.2 as 127.77.0.2" in shown
     assert "FORWARDED 2" in shown
+
+
+def test_a_rate_and_a_depth_for_each_port():
+    ports = ["--port", "181=loopback", "--port", "182=loopback", "--entries", "p4/stf/none.json"]
+    arguments = _parse(*ports, "--rate-bps", "4e6", "--rate-bps", "182=1e6", "--depth-packets", "181=7")
+    plain = PortQueueing(rate_bps=1, depth_packets=5)
+    first, second = (command._override(plain, arguments, port) for port in (181, 182))
+    assert (first.rate_bps, first.depth_packets) == (4_000_000, 7)
+    assert (second.rate_bps, second.depth_packets) == (1_000_000, 5)
+    command._check_settings(arguments, [181, 182])
+    with pytest.raises(ValueError, match="there is no port 182"):
+        command._check_settings(arguments, [181])
+
+
+def test_with_a_fabric_its_file_says_what_single_ports_have(tmp_path, capsys):
+    assert main(["switch", "--fabric", fabric(tmp_path), "--rate-bps", "1=2e6"]) == 2
+    assert "its file says so, at the port's link" in capsys.readouterr().err
+
+
+def _parse(*words):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(words)

@@ -3,6 +3,7 @@ import random
 import select
 import socket
 import struct
+from contextlib import closing
 
 import pytest
 
@@ -158,15 +159,7 @@ def fetch_now(ports):
 
 def test_alias_in_use_says_so():
     with (
-        LoopbackPortsClosing(HOSTS[:1], (UDP_PORT,)),
+        closing(LoopbackPorts(HOSTS[:1], (UDP_PORT,))),
         pytest.raises(OSError, match=r"127\.77\.0\.1:41696 .*another switch"),
     ):
         LoopbackPorts(HOSTS, (UDP_PORT,))
-
-
-class LoopbackPortsClosing(LoopbackPorts):
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()

@@ -54,8 +54,8 @@ def agreed(findings):
     return [finding["agree"] for finding in findings]
 
 
-def check(found, ledger=LEDGER, **options):
-    return compare(LAYOUT, found, ledger, **{"tagged": True, "server": None, **options})
+def check(found, *ledgers, layout=LAYOUT, tagged=True):
+    return compare(layout, found, ledgers or (LEDGER,), tagged=tagged)
 
 
 def test_all_agree():
@@ -107,7 +107,7 @@ def test_what_bmv2_does_not_count_is_said_and_not_claimed():
 
 def test_without_tags_gradients_are_ordinary_traffic():
     assert len(check(accounts(account()), tagged=False)) == 3
-    assert len(check(accounts(account()), None)) == 3
+    assert len(compare(LAYOUT, accounts(account()), (), tagged=True)) == 3
 
 
 def test_a_switch_that_was_started_again_cannot_be_compared():
@@ -115,15 +115,58 @@ def test_a_switch_that_was_started_again_cannot_be_compared():
     assert agreed(findings) == [None]
 
 
-def test_gradients_to_a_server_are_counted_at_its_port():
+def test_what_a_server_sends_is_in_its_own_ledger():
     toward_workers = account()
     toward_workers.events[Place("FORWARDED", 1, 2, 0)] += 33
-    gradients = check(accounts(toward_workers), server=2)[2]
+    assert check(accounts(toward_workers))[2]["agree"] is False
+    gradients = check(accounts(toward_workers), LEDGER, {"sent": 33, "lost": 0, "retransmitted": 0})[2]
     assert gradients["agree"], gradients
-    layout = lay_out(leaf_spine(2, 2, 2, queueing=PortQueueing(rate_bps=RATE_BPS)), "builtin", "t")
-    assert {trunk.ends for trunk in layout.trunks} == {
+
+
+LEAF_SPINE = lay_out(leaf_spine(2, 2, 2, queueing=PortQueueing(rate_bps=RATE_BPS)), "builtin", "t")
+HOST, TRUNK = 1, 3
+
+
+def over_two_leaves():
+    """Host 0 sends host 2 100 gradient packets by way of a spine; three are lost, each at another kind of place."""
+    first, spine, last = Counter(), Counter(), Counter()
+    first[Place("FORWARDED", TRUNK, 4, 5)] = 99
+    spine[Place("FORWARDED", 2, 4, 5)] = 98
+    spine[Place("POLICY_DROP", 2, 4, 5)] = 1
+    last[Place("FORWARDED", HOST, 4, 5)] = 97
+    tails = {"leaf1": {(TRUNK, 4): 1}, "leaf2": {(HOST, 4): 1}}
+    events = {"leaf1": first, "spine1": spine, "leaf2": last, "spine2": Counter()}
+    switches = {name: SwitchAccount(found, Counter(), Counter(tails.get(name))) for name, found in events.items()}
+    nics = {"host0": NicCount(100, 0, 0), "host2": NicCount(0, 97, 0)}
+    return Accounts(switches, nics, {"host0": 0, "host2": 1e6}, 0), {"sent": 100, "lost": 3, "retransmitted": 0}
+
+
+def test_a_packet_counts_once_however_many_switches_it_crosses():
+    found, ledger = over_two_leaves()
+    assert {trunk.ends for trunk in LEAF_SPINE.trunks} == {
         ((f"leaf{leaf}", 2 + spine), (f"spine{spine}", leaf)) for leaf in (1, 2) for spine in (1, 2)
     }
+    assert agreed(check(found, ledger, layout=LEAF_SPINE)) == [True] * 5
+    found.switches["spine1"].events[Place("POLICY_DROP", 2, 4, 5)] -= 1
+    assert agreed(check(found, ledger, layout=LEAF_SPINE))[1:3] == [False, False]
+
+
+def test_control_that_may_have_found_a_full_queue_between_switches_is_said_and_not_claimed():
+    found, ledger = over_two_leaves()
+    leaf = found.switches["leaf1"]
+    leaf.events[Place("OVER_SHARE", TRUNK, 7, 0)] = 4
+    leaf.tail_drops[TRUNK, 0] += 2  # one gradient, and one control packet that was moved
+    found.nics["host0"] = NicCount(102, 0, 0)
+    ledger = ledger | {"sent": 101}
+    gradients = check(found, ledger, layout=LEAF_SPINE)[2]
+    assert gradients["agree"] is None
+    assert "2 of those may have been control" in gradients["note"]
+    assert check(found, ledger | {"sent": 99}, layout=LEAF_SPINE)[2]["agree"] is False
+
+
+def test_training_takes_hosts_of_each_leaf_in_turn():
+    assert [host.name for host in LEAF_SPINE.spread(3)] == ["host0", "host2", "host1"]
+    assert LAYOUT.spread(3) == LAYOUT.hosts
 
 
 def test_counters_in_the_form_that_the_demo_reads():

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("finsy", reason="switches are programmed over P4Runtime: pip install dlcp[fabric]")
 pytest.importorskip("torch", reason="the demo trains with PyTorch")
 
+from controller.paths import most_switches
 from controller.shapes import leaf_spine, star
 from controller.testbed import command
 from controller.testbed.errors import TestbedError
@@ -164,6 +165,42 @@ def test_training_with_dlcp_keeps_its_bound_and_hosts_and_switch_agree(needs, na
     assert len(record["agreement"]) == 5
     if kind == "builtin":
         assert all(finding["agree"] for finding in record["agreement"])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_over_a_leaf_spine_crosses_it_and_hosts_and_switches_agree(needs, name, kind):
+    needs(kind)
+    setup, star_fabric = _training(kind, steps=2)
+    fabric = leaf_spine(2, 2, 4, queueing=star_fabric.queueing)
+    setup = dataclasses.replace(setup, shape="leaf-spine", hops=most_switches(fabric))
+    state = up(fabric, kind, name)
+    record = train(state, fabric, setup, _variant(setup, "dlcp"), progress=lambda step: None)
+    assert len(record["steps"]) == 2
+    assert record["replicas_identical"]
+    assert record["ledger"]["violations"] == 0
+    findings = record["agreement"]
+    assert len(findings) == 5
+    assert [finding for finding in findings if finding["agree"] is False] == []
+    if kind == "builtin":
+        assert all(finding["agree"] for finding in findings[:2]), findings
+    # More was forwarded than received: half of the workers are at the other leaf.
+    received = int(findings[0]["hosts"].replace(",", ""))
+    assert record["switch"]["forwarded"] > 1.5 * received
+
+
+@pytest.mark.timeout(120)
+def test_each_port_has_the_rate_of_its_own_link(needs, name):
+    needs("builtin")
+    fabric = small_star()
+    slow_bps = RATE_BPS // 4
+    slow = dataclasses.replace(fabric.links[2], rate_bps=slow_bps, depth_packets=16)
+    state = up(dataclasses.replace(fabric, links=(*fabric.links[:2], slow)), "builtin", name)
+    carried = port_rates(state.layout, [1, 1, 1])
+    assert {rate.asked_bps for rate in carried} == {slow_bps}
+    assert 0.9 < max(rate.carried_bps for rate in carried) / slow_bps < 1.02
+    back = dataclasses.replace(state.layout, hosts=state.layout.hosts[::-1])
+    assert max(rate.carried_bps for rate in port_rates(back, [1, 1, 1])) > 2 * slow_bps
 
 
 @pytest.mark.timeout(400)

@@ -9,8 +9,8 @@ from finsy.proto import p4r
 from dlcp.switch.p4runtime.refusal import INVALID_ARGUMENT, Refused
 from dlcp.switch.p4runtime.schema import ActionInfo, FieldInfo
 from dlcp.switch.p4runtime.values import decode, encode
+from dlcp.switch.patterns import Match
 from dlcp.switch.profiles import Action
-from dlcp.switch.tables import Match
 
 
 def read_match(fields: Mapping[int, FieldInfo], items: Iterable[p4r.FieldMatch], where: str) -> Match:

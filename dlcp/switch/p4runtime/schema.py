@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The p4info of a program, joined to what the program has: numbers on one side, objects on the other."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
@@ -24,6 +24,7 @@ MATCH_KINDS: Final[Mapping[int, str]] = {
 _UNSUPPORTED: Final = ("externs", "value_sets", "digests", "direct_counters")
 
 T = TypeVar("T")
+S = TypeVar("S", bound=Sized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,11 @@ class _Described(Protocol):
     def preamble(self) -> p4i.Preamble: ...
 
 
+class _DescribedSize(_Described, Protocol):
+    @property
+    def size(self) -> int: ...
+
+
 class Schema:
     """Everything that p4info numbers and the program has.
 
@@ -107,9 +113,9 @@ class Schema:
         self.actions = {item.preamble.id: _action(item) for item in p4info.actions}
         self.tables = {item.preamble.id: self._table(item, program) for item in p4info.tables}
         self.profiles = {item.preamble.id: self._profile(item, p4info, program) for item in p4info.action_profiles}
-        self.counters = {item.preamble.id: _named(program.counters, item, item.size) for item in p4info.counters}
-        self.meters = {item.preamble.id: _named(program.meters, item, item.size) for item in p4info.meters}
-        self.registers = {item.preamble.id: _named(program.registers, item, item.size) for item in p4info.registers}
+        self.counters = {item.preamble.id: _sized(program.counters, item) for item in p4info.counters}
+        self.meters = {item.preamble.id: _sized(program.meters, item) for item in p4info.meters}
+        self.registers = {item.preamble.id: _sized(program.registers, item) for item in p4info.registers}
 
     def _table(self, item: p4i.Table, program: Program) -> TableInfo:
         table = _named(program.tables, item)
@@ -185,14 +191,19 @@ def _check_actions(actions: Actions, uses: Iterable[ActionUse], where: str) -> N
             )
 
 
-def _named(objects: Mapping[str, T], item: _Described, size: int | None = None) -> T:
+def _named(objects: Mapping[str, T], item: _Described) -> T:
     """Return the object of the program that p4info describes."""
-    name = item.preamble.name
     try:
-        found = objects[name]
+        return objects[item.preamble.name]
     except EntryError as error:
         raise Refused(INVALID_ARGUMENT, f"p4info is not that of the program: {error}") from None
-    length = len(found) if size is not None else None  # type: ignore[arg-type]
-    if length != size:
-        raise Refused(INVALID_ARGUMENT, f"{name} has {size} cells in p4info and {length} in the program")
+
+
+def _sized(objects: Mapping[str, S], item: _DescribedSize) -> S:
+    """Return the array of the program that p4info describes."""
+    found = _named(objects, item)
+    if len(found) != item.size:
+        raise Refused(
+            INVALID_ARGUMENT, f"{item.preamble.name} has {item.size} cells in p4info and {len(found)} in the program"
+        )
     return found

@@ -9,13 +9,13 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import grpc
 import grpc.aio
 from finsy.proto import p4r_grpc
 
+from dlcp.closing import Closing
 from dlcp.switch.p4runtime.device import Device
 from dlcp.switch.p4runtime.service import Service
 
@@ -48,7 +48,7 @@ class TlsFiles:
         return grpc.ssl_server_credentials([pair], self.ca.read_bytes(), require_client_auth=True)
 
 
-class P4RuntimeServer:
+class P4RuntimeServer(Closing):
     """Answers P4Runtime for one switch; a context manager, or :meth:`close` it.
 
     Parameters
@@ -89,14 +89,6 @@ class P4RuntimeServer:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> "P4RuntimeServer":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End all calls and stop listening."""

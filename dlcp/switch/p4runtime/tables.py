@@ -11,8 +11,9 @@ from dlcp.switch.p4runtime.matches import read_action, read_match, write_action,
 from dlcp.switch.p4runtime.meters import read_config, write_config
 from dlcp.switch.p4runtime.refusal import INVALID_ARGUMENT, PERMISSION_DENIED, UNIMPLEMENTED, Refused
 from dlcp.switch.p4runtime.schema import Schema, TableInfo
+from dlcp.switch.patterns import Match
 from dlcp.switch.profiles import Action, Group, Member, Target
-from dlcp.switch.tables import Entry, Match
+from dlcp.switch.tables import Entry
 
 Change: TypeAlias = Callable[[], object]
 """What the packet loop calls to make one change; it raises EntryError if the change cannot be made."""
