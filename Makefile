@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test sim test-testbed lint bench p4 clean
+.PHONY: help demo test sim test-testbed test-mxnet test-tensorflow test-jax lint bench p4 clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +16,7 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.13 python3.12 python3.11 
 	$(shell $(python) -c '$(NEW_ENOUGH)' 2>/dev/null && echo $(python))))
 
 help: ## say what there is to make
-	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z0-9-]*\)[ :].*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
 demo: $(STAMP) ## train a real model over a congested switch, with and without DLCP, and write a report page
 	@.ci/packages ip=iproute2
@@ -24,7 +24,14 @@ demo: $(STAMP) ## train a real model over a congested switch, with and without D
 
 test: lint ## set up, check style and types, and run every test
 	@.ci/packages ip=iproute2 tshark
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	@$(MAKE) --no-print-directory test-mxnet test-tensorflow test-jax
+
+test-mxnet test-tensorflow test-jax: test-%: $(STAMP) ## train with MXNet, in an environment of its own; test-tensorflow and test-jax likewise
+	@status=0; .ci/set-up-framework $* || status=$$?; \
+	if [ $$status = 3 ]; then echo "SKIPPED tests/frameworks/with_$*: $* cannot be installed here"; exit 0; fi; \
+	[ $$status = 0 ] || exit $$status; \
+	.venv-$*/bin/python -m pytest tests/frameworks/with_$*
 
 sim: $(STAMP) ## simulate a selection of the published experiments, and write a report page to out/sim
 	@$(BIN)/dlcp sim all --quick
@@ -38,6 +45,7 @@ lint: $(STAMP) ## check style and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy --strict
 	@$(BIN)/mypy --strict p4/compile.py
+	@MYPYPATH=p4/tna:. $(BIN)/mypy --strict p4/tna/set_up.py p4/tna/bfrt_writes.py
 
 bench: $(STAMP) ## measure everything again, into out/bench/NAME.json
 	@mkdir -p out/bench
@@ -48,11 +56,11 @@ bench: $(STAMP) ## measure everything again, into out/bench/NAME.json
 		echo "$$out"; \
 	done
 
-p4: ## compile the switch program again, into p4/build; needs p4c
+p4: ## compile the switch programs again, into p4/build; needs p4c, and for Tofino p4c-barefoot
 	@$(or $(PYTHON),python3) p4/compile.py
 
 clean: ## remove everything that was made, .venv too
-	@rm -rf $(VENV) out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) .venv-* out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@rm -f dlcp/native/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

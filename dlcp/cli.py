@@ -11,7 +11,9 @@ from dlcp import __version__
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "train": ("dlcp.train.command", "run a training script with DLCP, unchanged, as torchrun would"),
+    "launch": ("dlcp.launch.command", "start a script once per rank, whatever framework it uses"),
     "doctor": ("dlcp.doctor.command", "say what works here, what is in force, and what DLCP can win"),
+    "advise": ("dlcp.advise.command", "measure a training script, and say which settings suit it here, and why"),
     "bench": ("dlcp.bench.command", "measure DLCP against its peers, in turns, and print one JSON document"),
     "demo": ("dlcp.demo.command", "train over a congested switch, with and without DLCP, and write a report page"),
     "server": ("dlcp.collectives.command", "run a parameter server"),

@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,12 @@ class Ledger:
                 f"(bound {1 - bound.ratio:.1%}), protected packets lost: {int((lost & tags.protected).sum())}"
             )
         return entry
+
+    def of_step(self, step: int) -> list[MessageRecord]:
+        """Return the latest records that are of a step; of its messages, those that have been confirmed."""
+        with self._lock:
+            latest = list(takewhile(lambda record: record.step >= step, reversed(self.records)))
+        return [record for record in reversed(latest) if record.step == step]
 
     def loss_by_layer(self) -> NDArray[np.int64]:
         """Return packets and lost packets per layer position, shape (256, 2)."""

@@ -7,7 +7,7 @@ because losing them changes a step least. Both are judged by packet: by value it
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final, NamedTuple
@@ -36,11 +36,13 @@ LAYOUTS: Final = 4096
 class Layer:
     """A parameter of the model.
 
-    ``position`` is 0 for the layer nearest the input and 255 for the one nearest the output.
+    ``position`` is 0 for the layer nearest the input and 255 for the one nearest the output. ``shape`` is the
+    parameter's, ``()`` where it is not known: some compressors take it for a matrix.
     """
 
     name: str
     position: int
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +96,17 @@ class TagPolicy:
         return np.cumsum(shares[:0:-1])
 
 
-def layers_in_order(names: Sequence[str]) -> dict[str, Layer]:
+def layers_in_order(names: Sequence[str], shapes: Mapping[str, Sequence[int]] | None = None) -> dict[str, Layer]:
     """Give each parameter its position by order of definition, input side first.
 
-    Parameters of one module (``conv1.weight`` and ``conv1.bias``) share a position.
+    Parameters of one module (``conv1.weight`` and ``conv1.bias``) share a position. ``shapes`` are the parameters', by
+    name, as far as they are known.
     """
+    shapes = shapes or {}
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
     scale = 255 / max(1, len(modules) - 1)
     position = {module: round(index * scale) for index, module in enumerate(modules)}
-    return {name: Layer(name, position[name.rpartition(".")[0] or name]) for name in names}
+    return {name: Layer(name, position[name.rpartition(".")[0] or name], tuple(shapes.get(name, ()))) for name in names}
 
 
 def queue_of_layer(position: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="what packets fit (default: 1500)")
     switch = names.add_parser("switch", help="the built-in switch between network interfaces, against simple_switch")
     _declare(switch, _switch, rounds=7)
+    compression = names.add_parser("compression", help="compressors: bytes, CPU time and error on one core")
+    _declare(compression, _compression, rounds=7)
     sim = names.add_parser("sim", help="packet-hops a second of the simulator, beside ns.py")
     sim.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds that count (default: 3)")
     sim.set_defaults(measure=_sim)
@@ -120,6 +122,12 @@ def _measure_allreduce(
 
 def _tags(arguments: argparse.Namespace) -> list[Result]:
     from dlcp.bench.tags import measure
+
+    return measure(rounds=arguments.rounds, warm_up=arguments.warm_up, progress=say)
+
+
+def _compression(arguments: argparse.Namespace) -> list[Result]:
+    from dlcp.bench.compression import measure
 
     return measure(rounds=arguments.rounds, warm_up=arguments.warm_up, progress=say)
 

@@ -27,21 +27,41 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.collectives.adasum import AdasumReducer
 from dlcp.collectives.bucket import Bucket, ReduceOptions
+from dlcp.collectives.combining import ADASUM, AVERAGE, COMBINES, RULES, SUM
+from dlcp.collectives.compressed import CompressedReducer
 from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.feedback import ErrorFeedback
+from dlcp.collectives.gathered import GatheredReducer
+from dlcp.collectives.reducer import Reducer, Salvageable
 from dlcp.collectives.ring import RingAllReduce
 from dlcp.collectives.ring_plan import FIRST_NUMBER, buckets_allowed
 from dlcp.collectives.salvage import Salvage
 from dlcp.collectives.shards import inbound_rates, weights_for_rates
+from dlcp.collectives.summed import SummedReducer
+from dlcp.compress.choice import make_compressor
+from dlcp.compress.compressor import Feedback
 from dlcp.ledger import Ledger
 from dlcp.tags import Tagger
 from dlcp.transport import Endpoint
+
+__all__ = [
+    "AutoAllReduce",
+    "Costs",
+    "Reducer",
+    "Salvageable",
+    "Topology",
+    "check_coding",
+    "choose",
+    "flow_weight",
+    "make_reducer",
+]
 
 AUTO: Final = "auto"
 DIRECT: Final = "direct"
@@ -50,24 +70,6 @@ SERVER: Final = "server"
 COLLECTIVES: Final = (AUTO, DIRECT, RING, SERVER)
 LARGE_BUCKET_BYTES: Final = 25 << 20
 """What PyTorch's DistributedDataParallel puts in a bucket; most bytes travel in buckets of this size."""
-
-
-class Reducer(Protocol):
-    """What averages buckets over the ranks."""
-
-    def begin_step(self, step: int) -> None:
-        """Refuse packets of steps before ``step`` from now on."""
-
-    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
-        """Average a bucket; the future's result is ``bucket.values``, written in place."""
-
-
-@runtime_checkable
-class Salvageable(Protocol):
-    """A reducer that can tell what it holds when it has failed."""
-
-    def salvage(self) -> list[Salvage]:
-        """Return what this rank holds of buckets that are not finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +286,8 @@ def make_reducer(
     feedback: ErrorFeedback | None = None,
     topology: Topology | None = None,
     costs: Costs | None = None,
+    compression: str = "",
+    combine: str = AVERAGE,
 ) -> Reducer:
     """Return what averages buckets by a collective; all ranks must ask for the same one.
 
@@ -297,23 +301,95 @@ def make_reducer(
         See :class:`DirectAllReduce`; shared by all collectives.
     topology, costs
         See :func:`choose`. The order of the ring and the server are taken from the topology.
+    compression
+        A compressor's name (:func:`dlcp.compress.make_compressor`), or ``""``. What cannot be added up is gathered,
+        whatever the collective.
+    combine
+        ``average``, ``sum`` or ``adasum`` (:mod:`dlcp.collectives.combining`), which goes a way of its own, whatever
+        the collective.
 
     Raises
     ------
     ValueError
-        There is no such collective, or no server; the message says which.
+        There is no such collective, compressor or rule, no server, or they do not go together; the message says which.
     """
-    topology = topology or Topology()
+    topology, options = topology or Topology(), options or ReduceOptions()
+    check_coding(compression, combine, collective)
+    tagger, ledger, feedback = tagger or Tagger(), ledger or Ledger(), feedback or ErrorFeedback()
+    shared: dict[str, Any] = {"options": options, "tagger": tagger, "ledger": ledger}
+    compressor = None
+    if compression:
+        small = tagger.policy.small_layer_values
+        compressor = make_compressor(compression, error_feedback=options.error_feedback, whole_below=small)
+    gathered = compressor is not None and not compressor.reduces
+    # What a compressor owes belongs into the gradient's places; what is lost of what it sends, does not.
+    transit = feedback if compressor is None else ErrorFeedback()
+    plain = _plain_reducer(collective, endpoint, ranks, topology, costs, **shared, feedback=transit)
+    if compressor is not None and gathered:
+        rule = RULES[combine]
+        return GatheredReducer(plain, endpoint, ranks, compressor, **shared, feedback=feedback, combine=rule)
+    if combine == ADASUM:
+        plain = AdasumReducer(plain, endpoint, ranks, **shared, feedback=transit)
+    if compressor is not None:
+        plain = CompressedReducer(plain, transit, endpoint, ranks, compressor, options=options, feedback=feedback)
+    return SummedReducer(plain, len(ranks)) if combine == SUM else plain
+
+
+def check_coding(compression: str, combine: str, collective: str = DIRECT, *, fallback: bool = False) -> None:
+    """Check that a compression, a rule and a collective exist and go together.
+
+    Parameters
+    ----------
+    compression, combine, collective
+        See :func:`make_reducer`.
+    fallback
+        Whether the framework's own all-reduce is to take over if DLCP fails: that is an average, so none but averages
+        can go on so.
+
+    Raises
+    ------
+    ValueError
+        They do not; the message says what to do.
+    """
+    if combine not in COMBINES:
+        raise ValueError(f"combine must be one of {', '.join(COMBINES)}, got {combine!r}")
+    compressor = make_compressor(compression) if compression else None
+    if fallback and combine != AVERAGE:
+        raise ValueError(
+            f"combine {combine!r} cannot go on over the framework's all-reduce, which averages: set fallback=False, so "
+            "that a path that fails is an error"
+        )
+    if compressor and compressor.feedback is Feedback.NOTHING and (fallback or combine != AVERAGE):
+        wanted = f"combine={AVERAGE!r}" if combine != AVERAGE else "fallback=False"
+        raise ValueError(
+            f"the result of compression {compression!r} is a vote, which no average can stand for: set {wanted}"
+        )
+    if combine == ADASUM and collective == SERVER:
+        raise ValueError(f"a parameter server averages; with combine {combine!r} collective must be {DIRECT!r}")
+    if compressor and combine == ADASUM and compressor.rounds > 1:
+        raise ValueError(
+            f"compression {compression!r} averages factors; combine must be {AVERAGE!r} or {SUM!r} with it"
+        )
+    if compressor and collective == SERVER and not (compressor.reduces and compressor.name not in ("fp16", "bf16")):
+        raise ValueError(
+            f"a parameter server adds up gradients as they are: with compression {compression!r} collective must be "
+            f"{AUTO}, {DIRECT} or {RING}"
+        )
+
+
+def _plain_reducer(
+    collective: str,
+    endpoint: Endpoint,
+    ranks: Sequence[int],
+    topology: Topology,
+    costs: Costs | None,
+    **shared: Any,
+) -> Reducer:
+    """Return what averages buckets as they are."""
     if collective not in COLLECTIVES:
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
     if collective == SERVER and topology.server is None:
         raise ValueError("collective 'server' needs a server: set its address with server='host:port' or DLCP_SERVER")
-    shared: dict[str, Any] = {
-        "options": options,
-        "tagger": tagger or Tagger(),
-        "ledger": ledger or Ledger(),
-        "feedback": feedback or ErrorFeedback(),
-    }
     reducers: dict[str, Reducer] = {}
     if collective in (AUTO, DIRECT):
         reducers[DIRECT] = DirectAllReduce(endpoint, ranks, **shared)

@@ -2,13 +2,16 @@
 """``dlcp server``: a parameter server."""
 
 import argparse
+import json
 import signal
 import sys
 import threading
+from pathlib import Path
 
 from dlcp.collectives.server import ParameterServer, ServerOptions
 from dlcp.dtypes import ValueType
 from dlcp.transport import Endpoint, LossBound, TransportError, TransportOptions, bind_socket, parse_address
+from dlcp.transport.options import CONGESTION
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss-bound", type=float, default=0.1, help="DLCP_LOSS_BOUND of the workers (default: 0.1)")
     parser.add_argument("--immediate", action="store_true", help="stop at the bound even without congestion")
     parser.add_argument("--rescale", action="store_true", help="divide by what was delivered; without error feedback")
+    parser.add_argument("--weighted", action="store_true", help="workers say samples=...: let --rescale count them")
     parser.add_argument("--value-type", choices=[kind.value for kind in ValueType], default="float32")
     parser.add_argument("--tagged", type=int, choices=[0, 1], default=1, help="DLCP_TAGGED of the workers (default: 1)")
-    parser.add_argument("--congestion", choices=["proportional", "cubic"], default="proportional")
+    parser.add_argument("--congestion", choices=CONGESTION, default="proportional")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="at the end, write there what was sent, as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,7 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
         endpoint,
         list(workers),
         options=ServerOptions(
-            LossBound(arguments.loss_bound, arguments.immediate), ValueType(arguments.value_type), arguments.rescale
+            LossBound(arguments.loss_bound, arguments.immediate),
+            ValueType(arguments.value_type),
+            arguments.rescale,
+            arguments.weighted,
         ),
     )
     stopped = threading.Event()
@@ -49,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     stopped.wait()
     error = server.failed.exception() if server.failed.done() else None
     endpoint.close(str(error) if error else None)
+    if arguments.report is not None:
+        arguments.report.write_text(json.dumps({"ledger": server.ledger.summary()}), encoding="utf-8")
     if isinstance(error, TransportError) or error is None:
         # Workers that are through leave; the server cannot tell that from a failure, so it only says what it saw.
         if error:

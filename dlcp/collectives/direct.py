@@ -15,14 +15,25 @@ from numpy.typing import NDArray
 
 from dlcp.collectives.bucket import Bucket, ReduceOptions
 from dlcp.collectives.feedback import ErrorFeedback
+from dlcp.collectives.layer_bounds import protect_all_but
 from dlcp.collectives.push_pull import PULL, PUSH, RATE, average, message_number
 from dlcp.collectives.salvage import Salvage
+from dlcp.collectives.samples import divisors, held_samples
 from dlcp.collectives.shards import inbound_rates, shard_bounds, weights_for_rates
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.tags import PacketTags, Tagger
-from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, MessageKey, Summation, TransportError
+from dlcp.transport import (
+    RELIABLE,
+    Arrival,
+    Delivery,
+    Endpoint,
+    LossBound,
+    MessageKey,
+    Summation,
+    TransportError,
+)
 
 PATIENCE_S = 0.002
 COPY_BYTES_PER_S = 1e9
@@ -133,6 +144,7 @@ class _Run:
         self.values = bucket.values
         self.values_per_packet = reducer.endpoint.options.payload_bytes // self.values.itemsize
         self.shards = shard_bounds(len(self.values), self.values_per_packet, reducer.weights)
+        self.bound = reducer.options.bound_of(bucket)
         if reducer.options.error_feedback:
             reducer.feedback.repay(self.values, bucket.value_type, bucket.segments)
         self.tags = self._tag(reducer.tagger)
@@ -155,11 +167,20 @@ class _Run:
         self.waiting = 0
 
     def _tag(self, tagger: Tagger) -> PacketTags:
-        bucket = self.bucket
-        if not self.reducer.options.bound.ratio:
+        bucket, layers = self.bucket, self.reducer.options.layers
+        if not self.bound.ratio and (bucket.exact or not layers):
             return tagger.tag_whole(len(self.values), bucket.segments, self.values_per_packet)
         magnitudes = self._magnitudes() if bucket.magnitudes is None else bucket.magnitudes
-        return tagger.tag_magnitudes(magnitudes, len(self.values), bucket.segments, self.values_per_packet)
+        tags = tagger.tag_magnitudes(magnitudes, len(self.values), bucket.segments, self.values_per_packet)
+        layers.protect(tags, bucket.segments, self.values_per_packet, self.bound, turn=self.step)
+        return tags
+
+    def _bound_of(self, start: int, stop: int) -> LossBound:
+        """Return what a shard may lose."""
+        if self.bucket.exact:
+            return RELIABLE
+        layers = self.reducer.options.layers
+        return layers.bound_of(self.bucket.segments, start, stop, self.values_per_packet, self.bound)
 
     def _magnitudes(self) -> NDArray[np.float32]:
         """Return the packets' magnitudes, but infinity for those of the own shard, which may not be lost."""
@@ -191,7 +212,7 @@ class _Run:
     # Own shard --------------------------------------------------------------------------------------------------------
 
     def _gather(self, others: Sequence[int], start: int, stop: int) -> None:
-        endpoint, bound = self.reducer.endpoint, self.reducer.options.bound
+        endpoint, bound = self.reducer.endpoint, self._bound_of(start, stop)
         size, label = (stop - start) * self.values.itemsize, self._label(start, stop)
         key = self._key(PUSH, self.rank)
         self.delivered[self.rank] = np.ones(-(-(stop - start) // self.values_per_packet), np.bool_)
@@ -225,7 +246,12 @@ class _Run:
             shares = {peer: payload.view(dtype) for peer, payload in self.arrived.items()}
             shares[self.rank] = self.values[start:stop]
             mean, error = average(
-                shares, self.delivered, self.bucket.value_type, self.values_per_packet, rescale=options.rescale
+                shares,
+                self.delivered,
+                self.bucket.value_type,
+                self.values_per_packet,
+                rescale=options.rescale,
+                samples=self.bucket.samples,
             )
             if len(error):
                 self._owe(start, np.flatnonzero(error), error)
@@ -240,12 +266,31 @@ class _Run:
         whole = all(delivered.all() for delivered in self.delivered.values())
         owing = options.error_feedback and options.rescale and not whole
         error = np.zeros(stop - start, np.float32) if owing else None
-        summation.finish(options.rescale, error)
+        if self.bucket.samples is None or whole:
+            summation.finish(options.rescale, error)
+        else:
+            summation.finish(False)
+            if options.rescale:
+                self._divide_by_samples(self.values[start:stop], error)
         for room in self.arrived.values():
             self.reducer.endpoint.protocol.scratch.give(room)
         if error is not None:
             missing = ~np.logical_and.reduce(list(self.delivered.values()))
             self._owe(start, self._values_of(missing, stop - start), error)
+
+    def _divide_by_samples(self, values: NDArray[np.generic], error: NDArray[np.float32] | None) -> None:
+        """Let incomplete packets, which have been divided by the number of ranks, be the mean of their own samples."""
+        ranks = len(self.reducer.contributors)
+        by_packet = divisors(held_samples(self.delivered, self.bucket.samples), ranks, self.bucket.samples)
+        for packet in np.flatnonzero(by_packet != ranks).tolist():
+            first = packet * self.values_per_packet
+            part = cast(NDArray[np.float32], values[first : first + self.values_per_packet])
+            with np.errstate(invalid="ignore", over="ignore"):
+                mean = part * np.float32(ranks / by_packet[packet])
+                left = (part - mean) * np.float32(ranks)
+            part[:] = mean
+            if error is not None:
+                error[first : first + len(part)] = np.where(np.isfinite(left), left, 0)
 
     def _send_result(self, start: int, stop: int) -> None:
         rates_bps = self.reducer.rates()
@@ -284,15 +329,17 @@ class _Run:
 
     def _push(self, owner: int, start: int, stop: int) -> None:
         reducer = self.reducer
-        tags = self._tags(start, stop)
+        tags, bound = self._tags(start, stop), self._bound_of(start, stop)
         if owner not in reducer.contributors:
-            tags.protected[-1] = True  # tells a parameter server the size
+            if bound.ratio < reducer.options.bound.ratio:  # which is all that a parameter server knows of
+                protect_all_but(tags, np.arange(len(tags.queue)), bound.ratio, self.step)
+            tags.protected[-1] = True  # tells it the size
         sending = reducer.endpoint.send(
             owner,
             self._key(PUSH, owner),
             self._bytes(start, stop),
             tags,
-            reducer.options.bound,
+            bound,
             self._label(start, stop),
         )
         sending.add_done_callback(self._guard(partial(self._on_pushed, owner, tags)))
@@ -300,7 +347,7 @@ class _Run:
     def _on_pushed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
         start, stop = self.shards[owner]
         label = self._label(start, stop)
-        self.reducer.ledger.record(self._key(PUSH, owner), owner, label, tags, self.reducer.options.bound, delivery)
+        self.reducer.ledger.record(self._key(PUSH, owner), owner, label, tags, self._bound_of(start, stop), delivery)
         if not delivery.delivered.all():
             places = self._values_of(~delivery.delivered, stop - start)
             self._owe(start, places, self.bucket.value_type.widen(self.values[start:stop]))

@@ -20,7 +20,7 @@ class _Debt:
     """What is owed of one parameter: values, and where they belong in it; some places may come more than once."""
 
     size: int
-    parts: list[tuple[NDArray[np.int64], NDArray[np.floating]]] = field(default_factory=list)
+    parts: list[tuple[NDArray[np.int64] | slice, NDArray[np.floating]]] = field(default_factory=list)
 
     def add_to(self, values: NDArray[np.floating]) -> None:
         for places, owed in self.parts:
@@ -30,7 +30,8 @@ class _Debt:
 class ErrorFeedback:
     """What this rank still owes, by parameter: frameworks regroup their buffers, parameters stay.
 
-    Only what was lost is kept, and not the rest as zeros: of a large model that is little.
+    Of what was lost only that is kept, and not the rest as zeros: of a large model that is little. What a compressor
+    leaves out is most of the values, and kept without places.
     """
 
     def __init__(self) -> None:
@@ -58,6 +59,13 @@ class ErrorFeedback:
         places = np.flatnonzero(values)
         self.owe_at(places, values[places], segments)
 
+    def owe_all(self, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
+        """Owe a whole buffer's ``values``, few of which are 0."""
+        for segment in segments:
+            if segment.start < segment.stop:
+                debt = self._debts.setdefault(segment.layer.name, _Debt(segment.stop - segment.start))
+                debt.parts.append((slice(None), values[segment.start : segment.stop].copy()))
+
     def owe_at(self, places: NDArray[np.int64], values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
         """Owe ``values`` that belong at ``places`` of a buffer, which ascend and are each there once."""
         if not len(places):
@@ -81,7 +89,7 @@ class ErrorFeedback:
     @property
     def values(self) -> int:
         """How many values are owed."""
-        return sum(len(places) for debt in self._debts.values() for places, _ in debt.parts)
+        return sum(len(owed) for debt in self._debts.values() for _, owed in debt.parts)
 
     def forgive(self) -> None:
         """Owe nothing any more."""

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives.bucket import MESSAGES_PER_STEP
+from dlcp.collectives.samples import divisors, held_samples
 from dlcp.dtypes import ValueType
 
 RATE = np.dtype(">f4")
@@ -41,6 +42,7 @@ def average(
     values_per_packet: int,
     *,
     rescale: bool,
+    samples: Mapping[int, int] | None = None,
 ) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
     """Average what the ranks sent, in the order of ranks, so that the result does not depend on who came first.
 
@@ -52,6 +54,9 @@ def average(
         Which packets of each rank arrived, shape (packets,).
     rescale
         Divide by how many ranks delivered a packet, else by the number of ranks.
+    samples
+        How many samples each rank's values are of, which have been multiplied by its weight: then those who delivered
+        a packet count by their samples (:mod:`dlcp.collectives.samples`).
 
     Returns
     -------
@@ -62,11 +67,11 @@ def average(
         part = value_type.widen(shares[rank])
         total = part.copy() if total is None else np.add(total, part, out=total)
     assert total is not None
-    counts = np.sum([delivered[rank] for rank in sorted(delivered)], axis=0)
     ranks = len(shares)
-    if not rescale or (counts == ranks).all():
+    if not rescale or all(packets.all() for packets in delivered.values()):
         return total / total.dtype.type(ranks), np.zeros(0, total.dtype)
-    divisor = np.repeat(np.maximum(counts, 1), values_per_packet)[: len(total)].astype(total.dtype)
+    by_packet = divisors(held_samples(delivered, samples), ranks, samples)
+    divisor = np.repeat(by_packet, values_per_packet)[: len(total)].astype(total.dtype)
     mean = total / divisor
     # What is not finite is for this step's loss scaler; owed, it would spoil the next one.
     even = (divisor == ranks) | ~np.isfinite(mean)

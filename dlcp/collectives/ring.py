@@ -8,8 +8,9 @@ pieces, so that a rank adds up one while the next is on its way.
 The first way around may lose packets within a bound. A lost packet is a partial sum, of several ranks: who sent it owes
 all of it, and it comes again with the next step. The second way around is reliable, so that replicas never drift apart.
 
-How many ranks a packet's sum holds is what rescaling needs. It follows the sum in a trailer of two bytes a packet that
-is protected; only where something may be lost, and not on the first hop, where it is one.
+How many ranks a packet's sum holds is what rescaling needs, or how many samples where ranks weigh differently. It
+follows the sum in a trailer of two bytes a packet, or four, that is protected; only where something may be lost, and
+not on the first hop, where it is the first rank's.
 
 A packet is tagged by the own gradients of the rank that sends it, not by the partial sum. Of gradients of a small
 convolutional network on eight ranks, the order of packets by either correlates by 0.63 to 0.97, and the tenth that is
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from dlcp.collectives.bucket import Bucket, ReduceOptions
 from dlcp.collectives.feedback import ErrorFeedback
 from dlcp.collectives.ring_plan import PARTIAL, RESULT, Piece, cut_in_pieces, ring_message_number
-from dlcp.collectives.ring_sums import COUNT, clear_missing, held_by, mean_of, sent_over, total_at
+from dlcp.collectives.ring_sums import COUNT, SAMPLES, clear_missing, held_by, mean_of, sent_over, total_at
 from dlcp.collectives.salvage import Salvage
 from dlcp.ledger import Ledger
 from dlcp.magnitudes import packet_magnitudes
@@ -83,8 +84,6 @@ class RingAllReduce:
         self.place = self.order.index(endpoint.rank)
         self.next = self.order[(self.place + 1) % self.ranks]
         self.previous = self.order[self.place - 1]
-        self.bound = bound_of_hop(self.options.bound, self.ranks)
-        self.counted = self.options.rescale and self.bound.ratio > 0
         self.running: dict[tuple[int, int], _Run] = {}
         self._gave_up = False
 
@@ -153,17 +152,39 @@ class _Run:
         )
         if reducer.options.error_feedback:
             reducer.feedback.repay(bucket.values, self.value_type, bucket.segments)
+        self.bound = reducer.options.bound_of(bucket)
+        self.bounds = {piece: self._bound_of_hop(piece) for piece in self.pieces}
+        self.counted = reducer.options.rescale and any(bound.ratio for bound in self.bounds.values())
+        self.count = COUNT if bucket.samples is None else SAMPLES
         self.tags = self._tag(reducer.tagger)
         self.starts = np.array([segment.start for segment in bucket.segments])
         self.final = np.zeros(len(self.tags.queue), np.bool_)
         self.owed: NDArray[np.floating] | None = None
         self.waiting = 0
 
+    def _bound_of_hop(self, piece: Piece) -> LossBound:
+        """Return what each hop may lose of a piece."""
+        bucket, layers = self.bucket, self.reducer.options.layers
+        if bucket.exact:
+            return RELIABLE
+        bound = layers.bound_of(bucket.segments, piece.start, piece.stop, self.values_per_packet, self.bound)
+        return bound_of_hop(bound, self.reducer.ranks)
+
     def _tag(self, tagger: Tagger) -> PacketTags:
-        bucket = self.bucket
+        bucket, values, per_packet = self.bucket, len(self.bucket.values), self.values_per_packet
+        if bucket.exact:
+            return tagger.tag_whole(values, bucket.segments, per_packet)
         if bucket.magnitudes is None:
-            return tagger.tag(bucket.values, self.value_type, bucket.segments, self.values_per_packet)
-        return tagger.tag_magnitudes(bucket.magnitudes, len(bucket.values), bucket.segments, self.values_per_packet)
+            tags = tagger.tag(bucket.values, self.value_type, bucket.segments, per_packet)
+        else:
+            tags = tagger.tag_magnitudes(bucket.magnitudes, values, bucket.segments, per_packet)
+        hops = max(1, self.reducer.ranks - 1)
+        self.reducer.options.layers.protect(tags, bucket.segments, per_packet, self.bound, turn=self.step, hops=hops)
+        return tags
+
+    def _samples(self, rank: int) -> int:
+        """Return how many samples a rank's contribution is of; 1 where all weigh the same."""
+        return 1 if self.bucket.samples is None else self.bucket.samples[rank]
 
     def begin(self) -> None:
         """Send the block that begins here, and wait for those that come past."""
@@ -177,9 +198,7 @@ class _Run:
                 self._send_partial(piece, self._bytes(piece))
                 continue
             packets, size = self._packets(piece), self._value_bytes(piece)
-            sum_bytes = self.reducer.endpoint.protocol.scratch.take(
-                size + packets * COUNT.itemsize * self.reducer.counted
-            )
+            sum_bytes = self.reducer.endpoint.protocol.scratch.take(size + packets * self.count.itemsize * self.counted)
             expected = sum_bytes if hop else sum_bytes[:size]
             self._receive(piece, PARTIAL, hop, expected, partial(self._on_partial, piece, sum_bytes))
 
@@ -189,20 +208,20 @@ class _Run:
         """Add this rank's part to a sum; send it on, or the average of it if this rank is the last."""
         distance, size = self._distance(piece), self._value_bytes(piece)
         arrived, own = sum_bytes[:size].view(self.value_type.storage), self._values(piece)
-        counts = sum_bytes[size:].view(COUNT) if self.reducer.counted else None
+        counts = sum_bytes[size:].view(self.count) if self.counted else None
         if counts is not None and distance == 1:
-            counts.fill(1)
+            counts.fill(self._samples(self.reducer.previous))
         missing = np.flatnonzero(~arrival.delivered[: self._packets(piece)])
         clear_missing(sum_bytes[:size], missing, self.packet_bytes, counts)
         if counts is not None:
-            counts += np.uint16(1)
+            counts += self.count.type(self._samples(self.reducer.endpoint.rank))
         total = total_at(distance - 1, arrived, own, self.value_type)
         if distance < self.reducer.ranks - 1:
             arrived[:] = sent_over(distance, total, self.value_type)
             self._send_partial(piece, sum_bytes)
             self._receive_result(piece)  # not before: a result may overwrite only what has been added
             return
-        mean, error = mean_of(total, self.reducer.ranks, counts, self.values_per_packet)
+        mean, error = mean_of(total, self.reducer.ranks, counts, self.values_per_packet, self.bucket.samples)
         if error is not None:
             self._owe(piece, error)
         own[:] = self.value_type.narrow(mean)
@@ -211,7 +230,7 @@ class _Run:
         self._send_result(piece, 0)
 
     def _send_partial(self, piece: Piece, sum_bytes: NDArray[np.uint8]) -> None:
-        distance, size, bound = self._distance(piece), self._value_bytes(piece), self.reducer.bound
+        distance, size, bound = self._distance(piece), self._value_bytes(piece), self.bounds[piece]
         tags = self._tags(piece, -(-len(sum_bytes) // self.packet_bytes))
         if distance and bound.ratio:
             values = sum_bytes[:size].view(self.value_type.storage)
@@ -263,7 +282,8 @@ class _Run:
         tags: PacketTags,
         then: Callable[[Delivery], None],
     ) -> None:
-        reducer, key, label, bound = self.reducer, self._key(piece, phase, hop), self._label(piece), self._bound(phase)
+        reducer, key, label = self.reducer, self._key(piece, phase, hop), self._label(piece)
+        bound = self._bound(piece, phase)
 
         def on_sent(delivery: Delivery) -> None:
             reducer.ledger.record(key, reducer.next, label, tags, bound, delivery)
@@ -276,7 +296,8 @@ class _Run:
     def _receive(
         self, piece: Piece, phase: int, hop: int, into: NDArray[np.uint8], then: Callable[[Arrival], None]
     ) -> None:
-        reducer, key, label, bound = self.reducer, self._key(piece, phase, hop), self._label(piece), self._bound(phase)
+        reducer, key, label = self.reducer, self._key(piece, phase, hop), self._label(piece)
+        bound = self._bound(piece, phase)
         self.waiting += 1
         arriving = reducer.endpoint.receive(reducer.previous, key, len(into), bound, label, into=into)
         if phase == RESULT:
@@ -322,8 +343,8 @@ class _Run:
             self.owed,
         )
 
-    def _bound(self, phase: int) -> LossBound:
-        return self.reducer.bound if phase == PARTIAL else RELIABLE
+    def _bound(self, piece: Piece, phase: int) -> LossBound:
+        return self.bounds[piece] if phase == PARTIAL else RELIABLE
 
     def _key(self, piece: Piece, phase: int, hop: int) -> MessageKey:
         number = ring_message_number(self.sequence, piece.number, phase, hop, self.reducer.ranks)

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partial sums: how they grow from rank to rank, and how the last rank makes an average of them."""
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.collectives.samples import all_samples, divisors
 from dlcp.dtypes import ValueType
 
 COUNT = np.dtype(">u2")
 """How many ranks a packet's sum holds; one for each packet follows the values."""
+SAMPLES = np.dtype(">u4")
+"""How many samples it is of, in the place of that, where ranks weigh differently."""
 HALF_BYTES = 2
 
 
@@ -20,7 +25,10 @@ def scale_of_hop(hop: int) -> float:
 
 
 def clear_missing(
-    sum_bytes: NDArray[np.uint8], missing: NDArray[np.intp], packet_bytes: int, counts: NDArray[np.uint16] | None
+    sum_bytes: NDArray[np.uint8],
+    missing: NDArray[np.intp],
+    packet_bytes: int,
+    counts: NDArray[np.unsignedinteger] | None,
 ) -> None:
     """Set packets that did not arrive to zero, and how many ranks they hold."""
     for packet in missing.tolist():
@@ -57,24 +65,31 @@ def held_by(hop: int, sent: NDArray[np.generic], value_type: ValueType) -> NDArr
 
 
 def mean_of(
-    total: NDArray[np.floating], ranks: int, counts: NDArray[np.uint16] | None, values_per_packet: int
+    total: NDArray[np.floating],
+    ranks: int,
+    counts: NDArray[np.unsignedinteger] | None,
+    values_per_packet: int,
+    samples: Mapping[int, int] | None = None,
 ) -> tuple[NDArray[np.floating], NDArray[np.floating] | None]:
-    """Divide a sum by how many ranks it holds.
+    """Divide a sum by how many ranks it holds, or by their weights.
 
     Parameters
     ----------
     total
         The sum; overwritten where nothing is missing.
     counts
-        How many ranks each packet holds, shape (packets,); without it, all.
+        How many ranks each packet holds, shape (packets,), or with ``samples`` how many samples; without it, all.
+    samples
+        How many samples each rank's values are of, which have been multiplied by its weight.
 
     Returns
     -------
     The average, and what of the sum it leaves out or counts too much: ``total - ranks * average``; None for nothing.
     """
-    if counts is None or (counts == ranks).all():
+    if counts is None or (counts == all_samples(ranks, samples)).all():
         return np.divide(total, total.dtype.type(ranks), out=total), None
-    divisor = np.repeat(counts, values_per_packet)[: len(total)].astype(total.dtype)
+    by_packet = divisors(counts, ranks, samples)
+    divisor = np.repeat(by_packet, values_per_packet)[: len(total)].astype(total.dtype)
     mean = total / divisor
     # What is not finite is for this step's loss scaler; owed, it would spoil the next one.
     even = (divisor == ranks) | ~np.isfinite(mean)

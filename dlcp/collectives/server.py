@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.collectives.notice import read_notices, samples_of
 from dlcp.collectives.push_pull import PULL, RATE, average, message_number
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
@@ -29,11 +30,19 @@ class ServerOptions:
     rescale
         Divide each sum by how many workers it holds. Only without error feedback: a server has no parameters to keep
         the difference with, so with both, lost gradients would count twice.
+    weighted
+        Workers tell at the beginning of each step how many samples they have, and what they send is multiplied by their
+        weight (:mod:`dlcp.collectives.samples`). Only float32.
     """
 
     bound: LossBound = field(default_factory=lambda: LossBound(0.1))
     value_type: ValueType = ValueType.FLOAT32
     rescale: bool = False
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weighted and self.value_type is not ValueType.FLOAT32:
+            raise ValueError(f"a server whose workers weigh differently takes float32, not {self.value_type.value}")
 
 
 class ParameterServer:
@@ -71,6 +80,8 @@ class ParameterServer:
         self.failed: Future[None] = Future()
         self._ranks = max([*self.workers, endpoint.rank]) + 1
         self._buckets: dict[MessageKey, dict[int, Arrival]] = {}
+        self._samples: tuple[int, dict[int, int]] = (-1, {})
+        """The latest step of which samples have been told, and how many each worker has."""
         endpoint.call(partial(setattr, endpoint.protocol, "on_unawaited", self._open))
 
     def _open(self, worker: int, key: MessageKey) -> None:
@@ -102,7 +113,10 @@ class ParameterServer:
             value_type,
             self.endpoint.options.payload_bytes // value_type.storage.itemsize,
             rescale=self.options.rescale,
+            samples=self._samples[1] if self._samples[0] == key.step else None,
         )
+        if self.options.weighted and key.message // self._ranks // 2 == 0:
+            self._samples = key.step, samples_of(read_notices(mean, self.workers))
         no_rates = bytes(len(self.workers) * RATE.itemsize)
         result = memoryview(np.ascontiguousarray(value_type.narrow(mean)).tobytes() + no_rates)
         tags = _tags_of(bucket, -(-len(result) // self.endpoint.options.payload_bytes))

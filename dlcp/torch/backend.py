@@ -20,12 +20,12 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it t
 
 from dlcp.collectives.channel import AllowedLoss
 from dlcp.collectives.exchange import Exchange
+from dlcp.group.options import Options
 from dlcp.ledger import Ledger
 from dlcp.tags import Tagger
 from dlcp.torch.backend_memory import HostMemory, HostTensor
 from dlcp.torch.backend_operations import arithmetic_of, op_of, scaled
 from dlcp.torch.backend_work import Issuer, Work, call_aside, joined
-from dlcp.torch.options import Options
 from dlcp.torch.rendezvous import meet
 from dlcp.torch.staging import Device
 

@@ -49,11 +49,11 @@ import torch.distributed as dist
 from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
+from dlcp.group.options import Options
 from dlcp.torch.guard import Guard
 from dlcp.torch.hook import State
 from dlcp.torch.layer_exchange import LayerExchange
 from dlcp.torch.layergroup import LayerGroup, layer_groups
-from dlcp.torch.options import Options
 from dlcp.torch.partial_step import PartialStep
 from dlcp.transport import DeadlineError, TransportError
 
@@ -433,6 +433,11 @@ def cross_step(
         state = State(options or Options.from_environment())
     elif options is not None:
         state.options = options
+    if state.options.compression or state.options.combine != "average":
+        raise ValueError(
+            "cross_step neither compresses nor combines in other ways than by the average: leave out compression and "
+            "combine, or use dlcp.torch.enable"
+        )
     return CrossStep(model, optimizer, state, group, group_bytes)
 
 

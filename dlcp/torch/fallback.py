@@ -27,8 +27,8 @@ from dlcp.collectives import Bucket, ErrorFeedback
 from dlcp.collectives.choice import Reducer, Salvageable
 from dlcp.collectives.salvage import Recovered, Salvage, UnsalvageableError, recover
 from dlcp.dtypes import ValueType
+from dlcp.group.agreement import Agreement
 from dlcp.tags import Segment
-from dlcp.torch.agreement import Agreement
 from dlcp.torch.staging import VALUE_TYPES, Staged, Stager, stager_for
 from dlcp.transport import DeadlineError, Endpoint, MessageMismatchError, PeerAbortedError, TransportError
 

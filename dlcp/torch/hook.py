@@ -14,14 +14,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, but its types do not say so
 from torch.nn.parallel import DistributedDataParallel
 
-from dlcp.collectives import ErrorFeedback, ReduceOptions
+from dlcp.advise.pilot import Pilot, PilotedReducer
+from dlcp.advise.rules import Settings
+from dlcp.collectives import ErrorFeedback
 from dlcp.collectives.choice import Reducer, make_reducer
+from dlcp.collectives.notice import segments_of as segments_of_notice
+from dlcp.collectives.samples import check_samples
+from dlcp.group.agreement import Agreement
+from dlcp.group.joining import TURN_S, Joined, NotJoinedError, join, speaks
+from dlcp.group.options import Options
 from dlcp.ledger import Ledger
 from dlcp.tags import Layer, Segment, Tagger, layers_in_order
 from dlcp.torch.agreement import agreement_of
 from dlcp.torch.fallback import Exchange, Mode, open_channel
-from dlcp.torch.joining import Joined, NotJoinedError, join, speaks
-from dlcp.torch.options import Options
 from dlcp.torch.staging import VALUE_TYPES, as_array
 from dlcp.transport import Endpoint
 
@@ -38,6 +43,8 @@ __all__ = [
 
 log = logging.getLogger("dlcp")
 
+WEIGHS = "weighs"
+"""The topic on which ranks tell that they weigh by samples: if DLCP cannot be used, they go on so without it."""
 STEPS_KEPT = 10_000
 """Steps of which the times are kept."""
 
@@ -60,8 +67,13 @@ class State:
         self.ledger = Ledger(options.job)
         self.step = 0
         self.feedback = ErrorFeedback()
-        self.tagger = Tagger(options.tag_policy)
+        self.tagger = Tagger(options.classes())
         self._sequence = 0
+        self._pilot: Pilot | None = None
+        self._told: torch.futures.Future[torch.Tensor] | None = None
+        """What the ranks tell each other at the beginning of this step, until it has been heard."""
+        self._device = torch.device("cpu")
+        self._hosts = 0
         self._exchange: Exchange | None = None
         self._endpoint: Endpoint | None = None
         self._alone = False
@@ -87,21 +99,31 @@ class State:
             They cannot, and ``options.fallback`` is off.
         """
         named = list(model.module.named_parameters())
-        layers = layers_in_order([name for name, _ in named])
+        shapes = {name: tuple(parameter.shape) for name, parameter in named}
+        layers = layers_in_order(list(shapes), shapes)
         self._layers = {id(parameter): layers[name] for name, parameter in named}
         group = model.process_group
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         self._alone = size == 1
         if self._alone:
             return
+        self._device = named[0][1].device
         self._exchange = Exchange(group, rank, range(size), self.feedback)
         agreement = agreement_of(group, self.options.meet_s)
+        if self.options.weighted:
+            agreement.tell(WEIGHS, True)
         try:
-            joined = join(self.options, agreement)
+            joined = join(self.options, agreement, call="dlcp.torch.enable")
         except NotJoinedError as problem:
             if not self.options.fallback:
                 self.close()
                 raise
+            if self.options.weighted and not _all_told(agreement, WEIGHS):
+                self.close()
+                raise NotJoinedError(
+                    f"{problem}. Nor do all ranks say samples=..., so none can weigh by them"
+                ) from None
+            self._pilot = Pilot.of(self.options, rank, range(size))
             self._exchange.do_without(str(problem))
             if speaks(agreement):
                 log.warning("DLCP is off: %s. Training goes on over the framework's own all-reduce.", problem)
@@ -109,28 +131,69 @@ class State:
         if joined.remark and rank == 0:
             log.warning("DLCP: %s", joined.remark)
         self._endpoint = joined.endpoint
-        channel = open_channel(group, self.options.deadline_s) if self.options.fallback else None
-        self._exchange.use(
-            joined.endpoint, self._make_reducer(joined, size), channel, agreement, self.options.deadline_s
+        self._hosts = len(joined.topology.ranks_by_host(range(size)))
+        size_bytes = sum(p.numel() * p.element_size() for _, p in named if p.requires_grad)
+        self._pilot = Pilot.of(
+            joined.options, rank, range(size), gradient_bytes=size_bytes, ledger=self.ledger, joined=joined
         )
+        reducer = PilotedReducer(self._pilot, partial(self._make_reducer, joined, size))
+        channel = open_channel(group, self.options.deadline_s) if self.options.fallback else None
+        self._exchange.use(joined.endpoint, reducer, channel, agreement, self.options.deadline_s)
 
-    def _make_reducer(self, joined: Joined, size: int) -> Reducer:
-        options = joined.options
+    def _make_reducer(self, joined: Joined, size: int, settings: Settings) -> Reducer:
+        options = joined.options.with_(protected_share=settings.protected_share)
+        self.tagger.policy = options.classes()
         return make_reducer(
-            options.collective,
+            settings.collective,
             joined.endpoint,
             range(size),
-            options=ReduceOptions(
-                options.bound(),
-                options.error_feedback,
-                options.rescale,
-                options.adaptive_shards,
-            ),
+            options=options.reduction(),
             tagger=self.tagger,
             ledger=self.ledger,
             feedback=self.feedback,
             topology=joined.topology,
+            compression=settings.compression,
+            combine=options.combine,
         )
+
+    @property
+    def hosts(self) -> int:
+        """On how many hosts the ranks are; 0 where DLCP could not be used."""
+        return self._hosts
+
+    @property
+    def pilot(self) -> Pilot | None:
+        """What chooses settings and weighs ranks; None before :meth:`attach` and in a group of one."""
+        return self._pilot
+
+    def samples(self, count: int) -> None:
+        """Say how many samples this rank's gradients of the coming step will be the mean of.
+
+        Every sample then counts the same, whichever rank has it; a rank may have none. It holds until another number is
+        told. All ranks have to say ``Options(samples=...)``, for then they expect it. The sooner before the backward
+        pass, the less others wait for it.
+
+        Raises
+        ------
+        ValueError
+            It is no whole number of samples, or the options do not say ``samples``.
+        RuntimeError
+            The step's backward pass has begun, or it has been told already.
+        """
+        if self._pilot is None:
+            check_samples(count)
+            return
+        if self._sequence:
+            raise RuntimeError(f"samples({count}) comes too late for step {self.step}: call it once, before backward")
+        self._pilot.set_samples(count)
+        if self._exchange and self._pilot.tells:
+            self._tell(self._exchange, self._pilot)
+
+    def _tell(self, exchange: Exchange, pilot: Pilot) -> None:
+        """Begin the step with a notice to all ranks."""
+        table = torch.from_numpy(pilot.table(self.step)).to(self._device)
+        self._told = exchange.average(table, self.step, 0, segments_of_notice(table.numel()), _nothing)
+        self._sequence = 1
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -155,6 +218,7 @@ class State:
             self._exchange.close(reason)
         self._exchange = self._endpoint = None
         self._layers = {}
+        self._sequence, self._told = 0, None
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket over all ranks."""
@@ -165,13 +229,24 @@ class State:
             answer: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             answer.set_result(tensor)
             return answer
+        pilot = self._pilot
         if self._sequence == 0:
             self._step_began_s = time.monotonic()
+            if pilot and pilot.tells:
+                self._tell(self._exchange, pilot)
+        if pilot and self._told:
+            self._step_began_s = time.monotonic()
+            pilot.heard(self._told.wait().cpu().numpy())
+            self._told = None
+        if pilot and pilot.weighted:
+            _weigh(tensor, pilot.weight)
         segments = segments_of(bucket, self._layers)
         noted = partial(self._note_time, segments, self._step_began_s)
         averaged = self._exchange.average(tensor, self.step, self._sequence, segments, noted)
         self._sequence += 1
         if bucket.is_last():
+            if pilot:
+                pilot.on_handed()
             self.step += 1
             self._sequence = 0
         return averaged
@@ -187,6 +262,25 @@ class State:
         seconds = time.monotonic() - began_s
         for position in {segment.layer.position for segment in segments}:
             self._layer_seconds.setdefault(position, deque(maxlen=STEPS_KEPT)).append(seconds)
+
+
+def _weigh(tensor: torch.Tensor, weight: float) -> None:
+    """Multiply a bucket by a rank's weight; the gradient of no samples is 0 whatever it looks like, such as NaN."""
+    if weight == 0:
+        tensor.zero_()
+    elif weight != 1:
+        tensor.mul_(weight)
+
+
+def _all_told(agreement: Agreement, topic: str) -> bool:
+    """Tell whether all ranks have spoken on a topic, once they have or time is up."""
+    while agreement.left_s and not agreement.told(topic, range(agreement.size)):
+        time.sleep(TURN_S)
+    return agreement.told(topic, range(agreement.size))
+
+
+def _nothing() -> None:
+    pass
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -236,7 +330,7 @@ def enable(model: DistributedDataParallel, options: Options | None = None, *, st
         state = State(options or Options.from_environment())
     elif options is not None:
         state.options = options
-        state.tagger.policy = options.tag_policy
+        state.tagger.policy = options.classes()
         state.ledger.job = options.job
     state.attach(model)
     model.register_comm_hook(state, hook)

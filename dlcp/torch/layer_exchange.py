@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from dlcp.collectives import Bucket, DirectAllReduce, ReduceOptions
+from dlcp.collectives import Bucket, DirectAllReduce
 from dlcp.dtypes import ValueType
+from dlcp.group.joining import Joined, NotJoinedError, join, speaks
+from dlcp.group.options import Options
 from dlcp.torch.agreement import agreement_of
 from dlcp.torch.hook import State
-from dlcp.torch.joining import Joined, NotJoinedError, join, speaks
 from dlcp.torch.layergroup import LayerGroup
 from dlcp.torch.staging import Staged, Stager, stager_for
 from dlcp.transport import Endpoint
@@ -98,11 +99,14 @@ class LayerExchange:
     ------
     NotJoinedError
         The ranks cannot all use DLCP, and ``options.fallback`` is off.
+    ValueError
+        The options ask for what needs a step that all layers begin together.
     """
 
     def __init__(
         self, traffic: State, group: dist.ProcessGroup | None, groups: Sequence[LayerGroup], tell: Callable[[], None]
     ) -> None:
+        _refuse_steering(traffic.options)
         self.endpoint: Endpoint | None = None
         self.reason = ""
         """Why DLCP does not average, if it does not."""
@@ -115,7 +119,7 @@ class LayerExchange:
             return
         agreement = agreement_of(group, traffic.options.meet_s)
         try:
-            joined = join(traffic.options, agreement)
+            joined = join(traffic.options, agreement, call="dlcp.torch.cross_step")
         except NotJoinedError as problem:
             if not traffic.options.fallback:
                 raise
@@ -179,6 +183,13 @@ class LayerExchange:
         self._tell()
 
 
+def _refuse_steering(options: Options) -> None:
+    """Raise ValueError if ranks are to weigh by samples or to adapt: groups of layers have no step that all begin."""
+    for name, asked in (("samples", options.weighted), ("adapt", options.adapt), ("phases", options.phases)):
+        if asked:
+            raise ValueError(f"cross-step scheduling knows no {name}=...: leave it out, or use dlcp.torch.enable")
+
+
 def _direct(traffic: State, joined: Joined, ranks: range, groups: Sequence[LayerGroup]) -> DirectAllReduce:
     options = joined.options
     # What tells which parameters were used is protected as small layers are.
@@ -190,7 +201,7 @@ def _direct(traffic: State, joined: Joined, ranks: range, groups: Sequence[Layer
         joined.endpoint,
         ranks,
         weights={len(ranks): 1.0} if options.collective == "server" else None,
-        options=ReduceOptions(options.bound(), options.error_feedback, options.rescale, options.adaptive_shards),
+        options=options.reduction(),
         tagger=traffic.tagger,
         ledger=traffic.ledger,
         feedback=traffic.feedback,

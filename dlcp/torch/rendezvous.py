@@ -6,10 +6,10 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but its types do not say
 
-from dlcp.torch.addresses import bind
-from dlcp.torch.agreement import Agreement
-from dlcp.torch.joining import join
-from dlcp.torch.options import Options
+from dlcp.group.addresses import bind
+from dlcp.group.agreement import Agreement
+from dlcp.group.joining import join
+from dlcp.group.options import Options
 from dlcp.transport import Endpoint
 
 
@@ -35,7 +35,7 @@ def meet(options: Options, store: Store, rank: int, size: int, timeout: timedelt
         return Endpoint(rank, _alone(options), {}, job=options.job, token=1, options=options.transport(size))
     _wait_for_all(store, rank, size, timeout)
     agreement = Agreement(PrefixStore("dlcp", store), rank, size, options.meet_s)
-    return join(options, agreement).endpoint
+    return join(options, agreement, call="init_process_group").endpoint
 
 
 def _wait_for_all(store: Store, rank: int, size: int, timeout: timedelta) -> None:

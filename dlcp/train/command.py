@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dlcp import configuration
 from dlcp.suggestion import closest
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         return measure(arguments.torchrun, arguments.script, arguments.steps, options=arguments.option)
     try:
         plan = Plan(backend=arguments.backend)
-        status, reports = _launch(arguments.torchrun, arguments.script, arguments.option, plan)
+        status, reports = launch(arguments.torchrun, arguments.script, arguments.option, plan)
     except UsageError as error:
         return _refuse(error)
     found = summary.summarize(reports)
@@ -86,7 +86,7 @@ def measure(
     try:
         if steps < headroom.FEWEST_STEPS:
             raise UsageError(f"--steps must be at least {headroom.FEWEST_STEPS}, got {steps}")
-        status, reports = _launch(torchrun, script, options, Plan(measure_steps=steps))
+        status, reports = launch(torchrun, script, options, Plan(measure_steps=steps))
     except UsageError as error:
         return _refuse(error)
     found = headroom.evaluate(reports)
@@ -104,9 +104,9 @@ class UsageError(ValueError):
     """The command was called wrongly; the message says how."""
 
 
-def _launch(
+def launch(
     torchrun: Sequence[str], script: Sequence[str], options: Sequence[str], plan: Plan
-) -> tuple[int, list[dict[str, object]]]:
+) -> tuple[int, list[dict[str, Any]]]:
     """Run the script under torchrun; return the exit status and what the ranks of this machine reported."""
     target = _target(torchrun, script)
     if importlib.util.find_spec("torch") is None:
@@ -152,7 +152,7 @@ def _target(torchrun: Sequence[str], script: Sequence[str]) -> list[str]:
 
 def _choose_options(words: Sequence[str]) -> None:
     """Hand ``NAME=VALUE`` words to the workers, and refuse here what they would refuse."""
-    from dlcp.torch.options import Options
+    from dlcp.group.options import Options
 
     known = configuration.simple_options(Options)
     for word in words:

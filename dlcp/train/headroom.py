@@ -10,6 +10,8 @@ from dlcp.train.report import Report
 NONE: Final = "none"
 FRAMEWORK: Final = "framework"
 DLCP: Final = "dlcp"
+ADVISED: Final = "advised"
+"""DLCP with the settings that ``dlcp advise`` has chosen."""
 WARM_UP_ROUNDS: Final = 3
 """Rounds that do not count: DDP arranges its buckets anew after the first step, and rate control finds its rate."""
 STEPS: Final = 60
@@ -25,7 +27,7 @@ def evaluate(reports: Sequence[Report]) -> dict[str, Any] | None:
     machine. Values are medians over steps; ``spread_s`` is the distance of the quartiles.
     """
     measured = [report["measured"] for report in reports if report["measured"]]
-    steps = {way: _slowest([each["seconds"].get(way, []) for each in measured]) for way in (NONE, FRAMEWORK, DLCP)}
+    steps = slowest_steps(reports)
     if not measured or len(steps[NONE]) < 2 or len(steps[FRAMEWORK]) < 2:
         return None
     ways = {
@@ -48,6 +50,13 @@ def evaluate(reports: Sequence[Report]) -> dict[str, Any] | None:
     if DLCP in ways:
         found["speedup"] = framework / ways[DLCP]["step_s"]
     return found
+
+
+def slowest_steps(reports: Sequence[Report]) -> dict[str, list[float]]:
+    """Return how long each step took on its slowest rank, in seconds, by way."""
+    measured = [report["measured"] for report in reports if report["measured"]]
+    ways = (NONE, FRAMEWORK, DLCP, ADVISED)
+    return {way: _slowest([each["seconds"].get(way, []) for each in measured]) for way in ways}
 
 
 def as_lines(found: dict[str, Any]) -> list[str]:

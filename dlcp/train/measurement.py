@@ -41,8 +41,9 @@ class Measurement:
         self.backend = dist.get_backend(model.process_group)
         self.seconds: dict[str, list[float]] = {}
         self.why_not: str | None = None
-        self._state = self._join(model)
-        self._ways = _in_turn([NONE, FRAMEWORK, *([DLCP] if self._state else [])], steps)
+        self._states: dict[str, dlcp.torch.State] = {}
+        self.join(DLCP, configuration.build(dlcp.torch.Options))
+        self._ways = self.order(steps)
         self._way: str | None = None
         self._counts = False
         self._began_s = 0.0
@@ -71,18 +72,21 @@ class Measurement:
 
     def close(self, reason: str | None) -> None:
         """Leave the other ranks."""
-        if self._state is None:
-            return
-        if not self._state.active:  # it fell back on the way, on all ranks: those times are not DLCP's
-            self.why_not = self._state.reason
-            self.seconds.pop(DLCP, None)
-        self._state.close(reason)
+        for way, state in self._states.items():
+            if not state.active:  # it fell back on the way, on all ranks: those times are not DLCP's
+                self.why_not = state.reason
+                self.seconds.pop(way, None)
+            state.close(reason)
 
-    def _join(self, model: DistributedDataParallel) -> dlcp.torch.State | None:
-        """Return DLCP's state; None, and why not, where it cannot be measured."""
-        state = dlcp.torch.State(configuration.build(dlcp.torch.Options))
+    def order(self, steps: int) -> Iterator[tuple[str, bool]]:
+        """Yield the way of each step and whether it counts; what is done in between, all ranks do."""
+        yield from in_turn([NONE, FRAMEWORK, *self._states], steps)
+
+    def join(self, way: str, options: dlcp.torch.Options) -> dlcp.torch.State | None:
+        """Let DLCP be a way, with some options; None, and why not in :attr:`why_not`, where it cannot be measured."""
+        state = dlcp.torch.State(options)
         try:
-            state.attach(model)
+            state.attach(self.model)
         except ValueError as error:
             self.why_not = str(error)
             return None
@@ -90,14 +94,19 @@ class Measurement:
             self.why_not = state.reason
             state.close()
             return None
+        self._states[way] = state
         return state
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What a rank contributes in a step."""
+        return sum(p.numel() * p.element_size() for p in self.model.module.parameters() if p.requires_grad)
 
     def report(self) -> dict[str, Any]:
         """Return what the launcher is told."""
-        module = self.model.module
         return {
-            "model": type(module).__name__,
-            "gradient_bytes": sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad),
+            "model": type(self.model.module).__name__,
+            "gradient_bytes": self.gradient_bytes,
             "backend": self.backend,
             "seconds": self.seconds,
             "why_not": self.why_not,
@@ -106,8 +115,8 @@ class Measurement:
     def _average(self, _: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self._way == NONE:
             return dlcp.torch.noop_hook(None, bucket)
-        if self._way == DLCP and self._state:
-            return dlcp.torch.hook(self._state, bucket)
+        if self._way in self._states:
+            return dlcp.torch.hook(self._states[self._way], bucket)
         return allreduce_hook(self.model.process_group, bucket)
 
     def _now_s(self) -> float:
@@ -116,7 +125,7 @@ class Measurement:
         return time.monotonic()
 
 
-def _in_turn(ways: list[str], steps: int) -> Iterator[tuple[str, bool]]:
+def in_turn(ways: list[str], steps: int) -> Iterator[tuple[str, bool]]:
     """Yield the way of each step and whether it counts: in rounds of all ways, shuffled alike on all ranks."""
     rng = random.Random(0)
     rounds = max(1, steps // len(ways))

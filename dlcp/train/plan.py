@@ -10,6 +10,7 @@ from typing import Final
 _REPORTS: Final = "DLCP_TRAIN_REPORTS"
 _BACKEND: Final = "DLCP_TRAIN_BACKEND"
 _MEASURE: Final = "DLCP_TRAIN_MEASURE"
+_ADVISE: Final = "DLCP_TRAIN_ADVISE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +23,30 @@ class Plan:
         Make ``init_process_group`` use DLCP's backend.
     measure_steps
         How many steps to measure, instead of training; 0 trains.
+    advise
+        Choose settings by what is measured, and try them.
     """
 
     backend: bool = False
     measure_steps: int = 0
+    advise: bool = False
 
     def as_environment(self, reports: Path) -> dict[str, str]:
         """Return the variables that tell a worker of this plan, and where to leave its report."""
-        return {_REPORTS: str(reports), _BACKEND: str(int(self.backend)), _MEASURE: str(self.measure_steps)}
+        return {
+            _REPORTS: str(reports),
+            _BACKEND: str(int(self.backend)),
+            _MEASURE: str(self.measure_steps),
+            _ADVISE: str(int(self.advise)),
+        }
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "Plan":
         """Return the plan that the launcher wrote down."""
         environment = os.environ if environment is None else environment
-        return cls(environment.get(_BACKEND) == "1", int(environment.get(_MEASURE, "0")))
+        return cls(
+            environment.get(_BACKEND) == "1", int(environment.get(_MEASURE, "0")), environment.get(_ADVISE) == "1"
+        )
 
 
 def report_folder(environment: Mapping[str, str] | None = None) -> Path | None:

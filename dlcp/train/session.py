@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp import configuration
+from dlcp.advise.measurement import AdvisedMeasurement
 from dlcp.train.measurement import Measurement, MeasurementDoneError
 from dlcp.train.plan import Plan
 from dlcp.train.report import Report, write_report
@@ -117,7 +118,8 @@ class Session:
                 raise SystemExit("dlcp: the script registers a communication hook of its own: nothing can be measured")
             if self._measurement is None:
                 with self._own_hook():
-                    self._measurement = Measurement(model, self.plan.measure_steps)
+                    kind = AdvisedMeasurement if self.plan.advise else Measurement
+                    self._measurement = kind(model, self.plan.measure_steps)
             self._measurement.before_step(model)
         elif known is None:
             self._switch_on(model)

@@ -175,14 +175,18 @@ class Proportional:
     ----------
     weight
         The share of a flow that this flow counts as, 0 to 1.
+    heed_delay
+        False where delay says nothing of this flow's own queue, because others keep a buffer behind the priority
+        queues full.
     """
 
     GAIN = 1 / 8
     """Weight of the newest window in the average; RFC 8257 has 1/16. Chosen by us: training steps are short."""
     ecn_capable = True
 
-    def __init__(self, weight: float = 1.0) -> None:
+    def __init__(self, weight: float = 1.0, *, heed_delay: bool = True) -> None:
         self.weight = weight
+        self._heed_delay = heed_delay
         self.window = max(2.0, INITIAL_WINDOW_PACKETS * weight)
         self._smallest = min(SMALLEST_WINDOW_PACKETS, SMALLEST_JOB_WINDOW_PACKETS * weight)
         self._fraction = 0.0
@@ -222,7 +226,7 @@ class Proportional:
 
     def _finish_round(self, now_s: float) -> None:
         finished = self._round
-        delay_s = self._path.delay_s(finished, now_s)
+        delay_s = self._path.delay_s(finished, now_s) if self._heed_delay else 0.0
         queued = finished.marked > 0 or delay_s > self._path.allowance_s(QUEUE_MIN_S)
         before = self.window
         self._heed_marks(finished)

@@ -2,8 +2,12 @@
 """How a rank talks to its peers."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from dlcp.transport.congestion import Cubic, Proportional, RateControl
+
+CONGESTION: Final = ("proportional", "marks", "cubic")
+"""How a rank may react to congestion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +21,9 @@ class TransportOptions:
     tagged
         False sends everything as ordinary traffic in one queue: no tags, nothing droppable, no urgent control packets.
     congestion
-        ``proportional`` (reacts to ECN and loss, for tagged traffic) or ``cubic`` (for a queue shared with TCP).
+        ``proportional`` (reacts to ECN, loss and delay, for tagged traffic), ``marks`` (the same without delay: for a
+        path where packets wait behind other traffic after they have left their queues, as in BMv2), or ``cubic`` (for a
+        queue shared with TCP).
     flow_weight
         The share of one flow that traffic to each peer counts as; None divides one flow among those who send to a rank.
     switch_hops
@@ -40,12 +46,14 @@ class TransportOptions:
     stash_bytes: int = 1 << 28
 
     def __post_init__(self) -> None:
-        if self.congestion not in ("proportional", "cubic"):
-            raise ValueError(f"congestion must be 'proportional' or 'cubic', got {self.congestion!r}")
+        if self.congestion not in CONGESTION:
+            raise ValueError(f"congestion must be one of {', '.join(CONGESTION)}, got {self.congestion!r}")
         if not 64 <= self.payload_bytes <= 65000 or self.payload_bytes % 8:
             raise ValueError(f"payload_bytes must be a multiple of 8 from 64 to 65000, got {self.payload_bytes}")
 
     def rate_control(self, senders: int) -> RateControl:
         """Return the window control of one flow, where ``senders`` ranks send to its receiver."""
         weight = self.flow_weight or 1 / max(1, senders)
-        return Proportional(weight) if self.congestion == "proportional" else Cubic(weight)
+        if self.congestion == "cubic":
+            return Cubic(weight)
+        return Proportional(weight, heed_delay=self.congestion == "proportional")

@@ -14,7 +14,8 @@ import torch.distributed as dist  # noqa: E402
 from backend_checks import Checks  # noqa: E402
 from workers import launch, values  # noqa: E402
 
-from dlcp.torch import Options, addresses, backend  # noqa: E402
+from dlcp.group import addresses  # noqa: E402
+from dlcp.torch import Options, backend  # noqa: E402
 from dlcp.torch.backend_memory import HostMemory  # noqa: E402
 from dlcp.torch.backend_work import Work, joined  # noqa: E402
 from dlcp.torch.rendezvous import meet  # noqa: E402

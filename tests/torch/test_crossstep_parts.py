@@ -10,7 +10,9 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+from dlcp.group.options import Options  # noqa: E402
 from dlcp.tags import Layer, layers_in_order  # noqa: E402
+from dlcp.torch.crossstep import cross_step  # noqa: E402
 from dlcp.torch.guard import Guard  # noqa: E402
 from dlcp.torch.layergroup import LayerGroup, in_groups  # noqa: E402
 from dlcp.torch.partial_step import PartialStep  # noqa: E402
@@ -161,10 +163,18 @@ def test_an_optimizer_with_state_for_all_parameters_is_refused():
         PartialStep(torch.optim.LBFGS(net.parameters()))
 
 
+@pytest.mark.parametrize("chosen", [{"compression": "fp16"}, {"combine": "adasum", "fallback": False}])
+def test_what_it_does_not_do_is_refused(chosen):
+    net = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"cross_step neither compresses .* use dlcp\.torch\.enable"):
+        cross_step(net, torch.optim.SGD(net.parameters(), lr=1.0), options=Options(**chosen))
+
+
 def test_the_optimizers_own_step_is_refused_until_released():
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     steps = PartialStep(optimizer)
+    net.weight.data.zero_()  # so that two steps of one are a step of two, to the bit
     net.weight.grad = torch.ones(2, 2)
     before = net.weight.detach().clone()
     with pytest.raises(RuntimeError, match="the optimizer that cross_step returned"):

@@ -15,10 +15,10 @@ from torch.distributed import HashStore, PrefixStore  # noqa: E402
 
 from dlcp.collectives import Bucket, DirectAllReduce  # noqa: E402
 from dlcp.dtypes import ValueType  # noqa: E402
+from dlcp.group.agreement import Agreement  # noqa: E402
+from dlcp.group.joining import USE_DLCP, NotJoinedError, join, speaks  # noqa: E402
 from dlcp.tags import Layer, Segment  # noqa: E402
 from dlcp.torch import Options  # noqa: E402
-from dlcp.torch.agreement import Agreement  # noqa: E402
-from dlcp.torch.joining import USE_DLCP, NotJoinedError, join, speaks  # noqa: E402
 from dlcp.transport import TransportOptions  # noqa: E402
 from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN  # noqa: E402
 
@@ -38,7 +38,7 @@ def together(store, options, *, deadline_s=10.0, delays=None):
         time.sleep((delays or {}).get(rank, 0))
         agreement = Agreement(store, rank, len(options), deadline_s)
         try:
-            return join(options[rank], agreement), speaks(agreement)
+            return join(options[rank], agreement, call="dlcp.torch.enable"), speaks(agreement)
         except NotJoinedError as error:
             return str(error), speaks(agreement)
 

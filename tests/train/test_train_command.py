@@ -93,7 +93,7 @@ def test_head_room_is_asked_of_the_same_launcher_and_told_as_json(monkeypatch, c
         asked.append((torchrun, script, plan))
         return 0, [{"rank": 0, "ranks": 1, "restart": 0, "error": None, "models": [], "measured": measured}]
 
-    monkeypatch.setattr(command, "_launch", launch)
+    monkeypatch.setattr(command, "launch", launch)
     words = ["--steps", "12", "--json", "--nproc-per-node", "2", "--", "script.py", "--steps", "7"]
     assert main(["doctor", *words]) == 0
     assert asked == [(["--nproc-per-node", "2"], ["script.py", "--steps", "7"], Plan(measure_steps=12))]

@@ -6,27 +6,31 @@ import socket
 import warnings
 from functools import cache
 
-from dlcp.torch.options import Options
+from dlcp.group.options import Options
 from dlcp.transport import Address, bind_socket, parse_address
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 
-def own_host() -> str:
-    """Return this host's address on the way to the master."""
+def own_host(toward: str | None = None) -> str:
+    """Return this host's address on the way to another, by default to the master (``MASTER_ADDR``)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing; asks the routing table
+        probe.connect(
+            (toward or os.environ.get("MASTER_ADDR", "127.0.0.1"), 9)
+        )  # sends nothing; asks the routing table
         return str(probe.getsockname()[0])
 
 
-def bind(options: Options) -> socket.socket:
+def bind(options: Options, toward: str | None = None) -> socket.socket:
     """Bind the port that the options name; else the first free one of DLCP's; else, and that is said once, any.
+
+    Without a host in the options it is the one that leads ``toward`` another, see :func:`own_host`.
 
     Raises
     ------
     OSError
         The named port is in use, or the address is not this host's.
     """
-    host, port = parse_address(options.bind) if options.bind else (own_host(), 0)
+    host, port = parse_address(options.bind) if options.bind else (own_host(toward), 0)
     if port:
         return bind_socket(host, [port])
     try:

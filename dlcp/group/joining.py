@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from typing import Any, Final, NamedTuple
 
 from dlcp.collectives.choice import Topology
-from dlcp.torch.addresses import advertised, bind
-from dlcp.torch.agreement import Agreement
-from dlcp.torch.options import Options
+from dlcp.group.addresses import advertised, bind
+from dlcp.group.agreement import Agreement
+from dlcp.group.options import Options
 from dlcp.transport import Address, Endpoint, TransportError, parse_address
 from dlcp.transport.path_mtu import COMMON_MTUS, PathProbe, candidate_payloads, first_hop_mtu, payload_for_mtu
 
@@ -28,10 +28,17 @@ TERMS: Final = (
     "server",
     "loss_bound",
     "immediate",
+    "error_feedback",
     "rescale",
+    "compression",
+    "combine",
     "adaptive_shards",
     "payload_bytes",
     "fallback",
+    "layer_bounds",
+    "weighted",
+    "adapt",
+    "phases",
 )
 """Options that must be the same on all ranks."""
 
@@ -61,10 +68,19 @@ class Joined(NamedTuple):
     topology: Topology
 
 
-def join(options: Options, agreement: Agreement) -> Joined:
+def join(options: Options, agreement: Agreement, *, call: str, toward: str | None = None) -> Joined:
     """Open this rank's endpoint together with all other ranks.
 
     A parameter server has the rank after the last worker's.
+
+    Parameters
+    ----------
+    options, agreement
+        What the ranks come with, and where they meet.
+    call
+        What a user calls to come here, for messages about ranks that have not.
+    toward
+        The host that decides which of its addresses this rank takes, see :func:`dlcp.group.addresses.own_host`.
 
     Raises
     ------
@@ -74,9 +90,9 @@ def join(options: Options, agreement: Agreement) -> Joined:
     with ExitStack() as undo:
         try:
             agreement.tell("here", True)
-            sock = bind(options)
+            sock = bind(options, toward)
             undo.callback(sock.close)
-            joined = _connect(options, agreement, sock, undo)
+            joined = _connect(options, agreement, sock, undo, call)
             agreement.tell("ready", True)
             _hear_all(agreement, "ready", "has not been greeted by every peer")
             verdict = agreement.decide(USE_DLCP)
@@ -98,22 +114,22 @@ def speaks(agreement: Agreement) -> bool:
     return not any(agreement.told("here", [rank]) for rank in lower)
 
 
-def _connect(options: Options, agreement: Agreement, sock: socket.socket, undo: ExitStack) -> Joined:
+def _connect(options: Options, agreement: Agreement, sock: socket.socket, undo: ExitStack, call: str) -> Joined:
     rank, size = agreement.rank, agreement.size
     mine = advertised(options, sock)
     terms = {name: getattr(options, name) for name in TERMS}
     token = options.token or (secrets.randbits(64) | 1)
     agreement.tell("place", {"address": mine, "host": socket.gethostname(), "token": token, "terms": terms})
-    places = _hear_all(
-        agreement, "place", "has not called dlcp.torch.enable; call it on every rank, with the same options"
-    )
+    places = _hear_all(agreement, "place", f"has not called {call}; call it on every rank, with the same options")
     _compare_terms(places)
     peers: dict[int, Address] = {
         peer: (place["address"][0], place["address"][1]) for peer, place in places.items() if peer != rank
     }
     token = places[0]["token"]
     server = size if options.collective == "server" else None
-    topology = Topology({peer: place["host"] for peer, place in places.items()}, server=server)
+    # Ranks share a port if they share a host and its address: network namespaces of one machine do not.
+    hosts = {peer: f"{place['host']} {place['address'][0]}" for peer, place in places.items()}
+    topology = Topology(hosts, server=server)
     remark = ""
     if options.collective == "server":
         peers = {size: parse_address(options.server)}

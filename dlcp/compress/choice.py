@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressors by name: ``topk:0.01`` is the 1 % largest values."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from dlcp.compress.atomo import Atomo
+from dlcp.compress.casts import BFloat16, Float16
+from dlcp.compress.compressor import Compressor
+from dlcp.compress.powersgd import PowerSgd
+from dlcp.compress.quantized import Qsgd, TernGrad
+from dlcp.compress.signs import ScaledSigns, SignSgd
+from dlcp.compress.sparse import RandomK, TopK
+from dlcp.suggestion import closest
+
+COMPRESSORS: Final[Mapping[str, type[Compressor]]] = {
+    kind.name: kind
+    for kind in (Float16, BFloat16, TopK, RandomK, Qsgd, TernGrad, SignSgd, ScaledSigns, Atomo, PowerSgd)
+}
+RATIO: Final = 0.01
+"""Top-k's and random-k's share if none is named: what Deep Gradient Compression (Lin et al., ICLR 2018) begins with."""
+_ARGUMENTS: Final[Mapping[str, tuple[str, Callable[[str], float]]]] = {
+    TopK.name: ("a share of values, as in topk:0.01", float),
+    RandomK.name: ("a share of values, as in randomk:0.01", float),
+    Qsgd.name: ("bits a value, as in qsgd:4", int),
+    Atomo.name: ("a number of atoms, as in atomo:3", int),
+    PowerSgd.name: ("a rank, as in powersgd:2", int),
+}
+
+
+def make_compressor(text: str, *, error_feedback: bool = True, whole_below: int = 0) -> Compressor:
+    """Return the compressor of that name.
+
+    Parameters
+    ----------
+    text
+        A name of ``COMPRESSORS``, for some with an argument after a colon.
+    error_feedback
+        Whether what is left out will be sent with the next step. Without, random-k is scaled to be right on average.
+    whole_below
+        Top-k and random-k send layers of fewer values whole.
+
+    Raises
+    ------
+    ValueError
+        There is no such compressor, or its argument makes no sense; the message says what does.
+    """
+    name, _, argument = text.partition(":")
+    if name not in COMPRESSORS:
+        raise ValueError(
+            f"compression must be one of {', '.join(COMPRESSORS)}, got {text!r}{closest(name, COMPRESSORS)}"
+        )
+    if argument and name not in _ARGUMENTS:
+        raise ValueError(f"compression {name} takes no argument, got {text!r}")
+    number: float | None = None
+    if argument:
+        words, kind = _ARGUMENTS[name]
+        try:
+            number = kind(argument)
+        except ValueError:
+            raise ValueError(f"compression {name} takes {words}, got {text!r}") from None
+    if name == TopK.name:
+        return TopK(RATIO if number is None else number, whole_below)
+    if name == RandomK.name:
+        return RandomK(RATIO if number is None else number, whole_below, unbiased=not error_feedback)
+    given = () if number is None else (number,)
+    return COMPRESSORS[name](*given)

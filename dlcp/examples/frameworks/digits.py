@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scikit-learn's handwritten digits, as the examples of this folder take them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.datasets import load_digits
+
+TEST_IMAGES = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Digits:
+    """Grey images, float32 of shape (n, 8, 8, 1) in 0..1, with their labels, int32 of shape (n,)."""
+
+    images: NDArray[np.float32]
+    labels: NDArray[np.int32]
+
+    def shard(self, rank: int, size: int) -> "Digits":
+        """Return a rank's part; all parts are of one size."""
+        count = len(self.labels) // size * size
+        return Digits(self.images[rank:count:size], self.labels[rank:count:size])
+
+
+def load() -> tuple[Digits, Digits]:
+    """Return 1,197 digits for training and 600 for testing, the same in every process."""
+    data = load_digits()
+    order = np.random.default_rng(0).permutation(len(data.target))
+    images = (data.images[order, :, :, np.newaxis] / 16).astype(np.float32)
+    labels = data.target[order].astype(np.int32)
+    return Digits(images[TEST_IMAGES:], labels[TEST_IMAGES:]), Digits(images[:TEST_IMAGES], labels[:TEST_IMAGES])

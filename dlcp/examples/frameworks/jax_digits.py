@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a small convolutional network on handwritten digits with JAX and optax, on as many ranks as it is started on.
+
+What DLCP adds to an ordinary script is marked. Run it with ``python -m dlcp.examples.frameworks.jax_digits``, or on two
+ranks with ``dlcp launch -n 2 -- python -m dlcp.examples.frameworks.jax_digits``.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax import numpy as jnp
+
+import dlcp.group  # DLCP
+import dlcp.jax  # DLCP
+from dlcp.examples.frameworks.digits import Digits, load
+
+Params = dict[str, dict[str, jax.Array]]
+SHAPES = {"conv1": (3, 3, 1, 16), "conv2": (3, 3, 16, 32), "fc1": (512, 128), "fc2": (128, 10)}
+
+
+def network(seed: int) -> Params:
+    """Return the parameters of a network for images of shape (8, 8, 1)."""
+    random = np.random.default_rng(seed)
+    return {
+        name: {
+            "kernel": jnp.asarray(random.normal(0, (2 / np.prod(shape[:-1])) ** 0.5, shape), jnp.float32),
+            "bias": jnp.zeros(shape[-1]),
+        }
+        for name, shape in SHAPES.items()
+    }
+
+
+def scores(params: Params, images: jax.Array) -> jax.Array:
+    """Return scores of shape (n, 10) for images of shape (n, 8, 8, 1)."""
+    x = images
+    for name in ("conv1", "conv2"):
+        x = jax.lax.conv_general_dilated(
+            x, params[name]["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jax.nn.relu(x + params[name]["bias"])
+    x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    x = jax.nn.relu(x.reshape(len(x), -1) @ params["fc1"]["kernel"] + params["fc1"]["bias"])
+    return x @ params["fc2"]["kernel"] + params["fc2"]["bias"]
+
+
+def loss(params: Params, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return the mean cross-entropy."""
+    return optax.softmax_cross_entropy_with_integer_labels(scores(params, images), labels).mean()
+
+
+def accuracy(params: Params, digits: Digits) -> float:
+    """Return the share of images that are recognised."""
+    return float((jax.jit(scores)(params, digits.images).argmax(1) == digits.labels).mean())
+
+
+def train(training: Digits, testing: Digits, args: argparse.Namespace, group: dlcp.group.Group) -> Params:
+    """Train a network and return it."""
+    mine = training.shard(group.rank, group.size)  # DLCP: every rank has its own part of the data
+    batches = len(mine.labels) // args.batch_size
+    params: Params = network(args.seed)
+    params = dlcp.jax.broadcast(params, group)  # DLCP: all begin with the parameters of rank 0
+    optimizer: Any = optax.sgd(optax.cosine_decay_schedule(args.lr, args.epochs * batches), momentum=0.9)
+    optimizer = optax.chain(dlcp.jax.average_gradients(group), optimizer)  # DLCP: average gradients over the ranks
+    state = optimizer.init(params)
+
+    def step(params: Params, state: Any, images: jax.Array, labels: jax.Array) -> tuple[Params, Any, jax.Array]:
+        cost, gradients = jax.value_and_grad(loss)(params, images, labels)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, cost
+
+    jitted_step = jax.jit(step)
+    for epoch in range(args.epochs):
+        costs = []
+        order = np.random.default_rng([args.seed, epoch]).permutation(len(mine.labels))
+        for chosen in np.split(order[: batches * args.batch_size], batches):
+            params, state, cost = jitted_step(params, state, mine.images[chosen], mine.labels[chosen])
+            costs.append(float(cost))
+        told = dlcp.jax.average_metrics({"loss": np.mean(costs)}, group)  # DLCP: the loss of all ranks
+        if group.rank == 0:  # DLCP: one of them speaks
+            print(f"epoch {epoch + 1}: loss {told['loss']:.4f}, accuracy {accuracy(params, testing):.4f}", flush=True)
+    return params
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command line's arguments."""
+    parser = argparse.ArgumentParser(description="Handwritten digits with JAX")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=0.03)
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    """Join the other ranks and train."""
+    with dlcp.group.join() as group:  # DLCP: join the other ranks
+        train(*load(), arguments(), group)
+
+
+if __name__ == "__main__":
+    main()

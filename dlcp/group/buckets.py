@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameters travel together: buckets in the order in which backward reaches parameters, as DDP has them."""
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.collectives import Bucket
+from dlcp.dtypes import ValueType
+from dlcp.tags import Layer, Segment
+
+FIRST_BUCKET_BYTES: Final = 1 << 20
+"""The first bucket is small, so that communication begins early; PyTorch's DistributedDataParallel has the same."""
+BUCKET_BYTES: Final = 25 << 20
+"""The others hold so much, or one parameter that is larger; PyTorch's DistributedDataParallel has the same."""
+_BY_NAME: Final = {kind.value: kind for kind in ValueType}
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A parameter's gradients in one step: as given, the same memory as their format is held, and who waits."""
+
+    given: NDArray[Any]
+    stored: NDArray[np.generic]
+    value_type: ValueType
+    future: "Future[NDArray[Any]]" = field(default_factory=Future)
+
+    @classmethod
+    def of(cls, name: str, values: NDArray[Any]) -> "Member":
+        """Return a parameter's gradients as they will be exchanged.
+
+        Raises
+        ------
+        TypeError
+            It is no format that is exchanged; bfloat16 is that of the package ``ml_dtypes``.
+        ValueError
+            The array cannot be written.
+        """
+        kind = _BY_NAME.get(values.dtype.name)
+        if kind is None or not values.dtype.isnative:
+            raise TypeError(f"parameter {name} is {values.dtype}; DLCP exchanges {', '.join(_BY_NAME)}")
+        if not values.flags.writeable:
+            raise ValueError(f"the gradient of {name} cannot be written; give a copy of it, such as np.array(gradient)")
+        return cls(values, values.view(kind.storage), kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter lies: in which bucket, and which of its values."""
+
+    bucket: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBucket:
+    """A bucket of every step: its number, its format and its layers."""
+
+    sequence: int
+    value_type: ValueType
+    segments: tuple[Segment, ...]
+
+    @property
+    def values(self) -> int:
+        """How many values it holds."""
+        return self.segments[-1].stop
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The buckets of every step, the same on all ranks."""
+
+    buckets: tuple[PlannedBucket, ...]
+    places: Mapping[str, Place]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes a step has."""
+        return sum(bucket.values * bucket.value_type.storage.itemsize for bucket in self.buckets)
+
+    @classmethod
+    def of(cls, parameters: Iterable[tuple[Layer, int, ValueType]]) -> "Plan":
+        """Divide parameters, given in forward order with their sizes in values, into buckets."""
+        buckets: list[PlannedBucket] = []
+        segments: list[Segment] = []
+        kind: ValueType | None = None
+
+        def finish() -> None:
+            if segments and kind:
+                buckets.append(PlannedBucket(len(buckets), kind, tuple(segments)))
+                segments.clear()
+
+        for layer, size, value_type in reversed(list(parameters)):
+            filled = segments[-1].stop if segments else 0
+            limit = BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES
+            if value_type is not kind or (filled + size) * value_type.storage.itemsize > limit:
+                finish()
+                filled = 0
+            kind = value_type
+            segments.append(Segment(layer, filled, filled + size))
+        finish()
+        places = {
+            segment.layer.name: Place(bucket.sequence, segment.start, segment.stop)
+            for bucket in buckets
+            for segment in bucket.segments
+        }
+        return cls(tuple(buckets), places)
+
+
+class Filling:
+    """A bucket of one step, from its first parameter on until it is averaged.
+
+    Parameters
+    ----------
+    planned
+        Which bucket.
+    room
+        A buffer for it; None for a parameter that is averaged where it is.
+
+    Attributes
+    ----------
+    members
+        The parameters that are there.
+    sent
+        Whether it is on its way.
+    done
+        Resolved when its averages are back where the gradients came from.
+    """
+
+    def __init__(self, planned: PlannedBucket, room: NDArray[np.generic] | None) -> None:
+        self.planned = planned
+        self.room = room
+        self.members: dict[str, Member] = {}
+        self.sent = False
+        self.done: Future[None] = Future()
+
+    def put(self, name: str, place: Place, member: Member) -> None:
+        """Take a parameter's gradients in."""
+        self.members[name] = member
+        if self.room is None:
+            self.room = member.stored.reshape(-1)
+        else:
+            self.room[place.start : place.stop] = member.stored.reshape(-1)
+
+    @property
+    def full(self) -> bool:
+        """Whether all of its parameters are there."""
+        return len(self.members) == len(self.planned.segments)
+
+    def fill_gaps(self) -> None:
+        """Put zeros for parameters that this rank has no gradient of."""
+        if self.room is None:
+            self.room = np.zeros(self.planned.values, self.planned.value_type.storage)
+        for segment in self.planned.segments:
+            if segment.layer.name not in self.members:
+                self.room[segment.start : segment.stop] = np.zeros((), self.room.dtype)
+
+    def bucket(self) -> Bucket:
+        """Return what is to be averaged."""
+        assert self.room is not None
+        return Bucket(self.room, self.planned.value_type, self.planned.segments)
+
+    def finish(self, error: BaseException | None) -> None:
+        """Write the averages where the gradients came from, or pass an error on, and tell whoever waits."""
+        for segment in self.planned.segments:
+            member = self.members.get(segment.layer.name)
+            if member is None:
+                continue
+            if error is not None:
+                member.future.set_exception(error)
+                continue
+            assert self.room is not None
+            if not np.shares_memory(self.room, member.stored):
+                member.stored[...] = self.room[segment.start : segment.stop].reshape(member.stored.shape)
+            member.future.set_result(member.given)
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+
+
+class Buckets:
+    """The buckets of a model, step after step. The first step, unless it is planned, has one for each parameter.
+
+    Parameters
+    ----------
+    layers
+        The parameters in forward order.
+    """
+
+    def __init__(self, layers: Mapping[str, Layer]) -> None:
+        self.layers = dict(layers)
+        self._numbers = {name: number for number, name in enumerate(self.layers)}
+        self.plan: Plan | None = None
+        self.filling: dict[int, Filling] = {}
+        self._first: dict[str, PlannedBucket] = {}
+        self._rooms: dict[int, NDArray[np.generic]] = {}
+
+    def expect(self, members: Mapping[str, Member]) -> None:
+        """Plan the buckets of every step for the parameters of this, the first one."""
+        if self.plan is None:
+            self.plan = Plan.of(
+                (_shaped(layer, members[name]), members[name].stored.size, members[name].value_type)
+                for name, layer in self.layers.items()
+                if name in members
+            )
+
+    def check(self, name: str, member: Member) -> None:
+        """Raise what is wrong with a parameter's gradients.
+
+        Raises
+        ------
+        ValueError
+            It had none in the first step, or other ones; the message says which.
+        """
+        if self.plan is None:
+            return
+        place = self.plan.places.get(name)
+        if place is None and not member.stored.size:
+            return
+        if place is None:
+            raise ValueError(f"{name} had no gradient in the first step, so none is expected of it now")
+        kind = self.plan.buckets[place.bucket].value_type
+        if member.stored.size != place.stop - place.start or member.value_type is not kind:
+            raise ValueError(
+                f"{name} has {member.stored.size} values of {member.value_type.value}; in the first step it had "
+                f"{place.stop - place.start} of {kind.value}"
+            )
+
+    def put(self, name: str, member: Member) -> Filling:
+        """Take a parameter's gradients into their bucket, and return that."""
+        self.check(name, member)
+        if self.plan is None:
+            number = self._numbers[name]
+            segment = Segment(_shaped(self.layers[name], member), 0, member.stored.size)
+            planned = self._first[name] = PlannedBucket(number, member.value_type, (segment,))
+            place = Place(number, 0, segment.stop)
+        else:
+            place = self.plan.places[name]
+            planned = self.plan.buckets[place.bucket]
+        filling = self.filling.get(place.bucket) or self._begin(planned, member)
+        filling.put(name, place, member)
+        return filling
+
+    def rest(self) -> list[Filling]:
+        """Return the buckets of this step that have not been sent, with zeros for what is not there."""
+        if self.plan:
+            for planned in self.plan.buckets:
+                if planned.sequence not in self.filling:
+                    self._begin(planned, None)
+        waiting = [filling for filling in self.filling.values() if not filling.sent]
+        for filling in waiting:
+            filling.fill_gaps()
+        return waiting
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether all buckets of this step are on their way, as far as they are planned."""
+        sent = sum(filling.sent for filling in self.filling.values())
+        return self.plan is not None and sent == len(self.plan.buckets)
+
+    def lacking(self) -> list[str]:
+        """Return parameters that buckets of this step wait for."""
+        waiting = [filling for filling in self.filling.values() if not filling.sent]
+        return [
+            segment.layer.name
+            for filling in waiting
+            for segment in filling.planned.segments
+            if segment.layer.name not in filling.members
+        ]
+
+    def fail(self, error: BaseException) -> None:
+        """Tell whoever waits for a bucket that has not been sent."""
+        for filling in self.filling.values():
+            if not filling.sent:
+                filling.sent = True
+                filling.finish(error)
+
+    def end_step(self) -> None:
+        """Begin the next step."""
+        if self.plan is None and self._first:
+            seen = [self._first[name] for name in self.layers if name in self._first]
+            self.plan = Plan.of((bucket.segments[0].layer, bucket.values, bucket.value_type) for bucket in seen)
+        self.filling.clear()
+
+    def _begin(self, planned: PlannedBucket, first: Member | None) -> Filling:
+        room = None
+        if len(planned.segments) > 1 or (first and not first.stored.flags.c_contiguous):
+            room = self._rooms.get(planned.sequence)
+            if room is None or len(room) != planned.values or room.dtype != planned.value_type.storage:
+                room = self._rooms[planned.sequence] = np.empty(planned.values, planned.value_type.storage)
+        filling = self.filling[planned.sequence] = Filling(planned, room)
+        return filling
+
+
+def _shaped(layer: Layer, member: Member) -> Layer:
+    """Return a layer with the shape that its gradients have: some compressors take it for a matrix."""
+    return replace(layer, shape=member.stored.shape)

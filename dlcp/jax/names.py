@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of a pytree's leaves, and the order in which the forward pass is likely to need them."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_PARTS = re.compile(r"(\d+)")
+
+
+def name_of(path: Sequence[Any]) -> str:
+    """Return a leaf's name: the keys on the way to it, ``layers.0.kernel``. ``path`` is of ``jax.tree_util``'s keys."""
+    return ".".join(str(_key(entry)) for entry in path) or "value"
+
+
+def forward_order(paths: Sequence[Sequence[Any]], layers: Sequence[str] = ()) -> list[int]:
+    """Return the places of leaves in the order of the forward pass.
+
+    JAX sorts the keys of dictionaries by letters; here numbers in them count as such, so that ``Dense_2`` comes before
+    ``Dense_10``. Lists, tuples and fields keep their order. Where names do not tell, ``layers`` does: leaves whose name
+    begins with the first of them come first, and so on, then all others.
+
+    Parameters
+    ----------
+    paths
+        The leaves' paths, in JAX's order.
+    layers
+        Names or beginnings of names, up to a dot.
+
+    Raises
+    ------
+    ValueError
+        No leaf's name begins so.
+    """
+    names = [name_of(path) for path in paths]
+    for layer in layers:
+        if not any(_begins(name, layer) for name in names):
+            raise ValueError(f"no parameter's name begins with {layer!r}; there are {', '.join(names)}")
+    places: dict[tuple[Any, ...], int] = {}
+    for path in paths:
+        for depth in range(1, len(path) + 1):
+            places.setdefault(tuple(map(str, path[:depth])), len(places))
+
+    def rank(leaf: int) -> tuple[Any, ...]:
+        told = next((place for place, layer in enumerate(layers) if _begins(names[leaf], layer)), len(layers))
+        path = paths[leaf]
+        keys = [
+            _natural(entry.key) if hasattr(entry, "key") else places[tuple(map(str, path[: depth + 1]))]
+            for depth, entry in enumerate(path)
+        ]
+        return told, keys
+
+    return sorted(range(len(paths)), key=rank)
+
+
+def _key(entry: Any) -> Any:
+    """Return what a key of a path holds: of a dictionary, of a field, or of a sequence."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return entry
+
+
+def _begins(name: str, layer: str) -> bool:
+    return name == layer or name.startswith(f"{layer}.")
+
+
+def _natural(key: Any) -> list[tuple[bool, Any]]:
+    return [(part.isdigit(), int(part) if part.isdigit() else part) for part in _PARTS.split(str(key)) if part]

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Averaging gradients inside a jitted step: a callback for each gradient hands it over, one more waits for all."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+import numpy as np
+import optax
+from jax.experimental import io_callback
+from numpy.typing import NDArray
+
+from dlcp.group import Group
+from dlcp.jax.names import forward_order, name_of
+
+_names_told: "WeakKeyDictionary[Group, list[str]]" = WeakKeyDictionary()
+"""What each group has been told: it is told once, and a transformation may be made again."""
+
+
+class _Averaging:
+    """Averages gradients over a group. It keeps what has been handed over in a step that is not over."""
+
+    def __init__(self, group: Group, layers: Sequence[str]) -> None:
+        self.group = group
+        self.layers = layers
+        self._handed: dict[str, NDArray[Any]] = {}
+
+    def learn(self, paths: Sequence[Any]) -> tuple[list[str], list[int]]:
+        """Return the leaves' names and their forward order; the group is told them the first time.
+
+        Raises
+        ------
+        ValueError
+            They are not those of the first time; the message names some.
+        """
+        names, order = [name_of(path) for path in paths], forward_order(paths, self.layers)
+        in_order = [names[leaf] for leaf in order]
+        if self.group not in _names_told:
+            self.group.register(in_order)
+            _names_told[self.group] = in_order
+        elif in_order != (told := _names_told[self.group]):
+            odd = sorted(set(in_order) ^ set(told)) or in_order
+            raise ValueError(f"the group averages the gradients of another model, without {', '.join(odd[:3])}")
+        return names, order
+
+    def average(self, tree: Any) -> Any:
+        """Return a tree of gradients, averaged; see :func:`average_gradients`."""
+        found, structure = jax.tree_util.tree_flatten_with_path(tree)
+        names, order = self.learn([path for path, _ in found])
+        leaves = [leaf for _, leaf in found]
+        for leaf in reversed(order):
+            io_callback(partial(self._hand_over, names[leaf]), (), leaves[leaf], ordered=True)
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        return structure.unflatten(io_callback(partial(self._collect, names), shapes, ordered=True))
+
+    def _hand_over(self, name: str, gradient: Any) -> tuple[()]:
+        self._handed[name] = np.array(gradient)  # JAX's own memory is read only
+        self.group.start(name, self._handed[name])
+        return ()
+
+    def _collect(self, names: Sequence[str]) -> list[NDArray[Any]]:
+        self.group.end_step()
+        return [self._handed.pop(name) for name in names]
+
+
+def average_gradients(group: Group, layers: Sequence[str] = ()) -> optax.GradientTransformation:
+    """Return a transformation that averages gradients over all ranks; put it first in ``optax.chain``.
+
+    It works inside ``jax.jit``: each gradient is handed over as soon as backward has found it, the last layer's
+    first, so they travel while backward still runs. A process computes on one device. What decides by gradients,
+    such as ``optax.apply_if_finite`` or clipping, has to come behind, so that all ranks decide alike; and so has
+    ``optax.MultiSteps``, which would exchange what it accumulates anew at each of its steps. A group serves one model.
+
+    Parameters
+    ----------
+    group
+        The ranks, see :func:`dlcp.group.join`. In a group of one, gradients stay as they are.
+    layers
+        Beginnings of parameters' names, such as ``params.embed``, in the order of the forward pass, where the names
+        alone do not tell it; see :func:`dlcp.jax.forward_order`.
+
+    Raises
+    ------
+    TypeError
+        At the first step: a gradient is not float32, float64, float16 or bfloat16.
+    jax.errors.JaxRuntimeError
+        At a step: ranks were not reached; the message has the cause, with rank, step and layer.
+    """
+    averaging = _Averaging(group, layers)
+
+    def init(params: optax.Params) -> optax.EmptyState:
+        averaging.learn([path for path, _ in jax.tree_util.tree_leaves_with_path(params)])
+        return optax.EmptyState()
+
+    def update(
+        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        return (averaging.average(updates) if group.size > 1 else updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def broadcast(tree: Any, group: Group, root: int = 0) -> Any:
+    """Return the root's values of a tree of arrays, such as parameters or an optimizer's state; not inside ``jit``."""
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    received = []
+    for leaf in leaves:
+        values = np.array(leaf)
+        group.broadcast(values, root)
+        received.append(jax.numpy.asarray(values))
+    return structure.unflatten(received)
+
+
+def average_metrics(metrics: Mapping[str, Any], group: Group) -> dict[str, float]:
+    """Return the mean of each metric over all ranks, nothing lost; all ranks must give metrics of the same names."""
+    names = sorted(metrics)
+    total = np.zeros(len(names))
+    for rank in range(group.size):
+        theirs = np.array([metrics[name] for name in names], np.float64)
+        group.broadcast(theirs, rank)
+        total += theirs
+    return dict(zip(names, (total / group.size).tolist(), strict=True))

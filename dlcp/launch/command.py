@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dlcp launch -n 4 -- python script.py``: four processes, which know their rank and where to meet."""
+
+import argparse
+import os
+import shutil
+import socket
+import sys
+from typing import Final
+
+from dlcp.launch.processes import Place, Processes
+
+PASSES_ON = True
+"""What stands after ``--`` is the command to run."""
+
+LONE_HOST: Final = "127.0.0.1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``dlcp launch`` takes."""
+    parser.usage = "dlcp launch -n PROCESSES [options] -- command [its arguments]"
+    parser.epilog = (
+        "Each process finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its "
+        "environment. When one fails, the others are ended and its exit status is returned. On several machines, run "
+        "it on each with the same --nodes and --master, and its own --node."
+    )
+    parser.add_argument("-n", "--processes", type=int, required=True, help="processes on this machine")
+    parser.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
+    parser.add_argument("--node", type=int, default=0, help="which of them this is, from 0 (default: 0)")
+    parser.add_argument(
+        "--master", metavar="HOST:PORT", help="where rank 0 is to be found (default, for one machine: a free port)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the processes; return the exit status of the first that failed, or 0."""
+    try:
+        place = _place(arguments)
+        command = _command(arguments)
+    except ValueError as error:
+        print(f"dlcp launch: {error}", file=sys.stderr)
+        return 2
+    with Processes(place, command, os.environ) as processes:
+        return processes.run()
+
+
+def _place(arguments: argparse.Namespace) -> Place:
+    if arguments.processes < 1 or arguments.nodes < 1:
+        raise ValueError("there must be one process on one machine at least")
+    if not 0 <= arguments.node < arguments.nodes:
+        raise ValueError(f"--node must lie in 0..{arguments.nodes - 1}, got {arguments.node}")
+    if arguments.master is None:
+        if arguments.nodes > 1:
+            raise ValueError("several machines need --master HOST:PORT, an address of machine 0 and a free port there")
+        return Place(arguments.processes, 1, 0, LONE_HOST, _free_port())
+    host, _, port = arguments.master.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"--master takes HOST:PORT, got {arguments.master!r}")
+    return Place(arguments.processes, arguments.nodes, arguments.node, host, int(port))
+
+
+def _command(arguments: argparse.Namespace) -> list[str]:
+    if arguments.torchrun:
+        raise ValueError(f"there is no option {arguments.torchrun[0]}; the command stands after --")
+    command = list(arguments.script)
+    if not command:
+        raise ValueError("no command: dlcp launch -n 4 -- python script.py")
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"there is no program {command[0]}")
+    return command
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LONE_HOST, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a job on this machine: they start together, and one that fails ends all."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from types import FrameType, TracebackType
+from typing import Final
+
+STOP_DEADLINE_S: Final = 10.0
+"""So long processes have to end when they are asked to, before they are killed. Chosen by us."""
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a job runs.
+
+    Parameters
+    ----------
+    here, nodes, node
+        How many processes each machine runs, how many machines there are, and which of them this is.
+    host, port
+        Where rank 0 serves the store.
+    """
+
+    here: int
+    nodes: int
+    node: int
+    host: str
+    port: int
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """Return what a process is told of its place, by the names that other launchers use, too."""
+        return {
+            "RANK": str(self.node * self.here + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.nodes * self.here),
+            "LOCAL_WORLD_SIZE": str(self.here),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+class Processes:
+    """The processes of this machine; a context manager that leaves none behind.
+
+    Parameters
+    ----------
+    place
+        Where the job runs.
+    command
+        What each process runs.
+    environment
+        Their environment, but for what tells them their place.
+    """
+
+    def __init__(self, place: Place, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._over: list[threading.Event] = []
+        self._first_rank = place.node * place.here
+        try:
+            for local_rank in range(place.here):
+                told = {**environment, **place.environment(local_rank)}
+                # In a session of its own, so that what it starts can be ended with it.
+                child = subprocess.Popen(list(command), env=told, start_new_session=True)
+                self._children.append(child)
+                self._over.append(threading.Event())
+                threading.Thread(target=self._await, args=(local_rank, child.pid), daemon=True).start()
+        except BaseException:
+            self.stop(signal.SIGKILL)
+            raise
+
+    def _await(self, local_rank: int, pid: int) -> None:
+        # It stays a zombie until the end, so that nobody else gets its number, by which what it started is ended.
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        status = 0 if end is None else end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        self._over[local_rank].set()
+        self._ended.put((local_rank, status))
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(signal.SIGTERM)
+
+    def run(self) -> int:
+        """Wait until all have ended, or one has failed, or a signal comes; return the exit status of the job."""
+        with _signals(self._ended):
+            for _ in self._children:
+                local_rank, status = self._ended.get()
+                if local_rank < 0:
+                    self.stop(signal.Signals(status))
+                    return 128 + status
+                if status:
+                    rank = self._first_rank + local_rank
+                    print(f"dlcp launch: rank {rank} {_words(status)}; ending the others", file=sys.stderr, flush=True)
+                    self.stop(signal.SIGTERM)
+                    return status if status > 0 else 128 - status
+        return 0
+
+    def stop(self, first: signal.Signals) -> None:
+        """End what still runs, and what it has started: with a signal first, and after a while for good."""
+        for number in (first, signal.SIGKILL):
+            for child in self._children:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, number)
+            end_s = time.monotonic() + STOP_DEADLINE_S
+            for over in self._over:
+                over.wait(max(0.0, end_s - time.monotonic()))
+        for child in self._children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(STOP_DEADLINE_S)
+        self._children.clear()
+        self._over.clear()
+
+
+@contextlib.contextmanager
+def _signals(queue: "SimpleQueue[tuple[int, int]]") -> Iterator[None]:
+    """Put signals that ask this process to end into a queue, as ``(-1, number)``."""
+
+    def note(number: int, _: FrameType | None) -> None:
+        queue.put((-1, number))
+
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _words(status: int) -> str:
+    return f"ended with status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"

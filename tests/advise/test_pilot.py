@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks choose alike, between two steps, by what all have told; and layers keep bounds of their own."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from virtual_ranks import LAYERS, NOTHING_PROTECTED, SMALL_SIZES, SmallRanks, assert_identical
+from virtual_ring import RingRanks
+
+from dlcp.advise import pilot as pilot_module
+from dlcp.advise.phases import TIGHT_RATIO, Phases
+from dlcp.advise.pilot import NORM_VALUES, Pilot, PilotedReducer, squares_of
+from dlcp.advise.rules import Advice, Choice, Settings
+from dlcp.collectives import Bucket, DirectAllReduce, RingAllReduce, ServerOptions
+from dlcp.collectives.layer_bounds import LayerBounds
+from dlcp.collectives.notice import bucket_of
+from dlcp.dtypes import ValueType
+from dlcp.tags import Segment
+from dlcp.transport import LossBound
+from dlcp.wire import Flag, PacketType
+
+WARM_UP_STEPS, WINDOW_STEPS = 2, 4
+FIRST_CHOICE = WARM_UP_STEPS + WINDOW_STEPS
+
+
+def hurry():
+    """Let pilots choose after fewer steps than in real training."""
+    pilot_module.WARM_UP_STEPS, pilot_module.WINDOW_STEPS = WARM_UP_STEPS, WINDOW_STEPS
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch):
+    monkeypatch.setattr(pilot_module, "WARM_UP_STEPS", WARM_UP_STEPS)
+    monkeypatch.setattr(pilot_module, "WINDOW_STEPS", WINDOW_STEPS)
+
+
+class Piloted(SmallRanks):
+    """Ranks whose steps begin with a notice, and whose reducers follow their pilots."""
+
+    def __init__(self, count, **fields):
+        chosen = {name: fields.pop(name) for name in ("adapt", "phases", "samples") if name in fields}
+        super().__init__(count, policy=NOTHING_PROTECTED, **fields)
+        plain = self.reducers
+        self.pilots = [
+            Pilot(Settings(0.1), LossBound(0.1), rank, range(count), hosts=1, gradient_bytes=70_000,
+                  ledger=self.ledgers[rank], endpoint=self.endpoints[rank], **chosen)
+            for rank in range(count)
+        ]  # fmt: skip
+        self.made = [[] for _ in range(count)]
+
+        def make(rank, settings):
+            kind = RingAllReduce if settings.collective == "ring" else DirectAllReduce
+            shared = {name: getattr(plain[rank], name) for name in ("options", "tagger", "ledger", "feedback")}
+            self.made[rank].append(settings.collective)
+            return kind(self.endpoints[rank], range(count), **shared)
+
+        self.reducers = [
+            PilotedReducer(pilot, lambda settings, rank=rank: make(rank, settings))
+            for rank, pilot in enumerate(self.pilots)
+        ]
+
+    def step(self, step, gradients):
+        """Notice, then one bucket; return each rank's average."""
+        told = []
+        for rank, reducer in enumerate(self.reducers):
+            reducer.begin_step(step)
+            told.append(reducer.start(step, 0, bucket_of(self.pilots[rank].table(step))))
+        self.network.run(lambda: all(each.done() for each in told))
+        for pilot, each in zip(self.pilots, told, strict=True):
+            pilot.heard(each.result())
+        started = []
+        for rank, reducer in enumerate(self.reducers):
+            values = np.concatenate(list(gradients[rank].values()))
+            stops = np.cumsum([len(part) for part in gradients[rank].values()]).tolist()
+            segments = [
+                Segment(LAYERS[name], *ends)
+                for name, *ends in zip(gradients[rank], [0, *stops[:-1]], stops, strict=True)
+            ]
+            started.append(reducer.start(step, 1, Bucket(values, self.value_type, segments)))
+            self.pilots[rank].on_handed()
+        self.network.run(lambda: all(each.done() for each in started))
+        return [{"all": each.result()} for each in started]
+
+
+def test_all_ranks_choose_the_same_bound_at_the_same_step():
+    ranks = Piloted(3, bound=0.1, adapt=True)
+    bounds = []
+    for step in range(FIRST_CHOICE + 2 * WINDOW_STEPS):
+        ranks.network.loss = 0.05 if step >= FIRST_CHOICE else 0.0
+        assert_identical(ranks.step(step, ranks.gradients(step)))
+        bounds.append({pilot.bound.ratio for pilot in ranks.pilots})
+        assert len({pilot.settings for pilot in ranks.pilots}) == 1
+    assert all(bound == {0.1} for bound in bounds[: FIRST_CHOICE - 1])
+    assert bounds[FIRST_CHOICE] == {0.0}, "nothing was lost"
+    assert max(bounds[-1]) > 0, "one packet in twenty was lost"
+    by_step = {step: sum(r.lost for ledger in ranks.ledgers for r in ledger.of_step(step)) for step in range(30)}
+    assert not any(by_step[step] for step in range(FIRST_CHOICE, FIRST_CHOICE + WINDOW_STEPS - 1))
+
+
+def other_settings(**changes):
+    def decide(figures, given, now):
+        settings = replace(given, **changes)
+        return Advice(figures, [Choice(name, getattr(settings, name), 0, "") for name in Settings.__dataclass_fields__])
+
+    return decide
+
+
+def test_the_collective_changes_between_two_steps_on_all_ranks_and_nothing_is_lost(monkeypatch):
+    monkeypatch.setattr(pilot_module, "decide", other_settings(collective="ring"))
+    ranks = Piloted(3, bound=0.1, loss=0.1, adapt=True, seed=2, value_type=ValueType.FLOAT64)
+    given = taken = 0.0
+    for step in range(FIRST_CHOICE + 3):
+        gradients = ranks.gradients(step)
+        averages = ranks.step(step, gradients)
+        assert_identical(averages)
+        given = given + sum(np.concatenate(list(rank.values())) for rank in gradients)
+        taken = taken + 3 * averages[0]["all"]
+    assert ranks.made == [["direct", "ring"]] * 3
+    feedbacks = [reducer._inner.feedback for reducer in ranks.reducers]
+    owed = np.concatenate(
+        [
+            sum(part if (part := each.owed(name)) is not None else np.zeros(size) for each in feedbacks)
+            for name, size in SMALL_SIZES.items()
+        ]
+    )
+    np.testing.assert_allclose(taken + owed, given, atol=1e-9)
+
+
+def test_the_bound_is_tight_in_critical_regimes(monkeypatch):
+    monkeypatch.setattr(pilot_module, "Phases", lambda: Phases(4))
+    ranks = Piloted(2, bound=0.1, phases=True)
+    found = []
+    for step in range(20):
+        size = 5.0 if step >= 12 else 1.0
+        gradients = [{name: np.float32(size) * values for name, values in rank.items()} for rank in ranks.gradients(0)]
+        ranks.step(step, gradients)
+        assert len({pilot.bound.ratio for pilot in ranks.pilots}) == 1
+        found.append(ranks.pilots[0].bound.ratio)
+    assert found[:8] == [TIGHT_RATIO] * 8, "the first windows are critical"
+    assert found[9:12] == [0.1] * 3, "and steady ones are not"
+    assert found[17:20] == [TIGHT_RATIO] * 3, "until the norm jumps"
+
+
+def test_the_norm_of_a_large_bucket_is_reckoned_from_a_part_of_it():
+    values = np.random.default_rng(0).standard_normal(5 * NORM_VALUES).astype(np.float32)
+    segments = [Segment(LAYERS["fc.weight"], 0, len(values))]
+    assert squares_of(Bucket(values, ValueType.FLOAT32, segments)) == pytest.approx(len(values), rel=0.02)
+    short = Bucket(ValueType.BFLOAT16.narrow(np.full(100, 3, np.float32)), ValueType.BFLOAT16, segments)
+    assert squares_of(short) == pytest.approx(900)
+
+
+def nearly_all_at_first(_, source, header):
+    """Lose nearly all that may be lost, when it is sent for the first time."""
+    first = header.type is PacketType.DATA and not header.flags & Flag.RETRANSMISSION
+    return bool(first) and bool(header.drop_class) and header.index % 8 != 7
+
+
+OWN_BOUNDS = LayerBounds.parse("conv1*=0, fc*=0.3")
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("kind", [SmallRanks, RingRanks, "server"], ids=["direct", "ring", "server"])
+def test_no_layer_loses_more_than_its_own_bound(kind):
+    fields = {"bound": 0.4, "policy": NOTHING_PROTECTED, "lose": nearly_all_at_first, "error_feedback": False}
+    if kind == "server":
+        ranks = SmallRanks(3, server=True, **fields)
+        ranks.serve(ServerOptions(LossBound(0.4)))
+    else:
+        ranks = kind(3, **fields)
+    for reducer in ranks.reducers:
+        reducer.options = replace(reducer.options, layers=OWN_BOUNDS)
+    for step in range(3):
+        assert_identical(ranks.reduce(step, ranks.gradients(step)))
+    lost = sum(ledger.loss_by_layer() for ledger in ranks.ledgers)
+    assert lost[LAYERS["conv1.weight"].position, 0] > 0
+    assert lost[LAYERS["conv1.weight"].position, 1] == 0
+    assert 0 < lost[LAYERS["fc.weight"].position, 1] <= 0.3 * lost[LAYERS["fc.weight"].position, 0]
+    assert lost[LAYERS["conv2.weight"].position, 1] > 0
+    assert all(ledger.violations == 0 for ledger in ranks.ledgers)
+
+
+def adapting(worker, changes):
+    import torch
+    from ddp_models import BUCKET_MB, make, train
+    from torch.nn.parallel import DistributedDataParallel
+
+    import dlcp.torch
+
+    hurry()
+    if changes:
+        pilot_module.decide = other_settings(**changes)
+    model = DistributedDataParallel(make(), bucket_cap_mb=BUCKET_MB)
+    state = dlcp.torch.enable(model, worker.options(adapt=True, phases=True, samples=12))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, optimizer, worker.rank, FIRST_CHOICE + 3)
+    pilot, active = state.pilot, state.active
+    digest = dlcp.torch.parameter_digest(model.module)
+    state.close()
+    return pilot.settings, active, digest, pilot.advice.figures.packets > 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("changes", [{}, {"compression": "bf16", "collective": "auto"}], ids=["by figures", "all new"])
+def test_training_adapts_while_it_goes_on(changes):
+    pytest.importorskip("torch")
+    from workers import launch, values
+
+    found = values(launch(2, adapting, changes))
+    assert found[0] == found[1]
+    settings, active, _, measured = found[0]
+    assert active
+    assert measured
+    if changes:
+        assert settings == replace(Settings(), **changes)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``dlcp advise`` chooses on a clean and on two bad networks, and whether following it is faster than the default.
+
+Clean: hosts with network namespaces around a router that is as fast as the machine. Lossy: the same with 1 % random
+loss and links of 100 Mbit/s. Congested: hosts around the built-in switch with ports of 32 Mbit/s, into which two flows
+of background TCP burst, as in ``dlcp demo``. On each, ranks train with the defaults, tell what they have seen, get
+their advice, and train on in blocks with the defaults and as advised, in turn.
+
+Run ``python tests/bench/advise.py`` as root; it prints one JSON document.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dlcp.torch
+from dlcp.advise.measurement import settings_of, with_settings
+from dlcp.advise.rules import Advice, Settings, decide
+from dlcp.advise.survey import Survey, figures_of_surveys
+from dlcp.bench.interleave import interleave
+from dlcp.bench.path import RoutedPath
+from dlcp.bench.ranks import Ranks
+from dlcp.bench.report import Result, result, say, show
+from dlcp.demo.background import schedule
+from dlcp.demo.place import NamespacePlace
+from dlcp.demo.processes import Program
+from dlcp.demo.run import Setup
+from dlcp.switch.namespace import NamespaceError, become_root
+
+NOTHING, DEFAULT, ADVISED = "no communication", "default", "advised"
+WIDTH, BATCH = 256, 64
+PAYLOAD_BYTES = 1440
+READY_S = 60.0
+
+
+class Advisee:
+    """A rank that trains the same model in several ways; see :class:`dlcp.bench.ranks.Ranks`.
+
+    Parameters
+    ----------
+    rank
+        This rank's number.
+    hosts, interface
+        Each rank's address, and the interface that it is on.
+    store
+        Path of the file by which ranks find each other.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[str], interface: str, store: str) -> None:
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        file = dist.FileStore(store, len(hosts))
+        dist.init_process_group("gloo", store=file, rank=rank, world_size=len(hosts), timeout=timedelta(seconds=120))
+        self.rank, self.ranks = rank, len(hosts)
+        self.models = {NOTHING: self._model()}
+        self.models[NOTHING].register_comm_hook(None, dlcp.torch.noop_hook)
+        self.states: dict[str, dlcp.torch.State] = {}
+        self.options = dlcp.torch.Options(bind=f"{hosts[rank]}:0", payload_bytes=PAYLOAD_BYTES, fallback=False)
+        self._add(DEFAULT, self.options)
+
+    def block(self, name: str, steps: int) -> float:
+        """Do some steps in one way; return seconds a step."""
+        model = self.models[name]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        draw = torch.Generator().manual_seed(self.rank)
+        began_s = time.perf_counter()
+        for _ in range(steps):
+            images = torch.randn(BATCH, 64, generator=draw)
+            optimizer.zero_grad()
+            model(images).square().mean().backward()
+            optimizer.step()
+        return (time.perf_counter() - began_s) / steps
+
+    def survey(self) -> Survey:
+        """Return what this rank has seen with the defaults."""
+        state = self.states[DEFAULT]
+        assert state.endpoint
+        return Survey.of(self.rank, self.ranks, state.ledger, state.endpoint)
+
+    def hosts(self) -> int:
+        """Return on how many hosts the ranks are."""
+        return self.states[DEFAULT].hosts
+
+    def follow(self, settings: Settings) -> None:
+        """Be able to train as advised from now on."""
+        self._add(ADVISED, with_settings(self.options, settings))
+
+    def digest(self, name: str) -> str:
+        """Return the SHA-256 of a way's parameters."""
+        return dlcp.torch.parameter_digest(self.models[name].module)
+
+    def violations(self) -> int:
+        """Return how many messages lost more than they may."""
+        return sum(int(state.ledger.violations) for state in self.states.values())
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        for state in self.states.values():
+            state.close()
+
+    def _add(self, name: str, options: dlcp.torch.Options) -> None:
+        self.models[name] = self._model()
+        self.states[name] = dlcp.torch.enable(self.models[name], options)
+
+    @staticmethod
+    def _model() -> DistributedDataParallel:
+        torch.manual_seed(1)
+        layers = [nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)]
+        return DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.2)
+
+
+class Where:
+    """Where ranks are: their addresses, their interface, their namespaces, and what it is in words."""
+
+    def __init__(self, words: str, hosts: list[str], interface: str, namespaces: list[str | None]) -> None:
+        self.words, self.hosts, self.interface, self.namespaces = words, hosts, interface, namespaces
+
+
+@contextmanager
+def routed(ranks: int, loss: float, rate_bps: int | None) -> Iterator[Where]:
+    """Let ranks be around a router."""
+    with RoutedPath(ranks, loss, rate_bps=rate_bps) as path:
+        yield Where(path.words, [path.address(rank) for rank in range(ranks)], path.interface, path.namespaces)
+
+
+@contextmanager
+def congested(ranks: int) -> Iterator[Where]:
+    """Let ranks be around the built-in switch, with background traffic into their ports."""
+    setup = Setup(workers=ranks)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-bench-")))
+        place = stack.enter_context(NamespacePlace(setup, None, 1))
+        plan = json.dumps([[b.start_s, b.stop_s, b.target] for b in schedule(setup.seed, ranks, 600.0, off_s=0.1)])
+
+        def program(end: str, host: int, peers: Sequence[int], *words: str) -> Program:
+            command = ["-m", "dlcp.demo.background", end, *place.background_arguments(host, peers), *words]
+            started = Program(f"{end} {host}", place.popen(host), command)
+            stack.callback(started.stop)
+            return started
+
+        targets = list(range(ranks))
+        sinks = [program("sink", host, setup.sources, "--log", str(folder / f"sink{host}")) for host in targets]
+        _await(sinks)
+        sources = [program("source", host, targets, "--bursts", plan) for host in setup.sources]
+        _await(sources)
+        for source in sources:
+            source.tell(time.monotonic())
+        hosts = [place.bind_of(rank, 0).partition(":")[0] for rank in targets]
+        words = f"built-in switch, ports of {setup.rate_bps / 1e6:g} Mbit/s, {len(sources)} flows of background TCP"
+        yield Where(words, hosts, place.interface, [place.namespace(rank) for rank in targets])
+
+
+def _await(programs: Sequence[Program]) -> None:
+    for program in programs:
+        if not program.ready.wait(READY_S):
+            raise RuntimeError(f"{program.name} is not ready: {program.said()}")
+
+
+def measure(name: str, where: Where, *, steps: int, rounds: int, warm_up: int) -> Result:
+    """Let ranks train with the defaults, be advised, and train both ways in turn."""
+    say(f"{name}: {where.words}")
+    with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder:
+        arguments = [where.hosts, where.interface, str(Path(folder) / "store")]
+        with Ranks(Advisee, arguments, where.namespaces) as ranks:
+            ranks.call("block", DEFAULT, steps)  # rate control finds its rate
+            before = {way: [max(ranks.call("block", way, steps)) for _ in range(2)] for way in (NOTHING, DEFAULT)}
+            step_s, floor_s = median(before[DEFAULT]), median(before[NOTHING])
+            advice = decide(
+                figures_of_surveys(
+                    ranks.call("survey"),
+                    ranks.call("hosts")[0],
+                    gradient_bytes=4 * (64 * WIDTH + WIDTH + WIDTH * WIDTH + WIDTH + WIDTH * 10 + 10),
+                    step_s=step_s,
+                    waited_s=max(0.0, min(step_s, step_s - floor_s)),
+                ),
+                settings_of(dlcp.torch.Options()),
+            )
+            say(f"  {advice.changes}")
+            ranks.call("follow", advice.settings)
+            blocks = {way: partial(_block_ms, ranks, way, steps) for way in (DEFAULT, ADVISED)}
+            samples = interleave(blocks, rounds=rounds, warm_up=warm_up, progress=say)
+            for way in (DEFAULT, ADVISED):
+                if len(set(ranks.call("digest", way))) > 1:
+                    raise RuntimeError(f"{way}: ranks have different parameters")
+            violations = sum(ranks.call("violations"))
+    return result(
+        f"advise.{name}", "ms/step", samples[ADVISED], samples[DEFAULT], details=_details(where, advice, violations)
+    )
+
+
+def _block_ms(ranks: Ranks, way: str, steps: int) -> float:
+    return 1e3 * max(ranks.call("block", way, steps))
+
+
+def _details(where: Where, advice: Advice, violations: int) -> dict[str, object]:
+    told = advice.as_json()
+    return {
+        "path": where.words,
+        "changes": advice.changes,
+        "why": {choice["option"]: choice["why"] for choice in told["choices"]},
+        "figures": told["figures"],
+        "bound_exceeded": violations,
+    }
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="of a block")
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--warm-up", type=int, default=1)
+    parser.add_argument("--networks", nargs="+", choices=("clean", "lossy", "congested"))
+    arguments = parser.parse_args()
+    try:
+        become_root()
+    except NamespaceError as error:
+        say(f"advise: {error}")
+        show([])
+        return 1
+    networks = {
+        "clean": lambda: routed(arguments.ranks, 0.0, None),
+        "lossy": lambda: routed(arguments.ranks, 0.01, 100_000_000),
+        "congested": lambda: congested(arguments.ranks),
+    }
+    results = []
+    for name in arguments.networks or networks:
+        with networks[name]() as where:
+            found = measure(name, where, steps=arguments.steps, rounds=arguments.rounds, warm_up=arguments.warm_up)
+            results.append(found)
+    show(results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

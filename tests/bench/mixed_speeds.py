@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks, one three times as slow because it does its work that much more often: equal batches, and balanced ones.
+
+Both do all work several times over, so that a step takes as long as with a model of some size, and it is computing that
+counts and not how soon a busy machine wakes a process up.
+
+Both ways train the same model on the same global batches over loopback with DLCP, an epoch of one and of the other in
+turn, in the same processes. Speeds are measured by the ranks themselves. Accuracies are of the whole training.
+
+Run ``python tests/bench/mixed_speeds.py``; it prints one JSON document.
+"""
+
+import argparse
+import os
+import tempfile
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import dlcp.torch
+from dlcp.bench.interleave import interleave
+from dlcp.bench.path import Path as Way
+from dlcp.bench.path import loopback
+from dlcp.bench.ranks import Ranks
+from dlcp.bench.report import Result, result, say, show
+from dlcp.examples.clusters.mixed_speeds import Outcome, Setup, measured_sizes, train
+from dlcp.examples.image_classifier import load_data
+
+SLOWNESS = (8, 24)
+EQUAL, BALANCED = "equal batches", "balanced batches"
+
+
+class Trainee:
+    """A rank that trains for some epochs with some batch sizes; see :class:`dlcp.bench.ranks.Ranks`."""
+
+    def __init__(self, rank: int, hosts: list[str], store: str, setup: Setup) -> None:
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        file = dist.FileStore(store, len(hosts))
+        dist.init_process_group("gloo", store=file, rank=rank, world_size=len(hosts), timeout=timedelta(seconds=120))
+        self.rank, self.setup = rank, setup
+        self.options = dlcp.torch.Options(bind=f"{hosts[rank]}:0", fallback=False)
+
+    def measure(self) -> list[int]:
+        """Return batch sizes in proportion to the ranks' speeds."""
+        return measured_sizes(self.setup, load_data()[0])
+
+    def train(self, sizes: list[int]) -> Outcome:
+        """Train from the beginning with batches of these sizes."""
+        return train(self.setup, sizes, self.options)
+
+
+def measure(rounds: int, warm_up: int, epochs: int) -> list[Result]:
+    """Train in both ways in turn; return seconds of training and the accuracies."""
+    setup = Setup(epochs=epochs, slowness=SLOWNESS)
+    ranks = len(SLOWNESS)
+    outcomes: dict[str, list[Outcome]] = {EQUAL: [], BALANCED: []}
+    path: Way
+    with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder, loopback(ranks) as path:
+        arguments = [[path.address(rank) for rank in range(ranks)], str(Path(folder) / "store"), setup]
+        with Ranks(Trainee, arguments, path.namespaces) as trainees:
+            sizes = {EQUAL: [setup.global_batch // ranks] * ranks, BALANCED: trainees.call("measure")[0]}
+            say(f"balanced batches: {sizes[BALANCED]}")
+
+            def once(name: str) -> float:
+                found: list[Outcome] = trainees.call("train", sizes[name])
+                if len({outcome.digest for outcome in found}) > 1:
+                    raise RuntimeError(f"{name}: ranks have different parameters")
+                outcomes[name].append(found[0])
+                return max(outcome.seconds for outcome in found)
+
+            samples = interleave(
+                {name: partial(once, name) for name in (EQUAL, BALANCED)}, rounds=rounds, warm_up=warm_up, progress=say
+            )
+    details = {
+        "path": path.words,
+        "slowness": list(SLOWNESS),
+        "global_batch": setup.global_batch,
+        "sizes": {name: sizes[name] for name in sizes},
+        "steps": outcomes[EQUAL][0].steps,
+        "accuracy": {name: found[-1].accuracy for name, found in outcomes.items()},
+        "possible": max(SLOWNESS) * sum(1 / each for each in SLOWNESS) / ranks,
+        "packets_lost": {name: sum(outcome.lost for outcome in found) for name, found in outcomes.items()},
+    }
+    return [result("mixed_speeds.training", "s", samples[BALANCED], samples[EQUAL], details=details)]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=8)
+    arguments = parser.parse_args()
+    show(measure(arguments.rounds, arguments.warm_up, arguments.epochs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that exchange compressed buckets over a network in virtual time."""
+
+from concurrent.futures import Executor
+
+import numpy as np
+from network import Network, VirtualEndpoint
+
+from dlcp.collectives import Bucket, ErrorFeedback, ReduceOptions, make_reducer
+from dlcp.dtypes import ValueType
+from dlcp.ledger import Ledger
+from dlcp.tags import Segment, Tagger, TagPolicy, layers_in_order
+from dlcp.transport import LossBound, TransportOptions
+
+SHAPES = {"conv.weight": (48, 80), "conv.bias": (50,), "fc.weight": (60, 64)}
+SIZES = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
+LAYERS = layers_in_order(list(SHAPES), SHAPES)
+STOPS = np.cumsum(list(SIZES.values())).tolist()
+SEGMENTS = [Segment(LAYERS[name], stop - SIZES[name], stop) for name, stop in zip(SHAPES, STOPS, strict=True)]
+SIZE = STOPS[-1]
+NOTHING_PROTECTED = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
+PAYLOAD_BYTES = 128
+EVERY = ["fp16", "bf16", "topk:0.1", "randomk:0.1", "qsgd:4", "terngrad", "signsgd", "efsignsgd", "atomo:2",
+         "powersgd:2"]  # fmt: skip
+
+
+class AtOnce(Executor):
+    """Does everything at once, for there are no threads in virtual time."""
+
+    def submit(self, function, /, *arguments, **named):
+        function(*arguments, **named)
+
+
+class CodedRanks:
+    """``count`` ranks that compress, or combine, or both."""
+
+    def __init__(self, count, compression="", combine="average", *, bound=0.1, error_feedback=True, rescale=True,
+                 collective="direct", value_type=ValueType.FLOAT32, policy=NOTHING_PROTECTED, network=Network,
+                 **fields):  # fmt: skip
+        self.count, self.value_type = count, value_type
+        fields.setdefault("options", TransportOptions(payload_bytes=PAYLOAD_BYTES))
+        self.network = network(count, **fields)
+        self.ledgers = [Ledger(1) for _ in range(count)]
+        self.feedbacks = [ErrorFeedback() for _ in range(count)]
+        self.endpoints = [VirtualEndpoint(self.network, rank) for rank in range(count)]
+        self.reducers = [
+            make_reducer(
+                collective,
+                self.endpoints[rank],
+                range(count),
+                options=ReduceOptions(LossBound(bound), error_feedback, rescale, adaptive_shards=False),
+                tagger=Tagger(policy),
+                ledger=self.ledgers[rank],
+                feedback=self.feedbacks[rank],
+                compression=compression,
+                combine=combine,
+            )
+            for rank in range(count)
+        ]
+        for reducer in self.reducers:
+            while reducer is not None:
+                if hasattr(reducer, "work"):
+                    reducer.work = AtOnce()
+                reducer = getattr(reducer, "plain", None)
+
+    def gradients(self, seed, scale=1.0):
+        rng = np.random.default_rng(seed)
+        floats = [scale * rng.standard_normal(SIZE) * rng.lognormal(0, 1, SIZE) for _ in range(self.count)]
+        kind = np.float64 if self.value_type is ValueType.FLOAT64 else np.float32
+        return [self.value_type.narrow(values.astype(kind)) for values in floats]
+
+    def start(self, step, gradients, ranks=None, sequence=0, segments=SEGMENTS, **fields):
+        started = {}
+        for rank in range(self.count) if ranks is None else ranks:
+            self.reducers[rank].begin_step(step)
+            bucket = Bucket(gradients[rank].copy(), self.value_type, segments, **fields)
+            started[rank] = self.reducers[rank].start(step, sequence, bucket)
+        return started
+
+    def reduce(self, step, gradients, **fields):
+        """Each rank's result of one bucket."""
+        started = self.start(step, gradients, **fields)
+        self.network.run(lambda: all(future.done() for future in started.values()))
+        return [started[rank].result() for rank in range(self.count)]
+
+    def settle(self):
+        """Let all confirmations come in, without which a message is not in the ledger."""
+        self.network.run(lambda: all(endpoint.protocol.all_confirmed for endpoint in self.endpoints))
+
+    def owed(self):
+        """What all ranks together owe."""
+        total = np.zeros(SIZE)
+        for feedback in self.feedbacks:
+            for segment in SEGMENTS:
+                owed = feedback.owed(segment.layer.name)
+                if owed is not None:
+                    total[segment.start : segment.stop] += owed
+        return total
+
+    @property
+    def lost(self):
+        return sum(ledger.summary()["lost"] for ledger in self.ledgers)
+
+    @property
+    def packets(self):
+        """Packets of all messages, each counted once."""
+        return sum(record.packets for ledger in self.ledgers for record in ledger.records)
+
+    def check_bounds(self, bound):
+        for ledger in self.ledgers:
+            assert ledger.violations == 0
+            assert ledger.max_message_ratio <= bound
+
+
+def assert_identical(results):
+    for other in results[1:]:
+        assert results[0].tobytes() == other.tobytes(), "replicas differ"

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+import sys
+from pathlib import Path
+
+import pytest
+from network import Network
+from threadpoolctl import threadpool_limits
+
+for folder in ("collectives", "torch", "faults", "group"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_a_decomposition():
+    """Small decompositions, on a machine that does other things too, take longer with more threads."""
+    with threadpool_limits(1):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def released(monkeypatch):
+    """Let networks in virtual time give back what their engines hold."""
+    made = []
+    monkeypatch.setattr(Network, "made", made)
+    yield
+    for network in made:
+        for protocol in network.ranks:
+            protocol.engine.release()

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of compressors reports sizes that follow from their definitions."""
+
+import pytest
+
+from dlcp.bench import compression
+
+
+def test_sizes_are_those_of_the_definitions(monkeypatch):
+    sizes = {"fp16": 2, "topk:0.01": 50, "randomk:0.01": 100, "signsgd": 32, "powersgd:2": 128}
+    monkeypatch.setattr(compression, "TRIED", tuple(sizes))
+    found = compression.measure(rounds=1, warm_up=0)
+    assert [result.name for result in found] == [f"compression.{name}" for name in sizes]
+    for result, factor in zip(found, sizes.values(), strict=True):
+        assert result.ratio == pytest.approx(factor, rel=0.01)
+        assert result.details["encode_and_decode_ms"] > 0
+    assert found[0].details["squared_error"] < 1e-4 < found[1].details["squared_error"] < 1

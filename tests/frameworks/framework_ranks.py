@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of some framework as processes of their own, behind the built-in switch or not; no way to hang."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlcp.switch.process import SwitchProcess
+
+LIMIT_S = 500
+PAYLOAD_BYTES = 1440
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank has ended: its exit status, what it printed last as JSON (None if that is not), and all it said."""
+
+    status: int
+    result: dict | None
+    output: str
+    seconds: float
+
+
+@contextmanager
+def switch(folder, udp_port, *, hosts=2, rate_bps, depth_packets):
+    """The built-in switch, with narrow ports; gives the environment of each rank behind it."""
+    fabric = Path(folder) / "star.json"
+    fabric.write_text(json.dumps({"hosts": hosts, "udp_ports": [udp_port]}))
+    narrow = ["--rate-bps", str(rate_bps), "--depth-packets", str(depth_packets)]
+    with SwitchProcess(["--fabric", str(fabric), *narrow]):
+        yield [
+            {
+                "DLCP_BIND": f"127.77.1.{rank + 1}:{udp_port}",
+                "DLCP_ADVERTISE": f"127.77.0.{rank + 1}:{udp_port}",
+                "DLCP_PAYLOAD_BYTES": str(PAYLOAD_BYTES),
+            }
+            for rank in range(hosts)
+        ]
+
+
+def free_ports(count):
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+def run_ranks(script, *arguments, count=2, environments=None, environment=None, limit_s=LIMIT_S):
+    """Run a script on every rank and wait for all; whoever is not done at the limit is killed."""
+    port = free_ports(1)[0]
+    plain = {key: value for key, value in os.environ.items() if not key.startswith("DLCP_")}
+    began_s = time.monotonic()
+    with ExitStack() as stack:
+        processes, folder = [], Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-ranks-")))
+        for rank in range(count):
+            where = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            own = {} if environments is None else environments[rank]
+            output, errors = (stack.enter_context((folder / f"{rank}.{end}").open("w+")) for end in ("out", "err"))
+            process = subprocess.Popen(
+                [sys.executable, str(script), *map(str, arguments)],
+                env={**plain, **where, **own, **(environment or {})},
+                stdout=output,
+                stderr=errors,
+            )
+            stack.callback(process.kill)
+            processes.append((process, output, errors))
+        return [_await(*process, began_s, began_s + limit_s) for process in processes]
+
+
+def _await(process, output, errors, began_s, end_s):
+    try:
+        status = process.wait(max(0.0, end_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        status = None
+    for file in (output, errors):
+        file.seek(0)
+    printed = output.read().strip()
+    last = printed.rpartition("\n")[2]
+    result = json.loads(last) if status == 0 and last.startswith("{") else None
+    return Ended(status, result, f"{printed}\n{errors.read()}", time.monotonic() - began_s)

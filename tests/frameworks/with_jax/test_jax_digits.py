@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two processes train the digits example with JAX over the built-in switch, whose narrow ports lose packets."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax")
+pytest.importorskip("sklearn")
+
+from framework_ranks import run_ranks, switch
+
+from dlcp.group import Options
+
+pytestmark = pytest.mark.timeout(600)
+RANK = Path(__file__).parent / "jax_digits_rank.py"
+UDP_PORT = 53700  # others take other ports of DLCP's block
+HALF_A_POINT = 0.005
+PATIENT = {"DLCP_SILENCE_S": "60", "DLCP_DEADLINE_S": "240", "DLCP_MEET_S": "240"}
+"""A busy machine is no dead one."""
+
+
+def test_the_digits_are_learnt_as_with_exact_means(tmp_path):
+    with switch(tmp_path, UDP_PORT, rate_bps=50_000_000, depth_packets=12) as environments:
+        ranks = run_ranks(RANK, "both", environments=environments, environment=PATIENT)
+    for rank in ranks:
+        assert rank.status == 0, rank.output
+        exact, ours = rank.result["exact"], rank.result["dlcp"]
+        assert ours["active"]
+        assert ours["lost"] > 0, "without loss there is nothing to show"
+        assert ours["violations"] == 0
+        assert ours["max_message_ratio"] <= Options().loss_bound
+        assert exact["accuracy"] > 0.95
+        assert ours["accuracy"] == pytest.approx(exact["accuracy"], abs=HALF_A_POINT)
+    first, second = ranks
+    assert first.result["dlcp"]["weights"] == second.result["dlcp"]["weights"], "replicas are the same bit by bit"
+    assert first.result["dlcp"]["weights"] != first.result["exact"]["weights"]
+
+
+def test_a_dead_rank_ends_the_others():
+    first, second = run_ranks(RANK, "dying", environment=PATIENT)
+    assert second.status == -9
+    assert first.status == 1, first.output
+    assert "rank 1 has ended" in first.output
+    assert "step 6" in first.output

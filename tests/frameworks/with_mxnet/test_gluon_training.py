@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The digits example over the built-in switch: as accurate as over MXNet's own parameter server, replicas identical."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mxnet")
+
+from framework_ranks import free_ports, run_ranks, switch
+
+pytestmark = pytest.mark.timeout(600)
+SCRIPT = Path(__file__).with_name("gluon_rank.py")
+UDP_PORT = 53699
+RATE_BPS, DEPTH_PACKETS = 60e6, 32
+"""Narrow enough that the ports overflow."""
+HALF_A_POINT = 0.005
+
+
+@contextmanager
+def parameter_server(workers):
+    """MXNet's scheduler and server; gives the environment of each worker."""
+    common = {
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": str(free_ports(1)[0]),
+        "DMLC_NODE_HOST": "127.0.0.1",
+        "DMLC_INTERFACE": "lo",
+        "DMLC_NUM_SERVER": "1",
+        "DMLC_NUM_WORKER": str(workers),
+    }
+    processes = [
+        subprocess.Popen([sys.executable, "-c", "import mxnet"], env={**os.environ, **common, "DMLC_ROLE": role})
+        for role in ("scheduler", "server")
+    ]
+    try:
+        yield [{**common, "DMLC_ROLE": "worker"}] * workers
+    finally:
+        for process in processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def results(ended):
+    for rank in ended:
+        assert rank.status == 0, rank.output
+    return sorted((rank.result for rank in ended), key=lambda result: result["rank"])
+
+
+@pytest.mark.parametrize(("workers", "epochs"), [(2, 8), (4, 16)])
+def test_digits_are_learnt_as_with_mxnets_own_sums(workers, epochs, tmp_path):
+    with parameter_server(workers) as environments:
+        theirs = results(run_ranks(SCRIPT, "dist_sync", epochs, count=workers, environments=environments))
+    with switch(tmp_path, UDP_PORT, hosts=workers, rate_bps=RATE_BPS, depth_packets=DEPTH_PACKETS) as environments:
+        ours = results(run_ranks(SCRIPT, "dist_dlcp", epochs, count=workers, environments=environments))
+    assert [result["workers"] for result in ours + theirs] == [workers] * 2 * workers
+    assert len({result["weights"] for result in ours}) == 1, "replicas are identical"
+    assert ours[0]["accuracy"] >= theirs[0]["accuracy"] - HALF_A_POINT
+    assert theirs[0]["accuracy"] > 0.95
+    for result in ours:
+        assert result["active"], result["reason"]
+        assert result["violations"] == 0
+        assert 0 <= result["max_message_ratio"] <= 0.1
+    assert sum(result["lost"] + result["retransmitted"] for result in ours) > 0, "the network was congested"
+
+
+def test_a_worker_that_dies_ends_the_others_with_its_number():
+    first, second, dead = run_ranks(SCRIPT, "die", count=3, environment={"DLCP_DEADLINE_S": "20"}, limit_s=60)
+    assert dead.status == -signal.SIGKILL
+    for rank in (first, second):
+        assert rank.status == 1
+        assert "rank 2" in rank.output
+        assert "parameter 0" in rank.output

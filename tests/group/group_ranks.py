@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as threads of one process, which join a group over a store of their own."""
+
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import dlcp.group
+from dlcp.group import Options
+
+LIMIT_S = 40
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def free_udp_ports(count):
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for _ in range(count)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+def on_ranks(size, function, *, only=None):
+    """Run ``function(rank)`` on every rank at once; return what each returned or raised, by rank."""
+    ranks = list(only if only is not None else range(size))
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        running = {rank: pool.submit(function, rank) for rank in ranks}
+        found = {}
+        for rank, future in running.items():
+            error = future.exception(LIMIT_S)
+            found[rank] = error if error is not None else future.result()
+    return found
+
+
+def together(size, function, options=None):
+    """Let ranks join and run ``function(group)``; return the results by rank, or raise the first error.
+
+    ``options`` are those of all ranks, or a list with those of each.
+    """
+    master = f"127.0.0.1:{free_port()}"
+
+    def one(rank):
+        mine = options[rank] if isinstance(options, list) else options or Options()
+        with dlcp.group.join(mine, rank=rank, size=size, master=master) as group:
+            return function(group)
+
+    found = on_ranks(size, one)
+    for result in found.values():
+        if isinstance(result, BaseException):
+            raise result
+    return [found[rank] for rank in range(size)]
+
+
+def start_process(rank, size, port, code, *arguments, **variables):
+    """Start a rank as a process that runs some Python code."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DLCP_")}
+    told = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={**environment, **{name: str(value) for name, value in told.items()}},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dlcp launch``: every process knows its place, one that fails ends all, and nothing is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dlcp.cli import main
+
+LIMIT_S = 40
+TELL = """
+import json, os, sys
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    json.dump([os.environ[name] for name in names] + sys.argv[2:], file)
+"""
+LIVE = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+with open(os.path.join(sys.argv[1], os.environ["RANK"] + ".part"), "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename(file.name, os.path.join(sys.argv[1], os.environ["RANK"]))
+if os.environ["RANK"] == sys.argv[2]:
+    while len([name for name in os.listdir(sys.argv[1]) if name.isdecimal()]) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+    sys.exit(7)
+time.sleep(60)
+"""
+
+
+def launch(*words, **how):
+    return subprocess.Popen([sys.executable, "-m", "dlcp.cli", "launch", *map(str, words)], **how)
+
+
+def told(folder, ranks):
+    return [json.loads((folder / str(rank)).read_text()) for rank in ranks]
+
+
+def test_every_process_knows_its_place(tmp_path):
+    job = launch("-n", 3, "--", sys.executable, "-c", TELL, tmp_path, "--its", "-n", "own")
+    assert job.wait(LIMIT_S) == 0
+    found = told(tmp_path, range(3))
+    ports = {place[5] for place in found}
+    assert len(ports) == 1
+    for rank, place in enumerate(found):
+        assert place == [str(rank), str(rank), "3", "3", "127.0.0.1", *ports, "--its", "-n", "own"]
+
+
+def test_several_machines_divide_the_ranks(tmp_path):
+    place = ["-n", 2, "--nodes", 2, "--master", "10.1.2.3:777"]
+    for node in range(2):
+        job = launch(*place, "--node", node, "--", sys.executable, "-c", TELL, tmp_path)
+        assert job.wait(LIMIT_S) == 0
+    assert [(rank, local, size, host, port) for rank, local, size, _, host, port in told(tmp_path, range(4))] == [
+        (str(rank), str(rank % 2), "4", "10.1.2.3", "777") for rank in range(4)
+    ]
+
+
+def pids(folder, count):
+    end_s = time.monotonic() + LIMIT_S
+    while len([name for name in os.listdir(folder) if name.isdecimal()]) < count:
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+    return [int(pid) for rank in range(count) for pid in (folder / str(rank)).read_text().split()]
+
+
+def gone(pid):
+    end_s = time.monotonic() + 5
+    while time.monotonic() < end_s:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return True  # dead, and nobody has asked for its status
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_one_that_fails_ends_all_with_what_they_started(tmp_path):
+    job = launch("-n", 3, "--", sys.executable, "-c", LIVE, tmp_path, 1, stderr=subprocess.PIPE, text=True)
+    _, errors = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 7
+    assert errors == "dlcp launch: rank 1 ended with status 7; ending the others\n"
+    running = pids(tmp_path, 3)
+    assert all(gone(pid) for pid in running[:2] + running[4:])
+    assert gone(running[2])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_all(tmp_path, number):
+    job = launch("-n", 2, "--", sys.executable, "-c", LIVE, tmp_path, -1)
+    running = pids(tmp_path, 2)
+    job.send_signal(number)
+    assert job.wait(LIMIT_S) == 128 + number
+    assert all(gone(pid) for pid in running)
+
+
+def test_a_killed_process_is_told(tmp_path):
+    job = launch("-n", 2, "--", sys.executable, "-c", LIVE, tmp_path, -1, stderr=subprocess.PIPE, text=True)
+    os.kill(pids(tmp_path, 2)[2], signal.SIGKILL)
+    _, errors = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 128 + signal.SIGKILL
+    assert "rank 1 was ended by SIGKILL" in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "no command: dlcp launch -n 4 -- python script.py"),
+        (["--", "no-such-program"], "there is no program no-such-program"),
+        (["--port", "3", "--", "true"], "there is no option --port"),
+        (["--nodes", "2", "--", "true"], "several machines need --master"),
+        (["--node", "1", "--", "true"], r"--node must lie in 0..0, got 1"),
+        (["--master", "here", "--", "true"], "--master takes HOST:PORT, got 'here'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words, problem, capsys):
+    assert main(["launch", "-n", "2", *words]) == 2
+    assert problem in capsys.readouterr().err

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rate control by marks and losses alone, for paths whose delay is other people's."""
+
+import pytest
+
+from dlcp.transport.congestion import Report
+from dlcp.transport.options import CONGESTION, TransportOptions
+
+
+def after(congestion, *, marked_share=0.0, rounds=100):
+    """Return the window after rounds over a path that is 50 ms longer than at first, by no queue of this flow."""
+    control = TransportOptions(congestion=congestion).rate_control(1)
+    now_s = 0.0
+    for number in range(rounds):
+        rtt_s = 0.001 if number < 10 else 0.051
+        packets = max(4, round(control.window))
+        marked = round(marked_share * packets) if number >= 10 else number == 9
+        control.on_report(Report(now_s, packets, marked, 0, rtt_s, rtt_s, True))
+        now_s += rtt_s
+    return control.window
+
+
+def test_delay_that_others_make_does_not_hold_it_back():
+    assert after("marks") > 4 * after("proportional")
+
+
+def test_marks_do():
+    assert after("marks", marked_share=0.5) < after("marks") / 4
+
+
+def test_another_name_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="proportional, marks, cubic"):
+        TransportOptions(congestion="reno")
+    assert "marks" in CONGESTION
