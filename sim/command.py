@@ -90,7 +90,7 @@ def _files(parser: argparse.ArgumentParser, *, several: bool) -> None:
     words = "file, or name of one that comes with DLCP" + (" (default: all of these)" if several else "")
     parser.add_argument("experiments", metavar="FILE", nargs="*" if several else 1, help=words)
     parser.add_argument("--quick", action="store_true", help="only the quick selection of each experiment")
-    parser.add_argument("--seed", type=int, help="another seed than the file's")
+    parser.add_argument("--seed", type=int, action="append", help="instead of the file's; may be given several times")
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"of results (default: {OUT})")
 
 
@@ -105,7 +105,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from sim.running import write
 
     path = experiment_files(arguments.experiments)[0]
-    described = read(path, quick=arguments.quick, seed=arguments.seed)
+    described = read(path, quick=arguments.quick, seeds=arguments.seed or ())
     wanted = dict(_pair(text) for text in arguments.point)
     axes = {axis.name: [point.name for point in axis.points] for axis in described.experiment.axes}
     for axis, name in wanted.items():
@@ -133,14 +133,18 @@ def _pair(text: str) -> tuple[str, str]:
     return axis, name
 
 
-def _sweep(arguments: argparse.Namespace) -> int:
+def _read_all(arguments: argparse.Namespace) -> list[Any]:
     from sim.reading import read
+
+    paths = experiment_files(arguments.experiments)
+    return [read(path, quick=arguments.quick, seeds=arguments.seed or ()) for path in paths]
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
     from sim.sweep import default_processes, sweep
 
     # All are read before anything runs, so that a mistake in the last one does not show after hours.
-    described = [
-        read(path, quick=arguments.quick, seed=arguments.seed) for path in experiment_files(arguments.experiments)
-    ]
+    described = _read_all(arguments)
     for item in described:
         if arguments.quick and item.experiment.quick.skip:
             continue
@@ -151,12 +155,9 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from sim.reading import read
     from sim.report.page import write_report
 
-    described = [
-        read(path, quick=arguments.quick, seed=arguments.seed) for path in experiment_files(arguments.experiments)
-    ]
+    described = _read_all(arguments)
     kept = [item for item in described if not (arguments.quick and item.experiment.quick.skip)]
     print(write_report(kept, arguments.out))
     return 0

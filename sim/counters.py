@@ -25,7 +25,8 @@ from typing import Final
     DROPS_LINK,
     DROPS_ROUTE,
     MESSAGES_DONE,
-) = range(21)
+    TAIL_PROBES,
+) = range(22)
 DROPS_BY_CLASS: Final = 24
 """Cells 24 to 31: packets dropped in switches and on links, by drop class."""
 CELLS: Final = 32

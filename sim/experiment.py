@@ -114,14 +114,16 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     Parameters
     ----------
-    paper
-        What was published, in ``unit``; None where only a trend was.
+    paper, source
+        What was published, in ``unit``, and where; no number where only a trend was, neither where nothing was.
     ours, theirs
         Points by axis. Of several combinations the best is taken with ``over: best``, else the mean.
     form
         ``change_percent``: 100 (ours / theirs - 1). ``speedup_percent``: 100 (theirs / ours - 1). ``value``: ours.
+    against
+        Whom the number stands against, where a reader could take that for more than it is; it is shown beside it.
     reason
-        Why it differs, or what the reader has to know.
+        Why it differs, as far as an experiment of ours has shown it; what has not been tried is said to be a guess.
     """
 
     name: str
@@ -132,7 +134,8 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     over: Literal["mean", "best"] = "mean"
     paper: float | None = None
     unit: str = "%"
-    source: str
+    source: str = ""
+    against: str = ""
     reason: str = ""
 
 
@@ -147,6 +150,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         What it answers, in a sentence.
     setting
         What runs have in common, in the form of `Setting`; it is checked with each point's changes in it.
+    seeds
+        Every combination is run with each of them; the setting's own alone if none is given.
     convergence
         The curve of `sim.convergence` by which steps are turned into time to accuracy.
     """
@@ -155,6 +160,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     title: str
     question: str
     setting: dict[str, Any]
+    seeds: tuple[Annotated[int, Meta(ge=0)], ...] = ()
     axes: tuple[Axis, ...] = ()
     quick: Quick = Quick()
     figures: tuple[Figure, ...] = ()
@@ -178,9 +184,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Return the name of its file: the points', in the order of axes."""
+        """Return the name of its file: the points', in the order of axes, and the seed."""
         words = [_word(name) for name in self.point.values()] or ["run"]
-        return "-".join(words)
+        return "-".join([*words, f"seed{self.setting.seed}"])
 
 
 def _word(name: str) -> str:

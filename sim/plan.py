@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sim.arithmetic import DRAW_LIMIT, PS_PER_US, ps_per_kibibyte
 from sim.switches import BUFFERS, DISCIPLINES, SPRAYINGS, SwitchSpec
 from sim.topology.network import Network, Routes
-from sim.transports import KINDS, Dctcp, Dlcp, Ndp, PFabric, Pias, Swift, TransportSpec
+from sim.transports import KINDS, Dctcp, Dlcp, Ndp, PFabric, Pias, Swift, TransportSpec, WithTailProbe
 
 QUEUES: Final = 8
 CONTROL_QUEUE: Final = 7
@@ -41,6 +41,8 @@ TRANSPORT: Final = np.dtype(
         ("sprayed", np.int32),
         ("ecn", np.int32),
         ("immediate", np.int32),
+        ("tail_probe", np.int32),
+        ("silences", np.int32),
         ("profile", np.int32),
         ("hops", np.int32),
         ("levels", np.int32),
@@ -227,6 +229,7 @@ def _fill(row: Any, spec: TransportSpec, switches: SwitchSpec) -> None:
     row["window"], row["window_max"] = spec.initial_window_packets, spec.max_window_packets
     row["timeout_ps"] = round(spec.min_timeout_us * PS_PER_US)
     row["hops"] = 1
+    row["tail_probe"] = isinstance(spec, WithTailProbe) and spec.tail_probe
     if isinstance(spec, Dctcp | Pias | Dlcp):
         row["gain"] = spec.gain
     if isinstance(spec, Swift):
@@ -237,6 +240,8 @@ def _fill(row: Any, spec: TransportSpec, switches: SwitchSpec) -> None:
         row["demotion"][: len(spec.demotion_bytes)] = spec.demotion_bytes
     if isinstance(spec, Dlcp):
         row["immediate"], row["hops"] = spec.immediate, spec.switch_hops
+    if isinstance(spec, PFabric):
+        row["silences"] = spec.probe_after_timeouts
     if switches.discipline == "dlcp" and not isinstance(spec, Dlcp):
         # The P4 program puts everything but DLCP into one queue, and keeps a flow on one path.
         row["queue"] = row["control_queue"] = ORDINARY_QUEUE

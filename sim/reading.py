@@ -38,15 +38,15 @@ class Described:
     runs: tuple[Run, ...]
 
 
-def read(path: Path, *, quick: bool = False, seed: int | None = None) -> Described:
+def read(path: Path, *, quick: bool = False, seeds: Sequence[int] = ()) -> Described:
     """Read an experiment.
 
     Parameters
     ----------
     quick
         Whether only its quick selection is meant.
-    seed
-        Another seed than the file's.
+    seeds
+        Others than the file's.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def read(path: Path, *, quick: bool = False, seed: int | None = None) -> Describ
     _refuse_unknown(document, document.content, Experiment, ())
     experiment = _convert(document, document.content, Experiment, ())
     _check_names(document, experiment)
-    runs = tuple(_runs(document, experiment, quick, seed))
+    runs = tuple(_runs(document, experiment, quick, seeds or experiment.seeds or (None,)))
     names = [run.name for run in runs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -65,7 +65,7 @@ def read(path: Path, *, quick: bool = False, seed: int | None = None) -> Describ
     return Described(experiment, runs)
 
 
-def _runs(document: Document, experiment: Experiment, quick: bool, seed: int | None) -> Iterator[Run]:
+def _runs(document: Document, experiment: Experiment, quick: bool, seeds: Sequence[int | None]) -> Iterator[Run]:
     selection = experiment.quick
     base = [_Change(_steps(key), value, ("quick", "set", key)) for key, value in selection.set.items() if quick]
     choices = []
@@ -81,11 +81,12 @@ def _runs(document: Document, experiment: Experiment, quick: bool, seed: int | N
         content = copy.deepcopy(experiment.setting)
         for change in changes:
             _apply(document, content, change)
-        if seed is not None:
-            content["seed"] = seed
-        setting = _setting(document, content, changes)
         point = {experiment.axes[number].name: experiment.axes[number].points[index].name for number, index in chosen}
-        yield Run(experiment=experiment.name, point=point, setting=setting, convergence=experiment.convergence)
+        for seed in seeds:
+            if seed is not None:
+                content["seed"] = seed
+            setting = _setting(document, content, changes)
+            yield Run(experiment=experiment.name, point=point, setting=setting, convergence=experiment.convergence)
 
 
 def _setting(document: Document, content: Any, changes: Sequence[_Change]) -> Setting:

@@ -19,11 +19,12 @@ from sim.graph import Graph
 from sim.jobs import background, failure
 from sim.measures import Messages, significant
 from sim.simulation import Process, Running, Simulation
+from sim.sources import sources_digest
 from sim.training.placement import place
 from sim.training.process import Progress, profile_of, training
 from sim.training.schedulers import class_shares
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Of result files; another number makes a sweep run again."""
 
 _PREFIXES: Final = {"all": "fct", "push": "push", "pull": "pull", "other": "other", "other_small": "small"}
@@ -96,8 +97,8 @@ def run(item: Run, engine: EngineName = "auto", heartbeat: Callable[[str], None]
 
 
 def digest(item: Run) -> str:
-    """Return what a run's file has to carry to be that run's: a hash of its setting, the version and the format."""
-    said = msgspec.json.encode([FORMAT, __version__, item.setting, item.convergence], order="sorted")
+    """Return what a run's file has to carry to be that run's: a hash of its setting and of what it was run by."""
+    said = msgspec.json.encode([FORMAT, sources_digest(), item.setting, item.convergence], order="sorted")
     return hashlib.sha256(said).hexdigest()[:16]
 
 
@@ -146,6 +147,7 @@ def _document(
         "seed": item.setting.seed,
         "version": __version__,
         "digest": digest(item),
+        "sources": sources_digest(),
         "complete": complete,
         "metrics": {name: significant(value) for name, value in metrics.items()},
         "times": {name: times.as_json() for name, times in messages.times.items() if times.count},

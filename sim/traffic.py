@@ -11,7 +11,7 @@ from sim.scenario import BackgroundSpec
 
 _PACKET_BYTES: Final = 1460
 _WEB_SEARCH: Final = (
-    (1, 0.0),
+    (6, 0.0),
     (6, 0.15),
     (13, 0.2),
     (19, 0.3),
@@ -39,7 +39,7 @@ SIZES: Final = {
     for name, table in (("web_search", _WEB_SEARCH), ("data_mining", _DATA_MINING))
 }
 """(bytes, share of flows no larger). Web search: DCTCP (SIGCOMM 2010); data mining: VL2 (SIGCOMM 2009); both in packets
-of 1,460 bytes as pFabric's simulations (SIGCOMM 2013) tabulate them."""
+of 1,460 bytes as PIAS' public simulations tabulate them (PIAS-NS2, ``scripts/CDF_dctcp.tcl`` and ``CDF_vl2.tcl``)."""
 
 
 class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

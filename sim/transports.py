@@ -5,6 +5,9 @@ What all have in common: a packet carries up to ``packet_bytes - header_bytes`` 
 acknowledged on its own; loss is detected per (flow, queue) by packets that were sent later and arrived
 (``reorder_packets``), and by a timer (RFC 6298 without its second). A flow (a stream) keeps its window from message to
 message, as a connection does.
+
+Each setting is what the transport's authors publish, named beside it, and not fitted to any result of ours. DLCP's
+authors publish none; `sim/experiments/README.md` says by which rule ours were chosen.
 """
 
 from typing import Annotated, Literal
@@ -24,26 +27,41 @@ class _Transport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     packet_bytes: Annotated[int, Meta(ge=128, le=9216)] = 1500
     header_bytes: Annotated[int, Meta(ge=28, le=120)] = 60
     ack_bytes: Annotated[int, Meta(ge=40)] = 64
-    initial_window_packets: Window = 10.0
+    initial_window_packets: Window = 10.0  # RFC 6928, and Linux whatever the packets' size
     max_window_packets: Window = 4096.0
-    min_timeout_us: Microseconds = 2000.0
-    reorder_packets: Packets = 3
+    min_timeout_us: Microseconds = 2000.0  # min_rto of PIAS' public simulations, of DLCP's laboratory (PIAS-NS2)
+    reorder_packets: Packets = 3  # DupThresh of RFC 5681 and RFC 6675
     balancing: Balancing = "flow"
     queue: Annotated[int, Meta(ge=0, le=7)] = 1
 
 
-class NewReno(_Transport, frozen=True, tag="new_reno"):
+class WithTailProbe(_Transport, frozen=True):
+    """What has a tail-loss probe (RFC 8985, section 7), as Linux has had since 2013.
+
+    Parameters
+    ----------
+    tail_probe
+        When nothing was sent or heard for two smoothed round trips, and nothing is being repaired, one more packet
+        goes out: the next one, else the last one again. What was sent before it in its queue and has not arrived when
+        it is answered is lost. There are no delayed acknowledgements here to wait for. RFC 8985's window for
+        reordering is left out: ``reorder_packets`` tells instead.
+    """
+
+    tail_probe: bool = True
+
+
+class NewReno(WithTailProbe, frozen=True, tag="new_reno"):
     """TCP NewReno (RFC 5681, RFC 6582) with selective acknowledgements."""
 
 
-class Cubic(_Transport, frozen=True, tag="cubic"):
+class Cubic(WithTailProbe, frozen=True, tag="cubic"):
     """TCP CUBIC (RFC 9438)."""
 
 
-class Dctcp(_Transport, frozen=True, tag="dctcp"):
+class Dctcp(WithTailProbe, frozen=True, tag="dctcp"):
     """DCTCP (SIGCOMM 2010, RFC 8257)."""
 
-    gain: Annotated[float, Meta(gt=0, le=1)] = 1 / 16
+    gain: Annotated[float, Meta(gt=0, le=1)] = 1 / 16  # SIGCOMM 2010, section 4; RFC 8257, section 4.2
 
 
 class Swift(_Transport, frozen=True, tag="swift"):
@@ -58,11 +76,15 @@ class Swift(_Transport, frozen=True, tag="swift"):
     max_decrease: Annotated[float, Meta(gt=0, lt=1)] = 0.5
 
 
-class Pias(_Transport, frozen=True, tag="pias"):
-    """PIAS (NSDI 2015): DCTCP, and a message's packets sink from queue 7 by one with every threshold that was sent."""
+class Pias(WithTailProbe, frozen=True, tag="pias"):
+    """PIAS (NSDI 2015): DCTCP, and a message's packets sink from queue 7 by one with every threshold that was sent.
+
+    The authors choose thresholds by the sizes of flows; these are theirs for web search at a load of 0.8 (PIAS-NS2,
+    ``scripts/run_pias_dctcp.py``).
+    """
 
     gain: Annotated[float, Meta(gt=0, le=1)] = 1 / 16
-    demotion_bytes: tuple[int, ...] = (50_000, 150_000, 450_000, 1_000_000, 3_000_000, 10_000_000, 30_000_000)
+    demotion_bytes: tuple[int, ...] = tuple(1460 * packets for packets in (909, 1329, 1648, 1960, 2143, 2337, 2484))
 
     def __post_init__(self) -> None:
         """Refuse thresholds that do not rise."""
@@ -72,21 +94,38 @@ class Pias(_Transport, frozen=True, tag="pias"):
 
 
 class PFabric(_Transport, frozen=True, tag="pfabric"):
-    """pFabric (SIGCOMM 2013): a constant window, priority by what is left of the message, a short timer."""
+    """pFabric (SIGCOMM 2013, section 4.3): a first window of a bandwidth-delay product, priority by what is left.
+
+    Windows grow and shrink as in TCP, up to one packet less than the switches' two bandwidth-delay products (PIAS-NS2,
+    ``maxcwnd_``). Only a timer tells of losses; it is three round trips and never backs off.
+
+    Parameters
+    ----------
+    probe_after_timeouts
+        After so many timeouts in a row a flow sends no data but asks, once a timeout, with a packet that carries none;
+        the answer lets it start over with a window of 1.
+    """
 
     initial_window_packets: Window = 18.0
+    max_window_packets: Window = 35.0
     min_timeout_us: Microseconds = 45.0
     balancing: Balancing = "packet"
+    probe_after_timeouts: Packets = 5
 
 
 class Ndp(_Transport, frozen=True, tag="ndp"):
-    """NDP (SIGCOMM 2017): a first window unasked, then one packet for each PULL that the receiver paces."""
+    """NDP (SIGCOMM 2017): a first window unasked, then one packet for each PULL that the receiver paces.
+
+    The first window fills the path. Nothing is lost without a trace but by failures, so the timer is only for these:
+    longer than a PULL waits where a hundred flows have a receiver in common. Chosen by us.
+    """
 
     initial_window_packets: Window = 23.0
     balancing: Balancing = "packet"
+    min_timeout_us: Microseconds = 20_000.0
 
 
-class Dlcp(_Transport, frozen=True, tag="dlcp"):
+class Dlcp(WithTailProbe, frozen=True, tag="dlcp"):
     """Bounded loss with tags: queue by layer, drop class by magnitude.
 
     Parameters

@@ -12,11 +12,16 @@ CUBIC_KEEP = 0.7
 DLCP_LOSS_KEEP = 0.75
 """`dlcp.transport.congestion.LOSS_CUT`."""
 BACKOFF_MAX = 6
+DLCP_BACKOFF_MAX = 1
+"""A silence may mean that a stream waits in a lower queue, which is no collapse. With six doublings one step in several
+took 20 ms longer; see `sim/experiments/README.md`."""
 
 
 @call
 def timeout_ps(s: Rows, t: Rows) -> Number:
-    """Return how long to wait for an answer (RFC 6298), doubled with every time that none came."""
+    """Return how long to wait for an answer (RFC 6298), doubled with every time that none came; pFabric's is fixed."""
+    if t.kind == PFABRIC:
+        return t.timeout_ps
     wait = s.rtt + 4 * s.rtt_var
     if wait < t.timeout_ps:
         wait = t.timeout_ps
@@ -44,7 +49,7 @@ def measure(s: Rows, rtt: int) -> None:
 def grow(s: Rows, t: Rows, marked: int, rtt: int, number: int, now: int, limited: int) -> None:
     """Take in that packet ``number`` was acknowledged; ``limited`` tells whether the window held packets back."""
     kind = t.kind
-    if kind in (PFABRIC, NDP):
+    if kind == NDP:
         return
     if kind in (DCTCP, PIAS, DLCP):
         s.acked += 1
@@ -103,7 +108,7 @@ def grow_cubic(s: Rows, t: Rows, now: int) -> None:
 def shrink(s: Rows, t: Rows, number: int, now: int) -> None:
     """Take in that packet ``number`` was lost: once for all that were on the way together."""
     kind = t.kind
-    if number < s.recover or kind in (PFABRIC, NDP):
+    if number < s.recover or kind == NDP:
         return
     s.recover = s.number
     if kind == SWIFT:
@@ -130,10 +135,12 @@ def time_out(s: Rows, t: Rows) -> None:
     """Take in that nothing was heard for a whole timeout."""
     kind = t.kind
     s.recover = s.number
-    if s.backoff < BACKOFF_MAX:
+    if s.backoff < (DLCP_BACKOFF_MAX if kind == DLCP else BACKOFF_MAX):
         s.backoff += 1
-    if kind in (PFABRIC, NDP):
+    if kind == NDP:
         return
+    if kind == PFABRIC and s.backoff >= t.silences:
+        s.asking = 1
     if kind == DLCP:
         s.window = max(1.0, s.window / 2.0)
         s.threshold = s.window

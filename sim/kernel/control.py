@@ -102,12 +102,34 @@ def lose(
     place = m.offset + r.index
     state = seg[place]
     if m.stopped != 0 or (m.bounded != 0 and (state & CLASS_MASK) != 0):
+        s.repairing -= r.again
         seg[place] = (state & ~STATE_MASK) | HOLE
         m.holes += 1
         give_record(w, record)
         return
-    seg[place] = (state & ~STATE_MASK) | LOST
+    link_again(w, s, record)
+
+
+@call
+def send_again(w: Rows, s: Rows, record: int) -> None:
+    """Send a packet again that is on the way, and no longer counted as that."""
+    unlink(w, s, records_of(w)[record].queue, record)
+    link_again(w, s, record)
+
+
+@call
+def link_again(w: Rows, s: Rows, record: int) -> None:
+    """Put a packet that was on the way behind those that are to be sent again."""
+    messages = messages_of(w)
+    records = records_of(w)
+    seg = seg_of(w)
+    r = records[record]
+    m = messages[r.node]
+    place = m.offset + r.index
+    seg[place] = (seg[place] & ~STATE_MASK) | LOST
     m.waiting += 1
+    s.repairing += 1 - r.again
+    r.again = 1
     r.serial = -1
     r.next = -1
     if s.again_head < 0:

@@ -15,7 +15,7 @@ from sim.kernel import state as k
 from sim.kernel.events import BUCKETS, WORD
 from sim.kernel.loop import push_many, run
 from sim.kernel.world import WORLD, bind
-from sim.plan import NDP, PFABRIC, R_DISCIPLINE, SELECTIVE, SWIFT, Plan
+from sim.plan import NDP, R_DISCIPLINE, SELECTIVE, SWIFT, Plan
 from sim.submission import Submission
 from sim.topology.network import Routes
 
@@ -214,12 +214,12 @@ class KernelEngine:
                 self._streams = _enlarged(self._streams, self._stream_count)
             places[number] = self._places[serial] = place
         rows = np.zeros(len(new), k.STREAM)
-        for name in ("head", "tail", "again_head", "again_tail", "next", "first", "last", "epoch"):
+        for name in ("head", "tail", "again_head", "again_tail", "next", "first", "last", "epoch", "timer_at"):
             rows[name] = -1
         for column, name in enumerate(("serial", "source", "target", "transport", "hash", "hash_back", "own")):
             rows[name] = new[:, column]
         chosen = self.plan.transports[new[:, 3]]
-        slow = ~np.isin(chosen["kind"], (SWIFT, PFABRIC, NDP))
+        slow = ~np.isin(chosen["kind"], (SWIFT, NDP))
         rows["window"], rows["alpha"] = chosen["window"], 1.0
         rows["threshold"] = np.where(slow, chosen["window_max"], 0.0)
         self._streams[places] = rows

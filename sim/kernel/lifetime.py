@@ -73,7 +73,7 @@ def bury(w: Rows, stream: int) -> None:
     """Give a stream back that nobody will use again, unless a list or a timer still names it."""
     streams = streams_of(w)
     s = streams[stream]
-    if s.dead != 0 and s.ready == 0 and s.timer == 0:
+    if s.dead != 0 and s.ready == 0 and s.timers == 0:
         s.next = w.free_stream
         w.free_stream = stream
         s.dead = 0

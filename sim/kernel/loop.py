@@ -6,17 +6,8 @@ from sim.kernel.dice import draw
 from sim.kernel.events import advance, pop, push
 from sim.kernel.jit import call, entry
 from sim.kernel.lifetime import bury, finish, release, settle
-from sim.kernel.receiving import (
-    probe_timer,
-    send_pull,
-    stream_timer,
-    take_ack,
-    take_answer,
-    take_data,
-    take_nack,
-    take_probe,
-)
-from sim.kernel.sending import begin, bring_smallest_forward, build, lacks_credit, level_of, make_ready, may_send, work
+from sim.kernel.receiving import send_pull, take_ack, take_answer, take_data, take_nack, take_probe
+from sim.kernel.sending import begin, bring_smallest_forward, build, level_of, make_ready, may_send, work
 from sim.kernel.state import (
     ACK,
     ARRIVE,
@@ -41,6 +32,7 @@ from sim.kernel.state import (
     Rows,
 )
 from sim.kernel.switching import SEND_NOW, choose_port, dequeue, enqueue
+from sim.kernel.timers import probe_timer, stream_timer
 from sim.kernel.world import (
     counts_of,
     keys_of,
@@ -202,19 +194,8 @@ def run(
                     number,
                     now,
                 )
-            elif streams[stream].flying == 0 and not lacks_credit(
-                streams[stream], transports[streams[stream].transport]
-            ):
-                streams[stream].timer = 0
-                bury(w, stream)
-            else:
+            elif stream_timer(w, interface, stream, now):
                 active = stream
-                stream_timer(
-                    w,
-                    interface,
-                    stream,
-                    now,
-                )
         if active >= 0:
             s = streams[active]
             if s.ready == 0 and may_send(s, transports[s.transport]):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts as receivers, of data and of answers."""
 
-from sim.counters import ARRIVED, DUPLICATES, LATE_ANSWERS, TIMEOUTS
-from sim.kernel.congestion import grow, measure, shrink, time_out, timeout_ps
+from sim.counters import ARRIVED, DUPLICATES, LATE_ANSWERS
+from sim.kernel.congestion import grow, measure, shrink
 from sim.kernel.control import address_control, lose, post, probe
 from sim.kernel.events import push
 from sim.kernel.jit import call
@@ -17,18 +17,15 @@ from sim.kernel.state import (
     HOLE,
     LOST,
     NACK,
-    PROBE_DUE,
     PULL,
     PULL_DUE,
     RECEIVED,
     STATE_MASK,
-    TIMER,
     Rows,
 )
+from sim.kernel.timers import arm, put_off
 from sim.kernel.world import counts_of, messages_of, packets_of, ports_of, records_of, seg_of, streams_of, transports_of
-from sim.plan import NDP, QUEUES
-
-PROBE_BACKOFF_MAX = 6
+from sim.plan import NDP, PFABRIC
 
 
 @call
@@ -159,6 +156,9 @@ def take_ack(
     place = m.offset + x.index
     state = seg[place]
     r = records[x.record]
+    if s.asking != 0:
+        s.asking = 0
+        s.backoff = 0
     if r.serial == x.serial:
         # In slow start a sender may be held back by its link, which must not stop the growth (as in Linux).
         reach = 2 * s.flying if s.window < s.threshold else s.flying + 1
@@ -166,6 +166,7 @@ def take_ack(
         queue = r.queue
         number = r.number
         rtt = now - r.sent
+        s.repairing -= r.again
         unlink(w, s, queue, x.record)
         s.flying -= 1
         m.flying -= 1
@@ -175,15 +176,23 @@ def take_ack(
         measure(s, rtt)
         s.backoff = 0
         grow(s, t, x.echo, rtt, number, now, limited)
+        # What was sent before the probe of a tail and has not arrived is lost.
+        before = -1
+        if s.tail_open != 0 and number >= s.tail_number:
+            before = s.tail_number
+            s.tail_open = 0
+            if number == before and s.tail_node >= 0:
+                shrink(s, t, number, now)  # the probe has repaired what it repeated
         first = s.first[queue]
-        while first >= 0 and records[first].number + t.reorder <= number:
+        while first >= 0 and (records[first].number + t.reorder <= number or records[first].number < before):
             shrink(s, t, records[first].number, now)
             other = records[first].node
             lose(w, first)
             probe(w, port, other, now)
             settle(w, other)
             first = s.first[queue]
-        s.deadline = now + timeout_ps(s, t)
+        put_off(s, t, now)
+        arm(w, s, m.stream)
     else:
         counts[LATE_ANSWERS] += 1
         known = state & STATE_MASK
@@ -192,6 +201,8 @@ def take_ack(
             m.acked += 1
             if known == HOLE:
                 m.holes -= 1
+        if s.tail_open != 0 and node == s.tail_node and x.index == s.tail_index:
+            s.tail_node = -1  # it had not been lost
     if m.bounded != 0:
         probe(w, port, node, now)
 
@@ -214,7 +225,8 @@ def take_nack(
     s = streams[m.stream]
     if records[x.record].serial == x.serial:
         s.backoff = 0
-        s.deadline = now + timeout_ps(s, transports[m.transport])
+        put_off(s, transports[m.transport], now)
+        arm(w, s, m.stream)
         lose(w, x.record)
         probe(w, port, x.node, now)
 
@@ -243,74 +255,24 @@ def take_probe(
 
 @call
 def take_answer(w: Rows, packet: int) -> None:
-    """Stop, or send again what may have been lost."""
+    """Stop, or send again what may have been lost; a pFabric flow goes on."""
     packets = packets_of(w)
+    streams = streams_of(w)
     messages = messages_of(w)
+    transports = transports_of(w)
     x = packets[packet]
     m = messages[x.node]
     m.probing = 0
     m.probe_backoff = 0
     if x.flag != 0:
         m.stopped = 1
+    if transports[m.transport].kind == PFABRIC:
+        s = streams[m.stream]
+        if s.asking != 0:
+            s.asking = 0
+            s.backoff = 0
     elif m.stopped == 0:
         m.resending = 1
         m.next = 0
         if m.listed == 0:
             enlist(w, m.stream, x.node)
-
-
-@call
-def stream_timer(
-    w: Rows,
-    port: int,
-    stream: int,
-    now: int,
-) -> None:
-    """Give up on what is on its way, if nothing was heard for long."""
-    streams = streams_of(w)
-    records = records_of(w)
-    transports = transports_of(w)
-    counts = counts_of(w)
-    s = streams[stream]
-    t = transports[s.transport]
-    if now < s.deadline:
-        push(w, s.deadline, TIMER, stream)
-        return
-    s.timer = 0
-    counts[TIMEOUTS] += 1
-    time_out(s, t)
-    if t.kind == NDP:
-        s.credit += max(1, s.flying)
-    for queue in range(QUEUES):
-        while s.first[queue] >= 0:
-            other = records[s.first[queue]].node
-            lose(w, s.first[queue])
-            probe(w, port, other, now)
-            settle(w, other)
-
-
-@call
-def probe_timer(
-    w: Rows,
-    port: int,
-    node: int,
-    now: int,
-) -> None:
-    """Ask again, unless all is well."""
-    streams = streams_of(w)
-    messages = messages_of(w)
-    transports = transports_of(w)
-    m = messages[node]
-    if m.stopped != 0 or m.acked == m.packets:
-        m.probe_timer = 0
-        m.refs -= 1
-        settle(w, node)
-        return
-    if now >= m.probe_at:
-        if m.probing != 0 and m.probe_backoff < PROBE_BACKOFF_MAX:
-            m.probe_backoff += 1
-        m.probing = 0
-        s = streams[m.stream]
-        m.probe_at = now + timeout_ps(s, transports[m.transport])
-        probe(w, port, node, now)
-    push(w, m.probe_at, PROBE_DUE, node)

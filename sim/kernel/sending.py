@@ -3,14 +3,13 @@
 
 from sim.arithmetic import ENTROPY_TABLE
 from sim.counters import RESENT, SENT
-from sim.kernel.congestion import timeout_ps
 from sim.kernel.control import probe
 from sim.kernel.dice import mix
-from sim.kernel.events import push
 from sim.kernel.jit import call
 from sim.kernel.lifetime import settle
 from sim.kernel.pools import give_record, take_packet
-from sim.kernel.state import CLASS_MASK, DATA, FLYING, HOLE, LOST, RECEIVED, STATE_MASK, TIMER, Number, Rows
+from sim.kernel.state import CLASS_MASK, DATA, FLYING, HOLE, LOST, RECEIVED, STATE_MASK, Number, Rows
+from sim.kernel.timers import arm, put_off, put_tail_off
 from sim.kernel.world import (
     counts_of,
     messages_of,
@@ -93,13 +92,7 @@ def may_send(s: Rows, t: Rows) -> Number:
         return False
     if t.kind == NDP:
         return s.credit > 0
-    return s.flying < int(s.window)
-
-
-@call
-def lacks_credit(s: Rows, t: Rows) -> Number:
-    """Return whether a stream waits for a PULL, which may have been lost."""
-    return t.kind == NDP and s.credit <= 0 and (s.again_head >= 0 or s.head >= 0)
+    return s.flying < int(s.window) + s.spare and s.asking == 0
 
 
 @call
@@ -137,6 +130,7 @@ def work(
                 seg[place] = (seg[place] & ~STATE_MASK) | HOLE
                 m.holes += 1
             m.waiting -= 1
+            s.repairing -= 1
             s.again_head = records[record].next
             give_record(w, record)
             # Its acknowledgement came late, when this still waited: nobody has asked yet for what else is missing.
@@ -275,6 +269,7 @@ def build(
         w.free_records -= 1
         r.node = node
         r.index = index
+        r.again = 0
         if m.resending != 0:
             m.holes -= 1
             again = 1
@@ -299,11 +294,12 @@ def build(
     else:
         s.first[queue] = record
     s.last[queue] = record
+    s.spare = 0
     if s.flying == 0:
-        s.deadline = now + timeout_ps(s, t)
-        if s.timer == 0:
-            s.timer = 1
-            push(w, s.deadline, TIMER, stream)
+        put_off(s, t, now)
+    else:
+        put_tail_off(s, t, now)
+    arm(w, s, stream)
     s.flying += 1
     if s.flying > w.flying_max:
         w.flying_max = s.flying

@@ -118,10 +118,12 @@ RECORD: Final = np.dtype(
         ("previous", i4),
         ("next", i4),
         ("queue", i4),
+        ("again", i4),
     ],
     align=True,
 )
-"""A packet as its sender remembers it: on the way (in a list by stream and queue), or to be sent again."""
+"""A packet as its sender remembers it: on the way (in a list by stream and queue), or to be sent again. ``again``: it
+was lost before."""
 
 STREAM: Final = np.dtype(
     [
@@ -130,6 +132,8 @@ STREAM: Final = np.dtype(
         ("number", i8),
         ("recover", i8),
         ("deadline", i8),
+        ("timer_at", i8),
+        ("tail_at", i8),
         ("rtt", i8),
         ("rtt_var", i8),
         ("rtt_min", i8),
@@ -142,31 +146,44 @@ STREAM: Final = np.dtype(
         ("head", i4),
         ("tail", i4),
         ("again_head", i4),
-        ("again_tail", i4),
-        ("next", i4),
+        ("repairing", i4),
         ("ready", i1),
-        ("timer", i1),
         ("own", i1),
         ("dead", i1),
+        ("asking", i1),
+        ("tail_open", i1),
+        ("spare", i1),
+        ("next", i4),
+        ("again_tail", i4),
+        ("timers", i4),
+        ("backoff", i4),
+        ("tail_number", i8),
+        ("tail_node", i4),
+        ("tail_index", i4),
+        ("first", i4, (QUEUES,)),
+        ("last", i4, (QUEUES,)),
         ("alpha", f8),
         ("reduced", i8),
         ("round_end", i8),
         ("acked", i4),
         ("marked", i4),
-        ("backoff", i4),
         ("credit", i4),
-        ("first", i4, (QUEUES,)),
-        ("last", i4, (QUEUES,)),
         ("peak", f8),
         ("reno", f8),
         ("epoch", i8),
         ("serial", i8),
         ("cut_at", i8),
+        ("unused", i8, (2,)),
     ],
     align=True,
 )
 """A flow of messages: its window, those of its messages that have something unsent (``head``), packets to be sent again
-(``again_head``), and packets on the way by queue (``first``)."""
+(``again_head``), and packets on the way by queue (``first``).
+
+``deadline`` is when all on the way is given up, ``tail_at`` when the tail is probed, ``timer_at`` the event that counts
+of the ``timers`` that wait. ``tail_open``: a probe numbered ``tail_number`` has not been answered. ``spare`` packets
+may go beyond the window; ``repairing`` were lost and are not known to have arrived; ``asking``: a question instead of
+data goes out (pFabric)."""
 
 MESSAGE: Final = np.dtype(
     [

@@ -13,12 +13,15 @@ BACKOFF_MAX = 6
 class Window:
     """A window that never changes, and the round-trip times of a stream."""
 
+    backoff_max = BACKOFF_MAX
+
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.packets = transport.window
         self.rtt_ps = self.variation_ps = self.rtt_min_ps = 0
         self.backoff = 0
         self.recover = 0
+        self.asking = False
 
     def timeout_ps(self) -> int:
         """Return how long to wait for an answer (RFC 6298)."""
@@ -45,10 +48,15 @@ class Window:
     def on_loss(self, number: int, now_ps: int, sent: int) -> None:
         """Packet ``number`` was lost."""
 
+    def go_on(self) -> None:
+        """Send data again instead of questions."""
+        if self.asking:
+            self.asking, self.backoff = False, 0
+
     def on_timeout(self, sent: int) -> None:
         """Nothing was heard for a whole timeout."""
         self.recover = sent
-        self.backoff = min(BACKOFF_MAX, self.backoff + 1)
+        self.backoff = min(self.backoff_max, self.backoff + 1)
 
 
 class NewRenoWindow(Window):
@@ -162,7 +170,9 @@ class DctcpWindow(NewRenoWindow):
 
 
 class DlcpWindow(DctcpWindow):
-    """DLCP: a lost packet is a signal of congestion rather than a fault."""
+    """DLCP: a lost packet is a signal of congestion rather than a fault, a silence may be a wait in a lower queue."""
+
+    backoff_max = 1
 
     def cut(self, now_ps: int) -> None:
         """Shrink by a quarter."""
@@ -174,6 +184,19 @@ class DlcpWindow(DctcpWindow):
         Window.on_timeout(self, sent)
         self.packets = max(1.0, self.packets / 2.0)
         self.threshold = self.packets
+
+
+class PFabricWindow(NewRenoWindow):
+    """pFabric: as TCP, with a timeout that stays as it is, and questions instead of data after several."""
+
+    def timeout_ps(self) -> int:
+        """Return how long to wait for an answer."""
+        return self.transport.timeout_ps
+
+    def on_timeout(self, sent: int) -> None:
+        """Start over, or ask."""
+        super().on_timeout(sent)
+        self.asking = self.asking or self.backoff >= self.transport.silences
 
 
 class SwiftWindow(Window):
@@ -216,7 +239,7 @@ WINDOWS: dict[int, Callable[[Transport], Window]] = {
     DCTCP: DctcpWindow,
     SWIFT: SwiftWindow,
     PIAS: DctcpWindow,
-    PFABRIC: Window,
+    PFABRIC: PFabricWindow,
     NDP: Window,
     DLCP: DlcpWindow,
 }

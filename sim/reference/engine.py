@@ -14,10 +14,11 @@ from sim.engine import GRAPH_CLOSED, GRAPH_DONE, NODE_DONE, Note
 from sim.graph import RECORD
 from sim.plan import BLOCK_PACKETS, NDP, PROFILE_CELLS, SELECTIVE, Plan
 from sim.reference.congestion import WINDOWS
-from sim.reference.host import Hosts, Interface
+from sim.reference.interface import Interface
 from sim.reference.link import Link
 from sim.reference.parts import Graph, Kind, Known, Message, Packet, Stream, Transport
 from sim.reference.program import fits, load_switches
+from sim.reference.receiving import Receivers
 from sim.reference.switch import Port, Switch
 from sim.submission import Submission
 from sim.topology.network import Routes
@@ -36,7 +37,7 @@ def drop_classes(message: Message) -> list[int]:
     return classes
 
 
-class ReferenceEngine(Hosts):
+class ReferenceEngine(Receivers):
     """Moves the packets of a plan; see `sim.engine.Engine`.
 
     Switches with the discipline ``dlcp`` run the compiled P4 program itself, packet by packet, wherever its tables can

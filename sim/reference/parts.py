@@ -10,7 +10,7 @@ from sim.plan import QUEUES
 
 if TYPE_CHECKING:
     from sim.reference.congestion import Window
-    from sim.reference.host import Interface
+    from sim.reference.interface import Interface
 
 
 class Kind(IntEnum):
@@ -48,6 +48,8 @@ class Transport:
     sprayed: bool
     ecn: int
     immediate: bool
+    tail_probe: bool
+    silences: int
     window: float
     window_max: float
     gain: float
@@ -138,7 +140,7 @@ class Message:
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A packet as its sender remembers it."""
+    """A packet as its sender remembers it; ``again`` if it was lost before."""
 
     message: Message
     index: int
@@ -146,11 +148,28 @@ class Sent:
     number: int = 0
     sent_ps: int = 0
     flying: bool = False
+    again: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """A flow of messages."""
+    """A flow of messages.
+
+    Attributes
+    ----------
+    again
+        To be sent again, first come first served.
+    repairing
+        Packets that were lost and are not known to have arrived.
+    spare
+        How many packets may go beyond the window.
+    timer_at_ps
+        When the event comes that counts.
+    deadline_ps, tail_at_ps
+        When all on the way is given up, and when the tail is probed.
+    tail_number, tail_of
+        Number of the probe that has not been answered, and what it repeats.
+    """
 
     serial: int
     source: int
@@ -168,8 +187,13 @@ class Stream:
     flying: int = 0
     credit: int = 0
     ready: bool = False
-    timer: bool = False
+    repairing: int = 0
+    spare: int = 0
+    timer_at_ps: int | None = None
     deadline_ps: int = 0
+    tail_at_ps: int | None = None
+    tail_number: int | None = None
+    tail_of: tuple[Message, int] | None = None
 
 
 @dataclass(slots=True, eq=False)

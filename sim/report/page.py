@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 
@@ -16,8 +16,19 @@ from sim.convergence.curves import curves
 from sim.experiment import Figure
 from sim.reading import Described
 from sim.report.plots import STYLE, draw, number
-from sim.report.results import Results, load, series_of
+from sim.report.results import Results, Spread, load, series_of
 from sim.report.summary import Finding, write_summary
+from sim.sources import sources_digest
+
+_NAMES: Final = {
+    "dlcp": "DLCP",
+    "tcp": "TCP",
+    "dctcp": "DCTCP",
+    "pfabric": "pFabric",
+    "p3": "P3",
+    "bytescheduler": "ByteScheduler",
+    "16x": "16 times less",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +89,7 @@ def render(sections: Sequence[Section], empty: Sequence[Results] = ()) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"number": _cell, "signed": _signed}
+    environment.filters |= {"number": _cell, "signed": _signed, "measured": _measured, "range": _range, "words": _words}
     template = environment.from_string(resources.files("sim.report").joinpath("page.html").read_text(encoding="utf-8"))
     documents = [document for section in sections for _, document in section.results.documents]
     return template.render(
@@ -86,10 +97,13 @@ def render(sections: Sequence[Section], empty: Sequence[Results] = ()) -> str:
         empty=empty,
         style=STYLE,
         version=__version__,
+        sources=sources_digest(),
         seeds=sorted({document["seed"] for document in documents}),
         runs=len(documents),
         used_curves=_curves(sections),
         columns=_columns,
+        reasons=_reasons,
+        sources_of=_sources(sections),
     )
 
 
@@ -114,10 +128,12 @@ def _describe(figure: Figure) -> str:
     return words + "".join(f", {axis} {name}" for axis, name in figure.where.items())
 
 
-def _write_series(path: Path, figure: Figure, series: Mapping[str, Mapping[str, float]]) -> None:
+def _write_series(path: Path, figure: Figure, series: Mapping[str, Mapping[str, Spread]]) -> None:
     rows: list[dict[str, Any]] = []
     for name, line in series.items():
-        rows += [{figure.series or "metric": name, figure.x: x, "value": value} for x, value in line.items()]
+        for x, value in line.items():
+            spread = {"value": value.mean, "least": value.least, "most": value.most, "seeds": value.seeds}
+            rows.append({figure.series or "metric": name, figure.x: x} | spread)
     _write_table(path, rows)
 
 
@@ -144,6 +160,12 @@ def _columns(results: Results) -> dict[str, str]:
     return {name: heading for name, heading in wanted.items() if name in there}
 
 
+def _sources(sections: Sequence[Section]) -> list[str]:
+    """Return where published figures are from, each once."""
+    every = [finding.claim.source for section in sections for finding in section.findings]
+    return list(dict.fromkeys(source for source in every if source))
+
+
 def _curves(sections: Sequence[Section]) -> list[Any]:
     used = {section.results.experiment.convergence for section in sections}
     return [item for name, item in curves().items() if name in used or item.measured]
@@ -160,3 +182,25 @@ def _signed(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     return f"{value:+.1f} %" if unit == "%" else f"{number(value)} {unit}"
+
+
+def _measured(value: Spread | None, unit: str) -> str:
+    return _signed(None if value is None else value.mean, unit)
+
+
+def _range(value: Spread | None, unit: str) -> str:
+    """Return what single seeds gave."""
+    if value is None or value.seeds < 2:
+        return ""
+    return f"{_signed(value.least, unit)} to {_signed(value.most, unit)}"
+
+
+def _words(name: str) -> str:
+    """Return a claim's name as words, with names as they are written."""
+    words = [_NAMES.get(word, word) for word in name.split("_")]
+    return " ".join([words[0][0].upper() + words[0][1:] if words[0] not in _NAMES.values() else words[0], *words[1:]])
+
+
+def _reasons(findings: Sequence[Finding]) -> list[str]:
+    """Return what is said to why figures differ, each once."""
+    return list(dict.fromkeys(finding.claim.reason for finding in findings if finding.claim.reason))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of an experiment: bars or lines over an axis, as SVG that needs no script."""
+"""Plots of an experiment: bars or lines over an axis, means and the range of seeds, as SVG that needs no script."""
 
 import math
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from typing import Final
 from dlcp.demo.svg import STYLE as DRAWING_STYLE
 from dlcp.demo.svg import Drawing, Scale, text_width
 from sim.experiment import Figure
+from sim.report.results import Spread
 
 COLOURS: Final = ("s0", "s1", "s2", "s3", "s4", "s5")
 OWN: Final = "dlcp"
@@ -19,13 +20,15 @@ STYLE: Final = (
 :root { --s0: #8b949e; --s1: #c04a00; --s2: #8a6d00; --s3: #00805b; --s4: #8250a8; --s5: #a3345f; }
 @media (prefers-color-scheme: dark) { :root {
   --s0: #8b949e; --s1: #ff8f4d; --s2: #e3c04b; --s3: #3fcf9f; --s4: #c79af0; --s5: #f285ab; } }
+svg .range { stroke-dasharray: none; stroke-width: 1.2; }
 """
 )
 WIDTH: Final = 448
 _LEFT: Final = 62.0
+_LABEL_LINES: Final = 4
 
 
-def draw(figure: Figure, series: Mapping[str, Mapping[str, float]]) -> Drawing:
+def draw(figure: Figure, series: Mapping[str, Mapping[str, Spread]]) -> Drawing:
     """Draw a figure's numbers, as `sim.report.results.series_of` gives them.
 
     Raises
@@ -33,14 +36,16 @@ def draw(figure: Figure, series: Mapping[str, Mapping[str, float]]) -> Drawing:
     ValueError
         There is no number to draw.
     """
+    if in_milliseconds(figure):
+        series = {name: {x: value.times(1e3) for x, value in line.items()} for name, line in series.items()}
     names = list(series)
     xs = list(dict.fromkeys(x for line in series.values() for x in line))
-    values = [value for line in series.values() for value in line.values()]
+    values = [end for line in series.values() for value in line.values() for end in (value.least, value.most)]
     if not values:
         raise ValueError(f"{figure.title}: there is nothing to draw")
     rows = _legend_rows(names) if len(names) > 1 else []
     top = 24.0 + 22 * len(rows)
-    drawing = Drawing(WIDTH, top + 252)
+    drawing = Drawing(WIDTH, top + 222 + 15 * (1 + max((len(_wrapped(name, len(xs))) for name in xs), default=1)))
     low, high = _range(values, figure.logarithmic, figure.kind)
     y = Scale(low, high, top + 200, top, figure.logarithmic)
     for tick in y.ticks(5):
@@ -59,9 +64,16 @@ def draw(figure: Figure, series: Mapping[str, Mapping[str, float]]) -> Drawing:
         _bars(drawing, series, xs, y, look)
     drawing.line(_LEFT, y.start, WIDTH - 8, y.start, "axis")
     for index, x_name in enumerate(xs):
-        drawing.text(_middle(index, len(xs)), y.start + 19, _short(x_name, len(xs)), "soft", "middle")
-    drawing.text((_LEFT + WIDTH - 8) / 2, y.start + 42, figure.x.replace("_", " "), "soft", "middle")
+        for line, words in enumerate(_wrapped(x_name, len(xs))):
+            drawing.text(_middle(index, len(xs)), y.start + 19 + 15 * line, words, "soft", "middle")
+    below = 23 + 15 * max(len(_wrapped(name, len(xs))) for name in xs)
+    drawing.text((_LEFT + WIDTH - 8) / 2, y.start + below + 4, figure.x.replace("_", " "), "soft", "middle")
     return drawing
+
+
+def in_milliseconds(figure: Figure) -> bool:
+    """Return whether a figure shows times, which are drawn in milliseconds."""
+    return figure.metric.endswith("_s") and not figure.metric.endswith("_per_s") and figure.relative_to is None
 
 
 def number(value: float) -> str:
@@ -80,7 +92,7 @@ def _range(values: list[float], logarithmic: bool, kind: str) -> tuple[float, fl
 
 def _bars(
     drawing: Drawing,
-    series: Mapping[str, Mapping[str, float]],
+    series: Mapping[str, Mapping[str, Spread]],
     xs: list[str],
     y: Scale,
     look: Mapping[str, str],
@@ -92,26 +104,43 @@ def _bars(
         for place, (name, line) in enumerate(series.items()):
             if x not in line:
                 continue
-            top = y(line[x])
+            value = line[x]
+            top = y(value.mean)
             colour = look[name] if len(series) > 1 else _colour(x, 0, 1)
-            drawing.rect(left + place * width, top, width - 2, y.start - top, colour, f"{name}, {x}: {number(line[x])}")
+            drawing.rect(left + place * width, top, width - 2, y.start - top, colour, _tip(name, x, value))
+            middle = left + place * width + width / 2 - 1
+            _range_mark(drawing, middle, y, value)
             if width >= 30:
-                drawing.text(left + place * width + width / 2 - 1, top - 5, number(line[x]), "soft", "middle")
+                drawing.text(middle, y(value.most) - 5, number(value.mean), "soft", "middle")
 
 
 def _lines(
     drawing: Drawing,
-    series: Mapping[str, Mapping[str, float]],
+    series: Mapping[str, Mapping[str, Spread]],
     xs: list[str],
     y: Scale,
     look: Mapping[str, str],
 ) -> None:
     for index, (name, line) in enumerate(series.items()):
-        points = [(_middle(place, len(xs)), y(line[x])) for place, x in enumerate(xs) if x in line]
+        points = [(_middle(place, len(xs)), y(line[x].mean)) for place, x in enumerate(xs) if x in line]
         drawing.path(points, look[name], "" if look[name] == OWN else DASHES[index % len(DASHES)], name)
         for place, x in enumerate(xs):
             if x in line:
-                drawing.dot(_middle(place, len(xs)), y(line[x]), look[name], 4, f"{name}, {x}: {number(line[x])}")
+                _range_mark(drawing, _middle(place, len(xs)), y, line[x])
+                drawing.dot(_middle(place, len(xs)), y(line[x].mean), look[name], 4, _tip(name, x, line[x]))
+
+
+def _range_mark(drawing: Drawing, x: float, y: Scale, value: Spread) -> None:
+    """Draw from the least to the most that a seed gave."""
+    if value.most > value.least:
+        drawing.line(x, y(value.least), x, y(value.most), "limit range")
+        for end in (value.least, value.most):
+            drawing.line(x - 4, y(end), x + 4, y(end), "limit range")
+
+
+def _tip(name: str, x: str, value: Spread) -> str:
+    spread = f" ({number(value.least)} to {number(value.most)}, {value.seeds} seeds)" if value.seeds > 1 else ""
+    return f"{name}, {x}: {number(value.mean)}{spread}"
 
 
 def _middle(index: int, count: int) -> float:
@@ -124,9 +153,17 @@ def _colour(name: str, index: int, count: int) -> str:
     )
 
 
-def _short(name: str, count: int) -> str:
-    most = max(4, int((WIDTH - 8 - _LEFT) / count / 7))
-    return name if len(name) <= most else name[: most - 1] + "…"
+def _wrapped(name: str, count: int) -> list[str]:
+    """Return a point's name in lines that have room under its place; a word that has not is cut."""
+    most = max(5, int((WIDTH - 8 - _LEFT) / count / 6.9))
+    lines: list[str] = []
+    for word in name.split():
+        kept = word if len(word) <= most else word[: most - 1] + "…"
+        if lines and len(lines[-1]) + 1 + len(kept) <= most:
+            lines[-1] += f" {kept}"
+        else:
+            lines.append(kept)
+    return lines[:_LABEL_LINES]
 
 
 def _legend_rows(names: list[str]) -> list[list[str]]:

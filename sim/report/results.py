@@ -2,14 +2,37 @@
 """The results of an experiment as they lie in its folder."""
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from sim.experiment import Experiment, Figure, Run
 from sim.reading import Described
 from sim.sweep import existing
+
+Place: TypeAlias = tuple[tuple[str, str], ...]
+"""Points by axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A number with what other seeds give: their mean, the least, the most, and how many there are."""
+
+    mean: float
+    least: float
+    most: float
+    seeds: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Return the spread of at least one value."""
+        return cls(math.fsum(values) / len(values), min(values), max(values), len(values))
+
+    def times(self, factor: float) -> "Spread":
+        """Return it in another unit."""
+        return Spread(self.mean * factor, self.least * factor, self.most * factor, self.seeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +57,18 @@ class Results:
         names = next(known.points for known in self.experiment.axes if known.name == axis)
         return [point.name for point in names if point.name in there]
 
-    def values(self, metric: str, where: Mapping[str, str]) -> dict[tuple[tuple[str, str], ...], float]:
-        """Return a metric of all runs at ``where``, by their points on the other axes."""
-        found = {}
+    def values(self, metric: str, where: Mapping[str, str]) -> dict[Place, dict[int, float]]:
+        """Return a metric of all runs at ``where``: by their points on the other axes, then by seed."""
+        found: dict[Place, dict[int, float]] = {}
         for run, document in self.documents:
             if all(run.point.get(axis) == name for axis, name in where.items()) and metric in document["metrics"]:
                 rest = tuple((axis, name) for axis, name in run.point.items() if axis not in where)
-                found[rest] = float(document["metrics"][metric])
+                found.setdefault(rest, {})[run.setting.seed] = float(document["metrics"][metric])
         return found
 
-    def value(self, metric: str, where: Mapping[str, str]) -> float | None:
-        """Return a metric of the one run at ``where``; None if there is none."""
-        return next(iter(self.values(metric, where).values()), None)
+    def value(self, metric: str, where: Mapping[str, str]) -> dict[int, float]:
+        """Return a metric of the one combination at ``where``, by seed; nothing if there are no results."""
+        return next(iter(self.values(metric, where).values()), {})
 
     def rows(self) -> Iterator[dict[str, str | float | int]]:
         """Return a row of a table for every run: its points, seed, version and numbers."""
@@ -71,31 +94,37 @@ def load(described: Described, out: Path) -> Results:
     return Results(described.experiment, tuple(documents), tuple(missing))
 
 
-def series_of(results: Results, figure: Figure) -> dict[str, dict[str, float]]:
+def series_of(results: Results, figure: Figure) -> dict[str, dict[str, Spread]]:
     """Return a figure's numbers: by series (its metric's name without), then by point on the x axis."""
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, dict[int, float]]] = {}
     names = results.points(figure.series) if figure.series else [figure.metric]
     for name in names:
-        line = {}
+        found[name] = {}
         for x in results.points(figure.x):
             where = {**figure.where, figure.x: x} | ({figure.series: name} if figure.series else {})
-            value = results.value(figure.metric, where)
-            if value is not None:
-                line[x] = value
-        found[name] = line
-    return _relative(found, figure) if figure.relative_to else found
+            found[name][x] = results.value(figure.metric, where)
+    if figure.relative_to:
+        found = _relative(found, figure)
+    return {
+        name: {x: Spread.of(values) for x, by_seed in line.items() if (values := list(by_seed.values()))}
+        for name, line in found.items()
+    }
 
 
-def _relative(found: dict[str, dict[str, float]], figure: Figure) -> dict[str, dict[str, float]]:
-    changed: dict[str, dict[str, float]] = {}
+def _relative(
+    found: Mapping[str, Mapping[str, Mapping[int, float]]], figure: Figure
+) -> dict[str, dict[str, dict[int, float]]]:
+    """Divide each number by that of the point that it stands against, seed by seed."""
+    changed: dict[str, dict[str, dict[int, float]]] = {}
+    base_name = figure.relative_to or ""
     for name, line in found.items():
         changed[name] = {}
-        for x, value in line.items():
-            base = (
-                found.get(figure.relative_to or "", {}).get(x) if figure.series else line.get(figure.relative_to or "")
-            )
-            if base and value:
-                changed[name][x] = base / value if figure.inverse else value / base
+        for x, by_seed in line.items():
+            bases = found.get(base_name, {}).get(x, {}) if figure.series else line.get(base_name, {})
+            pairs = {seed: (value, bases[seed]) for seed, value in by_seed.items() if value and bases.get(seed)}
+            changed[name][x] = {
+                seed: base / value if figure.inverse else value / base for seed, (value, base) in pairs.items()
+            }
     return changed
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from dlcp import __version__
 from sim.experiment import Claim
-from sim.report.results import Results
+from sim.report.results import Place, Results, Spread
+from sim.sources import sources_digest
 
 
 class ReportError(RuntimeError):
@@ -29,22 +30,25 @@ class Finding:
 
     claim: Claim
     experiment: str
-    measured: float | None
+    measured: Spread | None
     best: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        claim = self.claim
+        """Return it as plain values; ``measured`` is the mean over the seeds, ``spread`` the least and the most."""
+        claim, measured = self.claim, self.measured
         found: dict[str, Any] = {
             "name": f"{self.experiment}.{claim.name}",
             "paper": claim.paper,
-            "measured": None if self.measured is None else round(self.measured, 3),
+            "measured": None if measured is None else round(measured.mean, 3),
             "unit": claim.unit,
-            "source": claim.source,
+            "source": claim.source or "nothing is published",
         }
-        if claim.paper is not None and self.measured is not None:
-            found["deviation"] = round(self.measured - claim.paper, 3)
-        return found | ({"at": self.best} if self.best else {}) | ({"reason": claim.reason} if claim.reason else {})
+        if measured is not None:
+            found |= {"spread": [round(measured.least, 3), round(measured.most, 3)], "seeds": measured.seeds}
+            if claim.paper is not None:
+                found["deviation"] = round(measured.mean - claim.paper, 3)
+        words = {"at": self.best, "against": claim.against, "reason": claim.reason}
+        return found | {name: text for name, text in words.items() if text}
 
 
 def findings(results: Results) -> list[Finding]:
@@ -55,30 +59,42 @@ def findings(results: Results) -> list[Finding]:
 def _finding(results: Results, claim: Claim) -> Finding:
     ours = results.values(claim.metric, claim.ours)
     if claim.form == "value":
-        return _best(results, claim, ours)
-    found: dict[tuple[tuple[str, str], ...], float] = {}
-    for rest, value in ours.items():
+        return _chosen(results, claim, ours)
+    found: dict[Place, dict[int, float]] = {}
+    for rest, values in ours.items():
         # The other axes stay what they are; an axis that only ``theirs`` names is where the two differ.
         where = {axis: name for axis, name in rest if axis not in claim.theirs} | _shared(claim) | claim.theirs
         theirs = results.value(claim.metric, where)
-        if theirs and value:
-            found[rest] = 100 * (value / theirs - 1 if claim.form == "change_percent" else theirs / value - 1)
-    return _best(results, claim, found)
+        # Seed by seed, for both have the same hosts and the same jitter then.
+        pairs = {seed: (value, theirs[seed]) for seed, value in values.items() if value and theirs.get(seed)}
+        if pairs:
+            found[rest] = {seed: _percent(claim, *pair) for seed, pair in pairs.items()}
+    return _chosen(results, claim, found)
+
+
+def _percent(claim: Claim, ours: float, theirs: float) -> float:
+    return 100 * (ours / theirs - 1 if claim.form == "change_percent" else theirs / ours - 1)
 
 
 def _shared(claim: Claim) -> dict[str, str]:
     return {axis: name for axis, name in claim.ours.items() if axis not in claim.theirs}
 
 
-def _best(results: Results, claim: Claim, found: Mapping[tuple[tuple[str, str], ...], float]) -> Finding:
+def _chosen(results: Results, claim: Claim, found: Mapping[Place, Mapping[int, float]]) -> Finding:
+    """Return the best combination by its mean over seeds, or every seed's mean over the combinations."""
     name = results.experiment.name
     if not found:
         return Finding(claim, name, None)
     if claim.over == "mean":
-        return Finding(claim, name, math.fsum(found.values()) / len(found))
+        seeds = set.intersection(*(set(values) for values in found.values()))
+        if not seeds:
+            return Finding(claim, name, None)
+        means = [math.fsum(values[seed] for values in found.values()) / len(found) for seed in sorted(seeds)]
+        return Finding(claim, name, Spread.of(means))
+    spreads = {rest: Spread.of(list(values.values())) for rest, values in found.items()}
     pick = min if claim.form == "change_percent" else max
-    rest = pick(found, key=lambda key: found[key])
-    return Finding(claim, name, found[rest], ", ".join(f"{axis} {point}" for axis, point in rest))
+    rest = pick(spreads, key=lambda key: spreads[key].mean)
+    return Finding(claim, name, spreads[rest], ", ".join(f"{axis} {point}" for axis, point in rest))
 
 
 def write_summary(every: Sequence[Results], path: Path) -> list[Finding]:
@@ -94,6 +110,7 @@ def write_summary(every: Sequence[Results], path: Path) -> list[Finding]:
     found = [finding for results in every for finding in findings(results)]
     document = {
         "version": __version__,
+        "sources": sources_digest(),
         "seeds": sorted({int(item["seed"]) for results in every for _, item in results.documents}),
         "figures": [finding.as_json() for finding in found],
         "missing_runs": {results.experiment.name: len(results.missing) for results in every if results.missing},

@@ -7,7 +7,18 @@ from sim import BackgroundSpec, CollectiveJob, FailureSpec, Scenario
 from sim.switches import BUFFERS, SPRAYINGS, EcnSpec, SwitchSpec
 from sim.topology.build import build
 from sim.topology.specs import Dragonfly, FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec
-from sim.transports import Cubic, Dctcp, Dlcp, Ndp, NewReno, PFabric, Pias, Swift, TransportSpec
+from sim.transports import (
+    Cubic,
+    Dctcp,
+    Dlcp,
+    Ndp,
+    NewReno,
+    PFabric,
+    Pias,
+    Swift,
+    TransportSpec,
+    WithTailProbe,
+)
 
 TRANSPORTS = (Dlcp, Dctcp, Dlcp, NewReno, Dlcp, Cubic, Swift, Dlcp, Pias, PFabric, Ndp)
 OWN_DISCIPLINE = {PFabric: "pfabric", Ndp: "trim", Pias: "priority"}
@@ -56,6 +67,29 @@ def draw(seed: int) -> Scenario:
         seed=seed,
         stop_s=0.2,
     )
+
+
+def _incast(transport: TransportSpec, switches: SwitchSpec, failures: tuple[FailureSpec, ...] = ()) -> Scenario:
+    job = CollectiveJob(
+        name="job", hosts=tuple(range(6)), size_bytes=200_000, collective="parameter_server", transport="t"
+    )
+    topology = LeafSpine(leaves=2, spines=1, hosts_per_leaf=3, host_link=LinkSpec(rate_gbps=10.0))
+    return Scenario(
+        topology=topology, switches=switches, transports={"t": transport}, jobs=(job,), failures=failures, stop_s=0.5
+    )
+
+
+RARE = (
+    _incast(
+        NewReno(), SwitchSpec(ecn=EcnSpec(min_packets=3, max_packets=40, max_probability=0.2, drop_incapable=True))
+    ),
+    _incast(
+        PFabric(probe_after_timeouts=2),
+        SwitchSpec(discipline="pfabric", buffer_packets=12),
+        (FailureSpec(nodes=("leaf0", "spine0"), loss_ratio=0.9, start_s=2e-5, stop_s=8e-4),),
+    ),
+)
+"""What random scenarios seldom come to: RED's drops, and pFabric's questions."""
 
 
 def _topology(dice: random.Random) -> TopologySpec:
@@ -109,6 +143,10 @@ def _transport(dice: random.Random, kind: type) -> TransportSpec:
         options["min_timeout_us"] = dice.choice([60.0, 400.0])
     if dice.random() < 0.3:
         options["packet_bytes"] = 9000
+    if issubclass(kind, WithTailProbe):
+        options["tail_probe"] = dice.random() < 0.7
+    if kind is PFabric and dice.random() < 0.5:
+        options["probe_after_timeouts"] = 2
     if kind is Dlcp:
         options["immediate"] = dice.random() < 0.4
         options["switch_hops"] = dice.choice([1, 2])

@@ -5,6 +5,7 @@ who runs them.
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from experiments_small import EXPERIMENT, write_experiment
@@ -13,6 +14,10 @@ from dlcp.cli import main
 from dlcp.document import DocumentError
 from sim.command import experiment_files
 from sim.reading import read
+from sim.report.plots import draw
+from sim.report.results import Spread, load, series_of
+from sim.report.summary import findings
+from sim.running import digest, write
 from sim.sweep import SweepError, existing, result_file, sweep
 
 
@@ -31,7 +36,7 @@ def test_what_comes_with_dlcp_can_be_read(path) -> None:
     assert full.experiment.name == path.stem
     assert 1 <= len(quick.runs) <= len(full.runs)
     assert full.experiment.figures
-    assert full.experiment.claims
+    assert full.experiment.claims or full.experiment.quick.skip
 
 
 @pytest.mark.parametrize(
@@ -112,9 +117,44 @@ def test_an_interrupted_sweep_keeps_what_it_has(swept, tmp_path, monkeypatch) ->
     assert [path.name for path in tmp_path.iterdir()] == [f"{described.runs[0].name}.json"]
 
 
+def test_results_of_another_simulator_are_run_again(swept, monkeypatch) -> None:
+    folder, described = swept
+    out = folder / "out" / "small"
+    assert existing(out, described.runs[0]) is not None
+    import sim.running as module
+
+    monkeypatch.setattr(module, "sources_digest", lambda: "of another simulator")
+    assert existing(out, described.runs[0]) is None
+
+
+def test_a_change_of_the_simulator_changes_the_digest_and_one_of_the_report_does_not(tmp_path, monkeypatch) -> None:
+    import sim.sources as module
+
+    root = Path(module.__file__).parent.parent
+    for name in ("sim/kernel/loop.py", "sim/report/page.py", *module._SHARED):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((root / name).read_bytes())
+    monkeypatch.setattr(module, "_ROOT", tmp_path)
+
+    def changed(name: str) -> bool:
+        before = module.sources_digest.__wrapped__()
+        with (tmp_path / name).open("a", encoding="utf-8") as stream:
+            stream.write("# changed\n")
+        return module.sources_digest.__wrapped__() != before
+
+    assert changed("sim/kernel/loop.py")
+    assert changed("dlcp/tags.py")
+    assert not changed("sim/report/page.py")
+    program = tmp_path / "dlcp.json"
+    program.write_text("{}")
+    before = module.sources_digest.__wrapped__()
+    monkeypatch.setattr(module, "PROGRAM_PATH", program)
+    assert module.sources_digest.__wrapped__() != before
+
+
 def test_another_seed_gives_other_results(swept, tmp_path) -> None:
     folder, described = swept
-    again = read(folder / "small.yaml", seed=2)
+    again = read(folder / "small.yaml", seeds=[2])
     sweep(again.runs[:1], tmp_path, processes=1, progress=io.StringIO())
     one = json.loads(result_file(folder / "out" / "small", described.runs[0]).read_text())
     other = json.loads(result_file(tmp_path, again.runs[0]).read_text())
@@ -156,7 +196,7 @@ def test_the_report_holds_every_figure(swept, capsys) -> None:
     summary = json.loads((out / "summary.json").read_text())
     faster, best = summary["figures"]
     assert set(faster) >= {"name", "paper", "measured", "unit", "source", "deviation"}
-    one, other = (json.loads((out / "small" / f"{name}-slow.json").read_text()) for name in ("fifo", "dlcp"))
+    one, other = (json.loads((out / "small" / f"{name}-slow-seed1.json").read_text()) for name in ("fifo", "dlcp"))
     slow = 100 * (one["metrics"]["step_s"] / other["metrics"]["step_s"] - 1)
     assert best["measured"] >= slow - 1e-3
     assert best["measured"] >= faster["measured"]
@@ -166,9 +206,27 @@ def test_the_report_holds_every_figure(swept, capsys) -> None:
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "<script" not in page
     rows = (out / "figures" / "small_1.csv").read_text().splitlines()
-    assert rows[0] == "scheduler,rate,value"
+    assert rows[0] == "scheduler,rate,value,least,most,seeds"
     assert len(rows) == 5
     assert (out / "figures" / "small_2.svg").read_text().startswith("<svg")
+
+
+def test_claims_are_judged_seed_by_seed_and_figures_show_the_range(tmp_path) -> None:
+    path = write_experiment(tmp_path, EXPERIMENT.replace("setting:", "seeds: [5, 6, 7]\nsetting:", 1))
+    described = read(path, quick=True)
+    assert [item.setting.seed for item in described.runs] == [5, 6, 7] * 2
+    steps = {"FIFO": (2.0, 3.0, 4.0), "DLCP": (1.0, 2.0, 2.0)}
+    for item in described.runs:
+        step_s = steps[item.point["scheduler"]][item.setting.seed - 5]
+        document = {"complete": True, "digest": digest(item), "seed": item.setting.seed, "version": "0", "jobs": []}
+        write(document | {"metrics": {"step_s": step_s}}, result_file(tmp_path / "small", item))
+    results = load(described, tmp_path)
+    for finding in findings(results):
+        assert finding.measured == Spread(250 / 3, 50.0, 100.0, 3)
+    assert findings(results)[0].as_json()["spread"] == [50.0, 100.0]
+    figure = results.experiment.figures[1]
+    assert series_of(results, figure)["DLCP"]["slow"] == Spread(5.5 / 3, 1.5, 2.0, 3)
+    assert "2, 3 seeds)" in draw(figure, series_of(results, figure)).inline("", "")
 
 
 def test_results_are_compared(swept, tmp_path, capsys) -> None:

@@ -6,8 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from sim import Scenario, Simulation
+from sim import FailureSpec, Scenario, Simulation
 from sim.graph import OWN_LANE, GraphBuilder
+from sim.jobs import failure
 from sim.plan import make_plan
 from sim.reference.congestion import CubicWindow, DctcpWindow, DlcpWindow, NewRenoWindow, SwiftWindow
 from sim.reference.parts import Transport
@@ -97,6 +98,9 @@ def test_dlcp_takes_loss_as_a_signal_and_a_silence_too():
     assert dlcp.packets == 30
     dlcp.on_timeout(50)
     assert dlcp.packets == 15
+    for _ in range(8):
+        dlcp.on_timeout(50)
+    assert dlcp.timeout_ps() == 2 * 500_000_000  # it may wait in a lower queue
 
 
 def test_swift_shrinks_in_proportion_to_the_delay_above_its_target():
@@ -129,10 +133,71 @@ def test_tcp_delivers_everything_through_a_small_buffer(transport):
     assert counts[ARRIVED] == records["packets"].sum()
 
 
+@pytest.mark.parametrize("transport", [NewReno, Dctcp, Cubic])
+def test_the_tail_of_a_message_is_repaired_after_two_round_trips(transport):
+    from sim.counters import TAIL_PROBES, TIMEOUTS
+
+    def repaired(tail_probe: bool) -> tuple[float, int, int]:
+        # Three senders overflow a queue of 20 packets with the last packets of what they send.
+        spec = transport(tail_probe=tail_probe, min_timeout_us=200_000.0, initial_window_packets=16)
+        messages = [(source, 0, 2 * 1440, 0) for source in (1, 2, 3)]  # the round-trip time is known after these
+        messages += [(source, 0, 16 * 1440, 1_000_000_000) for source in (1, 2, 3)]
+        scenario = Scenario(
+            topology=Star(hosts=9, host_link=LINK),
+            switches=SwitchSpec(buffer_packets=20, ecn=None),
+            transports={"t": spec},
+        )
+        kept = []
+        simulation = Simulation(scenario, engine="reference", on_records=lambda _, records: kept.append(records))
+        builder = GraphBuilder()
+        for source, target, size, begin in messages:
+            builder.messages(source, target, size, transport=0, delay_ps=begin)
+        simulation.submit(builder.build())
+        simulation.run()
+        counts = simulation.engine.counts
+        return float(kept[0]["end_ps"].max()) / 1e9, int(counts[TAIL_PROBES]), int(counts[TIMEOUTS])
+
+    took_ms, probes, timeouts = repaired(True)
+    assert took_ms < 3
+    assert probes > 0
+    assert timeouts == 0
+    took_ms, probes, timeouts = repaired(False)
+    assert took_ms > 200
+    assert probes == 0
+    assert timeouts > 0
+
+
+def test_pfabric_asks_after_some_timeouts_and_goes_on_when_it_is_answered():
+    from sim.counters import PROBES, TIMEOUTS
+
+    # The link loses everything at first: timeouts of 45 us, so five of them after 225 us, then a question at each.
+    topology = LeafSpine(leaves=2, spines=1, hosts_per_leaf=1, host_link=LINK, fabric_link=LINK)
+    scenario = Scenario(
+        topology=topology,
+        switches=SwitchSpec(discipline="pfabric", buffer_packets=36),
+        transports={"t": PFabric()},
+        failures=(FailureSpec(nodes=("leaf0", "spine0"), loss_ratio=0.9999, stop_s=5e-4),),
+    )
+    kept = []
+    simulation = Simulation(scenario, engine="reference", on_records=lambda _, records: kept.append(records))
+    simulation.process(failure(simulation, scenario.failures[0]))
+    builder = GraphBuilder()
+    builder.messages(0, 1, 144_000, transport=0, lane=OWN_LANE)
+    simulation.submit(builder.build())
+    simulation.run()
+    counts = simulation.engine.counts
+    # Data five times at most: a window of 18, then one packet at a time.
+    assert kept[0]["sent_packets"][0] <= 100 + 18 + 4 + 4
+    assert 5 <= counts[PROBES] <= 8
+    assert counts[TIMEOUTS] == counts[PROBES] + 4
+    assert 500_000_000 < kept[0]["end_ps"][0] < 900_000_000
+
+
 def test_pias_lets_short_messages_overtake_long_ones():
     messages = [(1, 0, 2_000_000, 0), (2, 0, 30_000, 500_000_000)]
     switches = SwitchSpec(discipline="priority")
-    pias, _, _ = run(Pias(), switches, messages)
+    demotion = (50_000, 150_000, 450_000, 1_000_000)
+    pias, _, _ = run(Pias(demotion_bytes=demotion), switches, messages)
     plain, _, _ = run(Dctcp(initial_window_packets=20), SwitchSpec(ecn=None, buffer_packets=4000), messages)
     alone = 21 * PACKET_PS + 3_000_000 + PACKET_PS
     assert took(pias[1]) < 2 * alone + 15_000_000

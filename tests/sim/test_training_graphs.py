@@ -5,13 +5,18 @@ import numpy as np
 import pytest
 
 from sim.collectives import PULL_MESSAGE, Exchange, ring
+from sim.experiment import Setting
 from sim.graph import Graph, GraphBuilder
 from sim.models.profile import StepProfile, TimedLayer
+from sim.simulation import Simulation
+from sim.topology.specs import Star
 from sim.training.exchanges import all_reduce
 from sim.training.job import StragglerSpec, TrainingJob
 from sim.training.placement import place
+from sim.training.process import Progress, training
 from sim.training.schedulers import ALIKE, class_shares, piece_limit, pieces
 from sim.training.steps import step_graph
+from sim.transports import Dctcp
 
 LAYERS = tuple(TimedLayer(f"layer{i}", 1_000_000 * (i + 1), 0.001, 0.002) for i in range(4))
 
@@ -156,3 +161,43 @@ def test_jobs_get_hosts_of_their_own() -> None:
 def test_contradictions_are_refused(fields, message) -> None:
     with pytest.raises(ValueError, match=message):
         TrainingJob(name="j", **fields)
+
+
+def steps_of(*jobs: TrainingJob, seed: int = 1) -> dict[str, list[float]]:
+    """Run jobs on links so fast that computing decides; return the steps of each."""
+    profile = StepProfile("m", tuple(TimedLayer(f"layer{i}", 500, 0.001, 0.002) for i in range(2)), 1, "-")
+    links = Star(hosts=sum((job.workers + job.servers) * job.copies for job in jobs))
+    setting = Setting(topology=links, transports={"t": Dctcp()}, training=jobs, seed=seed)
+    simulation = Simulation(setting.scenario(), engine="reference", class_shares=class_shares())
+    progress = [Progress(placed, profile) for placed in place(jobs, links.hosts, seed)]
+    for item in progress:
+        simulation.process(training(simulation, item))
+    simulation.run()
+    return {item.job.name: item.step_s for item in progress}
+
+
+def test_a_straggler_holds_all_up() -> None:
+    slow = TrainingJob(name="j", workers=4, transport="t", steps=2, stragglers=(StragglerSpec(worker=2, factor=3.0),))
+    assert steps_of(slow)["j"] == pytest.approx([0.018, 0.018], rel=0.02)
+    assert steps_of(TrainingJob(name="j", workers=4, transport="t", steps=2))["j"] == pytest.approx(
+        [0.006] * 2, rel=0.05
+    )
+
+
+def test_jitter_makes_the_slowest_worker_count() -> None:
+    job = TrainingJob(name="j", workers=16, transport="t", steps=20, jitter=0.1)
+    steps = np.array(steps_of(job)["j"])
+    # The largest of 16 normal values lies 1.77 deviations above their mean.
+    assert steps.mean() / 0.006 == pytest.approx(1 + 1.77 * 0.1, abs=0.04)
+    assert steps_of(job)["j"] == steps.tolist()
+    assert steps_of(job, seed=2)["j"] != steps.tolist()
+
+
+def test_jobs_run_side_by_side_each_with_a_jitter_of_its_own() -> None:
+    steps = steps_of(
+        TrainingJob(name="a", workers=2, transport="t", copies=2, jitter=0.1, stagger_s=0.001),
+        TrainingJob(name="b", workers=3, transport="t", jitter=0.1, stragglers=(StragglerSpec(worker=0, factor=2.0),)),
+    )
+    assert set(steps) == {"a0", "a1", "b"}
+    assert steps["a0"] != steps["a1"]
+    assert min(steps["b"]) > max(*steps["a0"], *steps["a1"])
