@@ -25,6 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.fixture
 def healthy(monkeypatch):
     """A machine whose every finding is known: what is tested is the page, not the machine it is tested on."""
+    monkeypatch.setenv("COLUMNS", "120")
     for name in ("examine_kernel", "examine_namespaces", "examine_python", "examine_torch"):
         finding = Finding(name.removeprefix("examine_"), Status.OK, "as it should be", data={"known": True})
         monkeypatch.setattr(machine, name, lambda finding=finding: finding)
