@@ -121,7 +121,9 @@ class Options:
         check_samples(self.samples)
         if self.samples and (self.combine != "average" or self.compression == "signsgd"):
             what = "signsgd, which counts votes" if self.compression == "signsgd" else f"combine {self.combine!r}"
-            raise ValueError(f"samples are the weights of an average; they say nothing to {what}: leave one of them out")
+            raise ValueError(
+                f"samples are the weights of an average; they say nothing to {what}: leave one of them out"
+            )
         if self.adapt and self.combine != "average":
             raise ValueError(f"adapt chooses among ways to average; with combine {self.combine!r} it has to be off")
         check_coding(self.compression, self.combine, self.collective, fallback=self.fallback)
