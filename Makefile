@@ -25,7 +25,7 @@ demo: $(STAMP) ## train a real model over a congested switch, with and without D
 test: lint ## set up, check style and types, and run every test
 	@.ci/packages ip=iproute2 tshark
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
-	@$(MAKE) --no-print-directory test-mxnet test-tensorflow test-jax
+	@$(MAKE) --no-print-directory -j3 --output-sync=target test-mxnet test-tensorflow test-jax
 
 test-mxnet test-tensorflow test-jax: test-%: $(STAMP) ## train with MXNet, in an environment of its own; test-tensorflow and test-jax likewise
 	@status=0; .ci/set-up-framework $* || status=$$?; \
