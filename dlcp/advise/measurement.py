@@ -48,7 +48,7 @@ class AdvisedMeasurement(Measurement):
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         assert state.endpoint
         mine = Survey.of(rank, ranks, state.ledger, state.endpoint)
-        told: list[tuple[Survey, list[float], list[float]]] = [None] * ranks  # type: ignore[list-item]
+        told: list[Any] = [None] * ranks
         dist.all_gather_object(told, (mine, self.seconds[DLCP], self.seconds[NONE]), group=group)
         step_s, floor_s = (
             median(max(step) for step in zip(*(each[which] for each in told), strict=False)) for which in (1, 2)

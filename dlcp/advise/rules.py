@@ -139,7 +139,13 @@ class Advice:
     @property
     def settings(self) -> Settings:
         """The options as chosen."""
-        return Settings(**{choice.option: choice.value for choice in self.choices})  # type: ignore[arg-type]
+        chosen = asdict(Settings()) | {choice.option: choice.value for choice in self.choices}
+        return Settings(
+            float(chosen["loss_bound"]),
+            float(chosen["protected_share"]),
+            str(chosen["compression"]),
+            str(chosen["collective"]),
+        )
 
     @property
     def changes(self) -> dict[str, float | str]:

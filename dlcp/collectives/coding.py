@@ -139,7 +139,7 @@ class CodingReducer(ABC):
         return Salvage(*name, values, values_per_packet, np.ones(packets, np.bool_), whole)
 
 
-class CodedRun(Course):
+class CodedRun(Course, ABC):
     """One bucket on its way.
 
     Attributes
@@ -161,9 +161,9 @@ class CodedRun(Course):
             Occasion(step, reducer.endpoint.rank, SEED),
         )
 
+    @abstractmethod
     def start(self) -> None:
         """Send the bucket on its way."""
-        raise NotImplementedError
 
     def finish(self, again: Again) -> None:
         """Form the result, and let the endpoint's thread, which ends with the endpoint, write it into the bucket."""
@@ -177,9 +177,9 @@ class CodedRun(Course):
         except TransportError as error:
             self.fail(error)
 
+    @abstractmethod
     def owed(self) -> Values | None:
         """Return what is owed of this bucket, if its result is formed as this rank knows; None: nothing."""
-        raise NotImplementedError
 
     def salvage(self) -> Salvage:
         """Return what this rank holds of the bucket: all of its own, and what it owes if another has the result."""

@@ -152,9 +152,11 @@ class Exchange:
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
-        self._closed.set()
-        if self._recovery:
-            self._recovery.join(self.deadline_s)
+        with self._changed:
+            self._closed.set()
+            recovery = self._recovery
+        if recovery:
+            recovery.join(self.deadline_s)
         if self._endpoint:
             self._endpoint.close(reason)
 
@@ -241,7 +243,7 @@ class Exchange:
                 self._recovery = threading.Thread(
                     target=self._recover, args=(error,), name="dlcp-recovery", daemon=True
                 )
-                self._recovery.start()
+                self._recovery.start()  # under the lock, for close joins what it finds
         for handed in failed:
             if not handed.answer.done():
                 handed.answer.set_exception(error)

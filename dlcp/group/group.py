@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,19 +19,18 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.advise.pilot import Pilot, PilotedReducer
-from dlcp.advise.rules import Settings
-from dlcp.collectives import ErrorFeedback, Reducer, make_reducer
+from dlcp.advise.pilot import Pilot
+from dlcp.collectives import ErrorFeedback
 from dlcp.collectives.samples import check_samples
 from dlcp.group import whole
 from dlcp.group.agreement import Agreement
 from dlcp.group.buckets import Buckets, Filling, Member
 from dlcp.group.channel import StoreChannel, ended_key
 from dlcp.group.exchange import CLOSED, Exchange, Mode
-from dlcp.group.joining import Joined, NotJoinedError, speaks
+from dlcp.group.joining import NotJoinedError, speaks
 from dlcp.group.joining import join as join_ranks
 from dlcp.group.options import Options
-from dlcp.group.steering import WEIGHS, Steering, all_weigh
+from dlcp.group.steering import WEIGHS, Steering, all_weigh, piloted
 from dlcp.group.store import Store, StoreError
 from dlcp.ledger import Ledger
 from dlcp.suggestion import closest
@@ -104,25 +104,9 @@ class Group:
             log.warning("DLCP: %s", joined.remark)
         self.options, self._endpoint = joined.options, joined.endpoint
         pilot = Pilot.of(joined.options, self.rank, ranks, ledger=self.ledger, joined=joined)
-        reducer = PilotedReducer(pilot, partial(self._make_reducer, joined, tagger, feedback))
+        reducer = piloted(pilot, joined, ranks, tagger=tagger, ledger=self.ledger, feedback=feedback)
         self._exchange.use(joined.endpoint, reducer, may_recover=self.options.fallback)
         self._steering = Steering(pilot, self._exchange, self._limit_s)
-
-    def _make_reducer(self, joined: Joined, tagger: Tagger, feedback: ErrorFeedback, settings: Settings) -> Reducer:
-        options = joined.options.with_(protected_share=settings.protected_share)
-        tagger.policy = options.classes()
-        return make_reducer(
-            settings.collective,
-            joined.endpoint,
-            range(self.size),
-            options=options.reduction(),
-            tagger=tagger,
-            ledger=self.ledger,
-            feedback=feedback,
-            topology=joined.topology,
-            compression=settings.compression,
-            combine=options.combine,
-        )
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -380,7 +364,10 @@ class Group:
             self._channel.gather(None)
 
     def close(self, reason: str | None = None) -> None:
-        """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
+        """Leave the other ranks; with a ``reason``, tell them that this rank gives up.
+
+        Rank 0, who has the ranks' store, waits for the others to leave too, for ``options.silence_s`` at most.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -394,13 +381,17 @@ class Group:
             with contextlib.suppress(StoreError):
                 self._store.leave(ended_key(self.rank), reason or CLOSED)
             self._exchange.close(reason)
-            if reason is None and self._exchange.mode is Mode.STORE and self._channel:
-                # Rank 0 has the store: with it would go what others have not read.
-                self._channel.deadline_s = self.options.silence_s
-                with contextlib.suppress(TransportError):
-                    self._channel.gather(None)
+            if reason is None and self.rank == 0:
+                self._let_others_leave(self._store)
             self._store.close()
         self._writer.shutdown(wait=True)
+
+    def _let_others_leave(self, store: Store) -> None:
+        """Wait until the others have ended: the store ends with this process, and they may still read it."""
+        end_s = time.monotonic() + self.options.silence_s
+        with contextlib.suppress(StoreError):
+            for rank in range(1, self.size):
+                store.first([ended_key(rank)], max(0.0, end_s - time.monotonic()))
 
     def _at_exit(self) -> None:
         self.close(reason_of_exit(self.rank))

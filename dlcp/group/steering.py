@@ -2,6 +2,7 @@
 """How a group's steps follow its pilot: each begins with a notice to all ranks, and gradients are weighed by it."""
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.advise.pilot import Pilot
-from dlcp.collectives import Bucket
+from dlcp.advise.pilot import Pilot, PilotedReducer
+from dlcp.advise.rules import Settings
+from dlcp.collectives import Bucket, ErrorFeedback, Reducer, make_reducer
 from dlcp.collectives.notice import bucket_of
 from dlcp.collectives.samples import weigh
 from dlcp.group.agreement import POLL_MAX_S, Agreement
 from dlcp.group.exchange import Exchange
+from dlcp.group.joining import Joined
+from dlcp.ledger import Ledger
+from dlcp.tags import Tagger
 from dlcp.transport import DeadlineError
 
 WEIGHS = "weighs"
@@ -26,6 +31,30 @@ def all_weigh(agreement: Agreement) -> bool:
     while agreement.left_s and not agreement.told(WEIGHS, range(agreement.size)):
         time.sleep(min(POLL_MAX_S, agreement.left_s))
     return agreement.told(WEIGHS, range(agreement.size))
+
+
+def piloted(
+    pilot: Pilot, joined: Joined, ranks: Sequence[int], *, tagger: Tagger, ledger: Ledger, feedback: ErrorFeedback
+) -> PilotedReducer:
+    """Return what averages as a pilot says, among ranks that have joined; the others are as of ``make_reducer``."""
+
+    def make(settings: Settings) -> Reducer:
+        options = joined.options.with_(protected_share=settings.protected_share)
+        tagger.policy = options.classes()
+        return make_reducer(
+            settings.collective,
+            joined.endpoint,
+            ranks,
+            options=options.reduction(),
+            tagger=tagger,
+            ledger=ledger,
+            feedback=feedback,
+            topology=joined.topology,
+            compression=settings.compression,
+            combine=options.combine,
+        )
+
+    return PilotedReducer(pilot, make)
 
 
 class Steering:

@@ -13,7 +13,8 @@ The lines that a training script needs::
 ``dlcp launch -n 4 -- python script.py`` starts it on four ranks.
 """
 
+from dlcp.group.metrics import average_metrics
 from dlcp.jax.names import forward_order, name_of
-from dlcp.jax.transformation import average_gradients, average_metrics, broadcast
+from dlcp.jax.transformation import average_gradients, broadcast
 
 __all__ = ["average_gradients", "average_metrics", "broadcast", "forward_order", "name_of"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Averaging gradients inside a jitted step: a callback for each gradient hands it over, one more waits for all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -111,14 +111,3 @@ def broadcast(tree: Any, group: Group, root: int = 0) -> Any:
         group.broadcast(values, root)
         received.append(jax.numpy.asarray(values))
     return structure.unflatten(received)
-
-
-def average_metrics(metrics: Mapping[str, Any], group: Group) -> dict[str, float]:
-    """Return the mean of each metric over all ranks, nothing lost; all ranks must give metrics of the same names."""
-    names = sorted(metrics)
-    total = np.zeros(len(names))
-    for rank in range(group.size):
-        theirs = np.array([metrics[name] for name in names], np.float64)
-        group.broadcast(theirs, rank)
-        total += theirs
-    return dict(zip(names, (total / group.size).tolist(), strict=True))

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from dlcp.group import Group
+from dlcp.group import metrics as metrics_of_group
 from dlcp.tensorflow.job import current
 from dlcp.tensorflow.optimizer import averages
 
@@ -26,15 +27,8 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, group: Gro
 
 
 def average_metrics(metrics: Mapping[str, float], group: Group | None = None) -> dict[str, float]:
-    """Return the mean of each metric over all ranks, nothing lost; all ranks must give metrics of the same names."""
-    group = group or current()
-    names = sorted(metrics)
-    total = np.zeros(len(names))
-    for rank in range(group.size):
-        theirs = np.array([metrics[name] for name in names], np.float64)
-        group.broadcast(theirs, rank)
-        total += theirs
-    return dict(zip(names, (total / group.size).tolist(), strict=True))
+    """Return the mean of each metric over all ranks; see :func:`dlcp.group.metrics.average_metrics`."""
+    return metrics_of_group.average_metrics(metrics, group or current())
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
@@ -94,7 +88,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._done = True
 
 
-class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
     """Replaces each epoch's metrics by their mean over all ranks; put it before callbacks that look at them."""
 
     def __init__(self, group: Group | None = None) -> None:

@@ -433,11 +433,6 @@ def cross_step(
         state = State(options or Options.from_environment())
     elif options is not None:
         state.options = options
-    if state.options.compression or state.options.combine != "average":
-        raise ValueError(
-            "cross_step neither compresses nor combines in other ways than by the average: leave out compression and "
-            "combine, or use dlcp.torch.enable"
-        )
     return CrossStep(model, optimizer, state, group, group_bytes)
 
 

@@ -14,15 +14,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, but its types do not say so
 from torch.nn.parallel import DistributedDataParallel
 
-from dlcp.advise.pilot import Pilot, PilotedReducer
-from dlcp.advise.rules import Settings
+from dlcp.advise.pilot import Pilot
 from dlcp.collectives import ErrorFeedback
-from dlcp.collectives.choice import Reducer, make_reducer
 from dlcp.collectives.notice import segments_of as segments_of_notice
 from dlcp.collectives.samples import check_samples
-from dlcp.group.agreement import Agreement
-from dlcp.group.joining import TURN_S, Joined, NotJoinedError, join, speaks
+from dlcp.group.joining import NotJoinedError, join, speaks
 from dlcp.group.options import Options
+from dlcp.group.steering import WEIGHS, all_weigh, piloted
 from dlcp.ledger import Ledger
 from dlcp.tags import Layer, Segment, Tagger, layers_in_order
 from dlcp.torch.agreement import agreement_of
@@ -43,8 +41,6 @@ __all__ = [
 
 log = logging.getLogger("dlcp")
 
-WEIGHS = "weighs"
-"""The topic on which ranks tell that they weigh by samples: if DLCP cannot be used, they go on so without it."""
 STEPS_KEPT = 10_000
 """Steps of which the times are kept."""
 
@@ -118,7 +114,7 @@ class State:
             if not self.options.fallback:
                 self.close()
                 raise
-            if self.options.weighted and not _all_told(agreement, WEIGHS):
+            if self.options.weighted and not all_weigh(agreement):
                 self.close()
                 raise NotJoinedError(
                     f"{problem}. Nor do all ranks say samples=..., so none can weigh by them"
@@ -136,25 +132,11 @@ class State:
         self._pilot = Pilot.of(
             joined.options, rank, range(size), gradient_bytes=size_bytes, ledger=self.ledger, joined=joined
         )
-        reducer = PilotedReducer(self._pilot, partial(self._make_reducer, joined, size))
+        reducer = piloted(
+            self._pilot, joined, range(size), tagger=self.tagger, ledger=self.ledger, feedback=self.feedback
+        )
         channel = open_channel(group, self.options.deadline_s) if self.options.fallback else None
         self._exchange.use(joined.endpoint, reducer, channel, agreement, self.options.deadline_s)
-
-    def _make_reducer(self, joined: Joined, size: int, settings: Settings) -> Reducer:
-        options = joined.options.with_(protected_share=settings.protected_share)
-        self.tagger.policy = options.classes()
-        return make_reducer(
-            settings.collective,
-            joined.endpoint,
-            range(size),
-            options=options.reduction(),
-            tagger=self.tagger,
-            ledger=self.ledger,
-            feedback=self.feedback,
-            topology=joined.topology,
-            compression=settings.compression,
-            combine=options.combine,
-        )
 
     @property
     def hosts(self) -> int:
@@ -270,13 +252,6 @@ def _weigh(tensor: torch.Tensor, weight: float) -> None:
         tensor.zero_()
     elif weight != 1:
         tensor.mul_(weight)
-
-
-def _all_told(agreement: Agreement, topic: str) -> bool:
-    """Tell whether all ranks have spoken on a topic, once they have or time is up."""
-    while agreement.left_s and not agreement.told(topic, range(agreement.size)):
-        time.sleep(TURN_S)
-    return agreement.told(topic, range(agreement.size))
 
 
 def _nothing() -> None:

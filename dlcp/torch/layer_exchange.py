@@ -106,7 +106,7 @@ class LayerExchange:
     def __init__(
         self, traffic: State, group: dist.ProcessGroup | None, groups: Sequence[LayerGroup], tell: Callable[[], None]
     ) -> None:
-        _refuse_steering(traffic.options)
+        _refuse_whole_steps(traffic.options)
         self.endpoint: Endpoint | None = None
         self.reason = ""
         """Why DLCP does not average, if it does not."""
@@ -183,10 +183,17 @@ class LayerExchange:
         self._tell()
 
 
-def _refuse_steering(options: Options) -> None:
-    """Raise ValueError if ranks are to weigh by samples or to adapt: groups of layers have no step that all begin."""
-    for name, asked in (("samples", options.weighted), ("adapt", options.adapt), ("phases", options.phases)):
-        if asked:
+def _refuse_whole_steps(options: Options) -> None:
+    """Raise ValueError for what only whole steps can do: groups of layers have no step that all begin."""
+    asked = {
+        "samples": options.weighted,
+        "adapt": options.adapt,
+        "phases": options.phases,
+        "compression": bool(options.compression),
+        "combine": options.combine != "average",
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
             raise ValueError(f"cross-step scheduling knows no {name}=...: leave it out, or use dlcp.torch.enable")
 
 

@@ -8,7 +8,7 @@ from meeting_ranks import together
 from test_direct import THREE_BUCKETS, assert_exact
 from virtual_ranks import NOTHING_PROTECTED, ONE_BUCKET, SMALL_SIZES, SmallRanks, assert_identical, is_push
 
-from dlcp.collectives import direct
+from dlcp.collectives import direct_run
 from dlcp.collectives.salvage import recover
 from dlcp.dtypes import ValueType
 from dlcp.transport import TransportError
@@ -57,7 +57,7 @@ def test_a_bucket_that_is_done_may_be_overwritten_at_once(count, loss, value_typ
 @pytest.mark.parametrize("patience_s", [0.002, 0.2])
 def test_a_peer_that_confirms_late_gets_the_result_although_the_buffer_has_changed(monkeypatch, patience_s):
     # Rank 1 confirms soon, rank 2 hears nothing of rank 0's result for a while.
-    monkeypatch.setattr(direct, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(direct_run, "PATIENCE_S", patience_s)
 
     def lose(network, source, header):
         if is_push(header, 3):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from virtual_ranks import LAYERS, Ranks, assert_identical
 
 from dlcp.collectives import Bucket, shard_bounds
-from dlcp.collectives.direct import _Run
+from dlcp.collectives.direct_run import DirectRun
 from dlcp.collectives.push_pull import RATE
 from dlcp.collectives.shards import inbound_rates, weights_for_rates
 from dlcp.dtypes import ValueType
@@ -127,7 +127,7 @@ def test_the_rates_of_the_last_bucket_count_in_whatever_order_results_come(order
     reducer = Ranks(2).reducers[0]
     segments = [Segment(LAYERS["fc.weight"], 0, 5000)]
     for sequence in order:
-        run = _Run(reducer, 0, sequence, Bucket(np.zeros(5000, np.float32), ValueType.FLOAT32, segments))
+        run = DirectRun(reducer, 0, sequence, Bucket(np.zeros(5000, np.float32), ValueType.FLOAT32, segments))
         run._note_rates(1, np.array([sequence], RATE))
     assert reducer.rates_bps[1] == [2.0]
 

@@ -266,6 +266,57 @@ def test_closing_a_group_in_mid_step_tells_whoever_waits():
     together(2, train, QUICK)
 
 
+def test_rank_0_keeps_the_store_until_the_others_have_left():
+    code = """
+import time, dlcp.group
+from dlcp.group.channel import StoreChannel
+def take_late(channel, name, rank, end_s, take=StoreChannel._take):
+    time.sleep(0.7 * channel.rank)
+    return take(channel, name, rank, end_s)
+group = dlcp.group.join()
+StoreChannel._take = take_late
+group.barrier()
+"""
+    port = free_port()
+    processes = [start_process(rank, 3, port, code) for rank in range(3)]
+    errors = [process.communicate(timeout=PROCESSES_LIMIT_S)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], errors
+
+
+def test_rank_0_waits_for_one_that_stays_no_longer_than_it_was_told():
+    master = f"127.0.0.1:{free_port()}"
+    groups = on_ranks(2, lambda rank: dlcp.group.join(QUICK, rank=rank, size=2, master=master))
+    began_s = time.monotonic()
+    groups[0].close()
+    assert QUICK.silence_s <= time.monotonic() - began_s < QUICK.silence_s + 5
+    groups[1].close()
+
+
+def test_a_group_is_closed_while_its_recovery_begins(monkeypatch):
+    ports = free_udp_ports(2)
+    begins = threading.Event()
+
+    class LateThread(threading.Thread):
+        def start(self):
+            if self.name == "dlcp-recovery":
+                begins.set()
+                time.sleep(0.3)
+            super().start()
+
+    with BadNetwork(ports) as network:
+
+        def train(group):
+            group.register(["w"])
+            group.average({"w": np.ones(5, np.float32)})
+            group.barrier()
+            network.weather = Weather(blocked=True)
+            group.start("w", np.ones(5, np.float32))
+            assert begins.wait(LIMIT_S)
+
+        monkeypatch.setattr("dlcp.group.exchange.threading.Thread", LateThread)
+        together(2, train, through(network, ports))
+
+
 def test_models_that_differ_are_an_error_on_all_ranks():
     master = f"127.0.0.1:{free_port()}"
 
