@@ -52,7 +52,7 @@ from torch.optim.optimizer import Optimizer
 from dlcp.group.options import Options
 from dlcp.torch.guard import Guard
 from dlcp.torch.hook import State
-from dlcp.torch.layer_exchange import LayerExchange
+from dlcp.torch.layer_exchange import LayerExchange, refuse_whole_steps
 from dlcp.torch.layergroup import LayerGroup, layer_groups
 from dlcp.torch.partial_step import PartialStep
 from dlcp.transport import DeadlineError, TransportError
@@ -423,7 +423,7 @@ def cross_step(
     Raises
     ------
     ValueError
-        The model, the optimizer or a parameter's type is not supported; the message says which.
+        The model, the optimizer, a parameter's type or an option is not supported; the message says which.
     NotJoinedError
         Not all ranks can use DLCP, and ``options.fallback`` is off. Otherwise averages come from the framework then.
     """
@@ -433,6 +433,7 @@ def cross_step(
         state = State(options or Options.from_environment())
     elif options is not None:
         state.options = options
+    refuse_whole_steps(state.options)
     return CrossStep(model, optimizer, state, group, group_bytes)
 
 

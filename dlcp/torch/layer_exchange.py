@@ -99,14 +99,11 @@ class LayerExchange:
     ------
     NotJoinedError
         The ranks cannot all use DLCP, and ``options.fallback`` is off.
-    ValueError
-        The options ask for what needs a step that all layers begin together.
     """
 
     def __init__(
         self, traffic: State, group: dist.ProcessGroup | None, groups: Sequence[LayerGroup], tell: Callable[[], None]
     ) -> None:
-        _refuse_whole_steps(traffic.options)
         self.endpoint: Endpoint | None = None
         self.reason = ""
         """Why DLCP does not average, if it does not."""
@@ -183,7 +180,7 @@ class LayerExchange:
         self._tell()
 
 
-def _refuse_whole_steps(options: Options) -> None:
+def refuse_whole_steps(options: Options) -> None:
     """Raise ValueError for what only whole steps can do: groups of layers have no step that all begin."""
     asked = {
         "samples": options.weighted,
