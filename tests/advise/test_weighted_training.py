@@ -104,17 +104,6 @@ def test_wrong_use_is_an_error_that_says_so():
         assert "Options(samples=...)" in said[3]
 
 
-@pytest.mark.parametrize(
-    "fields", [{"samples": 8}, {"adapt": True}, {"phases": True}], ids=lambda each: next(iter(each))
-)
-def test_cross_step_scheduling_refuses_what_it_does_not_do(fields):
-    from dlcp.torch.layer_exchange import LayerExchange
-
-    traffic = dlcp.torch.State(dlcp.torch.Options(**fields))
-    with pytest.raises(ValueError, match=f"cross-step scheduling knows no {next(iter(fields))}="):
-        LayerExchange(traffic, None, [], lambda: None)
-
-
 def test_options_that_do_not_go_together_are_refused():
     with pytest.raises(ValueError, match="adapt chooses among ways to average"):
         dlcp.torch.Options(adapt=True, combine="sum", fallback=False)

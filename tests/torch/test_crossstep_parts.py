@@ -163,10 +163,20 @@ def test_an_optimizer_with_state_for_all_parameters_is_refused():
         PartialStep(torch.optim.LBFGS(net.parameters()))
 
 
-@pytest.mark.parametrize("chosen", [{"compression": "fp16"}, {"combine": "adasum", "fallback": False}])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"compression": "fp16"},
+        {"combine": "adasum", "fallback": False},
+        {"samples": 8},
+        {"adapt": True},
+        {"phases": True},
+    ],
+    ids=lambda chosen: next(iter(chosen)),
+)
 def test_what_it_does_not_do_is_refused(chosen):
     net = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"cross-step .* knows no (compression|combine)=.* use dlcp\.torch\.enable"):
+    with pytest.raises(ValueError, match=rf"cross-step .* knows no {next(iter(chosen))}=.* use dlcp\.torch\.enable"):
         cross_step(net, torch.optim.SGD(net.parameters(), lr=1.0), options=Options(**chosen))
 
 
