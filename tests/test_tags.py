@@ -356,11 +356,11 @@ def test_nothing_has_no_tags():
 
 
 def test_urgent_queues_are_sent_first_by_blocks_and_what_may_not_be_dropped_first_in_each():
-    queue = np.array([3] * 64 + [6] * 70 + [3] * 10, np.uint8)
+    queue = np.array([3] * 256 + [6] * 262 + [3] * 10, np.uint8)
     droppable = np.zeros(len(queue), bool)
-    droppable[[0, 1, 64, 66]] = True
-    # Queue 6 has a block of 64 and one of 6, queue 3 one of 64 and one of 10: an odd seed begins with the second.
-    first, second = [65, *range(67, 128), 64, 66], list(range(128, 134))
-    third, fourth = [*range(2, 64), 0, 1], list(range(134, 144))
+    droppable[[0, 1, 256, 258]] = True
+    # Queue 6 has a block of 256 and one of 6, queue 3 one of 256 and one of 10: an odd seed begins with the second.
+    first, second = [257, *range(259, 512), 256, 258], list(range(512, 518))
+    third, fourth = [*range(2, 256), 0, 1], list(range(518, 528))
     assert send_order(queue, droppable, 0).tolist() == first + second + third + fourth
     assert send_order(queue, droppable, 7).tolist() == second + first + fourth + third

@@ -18,7 +18,7 @@ from dlcp.collectives.samples import divisors, held_samples
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
-from dlcp.tags import PacketTags, Tagger
+from dlcp.tags import PacketTags, Tagger, Turn
 from dlcp.transport import (
     RELIABLE,
     Arrival,
@@ -115,13 +115,14 @@ class DirectRun:
         key = self._key(PUSH, self.rank)
         self.delivered[self.rank] = np.ones(-(-(stop - start) // self.values_per_packet), np.bool_)
         if self.bucket.value_type is ValueType.FLOAT32:
-            self.summation = endpoint.summation(cast(NDArray[np.float32], self.values[start:stop]), len(others))
+            own = cast(NDArray[np.float32], self.values[start:stop])
+            self.summation = endpoint.summation(own, len(others), key=key)
         for position, peer in enumerate(others):
             if self.summation is None:
                 arrival = endpoint.receive(peer, key, size, bound, label)
             else:
-                # What the first of the others sends is added at once; of the rest some comes out of turn.
-                room = endpoint.protocol.scratch.take(size) if position else None
+                # The others take turns with the parts of the shard, but some of it comes out of turn all the same.
+                room = endpoint.protocol.scratch.take(size) if len(others) > 1 else None
                 arrival = endpoint.receive(
                     peer, key, size, bound, label, into=room, summation=self.summation, position=position
                 )
@@ -239,8 +240,14 @@ class DirectRun:
             tags,
             bound,
             self._label(start, stop),
+            turn=self._turn(owner),
         )
         sending.add_done_callback(self._guard(partial(self._on_pushed, owner, tags)))
+
+    def _turn(self, owner: int) -> Turn:
+        """Return which part of its shard an owner gets first from this rank: from each of the others another one."""
+        others = [rank for rank in self.reducer.contributors if rank != owner]
+        return Turn(-others.index(self.rank) % len(others), len(others))
 
     def _on_pushed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
         start, stop = self.shards[owner]

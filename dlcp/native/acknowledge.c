@@ -77,7 +77,7 @@ double acknowledge_due(engine *e, double now_s) {
         flow *f = &e->flows[i];
         if (!f->fresh_packets) continue;
         double at_s = f->acknowledge_due_s;
-        double spaced_s = f->acknowledged_s + e->acknowledge_spacing_s;
+        double spaced_s = f->acknowledged_s + fmax(e->acknowledge_spacing_s, f->smoothed_rtt_s * e->acknowledge_round_trips);
         if (f->fresh_packets >= e->acknowledge_every && spaced_s < at_s) at_s = spaced_s;
         if (f->fresh_packets >= e->acknowledge_at_once || now_s >= at_s) acknowledge(e, f, now_s);
         else if (at_s < due_s) due_s = at_s;

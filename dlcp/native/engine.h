@@ -14,7 +14,7 @@
 
 #define API __attribute__((visibility("default")))
 
-enum { HEADER_BYTES = 32, QUEUES = 8, BLOCK_PACKETS = 64, ACK_ENTRY_BYTES = 18, SEGMENTS_MAX = 64, RECENT = 4 };
+enum { HEADER_BYTES = 32, QUEUES = 8, BLOCK_PACKETS = 64, SEND_BLOCK_PACKETS = 256, ACK_ENTRY_BYTES = 18, SEGMENTS_MAX = 64, RECENT = 4 };
 enum { VERSION = 1, DATA = 1, ACK = 2, ABORT = 9 };
 enum { PROTECTED = 0x80, RETRANSMISSION = 0x40 };
 
@@ -33,6 +33,7 @@ typedef struct {
     int64_t packets;
     int64_t members;  /* how many others contribute */
     uint16_t *folded; /* how many of them are in, per packet */
+    int64_t blocks, first_block; /* of packets, as they are sent; below 0: no regions */
     incoming **from;  /* by position */
     float divisor;    /* how many ranks contribute */
     int64_t per_packet;
@@ -135,7 +136,7 @@ struct engine {
     int64_t offload;        /* 0 once the kernel has refused UDP_SEGMENT */
     /* What these mean stands in dlcp/transport/engine.py, whence they come. */
     double reorder_min_s, disorder_min, disorder_max, disorder_decay, report_min_s, report_calm_s;
-    double acknowledge_delay_s, acknowledge_spacing_s;
+    double acknowledge_delay_s, acknowledge_spacing_s, acknowledge_round_trips;
     int64_t acknowledge_every, acknowledge_at_once; /* packets */
     /* private */
     int64_t payload_bytes, rank, job, control_queue, flow_count, rank_count, next_id;
@@ -145,7 +146,7 @@ struct engine {
     incoming **chains;
     int64_t chain_count, incoming_count;
     int socket, wake;
-    int64_t singles;        /* data comes a datagram at a time */
+    int64_t singles;        /* how many datagrams of data have come alone, one after the other */
     uint8_t *buffers;       /* for receiving */
     control_function on_control;
     unknown_function on_unknown;
@@ -164,6 +165,7 @@ void acknowledge(engine *e, flow *f, double now_s);
 double acknowledge_due(engine *e, double now_s);
 void take_acknowledgement(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, double now_s);
 /* fold.c */
+int is_in_turn(const fold *s, int64_t position, int64_t index);
 void fold_packet(fold *s, int64_t position, int64_t index, const uint8_t *payload);
 /* outgoing.c */
 outgoing *find_outgoing(flow *f, int64_t step, int64_t message);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sums over ranks, formed while packets arrive: own values first, then the others by position, so that the result does
- * not depend on who came first. What comes out of turn waits in its message's buffer. */
+/* Sums over ranks, formed while packets arrive: own values first, then the others by position, beginning with another one
+ * in each region (dlcp/transport/engine.py, Fold), so that the result does not depend on who came first. What comes out of
+ * turn waits in its message's buffer. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -43,25 +44,48 @@ static void fold_in(fold *s, int64_t index, const uint8_t *payload) {
     else add_divide(into, part, count, s->divisor);
 }
 
+/* By how many places the order of the members is turned in the region that a packet belongs to. */
+static int64_t region_of(const fold *s, int64_t index) {
+    if (s->first_block < 0) return 0;
+    int64_t block = index / SEND_BLOCK_PACKETS - s->first_block;
+    return (block < 0 ? block + s->blocks : block) * s->members / s->blocks;
+}
+
+/* How many others come before a member. */
+static int64_t turn_of(const fold *s, int64_t position, int64_t index) {
+    return (position + region_of(s, index)) % s->members;
+}
+
+/* Who comes after `folded` others. */
+static incoming *member_after(const fold *s, int64_t folded, int64_t index) {
+    return s->from[(folded + s->members - region_of(s, index)) % s->members];
+}
+
+int is_in_turn(const fold *s, int64_t position, int64_t index) {
+    return s->folded[index] == turn_of(s, position, index);
+}
+
 void fold_packet(fold *s, int64_t position, int64_t index, const uint8_t *payload) {
     incoming *member = s->from[position];
-    if (s->folded[index] != position) {
+    if (!is_in_turn(s, position, index)) {
         memcpy(member->buffer + index * s->per_packet * 4, payload, (size_t)values_of(s, index) * 4);
         return;
     }
     fold_in(s, index, payload);
     while (s->folded[index] < s->members) {
-        incoming *waiting = s->from[s->folded[index]];
+        incoming *waiting = member_after(s, s->folded[index], index);
         if (!waiting || !waiting->buffer || !has_bit(waiting->bits, index)) return;
         fold_in(s, index, waiting->buffer + index * s->per_packet * 4);
     }
 }
 
-API fold *dlcp_fold_new(float *values, int64_t count, int64_t per_packet, int64_t members, float divisor) {
+API fold *dlcp_fold_new(float *values, int64_t count, int64_t per_packet, int64_t members, float divisor,
+                        int64_t first_block) {
     fold *s = calloc(1, sizeof *s);
     if (!s) return NULL;
     s->values = values, s->count = count, s->per_packet = per_packet, s->members = members, s->divisor = divisor;
     s->packets = (count + per_packet - 1) / per_packet;
+    s->blocks = (s->packets + SEND_BLOCK_PACKETS - 1) / SEND_BLOCK_PACKETS, s->first_block = first_block;
     s->folded = calloc((size_t)s->packets + 1, sizeof *s->folded);
     s->from = calloc((size_t)members + 1, sizeof *s->from);
     if (s->folded && s->from) return s;
@@ -74,10 +98,10 @@ API void dlcp_fold_free(fold *s) {
 }
 
 /* Fill `bits` (one bit a packet) with what of the member at `position` is in the sum, which must not be finished yet: until
- * then all that count are those of lower positions and itself. */
+ * then all that count are those before it and itself. */
 API void dlcp_fold_included(const fold *s, int64_t position, uint64_t *bits) {
     for (int64_t i = 0; i < s->packets; i++)
-        if (s->folded[i] > position) set_bit(bits, i);
+        if (s->folded[i] > turn_of(s, position, i)) set_bit(bits, i);
 }
 
 /* Average what has some contributions missing, once nothing more will come. `owed`, of `count` values or NULL, gets the
@@ -91,7 +115,7 @@ API int64_t dlcp_fold_finish(fold *s, int64_t rescale, float *owed) {
         int64_t count = values_of(s, i);
         int64_t contributions = 1 + s->folded[i];
         for (int64_t k = s->folded[i]; k < s->members; k++) {
-            incoming *member = s->from[k];
+            incoming *member = member_after(s, k, i);
             if (!member || !member->buffer || !has_bit(member->bits, i)) continue;
             add(into, (const unaligned_float *)(member->buffer + i * s->per_packet * 4), count);
             contributions++;

@@ -134,7 +134,7 @@ API void dlcp_incoming_join(engine *e, incoming *m, fold *s, int64_t position) {
     m->sum = s, m->position = position;
     s->from[position] = m;
     for (int64_t i = 0; i < m->packets; i++)
-        if (has_bit(m->bits, i) && s->folded[i] == position) fold_packet(s, position, i, m->buffer + i * e->payload_bytes);
+        if (has_bit(m->bits, i) && is_in_turn(s, position, i)) fold_packet(s, position, i, m->buffer + i * e->payload_bytes);
 }
 
 static int is_settled(const incoming *m) {

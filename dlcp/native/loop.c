@@ -23,7 +23,7 @@
 #define UDP_GRO 104
 #endif
 
-enum { BURSTS = 8, BATCH = 32, DATAGRAM_MAX = 65536, CONTROL_MAX = 128 };
+enum { BURSTS = 8, BATCH = 32, SINGLES = 4, DATAGRAM_MAX = 65536, CONTROL_MAX = 128 };
 enum { SLOT_BYTES = DATAGRAM_MAX + 1600 }; /* no power of two, or small datagrams would all fall on the same cache lines */
 static const double BUSY_RETRY_S = 0.0005;
 
@@ -275,7 +275,7 @@ static int receive_burst(engine *e) {
     int tos;
     read_control(&header, bytes, &segment, &tos);
     e->received_bursts++;
-    e->singles = is_single(e, bytes, segment);
+    e->singles = is_single(e, bytes, segment) ? e->singles + 1 : 0;
     split(e, &header, bytes, e->buffers, clock_s());
     return 1;
 }
@@ -303,11 +303,12 @@ static int receive_singles(engine *e) {
     return count;
 }
 
-/* Take in what the socket holds, up to a batch; return how much it was. */
+/* Take in what the socket holds, up to a batch; return how much it was. A lone datagram may be the end of a message: only
+ * after some the next ones are expected to come alone. */
 static int receive(engine *e) {
-    if (e->singles) return receive_singles(e);
+    if (e->singles >= SINGLES) return receive_singles(e);
     int count = 0;
-    while (count < BURSTS && !e->singles && receive_burst(e)) count++;
+    while (count < BURSTS && e->singles < SINGLES && receive_burst(e)) count++;
     return count;
 }
 
@@ -395,6 +396,7 @@ API int64_t dlcp_constants(int64_t which) {
     switch (which) {
         case 0: return BLOCK_PACKETS;
         case 1: return SEGMENTS_MAX;
+        case 2: return SEND_BLOCK_PACKETS;
         default: return RECENT;
     }
 }

@@ -224,7 +224,7 @@ void dlcp_classify(const float *magnitudes, const uint8_t *kept, const struct la
 
 /* ---- the order of sending ---- */
 
-enum { QUEUES = 8, BLOCK = 64 };
+enum { QUEUES = 8, BLOCK = 256 }; /* SEND_BLOCK_PACKETS of engine.h */
 
 /* One queue's part of the order while it is being written. */
 struct queue_order {
@@ -245,10 +245,11 @@ static uint32_t *place_of_block(const struct queue_order *queue, uint32_t block)
     return queue->order + (queue->packets - (size_t)queue->start * BLOCK) + (size_t)block * BLOCK;
 }
 
-/* Writes the indices of packets in the order of sending: the highest queue first; in a queue by blocks of 64 of its
-   packets, beginning with block `seed` modulo their number; in a block those first that may not be dropped.
-   Queues are 0 to 7. */
-void dlcp_send_order(const uint8_t *queue, const uint8_t *droppable, uint32_t packets, uint32_t seed, uint32_t *order)
+/* Writes the indices of packets in the order of sending: the highest queue first; in a queue by blocks of 256 of its
+   packets, beginning with block `seed` modulo their number, or `place` of `places` parts of them later; in a block those
+   first that may not be dropped. Queues are 0 to 7. */
+void dlcp_send_order(const uint8_t *queue, const uint8_t *droppable, uint32_t packets, uint32_t seed, uint32_t place,
+                     uint32_t places, uint32_t *order)
 {
     struct queue_order queues[QUEUES] = {0};
     for (uint32_t i = 0; i < packets; i++)
@@ -257,7 +258,8 @@ void dlcp_send_order(const uint8_t *queue, const uint8_t *droppable, uint32_t pa
         struct queue_order *mine = &queues[number];
         mine->order = order;
         mine->blocks = mine->packets / BLOCK + (mine->packets % BLOCK != 0);
-        mine->start = mine->blocks ? seed % mine->blocks : 0;
+        if (mine->blocks)
+            mine->start = (uint32_t)((seed % mine->blocks + (uint64_t)mine->blocks * place / places) % mine->blocks);
         order += mine->packets;
     }
     for (uint32_t i = 0; i < packets; i++) {

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp import wire
-from dlcp.tags import PacketTags
+from dlcp.tags import AS_SEEDED, PacketTags, Turn
 from dlcp.transport.bound import LossBound
 from dlcp.transport.engine import Address, Bytes, MessageKey
 from dlcp.transport.errors import PeerSilentError, TransportError
@@ -96,10 +96,11 @@ class Endpoint:
         bound: LossBound,
         label: str,
         tail: Bytes = NOTHING,
+        turn: Turn = AS_SEEDED,
     ) -> Future[Delivery]:
         """Send a message; see :meth:`Protocol.send_message`."""
         return self._ask(
-            lambda: self.protocol.send_message(peer, key, payload, tags, bound, label, time.monotonic(), tail)
+            lambda: self.protocol.send_message(peer, key, payload, tags, bound, label, time.monotonic(), tail, turn)
         )
 
     def receive(
@@ -131,9 +132,15 @@ class Endpoint:
             )
         )
 
-    def summation(self, values: NDArray[np.float32], members: int, divisor: float | None = None) -> Summation:
+    def summation(
+        self,
+        values: NDArray[np.float32],
+        members: int,
+        divisor: float | None = None,
+        key: MessageKey | None = None,
+    ) -> Summation:
         """Return a sum that is formed while messages arrive; see :meth:`Protocol.summation`."""
-        return self.protocol.summation(values, members, divisor)
+        return self.protocol.summation(values, members, divisor, key)
 
     def call(self, function: Callable[[], None]) -> None:
         """Run a function in the endpoint's thread, in the order of the calls.

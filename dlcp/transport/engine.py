@@ -37,8 +37,10 @@ ACK_EVERY_PACKETS = 8
 ACK_DELAY_S = 0.001
 """An acknowledgement waits for this many packets, or this long. Chosen by us: it costs as much as a packet of data."""
 ACK_SPACING_S = 0.0002
-ACK_AT_ONCE_PACKETS = 256
-"""On fast paths they leave no closer than this, or after this many packets. Chosen by us, by CPU time on a loopback."""
+ACKS_PER_ROUND_TRIP = 8
+ACK_AT_ONCE_PACKETS = 512
+"""On fast paths they leave no closer than this, no more often, or after this many packets. Chosen by us, by CPU time on
+a loopback; TACK (SIGCOMM 2020) finds that two to four a round trip are enough."""
 ACK_RECENT = 4
 """How many entries of the last acknowledgement the next one repeats, in case it was lost. Chosen by us."""
 
@@ -48,6 +50,11 @@ class MessageKey(NamedTuple):
 
     step: int
     message: int
+
+
+def first_block_seed(key: MessageKey) -> int:
+    """Return what decides which block of a message is sent first; see :func:`dlcp.tags.send_order`."""
+    return key.step * 31 + key.message
 
 
 @dataclass(slots=True)
@@ -138,7 +145,12 @@ class Incoming(Protocol):
 
 
 class Fold(Protocol):
-    """A sum over ranks, formed in place while packets arrive: own values first, then the others by position."""
+    """A sum over ranks, formed in place while packets arrive: own values first, then the others by position.
+
+    With a key, the packets are divided into as many regions as there are others, and in region r the others come in the
+    order of (position + r) modulo their number: in the order in which they send it, if they take turns
+    (:class:`dlcp.tags.Turn`). The order does not depend on who comes first, so neither does the sum.
+    """
 
     def included(self, position: int) -> NDArray[np.bool_]:
         """Return which packets of a member are in the sum, shape (packets,); not to be asked after :meth:`finish`."""
@@ -185,7 +197,11 @@ class Flow(Protocol):
         """Its mean deviation."""
 
     def take_report(self, now_s: float) -> Report | None:
-        """Return what came back since the last report, or None if nothing did or it is too early for the next."""
+        """Return what came back since the last report, or None if nothing did or it is too early for the next.
+
+        Half its time before it is due (:meth:`Engine.report_due_s`) is not too early: those of several flows are taken
+        together, for a turn of the protocol costs more than a report.
+        """
 
 
 OnControl = Callable[[int, Header, memoryview, float], None]
@@ -229,8 +245,8 @@ class Engine(Protocol):
     def expect(self, rank: int, key: MessageKey, packets: int, buffer: Bytes | None, tail: Bytes) -> Incoming:
         """Know a message from now on.
 
-        Its bytes go to ``buffer`` and beyond that to ``tail``; without a buffer it must be joined to a sum at position
-        0 before anything of it arrives.
+        Its bytes go to ``buffer`` and beyond that to ``tail``; without a buffer it must be joined to a sum before
+        anything of it arrives: one without regions at position 0, or one of a single member.
         """
 
     def move(self, message: Incoming, buffer: Bytes, tail: Bytes) -> None:
@@ -254,8 +270,13 @@ class Engine(Protocol):
     def free(self, message: Incoming) -> None:
         """Forget a message that is closed."""
 
-    def fold(self, values: NDArray[np.float32], per_packet: int, members: int, divisor: float) -> Fold:
-        """Return a sum of ``values`` with those of ``members`` others, divided by ``divisor``."""
+    def fold(
+        self, values: NDArray[np.float32], per_packet: int, members: int, divisor: float, first_block: int = -1
+    ) -> Fold:
+        """Return a sum of ``values`` with those of ``members`` others, divided by ``divisor``.
+
+        ``first_block`` is the block of packets at which region 0 begins; below 0 for no regions.
+        """
 
     def send_control(self, rank: int, datagram: bytes, tos: int) -> bool:
         """Send one datagram; False if the socket is full."""

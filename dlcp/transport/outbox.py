@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from dlcp.tags import PacketTags
+from dlcp.tags import PacketTags, Turn
 from dlcp.transport.bound import LossBound
 from dlcp.transport.control_packets import MORE, ControlPackets
 from dlcp.transport.engine import MESSAGE_PACKETS_MAX, Bytes, Engine, MessageKey
@@ -74,6 +74,7 @@ class Outbox:
         label: str,
         now_s: float,
         tail: Bytes,
+        turn: Turn,
     ) -> Future[Delivery]:
         """Send a message; see :meth:`dlcp.transport.protocol.Protocol.send_message`."""
         peer = self._peers[rank]
@@ -84,6 +85,7 @@ class Outbox:
             tags,
             bound,
             self._options,
+            turn,
             ecn_capable=peer.control.ecn_capable,
         )
         message = self._engine.send(rank, key, packets, now_s)

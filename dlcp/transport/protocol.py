@@ -20,7 +20,7 @@ from concurrent.futures import Future
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.tags import PacketTags
+from dlcp.tags import AS_SEEDED, PacketTags, Turn
 from dlcp.transport import native
 from dlcp.transport.bound import LossBound
 from dlcp.transport.control_packets import ControlPackets
@@ -159,6 +159,7 @@ class Protocol:
         label: str,
         now_s: float,
         tail: Bytes = NOTHING,
+        turn: Turn = AS_SEEDED,
     ) -> Future[Delivery]:
         """Send a message; the future resolves once it is confirmed. Until then its bytes must not change."""
         self._outbox.check(len(payload) + len(tail), len(tags.queue))
@@ -167,7 +168,7 @@ class Protocol:
             failed.set_exception(self._failure)
             return failed
         self.changed = True
-        return self._outbox.send(peer, key, payload, tags, bound, label, now_s, tail)
+        return self._outbox.send(peer, key, payload, tags, bound, label, now_s, tail, turn)
 
     def receive_message(
         self,
@@ -194,7 +195,7 @@ class Protocol:
             Where its bytes go: first ``into``, then ``tail``.
         summation, position
             Add it to a sum instead, as the member at a position; ``into`` holds what comes out of turn, and may be left
-            out for position 0.
+            out where nothing can: for a single member, and for position 0 of a sum without a key.
         """
         awaited = Awaited(message_bytes, bound, label, now_s + self.options.deadline_s)
         self.changed = True
@@ -208,13 +209,20 @@ class Protocol:
         self.inbox.wait((peer, *key), awaited, place, now_s)
         return awaited.done
 
-    def summation(self, values: NDArray[np.float32], members: int, divisor: float | None = None) -> Summation:
+    def summation(
+        self,
+        values: NDArray[np.float32],
+        members: int,
+        divisor: float | None = None,
+        key: MessageKey | None = None,
+    ) -> Summation:
         """Return a sum of ``values`` with what ``members`` others send, to be given to :meth:`receive_message`.
 
-        It is divided by ``divisor``: by default the number of ranks, which gives the average.
+        It is divided by ``divisor``: by default the number of ranks, which gives the average. Others that take turns in
+        sending it all send it as ``key``; the one at position k then has place ``-k % members`` of ``members``.
         """
         per_packet = self.options.payload_bytes // values.itemsize
-        return Summation(self.engine, values, per_packet, members, members + 1 if divisor is None else divisor)
+        return Summation(self.engine, values, per_packet, members, members + 1 if divisor is None else divisor, key)
 
     def detach(self, peer: int, key: MessageKey, copy: Bytes | None = None) -> None:
         """Go on sending a message from a copy, so that its payload may change although it is not confirmed.
@@ -361,8 +369,9 @@ class Protocol:
     def on_reports(self, now_s: float) -> None:
         """Let the windows follow what came back."""
         self._now_s = now_s
-        for peer in self._peers.values():
-            peer.follow_reports(now_s)
+        if now_s >= self.engine.report_due_s():
+            for peer in self._peers.values():
+                peer.follow_reports(now_s)
 
     def on_time(self, now_s: float) -> float:
         """Do what is due; return when to be called next.

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.tags import BLOCK_PACKETS as SEND_BLOCK_PACKETS
 from dlcp.transport.bound import LossBound
-from dlcp.transport.engine import Bytes, Engine, Fold, Incoming
+from dlcp.transport.engine import Bytes, Engine, Fold, Incoming, MessageKey, first_block_seed
 
 STOP_REPEAT_S = 0.02
 STOP_REPEAT_MAX_S = 0.5
@@ -85,13 +86,23 @@ class Summation:
         How many others contribute.
     divisor
         What the sum is divided by: the number of ranks, for their average.
+    key
+        What the others send, if they take turns with its parts.
     """
 
     def __init__(
-        self, engine: Engine, values: NDArray[np.float32], per_packet: int, members: int, divisor: float
+        self,
+        engine: Engine,
+        values: NDArray[np.float32],
+        per_packet: int,
+        members: int,
+        divisor: float,
+        key: MessageKey | None = None,
     ) -> None:
         self.values = values
-        self.fold: Fold = engine.fold(values, per_packet, members, divisor)
+        blocks = -(-len(values) // (per_packet * SEND_BLOCK_PACKETS))
+        first_block = -1 if key is None else first_block_seed(key) % max(1, blocks)
+        self.fold: Fold = engine.fold(values, per_packet, members, divisor, first_block)
         self._engine = engine
         self._messages: list[Incoming] = []
 

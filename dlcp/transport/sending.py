@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp import wire
-from dlcp.tags import PacketTags, send_order
+from dlcp.tags import AS_SEEDED, PacketTags, Turn, send_order
 from dlcp.transport.bound import LossBound
-from dlcp.transport.engine import Bytes, Flow, MessageKey, Outgoing, Packets
+from dlcp.transport.engine import Bytes, Flow, MessageKey, Outgoing, Packets, first_block_seed
 from dlcp.transport.options import TransportOptions
 from dlcp.wire import Flag, Header, PacketType, Queue
 
@@ -118,6 +118,7 @@ def packets_of(
     tags: PacketTags,
     bound: LossBound,
     options: TransportOptions,
+    turn: Turn = AS_SEEDED,
     *,
     ecn_capable: bool,
 ) -> Packets:
@@ -125,7 +126,7 @@ def packets_of(
 
     Its tags are left out with ``options.tagged`` False: all is ordinary traffic then.
     """
-    count = header.count
+    count, seed = header.count, first_block_seed(MessageKey(header.step, header.message))
     ecn = ECN_CAPABLE if ecn_capable else 0
     encoded = np.empty((count, 4), np.uint8)
     encoded[:, 0] = np.where(tags.protected, np.uint8(Flag.PROTECTED), np.uint8(0))
@@ -134,10 +135,10 @@ def packets_of(
         droppable = ~tags.protected & (tags.drop_class > 0) if bound.ratio > 0 else np.zeros(count, np.bool_)
         encoded[:, 1] = tags.queue << 5 | np.where(droppable, tags.drop_class, 0) << 2
         encoded[:, 3] = _TOS[tags.queue, droppable.view(np.uint8)] | ecn
-        order = send_order(tags.queue, droppable, seed=header.step * 31 + header.message)
+        order = send_order(tags.queue, droppable, seed, turn)
     else:
         encoded[:, 1], encoded[:, 3] = Queue.ORDINARY << 5, ecn
-        order = send_order(np.zeros(count, np.uint8), np.zeros(count, np.bool_), seed=header.step * 31 + header.message)
+        order = send_order(np.zeros(count, np.uint8), np.zeros(count, np.bool_), seed, turn)
     budget = min(0xFFFF, bound.allowed(count) // options.switch_hops)
     head = header._replace(type=PacketType.DATA, budget=budget).encode()
     return Packets(payload, tail, encoded, order, head, bound.allowed(count))

@@ -185,6 +185,19 @@ def test_distributed_data_parallel_is_itself_again_afterwards(ranks):
     assert (DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook) == before
 
 
+def sharded():
+    """Train with FSDP2; return the parameters, whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = make()
+    for layer in model:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    train(model)
+    return [parameter.full_tensor().tolist() for parameter in model.parameters()]
+
+
 def on_the_backend(worker, port):
     import torch.distributed as dist
 
@@ -192,10 +205,11 @@ def on_the_backend(worker, port):
         dist.init_process_group("gloo")
         total = torch.ones(3)
         dist.all_reduce(total)
-        found = dist.get_backend(), total.tolist(), plain_script(worker)
+        found = dist.get_backend(), total.tolist(), plain_script(worker), sharded() == over_gloo
         dist.destroy_process_group()
         return found
 
+    over_gloo = sharded()
     dist.barrier()  # nobody leaves while another still connects
     dist.destroy_process_group()
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -210,7 +224,7 @@ def test_a_script_that_asks_for_gloo_gets_the_backend(ranks):
         port = str(sock.getsockname()[1])
     for value, report in values(launch(2, on_the_backend, port)):
         assert not isinstance(value, BaseException), value
-        assert value == ("dlcp", [2.0, 2.0, 2.0], ranks[0]["plain"])
+        assert value == ("dlcp", [2.0, 2.0, 2.0], ranks[0]["plain"], True)
         assert report["backend"] == "dlcp"
 
 

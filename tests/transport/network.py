@@ -149,14 +149,14 @@ class VirtualEndpoint:
         self.protocol = network.ranks[rank]
         self.options = self.protocol.options
 
-    def send(self, peer, key, payload, tags, bound, label, *tail):
-        return self.protocol.send_message(peer, key, payload, tags, bound, label, self.network.now, *tail)
+    def send(self, peer, key, payload, tags, bound, label, *tail, **turn):
+        return self.protocol.send_message(peer, key, payload, tags, bound, label, self.network.now, *tail, **turn)
 
     def receive(self, peer, key, message_bytes, bound, label, **place):
         return self.protocol.receive_message(peer, key, message_bytes, bound, label, self.network.now, **place)
 
-    def summation(self, values, members, divisor=None):
-        return self.protocol.summation(values, members, divisor)
+    def summation(self, values, members, divisor=None, key=None):
+        return self.protocol.summation(values, members, divisor, key)
 
     def call(self, function):
         function()

@@ -6,6 +6,7 @@ import pytest
 from bare_engine import NOTHING, SIZE, BareEngine
 from engines import is_here
 
+from dlcp.tags import BLOCK_PACKETS, Turn, send_order
 from dlcp.transport import MessageKey
 
 PER_PACKET = SIZE // 4
@@ -19,14 +20,25 @@ def shares_of(members, count, seed):
     return (rng.standard_normal((members + 1, count)) * scales).astype(np.float32)
 
 
-def expected_sum(shares, arrived, *, rescale, divisor=None):
-    """The average and what of the sum it leaves out, by packets: own values first, then the others by position."""
+def order_of(packet, packets, members, first_block):
+    """The others in the order in which they are added: region by region another one begins."""
+    if first_block is None:
+        return range(members)
+    blocks = -(-packets // BLOCK_PACKETS)
+    region = (packet // BLOCK_PACKETS - first_block) % blocks * members // blocks
+    return sorted(range(members), key=lambda position: (position + region) % members)
+
+
+def expected_sum(shares, arrived, *, rescale, divisor=None, first_block=None):
+    """The average and what of the sum it leaves out, by packets: own values first, then the others in their order."""
     ranks = len(shares)
     divisor = np.float32(divisor or ranks)
     total, owed = shares[0].copy(), np.zeros_like(shares[0])
-    for packet in range(-(-len(total) // PER_PACKET)):
+    packets = -(-len(total) // PER_PACKET)
+    for packet in range(packets):
         part = slice(packet * PER_PACKET, (packet + 1) * PER_PACKET)
-        here = [share[part] for share, there in zip(shares[1:], arrived, strict=True) if there[packet]]
+        order = order_of(packet, packets, ranks - 1, first_block)
+        here = [shares[position + 1][part] for position in order if arrived[position][packet]]
         for share in here:
             total[part] += share
         missing = len(here) < ranks - 1
@@ -42,13 +54,16 @@ def expected_sum(shares, arrived, *, rescale, divisor=None):
 class Folding:
     """A sum of rank 0's values and those of ``members`` others."""
 
-    def __init__(self, shares, *, compiled=None, divisor=None):
+    def __init__(self, shares, *, compiled=None, divisor=None, first_block=None):
         self.shares, self.members, self.count = shares, len(shares) - 1, shares.shape[1]
         self.packets = -(-self.count // PER_PACKET)
         self.bare = BareEngine(peers=range(1, self.members + 1), compiled=compiled)
         self.values = shares[0].copy()
-        self.fold = self.bare.engine.fold(self.values, PER_PACKET, self.members, divisor or self.members + 1)
-        self.messages = {}
+        self.in_turns = first_block is not None
+        self.fold = self.bare.engine.fold(
+            self.values, PER_PACKET, self.members, divisor or self.members + 1, first_block if self.in_turns else -1
+        )
+        self.messages, self.rooms = {}, {}
 
     def key(self, position):
         return MessageKey(0, position)
@@ -57,7 +72,8 @@ class Folding:
         if stash:
             room = np.full(self.packets * SIZE, 0xEE, np.uint8)
         else:
-            room = np.full(self.count * 4, 0xEE, np.uint8) if position else None
+            room = np.full(self.count * 4, 0xEE, np.uint8) if position or self.in_turns else None
+        self.rooms[position] = room
         self.messages[position] = self.bare.engine.expect(position + 1, self.key(position), self.packets, room, NOTHING)
 
     def join(self, position):
@@ -77,10 +93,10 @@ class Folding:
         return incomplete
 
 
-def run(shares, seed, *, loss, rescale, early, compiled=None, duplicate=0.1, divisor=None):
+def run(shares, seed, *, loss, rescale, early, compiled=None, duplicate=0.1, divisor=None, first_block=None):
     """Let packets arrive in a random order, some of them before their message is joined; return what comes of it."""
     rng = np.random.default_rng(seed)
-    folding = Folding(shares, compiled=compiled, divisor=divisor)
+    folding = Folding(shares, compiled=compiled, divisor=divisor, first_block=first_block)
     members, packets = folding.members, folding.packets
     arrived = rng.random((members, packets)) >= loss
     early = rng.random(members) < early
@@ -122,6 +138,47 @@ def test_sums_are_those_of_numpy_in_the_stated_order(ranks, loss, rescale):
 
 
 @ENGINES
+@pytest.mark.parametrize("loss", [0.0, 0.2])
+@pytest.mark.parametrize("members", [1, 2, 3, 5])
+def test_in_each_region_another_member_is_the_first(members, loss):
+    for first_block, packets in ((0, 100), (1, BLOCK_PACKETS * 2), (4, BLOCK_PACKETS * 4 + 77)):
+        shares = shares_of(members, PER_PACKET * packets - 3, packets)
+        told = {"rescale": True, "first_block": first_block}
+        values, owed, incomplete, arrived, included, _ = run(shares, packets, loss=loss, early=0.4, **told)
+        mean, error = expected_sum(shares, arrived, **told)
+        assert values.tobytes() == mean.tobytes()
+        assert owed.tobytes() == error.tobytes()
+        assert incomplete == np.count_nonzero(~arrived.all(0))
+        for packet in range(packets):
+            order = order_of(packet, packets, members, first_block)
+            there = [bool(arrived[position][packet]) for position in order]
+            count = there.index(False) if False in there else members
+            assert [bool(included[position][packet]) for position in order] == [k < count for k in range(members)]
+
+
+@ENGINES
+@pytest.mark.parametrize("members", [2, 3, 6])
+def test_nothing_waits_where_members_take_turns(members):
+    packets, seed = BLOCK_PACKETS * 6, 40
+    shares = shares_of(members, PER_PACKET * packets, members)
+    folding = Folding(shares, first_block=seed % 6)
+    orders = []
+    for position in range(members):
+        folding.expect(position)
+        folding.join(position)
+        turn = Turn(-position % members, members)
+        orders.append(send_order(np.zeros(packets, np.uint8), np.zeros(packets, bool), seed, turn).tolist())
+    for sent_together in zip(*orders, strict=True):
+        assert len(set(sent_together)) == members
+        for position, packet in enumerate(sent_together):
+            folding.take(position, packet)
+    assert all((room == 0xEE).all() for room in folding.rooms.values())
+    assert folding.finish(True) == 0
+    arrived = np.ones((members, packets), bool)
+    assert folding.values.tobytes() == expected_sum(shares, arrived, rescale=True, first_block=seed % 6)[0].tobytes()
+
+
+@ENGINES
 @pytest.mark.parametrize("divisor", [1, 2, 3, 10])
 def test_a_sum_may_be_divided_by_anything(divisor):
     shares = shares_of(3, PER_PACKET * 9 + 1, divisor)
@@ -157,7 +214,7 @@ def test_both_engines_form_the_same_sums(seed):
     shares = shares_of(members, count, seed)
     shares.flat[:: 37 + seed] = np.inf
     shares.flat[5 :: 91 + seed] = 3e38
-    plan = {"loss": rng.random() * 0.5, "rescale": bool(seed % 2), "early": 0.5}
+    plan = {"loss": rng.random() * 0.5, "rescale": bool(seed % 2), "early": 0.5, "first_block": (None, 0, 1)[seed % 3]}
     with np.errstate(over="ignore", invalid="ignore"):
         ours, theirs = (run(shares, seed, compiled=compiled, **plan) for compiled in (True, False))
     for one, other in zip(ours, theirs, strict=True):

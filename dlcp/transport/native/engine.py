@@ -231,9 +231,11 @@ class NativeEngine:
         self._library.dlcp_incoming_free(message.pointer)
         del kept
 
-    def fold(self, values: NDArray[np.float32], per_packet: int, members: int, divisor: float) -> Fold:
+    def fold(
+        self, values: NDArray[np.float32], per_packet: int, members: int, divisor: float, first_block: int = -1
+    ) -> Fold:
         """See :meth:`dlcp.transport.engine.Engine.fold`."""
-        return NativeFold(self._library, values, per_packet, members, divisor)
+        return NativeFold(self._library, values, per_packet, members, divisor, first_block)
 
     def send_control(self, rank: int, datagram: bytes, tos: int) -> bool:
         """See :meth:`dlcp.transport.engine.Engine.send_control`."""

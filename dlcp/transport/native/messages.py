@@ -72,14 +72,20 @@ class NativeFold:
     """A sum over ranks; see :class:`dlcp.transport.engine.Fold`."""
 
     def __init__(
-        self, library: ctypes.CDLL, values: NDArray[np.float32], per_packet: int, members: int, divisor: float
+        self,
+        library: ctypes.CDLL,
+        values: NDArray[np.float32],
+        per_packet: int,
+        members: int,
+        divisor: float,
+        first_block: int,
     ) -> None:
         if values.dtype != np.float32 or not values.flags.c_contiguous or not values.flags.writeable:
             raise ValueError("a sum needs contiguous, writable float32 values")
         self._library = library
         self._values = values
         self._packets = -(-len(values) // per_packet)
-        self.pointer = library.dlcp_fold_new(values.ctypes.data, len(values), per_packet, members, divisor)
+        self.pointer = library.dlcp_fold_new(values.ctypes.data, len(values), per_packet, members, divisor, first_block)
         if not self.pointer:
             raise MemoryError
 

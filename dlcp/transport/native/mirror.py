@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import dlcp.native
+from dlcp.tags import BLOCK_PACKETS as SEND_BLOCK_PACKETS
 from dlcp.transport.congestion import Report
 from dlcp.transport.engine import (
     ACK_AT_ONCE_PACKETS,
@@ -15,6 +16,7 @@ from dlcp.transport.engine import (
     ACK_EVERY_PACKETS,
     ACK_RECENT,
     ACK_SPACING_S,
+    ACKS_PER_ROUND_TRIP,
     BLOCK_PACKETS,
     DISORDER_DECAY,
     DISORDER_MAX,
@@ -50,11 +52,12 @@ PARAMETERS: dict[str, tuple[type[c_double] | type[c_int64], float]] = {
     "report_calm_s": (c_double, REPORT_CALM_S),
     "acknowledge_delay_s": (c_double, ACK_DELAY_S),
     "acknowledge_spacing_s": (c_double, ACK_SPACING_S),
+    "acknowledge_round_trips": (c_double, 1 / ACKS_PER_ROUND_TRIP),
     "acknowledge_every": (c_int64, ACK_EVERY_PACKETS),
     "acknowledge_at_once": (c_int64, ACK_AT_ONCE_PACKETS),
 }
 """What an engine goes by, to be set before its peers are named: type and value."""
-COMPILED_IN = (BLOCK_PACKETS, SEGMENTS_MAX, ACK_RECENT)
+COMPILED_IN = (BLOCK_PACKETS, SEGMENTS_MAX, SEND_BLOCK_PACKETS, ACK_RECENT)
 """What the library was compiled with, because arrays are as long; in the order of ``dlcp_constants``."""
 
 
@@ -105,7 +108,7 @@ class NativeFlow(ctypes.Structure):
 
     def take_report(self, now_s: float) -> Report | None:
         """See :meth:`dlcp.transport.engine.Flow.take_report`."""
-        if now_s < self.report_due_s:
+        if now_s < (self.reported_s + self.report_due_s) / 2:
             return None
         report = Report(
             now_s, self.delivered, self.marked, self.lost, self.rtt_s, self.smoothed_rtt_s, bool(self.limited)
@@ -185,7 +188,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dlcp_incoming_join": (None, (c_void_p, c_void_p, c_void_p, c_int64)),
     "dlcp_incoming_wait": (c_int64, (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_double)),
     "dlcp_incoming_ask": (c_int64, (c_void_p, c_void_p, c_int64, c_double)),
-    "dlcp_fold_new": (c_void_p, (c_void_p, c_int64, c_int64, c_int64, ctypes.c_float)),
+    "dlcp_fold_new": (c_void_p, (c_void_p, c_int64, c_int64, c_int64, ctypes.c_float, c_int64)),
     "dlcp_fold_free": (None, (c_void_p,)),
     "dlcp_fold_included": (None, (c_void_p, c_int64, c_void_p)),
     "dlcp_fold_finish": (c_int64, (c_void_p, c_int64, c_void_p)),

@@ -18,6 +18,7 @@ from dlcp.transport.engine import (
     ACK_EVERY_PACKETS,
     ACK_RECENT,
     ACK_SPACING_S,
+    ACKS_PER_ROUND_TRIP,
     BLOCK_PACKETS,
 )
 from dlcp.transport.plain.incoming import PlainIncoming
@@ -59,13 +60,13 @@ class Acknowledgements:
         self._fresh = [value for value in self._fresh if value[0] is not message]
         self._recent = deque((value for value in self._recent if value[0] is not message), ACK_RECENT)
 
-    @property
-    def due_s(self) -> float:
-        """When an acknowledgement must leave; infinity if there is nothing to acknowledge."""
+    def due_s(self, smoothed_rtt_s: float) -> float:
+        """Return when an acknowledgement must leave; infinity if there is nothing to acknowledge."""
         if self._packets >= ACK_AT_ONCE_PACKETS:
             return 0.0
         if self._packets >= ACK_EVERY_PACKETS:
-            return min(self._late_s, self._last_s + ACK_SPACING_S)
+            spacing_s = max(ACK_SPACING_S, smoothed_rtt_s / ACKS_PER_ROUND_TRIP)
+            return min(self._late_s, self._last_s + spacing_s)
         return self._late_s
 
     @property

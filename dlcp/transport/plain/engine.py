@@ -158,9 +158,11 @@ class PlainEngine:
         """See :meth:`dlcp.transport.engine.Engine.free`."""
         cast(PlainIncoming, message).leave()
 
-    def fold(self, values: NDArray[np.float32], per_packet: int, members: int, divisor: float) -> Fold:
+    def fold(
+        self, values: NDArray[np.float32], per_packet: int, members: int, divisor: float, first_block: int = -1
+    ) -> Fold:
         """See :meth:`dlcp.transport.engine.Engine.fold`."""
-        return PlainFold(values, per_packet, members, divisor)
+        return PlainFold(values, per_packet, members, divisor, first_block)
 
     def _settle(self, message: PlainIncoming, now_s: float) -> bool:
         if message.settled or not message.done:
@@ -294,10 +296,11 @@ class PlainEngine:
         """See :meth:`dlcp.transport.engine.Engine.acknowledge`."""
         due_s = math.inf
         for rank, waiting in self._acknowledgements.items():
-            if now_s >= waiting.due_s:
+            this_due_s = waiting.due_s(self._plain[rank].smoothed_rtt_s)
+            if now_s >= this_due_s:
                 self._acknowledge(rank, now_s)
             else:
-                due_s = min(due_s, waiting.due_s)
+                due_s = min(due_s, this_due_s)
         return due_s
 
     def _acknowledge(self, rank: int, now_s: float) -> None:

@@ -70,7 +70,7 @@ class PlainFlow:
 
     def take_report(self, now_s: float) -> Report | None:
         """See :meth:`dlcp.transport.engine.Flow.take_report`."""
-        if now_s < self.report_due_s:
+        if now_s < (self._reported_s + self.report_due_s) / 2:
             return None
         report = Report(
             now_s, self._delivered, self._marked, self._lost, self._rtt_s, self.smoothed_rtt_s, self._limited
