@@ -22,9 +22,14 @@ demo: $(STAMP) ## train a real model over a congested switch, with and without D
 	@.ci/packages ip=iproute2
 	@$(BIN)/dlcp demo
 
-test: lint ## set up, check style and types, and run every test
+# The frameworks are fetched while the other tests run; what goes wrong with that is said when their tests begin.
+test: $(STAMP) ## set up, check style and types, and run every test
 	@.ci/packages ip=iproute2 tshark
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	@setsid nice bash -c 'for name in mxnet tensorflow jax; do .ci/set-up-framework $$name; done' & fetching=$$!; \
+	trap 'kill -- -$$fetching 2>/dev/null || true' EXIT; \
+	$(MAKE) --no-print-directory lint; \
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile; \
+	wait $$fetching || true
 	@$(MAKE) --no-print-directory -j3 --output-sync=target test-mxnet test-tensorflow test-jax
 
 test-mxnet test-tensorflow test-jax: test-%: $(STAMP) ## train with MXNet, in an environment of its own; test-tensorflow and test-jax likewise

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from dlcp.collectives.choice import AUTO, SERVER, Topology, choose, direct_seconds, ring_seconds
+from dlcp.collectives.choice import AUTO, DIRECT, SERVER, Topology, choose, direct_seconds, ring_seconds
 from dlcp.collectives.choice import Costs as CollectiveCosts
 
 LOSS_MATTERS: Final = 0.001
@@ -269,12 +269,15 @@ def _collective(figures: Figures, given: Settings) -> tuple[str, str]:
     topology = Topology(hosts, rates if len(rates) == figures.ranks else {})
     costs = CollectiveCosts()
     size = figures.gradient_bytes
+    direct_s, ring_s = direct_seconds(size, ranks, topology, costs), ring_seconds(size, ranks, topology, costs)
     told = (
-        f"{_size(size)} among {figures.ranks} ranks on {figures.hosts} hosts: direct about "
-        f"{1e3 * direct_seconds(size, ranks, topology, costs):.1f} ms, ring "
-        f"{1e3 * ring_seconds(size, ranks, topology, costs):.1f} ms"
+        f"{_size(size)} among {figures.ranks} ranks on {figures.hosts} {'host' if figures.hosts == 1 else 'hosts'}: "
+        f"direct about {1e3 * direct_s:.1f} ms, ring {1e3 * ring_s:.1f} ms"
     )
-    return choose(size, ranks, topology, costs), told
+    chosen = choose(size, ranks, topology, costs)
+    if chosen == DIRECT and ring_s < direct_s:
+        told += f"; a ring waits for its slowest hop, so it has to win by more than {costs.ring_margin - 1:.0%}"
+    return chosen, told
 
 
 def _size(count: float) -> str:

@@ -327,11 +327,13 @@ def make_reducer(
     plain = _plain_reducer(collective, endpoint, ranks, topology, costs, **shared, feedback=transit)
     if compressor is not None and gathered:
         rule = RULES[combine]
-        return GatheredReducer(plain, endpoint, ranks, compressor, **shared, feedback=feedback, combine=rule)
+        return GatheredReducer(plain, endpoint, ranks, compressor, **shared, feedback=feedback, rule=rule)
     if combine == ADASUM:
         plain = AdasumReducer(plain, endpoint, ranks, **shared, feedback=transit)
     if compressor is not None:
-        plain = CompressedReducer(plain, transit, endpoint, ranks, compressor, options=options, feedback=feedback)
+        plain = CompressedReducer(
+            plain, endpoint, ranks, compressor, options=options, feedback=feedback, transit=transit
+        )
     return SummedReducer(plain, len(ranks)) if combine == SUM else plain
 
 

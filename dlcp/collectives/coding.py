@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -35,6 +35,7 @@ Again = Callable[[], Values]
 """Forms the result once more, of what was received."""
 
 
+@dataclass(eq=False, repr=False)
 class CodingReducer(ABC):
     """A reducer that compresses. It decodes in a thread of its own, for the endpoint's has packets to wait for.
 
@@ -52,22 +53,16 @@ class CodingReducer(ABC):
         Where decoding is done.
     """
 
-    def __init__(
-        self,
-        plain: Reducer,
-        endpoint: Endpoint,
-        ranks: Sequence[int],
-        compressor: Compressor,
-        *,
-        options: ReduceOptions | None = None,
-        feedback: ErrorFeedback | None = None,
-        work: Executor | None = None,
-    ) -> None:
-        self.plain, self.endpoint, self.compressor = plain, endpoint, compressor
-        self.ranks = sorted(ranks)
-        self.options = options or ReduceOptions()
-        self.feedback = feedback or ErrorFeedback()
-        self.work = work or ThreadPoolExecutor(1, f"dlcp-rank{endpoint.rank}-decode")
+    plain: Reducer
+    endpoint: Endpoint
+    ranks: Sequence[int]
+    compressor: Compressor
+    options: ReduceOptions = field(default_factory=ReduceOptions, kw_only=True)
+    feedback: ErrorFeedback = field(default_factory=ErrorFeedback, kw_only=True)
+    work: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, "dlcp-decode"), kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.ranks = sorted(self.ranks)
         self.runs: dict[tuple[int, int], CodedRun] = {}
         self._kept: dict[tuple[int, int], tuple[Again, np.dtype[np.floating], int]] = {}
         """Results that another rank may still need, their type, and how many values of each fill a packet."""

@@ -9,21 +9,20 @@ its share, that little is lost for good: what others know of it, they know in pa
 gradient.
 """
 
-from collections.abc import Sequence
-from concurrent.futures import Executor
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import Bucket, ReduceOptions
+from dlcp.collectives.bucket import Bucket
 from dlcp.collectives.coding import CodedRun, CodingReducer, left_out
 from dlcp.collectives.feedback import ErrorFeedback
-from dlcp.collectives.reducer import Reducer, Salvageable
+from dlcp.collectives.reducer import Salvageable
 from dlcp.collectives.salvage import Salvage
-from dlcp.compress.compressor import Compressor, Encoded, Feedback, Values
-from dlcp.transport import Endpoint
+from dlcp.compress.compressor import Encoded, Feedback, Values
 
 
+@dataclass(eq=False, repr=False)
 class CompressedReducer(CodingReducer):
     """Averages what a compressor makes of buckets.
 
@@ -31,26 +30,13 @@ class CompressedReducer(CodingReducer):
     ----------
     plain
         What averages that.
-    transit
-        The feedback of ``plain``, and of nobody else: what it owes belongs into other places.
     endpoint, ranks, compressor, options, feedback, work
         See :class:`CodingReducer`; ``compressor.reduces``.
+    transit
+        The feedback of ``plain``, and of nobody else: what it owes belongs into other places.
     """
 
-    def __init__(
-        self,
-        plain: Reducer,
-        transit: ErrorFeedback,
-        endpoint: Endpoint,
-        ranks: Sequence[int],
-        compressor: Compressor,
-        *,
-        options: ReduceOptions | None = None,
-        feedback: ErrorFeedback | None = None,
-        work: Executor | None = None,
-    ) -> None:
-        super().__init__(plain, endpoint, ranks, compressor, options=options, feedback=feedback, work=work)
-        self.transit = transit
+    transit: ErrorFeedback = field(kw_only=True)
 
     def salvage(self) -> list[Salvage]:
         """Return what this rank holds of buckets that it, or a peer for all it knows, has not finished.

@@ -12,24 +12,22 @@ changes nothing, for a place of which one rank has sent nothing is not a place t
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import Bucket, ReduceOptions
+from dlcp.collectives.bucket import Bucket
 from dlcp.collectives.coding import CodedRun, CodingReducer, left_out
-from dlcp.collectives.feedback import ErrorFeedback
 from dlcp.collectives.mailbox import plain_tags
 from dlcp.collectives.push_pull import PULL, PUSH, message_number
-from dlcp.collectives.reducer import Reducer
-from dlcp.compress.compressor import Compressor, Feedback, Values, average
+from dlcp.compress.compressor import Feedback, Values, average
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.tags import PacketTags, Segment, Tagger
-from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey, TransportError
+from dlcp.transport import RELIABLE, Arrival, Delivery, LossBound, MessageKey, TransportError
 
 Combine = Callable[[Sequence[Callable[[], Values]], Sequence[Segment]], Values]
 """Makes one of what all ranks' decode to, in the order of ranks; each can be decoded as often as it is needed."""
@@ -40,6 +38,7 @@ def average_of(parts: Sequence[Callable[[], Values]], segments: Sequence[Segment
     return average(part() for part in parts)
 
 
+@dataclass(eq=False, repr=False)
 class GatheredReducer(CodingReducer):
     """Averages buckets of which all ranks get all ranks' compressed form.
 
@@ -49,27 +48,13 @@ class GatheredReducer(CodingReducer):
         See :class:`CodingReducer`.
     tagger, ledger
         How packets are tagged, and where messages are entered.
-    combine
+    rule
         What becomes of all ranks' gradients, if the compressor does not say.
     """
 
-    def __init__(
-        self,
-        plain: Reducer,
-        endpoint: Endpoint,
-        ranks: Sequence[int],
-        compressor: Compressor,
-        *,
-        options: ReduceOptions | None = None,
-        tagger: Tagger | None = None,
-        ledger: Ledger | None = None,
-        feedback: ErrorFeedback | None = None,
-        combine: Combine = average_of,
-        work: Executor | None = None,
-    ) -> None:
-        super().__init__(plain, endpoint, ranks, compressor, options=options, feedback=feedback, work=work)
-        self.rule = combine
-        self.tagger, self.ledger = tagger or Tagger(), ledger or Ledger()
+    tagger: Tagger = field(default_factory=Tagger, kw_only=True)
+    ledger: Ledger = field(default_factory=Ledger, kw_only=True)
+    rule: Combine = field(default=average_of, kw_only=True)
 
     def make_run(self, step: int, sequence: int, bucket: Bucket) -> "_Run":
         """Return what takes a bucket through."""
@@ -113,7 +98,10 @@ class _Run(CodedRun):
         """Send to all, and wait for what all send."""
         reducer = self.reducer
         place = reducer.ranks.index(self.rank)
-        for peer in reducer.ranks[place + 1 :] + reducer.ranks[:place]:  # each begins with another, to overrun nobody
+        for peer in [
+            *reducer.ranks[place + 1 :],
+            *reducer.ranks[:place],
+        ]:  # each begins with another, to overrun nobody
             arriving = reducer.endpoint.receive(
                 peer, self._key(PUSH, self.rank), len(self.content), self.bound, self.label
             )

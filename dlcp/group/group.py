@@ -26,10 +26,11 @@ from dlcp.group import whole
 from dlcp.group.agreement import Agreement
 from dlcp.group.buckets import Buckets, Filling, Member
 from dlcp.group.channel import StoreChannel, ended_key
-from dlcp.group.exchange import CLOSED, Exchange, Mode
+from dlcp.group.exchange import CLOSED, Exchange
 from dlcp.group.joining import NotJoinedError, speaks
 from dlcp.group.joining import join as join_ranks
 from dlcp.group.options import Options
+from dlcp.group.recovery import Mode
 from dlcp.group.steering import WEIGHS, Steering, all_weigh, piloted
 from dlcp.group.store import Store, StoreError
 from dlcp.ledger import Ledger
@@ -42,6 +43,8 @@ log = logging.getLogger("dlcp")
 CALL: Final = "dlcp.group.join"
 PATIENCE: Final = 3
 """So many deadlines a whole step may take: for a message, and, should it fail, to recover. Chosen by us."""
+HEARD_S: Final = 3.0
+"""So long others may take to hear why rank 0 gives up, before it takes their store along. Chosen by us."""
 
 
 class Group:
@@ -366,7 +369,8 @@ class Group:
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up.
 
-        Rank 0, who has the ranks' store, waits for the others to leave too, for ``options.silence_s`` at most.
+        Rank 0, whose process has the ranks' store, waits for the others to leave too: for ``options.deadline_s`` at
+        most, or with a ``reason`` until they are likely to have heard it.
         """
         with self._lock:
             if self._closed:
@@ -381,15 +385,17 @@ class Group:
             with contextlib.suppress(StoreError):
                 self._store.leave(ended_key(self.rank), reason or CLOSED)
             self._exchange.close(reason)
-            if reason is None and self.rank == 0:
-                self._let_others_leave(self._store)
+            if self.rank == 0:
+                self._let_others_leave(self._store, reason)
             self._store.close()
         self._writer.shutdown(wait=True)
 
-    def _let_others_leave(self, store: Store) -> None:
+    def _let_others_leave(self, store: Store, reason: str | None) -> None:
         """Wait until the others have ended: the store ends with this process, and they may still read it."""
-        end_s = time.monotonic() + self.options.silence_s
+        patience_s = self.options.deadline_s if reason is None else min(HEARD_S, self.options.deadline_s)
+        end_s = time.monotonic() + patience_s
         with contextlib.suppress(StoreError):
+            store.set(ended_key(0), reason or CLOSED)
             for rank in range(1, self.size):
                 store.first([ended_key(rank)], max(0.0, end_s - time.monotonic()))
 

@@ -169,6 +169,17 @@ class Options:
         """Whether every sample counts the same, instead of every rank."""
         return self.samples > 0
 
+    def of_steps(self) -> list[str]:
+        """Return the names of what is set and has a meaning only where a step's gradients are exchanged as a whole."""
+        asked = {
+            "samples": self.weighted,
+            "adapt": self.adapt,
+            "phases": self.phases,
+            "compression": bool(self.compression),
+            "combine": self.combine != "average",
+        }
+        return [name for name, is_asked in asked.items() if is_asked]
+
     def transport(self, workers: int, topology: Topology | None = None) -> TransportOptions:
         """Return the options of a worker's endpoint, where ``workers`` take part."""
         return TransportOptions(

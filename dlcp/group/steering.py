@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,10 @@ def piloted(
     """Return what averages as a pilot says, among ranks that have joined; the others are as of ``make_reducer``."""
 
     def make(settings: Settings) -> Reducer:
-        options = joined.options.with_(protected_share=settings.protected_share)
+        options = joined.options.with_(protected_share=settings.protected_share, collective=settings.collective)
         tagger.policy = options.classes()
+        weight = options.transport(len(ranks), joined.topology).flow_weight
+        joined.endpoint.call(partial(joined.endpoint.protocol.weigh_flows, weight))
         return make_reducer(
             settings.collective,
             joined.endpoint,

@@ -9,25 +9,28 @@ The lines that a training script needs, named as Horovod's users know them::
     model.compile(dlcp.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss)
     model.fit(x[dlcp.rank() :: dlcp.size()], y[dlcp.rank() :: dlcp.size()], callbacks=[
         dlcp.BroadcastGlobalVariablesCallback(0),
+        dlcp.StatisticsAverageCallback(),  # if there is a BatchNormalization
         dlcp.MetricAverageCallback(),
     ])
 
 ``dlcp launch -n 4 -- python script.py`` starts it on four ranks.
 """
 
+from dlcp.group.current import current, init, local_rank, rank, shutdown, size
 from dlcp.tensorflow.callbacks import (
     BroadcastGlobalVariablesCallback,
     MetricAverageCallback,
+    StatisticsAverageCallback,
     average_metrics,
     broadcast_variables,
 )
-from dlcp.tensorflow.job import current, init, local_rank, rank, shutdown, size
 from dlcp.tensorflow.optimizer import DistributedOptimizer, load_model
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
     "DistributedOptimizer",
     "MetricAverageCallback",
+    "StatisticsAverageCallback",
     "average_metrics",
     "broadcast_variables",
     "current",

@@ -10,7 +10,8 @@ import numpy as np
 
 from dlcp.group import Group
 from dlcp.group import metrics as metrics_of_group
-from dlcp.tensorflow.job import current
+from dlcp.group.current import current
+from dlcp.group.metrics import mean_over_ranks
 from dlcp.tensorflow.optimizer import averages
 
 log = logging.getLogger("dlcp")
@@ -99,3 +100,39 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # 
         """Average, in place."""
         if logs:
             logs.update(average_metrics(logs, self.group))
+
+
+class StatisticsAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+    """Gives all ranks the mean of what layers have noted of their data, as BatchNormalization does for inference.
+
+    Such moving means and variances are each rank's own, for they have no gradients. They are averaged when an epoch
+    ends, before its validation if it has one; put this before callbacks that save the model.
+    """
+
+    def __init__(self, group: Group | None = None) -> None:
+        super().__init__()
+        self.group = group or current()
+        self._due = False
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Note that statistics are about to change."""
+        self._due = True
+
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Average before a validation."""
+        self._average()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Average, if no validation was the occasion."""
+        self._average()
+
+    def _average(self) -> None:
+        if not self._due:
+            return
+        self._due = False
+        layers = [layer for layer in self.model._flatten_layers() if layer.trainable]
+        noted = [variable for layer in layers for variable in layer._non_trainable_variables]
+        for variable in noted:
+            values = keras.ops.convert_to_numpy(variable)
+            if np.issubdtype(values.dtype, np.floating):
+                variable.assign(mean_over_ranks(values, self.group).astype(values.dtype))

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from dlcp.group import Group
+from dlcp.group.current import current
 from dlcp.tensorflow.averaging import FINITE, Averaging, names_of
-from dlcp.tensorflow.job import current
 
 
 class _Averages:

@@ -2,9 +2,13 @@
 """The ``torch.distributed`` backend ``dlcp``: ``dist.init_process_group("dlcp")`` after ``import dlcp.torch``.
 
 Everything arrives whole; only where :func:`allow_loss` says so may a sum or average of floats lose packets on its way.
+A group knows no steps and no layers: ``samples``, ``adapt``, ``phases``, ``compression`` and ``combine`` are for
+:func:`dlcp.torch.enable`. Asked of a group they are an error; from the environment, which may mean the hook, they are
+mentioned once.
 """
 
 import atexit
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +33,8 @@ from dlcp.torch.backend_work import Issuer, Work, call_aside, joined
 from dlcp.torch.rendezvous import meet
 from dlcp.torch.staging import Device
 
+log = logging.getLogger("dlcp")
+
 NAME = "dlcp"
 DEVICES = ["cpu", "cuda"]
 """Named one by one, for without them PyTorch guesses; and with the CPU alone it would not let CUDA tensors in."""
@@ -39,6 +45,7 @@ _EXCHANGES: "weakref.WeakSet[Exchange]" = weakref.WeakSet()
 
 _made: Counter[str] = Counter()
 """How often this process has made a group of each name."""
+_said: set[str] = set()
 
 _Base: Any = dist.ProcessGroup
 """PyTorch's annotations give each method two forms; ``torch.distributed`` calls only the first, which is here."""
@@ -394,11 +401,13 @@ def allow_loss(group: dist.ProcessGroup | None = None, options: Options | None =
     ------
     TypeError
         The group has another backend.
+    ValueError
+        ``options`` ask for something that a group cannot heed, such as ``samples``.
     """
     found = group or dist.group.WORLD
     if not isinstance(found, ProcessGroup):
         raise TypeError(f"allow_loss needs a group of backend dlcp, got {dist.get_backend(found)}")
-    options = options or Options.from_environment()
+    options = _heeded(options)
     ledger = Ledger(options.job)
     tagger = Tagger(options.tag_policy)
     found.loss = AllowedLoss(options.bound(), tagger, ledger, options.tag_policy.small_layer_values)
@@ -420,7 +429,7 @@ def register() -> None:
 
 def _create(given: Any, options: Options | None) -> ProcessGroup:
     """Make a group; ``options`` are ``init_process_group``'s or ``new_group``'s ``pg_options``."""
-    options = options or Options.from_environment()
+    options = _heeded(options, says=given.group_rank == 0)
     timeout: timedelta = given.timeout
     limit_s = timeout.total_seconds()
     options = options.with_(collective="direct", deadline_s=limit_s, silence_s=min(options.silence_s, limit_s))
@@ -429,6 +438,25 @@ def _create(given: Any, options: Options | None) -> ProcessGroup:
     store = PrefixStore(f"{_made[given.group_id]}", given.store)
     endpoint = meet(options, store, given.group_rank, given.group_size, timeout)
     return ProcessGroup(Exchange(endpoint, given.group_size, given.group_id))
+
+
+def _heeded(options: Options | None, *, says: bool = False) -> Options:
+    """Return a group's options; what it cannot heed is refused if it was asked of it, or else mentioned, once.
+
+    Raises
+    ------
+    ValueError
+        ``options`` have such.
+    """
+    found = options or Options.from_environment()
+    if names := found.of_steps():
+        problem = f"a group of backend dlcp heeds no {', '.join(names)}: only dlcp.torch.enable does"
+        if options is not None:
+            raise ValueError(f"{problem}; leave that out")
+        if says and problem not in _said:
+            _said.add(problem)
+            log.warning("%s", problem)
+    return found
 
 
 def _split(what: str, data: memoryview, sizes: Sequence[int]) -> list[memoryview]:

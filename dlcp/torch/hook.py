@@ -20,11 +20,12 @@ from dlcp.collectives.notice import segments_of as segments_of_notice
 from dlcp.collectives.samples import check_samples
 from dlcp.group.joining import NotJoinedError, join, speaks
 from dlcp.group.options import Options
+from dlcp.group.recovery import Mode
 from dlcp.group.steering import WEIGHS, all_weigh, piloted
 from dlcp.ledger import Ledger
 from dlcp.tags import Layer, Segment, Tagger, layers_in_order
 from dlcp.torch.agreement import agreement_of
-from dlcp.torch.fallback import Exchange, Mode, open_channel
+from dlcp.torch.fallback import Exchange
 from dlcp.torch.staging import VALUE_TYPES, as_array
 from dlcp.transport import Endpoint
 
@@ -104,8 +105,8 @@ class State:
         if self._alone:
             return
         self._device = named[0][1].device
-        self._exchange = Exchange(group, rank, range(size), self.feedback)
         agreement = agreement_of(group, self.options.meet_s)
+        self._exchange = Exchange(group, agreement, range(size), self.options.deadline_s, self.feedback)
         if self.options.weighted:
             agreement.tell(WEIGHS, True)
         try:
@@ -135,8 +136,7 @@ class State:
         reducer = piloted(
             self._pilot, joined, range(size), tagger=self.tagger, ledger=self.ledger, feedback=self.feedback
         )
-        channel = open_channel(group, self.options.deadline_s) if self.options.fallback else None
-        self._exchange.use(joined.endpoint, reducer, channel, agreement, self.options.deadline_s)
+        self._exchange.use(joined.endpoint, reducer, may_recover=self.options.fallback)
 
     @property
     def hosts(self) -> int:
@@ -259,8 +259,12 @@ def _nothing() -> None:
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket with DLCP; registered by :func:`enable`."""
-    return state.average(bucket)
+    """Average a bucket with DLCP; registered by :func:`enable`.
+
+    Where that fails, ``backward`` raises a RuntimeError that quotes the :class:`dlcp.transport.TransportError`: DDP
+    understands no error that is put into a future, only one that comes out of a callback.
+    """
+    return state.average(bucket).then(lambda averaged: averaged.value())
 
 
 def noop_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -182,16 +182,8 @@ class LayerExchange:
 
 def refuse_whole_steps(options: Options) -> None:
     """Raise ValueError for what only whole steps can do: groups of layers have no step that all begin."""
-    asked = {
-        "samples": options.weighted,
-        "adapt": options.adapt,
-        "phases": options.phases,
-        "compression": bool(options.compression),
-        "combine": options.combine != "average",
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise ValueError(f"cross-step scheduling knows no {name}=...: leave it out, or use dlcp.torch.enable")
+    for name in options.of_steps():
+        raise ValueError(f"cross-step scheduling knows no {name}=...: leave it out, or use dlcp.torch.enable")
 
 
 def _direct(traffic: State, joined: Joined, ranks: range, groups: Sequence[LayerGroup]) -> DirectAllReduce:

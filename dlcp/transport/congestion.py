@@ -78,9 +78,16 @@ class Report:
 
 
 class RateControl(Protocol):
-    """A window in packets, driven by reports; one of less than a packet admits a packet now and then."""
+    """A window in packets, driven by reports; one of less than a packet admits a packet now and then.
+
+    Attributes
+    ----------
+    weight
+        The share of a flow that this flow counts as; it may be changed at any time.
+    """
 
     window: float
+    weight: float
     ecn_capable: bool
 
     def on_report(self, report: Report) -> None:
@@ -188,7 +195,6 @@ class Proportional:
         self.weight = weight
         self._heed_delay = heed_delay
         self.window = max(2.0, INITIAL_WINDOW_PACKETS * weight)
-        self._smallest = min(SMALLEST_WINDOW_PACKETS, SMALLEST_JOB_WINDOW_PACKETS * weight)
         self._fraction = 0.0
         self._starting = True
         self._calm_rounds = 0
@@ -200,6 +206,10 @@ class Proportional:
         self._random = RandomLoss()
         self._round = Round(0.0)
         self._round_packets = max(self.window, ROUND_PACKETS_MIN)
+
+    @property
+    def _smallest(self) -> float:
+        return min(SMALLEST_WINDOW_PACKETS, SMALLEST_JOB_WINDOW_PACKETS * self.weight)
 
     def on_report(self, report: Report) -> None:
         """Take in one report; the window shrinks at most once a round."""
@@ -313,12 +323,15 @@ class Cubic:
     def __init__(self, weight: float = 1.0) -> None:
         self.weight = weight
         self.window = max(2.0, INITIAL_WINDOW_PACKETS * weight)
-        self._keep = 1 - min(self.DECREASE_MAX, self.DECREASE / math.sqrt(weight))
         self._threshold = math.inf
         self._peak = 0.0
         self._epoch_s = -1.0
         self._reno = 0.0
         self._recovery_until_s = -1.0
+
+    @property
+    def _keep(self) -> float:
+        return 1 - min(self.DECREASE_MAX, self.DECREASE / math.sqrt(self.weight))
 
     def on_report(self, report: Report) -> None:
         """Take in one report."""

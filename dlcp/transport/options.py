@@ -53,7 +53,12 @@ class TransportOptions:
 
     def rate_control(self, senders: int) -> RateControl:
         """Return the window control of one flow, where ``senders`` ranks send to its receiver."""
-        weight = self.flow_weight or 1 / max(1, senders)
+        weight = weight_of(self.flow_weight, senders)
         if self.congestion == "cubic":
             return Cubic(weight)
         return Proportional(weight, heed_delay=self.congestion == "proportional")
+
+
+def weight_of(flow_weight: float | None, senders: int) -> float:
+    """Return the share of a flow that one counts as; None divides one among all ``senders`` to its receiver."""
+    return flow_weight or 1 / max(1, senders)

@@ -33,7 +33,7 @@ from dlcp.transport.errors import (
     at_step,
 )
 from dlcp.transport.inbox import Inbox
-from dlcp.transport.options import TransportOptions
+from dlcp.transport.options import TransportOptions, weight_of
 from dlcp.transport.outbox import Outbox
 from dlcp.transport.peer import Peer
 from dlcp.transport.plain import PlainEngine
@@ -290,6 +290,11 @@ class Protocol:
     def rate_to(self, rank: int) -> float:
         """Return how fast a rank has taken in lately what waited to be sent to it, in bit/s; 0 if that is not known."""
         return self._peers[rank].rate.packets_per_s(self._clock_s) * self.options.payload_bytes * 8
+
+    def weigh_flows(self, flow_weight: float | None) -> None:
+        """Let each flow count as another share of one from now on; see ``TransportOptions.flow_weight``."""
+        for peer in self._peers.values():
+            peer.control.weight = weight_of(flow_weight, len(self._peers))
 
     def abort(self, reason: str) -> None:
         """Tell all peers that this rank gives up."""

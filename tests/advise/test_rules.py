@@ -96,6 +96,9 @@ def test_many_ranks_on_few_hosts_go_around_a_ring():
     assert chosen(figures).collective == "ring"
     assert "16 ranks on 2 hosts: direct about" in why(figures, "collective")
     assert chosen(replace(CLEAN, ranks=2, hosts=2)).collective == "direct"
+    close = replace(CLEAN, ranks=4, hosts=4, rates_bps={0: 9e7, 1: 8.7e7, 2: 9.1e7, 3: 8.8e7})
+    assert chosen(close).collective == "direct"
+    assert "it has to win by more than" in why(close, "collective"), "a ring that is a little faster is no reason"
 
 
 def test_figures_that_cannot_be_are_refused():

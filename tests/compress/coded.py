@@ -12,6 +12,7 @@ LAYERS = layers_in_order(list(SHAPES), SHAPES)
 STOPS = np.cumsum(list(SIZES.values())).tolist()
 SEGMENTS = [Segment(LAYERS[name], stop - SIZES[name], stop) for name, stop in zip(SHAPES, STOPS, strict=True)]
 SIZE = STOPS[-1]
+FIRST = Occasion(0, 0)
 EVERY = ["fp16", "bf16", "topk:0.1", "randomk:0.1", "qsgd:2", "qsgd:4", "qsgd:8", "terngrad", "signsgd", "efsignsgd",
          "atomo:2", "powersgd:2"]  # fmt: skip
 
@@ -26,7 +27,7 @@ def matrix_of(values, name):
     return values[segment.start : segment.stop].reshape(SHAPES[name])
 
 
-def alone(compressor, values, occasion=Occasion(0, 0), segments=SEGMENTS):  # noqa: B008
+def alone(compressor, values, occasion=FIRST, segments=SEGMENTS):
     """What one rank's values become if nobody else is there: every average is its own."""
     encoded = compressor.encode(values, segments, occasion)
     while True:

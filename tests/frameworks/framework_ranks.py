@@ -3,6 +3,8 @@
 
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -12,10 +14,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlcp.switch.process import SwitchProcess
+import pytest
 
-LIMIT_S = 500
+from dlcp.group import Options
+
+LIMIT_S = 1200
+READY_LIMIT_S = 200
 PAYLOAD_BYTES = 1440
+PATIENT = {"DLCP_SILENCE_S": "60", "DLCP_DEADLINE_S": "240", "DLCP_MEET_S": "240"}
+"""A busy machine is no dead one."""
+HALF_A_POINT = 0.005
+OWN = Path(__file__).parents[2] / ".venv" / "bin" / "python"
+"""The environment that DLCP has for itself, with what the switch needs: a framework's environment need not have it."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +43,24 @@ def switch(folder, udp_port, *, hosts=2, rate_bps, depth_packets):
     """The built-in switch, with narrow ports; gives the environment of each rank behind it."""
     fabric = Path(folder) / "star.json"
     fabric.write_text(json.dumps({"hosts": hosts, "udp_ports": [udp_port]}))
-    narrow = ["--rate-bps", str(rate_bps), "--depth-packets", str(depth_packets)]
-    with SwitchProcess(["--fabric", str(fabric), *narrow]):
-        yield [
-            {
-                "DLCP_BIND": f"127.77.1.{rank + 1}:{udp_port}",
-                "DLCP_ADVERTISE": f"127.77.0.{rank + 1}:{udp_port}",
-                "DLCP_PAYLOAD_BYTES": str(PAYLOAD_BYTES),
-            }
-            for rank in range(hosts)
-        ]
+    python = OWN if OWN.exists() else sys.executable
+    command = [str(python), "-m", "dlcp.cli", "switch", "--fabric", str(fabric)]
+    command += ["--rate-bps", str(rate_bps), "--depth-packets", str(depth_packets)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert select.select([process.stdout], [], [], READY_LIMIT_S)[0], "the switch does not begin"
+            assert process.stdout.readline(), "the switch has ended"
+            yield [
+                {
+                    "DLCP_BIND": f"127.77.1.{rank + 1}:{udp_port}",
+                    "DLCP_ADVERTISE": f"127.77.0.{rank + 1}:{udp_port}",
+                    "DLCP_PAYLOAD_BYTES": str(PAYLOAD_BYTES),
+                }
+                for rank in range(hosts)
+            ]
+        finally:
+            process.terminate()
+            process.wait(30)
 
 
 def free_ports(count):
@@ -94,3 +112,28 @@ def _await(process, output, errors, began_s, end_s):
     last = printed.rpartition("\n")[2]
     result = json.loads(last) if status == 0 and last.startswith("{") else None
     return Ended(status, result, f"{printed}\n{errors.read()}", time.monotonic() - began_s)
+
+
+def assert_learnt_alike(ranks, own):
+    """Check what two ranks print of training by the framework's ``own`` way and by DLCP, over a network that loses."""
+    for rank in ranks:
+        assert rank.status == 0, rank.output
+        theirs, ours = rank.result[own], rank.result["dlcp"]
+        assert ours["active"], rank.output
+        assert ours["lost"] > 0, "without loss there is nothing to show"
+        assert ours["violations"] == 0
+        assert ours["max_message_ratio"] <= Options().loss_bound
+        assert theirs["accuracy"] > 0.95
+        assert ours["accuracy"] == pytest.approx(theirs["accuracy"], abs=HALF_A_POINT)
+    first, second = (rank.result for rank in ranks)
+    assert first["dlcp"]["weights"] == second["dlcp"]["weights"], "replicas are the same bit by bit"
+    assert first["dlcp"]["weights"] != first[own]["weights"]
+
+
+def assert_death_is_known(ranks):
+    """Check how two ranks end of which the second one dies by itself after its fifth step."""
+    first, second = ranks
+    assert second.status == -signal.SIGKILL
+    assert first.status == 1, first.output
+    assert "rank 1 has ended" in first.output
+    assert "step 6" in first.output

@@ -10,6 +10,7 @@ import dlcp.group
 from dlcp.dtypes import ValueType
 from dlcp.group import Options, buckets
 from dlcp.group.buckets import Plan
+from dlcp.group.metrics import average_metrics, mean_over_ranks
 from dlcp.tags import TagPolicy, layers_in_order
 
 NAMES = ["conv1.weight", "conv1.bias", "fc.weight", "fc.bias", "scale"]
@@ -338,3 +339,16 @@ def test_front_layers_are_tagged_the_most_urgent():
 
     for positions in together(2, train):
         assert positions == {0, 128, 255}
+
+
+def test_means_over_ranks_are_the_same_to_the_bit():
+    def run(group):
+        own = np.random.default_rng(group.rank).standard_normal((3, 700)).astype(np.float32)[:, ::2]
+        means = mean_over_ranks(own, group)
+        return own, means, average_metrics({"loss": group.rank, "accuracy": 0.5}, group)
+
+    results = together(3, run)
+    for _, means, metrics in results:
+        assert means.tobytes() == results[0][1].tobytes()
+        np.testing.assert_allclose(means, np.mean([own for own, _, _ in results], 0, np.float64), rtol=1e-12)
+        assert metrics == {"loss": 1.0, "accuracy": 0.5}

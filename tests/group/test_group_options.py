@@ -6,6 +6,7 @@ import pytest
 from bad_network import BadNetwork, Weather
 from group_ranks import free_udp_ports, together
 
+from dlcp.advise.rules import Settings
 from dlcp.group import NotJoinedError, Options
 
 SHAPES = {"front.weight": (60, 50), "front.bias": (60,), "back.weight": (40, 60)}
@@ -101,3 +102,26 @@ def test_settings_that_adapt_leave_replicas_identical():
         for name in SHAPES:
             np.testing.assert_allclose(results[0][step][name], expected(step, [1, 1], name), atol=2e-3)
             np.testing.assert_array_equal(results[0][step][name], results[1][step][name])
+
+
+def test_another_collective_gives_flows_another_weight():
+    """Around a ring one flow goes into each rank, and counts as one; else all into a rank share that."""
+
+    def weights(group):
+        protocol = group.endpoint.protocol
+        reducer = group._exchange._reducer
+        found = [sorted(peer.control.weight for peer in protocol._peers.values())]
+        for collective in ("ring", "direct"):
+            group._steering.pilot.settings = Settings(collective=collective)
+            group.average({"w": np.ones(100, np.float32)})
+            group.barrier()
+            found.append(sorted(peer.control.weight for peer in protocol._peers.values()))
+        assert reducer._in_force[0] == "direct"
+        return found
+
+    def run(group):
+        group.register(["w"])
+        return weights(group)
+
+    for found in together(3, run):
+        assert found == [[0.5, 0.5], [1.0, 1.0], [0.5, 0.5]]

@@ -276,3 +276,37 @@ def too_late(worker):
 
 def test_waiting_ends_with_the_groups_timeout():
     assert "nothing came in 1.0 s" in values(launch(2, too_late))[0]
+
+
+def asked_for_what_a_group_does_not_know(worker):
+    messages = []
+    backend.log.warning = lambda text, *told: messages.append(text % told)
+    for _ in range(2):
+        group = dist.new_group(backend="dlcp")
+        total = torch.ones(3)
+        dist.all_reduce(total, group=group)
+        backend.allow_loss(group)
+        dist.destroy_process_group(group)
+    errors = []
+    group = dist.new_group(backend="dlcp")
+    for make in (
+        lambda: dist.new_group(backend="dlcp", pg_options=dlcp.torch.Options(samples=8)),
+        lambda: backend.allow_loss(group, dlcp.torch.Options(combine="adasum", phases=True, fallback=False)),
+    ):
+        try:
+            make()
+        except ValueError as error:
+            errors.append(str(error))
+    dist.destroy_process_group(group)
+    return total.tolist(), messages, errors
+
+
+def test_what_a_group_cannot_heed_is_said_once_or_refused():
+    environment = {"DLCP_COMPRESSION": "fp16", "DLCP_ADAPT": "1"}
+    for rank, (total, messages, errors) in enumerate(
+        values(launch(2, asked_for_what_a_group_does_not_know, environment=environment))
+    ):
+        assert total == [2.0] * 3
+        assert len(messages) == (rank == 0)
+        assert all("adapt, compression" in message and "dlcp.torch.enable" in message for message in messages)
+        assert ["no samples" in errors[0], "no phases, combine" in errors[1]] == [True, True]

@@ -59,7 +59,7 @@ def backward(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, times
     plain = model.module if isinstance(model, DistributedDataParallel) else model
     for _ in range(times - 1):
         torch.autograd.grad(functional.nll_loss(plain(images), labels), list(plain.parameters()))
-    functional.nll_loss(model(images), labels).backward()  # type: ignore[no-untyped-call]
+    functional.nll_loss(model(images), labels).backward()  # type: ignore[no-untyped-call]  # PyTorch does not annotate it
 
 
 def measured_sizes(setup: Setup, training: TensorDataset) -> list[int]:

@@ -12,6 +12,7 @@ from dlcp.tensorflow import (  # noqa: E402
     BroadcastGlobalVariablesCallback,
     DistributedOptimizer,
     MetricAverageCallback,
+    StatisticsAverageCallback,
     average_metrics,
     broadcast_variables,
 )
@@ -76,3 +77,59 @@ def test_an_optimizer_that_compile_has_wrapped_is_refused():
     model.compile(keras.optimizers.LossScaleOptimizer(optimizer), "mse")
     with pytest.raises(ValueError, match="do that before"):
         model.fit(IMAGES, LABELS, verbose=0, callbacks=[BroadcastGlobalVariablesCallback(0, group)])
+
+
+class Recorder(keras.callbacks.Callback):
+    """What statistics a model had when it was validated, and at the end of its epochs."""
+
+    def on_train_begin(self, logs=None):
+        self.seen = []
+
+    def note(self):
+        (layer,) = [layer for layer in self.model.layers if layer.name == "norm"]
+        self.seen.append(keras.ops.convert_to_numpy(layer.moving_mean).copy())
+
+    def on_test_begin(self, logs=None):
+        self.note()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.note()
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_statistics_are_averaged_once_an_epoch_and_before_its_validation(validated):
+    roots = []
+
+    def of_other(values):
+        roots.append(values.copy())
+        return values + 2
+
+    group, recorder = MirrorGroup(root_values=of_other), Recorder()
+    frozen = keras.layers.BatchNormalization(name="frozen", trainable=False)
+    front = [keras.layers.Dropout(0.5), frozen, keras.layers.BatchNormalization(name="norm")]
+    model = network(keras.Input((4,)), keras.Sequential([keras.layers.Dense(4)]), *front)
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    callbacks = [StatisticsAverageCallback(group), recorder]
+    data = (IMAGES, LABELS) if validated else None
+    model.fit(IMAGES, LABELS, 8, epochs=2, verbose=0, validation_data=data, callbacks=callbacks)
+    assert len(roots) == 2 * 2, "mean and variance of one layer, in two epochs"
+    means = [root + 1 for root in roots[::2]]
+    for epoch, mean in enumerate(means):
+        for seen in recorder.seen[2 * epoch : 2 * epoch + 2] if validated else [recorder.seen[epoch]]:
+            np.testing.assert_allclose(seen, mean, rtol=1e-6)
+    assert np.array_equal(frozen.moving_variance, np.ones(4))
+    model.evaluate(IMAGES, LABELS, verbose=0, callbacks=callbacks)
+    assert len(roots) == 2 * 2, "no epoch, nothing new"
+
+
+def test_ranks_of_which_only_one_validates_still_average_alike():
+    """One has its turn at the validation, the other at the epoch's end: both once."""
+    calls = []
+    for data in ((IMAGES, LABELS), None):
+        group = MirrorGroup(root_values=lambda values: values)
+        group.broadcast = lambda values, root=0: calls.append((root, values.shape))
+        model = network(keras.Input((4,)), keras.layers.BatchNormalization())
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        model.fit(IMAGES, LABELS, verbose=0, validation_data=data, callbacks=[StatisticsAverageCallback(group)])
+    assert len(calls) == 8
+    assert calls[:4] == calls[4:]

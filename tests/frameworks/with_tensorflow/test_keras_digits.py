@@ -9,16 +9,11 @@ import pytest
 pytest.importorskip("tensorflow")
 pytest.importorskip("sklearn")
 
-from framework_ranks import free_ports, run_ranks, switch
+from framework_ranks import PATIENT, assert_death_is_known, assert_learnt_alike, free_ports, run_ranks, switch
 
-from dlcp.group import Options
-
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 RANK = Path(__file__).parent / "digits_rank.py"
 UDP_PORT = 53701  # others take other ports of DLCP's block
-HALF_A_POINT = 0.005
-PATIENT = {"DLCP_SILENCE_S": "60", "DLCP_DEADLINE_S": "240", "DLCP_MEET_S": "240"}
-"""A busy machine is no dead one."""
 
 
 def test_the_digits_are_learnt_as_with_tensorflows_own_all_reduce(tmp_path):
@@ -28,25 +23,13 @@ def test_the_digits_are_learnt_as_with_tensorflows_own_all_reduce(tmp_path):
             task = {"type": "worker", "index": index}
             environment["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
         ranks = run_ranks(RANK, "both", environments=environments, environment=PATIENT)
+    assert_learnt_alike(ranks, "tensorflow")
     for rank in ranks:
-        assert rank.status == 0, rank.output
-        own, ours = rank.result["tensorflow"], rank.result["dlcp"]
-        assert ours["active"]
-        assert ours["steps"] == own["steps"] == 8 * 19
-        assert ours["lost"] > 0, "without loss there is nothing to show"
-        assert ours["violations"] == 0
-        assert ours["max_message_ratio"] <= Options().loss_bound
-        assert own["accuracy"] > 0.95
-        assert ours["accuracy"] == pytest.approx(own["accuracy"], abs=HALF_A_POINT)
+        assert rank.result["dlcp"]["steps"] == rank.result["tensorflow"]["steps"] == 8 * 19
     first, second = (rank.result for rank in ranks)
-    for what in ("weights", "optimizer"):
-        assert first["dlcp"][what] == second["dlcp"][what], "replicas are the same bit by bit"
-        assert first["tensorflow"][what] == second["tensorflow"][what] != first["dlcp"][what]
+    assert first["dlcp"]["optimizer"] == second["dlcp"]["optimizer"]
+    assert first["tensorflow"]["optimizer"] == second["tensorflow"]["optimizer"] != first["dlcp"]["optimizer"]
 
 
 def test_a_dead_rank_ends_the_others():
-    first, second = run_ranks(RANK, "dying", environment=PATIENT)
-    assert second.status == -9
-    assert first.status == 1, first.output
-    assert "rank 1 has ended" in first.output
-    assert "step 6" in first.output
+    assert_death_is_known(run_ranks(RANK, "dying", environment=PATIENT))

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The group that a process trains in, so that scripts need not hand it around."""
+"""The group that a process trains in, so that scripts need not hand it around: for adapters that have an ``init``."""
 
 import os
 from typing import Any
 
-import dlcp.group
-from dlcp.group import Group
+from dlcp.group.group import Group
+from dlcp.group.job import join
+from dlcp.group.options import Options
 
 _joined: list[Group] = []
 
 
-def init(options: dlcp.group.Options | None = None, **where: Any) -> Group:
+def init(options: Options | None = None, **where: Any) -> Group:
     """Join the other ranks; call it once, before anything else here. See :func:`dlcp.group.join`."""
     if _joined:
         raise RuntimeError("this process has joined its group already; call shutdown() before another init()")
-    _joined.append(dlcp.group.join(options, **where))
+    _joined.append(join(options, **where))
     return _joined[0]
 
 
@@ -27,7 +28,7 @@ def current() -> Group:
         It has not been called.
     """
     if not _joined:
-        raise RuntimeError("call dlcp.tensorflow.init() first, once in every process")
+        raise RuntimeError("call init(), such as dlcp.tensorflow.init() first, once in every process")
     return _joined[0]
 
 

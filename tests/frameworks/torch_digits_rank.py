@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of the digits example with PyTorch, by DDP's own all-reduce and by DLCP; prints what came of it, as JSON."""
+
+import json
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import dlcp.torch
+from dlcp.examples.frameworks import torch_digits
+from dlcp.examples.frameworks.digits import load
+from dlcp.torch.hook import parameter_digest
+
+
+def trained(enable):
+    args = torch_digits.arguments([])
+    training, testing = load()
+    model = DistributedDataParallel(torch_digits.network(args.seed))
+    state = enable(model)
+    torch_digits.train(model, training, args)
+    found = {"accuracy": torch_digits.accuracy(model.module, testing), "weights": parameter_digest(model.module)}
+    if state:
+        found |= {"active": state.active, "steps": state.step, **state.ledger.summary()}
+        state.close()
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    print(json.dumps({"gloo": trained(lambda model: None), "dlcp": trained(dlcp.torch.enable)}), flush=True)
+    dist.destroy_process_group()

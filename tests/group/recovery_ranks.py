@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an exchange needs of others when DLCP fails: a network and a reducer that do as a test says."""
+
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+
+from dlcp.collectives.salvage import Salvage
+from dlcp.group.recovery import RecoveringExchange
+from dlcp.transport import DeadlineError
+
+PAYLOAD_BYTES = 64
+
+
+class Network:
+    """A channel of ranks that are threads, and what they have said of leaving."""
+
+    def __init__(self, ranks, limit_s=20):
+        self.ranks, self.left = ranks, {}
+        self._turn = threading.Barrier(ranks, timeout=limit_s)
+        self._told = {}
+
+    def gather(self, rank, item):
+        self._told[rank] = item
+        try:
+            self._turn.wait()
+            told = dict(self._told)
+            self._turn.wait()
+        except threading.BrokenBarrierError:
+            raise DeadlineError("not all ranks are there") from None
+        return dict(sorted(told.items()))
+
+    def channel(self, rank):
+        return SimpleNamespace(
+            gather=lambda item: self.gather(rank, item),
+            add=lambda values: sum(self.gather(rank, values.copy()).values()),
+        )
+
+
+class FakeEndpoint:
+    def __init__(self):
+        self.options = SimpleNamespace(payload_bytes=PAYLOAD_BYTES)
+        self.closed = []
+
+    def close(self, reason=None):
+        self.closed.append(reason)
+
+
+class FakeReducer:
+    """Averages when a test says so; what it has been given, it holds untouched."""
+
+    def __init__(self, rank):
+        self.rank, self.steps = rank, []
+        self.running = {}
+        self.refuses = None
+
+    def begin_step(self, step):
+        self.steps.append(step)
+
+    def start(self, step, sequence, bucket):
+        if self.refuses:
+            raise self.refuses
+        future = Future()
+        self.running[step, sequence] = bucket, future
+        return future
+
+    def finish(self, step, sequence, average):
+        bucket, future = self.running.pop((step, sequence))
+        bucket.values[:] = average
+        future.set_result(bucket.values)
+
+    def fail(self, error):
+        for _, future in list(self.running.values()):
+            future.set_exception(error)
+
+    def salvage(self):
+        return [
+            Salvage.untouched(self.rank, *which, bucket.values.astype(np.float32), PAYLOAD_BYTES // 4)
+            for which, (bucket, _) in self.running.items()
+        ]
+
+
+def start_late(monkeypatch, seconds, begins=None):
+    """Let a recovery's thread begin late, as on a busy machine; ``begins`` is set when it is about to."""
+    start = threading.Thread.start
+
+    def late(thread):
+        if thread.name == "dlcp-recovery":
+            if begins:
+                begins.set()
+            threading.Event().wait(seconds)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", late)
+
+
+def recovering():
+    """The threads in which an exchange of this process recovers just now."""
+    return [thread for thread in threading.enumerate() if thread.name == "dlcp-recovery"]
+
+
+def close_while_it_leaves(exchange: RecoveringExchange, reducer, begins):
+    """Fail an exchange, and close it in the very moment in which its recovery is about to begin."""
+    failing = threading.Thread(target=reducer.fail, args=(DeadlineError("too late"),))
+    failing.start()
+    assert begins.wait(20)
+    exchange.close()
+    found = recovering()
+    failing.join(20)
+    return found
