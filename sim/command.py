@@ -61,6 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     except (DocumentError, SweepError, ReportError, ProfileError) as error:
         print(f"dlcp sim: {error}", file=sys.stderr)
         return 1
+    except MemoryError as error:
+        print(f"dlcp sim: out of memory: {error}; what was finished is kept", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(
             "dlcp sim: interrupted; what was finished is kept, and the same command goes on from there", file=sys.stderr
@@ -116,8 +119,14 @@ def _run(arguments: argparse.Namespace) -> int:
     fitting = [item for item in described.runs if all(item.point[axis] == name for axis, name in wanted.items())]
     if not fitting:
         raise DocumentError(f"{path}: the quick selection has no such combination; leave --quick out")
-    document = run_one(fitting[0], heartbeat=lambda text: print(f"\r{text} ", end="", file=sys.stderr, flush=True))
-    print(file=sys.stderr)
+    watched = sys.stderr.isatty()
+
+    def heartbeat(text: str) -> None:
+        print(f"\r{text} ", end="", file=sys.stderr, flush=True)
+
+    document = run_one(fitting[0], heartbeat=heartbeat if watched else None)
+    if watched:
+        print(file=sys.stderr)
     print(", ".join(f"{axis} {name}" for axis, name in fitting[0].point.items()) or described.experiment.title)
     for name, value in document["metrics"].items():
         print(f"  {name:18} {value:.6g}")

@@ -12,7 +12,7 @@ from sim.switches import SwitchSpec
 from sim.topology.specs import Star, TopologySpec
 from sim.traffic import TrafficSpec
 from sim.training.job import TrainingJob
-from sim.transports import Dctcp, TransportSpec
+from sim.transports import TRANSPORTS_MAX, Dctcp, TransportSpec
 
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -28,7 +28,9 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     topology: TopologySpec = msgspec.field(default_factory=Star)
     switches: SwitchSpec = msgspec.field(default_factory=SwitchSpec)
-    transports: dict[str, TransportSpec] = msgspec.field(default_factory=lambda: {"dctcp": Dctcp()})
+    transports: Annotated[dict[str, TransportSpec], Meta(max_length=TRANSPORTS_MAX)] = msgspec.field(
+        default_factory=lambda: {"dctcp": Dctcp()}
+    )
     training: tuple[TrainingJob, ...] = ()
     traffic: tuple[TrafficSpec, ...] = ()
     failures: tuple[FailureSpec, ...] = ()

@@ -11,7 +11,18 @@ from numpy.typing import NDArray
 from sim.arithmetic import DRAW_LIMIT, PS_PER_US, ps_per_kibibyte
 from sim.switches import BUFFERS, DISCIPLINES, SPRAYINGS, SwitchSpec
 from sim.topology.network import Network, Routes
-from sim.transports import KINDS, Dctcp, Dlcp, Ndp, PFabric, Pias, Swift, TransportSpec, WithTailProbe
+from sim.transports import (
+    KINDS,
+    TRANSPORTS_MAX,
+    Dctcp,
+    Dlcp,
+    Ndp,
+    PFabric,
+    Pias,
+    Swift,
+    TransportSpec,
+    WithTailProbe,
+)
 
 QUEUES: Final = 8
 CONTROL_QUEUE: Final = 7
@@ -178,7 +189,15 @@ def make_plan(
     class_shares: Sequence[Sequence[float]],
     seed: int,
 ) -> Plan:
-    """Return the plan of a network; ``seed`` feeds one stream of random numbers per node and per link."""
+    """Return the plan of a network; ``seed`` feeds one stream of random numbers per node and per link.
+
+    Raises
+    ------
+    ValueError
+        There are more transports than streams can name.
+    """
+    if len(transports) > TRANSPORTS_MAX:
+        raise ValueError(f"there are {len(transports)} transports; a scenario has at most {TRANSPORTS_MAX}")
     root = np.random.SeedSequence(seed)
     link_seeds, node_seeds, salts = (
         child.generate_state(count, np.uint64).view(np.int64) | 1

@@ -236,7 +236,7 @@ def _path(place_: str, content: Any) -> tuple[Step, ...]:
 
 
 def _refuse_unknown(document: Document, value: Any, kind: Any, steps: tuple[Step, ...], blame: Any = _same) -> None:
-    """Refuse names that a record has not got, at their own line, with those that look like them."""
+    """Refuse names that there are not, of fields or as values, at their own line, with those that look like them."""
     kind = _chosen(document, value, kind, steps, blame)
     arguments = typing.get_args(kind)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
@@ -248,6 +248,9 @@ def _refuse_unknown(document: Document, value: Any, kind: Any, steps: tuple[Step
             if name not in hints:
                 raise document.error(f"there is no field {name!r}{nearest(name, hints)}", blame((*steps, name)))
             _refuse_unknown(document, inner, hints[name], (*steps, name), blame)
+    elif typing.get_origin(kind) is typing.Literal and value not in arguments and steps:
+        known = [str(item) for item in arguments]
+        raise document.error(f"there is no {steps[-1]} {value!r}{nearest(str(value), known)}", blame(steps))
     elif typing.get_origin(kind) is tuple and isinstance(value, list):
         for index, inner in enumerate(value):
             _refuse_unknown(document, inner, arguments[0], (*steps, index), blame)

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -106,6 +107,11 @@ def _here(missing: Sequence[Run], processes: int, engine: EngineName) -> Iterato
                     raise SweepError(f"no run ended within {WAIT_S:.0f} s")
                 for future in done:
                     yield waiting.pop(future), future.result()
+        except BrokenProcessPool:
+            raise SweepError(
+                "a process of the pool was killed, most likely for memory: fewer --processes need less of it; "
+                "what was finished is kept"
+            ) from None
         except BaseException:
             _stop(pool, waiting)
             raise

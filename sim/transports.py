@@ -137,8 +137,6 @@ class Dlcp(WithTailProbe, frozen=True, tag="dlcp"):
         Share of packets in drop classes 0 (never dropped by policy) to 7, for messages that do not say.
     switch_hops
         Among how many switches the drop budget of a message is divided.
-    probe_timeout_us
-        The least time without news after which the sender asks what arrived.
     error_feedback
         Values that were lost are added to those of the next step, so that only the last step's count as lost in a
         result; otherwise all do. The same packets are sent either way.
@@ -161,5 +159,7 @@ class Dlcp(WithTailProbe, frozen=True, tag="dlcp"):
             raise ValueError(f"class_shares takes 8 numbers >= 0 that add up to 1, got {shares}")
 
 
+TRANSPORTS_MAX = 32
+"""Of a scenario: a stream is known by a number of this many values, among others."""
 TransportSpec = NewReno | Cubic | Dctcp | Swift | Pias | PFabric | Ndp | Dlcp
 KINDS: tuple[type[_Transport], ...] = (NewReno, Cubic, Dctcp, Swift, Pias, PFabric, Ndp, Dlcp)

@@ -153,7 +153,18 @@ def _train(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric
                 console.print(f"[bold]{variant.title} failed[/]", str(error), sep="\n", markup=True)
                 return 1
             (folder / f"{variant.name}.json").write_text(json.dumps(record))
+            _say_if_busy(console, variant.title, record["fabric"]["idle"])
     return _report(console, arguments.out, partial=bool(arguments.only))
+
+
+def _say_if_busy(console: Any, title: str, idle: float) -> None:
+    from controller.testbed.load import IDLE_MIN
+
+    if idle < IDLE_MIN:
+        console.print(
+            f"[bold]the machine was busy[/] during {title!r} ({idle:.0%} idle): its processors were the limit, not the "
+            "network's rates. Give it to the testbed alone, or take a lower --rate-mbps"
+        )
 
 
 def _report(console: Any, folder: Path, *, partial: bool) -> int:

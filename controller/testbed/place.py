@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from controller.fabric import Fabric
 from controller.testbed.accounts import NicCount, SwitchAccount, nic_counts, settle, tail_drops
 from controller.testbed.layout import HOST_INTERFACE, HostPlan
+from controller.testbed.load import ProcessorTime
 from controller.testbed.namespaces import NamedNamespace
 from controller.testbed.programming import Controller, with_addresses
 from controller.testbed.state import StateFile, TestbedState
@@ -44,6 +45,8 @@ class Accounts:
     late_s
         How late a built-in switch was at worst since it started, in seconds. It makes up for that: what should have
         left meanwhile leaves at once.
+    idle
+        The share of the machine's time that nobody used.
     """
 
     switches: dict[str, SwitchAccount]
@@ -51,6 +54,7 @@ class Accounts:
     busiest_bps: dict[str, float]
     restarts: int
     late_s: float = 0.0
+    idle: float = 1.0
 
 
 class TestbedPlace(Place):
@@ -80,6 +84,7 @@ class TestbedPlace(Place):
         shared = dataclasses.replace(fabric, jobs=jobs)
         self._controller = self._stack.enter_context(Controller(with_addresses(shared, self._layout)))
         self._before = self._read()
+        self._began = ProcessorTime.now()
         self._watch = self._stack.enter_context(RateWatch(self._hosts))
         self.accounts: Accounts | None = None
 
@@ -101,6 +106,7 @@ class TestbedPlace(Place):
 
     def counters(self) -> dict[str, Any]:
         """Wait until the last packet has arrived, and return what the switches have counted since the run began."""
+        idle = ProcessorTime.now().idle_share_since(self._began)
         busiest = self._watch.stop()
         settle(self._hosts)
         switches, nics, restarts = self._read()
@@ -111,6 +117,7 @@ class TestbedPlace(Place):
             busiest,
             restarts - before[2],
             max((self._counters(name)["late_max_s"] for name in switches), default=0.0) if self._builtin else 0.0,
+            idle,
         )
         return as_counters(self.accounts.switches) | {"late_max_s": self.accounts.late_s if self._builtin else None}
 

@@ -106,6 +106,7 @@ def train(
     ledgers = [ledger for ledger in (record["ledger"], record["server_ledger"]) if ledger is not None]
     record["agreement"] = compare(state.layout, accounts, ledgers, tagged=tagged)
     record["fabric"] |= {"switch": setup.switch, "shape": setup.shape, "switches": len(state.layout.switches)}
+    record["fabric"]["idle"] = accounts.idle
     uncounted = uncounted_tails(state.layout, accounts)
     if uncounted is not None and not accounts.restarts:
         # Gradients among them are known from the ledgers, and said there; here they count as ordinary traffic.

@@ -69,6 +69,7 @@ def render(runs: Mapping[str, Run], summary: Mapping[str, Any], figures: Mapping
         summary=summary,
         figures=figures,
         style=STYLE,
+        page_style=page_style(),
         headline=wording.headline(summary),
         second=wording.second_sentence(summary),
         names=wording.SHORT_NAMES,
@@ -84,6 +85,11 @@ def render(runs: Mapping[str, Run], summary: Mapping[str, Any], figures: Mapping
         late_s=_worst(runs, "late_max_s"),
         busy=_worst(runs, "busy"),
     )
+
+
+def page_style() -> str:
+    """Return the style sheet that all our pages have in common."""
+    return resources.files("dlcp.demo").joinpath("style.html").read_text(encoding="utf-8")
 
 
 def _worst(runs: Mapping[str, Run], counter: str) -> float | None:

@@ -238,6 +238,8 @@ def _workers(
             "DLCP_JOB": str(JOB),
             "DLCP_PAYLOAD_BYTES": str(PAYLOAD_BYTES),
             "DLCP_TOKEN": str(token),
+            # A run must not measure something else under this name.
+            "DLCP_FALLBACK": "0",
             "DLCP_COLLECTIVE": setup.collective,
             "DLCP_SWITCH_HOPS": str(setup.hops),
             "DLCP_SERVER": "" if setup.server is None else place.address_of(setup.server, variant.udp_port),

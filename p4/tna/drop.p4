@@ -71,7 +71,6 @@ control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_int
 
     action drop_above(bit<19> depth) {
         cells = (bit<32>)depth;
-        known = 1;
     }
 
     table drop_threshold {
@@ -113,7 +112,9 @@ control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_int
             known = 1;
         } else if (meta.may_drop == 1) {
             queue = meta.eg_port[PORT_INDEX_WIDTH - 1:0] ++ meta.queue;
-            drop_threshold.apply();
+            if (drop_threshold.apply().hit) {
+                known = 1;
+            }
         }
         if (known == 1) {
             depth_of_queue.apply();

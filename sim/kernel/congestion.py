@@ -29,7 +29,7 @@ def timeout_ps(s: Rows, t: Rows) -> Number:
 
 
 @call
-def measure(s: Rows, rtt: int) -> None:
+def measure(s: Rows, t: Rows, rtt: int) -> None:
     """Take in a round-trip time in picoseconds (RFC 6298, gains of 1/8 and 1/4)."""
     if s.rtt == 0:
         s.rtt = rtt
@@ -41,7 +41,7 @@ def measure(s: Rows, rtt: int) -> None:
         if difference < 0:
             difference = -difference
         s.rtt_var += (difference - s.rtt_var) >> 2
-        if rtt < s.rtt_min:
+        if t.kind == SWIFT and rtt < s.rtt_min:
             s.rtt_min = rtt
 
 

@@ -15,7 +15,7 @@ from sim.kernel import state as k
 from sim.kernel.events import BUCKETS, WORD
 from sim.kernel.loop import push_many, run
 from sim.kernel.world import WORLD, bind
-from sim.plan import NDP, R_DISCIPLINE, SELECTIVE, SWIFT, Plan
+from sim.plan import NDP, QUEUES, R_DISCIPLINE, SELECTIVE, SWIFT, Plan
 from sim.submission import Submission
 from sim.topology.network import Routes
 
@@ -23,6 +23,8 @@ _POOL: Final = 1 << 12
 """Packets, records and events that there is room for at first. Chosen by us; arrays double when they are full."""
 _NOTES: Final = 1 << 12
 _LINE_BYTES: Final = 64
+_ROWS_AT_ONCE: Final = 2048
+"""Nodes of a graph that are written at once: their rows fit the second cache. Chosen by us."""
 
 
 class KernelEngine:
@@ -43,6 +45,8 @@ class KernelEngine:
         self._w["bucket_shift"], self._w["free_event"] = _bucket_shift(plan), -1
         self._grow_events(_POOL)
         self._ports = _make_ports(plan)
+        self._queues = _zeros(len(self._ports) * QUEUES, np.zeros(0, k.QUEUE))
+        self._queues["head"] = self._queues["tail"] = -1
         self._switches = np.zeros(len(plan.network.names), k.SWITCH)
         self._switches["random"], self._switches["salt"] = plan.node_random, plan.node_salt
         self._switches["divisor"] = plan.divisors
@@ -87,6 +91,7 @@ class KernelEngine:
             "buckets": self._buckets,
             "occupied": self._occupied,
             "ports": self._ports,
+            "queues": self._queues,
             "packets": self._packets,
             "switches": self._switches,
             "slots": self._slots,
@@ -148,6 +153,7 @@ class KernelEngine:
         nodes = self._message_room.take(count)
         segments = self._seg_room.take(int(submission.packets.sum()))
         edges = self._follower_room.take(len(graph.followers))
+        _refuse_beyond(nodes.stop, "messages that are not over")
         self._messages = _enlarged(self._messages, nodes.stop)
         self._seg = _enlarged(self._seg, segments.stop)
         self._followers = _enlarged(self._followers, edges.stop)
@@ -156,24 +162,38 @@ class KernelEngine:
         self._graphs[slot] = (count, count, nodes.start)
         self._seg[segments] = 0
         self._followers[edges] = graph.followers + nodes.start
-        rows = self._messages[nodes]
-        rows[:] = np.zeros(1, k.MESSAGE)
-        rows["delay"], rows["order"] = graph.nodes["delay_ps"], graph.nodes["order"]
-        rows["begin"] = rows["end"] = -1
-        rows["offset"] = segments.start + np.cumsum(submission.packets) - submission.packets
-        rows["owner"], rows["step"], rows["salt"] = submission.owner, graph.nodes["step"], submission.salt
-        rows["followers"] = edges.start + graph.starts[:-1]
-        rows["follower_count"] = np.diff(graph.starts)
-        rows["waits"], rows["graph"], rows["packets"] = graph.waits, slot, submission.packets
-        serials, inverse = np.unique(submission.streams, return_inverse=True)
-        rows["stream"] = np.array([self._places[serial] for serial in serials.tolist()])[inverse]
-        rows["last_bytes"], rows["required"] = submission.last_bytes, submission.packets - submission.allowed
-        rows["budget"], rows["profile"] = submission.budget, submission.profile
-        rows["transport"], rows["queue"] = graph.nodes["transport"], submission.queue
-        rows["watched"], rows["bounded"] = graph.nodes["watched"], submission.bounded
-        self._w["followers_max"] = max(self._w["followers_max"], rows["follower_count"].max())
+        self._fill_messages(submission, slot, nodes, segments.start, edges.start)
+        self._w["followers_max"] = max(self._w["followers_max"], np.diff(graph.starts).max())
         first = np.flatnonzero(graph.waits == 0)
         self._begin(first + nodes.start, submission.now_ps + graph.nodes["delay_ps"][first])
+
+    def _fill_messages(self, submission: Submission, slot: int, nodes: slice, segment: int, edge: int) -> None:
+        """Write the rows of a graph's nodes, whose packets and followers begin at ``segment`` and ``edge``.
+
+        Some thousands at once: thirty columns one after the other, over more rows than the caches hold, cost three
+        times as much as the rest of taking in a graph of millions.
+        """
+        graph = submission.graph
+        serials, inverse = np.unique(submission.streams, return_inverse=True)
+        streams = np.array([self._places[serial] for serial in serials.tolist()], np.int32)[inverse]
+        offsets = segment + np.cumsum(submission.packets) - submission.packets
+        count = len(graph)
+        for start in range(0, count, _ROWS_AT_ONCE):
+            part = slice(start, min(start + _ROWS_AT_ONCE, count))
+            described = graph.nodes[part]
+            rows = self._messages[nodes.start + part.start : nodes.start + part.stop]
+            rows.view(np.uint8)[:] = 0
+            rows["begin"] = rows["end"] = -1
+            rows["offset"], rows["stream"] = offsets[part], streams[part]
+            rows["graph"], rows["waits"] = slot, graph.waits[part]
+            rows["followers"] = edge + graph.starts[part]
+            rows["follower_count"] = graph.starts[part.start + 1 : part.stop + 1] - graph.starts[part]
+            rows["required"] = submission.packets[part] - submission.allowed[part]
+            for name in ("packets", "last_bytes", "owner", "salt", "budget", "profile", "queue", "bounded"):
+                rows[name] = getattr(submission, name)[part]
+            for name in ("order", "step", "transport", "watched"):
+                rows[name] = described[name]
+            rows["delay"] = described["delay_ps"]
 
     def _begin(self, nodes: NDArray[np.int64], times: NDArray[np.int64]) -> None:
         self._grow_events(int(self._w["events_waiting"]) + len(nodes) + k.SPARE)
@@ -211,6 +231,7 @@ class KernelEngine:
             else:
                 place = self._stream_count
                 self._stream_count += 1
+                _refuse_beyond(self._stream_count, "streams")
                 self._streams = _enlarged(self._streams, self._stream_count)
             places[number] = self._places[serial] = place
         rows = np.zeros(len(new), k.STREAM)
@@ -236,6 +257,7 @@ class KernelEngine:
     def set_loss(self, links: Sequence[int], loss: int) -> None:
         """Let links lose packets from now on, ``loss`` of `sim.arithmetic.DRAW_LIMIT`."""
         self._ports["loss"][list(links)] = loss
+        self._ports["lossy"][list(links)] = loss > 0
 
     def set_routes(self, routes: Routes) -> None:
         """Let packets go other ways from now on."""
@@ -263,6 +285,25 @@ class KernelEngine:
             self._grow_records()
         self._grow_events(int(self._w["events_waiting"]) + spare + int(self._w["followers_max"]))
         self._notes = _enlarged(self._notes, int(self._w["noted"]) + spare)
+        if self._w["sequence"] > k.SEQUENCE_MAX:
+            self._renumber()
+
+    def _renumber(self) -> None:
+        """Give the events that wait new numbers, from 0 on, in the order in which they were put in."""
+        near, far = int(self._w["heap_length"]), int(self._w["far_length"])
+        listed = []
+        following = self._events["next"]
+        for event in self._buckets[self._buckets >= 0].tolist():
+            while event >= 0:
+                listed.append(event)
+                event = int(following[event])
+        keys = np.concatenate([self._keys[:near], self._far_keys[:far], self._events["key"][listed]])
+        order = np.argsort(keys)  # by number, which they begin with
+        what = keys & ((1 << k.SEQUENCE_SHIFT) - 1)
+        keys[order] = np.arange(len(keys)) << k.SEQUENCE_SHIFT | what[order]
+        self._keys[:near], self._far_keys[:far] = keys[:near], keys[near : near + far]
+        self._events["key"][listed] = keys[near + far :]
+        self._w["sequence"] = len(keys)
 
     def _grow_events(self, needed: int) -> None:
         """Make room for that many events, wherever they wait."""
@@ -285,8 +326,7 @@ class KernelEngine:
         """Double a pool, and put its new cells in front of those that are free."""
         before = len(pool)
         larger = _enlarged(pool, max(_POOL, 2 * before))
-        if len(larger) > k.ID_MASK:
-            raise MemoryError(f"{len(larger)} packets at once; the simulator counts to {k.ID_MASK}")
+        _refuse_beyond(len(larger), "packets on their way")
         larger["next"][before:] = np.arange(before + 1, len(larger) + 1)
         larger["serial"][before:] = -1
         if before:
@@ -337,8 +377,9 @@ def _make_ports(plan: Plan) -> NDArray[Any]:
     ports = _zeros(len(plan.links), np.zeros(0, k.PORT))
     for row, link in zip(ports, plan.links, strict=True):
         row["kib"], row["delay"], row["loss"], row["random"] = link.kibibyte_ps, link.delay_ps, link.loss, link.random
+        row["lossy"] = link.loss > 0
         row["node"], row["target"] = link.source, link.target
-    for name in ("control_head", "control_tail", "pull_head", "pull_tail", "head", "tail"):
+    for name in ("control_head", "control_tail", "pull_head", "pull_tail"):
         ports[name] = -1
     return ports
 
@@ -352,6 +393,18 @@ def _bucket_shift(plan: Plan) -> int:
     packet_ps = sum(1500 * link.kibibyte_ps >> 10 for link in plan.links) // len(plan.links)
     reach_ps = max(link.delay_ps + (9000 * link.kibibyte_ps >> 10) for link in plan.links)
     return max(8 * packet_ps // len(plan.links), 2 * reach_ps // BUCKETS, 1).bit_length()
+
+
+def _refuse_beyond(count: int, what: str) -> None:
+    """Refuse more of something than an event can name.
+
+    Raises
+    ------
+    MemoryError
+        There are more.
+    """
+    if count > k.ID_MASK:
+        raise MemoryError(f"{count:,} {what} at once; the simulator counts to {k.ID_MASK:,}: make the setting smaller")
 
 
 def _enlarged(array: NDArray[Any], needed: int) -> NDArray[Any]:

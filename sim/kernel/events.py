@@ -10,7 +10,17 @@ heap that orders them stays a few levels deep.
 from typing import Final
 
 from sim.kernel.jit import call
-from sim.kernel.state import ARRIVE, ID_BITS, ID_MASK, KIND_BITS, KIND_MASK, NACK, PORT_FREE, Number, Rows
+from sim.kernel.state import (
+    ARRIVE,
+    ID_BITS,
+    ID_MASK,
+    KIND_MASK,
+    NACK,
+    PORT_FREE,
+    SEQUENCE_SHIFT,
+    Number,
+    Rows,
+)
 from sim.kernel.world import (
     buckets_of,
     events_of,
@@ -37,7 +47,7 @@ WORD: Final = 32
 @call
 def push(w: Rows, time: int, kind: int, number: int) -> None:
     """Put in that ``kind`` happens to ``number`` at ``time``."""
-    key = (w.sequence << (ID_BITS + KIND_BITS)) | (kind << ID_BITS) | number
+    key = (w.sequence << SEQUENCE_SHIFT) | (kind << ID_BITS) | number
     w.sequence += 1
     w.events_waiting += 1
     bucket = time >> w.bucket_shift

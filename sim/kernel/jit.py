@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,17 +53,19 @@ def _cache_folder() -> Iterator[bool]:
         yield False
         return
     config: Any = importlib.import_module("numba").config
-    version = importlib.metadata.version("numba")
-    digest = hashlib.sha256(f"{version} {os.environ.get('NUMBA_BOUNDSCHECK', '')}".encode())
+    numba_version = importlib.metadata.version("numba")
+    digest = hashlib.sha256(f"{numba_version} {os.environ.get('NUMBA_BOUNDSCHECK', '')}".encode())
     folder = Path(__file__).parent
     for source in (*sorted(folder.glob("*.py")), folder.parent / "arithmetic.py", folder.parent / "plan.py"):
         digest.update(source.read_bytes())
     kernels = base.parent / "sim"
     kernels.mkdir(exist_ok=True, mode=0o700)
     before = config.CACHE_DIR
-    config.CACHE_DIR = str(kernels / digest.hexdigest()[:16])
-    Path(config.CACHE_DIR).mkdir(exist_ok=True, mode=0o700)
-    _prune(kernels)
+    version = kernels / digest.hexdigest()[:16]
+    config.CACHE_DIR = str(version)
+    if not version.is_dir():
+        version.mkdir(exist_ok=True, mode=0o700)
+        _prune(kernels)
     try:
         yield True
     finally:
@@ -70,9 +73,13 @@ def _cache_folder() -> Iterator[bool]:
 
 
 def _prune(kernels: Path) -> None:
-    """Remove all but the latest versions."""
-    versions = sorted(kernels.iterdir(), key=lambda item: item.stat().st_mtime, reverse=True)
-    for version in versions[_KEPT:]:
-        for item in sorted(version.rglob("*"), reverse=True):
-            item.rmdir() if item.is_dir() else item.unlink(missing_ok=True)
-        version.rmdir()
+    """Remove all but the latest versions; another process may be doing the same."""
+
+    def age(version: Path) -> float:
+        try:
+            return -version.stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    for version in sorted(kernels.iterdir(), key=age)[_KEPT:]:
+        shutil.rmtree(version, ignore_errors=True)

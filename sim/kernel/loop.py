@@ -26,6 +26,7 @@ from sim.kernel.state import (
     PROBE_DUE,
     PULL,
     PULL_DUE,
+    SEQUENCE_MAX,
     SPARE,
     TIMER,
     Number,
@@ -40,13 +41,14 @@ from sim.kernel.world import (
     notes_of,
     packets_of,
     ports_of,
+    queues_of,
     route_row_of,
     rules_of,
     streams_of,
     times_of,
     transports_of,
 )
-from sim.plan import R_DISCIPLINE, SMALLEST_FIRST
+from sim.plan import QUEUES, R_DISCIPLINE, SMALLEST_FIRST
 
 
 @call
@@ -70,13 +72,14 @@ def run(
 ) -> Number:
     """Go on to the first instant at which something is noted, at most to ``limit`` (picoseconds); return why it ended.
 
-    `IDLE`: nothing is left to happen; `LIMIT`; `NOTED`: see ``notes``; `GROW`: an array is full, and the next event has
-    not been touched.
+    `IDLE`: nothing is left to happen; `LIMIT`; `NOTED`: see ``notes``; `GROW`: an array is full, or the numbers
+    of events are used up, and the next event has not been touched.
     """
     w = world[0]
     times = times_of(w)
     keys = keys_of(w)
     ports = ports_of(w)
+    queues = queues_of(w)
     packets = packets_of(w)
     streams = streams_of(w)
     messages = messages_of(w)
@@ -100,6 +103,7 @@ def run(
             or w.free_records < SPARE
             or w.events_waiting + spare + w.followers_max > times.shape[0]
             or 2 * (w.noted + spare) > notes.shape[0]
+            or w.sequence > SEQUENCE_MAX
         ):
             return GROW
         key = keys[0]
@@ -217,9 +221,10 @@ def run(
                             level -= 1
                         if rules[R_DISCIPLINE] == SMALLEST_FIRST:
                             bring_smallest_forward(w, interface, level)
-                        stream = p.head[level]
+                        q = queues[interface * QUEUES + level]
+                        stream = q.head
                         s = streams[stream]
-                        p.head[level] = s.next
+                        q.head = s.next
                         if s.next < 0:
                             p.mask &= ~(1 << level)
                         s.ready = 0
@@ -255,7 +260,7 @@ def run(
                 counts[HOPS_DATA] += 1
             else:
                 counts[HOPS_CONTROL] += 1
-            if p.loss > 0 and draw(p) < p.loss:
+            if p.lossy != 0 and draw(p) < p.loss:
                 counts[DROPS_LINK] += 1
                 counts[DROPS_BY_CLASS + x.drop_class] += 1
                 release(w, leaving)

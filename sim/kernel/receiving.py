@@ -173,7 +173,7 @@ def take_ack(
         seg[place] = (state & ~STATE_MASK) | ACKED
         m.acked += 1
         give_record(w, x.record)
-        measure(s, rtt)
+        measure(s, t, rtt)
         s.backoff = 0
         grow(s, t, x.echo, rtt, number, now, limited)
         # What was sent before the probe of a tail and has not arrived is lost.

@@ -16,12 +16,13 @@ from sim.kernel.world import (
     packets_of,
     ports_of,
     profiles_of,
+    queues_of,
     records_of,
     seg_of,
     streams_of,
     transports_of,
 )
-from sim.plan import BLOCK_PACKETS, CONTROL_QUEUE, NDP, PFABRIC, PIAS, PROFILE_CELLS
+from sim.plan import BLOCK_PACKETS, CONTROL_QUEUE, NDP, PFABRIC, PIAS, PROFILE_CELLS, QUEUES
 
 
 @call
@@ -187,31 +188,31 @@ def make_ready(w: Rows, port: int, stream: int, queue: int) -> None:
     """Put a stream behind those that are ready to send at a network interface."""
     ports = ports_of(w)
     streams = streams_of(w)
+    q = queues_of(w)[port * QUEUES + queue]
     p = ports[port]
     s = streams[stream]
     s.ready = 1
     s.next = -1
-    if p.head[queue] < 0:
-        p.head[queue] = stream
+    if q.head < 0:
+        q.head = stream
     else:
-        streams[p.tail[queue]].next = stream
-    p.tail[queue] = stream
+        streams[q.tail].next = stream
+    q.tail = stream
     p.mask |= 1 << queue
 
 
 @call
 def bring_smallest_forward(w: Rows, port: int, queue: int) -> None:
     """Put the pFabric stream whose message has the least left in front of the others."""
-    ports = ports_of(w)
     streams = streams_of(w)
     messages = messages_of(w)
     transports = transports_of(w)
-    p = ports[port]
+    q = queues_of(w)[port * QUEUES + queue]
     best = -1
     before_best = -1
     least = 1 << 40
     before = -1
-    at = p.head[queue]
+    at = q.head
     if transports[streams[at].transport].kind != PFABRIC:
         return
     while at >= 0:
@@ -226,9 +227,9 @@ def bring_smallest_forward(w: Rows, port: int, queue: int) -> None:
     if before_best >= 0:
         streams[before_best].next = streams[best].next
         if streams[best].next < 0:
-            p.tail[queue] = before_best
-        streams[best].next = p.head[queue]
-        p.head[queue] = best
+            q.tail = before_best
+        streams[best].next = q.head
+        q.head = best
 
 
 @call

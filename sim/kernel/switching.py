@@ -13,6 +13,7 @@ from sim.kernel.world import (
     messages_of,
     packets_of,
     ports_of,
+    queues_of,
     route_row_of,
     route_table_of,
     rules_of,
@@ -27,6 +28,7 @@ from sim.plan import (
     PER_PORT,
     PER_QUEUE,
     PRIORITY,
+    QUEUES,
     R_ALPHA,
     R_BUFFER,
     R_DISCIPLINE,
@@ -126,13 +128,12 @@ def spend(w: Rows, switch: int, owner: int, budget: int, now: int) -> Number:
 @call
 def least_urgent(w: Rows, port: int, arriving: int) -> Number:
     """Return the packet with the most left behind it, ``arriving`` or one that waits; that one is taken out."""
-    ports = ports_of(w)
     packets = packets_of(w)
-    p = ports[port]
+    q = queues_of(w)[port * QUEUES]
     worst = arriving
     before_worst = -1
     previous = -1
-    at = p.head[0]
+    at = q.head
     while at >= 0:
         if packets[at].rank > packets[worst].rank or (worst != arriving and packets[at].rank == packets[worst].rank):
             worst = at
@@ -150,34 +151,34 @@ def take_out(w: Rows, port: int, packet: int, before: int) -> None:
     ports = ports_of(w)
     packets = packets_of(w)
     p = ports[port]
+    q = queues_of(w)[port * QUEUES]
     following = packets[packet].next
     if before < 0:
-        p.head[0] = following
+        q.head = following
     else:
         packets[before].next = following
     if following < 0:
-        p.tail[0] = before
+        q.tail = before
         if before < 0:
             p.mask &= ~1
-    p.packets[0] -= 1
+    q.packets -= 1
     p.bytes -= packets[packet].size
-    p.waiting_bytes[0] -= packets[packet].size
+    q.waiting_bytes -= packets[packet].size
 
 
 @call
 def take_smallest(w: Rows, port: int) -> Number:
     """Take the first packet of the message that has the least left; packets without a message go first."""
-    ports = ports_of(w)
     packets = packets_of(w)
-    p = ports[port]
-    best = p.head[0]
+    q = queues_of(w)[port * QUEUES]
+    best = q.head
     at = packets[best].next
     while at >= 0:
         if packets[at].rank < packets[best].rank:
             best = at
         at = packets[at].next
     before = -1
-    at = p.head[0]
+    at = q.head
     if packets[best].kind == DATA:
         while packets[at].kind != DATA or packets[at].node != packets[best].node:
             before = at
@@ -205,22 +206,28 @@ def enqueue(
     rules = rules_of(w)
     counts = counts_of(w)
     p = ports[port]
+    queues = queues_of(w)
+    first = port * QUEUES
     x = packets[packet]
     discipline = rules[R_DISCIPLINE]
     queue = int(x.queue)
-    if discipline == SELECTIVE and x.drop_class > 0 and p.depth[queue] > rules[R_DROP_ABOVE + x.drop_class]:
+    if (
+        discipline == SELECTIVE
+        and x.drop_class > 0
+        and queues[first + queue].depth > rules[R_DROP_ABOVE + x.drop_class]
+    ):
         message = messages[x.node]
         if spend(w, p.node - w.hosts, message.owner, message.budget, now):
             counts[DROPS_POLICY] += 1
             return packet
     if p.pending == 0 and p.busy <= now:
         if discipline == SELECTIVE:
-            p.depth[queue] = 0
+            queues[first + queue].depth = 0
         return SEND_NOW
     if discipline == TRIM:
         if x.kind != DATA or x.trimmed != 0:
             queue = CONTROL_QUEUE
-        elif p.packets[0] >= rules[R_TRIM_PACKETS]:
+        elif queues[first].packets >= rules[R_TRIM_PACKETS]:
             x.trimmed = 1
             x.size = 64
             counts[TRIMS] += 1
@@ -229,13 +236,14 @@ def enqueue(
             queue = 0
     elif discipline != PRIORITY and discipline != SELECTIVE:
         queue = 0
+    q = queues[first + queue]
     size = x.size
     limit = rules[R_LIMIT_BYTES]
     full = False
     if discipline == SMALLEST_FIRST:
-        full = p.packets[0] >= rules[R_LIMIT_PACKETS]
+        full = q.packets >= rules[R_LIMIT_PACKETS]
     elif rules[R_BUFFER] == PER_QUEUE:
-        full = p.waiting_bytes[queue] + size > limit
+        full = q.waiting_bytes + size > limit
     elif rules[R_BUFFER] == PER_PORT:
         full = p.bytes + size > limit
     else:
@@ -250,7 +258,7 @@ def enqueue(
         if dropped == packet:
             return packet
         switches[p.node].used -= packets[dropped].size
-    waiting = p.packets[queue]
+    waiting = q.packets
     if waiting >= rules[R_ECN_MIN]:
         low = rules[R_ECN_MIN]
         high = rules[R_ECN_MAX]
@@ -262,15 +270,15 @@ def enqueue(
                 counts[DROPS_EARLY] += 1
                 return packet
     x.next = -1
-    if p.head[queue] < 0:
-        p.head[queue] = packet
+    if q.head < 0:
+        q.head = packet
     else:
-        packets[p.tail[queue]].next = packet
-    p.tail[queue] = packet
+        packets[q.tail].next = packet
+    q.tail = packet
     p.mask |= 1 << queue
-    p.packets[queue] = waiting + 1
+    q.packets = waiting + 1
     p.bytes += size
-    p.waiting_bytes[queue] += size
+    q.waiting_bytes += size
     if p.bytes > p.bytes_max:
         p.bytes_max = p.bytes
     switches[p.node].used += size
@@ -296,18 +304,19 @@ def dequeue(w: Rows, port: int) -> Number:
     queue = 7
     while (p.mask >> queue) & 1 == 0:
         queue -= 1
-    packet = p.head[queue]
+    q = queues_of(w)[port * QUEUES + queue]
+    packet = q.head
     x = packets[packet]
-    p.head[queue] = x.next
+    q.head = x.next
     if x.next < 0:
         p.mask &= ~(1 << queue)
-    depth = p.packets[queue] - 1
-    p.packets[queue] = depth
+    depth = q.packets - 1
+    q.packets = depth
     p.bytes -= x.size
-    p.waiting_bytes[queue] -= x.size
+    q.waiting_bytes -= x.size
     switches[p.node].used -= x.size
     if rules[R_DISCIPLINE] == SELECTIVE:
-        p.depth[queue] = depth
+        q.depth = depth
         if x.ecn != 0 and queue != CONTROL_QUEUE and depth > rules[R_MARK_ABOVE]:
             x.ecn = 3
             counts[MARKS] += 1

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.kernel.jit import AVAILABLE, call
-from sim.kernel.state import EVENT, GRAPH, MESSAGE, PACKET, PORT, RECORD, SLOT, STREAM, SWITCH, Rows
+from sim.kernel.state import EVENT, GRAPH, MESSAGE, PACKET, PORT, QUEUE, RECORD, SLOT, STREAM, SWITCH, Rows
 from sim.plan import TRANSPORT
 
 _INT: Final = np.dtype(np.int64)
@@ -29,6 +29,7 @@ ARRAYS: Final = {
     "buckets": _INT32,
     "occupied": _INT,
     "ports": PORT,
+    "queues": QUEUE,
     "packets": PACKET,
     "switches": SWITCH,
     "slots": SLOT,
@@ -124,6 +125,12 @@ def keys_of(w: Rows) -> Rows:
 def ports_of(w: Rows) -> Rows:
     """Return the array."""
     return carray(_pointer(w.ports_at), w.ports_len, PORT)
+
+
+@call
+def queues_of(w: Rows) -> Rows:
+    """Return the array."""
+    return carray(_pointer(w.queues_at), w.queues_len, QUEUE)
 
 
 @call

@@ -4,6 +4,7 @@
 import importlib
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -76,7 +77,10 @@ def measure(
     backward: dict[str, list[float]] = {path: [] for path, _ in layers}
     try:
         for turn in range(rounds + 1):
-            ahead, back = _pass(torch, model, inputs, marks, note)
+            with warnings.catch_warnings():
+                # Inputs need no gradient here, so that the first layer's hook fires when its parameters' are there.
+                warnings.filterwarnings("ignore", "Full backward hook is firing")
+                ahead, back = _pass(torch, model, inputs, marks, note)
             for path, _ in layers:
                 if turn:
                     forward[path].append(ahead.get(path, 0.0))

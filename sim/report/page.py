@@ -12,6 +12,7 @@ from typing import Any, Final
 import jinja2
 
 from dlcp import __version__
+from dlcp.demo.report import page_style
 from sim.convergence.curves import curves
 from sim.experiment import Figure
 from sim.reading import Described
@@ -62,8 +63,8 @@ def write_report(described: Sequence[Described], out: Path) -> Path:
         No experiment has any results.
     """
     every = [load(item, out) for item in described]
-    # What has a published figure to stand against comes first.
-    every.sort(key=lambda results: all(claim.paper is None for claim in results.experiment.claims))
+    # What has most published figures to stand against comes first.
+    every.sort(key=lambda results: -sum(claim.paper is not None for claim in results.experiment.claims))
     out.mkdir(parents=True, exist_ok=True)
     found = write_summary(every, out / "summary.json")
     (out / "figures").mkdir(exist_ok=True)
@@ -96,6 +97,7 @@ def render(sections: Sequence[Section], empty: Sequence[Results] = ()) -> str:
         sections=sections,
         empty=empty,
         style=STYLE,
+        page_style=page_style(),
         version=__version__,
         sources=sources_digest(),
         seeds=sorted({document["seed"] for document in documents}),
@@ -181,6 +183,8 @@ def _cell(value: float | None, name: str = "") -> str:
 def _signed(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
+    if unit == "s":
+        return f"{number(value * 1e3)} ms"
     return f"{value:+.1f} %" if unit == "%" else f"{number(value)} {unit}"
 
 

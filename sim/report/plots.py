@@ -51,7 +51,7 @@ def draw(figure: Figure, series: Mapping[str, Mapping[str, Spread]]) -> Drawing:
     for tick in y.ticks(5):
         drawing.line(_LEFT, y(tick), WIDTH - 8, y(tick))
         drawing.text(_LEFT - 8, y(tick) + 4, number(tick), "soft", "end")
-    look = {name: _colour(name, index, len(names)) for index, name in enumerate(names)}
+    look = _looks(names)
     for index, row in enumerate(rows):
         x = 8.0
         for name in row:
@@ -106,7 +106,7 @@ def _bars(
                 continue
             value = line[x]
             top = y(value.mean)
-            colour = look[name] if len(series) > 1 else _colour(x, 0, 1)
+            colour = look[name] if len(series) > 1 else OWN if _is_own(x) else COLOURS[0]
             drawing.rect(left + place * width, top, width - 2, y.start - top, colour, _tip(name, x, value))
             middle = left + place * width + width / 2 - 1
             _range_mark(drawing, middle, y, value)
@@ -147,10 +147,19 @@ def _middle(index: int, count: int) -> float:
     return _LEFT + (index + 0.5) * (WIDTH - 8 - _LEFT) / count
 
 
-def _colour(name: str, index: int, count: int) -> str:
-    return (
-        OWN if name.lower().startswith("dlcp") or (count > 1 and index == count - 1) else COLOURS[index % len(COLOURS)]
-    )
+def _is_own(name: str) -> bool:
+    return name.lower().startswith("dlcp")
+
+
+def _looks(names: list[str]) -> dict[str, str]:
+    """Return the colours of series: DLCP's own for its first, or the last where none is called that; others in turn."""
+    own = next((name for name in names if _is_own(name)), names[-1])
+    others = [name for name in names if name != own]
+    looks = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(others)}
+    return {
+        name: OWN if name == own and (len(names) > 1 or _is_own(name)) else looks.get(name, COLOURS[0])
+        for name in names
+    }
 
 
 def _wrapped(name: str, count: int) -> list[str]:

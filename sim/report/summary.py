@@ -39,14 +39,15 @@ class Finding:
         found: dict[str, Any] = {
             "name": f"{self.experiment}.{claim.name}",
             "paper": claim.paper,
-            "measured": None if measured is None else round(measured.mean, 3),
+            "measured": None if measured is None else _rounded(measured.mean, claim.unit),
             "unit": claim.unit,
             "source": claim.source or "nothing is published",
         }
         if measured is not None:
-            found |= {"spread": [round(measured.least, 3), round(measured.most, 3)], "seeds": measured.seeds}
+            ends = [_rounded(measured.least, claim.unit), _rounded(measured.most, claim.unit)]
+            found |= {"spread": ends, "seeds": measured.seeds}
             if claim.paper is not None:
-                found["deviation"] = round(measured.mean - claim.paper, 3)
+                found["deviation"] = _rounded(measured.mean - claim.paper, claim.unit)
         words = {"at": self.best, "against": claim.against, "reason": claim.reason}
         return found | {name: text for name, text in words.items() if text}
 
@@ -78,6 +79,11 @@ def _percent(claim: Claim, ours: float, theirs: float) -> float:
 
 def _shared(claim: Claim) -> dict[str, str]:
     return {axis: name for axis, name in claim.ours.items() if axis not in claim.theirs}
+
+
+def _rounded(value: float, unit: str) -> float:
+    """Return percents with three decimals, all else, such as seconds, with four digits that count."""
+    return round(value, 3) if unit == "%" else float(f"{value:.4g}")
 
 
 def _chosen(results: Results, claim: Claim, found: Mapping[Place, Mapping[int, float]]) -> Finding:

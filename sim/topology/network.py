@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.suggestion import closest
 from sim.topology.specs import LinkSpec
 
 
@@ -70,9 +71,9 @@ class Network:
         """
         for name in (one, other):
             if name not in self.names:
-                raise TopologyError(
-                    f"there is no node {name!r}; there are {', '.join(self.names[:3])} … {self.names[-1]}"
-                )
+                like = closest(name, self.names)
+                known = like or f"; there are {', '.join(self.names[:3])} … {self.names[-1]}"
+                raise TopologyError(f"there is no node {name!r}{known}")
         ends = {self.names.index(one), self.names.index(other)}
         found = [number for number, link in enumerate(self.links) if {link.source, link.target} == ends]
         if not found:

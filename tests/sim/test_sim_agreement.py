@@ -13,6 +13,9 @@ from sim_scenarios import RARE, draw
 
 from sim import CollectiveJob, Result, Scenario, simulate
 from sim.counters import NAMES
+from sim.kernel.engine import KernelEngine
+from sim.kernel.state import SEQUENCE_MAX
+from sim.plan import Plan
 from sim.reference.program import fits
 from sim.simulation import Simulation
 from sim.topology.specs import LinkSpec, Star
@@ -70,6 +73,31 @@ def test_arrays_grow_while_packets_fly():
     kernel = simulate(scenario, engine="kernel")
     assert kernel.counts["sent"] == kernel.counts["arrived"] > 3 * 4096
     assert outcome(kernel) == outcome(simulate(scenario, engine="reference"))
+
+
+def test_events_are_numbered_anew_before_their_numbers_are_used_up(monkeypatch):
+    """After eight billion events, on a run of an hour or so."""
+    late: list[KernelEngine] = []
+
+    class LateEngine(KernelEngine):
+        def __init__(self, plan: Plan) -> None:
+            super().__init__(plan)
+            self._w["sequence"] = SEQUENCE_MAX - 500
+            late.append(self)
+
+    expected = [outcome(simulate(draw(seed), engine="kernel")) for seed in (2, 9)]
+    monkeypatch.setattr("sim.kernel.engine.KernelEngine", LateEngine)
+    assert [outcome(simulate(draw(seed), engine="kernel")) for seed in (2, 9)] == expected
+    for engine in late:
+        assert engine.counts[NAMES["events"]] > 1000
+        assert engine._w["sequence"] < SEQUENCE_MAX // 2
+
+
+def test_more_than_an_event_can_name_is_refused(monkeypatch):
+    monkeypatch.setattr("sim.kernel.state.ID_MASK", 100)
+    monkeypatch.setattr("sim.kernel.engine._POOL", 64)
+    with pytest.raises(MemoryError, match="at once; the simulator counts to 100: make the setting smaller"):
+        simulate(draw(2), engine="kernel")
 
 
 def test_another_process_gets_the_same():

@@ -198,7 +198,7 @@ def sharded():
     return [parameter.full_tensor().tolist() for parameter in model.parameters()]
 
 
-def on_the_backend(worker, port):
+def on_the_backend(worker, port, port_afterwards):
     import torch.distributed as dist
 
     def script(worker):
@@ -214,15 +214,18 @@ def on_the_backend(worker, port):
     dist.destroy_process_group()
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     found = in_session(worker, script, Plan(backend=True), DLCP_LOSS_BOUND="0", **where)
-    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + port, rank=worker.rank, world_size=worker.count)
+    # At another port: at the same one a rank may still meet the store that the other has not closed yet.
+    master = f"tcp://127.0.0.1:{port_afterwards}"
+    dist.init_process_group("gloo", init_method=master, rank=worker.rank, world_size=worker.count)
     return found
 
 
 def test_a_script_that_asks_for_gloo_gets_the_backend(ranks):
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = str(sock.getsockname()[1])
-    for value, report in values(launch(2, on_the_backend, port)):
+    with socket.socket() as first, socket.socket() as second:
+        for sock in (first, second):
+            sock.bind(("127.0.0.1", 0))
+        ports = [str(sock.getsockname()[1]) for sock in (first, second)]
+    for value, report in values(launch(2, on_the_backend, *ports)):
         assert not isinstance(value, BaseException), value
         assert value == ("dlcp", [2.0, 2.0, 2.0], ranks[0]["plain"], True)
         assert report["backend"] == "dlcp"
