@@ -53,7 +53,7 @@ def results(ended):
     return sorted((rank.result for rank in ended), key=lambda result: result["rank"])
 
 
-@pytest.mark.parametrize(("workers", "epochs"), [(2, 8), (4, 16)])
+@pytest.mark.parametrize(("workers", "epochs"), [(2, 16), (4, 16)])
 def test_digits_are_learnt_as_with_mxnets_own_sums(workers, epochs, tmp_path):
     with parameter_server(workers) as environments:
         theirs = results(run_ranks(SCRIPT, "dist_sync", epochs, count=workers, environments=environments))
@@ -63,7 +63,7 @@ def test_digits_are_learnt_as_with_mxnets_own_sums(workers, epochs, tmp_path):
     assert [result["workers"] for result in ours + theirs] == [workers] * 2 * workers
     assert len({result["weights"] for result in ours}) == 1, "replicas are identical"
     assert ours[0]["accuracy"] >= theirs[0]["accuracy"] - HALF_A_POINT
-    assert theirs[0]["accuracy"] > 0.95
+    assert ours[0]["accuracy"] > 0.95  # theirs now and then ends far below what it ends at else
     for result in ours:
         assert result["active"], result["reason"]
         assert result["violations"] == 0
