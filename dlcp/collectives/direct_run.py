@@ -121,11 +121,7 @@ class DirectRun:
             if self.summation is None:
                 arrival = endpoint.receive(peer, key, size, bound, label)
             else:
-                # The others take turns with the parts of the shard, but some of it comes out of turn all the same.
-                room = endpoint.protocol.scratch.take(size) if len(others) > 1 else None
-                arrival = endpoint.receive(
-                    peer, key, size, bound, label, into=room, summation=self.summation, position=position
-                )
+                arrival = endpoint.receive(peer, key, size, bound, label, summation=self.summation, position=position)
             arrival.add_done_callback(self._guard(partial(self._on_share, peer)))
         if not others:
             self._average(start, stop)

@@ -115,7 +115,6 @@ class FoldedTotal(Total):
         """Let the result begin with this rank's contribution."""
         copy_bytes(self.own, self.out)
         self._values: NDArray[np.float32] = np.frombuffer(self.out, np.float32)
-        self._early: list[Room] = []
 
     def begin(self, phase: int) -> None:
         """Wait for the contributions; with none to come, this rank's is the result."""
@@ -125,24 +124,16 @@ class FoldedTotal(Total):
         super().begin(phase)
 
     def _place(self, position: int) -> dict[str, Any]:
-        # What the first of the others sends is added at once; of the rest some comes out of turn.
-        room = self.scratch.take(len(self.own)) if position else None
-        if room is not None:
-            self._rooms[self.channel.peers[position]] = room
-        return {"into": room, "summation": self._summation, "position": position}
+        return {"summation": self._summation, "position": position}
 
     def _on_share(self, peer: int, arrival: Arrival) -> None:
-        self.delivered[peer] = arrival.delivered
-        if arrival.payload is not self._rooms.get(peer):  # it came early
-            self._early.append(arrival.payload)
+        self.delivered[peer], self._rooms[peer] = arrival.delivered, arrival.payload
         if len(self.delivered) < len(self.channel.peers):
             return
         self._summation.finish(self.arithmetic.op is ReduceOp.MEAN)
         held = self._held()
         if held is not None and self.arithmetic.op is ReduceOp.SUM:
             self._stand_for_all(held)
-        for room in self._early:
-            self.scratch.give(room)
         self._over()
 
     def _stand_for_all(self, held: NDArray[np.intp]) -> None:

@@ -145,8 +145,10 @@ class Inbox:
 
     def _expect(self, name: Name, message_bytes: int, place: Place, now_s: float) -> Receiving:
         into = place.into
-        if into is None and (place.summation is None or place.position > 0):
+        if into is None and place.summation is None:
             into = np.empty(message_bytes - len(place.tail), np.uint8)
+        elif place.summation is not None and place.summation.may_keep_waiting(place.position):
+            into = self._scratch.take(message_bytes)
         packets = -(-message_bytes // self._options.payload_bytes)
         message = self._engine.expect(name[0], MessageKey(*name[1:]), packets, into, place.tail)
         receiving = self._incoming[name] = Receiving(name, message, now_s, NOTHING)

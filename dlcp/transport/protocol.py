@@ -194,8 +194,8 @@ class Protocol:
         into, tail
             Where its bytes go: first ``into``, then ``tail``.
         summation, position
-            Add it to a sum instead, as the member at a position; ``into`` holds what comes out of turn, and may be left
-            out where nothing can: for a single member, and for position 0 of a sum without a key.
+            Add it to a sum instead, as the member at a position. The arrival's ``payload`` is then room of
+            :attr:`scratch` in which waited what came out of turn; whoever finishes the sum gives it back.
         """
         awaited = Awaited(message_bytes, bound, label, now_s + self.options.deadline_s)
         self.changed = True

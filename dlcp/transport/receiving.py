@@ -24,8 +24,8 @@ class Arrival:
     """A message as it arrived.
 
     ``payload`` is where its bytes are, without the tail. Where packets are missing it is zero, if nobody gave a place
-    for it, and else as it was before. Of a message that was summed it is the room that was needed for that, and means
-    nothing. ``delivered`` and ``layer``, the layer position that each packet told, have shape (packets,).
+    for it, and else as it was before. Of a message that was summed it is the room that was needed for that, maybe none,
+    and means nothing. ``delivered`` and ``layer``, the layer position that each packet told, have shape (packets,).
     """
 
     payload: Bytes
@@ -103,8 +103,14 @@ class Summation:
         blocks = -(-len(values) // (per_packet * SEND_BLOCK_PACKETS))
         first_block = -1 if key is None else first_block_seed(key) % max(1, blocks)
         self.fold: Fold = engine.fold(values, per_packet, members, divisor, first_block)
+        self._in_turns = key is not None
+        self._members = members
         self._engine = engine
         self._messages: list[Incoming] = []
+
+    def may_keep_waiting(self, position: int) -> bool:
+        """Return whether some of what the member at a position sends may come before its turn to be added."""
+        return self._members > 1 and (self._in_turns or position > 0)
 
     def join(self, message: Incoming, position: int) -> None:
         """Add a message to it, from which on it is kept."""
@@ -126,7 +132,7 @@ class Summation:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the bytes of a message go: first ``into``, then ``tail``; or into a sum, as the member at ``position``."""
+    """Where the bytes of a message go: first ``into``, then ``tail``; or to a sum, as the member at ``position``."""
 
     into: Bytes | None
     tail: Bytes
@@ -151,8 +157,8 @@ class Place:
         ):
             raise ValueError(f"{label}: {message_bytes} bytes are to be received into a place of {room}")
         values = None if self.summation is None else self.summation.values
-        if values is not None and (values.nbytes != message_bytes or len(self.tail)):
-            raise ValueError(f"{label}: {message_bytes} bytes are to be added to {values.nbytes}")
+        if values is not None and (values.nbytes != message_bytes or places):
+            raise ValueError(f"{label}: {message_bytes} bytes are to be added to {values.nbytes}, and put nowhere else")
 
 
 @dataclass(slots=True)

@@ -44,7 +44,9 @@ def test_where_packets_are_missing_a_given_place_is_as_before_and_another_zero(p
     # Memory that has been used before must not show.
     old = receive(network, SIZE, key=MessageKey(0, 0))
     send(network, np.full(SIZE, 0xAA, np.uint8), key=MessageKey(0, 0), bound=LossBound(0.1))
-    network.ranks[1].scratch.give(np.full(packets_of(SIZE) * 1440, 0xAA, np.uint8))
+    used = network.ranks[1].scratch.take(packets_of(SIZE) * 1440)
+    used.fill(0xAA)
+    network.ranks[1].scratch.give(used)
     payload, bound = payload_of(SIZE), LossBound(0.1)
     send(network, payload, bound=bound)
     network.run(lambda: network.now >= late_s)
