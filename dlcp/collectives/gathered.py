@@ -98,10 +98,8 @@ class _Run(CodedRun):
         """Send to all, and wait for what all send."""
         reducer = self.reducer
         place = reducer.ranks.index(self.rank)
-        for peer in [
-            *reducer.ranks[place + 1 :],
-            *reducer.ranks[:place],
-        ]:  # each begins with another, to overrun nobody
+        # Each rank begins with another peer, to overrun nobody.
+        for peer in [*reducer.ranks[place + 1 :], *reducer.ranks[:place]]:
             arriving = reducer.endpoint.receive(
                 peer, self._key(PUSH, self.rank), len(self.content), self.bound, self.label
             )

@@ -28,7 +28,9 @@ def current() -> Group:
         It has not been called.
     """
     if not _joined:
-        raise RuntimeError("call init(), such as dlcp.tensorflow.init() first, once in every process")
+        raise RuntimeError(
+            "this process has joined no group: call init() first, such as dlcp.tensorflow.init(), once in every process"
+        )
     return _joined[0]
 
 

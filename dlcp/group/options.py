@@ -169,7 +169,7 @@ class Options:
         """Whether every sample counts the same, instead of every rank."""
         return self.samples > 0
 
-    def of_steps(self) -> list[str]:
+    def whole_step_options(self) -> list[str]:
         """Return the names of what is set and has a meaning only where a step's gradients are exchanged as a whole."""
         asked = {
             "samples": self.weighted,

@@ -130,6 +130,8 @@ class StatisticsAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if not self._due:
             return
         self._due = False
+        # Private, because Keras' public lists of what is not trained hold the weights of frozen layers, too, and
+        # `model.layers` leaves out layers within layers.
         layers = [layer for layer in self.model._flatten_layers() if layer.trainable]
         noted = [variable for layer in layers for variable in layer._non_trainable_variables]
         for variable in noted:

@@ -182,7 +182,7 @@ class LayerExchange:
 
 def refuse_whole_steps(options: Options) -> None:
     """Raise ValueError for what only whole steps can do: groups of layers have no step that all begin."""
-    for name in options.of_steps():
+    for name in options.whole_step_options():
         raise ValueError(f"cross-step scheduling knows no {name}=...: leave it out, or use dlcp.torch.enable")
 
 

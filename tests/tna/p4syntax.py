@@ -6,30 +6,19 @@ what it is: expressions and statements as :class:`Reader` returns them.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from p4tokens import P4Error, Token, tokens_of
 
 Tree = tuple[Any, ...]
 
-TOKEN = re.compile(
-    r"(?P<space>\s+|//[^\n]*|/\*.*?\*/)|(?P<number>\d+[ws](?:0x[0-9a-fA-F]+|\d+)|0x[0-9a-fA-F]+|\d+)"
-    r'|(?P<word>[A-Za-z_]\w*)|(?P<text>"[^"]*")|(?P<mark>&&&|\+\+|\|-\||\|\+\||==|!=|<=|>=|<<|&&|\|\||[-+*/%&|^~!<>=(){}\[\].,;:@?])',
-    re.DOTALL,
-)
+NUMBER = re.compile(r"(?:(\d+)([ws]))?(.+)")
 LEVELS = (("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", ">", "<=", ">="), ("<<", ">>"),
           ("+", "-", "++", "|-|", "|+|"), ("*",))  # fmt: skip
 """Operators that take two operands, those that bind least first."""
-
-
-class P4Error(ValueError):
-    """Text that this reader does not know."""
-
-
-class Token(NamedTuple):
-    kind: str
-    text: str
-    where: str
 
 
 @dataclass
@@ -57,38 +46,6 @@ class Source:
     blocks: dict[str, Block] = field(default_factory=dict)
     instances: list[Tree] = field(default_factory=list)
     pipeline: list[str] = field(default_factory=list)
-
-
-def tokens_of(path: Path, macros: dict[str, list[Token]], seen: set[Path]) -> list[Token]:
-    """Return a file's tokens with those of what it includes, each file once, and macros replaced."""
-    if path in seen:
-        return []
-    seen.add(path)
-    found: list[Token] = []
-    for number, line in enumerate(path.read_text().replace("\\\n", " ").splitlines(), 1):
-        directive = line.split()
-        where = f"{path.name}:{number}"
-        if not line.startswith("#"):
-            for token in _split(line, where):
-                found += macros.get(token.text, [token])
-        elif directive[0] == "#include":
-            if directive[1].startswith('"'):
-                found += tokens_of((path.parent / directive[1].strip('"')).resolve(), macros, seen)
-        elif directive[0] == "#define" and len(directive) > 2 and "(" not in directive[1]:
-            macros[directive[1]] = _split(" ".join(directive[2:]).split("//")[0], where)
-    return found
-
-
-def _split(line: str, where: str) -> list[Token]:
-    at, found = 0, []
-    while at < len(line):
-        match = TOKEN.match(line, at)
-        if not match or match.lastgroup is None:
-            raise P4Error(f"{where}: {line[at:]!r}")
-        if match.lastgroup != "space":
-            found.append(Token(match.lastgroup, match[0], where))
-        at = match.end()
-    return found
 
 
 class Reader:
@@ -129,6 +86,12 @@ class Reader:
         if token.kind != "word":
             raise P4Error(f"{token.where}: {token.text!r} where a name should be")
         return token.text
+
+    def _braced(self) -> Iterator[None]:
+        """Yield once for each thing in braces; whoever asks reads it."""
+        self._want("{")
+        while not self._skip("}"):
+            yield
 
     def _annotations(self) -> dict[str, str]:
         found = {}
@@ -181,8 +144,7 @@ class Reader:
 
     def _fields(self) -> list[tuple[str, Tree, bool]]:
         found = []
-        self._want("{")
-        while not self._skip("}"):
+        for _ in self._braced():
             notes = self._annotations()
             kind = self._type()
             found.append((self._word(), kind, "flexible" in notes))
@@ -232,8 +194,7 @@ class Reader:
 
     def _block(self) -> Block:
         block = Block(self._word(), self._parameters())
-        self._want("{")
-        while not self._skip("}"):
+        for _ in self._braced():
             match self._peek().text:
                 case "action":
                     self._next()
@@ -263,55 +224,56 @@ class Reader:
 
     def _table(self) -> dict[str, Any]:
         table: dict[str, Any] = {"key": [], "actions": [], "default": ("NoAction", []), "entries": []}
-        self._want("{")
-        while not self._skip("}"):
+        for _ in self._braced():
             self._skip("const")
             part = self._word()
-            if part == "key":
-                self._want("=")
-                self._want("{")
-                while not self._skip("}"):
+            self._want("=")
+            match part:
+                case "key":
+                    table["key"] += [self._key() for _ in self._braced()]
+                case "actions":
+                    table["actions"] += [self._action_name() for _ in self._braced()]
+                case "entries":
+                    table["entries"] += [self._entry() for _ in self._braced()]
+                case _:
                     value = self.expression()
-                    self._want(":")
-                    kind = self._word()
-                    table["key"].append((value, kind, self._annotations().get("name", "")))
                     self._want(";")
-            elif part == "actions":
-                self._want("=")
-                self._want("{")
-                while not self._skip("}"):
-                    self._annotations()
-                    table["actions"].append(self._word())
-                    self._want(";")
-            elif part == "entries":
-                self._want("=")
-                self._want("{")
-                while not self._skip("}"):
-                    value = self.expression()
-                    self._want(":")
-                    name = self._word()
-                    self._want("(")
-                    table["entries"].append((value, name, self._list(")")))
-                    self._want(";")
-            else:
-                self._want("=")
-                value = self.expression()
-                self._want(";")
-                if part == "default_action":
-                    table["default"] = value[1][1], value[2]
-                else:
-                    table[part] = value
+                    if part == "default_action":
+                        table["default"] = value[1][1], value[2]
+                    else:
+                        table[part] = value
         return table
+
+    def _key(self) -> Tree:
+        """Read a key: expression, kind of match, name."""
+        value = self.expression()
+        self._want(":")
+        kind = self._word()
+        name = self._annotations().get("name", "")
+        self._want(";")
+        return value, kind, name
+
+    def _action_name(self) -> str:
+        self._annotations()
+        name = self._word()
+        self._want(";")
+        return name
+
+    def _entry(self) -> Tree:
+        """Read an entry: value of the key, name of the action, arguments."""
+        value = self.expression()
+        self._want(":")
+        name = self._word()
+        self._want("(")
+        arguments = self._list(")")
+        self._want(";")
+        return value, name, arguments
 
     # --------------------------------------------------------------------------------------------------- statements
 
     def block(self) -> list[Tree]:
         """Read statements in braces."""
-        self._want("{")
-        found = []
-        while not self._skip("}"):
-            found.append(self.statement())
-        return found
+        return [self.statement() for _ in self._braced()]
 
     def statement(self) -> Tree:
         """Read one: if, transition, variable, assign, call or block."""
@@ -353,8 +315,7 @@ class Reader:
         self._want("(")
         keys = self._list(")")
         cases = []
-        self._want("{")
-        while not self._skip("}"):
+        for _ in self._braced():
             if self._skip("default"):
                 values: list[Tree] = []
             elif self._is("("):
@@ -464,5 +425,5 @@ class Reader:
 
 
 def _number(text: str) -> Tree:
-    width, _, digits = re.fullmatch(r"(?:(\d+)([ws]))?(.+)", text).groups() if "w" in text else (None, None, text)
-    return "number", int(digits, 0), (int(width), False) if width else None
+    width, sign, digits = NUMBER.fullmatch(text).groups()
+    return "number", int(digits, 0), (int(width), sign == "s") if width else None

@@ -20,7 +20,8 @@ for folder in ("conformance", "packet"):
 
 import fuzz_steps  # noqa: E402
 import replay  # noqa: E402
-from p4syntax import P4Error, Reader  # noqa: E402
+from p4syntax import Reader  # noqa: E402
+from p4tokens import P4Error  # noqa: E402
 from recording import Burst, Packet, Step  # noqa: E402
 from tna_program import CELLS, DEPTH_MAX, SOURCE, TnaProgram  # noqa: E402
 

@@ -12,19 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from p4machine import (
-    Bucket,
-    Counter,
-    Entry,
-    Hash,
-    Machine,
-    PacketIn,
-    PacketOut,
-    Register,
-    Struct,
-    TooShortError,
-    Value,
-)
+from p4externs import Bucket, Counter, Hash, PacketIn, PacketOut, Register, TooShortError
+from p4machine import Entry, Machine
+from p4values import Struct, Value
 
 from dlcp.switch.cells import MeterConfig
 from dlcp.switch.profiles import Action, Member

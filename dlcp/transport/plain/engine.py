@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine in NumPy, and the loop that moves whole bursts between it and its socket."""
 
-import contextlib
-import errno
 import math
-import os
-import select
 import socket
-import struct
 import time
 from collections import Counter
 from typing import cast
@@ -32,6 +27,7 @@ from dlcp.transport.engine import (
     Packets,
 )
 from dlcp.transport.plain.acknowledge import ENTRY, Acknowledgements, indices_of
+from dlcp.transport.plain.burst_socket import Burst, BurstSocket
 from dlcp.transport.plain.flow import PlainFlow
 from dlcp.transport.plain.fold import PlainFold
 from dlcp.transport.plain.incoming import PlainIncoming
@@ -42,9 +38,6 @@ ECN_MASK = 3
 CONGESTED = 3
 BURSTS_A_TURN = 16
 BUSY_RETRY_S = 0.0005
-_UDP_SEGMENT = 103
-_UDP_GRO = 104
-_REFUSES_BURSTS = (errno.EIO, errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class PlainEngine:
@@ -70,21 +63,24 @@ class PlainEngine:
         self._queue = Queue.CONTROL if tagged else Queue.ORDINARY
         self._control_tos = wire.dscp(self._queue, False) << 2 if tagged else 0
         self._on_control, self._on_unknown, self._on_settled = on_control, on_unknown, on_settled
-        self._socket, self._emit, self._peers = sock, emit, peers
+        self._emit, self._peers = emit, peers
         packet_bytes = wire.HEADER_BYTES + payload_bytes
         self._plain = {peer: PlainFlow(now_s, packet_bytes, REORDER_MIN_S) for peer in peers}
         self.flows: dict[int, Flow] = dict(self._plain)
         self._acknowledgements = {peer: Acknowledgements() for peer in peers}
         self._incoming: dict[tuple[int, int, int], PlainIncoming] = {}
         self._counters: Counter[str] = Counter()
-        self.offload = True
+        self._socket = BurstSocket(sock, self._counters) if sock else None
         self._woken = False
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if sock else (-1, -1)
-        self._buffer = bytearray(1 << 16)
 
     def counters(self) -> dict[str, int]:
         """See :meth:`dlcp.transport.engine.Engine.counters`."""
         return {name: value for name, value in self._counters.items() if value}
+
+    @property
+    def offload(self) -> bool:
+        """Whether the kernel takes whole bursts (UDP_SEGMENT)."""
+        return self._socket is None or self._socket.offload
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
@@ -234,12 +230,19 @@ class PlainEngine:
         self._counters["data"] += fresh
         self._settle(message, now_s)
 
-    def _take_burst(self, burst: NDArray[np.uint8], segment: int, tos: int, source: Address, now_s: float) -> int:
-        """Take in the leading datagrams of a burst if they are data of one message; return their bytes, else 0."""
-        count = len(burst) // segment
-        if count < 2 or segment != wire.HEADER_BYTES + self._payload_bytes:
+    def _split(self, burst: Burst, now_s: float) -> None:
+        """Take in the packets of a burst: the leading ones together if that can be, the others one by one."""
+        together_bytes = self._take_together(burst, now_s)
+        for packet in burst.packets(together_bytes):
+            self.take_in(packet, burst.tos, burst.peer, now_s)
+
+    def _take_together(self, burst: Burst, now_s: float) -> int:
+        """Take in the leading packets of a burst if they are data of one message; return their bytes, else 0."""
+        size = burst.packet_bytes
+        count = len(burst.data) // size
+        if count < 2 or size != wire.HEADER_BYTES + self._payload_bytes:
             return 0
-        rows = burst[: count * segment].reshape(count, segment)
+        rows = np.frombuffer(burst.data, np.uint8, count * size).reshape(count, size)
         headers, valid = wire.unpack(rows)
         first = headers[0]
         same = valid & (headers["kind"] & 15 == PacketType.DATA)
@@ -249,15 +252,17 @@ class PlainEngine:
             return 0
         rank = int(first["sender"])
         indices = headers["index"].astype(np.uint32)
-        if self._peers.get(rank) != source or len(np.unique(indices)) < count or indices.max() >= first["count"] - 1:
+        if self._peers.get(rank) != burst.peer:
+            return 0
+        if len(np.unique(indices)) < count or indices.max() >= first["count"] - 1:
             return 0
         message = self._incoming.get((rank, int(first["step"]), int(first["message"])))
         if message is None or message.packets != first["count"]:
             return 0  # the first of a message, or none that is wanted: one by one
         self._plain[rank].heard_s = now_s
         protected = headers["flags"] & Flag.PROTECTED != 0
-        self._store(message, indices, rows[:, wire.HEADER_BYTES :], headers["layer"], protected, tos, now_s)
-        return count * segment
+        self._store(message, indices, rows[:, wire.HEADER_BYTES :], headers["layer"], protected, burst.tos, now_s)
+        return count * size
 
     def _take_acknowledgement(self, rank: int, header: Header, payload: memoryview, now_s: float) -> None:
         if not payload or len(payload) % ENTRY.size:
@@ -290,7 +295,8 @@ class PlainEngine:
         """See :meth:`dlcp.transport.engine.Engine.send_control`."""
         if self._emit:
             return self._emit(rank, datagram, tos)
-        return self._send_bytes(rank, memoryview(datagram), tos, 0)
+        assert self._socket
+        return self._socket.send_packet(memoryview(datagram), tos, self._peers[rank])
 
     def acknowledge(self, now_s: float) -> float:
         """See :meth:`dlcp.transport.engine.Engine.acknowledge`."""
@@ -339,40 +345,13 @@ class PlainEngine:
         return sent
 
     def _emit_burst(self, message: PlainOutgoing, chosen: Indices) -> bool:
-        burst = message.bytes_of(chosen).data
-        tos = int(message.kept.tags[chosen[0], 3])
         size = wire.HEADER_BYTES + self._payload_bytes
-        if not self._emit and (self.offload or len(chosen) == 1):
-            self._counters["sent_bursts"] += 1
-            try:
-                return self._send_bytes(message.rank, burst, tos, size if len(chosen) > 1 else 0)
-            except OSError:
-                self.offload = False  # no checksum offload on the way out, or an old kernel
-        for number, start in enumerate(range(0, len(burst), size)):
-            # A packet that the socket cannot take now, when earlier ones of the burst have left, is as good as lost.
-            if not self.send_control(message.rank, bytes(burst[start : start + size]), tos) and not number:
-                return False
-        return True
-
-    def _send_bytes(self, rank: int, data: memoryview, tos: int, segment: int) -> bool:
+        tos = int(message.kept.tags[chosen[0], 3])
+        burst = Burst(message.bytes_of(chosen).data, size, tos, self._peers[message.rank])
+        if self._emit:
+            return burst.send_each(lambda packet: self.send_control(message.rank, bytes(packet), tos))
         assert self._socket
-        ancillary: list[tuple[int, int, bytes]] = []
-        if tos:
-            ancillary.append((socket.IPPROTO_IP, socket.IP_TOS, struct.pack("i", tos)))
-        if segment:
-            ancillary.append((socket.IPPROTO_UDP, _UDP_SEGMENT, struct.pack("H", segment)))
-        try:
-            self._socket.sendmsg([data], ancillary, 0, self._peers[rank])
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno == errno.ENOBUFS:
-                return False
-            if segment and error.errno in _REFUSES_BURSTS:
-                raise
-            # No route, or an unreachable peer: lost like any packet; the deadline names the peer.
-            self._counters["send_errors"] += 1
-        return True
+        return self._socket.send(burst)
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
@@ -407,47 +386,25 @@ class PlainEngine:
         if full:
             wait_s = min(wait_s, BUSY_RETRY_S)
         assert self._socket
-        readable, _, _ = select.select([self._socket.fileno(), self._wake_read], [], [], wait_s)
-        if self._wake_read in readable:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake_read, 4096)
+        if self._socket.wait(wait_s):
             self._woken = True
 
     def _receive(self) -> int:
         assert self._socket
-        view = memoryview(self._buffer)
         for number in range(BURSTS_A_TURN):
-            try:
-                size, ancillary, flags, source = self._socket.recvmsg_into([self._buffer], 128)
-            except BlockingIOError:
+            burst = self._socket.receive()
+            if burst is None:
                 return number
-            except OSError:
-                self._counters["receive_errors"] += 1  # an ICMP error of an earlier send
-                return number
-            now_s = time.monotonic()
-            tos, segment = 0, size
-            for level, kind, data in ancillary:
-                if level == socket.IPPROTO_IP and kind == socket.IP_TOS:
-                    tos = data[0]
-                elif level == socket.IPPROTO_UDP and kind == _UDP_GRO:
-                    segment = struct.unpack_from("i", data)[0] or size
-            self._counters["received_bursts"] += 1
-            self._counters["truncated"] += bool(flags & socket.MSG_TRUNC)
-            burst = np.frombuffer(view[:size], np.uint8)
-            start = self._take_burst(burst, segment, tos, source, now_s) if segment else 0
-            for begin in range(start, max(size, 1), max(segment, 1)):
-                self.take_in(view[begin : min(begin + segment, size)], tos, source, now_s)
+            self._split(burst, time.monotonic())
         return BURSTS_A_TURN
 
     def wake(self) -> None:
         """See :meth:`dlcp.transport.engine.Engine.wake`."""
         self._woken = True
-        with contextlib.suppress(OSError):  # full, which wakes as well; or closed
-            os.write(self._wake_write, b"\0")
+        if self._socket:
+            self._socket.wake()
 
     def release(self) -> None:
         """See :meth:`dlcp.transport.engine.Engine.release`."""
-        if self._wake_write >= 0:
-            os.close(self._wake_read)
-            os.close(self._wake_write)
-        self._wake_write = -1
+        if self._socket:
+            self._socket.release()

@@ -19,6 +19,9 @@ SCRIPT = Path(__file__).with_name("gluon_rank.py")
 UDP_PORT = 53699
 RATE_BPS, DEPTH_PACKETS = 60e6, 32
 """Narrow enough that the ports overflow."""
+LEARNT = 0.95
+TRIES = 3
+"""Runs of MXNet's own training at most, until one reaches that accuracy."""
 
 
 @contextmanager
@@ -53,17 +56,31 @@ def results(ended):
     return sorted((rank.result for rank in ended), key=lambda result: result["rank"])
 
 
+def trained_by_mxnet(workers, epochs):
+    """Return the results of MXNet's own training: the best of up to ``TRIES`` runs.
+
+    Most runs end with the same weights, to the bit, but now and then one ends points worse (0.937 for 0.973): MXNet's
+    parameter server does not always give the same sums. DLCP has to be compared with a run that learnt.
+    """
+    runs = []
+    for _ in range(TRIES):
+        with parameter_server(workers) as environments:
+            runs.append(results(run_ranks(SCRIPT, "dist_sync", epochs, count=workers, environments=environments)))
+        if runs[-1][0]["accuracy"] >= LEARNT:
+            break
+    return max(runs, key=lambda run: run[0]["accuracy"])
+
+
 @pytest.mark.parametrize(("workers", "epochs"), [(2, 16), (4, 16)])
 def test_digits_are_learnt_as_with_mxnets_own_sums(workers, epochs, tmp_path):
-    with parameter_server(workers) as environments:
-        theirs = results(run_ranks(SCRIPT, "dist_sync", epochs, count=workers, environments=environments))
+    theirs = trained_by_mxnet(workers, epochs)
     with switch(tmp_path, UDP_PORT, hosts=workers, rate_bps=RATE_BPS, depth_packets=DEPTH_PACKETS) as environments:
         ranks = run_ranks(SCRIPT, "dist_dlcp", epochs, count=workers, environments=environments, environment=PATIENT)
         ours = results(ranks)
     assert [result["workers"] for result in ours + theirs] == [workers] * 2 * workers
     assert len({result["weights"] for result in ours}) == 1, "replicas are identical"
+    assert theirs[0]["accuracy"] >= LEARNT
     assert ours[0]["accuracy"] >= theirs[0]["accuracy"] - HALF_A_POINT
-    assert ours[0]["accuracy"] > 0.95  # theirs now and then ends far below what it ends at else
     for result in ours:
         assert result["active"], result["reason"]
         assert result["violations"] == 0
