@@ -74,8 +74,8 @@ class Ledger:
         BoundExceededError
             More was lost than the bound allows, or a protected packet was; the message is entered nevertheless.
         """
-        lost = ~delivery.delivered
-        packets = len(lost)
+        lost = np.flatnonzero(~delivery.delivered)
+        packets = len(delivery.delivered)
         entry = MessageRecord(
             key.step,
             key.message,
@@ -84,13 +84,14 @@ class Ledger:
             packets,
             delivery.sent,
             delivery.resent,
-            packets - int(lost.sum()),
+            packets - len(lost),
             delivery.recovered,
-            int(lost.sum()),
+            len(lost),
             bound.ratio,
             delivery.seconds,
         )
-        broken = entry.lost > bound.allowed(packets) or bool((lost & tags.protected).any())
+        protected_lost = int(np.count_nonzero(tags.protected[lost]))
+        broken = entry.lost > bound.allowed(packets) or protected_lost > 0
         with self._lock:
             self.records.append(entry)
             self.violations += broken
@@ -98,13 +99,14 @@ class Ledger:
             self._totals += (entry.sent, entry.delivered, entry.lost, entry.resent)
             for table, index in ((self._by_layer, tags.layer), (self._by_class, tags.drop_class)):
                 table[:, 0] += np.bincount(index, minlength=len(table))
-                table[:, 1] += np.bincount(index[lost], minlength=len(table))
+                if len(lost):
+                    table[:, 1] += np.bincount(index[lost], minlength=len(table))
         if self._sink:
             self._sink(entry)
         if broken:
             raise BoundExceededError(
                 f"job {self.job}, step {key.step}: rank {receiver} got {entry.delivered / packets:.1%} of {layers} "
-                f"(bound {1 - bound.ratio:.1%}), protected packets lost: {int((lost & tags.protected).sum())}"
+                f"(bound {1 - bound.ratio:.1%}), protected packets lost: {protected_lost}"
             )
         return entry
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dlcp import native
 from dlcp.closing import Closing
@@ -33,6 +34,8 @@ SETTLED_S: Final = 0.15
 DEADLINE_S: Final = 5.0
 _TEMPLATES: Final = 320
 _UDP_END: Final = 42
+_STEP: Final = slice(_UDP_END + 8, _UDP_END + 12)
+"""The number of the run stands here, so that what comes late does not count for the next one."""
 _INDEX: Final = slice(_UDP_END + 16, _UDP_END + 20)
 _TAIL: Final = slice(_UDP_END + 20, FRAME_BYTES)
 _TAKEN_MAX: Final = 256
@@ -81,6 +84,7 @@ class Traffic(Closing):
             self._frames[number] = np.frombuffer(headers + tags.encode() + tail, np.uint8)
         self._expected = self._frames[0, _TAIL].copy()
         self._mac = np.frombuffer(bytes.fromhex(NEXT_HOP.replace(":", "")), np.uint8)
+        self._run = 0
         self._lengths: Numbers = np.full(_TEMPLATES, FRAME_BYTES)
         self._rows: Rows = np.empty((_TAKEN_MAX, self._in.frame_max_bytes), np.uint8)
 
@@ -97,8 +101,8 @@ class Traffic(Closing):
         TrafficError
             A frame came through damaged or twice.
         """
-        self._drain()
-        receiver = _Receiver(self._in, self._rows, self._expected, self._mac)
+        self._begin()
+        receiver = _Receiver(self._in, self._rows, self._expected, self._mac, self._frames[0, _STEP].copy())
         receiver.start()
         try:
             sent, took_s = self._send(seconds, rate_pps)
@@ -111,14 +115,15 @@ class Traffic(Closing):
 
     def latency_s(self, count: int, pause_s: float) -> list[float]:
         """Return how long single frames took to come through, with pauses between them."""
-        self._drain()
+        self._begin()
         slots, lengths, stamps = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
+        run = self._frames[0, _STEP]
         took = []
         for number in range(count):
             began_ns = time.time_ns()
             self._out.send_rows(1, self._frames, np.array([number % _TEMPLATES]), self._lengths[:1])
             deadline = time.monotonic() + DEADLINE_S
-            while not self._in.take(self._rows, slots, lengths, stamps):
+            while not (self._in.take(self._rows, slots, lengths, stamps) and _are_of(self._rows[:1], run).all()):
                 if time.monotonic() > deadline:
                     raise TrafficError(f"frame {number} of {count} has not come through in {DEADLINE_S:.0f} s")
                 time.sleep(_POLL_S)
@@ -126,7 +131,10 @@ class Traffic(Closing):
             time.sleep(pause_s)
         return took
 
-    def _drain(self) -> None:
+    def _begin(self) -> None:
+        """Give the frames the next run's number, and forget what has come since the last one."""
+        self._run += 1
+        self._frames[:, _STEP] = np.frombuffer(self._run.to_bytes(4, "big"), np.uint8)
         slots, cells = np.arange(_TAKEN_MAX), np.empty(_TAKEN_MAX, np.int64)
         while self._in.take(self._rows, slots, cells, cells.copy()):
             pass
@@ -150,11 +158,11 @@ class Traffic(Closing):
 
 
 class _Receiver(threading.Thread):
-    """Fetches, counts and checks frames until none comes any more."""
+    """Fetches, counts and checks a run's frames until none comes any more."""
 
-    def __init__(self, port: PacketPort, rows: Rows, expected: Rows, mac: Rows) -> None:
+    def __init__(self, port: PacketPort, rows: Rows, expected: Rows, mac: Rows, run: Rows) -> None:
         super().__init__(name="frames", daemon=True)
-        self._port, self._rows, self._expected, self._mac = port, rows, expected, mac
+        self._port, self._rows, self._expected, self._mac, self._run = port, rows, expected, mac, run
         self._sent = threading.Event()
         self.received = 0
         self.over_s = 0.0
@@ -184,9 +192,14 @@ class _Receiver(threading.Thread):
                 time.sleep(_POLL_S)
                 continue
             quiet_since = 0.0
-            first_ns, last_ns = first_ns or int(stamps[0]), int(stamps[taken - 1])
-            self._check(self._rows[:taken], lengths[:taken], seen)
-            self.received += taken
+            rows = self._rows[:taken]
+            mine = np.flatnonzero(_are_of(rows, self._run))
+            if not len(mine):
+                continue
+            first_ns, last_ns = first_ns or int(stamps[mine[0]]), int(stamps[mine[-1]])
+            self.received += len(mine)
+            all_mine = len(mine) == taken
+            self._check(rows if all_mine else rows[mine], lengths[:taken] if all_mine else lengths[mine], seen)
         self.over_s = (last_ns - first_ns) * 1e-9
 
     def _check(self, rows: Rows, lengths: Numbers, seen: Rows) -> None:
@@ -198,3 +211,9 @@ class _Receiver(threading.Thread):
             self.trouble = "a frame came through twice"
         else:
             seen[index] = 1
+
+
+def _are_of(rows: Rows, run: Rows) -> NDArray[np.bool_]:
+    """Return which frames are of a run, and not late ones of an earlier."""
+    found: NDArray[np.bool_] = (rows[:, _STEP] == run).all(axis=1)
+    return found

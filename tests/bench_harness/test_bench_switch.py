@@ -71,6 +71,15 @@ def test_losses_are_seen(through):
     assert not run.lossless
 
 
+def test_frames_of_an_earlier_run_do_not_count(through):
+    def make_old(packet, number):
+        if number % 10 == 0:
+            packet[42 + 8 : 42 + 12] = bytes(4)
+
+    run = through(Wire(make_old), lambda traffic: traffic.run(0.1, 2000))
+    assert run.received == run.sent - run.sent // 10
+
+
 def test_damage_is_seen(through):
     def spoil(packet, number):
         if number == 20:
