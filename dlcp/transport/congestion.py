@@ -178,6 +178,9 @@ class Proportional:
     It grows while it holds packets back: by what is delivered at first, then by ``weight`` a round, and faster the
     longer nothing is congested.
 
+    Without regard for delay, what was on the way when a window shrank does not shrink it again, as with DCTCP. Where
+    delay counts, queues are short, and it may: that is how many flows that begin at once find their shares.
+
     Parameters
     ----------
     weight
@@ -206,6 +209,8 @@ class Proportional:
         self._random = RandomLoss()
         self._round = Round(0.0)
         self._round_packets = max(self.window, ROUND_PACKETS_MIN)
+        self._aftermath = False
+        """Whether this round is of packets that were on the way when the window shrank."""
 
     @property
     def _smallest(self) -> float:
@@ -220,9 +225,14 @@ class Proportional:
             self.window += self._growth * rounds
         self._round.add(report)
         if self._round.packets >= self._round_packets:
-            self._finish_round(report.now_s)
+            on_the_way = self.window
+            if self._aftermath:
+                self._aftermath, self._growth = False, self._next_growth(wary=True)
+            else:
+                self._finish_round(report.now_s)
+                self._aftermath = self.window < on_the_way and not self._heed_delay
             self._round = Round(report.now_s)
-            self._round_packets = max(self.window, ROUND_PACKETS_MIN)
+            self._round_packets = max(on_the_way if self._aftermath else self.window, ROUND_PACKETS_MIN)
 
     def _start(self, report: Report) -> None:
         """Grow by what is delivered: at first, and after a silence."""

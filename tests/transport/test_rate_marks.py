@@ -28,6 +28,18 @@ def test_marks_do():
     assert after("marks", marked_share=0.5) < after("marks") / 4
 
 
+def test_what_was_on_the_way_when_the_window_shrank_does_not_shrink_it_again():
+    control = TransportOptions(congestion="marks").rate_control(1)
+    windows = []
+    for number, marked_share in enumerate((0, 0, 0, 1, 1, 0, 0, 1)):
+        on_the_way = round(windows[-2] if number == 4 else control.window)  # those sent before the cut come after it
+        control.on_report(Report(0.05 * number, on_the_way, round(marked_share * on_the_way), 0, 0.05, 0.05, False))
+        windows.append(control.window)
+    assert windows[3] < windows[2]
+    assert windows[4] == windows[3]
+    assert windows[7] < windows[6]
+
+
 def test_another_name_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match="proportional, marks, cubic"):
         TransportOptions(congestion="reno")
