@@ -192,14 +192,13 @@ class _Receiver(threading.Thread):
                 time.sleep(_POLL_S)
                 continue
             quiet_since = 0.0
-            rows = self._rows[:taken]
-            mine = np.flatnonzero(_are_of(rows, self._run))
-            if not len(mine):
+            current = np.flatnonzero(_are_of(self._rows[:taken], self._run))
+            if not len(current):
                 continue
-            first_ns, last_ns = first_ns or int(stamps[mine[0]]), int(stamps[mine[-1]])
-            self.received += len(mine)
-            all_mine = len(mine) == taken
-            self._check(rows if all_mine else rows[mine], lengths[:taken] if all_mine else lengths[mine], seen)
+            first_ns, last_ns = first_ns or int(stamps[current[0]]), int(stamps[current[-1]])
+            self.received += len(current)
+            chosen = slice(taken) if len(current) == taken else current  # a slice copies nothing
+            self._check(self._rows[chosen], lengths[chosen], seen)
         self.over_s = (last_ns - first_ns) * 1e-9
 
     def _check(self, rows: Rows, lengths: Numbers, seen: Rows) -> None:

@@ -118,10 +118,7 @@ class DirectRun:
             own = cast(NDArray[np.float32], self.values[start:stop])
             self.summation = endpoint.summation(own, len(others), key=key)
         for position, peer in enumerate(others):
-            if self.summation is None:
-                arrival = endpoint.receive(peer, key, size, bound, label)
-            else:
-                arrival = endpoint.receive(peer, key, size, bound, label, summation=self.summation, position=position)
+            arrival = endpoint.receive(peer, key, size, bound, label, summation=self.summation, position=position)
             arrival.add_done_callback(self._guard(partial(self._on_share, peer)))
         if not others:
             self._average(start, stop)

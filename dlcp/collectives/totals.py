@@ -66,15 +66,18 @@ class Total:
 
     def _place(self, position: int) -> dict[str, Any]:
         """Return where the contribution of the peer at a position goes."""
-        room = self._rooms[self.channel.peers[position]] = self.scratch.take(len(self.own))
+        room = self.scratch.take(len(self.own))
         if self.run.loss:
             room.fill(0)
         return {"into": room}
 
     def _on_share(self, peer: int, arrival: Arrival) -> None:
-        self.delivered[peer] = arrival.delivered
-        if len(self.delivered) < len(self.channel.peers):
-            return
+        self.delivered[peer], self._rooms[peer] = arrival.delivered, arrival.payload
+        if len(self.delivered) == len(self.channel.peers):
+            self._complete()
+
+    def _complete(self) -> None:
+        """Form the result, now that all contributions are there."""
         if len(self.own) > ADD_ASIDE_BYTES:
             self.channel.aside(self.run, self._reduce, self._over)
         else:
@@ -126,10 +129,7 @@ class FoldedTotal(Total):
     def _place(self, position: int) -> dict[str, Any]:
         return {"summation": self._summation, "position": position}
 
-    def _on_share(self, peer: int, arrival: Arrival) -> None:
-        self.delivered[peer], self._rooms[peer] = arrival.delivered, arrival.payload
-        if len(self.delivered) < len(self.channel.peers):
-            return
+    def _complete(self) -> None:
         self._summation.finish(self.arithmetic.op is ReduceOp.MEAN)
         held = self._held()
         if held is not None and self.arithmetic.op is ReduceOp.SUM:

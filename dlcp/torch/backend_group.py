@@ -144,20 +144,14 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """Fill the root's list of tensors with the input of every rank."""
         mine = self._memory.read(inputs[0])
-        parts = []
-        if self.rank() == opts.rootRank:
-            _check_count("gather", "output", len(outputs[0]), self.size())
-            parts = [self._memory.room(part) for part in outputs[0]]
+        parts = self._parts_of_root("gather", "output", outputs, opts.rootRank, self._memory.room)
         start = partial(self.exchange.gather, mine.data, [part.data for part in parts], opts.rootRank)
         return self._issue("gather", start, [mine], parts, outputs)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         """Give each rank its tensor of the root's list."""
         mine = self._memory.room(outputs[0])
-        parts = []
-        if self.rank() == opts.rootRank:
-            _check_count("scatter", "input", len(inputs[0]), self.size())
-            parts = [self._memory.read(part) for part in inputs[0]]
+        parts = self._parts_of_root("scatter", "input", inputs, opts.rootRank, self._memory.read)
         start = partial(self.exchange.scatter, mine.data, [part.data for part in parts], opts.rootRank)
         return self._issue("scatter", start, parts, [mine], outputs)
 
@@ -242,6 +236,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         return joined("coalesced operations", works, [])
 
     # How they are done ------------------------------------------------------------------------------------------------
+
+    def _parts_of_root(
+        self, what: str, side: str, lists: Sequence[Tensors], root: int, host: Callable[[torch.Tensor], HostTensor]
+    ) -> list[HostTensor]:
+        """Return the root's list of a tensor for each rank, on the host; nothing at the other ranks."""
+        if self.rank() != root:
+            return []
+        _check_count(what, side, len(lists[0]), self.size())
+        return [host(tensor) for tensor in lists[0]]
 
     def _reduce(self, what: str, tensor: torch.Tensor, op: Any, root: int | None) -> Work:
         arithmetic = arithmetic_of(op, tensor)

@@ -147,7 +147,7 @@ class Inbox:
         into = place.into
         if into is None and place.summation is None:
             into = np.empty(message_bytes - len(place.tail), np.uint8)
-        elif place.summation is not None and place.summation.may_keep_waiting(place.position):
+        elif place.summation is not None and place.summation.needs_room(place.position):
             into = self._scratch.take(message_bytes)
         packets = -(-message_bytes // self._options.payload_bytes)
         message = self._engine.expect(name[0], MessageKey(*name[1:]), packets, into, place.tail)

@@ -108,8 +108,8 @@ class Summation:
         self._engine = engine
         self._messages: list[Incoming] = []
 
-    def may_keep_waiting(self, position: int) -> bool:
-        """Return whether some of what the member at a position sends may come before its turn to be added."""
+    def needs_room(self, position: int) -> bool:
+        """Return whether some of what the member at a position sends may come before its turn, and has to wait."""
         return self._members > 1 and (self._in_turns or position > 0)
 
     def join(self, message: Incoming, position: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training over Mininet: DLCP against Gloo over TCP on the same links, in turns, like pattern against like pattern.
+"""Training over Mininet: DLCP against Gloo over TCP (CUBIC) on the same links, in turns, pattern against pattern.
 
 Each setting is a testbed of its own, brought up once; in each round every contender trains over it from the same seed,
 in an order drawn anew. ``testbed.SETTING.step`` are seconds a step, ``testbed.SETTING.accuracy`` seconds of training to
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             found, lines = measure(setting, rounds=options.rounds, seed=options.seed, steps=options.steps)
         except subprocess.CalledProcessError as error:  # which has said why; the other settings count all the same
-            trouble.append(f"{setting}: `dlcp testbed {error.cmd[4]}` ended with status {error.returncode}")
+            trouble.append(f"{setting}: `{' '.join(error.cmd)}` ended with status {error.returncode}")
             continue
         results += found
         trouble += lines

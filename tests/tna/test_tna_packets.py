@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from p4syntax import Reader
+from p4tokens import P4Error
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
@@ -20,8 +22,6 @@ for folder in ("conformance", "packet"):
 
 import fuzz_steps  # noqa: E402
 import replay  # noqa: E402
-from p4syntax import Reader  # noqa: E402
-from p4tokens import P4Error  # noqa: E402
 from recording import Burst, Packet, Step  # noqa: E402
 from tna_program import CELLS, DEPTH_MAX, SOURCE, TnaProgram  # noqa: E402
 

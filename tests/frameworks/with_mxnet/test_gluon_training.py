@@ -21,7 +21,7 @@ RATE_BPS, DEPTH_PACKETS = 60e6, 32
 """Narrow enough that the ports overflow."""
 LEARNT = 0.95
 TRIES = 3
-"""Runs of MXNet's own training at most, until one reaches that accuracy."""
+"""Runs of MXNet's own training at most, until one is better than that."""
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def trained_by_mxnet(workers, epochs):
     for _ in range(TRIES):
         with parameter_server(workers) as environments:
             runs.append(results(run_ranks(SCRIPT, "dist_sync", epochs, count=workers, environments=environments)))
-        if runs[-1][0]["accuracy"] >= LEARNT:
+        if runs[-1][0]["accuracy"] > LEARNT:
             break
     return max(runs, key=lambda run: run[0]["accuracy"])
 
@@ -79,7 +79,7 @@ def test_digits_are_learnt_as_with_mxnets_own_sums(workers, epochs, tmp_path):
         ours = results(ranks)
     assert [result["workers"] for result in ours + theirs] == [workers] * 2 * workers
     assert len({result["weights"] for result in ours}) == 1, "replicas are identical"
-    assert theirs[0]["accuracy"] >= LEARNT
+    assert min(ours[0]["accuracy"], theirs[0]["accuracy"]) > LEARNT
     assert ours[0]["accuracy"] >= theirs[0]["accuracy"] - HALF_A_POINT
     for result in ours:
         assert result["active"], result["reason"]
