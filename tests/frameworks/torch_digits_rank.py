@@ -2,6 +2,7 @@
 """One rank of the digits example with PyTorch, by DDP's own all-reduce and by DLCP; prints what came of it, as JSON."""
 
 import json
+import sys
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,8 @@ from dlcp.examples.frameworks.digits import load
 from dlcp.torch.hook import parameter_digest
 
 
-def trained(enable):
-    args = torch_digits.arguments([])
+def trained(enable, seed):
+    args = torch_digits.arguments(["--seed", seed])
     training, testing = load()
     model = DistributedDataParallel(torch_digits.network(args.seed))
     state = enable(model)
@@ -29,5 +30,6 @@ def trained(enable):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    print(json.dumps({"gloo": trained(lambda model: None), "dlcp": trained(dlcp.torch.enable)}), flush=True)
+    ways = {"gloo": lambda model: None, "dlcp": dlcp.torch.enable}
+    print(json.dumps({name: [trained(way, seed) for seed in sys.argv[1:]] for name, way in ways.items()}), flush=True)
     dist.destroy_process_group()

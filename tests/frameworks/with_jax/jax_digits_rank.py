@@ -52,13 +52,17 @@ def by_exact_means(args, size):
     return told(params)
 
 
-def both():
-    args = jax_digits.arguments([])
+def by_dlcp(args, group):
+    found = told(jax_digits.train(*load(), args, group))
+    return {**found, "active": group.active, "steps": group.step, **group.ledger.summary()}
+
+
+def both(*seeds):
+    each = [jax_digits.arguments(["--seed", seed]) for seed in seeds]
     with dlcp.group.join() as group:
-        found = told(jax_digits.train(*load(), args, group))
-        found = {**found, "active": group.active, "steps": group.step, **group.ledger.summary()}
+        found = [by_dlcp(args, group) for args in each]
         group.barrier()
-    return {"exact": by_exact_means(args, group.size), "dlcp": found}
+    return {"exact": [by_exact_means(args, group.size) for args in each], "dlcp": found}
 
 
 def dying():
@@ -83,4 +87,4 @@ def dying():
 
 
 if __name__ == "__main__":
-    print(json.dumps({"both": both, "dying": dying}[sys.argv[1]]()))
+    print(json.dumps({"both": both, "dying": dying}[sys.argv[1]](*sys.argv[2:])))

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("jax")
 pytest.importorskip("sklearn")
 
-from framework_ranks import PATIENT, assert_death_is_known, assert_learnt_alike, run_ranks, switch
+from framework_ranks import PATIENT, SEEDS, assert_death_is_known, assert_learnt_alike, run_ranks, switch
 
 pytestmark = pytest.mark.timeout(1500)
 RANK = Path(__file__).parent / "jax_digits_rank.py"
@@ -17,7 +17,8 @@ UDP_PORT = 53700  # others take other ports of DLCP's block
 
 def test_the_digits_are_learnt_as_with_exact_means(tmp_path):
     with switch(tmp_path, UDP_PORT, rate_bps=50_000_000, depth_packets=12) as environments:
-        assert_learnt_alike(run_ranks(RANK, "both", environments=environments, environment=PATIENT), "exact")
+        ranks = run_ranks(RANK, "both", *SEEDS, environments=environments, environment=PATIENT)
+    assert_learnt_alike(ranks, "exact")
 
 
 def test_a_dead_rank_ends_the_others():

@@ -15,10 +15,17 @@ from dlcp.examples.frameworks.digits import load
 DIES_AFTER = 5
 
 
-def train(name, epochs):
-    training, testing = load()
-    args = gluon_digits.arguments(["--kvstore", name, "--epochs", epochs])
+def train(name, epochs, *seeds):
+    """Train from each of the seeds."""
     store = mx.kvstore.create(name)
+    found = [trained(store, gluon_digits.arguments(["--epochs", epochs, "--seed", seed])) for seed in seeds]
+    if name == "dist_dlcp":
+        store.barrier()
+    return {"runs": found}
+
+
+def trained(store, args):
+    training, testing = load()
     model = gluon_digits.train(training, store, args)
     weights = b"".join(parameter.data().asnumpy().tobytes() for parameter in model.collect_params().values())
     found = {
@@ -27,8 +34,7 @@ def train(name, epochs):
         "accuracy": float((gluon_digits.predict(model, testing) == testing.labels).mean()),
         "weights": hashlib.sha256(weights).hexdigest(),
     }
-    if name == "dist_dlcp":
-        store.barrier()
+    if store.type == "dist_dlcp":
         found |= {"active": store.group.active, "reason": store.group.reason, **store.group.ledger.summary()}
     return found
 

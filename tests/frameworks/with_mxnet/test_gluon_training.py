@@ -12,14 +12,14 @@ import pytest
 
 pytest.importorskip("mxnet")
 
-from framework_ranks import HALF_A_POINT, PATIENT, free_ports, run_ranks, switch
+from framework_ranks import LEARNT, PATIENT, SEEDS, assert_as_accurate, free_ports, run_ranks, switch
 
 pytestmark = pytest.mark.timeout(1500)
 SCRIPT = Path(__file__).with_name("gluon_rank.py")
 UDP_PORT = 53699
-RATE_BPS, DEPTH_PACKETS = 60e6, 32
+RATE_BPS, DEPTH_PACKETS = 120e6, 32
 """Narrow enough that the ports overflow."""
-LEARNT = 0.95
+EPOCHS = 16
 TRIES = 3
 """Runs of MXNet's own training at most, until one is better than that."""
 
@@ -51,13 +51,17 @@ def parameter_server(workers):
 
 
 def results(ended):
+    """Return what came of each seed at the workers, in lists, worker 0 first."""
     for rank in ended:
         assert rank.status == 0, rank.output
-    return sorted((rank.result for rank in ended), key=lambda result: result["rank"])
+    return [
+        sorted(of_one_seed, key=lambda result: result["rank"])
+        for of_one_seed in zip(*(rank.result["runs"] for rank in ended), strict=True)
+    ]
 
 
-def trained_by_mxnet(workers, epochs):
-    """Return the results of MXNet's own training: the best of up to ``TRIES`` runs.
+def trained_by_mxnet(workers, seed):
+    """Return the results of MXNet's own training from a seed: the best of up to ``TRIES`` runs.
 
     Most runs end with the same weights, to the bit, but now and then one ends points worse (0.937 for 0.973): MXNet's
     parameter server does not always give the same sums. DLCP has to be compared with a run that learnt.
@@ -65,27 +69,32 @@ def trained_by_mxnet(workers, epochs):
     runs = []
     for _ in range(TRIES):
         with parameter_server(workers) as environments:
-            runs.append(results(run_ranks(SCRIPT, "dist_sync", epochs, count=workers, environments=environments)))
+            ranks = run_ranks(SCRIPT, "dist_sync", EPOCHS, seed, count=workers, environments=environments)
+        runs += results(ranks)
         if runs[-1][0]["accuracy"] > LEARNT:
             break
     return max(runs, key=lambda run: run[0]["accuracy"])
 
 
-@pytest.mark.parametrize(("workers", "epochs"), [(2, 16), (4, 16)])
-def test_digits_are_learnt_as_with_mxnets_own_sums(workers, epochs, tmp_path):
-    theirs = trained_by_mxnet(workers, epochs)
+@pytest.mark.parametrize(("workers", "seeds"), [(2, SEEDS), (4, SEEDS[:1])])
+def test_digits_are_learnt_as_with_mxnets_own_sums(workers, seeds, tmp_path):
+    theirs = [trained_by_mxnet(workers, seed) for seed in seeds]
     with switch(tmp_path, UDP_PORT, hosts=workers, rate_bps=RATE_BPS, depth_packets=DEPTH_PACKETS) as environments:
-        ranks = run_ranks(SCRIPT, "dist_dlcp", epochs, count=workers, environments=environments, environment=PATIENT)
-        ours = results(ranks)
-    assert [result["workers"] for result in ours + theirs] == [workers] * 2 * workers
-    assert len({result["weights"] for result in ours}) == 1, "replicas are identical"
-    assert min(ours[0]["accuracy"], theirs[0]["accuracy"]) > LEARNT
-    assert ours[0]["accuracy"] >= theirs[0]["accuracy"] - HALF_A_POINT
-    for result in ours:
-        assert result["active"], result["reason"]
-        assert result["violations"] == 0
-        assert 0 <= result["max_message_ratio"] <= 0.1
-    assert sum(result["lost"] + result["retransmitted"] for result in ours) > 0, "the network was congested"
+        ours = results(
+            run_ranks(
+                SCRIPT, "dist_dlcp", EPOCHS, *seeds, count=workers, environments=environments, environment=PATIENT
+            )
+        )
+    for replicas in ours:
+        assert len({result["weights"] for result in replicas}) == 1, "replicas are identical"
+        for result in replicas:
+            assert result["active"], result["reason"]
+            assert result["violations"] == 0
+            assert 0 <= result["max_message_ratio"] <= 0.1
+    for results_of_seed in ours + theirs:
+        assert [result["workers"] for result in results_of_seed] == [workers] * workers
+    assert sum(result["lost"] + result["retransmitted"] for result in ours[-1]) > 0, "the network was congested"
+    assert_as_accurate([replicas[0] for replicas in ours], [replicas[0] for replicas in theirs])
 
 
 def test_a_worker_that_dies_ends_the_others_with_its_number():

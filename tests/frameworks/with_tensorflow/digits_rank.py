@@ -17,12 +17,15 @@ from dlcp.examples.frameworks import keras_digits
 from dlcp.examples.frameworks.digits import load
 
 DIES_AFTER = 5
-ARGUMENTS = keras_digits.arguments([])
 
 
 def digest(variables):
     values = (np.ascontiguousarray(keras.ops.convert_to_numpy(variable)) for variable in variables)
     return hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
+
+
+def trained(seed):
+    return told(keras_digits.train(*load(), keras_digits.arguments(["--seed", seed])))
 
 
 def told(model):
@@ -57,7 +60,7 @@ class CollectiveSGD(keras.optimizers.SGD):
         super().apply(means, trainable_variables)
 
 
-def by_tensorflow():
+def by_tensorflow(seeds):
     """Run the example with TensorFlow's own means in DLCP's place."""
     ours = keras_digits.dlcp
     keras_digits.dlcp = SimpleNamespace(
@@ -68,22 +71,17 @@ def by_tensorflow():
         size=lambda: int(os.environ["WORLD_SIZE"]),
     )
     try:
-        return told(keras_digits.train(*load(), ARGUMENTS))
+        return [trained(seed) for seed in seeds]
     finally:
         keras_digits.dlcp = ours
 
 
-def by_dlcp(group):
-    found = told(keras_digits.train(*load(), ARGUMENTS))
-    return {**found, "active": group.active, **group.ledger.summary()}
-
-
-def both():
+def both(*seeds):
     """Train by TensorFlow's all-reduce, then by DLCP."""
     tf.distribute.MultiWorkerMirroredStrategy()  # connects the ranks' runtimes; has to come first
-    found = {"tensorflow": by_tensorflow()}
+    found = {"tensorflow": by_tensorflow(seeds)}
     group = dlcp.tensorflow.init()
-    found["dlcp"] = by_dlcp(group)
+    found["dlcp"] = [{**trained(seed), "active": group.active, **group.ledger.summary()} for seed in seeds]
     group.barrier()
     dlcp.tensorflow.shutdown()
     return found
@@ -106,4 +104,4 @@ def dying():
 
 
 if __name__ == "__main__":
-    print(json.dumps({"both": both, "dying": dying}[sys.argv[1]]()))
+    print(json.dumps({"both": both, "dying": dying}[sys.argv[1]](*sys.argv[2:])))
