@@ -281,7 +281,7 @@ class Endpoint:
         protocol = self.protocol
         protocol.on_reports(now_s)
         if self._idle or now_s >= self._due_s or protocol.changed:
-            self._due_s = protocol.on_time(now_s)
+            self._due_s = protocol.on_time(now_s, idle=self._idle)
         self._idle = protocol.engine.turn(self._due_s)
 
 

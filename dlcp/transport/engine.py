@@ -87,9 +87,6 @@ class Packets:
 class Outgoing(Protocol):
     """A message on its way out. After it is removed the numbers stay as they were."""
 
-    owner: Any
-    """Whatever the protocol attaches."""
-
     @property
     def packets(self) -> int:
         """How many packets it has."""
@@ -123,7 +120,7 @@ class Incoming(Protocol):
     """A message on its way in."""
 
     owner: Any
-    """Whatever the protocol attaches."""
+    """Whatever the protocol attaches, until the message is closed."""
 
     @property
     def packets(self) -> int:

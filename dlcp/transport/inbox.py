@@ -204,9 +204,15 @@ class Inbox:
     def _drop(self, name: Name) -> None:
         receiving = self._remove(name)
         self.stashed_bytes -= len(receiving.stash)
-        self._engine.close(receiving.message)
+        self._close(receiving)
+
+    def _close(self, receiving: Receiving) -> None:
+        """Take no more of a message; a sum lets go of its messages itself."""
+        message = receiving.message
+        self._engine.close(message)
+        message.owner = None  # else the two would keep each other, and all they hold, until Python looks for such pairs
         if receiving.summation is None:
-            self._engine.free(receiving.message)
+            self._engine.free(message)
 
     def _disagree(self, receiving: Receiving, awaited: Awaited, packets: int) -> None:
         name = receiving.name
@@ -267,9 +273,7 @@ class Inbox:
             size = (message.packets - 1) * self._options.payload_bytes + message.last_bytes
             receiving.payload = receiving.payload[:size]
         arrival = receiving.arrival(now_s, self._options.payload_bytes)
-        self._engine.close(message)
-        if receiving.summation is None:
-            self._engine.free(message)
+        self._close(receiving)
         span = self._packets.bitmap_packets
         stopping = Stopping.of(arrival.delivered, span, now_s, now_s + self._options.deadline_s)
         self._stopping[name] = stopping

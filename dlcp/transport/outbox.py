@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages on their way out of one rank, until their receivers have confirmed them."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -15,8 +14,11 @@ from dlcp.transport.engine import MESSAGE_PACKETS_MAX, Bytes, Engine, MessageKey
 from dlcp.transport.errors import DeadlineError, TransportError, at_step
 from dlcp.transport.options import TransportOptions
 from dlcp.transport.peer import Peer
-from dlcp.transport.sending import Delivery, Sending, packets_of
+from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S, Delivery, Sending, packets_of
 from dlcp.wire import Header, PacketType
+
+LOOK_S = 0.1
+"""Where there are messages to ask about some time, it is found out at least this often when. Chosen by us."""
 
 
 class Outbox:
@@ -100,9 +102,9 @@ class Outbox:
             packets.payload,
             message,
         )
-        message.owner = sending
         peer.sending.pop(key, None)  # they stay in the order of their deadlines
         peer.sending[key] = sending
+        peer.look_s = min(peer.look_s, now_s + PROBE_TIMEOUT_MIN_S)
         if bound.immediate:
             self._probe(peer, sending, now_s)  # tells the receiver how many packets are protected
         return sending.done
@@ -164,6 +166,7 @@ class Outbox:
         elif sending.asked_s is not None:
             # A peer that is not there yet answers without news: ask it less often, but the network is not to blame.
             sending.probes_unanswered = 0
+            peer.look_s = now_s
             if self._engine.take_bitmap(sending.message, header.index, delivered, sending.asked_s, now_s):
                 sending.probes_without_news = 0
             if header.index + part >= packets:
@@ -171,15 +174,21 @@ class Outbox:
 
     # What time brings -------------------------------------------------------------------------------------------------
 
-    def on_time(self, rank: int, now_s: float) -> float:
-        """Ask a rank what is missing, where that is due; return when to do so next."""
-        peer, due_s = self._peers[rank], math.inf
+    def on_time(self, rank: int, now_s: float, *, idle: bool) -> float:
+        """Ask a rank what is missing, where that is due; return when to do so next.
+
+        Each message is looked at only when one may be due, or is ``idle``: there may be many, and little time.
+        """
+        peer, due_s = self._peers[rank], now_s + LOOK_S
+        if not idle and now_s < peer.look_s:
+            return peer.look_s
         for sending in peer.sending.values():
             probe_due_s = sending.probe_due_s(peer.flow)
             if now_s >= probe_due_s:
                 self._probe(peer, sending, now_s)
                 probe_due_s = sending.probe_due_s(peer.flow)
             due_s = min(due_s, probe_due_s)
+        peer.look_s = due_s
         return due_s
 
     def overdue(self, rank: int, now_s: float) -> TransportError | None:

@@ -43,6 +43,8 @@ class Peer:
     rate: DeliveryRate = field(default_factory=DeliveryRate)
     sending: dict[MessageKey, Sending] = field(default_factory=dict)
     """Messages that it has not confirmed."""
+    look_s: float = 0.0
+    """When to look next which of them to ask about, if none falls idle before."""
     greeted: bool = False
     hello_due_s: float = 0.0
     base_rtt_s: float = math.inf

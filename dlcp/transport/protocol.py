@@ -378,8 +378,13 @@ class Protocol:
             for peer in self._peers.values():
                 peer.follow_reports(now_s)
 
-    def on_time(self, now_s: float) -> float:
+    def on_time(self, now_s: float, *, idle: bool = True) -> float:
         """Do what is due; return when to be called next.
+
+        Parameters
+        ----------
+        idle
+            Whether a message may have nothing left to send that is not confirmed, as :meth:`Engine.turn` tells.
 
         Returns
         -------
@@ -395,14 +400,14 @@ class Protocol:
             heapq.heappop(self._later)[2]()
         due_s = min(now_s + HELLO_REPEAT_S, self._later[0][0] if self._later else math.inf)
         for peer in self._peers.values():
-            due_s = min(due_s, self._watch(peer, now_s))
+            due_s = min(due_s, self._watch(peer, now_s, idle=idle))
         due_s = min(due_s, self.inbox.on_time(now_s))
         late = self.inbox.overdue(now_s)
         if late:
             self.fail(late)
         return max(due_s, now_s)
 
-    def _watch(self, peer: Peer, now_s: float) -> float:
+    def _watch(self, peer: Peer, now_s: float, *, idle: bool) -> float:
         flow = peer.flow
         if not peer.sending and not self.inbox.waits_for(peer.rank):
             flow.heard_s = max(flow.heard_s, now_s - self.options.silence_s / 2)
@@ -416,7 +421,7 @@ class Protocol:
         if late:
             self.fail(late)
             return now_s
-        return min(now_s + HELLO_REPEAT_S, self._outbox.on_time(peer.rank, now_s))
+        return min(now_s + HELLO_REPEAT_S, self._outbox.on_time(peer.rank, now_s, idle=idle))
 
     def _silent(self, peer: Peer, now_s: float) -> TransportError:
         step, label = min([*self._outbox.unconfirmed_by(peer.rank), *self.inbox.awaited_from(peer.rank)])

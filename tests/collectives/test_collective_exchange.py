@@ -5,6 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from cycles import cycles
 from network import Network, VirtualEndpoint
 
 from dlcp.collectives import mailbox, summing, totals
@@ -267,3 +268,14 @@ def test_half_precision_is_rounded_once():
     out = np.zeros(1, np.float16)
     arithmetic.reduce([view(part) for part in parts], view(out), 4)
     assert out[0] == 2052.0, "2051 to the nearest even; adding ones to 2048 in half precision gives 2048"
+
+
+@pytest.mark.parametrize("size", [5, 30_000])
+def test_what_is_done_is_given_back_at_once(size):
+    group = Group(3, loss=0.05, jitter_s=0.002, seed=4)
+    data = [values_of(rank, size) for rank in range(3)]
+    with cycles() as left:
+        for _ in range(3):
+            group.run(lambda rank, exchange: exchange.all_reduce(view(data[rank]), SUM))
+            group.run(lambda rank, exchange: exchange.broadcast(view(data[rank]), 0))
+    assert not left

@@ -15,7 +15,6 @@ class NativeOutgoing:
     """An outgoing message; see :class:`dlcp.transport.engine.Outgoing`."""
 
     def __init__(self, pointer: int, packets: Packets) -> None:
-        self.owner: Any = None
         self.pointer = pointer
         self.kept: Packets | None = packets  # the engine reads them
         self.numbers = OutgoingNumbers.from_address(pointer)

@@ -3,7 +3,7 @@
 
 import heapq
 from collections import deque
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,6 @@ class PlainOutgoing:
     """The sender's view of one message; see :class:`dlcp.transport.engine.Outgoing`."""
 
     def __init__(self, rank: int, key: MessageKey, packets: Packets, payload_bytes: int, now_s: float) -> None:
-        self.owner: Any = None
         self.rank = rank
         self.key = key
         self.kept = packets
