@@ -59,12 +59,12 @@ class NativeIncoming:
         packets = self.numbers.packets
         if self.numbers.arrived == packets:
             return np.ones(packets, np.bool_)
-        raw: Bytes = np.ctypeslib.as_array(self.numbers.bits, (-(-packets // 8),))
+        raw = np.frombuffer(ctypes.string_at(self.numbers.bits, -(-packets // 8)), np.uint8)
         return np.unpackbits(raw, count=packets, bitorder="little").astype(np.bool_)
 
     def layers(self) -> Bytes:
         """Return the layer position that each packet told, shape (packets,)."""
-        return np.array(np.ctypeslib.as_array(self.numbers.layer, (self.numbers.packets,)), np.uint8)
+        return np.frombuffer(ctypes.string_at(self.numbers.layer, self.numbers.packets), np.uint8)
 
 
 class NativeFold:
