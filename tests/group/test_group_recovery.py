@@ -51,12 +51,15 @@ class Exchange(RecoveringExchange):
         with self._changed:
             self.check()
             self._enter(handed)
+            if self.mode is Mode.FALLBACK:
+                self._fall_back(handed)
         handed.bucket = Bucket(np.full(VALUES, value, np.float32), ValueType.FLOAT32, segments)
         return handed
 
     def start(self, step, sequence, value):
         handed = self.take(step, sequence, value)
-        self._begin(handed)
+        if handed.which not in self.fallen_back:
+            self._begin(handed)
         return handed
 
     def _look(self):
