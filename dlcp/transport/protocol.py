@@ -424,7 +424,8 @@ class Protocol:
         return min(now_s + HELLO_REPEAT_S, self._outbox.on_time(peer.rank, now_s, idle=idle))
 
     def _silent(self, peer: Peer, now_s: float) -> TransportError:
-        step, label = min([*self._outbox.unconfirmed_by(peer.rank), *self.inbox.awaited_from(peer.rank)])
+        # What somebody waits for tells more than what is sent and may be in, of which only the confirmation is lost.
+        step, label = min([*self.inbox.awaited_from(peer.rank)] or [*self._outbox.unconfirmed_by(peer.rank)])
         return PeerSilentError(
             f"{at_step(self.job, step)}: rank {peer.rank} has been silent for {now_s - peer.flow.heard_s:.1f} s "
             f"while rank {self.rank} waited for {label}; is its process alive and the path up?"

@@ -2,6 +2,7 @@
 """Ranks of a job over a network in virtual time, and their gradients by parameter."""
 
 import numpy as np
+from cycles import cycles
 from exchanges import Selective
 from network import VirtualEndpoint
 
@@ -98,6 +99,15 @@ class Ranks:
                 mine.update(zip(names, np.split(future.result(), ends), strict=True))
             averages.append(mine)
         return averages
+
+    def left_behind(self):
+        """The types of what only Python's collector frees after two steps that follow a first."""
+        gradients = [self.gradients(step) for step in range(3)]
+        self.reduce(0, gradients[0])
+        with cycles() as left:
+            for step in (1, 2):
+                self.reduce(step, gradients[step])
+        return left
 
     def owed(self, name):
         """What all ranks together still owe of a parameter."""

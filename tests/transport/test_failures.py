@@ -44,6 +44,17 @@ def test_a_dead_sender_is_named():
     assert_names(error, "step 812", "rank 2 has been silent", "while rank 1 waited", LAYERS)
 
 
+def test_what_is_waited_for_is_named_rather_than_what_only_lacks_its_confirmation():
+    network = Selective(2, lambda network, source, header: header.type is PacketType.STOP, options=QUICK)
+    arrival = receive(network, 5000, key=MessageKey(811, 0))
+    delivery = send(network, payload_of(5000), key=MessageKey(811, 0), label="conv1.weight")
+    network.run(all_done(arrival))
+    network.dead.add(1)
+    awaited = receive(network, 5000, source=1, target=0, key=MessageKey(812, 0), label=LAYERS)
+    network.run(all_done(delivery, awaited))
+    assert_names(error_of(awaited), "step 812", "rank 1 has been silent", LAYERS)
+
+
 def test_a_peer_that_dies_half_way_ends_everything_that_waits():
     network = Network(3, options=QUICK, rate_bps=10e6)
     payload = payload_of(500_000)

@@ -18,14 +18,15 @@ from dlcp.examples.frameworks.digits import Digits, load
 def network() -> Any:
     """Return a network for images of shape (8, 8, 1)."""
     layers = keras.layers
+    rectified = {"activation": "relu", "kernel_initializer": "he_normal"}
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
-            layers.Conv2D(16, 3, padding="same", activation="relu", name="conv1"),
-            layers.Conv2D(32, 3, padding="same", activation="relu", name="conv2"),
+            layers.Conv2D(16, 3, padding="same", name="conv1", **rectified),
+            layers.Conv2D(32, 3, padding="same", name="conv2", **rectified),
             layers.MaxPooling2D(),
             layers.Flatten(),
-            layers.Dense(128, activation="relu", name="fc1"),
+            layers.Dense(128, name="fc1", **rectified),
             layers.Dense(10, name="fc2"),
         ],
         name="digits",
@@ -63,7 +64,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Handwritten digits with Keras")
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.03)
+    parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", metavar="FILE", help="write the model there, FILE.keras")
     return parser.parse_args(given)
