@@ -222,6 +222,24 @@ void dlcp_classify(const float *magnitudes, const uint8_t *kept, const struct la
     }
 }
 
+/* ---- what packets carry of their tags ---- */
+
+/* Writes bytes 1 to 3 of each packet's header and its type of service, of those that `service` has for its queue and for
+   whether it may be dropped: if at least its class says so, it is not protected, and `bounded` allows for loss. */
+void dlcp_encode_tags(const uint8_t *queue, const uint8_t *drop_class, const uint8_t *layer, const uint8_t *protected,
+                      uint32_t packets, uint32_t bounded, uint32_t flag, const uint8_t service[][2],
+                      uint8_t (*encoded)[4], uint8_t *droppable)
+{
+    for (uint32_t i = 0; i < packets; i++) {
+        uint8_t dropped = bounded && !protected[i] && drop_class[i];
+        encoded[i][0] = protected[i] ? (uint8_t)flag : 0;
+        encoded[i][1] = (uint8_t)(queue[i] << 5 | (dropped ? drop_class[i] << 2 : 0));
+        encoded[i][2] = layer[i];
+        encoded[i][3] = service[queue[i] & 7][dropped];
+        droppable[i] = dropped;
+    }
+}
+
 /* ---- the order of sending ---- */
 
 enum { QUEUES = 8, BLOCK = 256 }; /* SEND_BLOCK_PACKETS of engine.h */

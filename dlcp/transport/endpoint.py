@@ -70,7 +70,6 @@ class Endpoint:
         self._ended: str | None = None
         """Why the thread takes no more commands; changed, and read by others, under the lock."""
         self._closing = self._closed = False
-        self._due_s = 0.0
         self._idle = False
         with contextlib.suppress(OSError):  # an older kernel hands over datagrams one by one
             sock.setsockopt(socket.IPPROTO_UDP, _UDP_GRO, 1)
@@ -280,9 +279,9 @@ class Endpoint:
         now_s = time.monotonic()
         protocol = self.protocol
         protocol.on_reports(now_s)
-        if self._idle or now_s >= self._due_s or protocol.changed:
-            self._due_s = protocol.on_time(now_s, idle=self._idle)
-        self._idle = protocol.engine.turn(self._due_s)
+        if self._idle or now_s >= protocol.due_s:
+            protocol.on_time(now_s, idle=self._idle)
+        self._idle = protocol.engine.turn(protocol.due_s)
 
 
 def bind_socket(host: str, ports: Iterable[int]) -> socket.socket:

@@ -21,7 +21,8 @@ Bytes = NDArray[np.uint8]
 REPORT_MIN_S = 0.001
 REPORT_CALM_S = 0.01
 """The least time between two reports on a flow: with something to react to, and without; a round trip where that is
-longer. Chosen by us: a report costs as much as a burst of packets.
+longer. Chosen by us: a report costs as much as a burst of packets. A window that holds packets back is something to
+react to while it is less than half of what it may be.
 """
 REORDER_MIN_S = 0.001
 """Disorder that counts as none, at least: spraying sends neighbours over different paths."""

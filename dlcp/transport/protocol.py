@@ -37,9 +37,9 @@ from dlcp.transport.options import TransportOptions, weight_of
 from dlcp.transport.outbox import Outbox
 from dlcp.transport.peer import Peer
 from dlcp.transport.plain import PlainEngine
-from dlcp.transport.receiving import NOTHING, Arrival, Awaited, Place, Summation
+from dlcp.transport.receiving import NOTHING, STOP_REPEAT_S, Arrival, Awaited, Place, Summation
 from dlcp.transport.scratch import Scratch
-from dlcp.transport.sending import Delivery
+from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S, Delivery
 from dlcp.wire import Header, PacketType
 
 HELLO_REPEAT_S = 0.1
@@ -140,9 +140,8 @@ class Protocol:
             refused=self._refused,
             counted=self._counted,
         )
-        self._clock_s = self._now_s = now_s
-        self.changed = True
-        """Whether something has happened since :meth:`on_time` that may make something else due sooner."""
+        self._clock_s = self._now_s = self.due_s = now_s
+        """When to call :meth:`on_time` next, if no message falls idle before."""
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._later_serial = 0
         self._failure: TransportError | None = None
@@ -167,7 +166,7 @@ class Protocol:
             failed: Future[Delivery] = Future()
             failed.set_exception(self._failure)
             return failed
-        self.changed = True
+        self.due_s = min(self.due_s, now_s + PROBE_TIMEOUT_MIN_S)
         return self._outbox.send(peer, key, payload, tags, bound, label, now_s, tail, turn)
 
     def receive_message(
@@ -198,7 +197,6 @@ class Protocol:
             :attr:`scratch` in which waited what came out of turn; whoever finishes the sum gives it back.
         """
         awaited = Awaited(message_bytes, bound, label, now_s + self.options.deadline_s)
-        self.changed = True
         if self._failure:
             awaited.done.set_exception(self._failure)
             return awaited.done
@@ -234,7 +232,7 @@ class Protocol:
     def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
         """Do something about ``delay_s`` from now."""
         self._later_serial += 1
-        self.changed = True
+        self.due_s = min(self.due_s, self._now_s + delay_s)
         heapq.heappush(self._later, (self._now_s + delay_s, self._later_serial, action))
 
     @property
@@ -315,7 +313,7 @@ class Protocol:
         return self.inbox.on_unknown(rank, header, size, now_s)
 
     def _on_settled(self, message: Incoming, now_s: float) -> None:
-        self.changed = True
+        self.due_s = min(self.due_s, now_s + STOP_REPEAT_S)
         self.inbox.on_settled(message, now_s)
 
     # Control packets --------------------------------------------------------------------------------------------------
@@ -326,7 +324,6 @@ class Protocol:
         self.on_reports(now_s)
 
     def _on_control(self, rank: int, header: Header, payload: memoryview, now_s: float) -> None:
-        self.changed = True
         peer = self._peers[rank]
         kind = header.type
         if kind is PacketType.DATA:
@@ -335,6 +332,7 @@ class Protocol:
             self.inbox.on_probe(rank, header, payload, now_s)
         elif kind is PacketType.BITMAP or kind is PacketType.STOP:
             self._outbox.on_bitmap(rank, header, payload, now_s)
+            self.due_s = min(self.due_s, peer.look_s)
         elif kind is PacketType.STOP_ACK:
             self.inbox.on_stop_ack(rank, header)
         elif kind is PacketType.ABORT:
@@ -388,24 +386,25 @@ class Protocol:
 
         Returns
         -------
-        A time on the clock of the caller, at most ``HELLO_REPEAT_S`` ahead.
+        :attr:`due_s`, a time on the clock of the caller, at most ``HELLO_REPEAT_S`` ahead.
         """
         stalled_s = now_s - self._clock_s - HELLO_REPEAT_S
         if stalled_s > KEEPALIVE_S:  # this process was not running: what peers sent meanwhile is still to be read
             for peer in self._peers.values():
                 peer.flow.heard_s += stalled_s
         self._clock_s = self._now_s = now_s
-        self.changed = False
+        self.due_s = now_s + HELLO_REPEAT_S
         while self._later and self._later[0][0] <= now_s:
             heapq.heappop(self._later)[2]()
-        due_s = min(now_s + HELLO_REPEAT_S, self._later[0][0] if self._later else math.inf)
+        due_s = self._later[0][0] if self._later else math.inf
         for peer in self._peers.values():
             due_s = min(due_s, self._watch(peer, now_s, idle=idle))
         due_s = min(due_s, self.inbox.on_time(now_s))
         late = self.inbox.overdue(now_s)
         if late:
             self.fail(late)
-        return max(due_s, now_s)
+        self.due_s = max(now_s, min(self.due_s, due_s))
+        return self.due_s
 
     def _watch(self, peer: Peer, now_s: float, *, idle: bool) -> float:
         flow = peer.flow

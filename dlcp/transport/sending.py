@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages on their way out, but for their packets: who asks when, and what the receiver confirmed."""
 
+import ctypes
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp import wire
+from dlcp import native, wire
+from dlcp.native import address
 from dlcp.tags import AS_SEEDED, PacketTags, Turn, send_order
 from dlcp.transport.bound import LossBound
 from dlcp.transport.engine import Bytes, Flow, MessageKey, Outgoing, Packets, first_block_seed
@@ -24,6 +27,8 @@ UNANSWERED_PATIENCE = 4
 ECN_CAPABLE = 2
 
 _TOS = np.array([[wire.dscp(queue, droppable) << 2 for droppable in (False, True)] for queue in range(8)], np.uint8)
+"""Type of service by queue and by whether a packet may be dropped, shape (8, 2)."""
+_TOS_ECN = _TOS | np.uint8(ECN_CAPABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +132,62 @@ def packets_of(
     Its tags are left out with ``options.tagged`` False: all is ordinary traffic then.
     """
     count, seed = header.count, first_block_seed(MessageKey(header.step, header.message))
-    ecn = ECN_CAPABLE if ecn_capable else 0
-    encoded = np.empty((count, 4), np.uint8)
-    encoded[:, 0] = np.where(tags.protected, np.uint8(Flag.PROTECTED), np.uint8(0))
-    encoded[:, 2] = tags.layer
     if options.tagged:
-        droppable = ~tags.protected & (tags.drop_class > 0) if bound.ratio > 0 else np.zeros(count, np.bool_)
-        encoded[:, 1] = tags.queue << 5 | np.where(droppable, tags.drop_class, 0) << 2
-        encoded[:, 3] = _TOS[tags.queue, droppable.view(np.uint8)] | ecn
+        encoded, droppable = encode_tags(tags, bound.ratio > 0, ecn_capable=ecn_capable)
         order = send_order(tags.queue, droppable, seed, turn)
     else:
-        encoded[:, 1], encoded[:, 3] = Queue.ORDINARY << 5, ecn
+        encoded = np.empty((count, 4), np.uint8)
+        encoded[:, 0] = np.where(tags.protected, np.uint8(Flag.PROTECTED), np.uint8(0))
+        encoded[:, 1], encoded[:, 2] = Queue.ORDINARY << 5, tags.layer
+        encoded[:, 3] = ECN_CAPABLE if ecn_capable else 0
         order = send_order(np.zeros(count, np.uint8), np.zeros(count, np.bool_), seed, turn)
     budget = min(0xFFFF, bound.allowed(count) // options.switch_hops)
     head = header._replace(type=PacketType.DATA, budget=budget).encode()
     return Packets(payload, tail, encoded, order, head, bound.allowed(count))
+
+
+def encode_tags(tags: PacketTags, bounded: bool, *, ecn_capable: bool) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """Return what the packets of a message carry of their tags, and which of them may be dropped.
+
+    Parameters
+    ----------
+    bounded
+        Whether anything of the message may stay lost.
+    ecn_capable
+        Whether its rate control heeds marks.
+
+    Returns
+    -------
+    Bytes 1 to 3 of each header and its type of service, shape (packets, 4); and shape (packets,).
+    """
+    count, service = len(tags.queue), _TOS_ECN if ecn_capable else _TOS
+    library = native.library()
+    if library is None:
+        return _encode_tags_numpy(tags, bounded, service)
+    encoded, droppable = np.empty((count, 4), np.uint8), np.empty(count, np.bool_)
+    given = [np.ascontiguousarray(each) for each in (tags.queue, tags.drop_class, tags.layer, tags.protected)]
+    _compiled(library).dlcp_encode_tags(
+        *map(address, given), count, bounded, Flag.PROTECTED, *map(address, (service, encoded, droppable))
+    )
+    return encoded, droppable
+
+
+@cache
+def _compiled(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare what the library's function takes."""
+    pointer, number = ctypes.c_void_p, ctypes.c_uint32
+    library.dlcp_encode_tags.argtypes = [*[pointer] * 4, *[number] * 3, *[pointer] * 3]
+    library.dlcp_encode_tags.restype = None
+    return library
+
+
+def _encode_tags_numpy(
+    tags: PacketTags, bounded: bool, service: NDArray[np.uint8]
+) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    encoded = np.empty((len(tags.queue), 4), np.uint8)
+    droppable = ~tags.protected & (tags.drop_class > 0) & bounded
+    encoded[:, 0] = np.where(tags.protected, np.uint8(Flag.PROTECTED), np.uint8(0))
+    encoded[:, 1] = tags.queue << 5 | np.where(droppable, tags.drop_class, 0) << 2
+    encoded[:, 2] = tags.layer
+    encoded[:, 3] = service[tags.queue, droppable.view(np.uint8)]
+    return encoded, droppable

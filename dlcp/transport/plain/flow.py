@@ -65,8 +65,8 @@ class PlainFlow:
         """When the next report may be taken; infinity if there is nothing to report."""
         if not self._delivered and not self._lost:
             return float("inf")
-        calm_s = REPORT_MIN_S if self._lost or self._marked or self._limited else REPORT_CALM_S
-        return self._reported_s + max(calm_s, self.smoothed_rtt_s)
+        hurry = self._lost or self._marked or (self._limited and self.window < self.largest_window / 2)
+        return self._reported_s + max(REPORT_MIN_S if hurry else REPORT_CALM_S, self.smoothed_rtt_s)
 
     def take_report(self, now_s: float) -> Report | None:
         """See :meth:`dlcp.transport.engine.Flow.take_report`."""
