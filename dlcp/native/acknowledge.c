@@ -2,9 +2,9 @@
 /* Acknowledgements: for blocks of 64 packets, which of them have arrived. Each tells all it knows of its blocks, and
  * repeats the last ones before, so that a lost acknowledgement is made up for by the next.
  *
- * Payload: entries of step (4 bytes), message (2), block (4), bits (8; bit k is packet 64 block + k). In the header, `index`
- * and `count` hold how many packets of the flow arrived so far and how many of them marked congested, `step` how many
- * microseconds ago the newest of them came.
+ * Payload: entries of step (4 bytes), message (2), block (4; with WHOLE if the message is done, and all of it is here), bits
+ * (8; bit k is packet 64 block + k). In the header, `index` and `count` hold how many packets of the flow arrived so far and
+ * how many of them marked congested, `step` how many microseconds ago the newest of them came.
  */
 
 #include <math.h>
@@ -13,10 +13,7 @@
 
 #include "engine.h"
 
-void note_arrival(const engine *e, flow *f, incoming *m, int64_t index, double now_s) {
-    if (!f->fresh_packets++) f->acknowledge_due_s = now_s + e->acknowledge_delay_s;
-    f->data_last_s = now_s;
-    int64_t block = index / BLOCK_PACKETS;
+static void note_block(flow *f, incoming *m, int64_t block) {
     for (int64_t k = f->fresh_count - 1; k >= 0 && k >= f->fresh_count - 4; k--)
         if (f->fresh[k].id == m->id && f->fresh[k].block == block) return;
     if (f->fresh_count == f->fresh_capacity) {
@@ -28,10 +25,17 @@ void note_arrival(const engine *e, flow *f, incoming *m, int64_t index, double n
     f->fresh[f->fresh_count++] = (heard_block){m, m->id, block};
 }
 
+void note_arrival(const engine *e, flow *f, incoming *m, int64_t index, double now_s) {
+    if (!f->fresh_packets++) f->acknowledge_due_s = now_s + e->acknowledge_delay_s;
+    f->data_last_s = now_s;
+    note_block(f, m, index / BLOCK_PACKETS);
+}
+
 static uint8_t *put_entry(uint8_t *at, const heard_block *heard) {
     put32(at, (uint32_t)heard->message->step);
     put16(at + 4, (uint16_t)heard->message->message);
-    put32(at + 6, (uint32_t)heard->block);
+    int whole = heard->message->settled && heard->message->arrived == heard->message->packets;
+    put32(at + 6, (uint32_t)heard->block | (whole ? WHOLE : 0));
     put64(at + 10, heard->message->bits[heard->block]);
     return at + ACK_ENTRY_BYTES;
 }
@@ -70,6 +74,13 @@ void acknowledge(engine *e, flow *f, double now_s) {
     f->acknowledged_s = now_s;
 }
 
+/* Tell at once that all of a message is here and taken. */
+void acknowledge_whole(engine *e, flow *f, incoming *m, double now_s) {
+    note_block(f, m, (m->packets - 1) / BLOCK_PACKETS);
+    f->fresh_packets += !f->fresh_packets;
+    acknowledge(e, f, now_s);
+}
+
 /* Acknowledge what is due; return when the next acknowledgement will be. */
 double acknowledge_due(engine *e, double now_s) {
     double due_s = INFINITY;
@@ -83,6 +94,12 @@ double acknowledge_due(engine *e, double now_s) {
         else if (at_s < due_s) due_s = at_s;
     }
     return due_s;
+}
+
+static outgoing *next_taken(const flow *f) {
+    for (int64_t k = 0; k < f->message_count; k++)
+        if (f->messages[k]->taken) return f->messages[k];
+    return NULL;
 }
 
 void take_acknowledgement(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, double now_s) {
@@ -100,7 +117,7 @@ void take_acknowledgement(engine *e, flow *f, const uint8_t *datagram, int64_t b
     for (const uint8_t *at = datagram + HEADER_BYTES; at < end; at += ACK_ENTRY_BYTES) {
         outgoing *m = find_outgoing(f, get32(at), get16(at + 4));
         uint64_t bits = get64(at + 10);
-        int64_t block = get32(at + 6);
+        int64_t block = get32(at + 6) & ~WHOLE;
         if (!m || block * BLOCK_PACKETS >= m->packets) continue;
         if (m->packets - block * BLOCK_PACKETS < 64) bits &= (1ull << (m->packets - block * BLOCK_PACKETS)) - 1;
         for (uint64_t fresh = bits & ~m->landed[block]; fresh; fresh &= fresh - 1) {
@@ -111,7 +128,12 @@ void take_acknowledgement(engine *e, flow *f, const uint8_t *datagram, int64_t b
             /* Karn: the time of a packet that was sent twice is no round trip. */
             if (!(m->tags[index][0] & RETRANSMISSION) && sent_s > newest_s) newest_s = sent_s;
         }
+        if (get32(at + 6) & WHOLE && m->next == m->packets) delivered += land_rest(e, f, m, now_s), m->taken = 1;
     }
     if (newest_s > 0) sample_rtt(f, now_s - newest_s - get32(datagram + 8) * 1e-6);
     feed_back(e, f, delivered, marked, 0);
+    for (outgoing *m; (m = next_taken(f));) {
+        m->taken = 0;
+        e->on_taken(f->peer, m->step, m->message, now_s); /* which may remove it, and send others */
+    }
 }

@@ -17,6 +17,7 @@
 enum { HEADER_BYTES = 32, QUEUES = 8, BLOCK_PACKETS = 64, SEND_BLOCK_PACKETS = 256, ACK_ENTRY_BYTES = 18, SEGMENTS_MAX = 64, RECENT = 4 };
 enum { VERSION = 1, DATA = 1, ACK = 2, ABORT = 9 };
 enum { PROTECTED = 0x80, RETRANSMISSION = 0x40 };
+#define WHOLE 0x80000000u /* in the block of an acknowledgement's entry: all of the message is taken, nobody need ask */
 
 /* What a packet of an outgoing message is: not sent, on the wire, there, lost and not to be sent again, lost and to be. */
 enum { UNSENT, FLYING, DELIVERED, FORGONE, AGAIN };
@@ -79,6 +80,7 @@ struct outgoing {
     uint32_t forgone_first[8];
     int64_t forgone, allowed;
     int64_t idle_told;       /* Python knows that nothing of it is on the wire or waits */
+    int64_t taken;           /* the receiver says that it has all; Python does not know yet */
 };
 
 typedef struct {
@@ -127,6 +129,7 @@ struct flow {
 typedef int (*control_function)(int64_t peer, const uint8_t *datagram, int64_t bytes, double now_s);
 typedef incoming *(*unknown_function)(int64_t peer, const uint8_t *datagram, int64_t bytes, double now_s);
 typedef void (*settled_function)(incoming *message, double now_s);
+typedef void (*taken_function)(int64_t peer, int64_t step, int64_t message, double now_s);
 typedef int (*emit_function)(int64_t peer, const uint8_t *datagram, int64_t bytes, int64_t tos);
 
 struct engine {
@@ -151,6 +154,7 @@ struct engine {
     control_function on_control;
     unknown_function on_unknown;
     settled_function on_settled;
+    taken_function on_taken;
     emit_function emit;     /* NULL: the socket */
     int attention;          /* something for Python to see */
     uint8_t control_tos;
@@ -162,6 +166,7 @@ void store_data(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, int 
 /* acknowledge.c */
 void note_arrival(const engine *e, flow *f, incoming *m, int64_t index, double now_s);
 void acknowledge(engine *e, flow *f, double now_s);
+void acknowledge_whole(engine *e, flow *f, incoming *m, double now_s);
 double acknowledge_due(engine *e, double now_s);
 void take_acknowledgement(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, double now_s);
 /* fold.c */
@@ -170,6 +175,7 @@ void fold_packet(fold *s, int64_t position, int64_t index, const uint8_t *payloa
 /* outgoing.c */
 outgoing *find_outgoing(flow *f, int64_t step, int64_t message);
 double land(const engine *e, flow *f, outgoing *m, uint32_t index, double now_s);
+int64_t land_rest(const engine *e, flow *f, outgoing *m, double now_s);
 void lose(flow *f, outgoing *m, uint32_t index);
 /* flow.c */
 int64_t pump_flow(engine *e, flow *f, double now_s);

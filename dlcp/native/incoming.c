@@ -148,7 +148,8 @@ static int64_t settle(engine *e, incoming *m, double now_s) {
     if (m->settled || !is_settled(m)) return 0;
     finish_streams();
     m->settled = 1;
-    acknowledge(e, &e->flows[m->peer], now_s);
+    if (m->arrived == m->packets) acknowledge_whole(e, &e->flows[m->peer], m, now_s);
+    else acknowledge(e, &e->flows[m->peer], now_s);
     e->on_settled(m, now_s);
     return 1;
 }

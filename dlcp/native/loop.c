@@ -38,12 +38,13 @@ static double clock_s(void) {
 API engine *dlcp_engine_new(int64_t rank, int64_t job, uint64_t token, int64_t payload_bytes, int64_t control_queue,
                             int64_t flows, int64_t ranks, int socket, int wake, int control_tos,
                             control_function on_control, unknown_function on_unknown, settled_function on_settled,
-                            emit_function emit) {
+                            taken_function on_taken, emit_function emit) {
     engine *e = calloc(1, sizeof *e);
     if (!e) return NULL;
     e->rank = rank, e->job = job, e->token = token, e->payload_bytes = payload_bytes, e->control_queue = control_queue;
     e->socket = socket, e->wake = wake, e->control_tos = (uint8_t)control_tos, e->offload = 1;
-    e->on_control = on_control, e->on_unknown = on_unknown, e->on_settled = on_settled, e->emit = emit;
+    e->on_control = on_control, e->on_unknown = on_unknown, e->on_settled = on_settled, e->on_taken = on_taken;
+    e->emit = emit;
     e->flow_count = flows, e->rank_count = ranks, e->chain_count = 64;
     e->flows = calloc((size_t)flows + 1, sizeof *e->flows);
     e->flow_of_rank = malloc((size_t)(ranks + 1) * sizeof *e->flow_of_rank);

@@ -94,6 +94,14 @@ double land(const engine *e, flow *f, outgoing *m, uint32_t index, double now_s)
     return sent_s;
 }
 
+/* Note that everything arrived that has not been known to; return how many packets that is. All have been sent. */
+int64_t land_rest(const engine *e, flow *f, outgoing *m, double now_s) {
+    int64_t before = m->delivered;
+    for (uint32_t i = 0; m->delivered < m->packets; i++)
+        if (m->state[i] != DELIVERED) land(e, f, m, i, now_s);
+    return m->delivered - before;
+}
+
 static void send_again(outgoing *m, uint32_t index) {
     m->state[index] = AGAIN;
     m->again[(m->again_first + m->again_count++) % m->packets] = index;

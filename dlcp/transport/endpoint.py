@@ -222,6 +222,8 @@ class Endpoint:
         with contextlib.suppress(TransportError):
             if not self.flush(self.options.silence_s):
                 return
+            self.call(self.protocol.tell_again)
+            self.flush(CLOSE_LINGER_S)  # by then it has been done
         end_s = time.monotonic() + CLOSE_LINGER_S
         while not self.protocol.settled and self._thread.is_alive() and time.monotonic() < end_s:
             time.sleep(TURN_S)

@@ -42,6 +42,8 @@ ACKS_PER_ROUND_TRIP = 8
 ACK_AT_ONCE_PACKETS = 512
 """On fast paths they leave no closer than this, no more often, or after this many packets. Chosen by us, by CPU time on
 a loopback; TACK (SIGCOMM 2020) finds that two to four a round trip are enough."""
+ACK_WHOLE = 1 << 31
+"""Set in the block of an acknowledgement's entry: the message is done, and all of it has arrived; nobody need ask."""
 ACK_RECENT = 4
 """How many entries of the last acknowledgement the next one repeats, in case it was lost. Chosen by us."""
 
@@ -208,6 +210,8 @@ OnUnknown = Callable[[int, Header, int, float], Incoming | None]
 """Rank, header, payload bytes and time of data of a message not known; returns the message to store it in, if any."""
 OnSettled = Callable[[Incoming, float], None]
 """A message that is waited for is done."""
+OnTaken = Callable[[int, MessageKey, float], None]
+"""A rank has taken all of a message that was sent to it: so it says with its acknowledgement."""
 Emit = Callable[[int, bytes, int], bool]
 """Sends a datagram with an IPv4 type of service to a rank; False if the socket is full. For use without a socket."""
 

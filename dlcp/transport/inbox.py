@@ -29,6 +29,10 @@ from dlcp.transport.scratch import Scratch
 from dlcp.wire import Header, PacketType
 
 STEPS_AHEAD_MAX = 1 << 16
+KNOWN_AFTER_S = 1.0
+TELL_AGAIN_S = 0.2
+"""A sender that does not know that its message is done asks within the first of these, and a rank that leaves tells it
+for the second. Both are several of a sender's timeouts, or of the times between STOPs. Chosen by us."""
 
 
 class Inbox:
@@ -75,6 +79,8 @@ class Inbox:
         self._awaited: dict[int, dict[Name, Awaited]] = {}
         """Those that somebody waits for, by sender; in the order of their deadlines, for all are given equally long."""
         self._stopping: dict[Name, Stopping] = {}
+        self._told: dict[Name, Stopping] = {}
+        """Those that came whole, oldest first: their senders were told with an acknowledgement, which may be lost."""
         self._failed = False
 
     # Who waits --------------------------------------------------------------------------------------------------------
@@ -118,8 +124,20 @@ class Inbox:
 
     @property
     def settled(self) -> bool:
-        """Whether every sender knows what is done."""
+        """Whether every sender knows what is done, but for whole messages: of those it asks."""
         return not self._stopping
+
+    def tell_again(self, now_s: float) -> None:
+        """Tell senders of whole messages again, for a moment or until they confirm it: soon nobody can be asked.
+
+        Who has not asked for long knows.
+        """
+        for name, stopping in self._told.items():
+            if stopping.began_s > now_s - KNOWN_AFTER_S:
+                stopping.give_up_s = now_s + TELL_AGAIN_S
+                self._stopping[name] = stopping
+                self._stop(name, stopping, now_s)
+        self._told.clear()
 
     def forget(self, peer: int, key: MessageKey) -> None:
         """Forget that a message is done, of which no packets will come any more."""
@@ -139,6 +157,7 @@ class Inbox:
         for name in list(self._incoming):
             self._drop(name)
         self._stopping.clear()
+        self._told.clear()
         return waited_for
 
     # From first packet to last ----------------------------------------------------------------------------------------
@@ -238,7 +257,7 @@ class Inbox:
             return None
         if name in self.finished:
             self._counted["late"] += 1
-            stopping = self._stopping.get(name)
+            stopping = self._done(name)
             if stopping and now_s > stopping.due_s - stopping.repeat_s / 2:
                 self._stop(name, stopping, now_s)
             return None
@@ -276,10 +295,16 @@ class Inbox:
         self._close(receiving)
         span = self._packets.bitmap_packets
         stopping = Stopping.of(arrival.delivered, span, now_s, now_s + self._options.deadline_s)
-        self._stopping[name] = stopping
-        self._stop(name, stopping, now_s)
+        if stopping.bitmap:
+            self._stopping[name] = stopping
+            self._stop(name, stopping, now_s)
+        else:
+            self._told[name] = stopping
         if not awaited.done.done():
             awaited.done.set_result(arrival)
+
+    def _done(self, name: Name) -> Stopping | None:
+        return self._stopping.get(name) or self._told.get(name)
 
     def _is_current(self, step: int) -> bool:
         return self.oldest_step <= step <= self.oldest_step + STEPS_AHEAD_MAX
@@ -289,7 +314,7 @@ class Inbox:
     def on_probe(self, rank: int, header: Header, payload: memoryview, now_s: float) -> None:
         """Answer what is missing, or that no more is needed."""
         name, key = (rank, header.step, header.message), MessageKey(header.step, header.message)
-        stopping = self._stopping.get(name)
+        stopping = self._done(name)
         if stopping:
             self._stop(name, stopping, now_s)
             return
@@ -312,11 +337,12 @@ class Inbox:
     def on_stop_ack(self, rank: int, header: Header) -> None:
         """Note that a sender knows one part of what became of its message."""
         name = (rank, header.step, header.message)
-        stopping = self._stopping.get(name)
+        stopping = self._done(name)
         if stopping:
             stopping.unconfirmed.discard(header.index)
             if not stopping.unconfirmed:
-                del self._stopping[name]
+                self._stopping.pop(name, None)
+                self._told.pop(name, None)
 
     def _stop(self, name: Name, stopping: Stopping, now_s: float) -> None:
         for first in stopping.unconfirmed:
@@ -328,14 +354,17 @@ class Inbox:
     # What time brings -------------------------------------------------------------------------------------------------
 
     def on_time(self, now_s: float) -> float:
-        """Tell again what senders have not confirmed; return when to do so next."""
+        """Tell again what senders have not confirmed; return when to do so next. Forget who has not asked for long."""
         due_s = math.inf
         for name, stopping in list(self._stopping.items()):
             if now_s >= stopping.give_up_s:
                 del self._stopping[name]
-            elif now_s >= stopping.due_s:
+                continue
+            if now_s >= stopping.due_s:
                 self._stop(name, stopping, now_s)
-            due_s = min(due_s, stopping.due_s)
+            due_s = min(due_s, stopping.due_s, stopping.give_up_s)
+        while self._told and now_s >= next(iter(self._told.values())).give_up_s:
+            del self._told[next(iter(self._told))]
         return due_s
 
     def overdue(self, now_s: float) -> TransportError | None:

@@ -136,6 +136,13 @@ class Outbox:
 
     # What receivers answer --------------------------------------------------------------------------------------------
 
+    def on_taken(self, rank: int, key: MessageKey, now_s: float) -> None:
+        """Note that a rank has taken all of a message."""
+        sending = self._peers[rank].sending.pop(key, None)
+        if sending is not None:
+            self._engine.remove(sending.message)
+            sending.finish(np.ones(sending.message.packets, np.bool_), now_s)
+
     def on_bitmap(self, rank: int, header: Header, payload: memoryview, now_s: float) -> None:
         """Take in which packets of a message have arrived, or that no more of them are needed."""
         key, peer = MessageKey(header.step, header.message), self._peers[rank]
@@ -159,10 +166,11 @@ class Outbox:
             delivered = np.unpackbits(np.frombuffer(payload, np.uint8), count=part).astype(np.bool_)
         if header.type is PacketType.STOP:
             self._packets.send(rank, PacketType.STOP_ACK, key, index=header.index)
-            if sending.confirm(header.index, delivered):
+            confirmed = sending.confirm(header.index, delivered)
+            if confirmed is not None:
                 del peer.sending[key]
                 self._engine.remove(sending.message)
-                sending.finish(now_s)
+                sending.finish(confirmed, now_s)
         elif sending.asked_s is not None:
             # A peer that is not there yet answers without news: ask it less often, but the network is not to blame.
             sending.probes_unanswered = 0

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounded-loss messages between ranks, without threads or clocks: those are given by whoever drives it.
 
-A sender numbers the packets of a message and sends them within its window. The receiver acknowledges what arrives. When
-the sender has nothing left to send it asks (PROBE); the receiver answers with what is missing (BITMAP), or that it
-needs no more (STOP, repeated until STOP_ACK). Control packets carry their own state and may be lost, repeated or late.
+A sender numbers the packets of a message and sends them within its window. The receiver acknowledges what arrives, and
+with the last of them that it has taken the message whole. When the sender has nothing left to send it asks (PROBE); the
+receiver answers with what is missing (BITMAP), or that it needs no more (STOP). A STOP that leaves packets out is sent
+without being asked for, and repeated until STOP_ACK. Control packets carry their own state and may be lost, repeated or
+late.
 
 Data, acknowledgements and windows are the engine's (:mod:`dlcp.transport.engine`). All that is rarer is of the
 outbox (:mod:`dlcp.transport.outbox`) and the inbox (:mod:`dlcp.transport.inbox`), or concerns a peer as a whole.
@@ -103,6 +105,7 @@ class Protocol:
             on_control=self._on_control,
             on_unknown=self._on_unknown,
             on_settled=self._on_settled,
+            on_taken=self._on_taken,
             sock=sock,
             emit=emit,
             now_s=now_s,
@@ -252,6 +255,11 @@ class Protocol:
         """Declare all steps before ``step`` over: their packets are refused from now on."""
         self.inbox.forget_before(step)
 
+    def tell_again(self) -> None:
+        """Tell senders again which messages came whole, until they confirm it: before this rank cannot be asked."""
+        self.inbox.tell_again(self._now_s)
+        self.due_s = self._now_s
+
     def greet(self, now_s: float) -> None:
         """Announce this rank to all peers."""
         for peer in self._peers.values():
@@ -315,6 +323,9 @@ class Protocol:
     def _on_settled(self, message: Incoming, now_s: float) -> None:
         self.due_s = min(self.due_s, now_s + STOP_REPEAT_S)
         self.inbox.on_settled(message, now_s)
+
+    def _on_taken(self, rank: int, key: MessageKey, now_s: float) -> None:
+        self._outbox.on_taken(rank, key, now_s)
 
     # Control packets --------------------------------------------------------------------------------------------------
 

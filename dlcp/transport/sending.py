@@ -95,14 +95,15 @@ class Sending:
         self.probes_without_news += 1
         self.probes_unanswered += 1
 
-    def confirm(self, first: int, delivered: NDArray[np.bool_]) -> bool:
-        """Take in one part of a STOP; return whether every part is in."""
+    def confirm(self, first: int, delivered: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
+        """Take in one part of a STOP; return them together once every part is in."""
         self._confirmed[first] = delivered
-        return sum(map(len, self._confirmed.values())) >= self.message.packets
+        if sum(map(len, self._confirmed.values())) < self.message.packets:
+            return None
+        return np.concatenate([self._confirmed[first] for first in sorted(self._confirmed)])
 
-    def finish(self, now_s: float) -> None:
-        """Resolve ``done`` from the parts of the STOP."""
-        delivered = np.concatenate([self._confirmed[first] for first in sorted(self._confirmed)])
+    def finish(self, delivered: NDArray[np.bool_], now_s: float) -> None:
+        """Resolve ``done``."""
         if not self.done.done():
             message = self.message
             self.done.set_result(Delivery(delivered, message.sent, message.resent, now_s - self.started_s))

@@ -39,7 +39,8 @@ local f = {
     token = ProtoField.uint64("dlcp.token", "Session token", base.HEX, nil),
     ack_step = ProtoField.uint32("dlcp.ack_step", "Step", base.DEC),
     ack_message = ProtoField.uint16("dlcp.ack_message", "Message", base.DEC),
-    ack_block = ProtoField.uint32("dlcp.ack_block", "Block of 64 packets", base.DEC),
+    ack_whole = ProtoField.bool("dlcp.ack_whole", "The message is done, all of it has arrived", 32, nil, 0x80000000),
+    ack_block = ProtoField.uint32("dlcp.ack_block", "Block of 64 packets", base.DEC, nil, 0x7fffffff),
     ack_arrived = ProtoField.uint64("dlcp.ack_arrived", "Arrived (bit k = packet 64 block + k)", base.HEX),
 }
 dlcp.fields = {
@@ -64,6 +65,7 @@ dlcp.fields = {
     f.token,
     f.ack_step,
     f.ack_message,
+    f.ack_whole,
     f.ack_block,
     f.ack_arrived,
 }
@@ -121,6 +123,7 @@ local function add_entries(buffer, tree)
         local entry = tree:add(dlcp, buffer(at, ENTRY_BYTES), "Acknowledged")
         entry:add(f.ack_step, buffer(at + 0, 4))
         entry:add(f.ack_message, buffer(at + 4, 2))
+        entry:add(f.ack_whole, buffer(at + 6, 4))
         entry:add(f.ack_block, buffer(at + 6, 4))
         entry:add(f.ack_arrived, buffer(at + 10, 8))
     end

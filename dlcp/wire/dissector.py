@@ -38,7 +38,8 @@ LABELS: Final = {
 ACK_ENTRY: Final = {
     "ack_step": (32, "Step"),
     "ack_message": (16, "Message"),
-    "ack_block": (32, "Block of 64 packets"),
+    "ack_whole": (1, "The message is done, all of it has arrived"),
+    "ack_block": (31, "Block of 64 packets"),
     "ack_arrived": (64, "Arrived (bit k = packet 64 block + k)"),
 }
 """Bits and label of each field of what an ACK's payload repeats.
@@ -46,6 +47,8 @@ ACK_ENTRY: Final = {
 In an ACK's header, ``step`` is how many microseconds ago the newest packet came, ``index`` how many packets have come
 from the peer, and ``count`` how many of them marked congested.
 """
+WORD_BITS: Final = 32
+"""Fields that fill no bytes are parts of a word of so many."""
 ENTRY_BYTES: Final = sum(bits for bits, _ in ACK_ENTRY.values()) // 8
 MORE: Final = 1
 """Payload of a PROBE whose sender still has packets to send."""
@@ -194,18 +197,26 @@ def _declaration(name: str, first_bit: int) -> str:
 
 def _entry_declarations() -> list[str]:
     """Return the Lua lines that declare the fields of an ACK's payload."""
-    return [
-        f'    {name} = ProtoField.uint{bits}("dlcp.{name}", "{label}", {"base.HEX" if bits == 64 else "base.DEC"}),'
-        for name, (bits, label) in ACK_ENTRY.items()
-    ]
+    lines, first_bit = [], 0
+    for name, (bits, label) in ACK_ENTRY.items():
+        size = bits if bits % 8 == 0 else WORD_BITS
+        mask = "" if bits == size else f", 0x{((1 << bits) - 1) << (size - first_bit % 8 - bits):08x}"
+        if bits == 1:
+            lines.append(f'    {name} = ProtoField.bool("dlcp.{name}", "{label}", {size}, nil{mask}),')
+        else:
+            base = f"base.{'HEX' if bits == 64 else 'DEC'}" + (", nil" if mask else "")
+            lines.append(f'    {name} = ProtoField.uint{size}("dlcp.{name}", "{label}", {base}{mask}),')
+        first_bit += bits
+    return lines
 
 
 def _entry_adds() -> list[str]:
     """Return the Lua lines that show one entry of an ACK's payload, which begins at ``at``."""
-    lines, first = [], 0
+    lines, first_bit = [], 0
     for name, (bits, _) in ACK_ENTRY.items():
-        lines.append(f"        entry:add(f.{name}, buffer(at + {first}, {bits // 8}))")
-        first += bits // 8
+        size = bits if bits % 8 == 0 else WORD_BITS
+        lines.append(f"        entry:add(f.{name}, buffer(at + {first_bit // 8}, {size // 8}))")
+        first_bit += bits
     return lines
 
 

@@ -43,6 +43,11 @@ def reduce_and_spoil(ranks, step, gradients, buckets):
     return averages
 
 
+def confirms_result(header, ranks):
+    """Whether a packet tells a sender that its result is there; an acknowledgement may tell so of any message."""
+    return header.type is PacketType.ACK or (header.type is PacketType.STOP and not is_push(header, ranks))
+
+
 @pytest.mark.parametrize("value_type", [ValueType.FLOAT32, ValueType.FLOAT16], ids=lambda kind: kind.value)
 @pytest.mark.parametrize(("count", "loss"), [(2, 0.2), (3, 0.1), (4, 0.05)])
 def test_a_bucket_that_is_done_may_be_overwritten_at_once(count, loss, value_type):
@@ -60,11 +65,8 @@ def test_a_peer_that_confirms_late_gets_the_result_although_the_buffer_has_chang
     monkeypatch.setattr(direct_run, "PATIENCE_S", patience_s)
 
     def lose(network, source, header):
-        if is_push(header, 3):
-            return False
-        late = header.type is PacketType.DATA and source == 0 and header.message % 3 == 2
-        soon = header.type is PacketType.STOP and source == 1 and header.message % 3 == 1
-        return (late and network.now < 0.1) or (soon and network.now < 0.03)
+        late = header.type is PacketType.DATA and source == 0 and header.message % 3 == 2 and not is_push(header, 3)
+        return (late and network.now < 0.1) or (source == 1 and network.now < 0.03 and confirms_result(header, 3))
 
     ranks = SmallRanks(3, lose=lose)
     gradients = ranks.gradients(1)
@@ -76,14 +78,15 @@ def test_a_peer_that_confirms_late_gets_the_result_although_the_buffer_has_chang
 
 def test_a_bucket_does_not_wait_for_the_last_confirmation():
     def lose(network, source, header):
-        return header.type is PacketType.STOP and network.now < 0.5
+        return network.now < 0.5 and confirms_result(header, 2)
 
-    ranks = SmallRanks(2, lose=lambda network, source, header: lose(network, source, header) and not is_push(header, 2))
+    ranks = SmallRanks(2, lose=lose)
     averages = reduce_and_spoil(ranks, 0, gradients := ranks.gradients(2), ONE_BUCKET)
     assert_exact(averages, gradients)
-    ranks = SmallRanks(2, lose=lambda network, source, header: lose(network, source, header) and not is_push(header, 2))
+    ranks = SmallRanks(2, lose=lose)
     ranks.reduce(0, gradients)
     assert ranks.network.now < 0.5
+    assert not any(protocol.all_confirmed for protocol in ranks.network.ranks)
 
 
 def test_memory_for_what_comes_early_or_out_of_turn_is_used_again():

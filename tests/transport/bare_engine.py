@@ -26,7 +26,7 @@ class BareEngine:
     """Rank 0's engine; what it sends is kept in ``sent`` as (rank, datagram, type of service)."""
 
     def __init__(self, *, peers=(1,), size=SIZE, tagged=True, window=1000.0, compiled=None):
-        self.sent, self.controls, self.unknown, self.settled = [], [], [], []
+        self.sent, self.controls, self.unknown, self.settled, self.taken = [], [], [], [], []
         self.takes = lambda datagram: True
         self.on_unknown = lambda rank, header, size, now_s: None
         self.on_settled = lambda message: None
@@ -42,6 +42,7 @@ class BareEngine:
             on_control=lambda rank, header, payload, now_s: self.controls.append((rank, header, bytes(payload))),
             on_unknown=self._hear,
             on_settled=self._settle,
+            on_taken=lambda rank, key, now_s: self.taken.append((rank, key)),
             sock=None,
             emit=self._emit,
             now_s=0.0,

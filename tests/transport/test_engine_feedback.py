@@ -3,12 +3,13 @@
 
 import numpy as np
 import pytest
-from bare_engine import BareEngine, tags_of
+from bare_engine import KEY, BareEngine, tags_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlcp import wire
 from dlcp.transport import LossBound, MessageKey
+from dlcp.transport.engine import ACK_WHOLE
 from dlcp.wire import Flag, PacketType
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -137,6 +138,19 @@ def test_acknowledgements_of_what_is_not_there_change_nothing():
     assert (sent.message.delivered, sent.flow.flying) == (0, 70)
     sent.acknowledge(1.1, 69, 70)
     assert sent.message.delivered == 1
+
+
+def test_a_receiver_that_has_taken_all_confirms_what_no_acknowledgement_has():
+    sent = Sent([4] * 70)
+    sent.one(1.0, 64)
+    sent.acknowledge(1.1, ACK_WHOLE * 64, key=KEY)
+    assert (sent.message.delivered, sent.taken) == (1, []), "not all has been sent: nobody can have got it"
+    sent.one(1.2, 64)
+    sent.acknowledge(1.3, (ACK_WHOLE + 2) * 64, key=KEY)
+    assert (sent.message.delivered, sent.taken) == (1, []), "it has no such block"
+    sent.acknowledge(1.4, (ACK_WHOLE + 1) * 64 + 5, key=KEY)
+    assert (sent.message.delivered, sent.message.flying, sent.message.unsent, sent.flow.flying) == (70, 0, 0, 0)
+    assert sent.taken == [(1, KEY)]
 
 
 @pytest.mark.parametrize("size", [0, 1, 17, 19, 35])

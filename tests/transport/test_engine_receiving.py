@@ -10,6 +10,7 @@ from network import TOKEN
 
 from dlcp import wire
 from dlcp.transport import MessageKey
+from dlcp.transport.engine import ACK_WHOLE
 from dlcp.wire import PacketType
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -285,7 +286,7 @@ def test_a_message_may_be_closed_and_freed_when_it_is_done():
     bare.take_data(3, 9)
     assert len(bare.unknown) == 1
     acknowledged = {(key.message, block) for _, entries in bare.acknowledgements() for key, block, _ in entries}
-    assert acknowledged == {(number, 0) for number in range(50)}
+    assert acknowledged == {(number, ACK_WHOLE) for number in range(50)}
 
 
 def test_what_is_known_of_a_closed_message_stays():

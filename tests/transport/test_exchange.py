@@ -29,6 +29,11 @@ pytestmark = pytest.mark.usefixtures("engine")
 SIZE = 300_000
 
 
+def kinds_of(network):
+    """What kinds of packets have arrived anywhere."""
+    return {PacketType(data[0] & 15) for *_, data in network.arrived}
+
+
 def mixed_tags(packets, seed=0):
     rng = np.random.default_rng(seed)
     drop_class = rng.integers(0, 8, packets).astype(np.uint8)
@@ -170,9 +175,12 @@ def test_bursts_of_loss_are_survived():
 def test_control_packets_may_be_lost_again_and_again(kind, bound):
     lost = []
 
+    # A message that came whole needs no STOP, unless the acknowledgement that says so is lost.
+    unheard = PacketType.ACK if kind in (PacketType.STOP, PacketType.STOP_ACK) and bound == LossBound() else None
+
     def lose(network, source, header):
         if header.type is not kind or len(lost) >= 6:
-            return False
+            return header.type is unheard
         lost.append(header)
         return True
 
@@ -204,9 +212,51 @@ def test_messages_of_several_bitmap_fragments(loss):
     assert len(arrival.delivered) == 3000
     assert arrival.delivered.all() == (not loss)
     parts = {data[16:20]: data[32:] for *_, data in network.arrived if data[0] & 15 == PacketType.STOP}
-    assert len(parts) == (6 if loss else 1)
-    assert all(parts.values()) == bool(loss), "a STOP of a whole message needs no bitmap"
+    assert len(parts) == (6 if loss else 0)
+    assert all(parts.values())
     assert delivery.sent >= 3000
+
+
+@pytest.mark.parametrize("bound", [LossBound(), LossBound(0.1)], ids=str)
+def test_of_a_message_that_comes_whole_an_acknowledgement_is_enough(bound):
+    network = Network(2)
+    delivery, arrival = exchange(network, SIZE, bound=bound)
+    assert arrival.delivered.all()
+    assert delivery.delivered.all()
+    assert kinds_of(network) == {PacketType.DATA, PacketType.ACK}
+
+
+def test_a_sender_asks_whether_its_message_is_done_if_the_last_acknowledgement_is_lost():
+    network = Selective(2, lambda network, source, header: header.type is PacketType.ACK)
+    exchange(network, 5000)
+    stops = [data for *_, data in network.arrived if data[0] & 15 == PacketType.STOP]
+    assert [len(data) for data in stops] == [32], "a STOP of a whole message needs no bitmap"
+
+
+def test_a_rank_that_leaves_tells_senders_once_more_what_came_whole():
+    network = Selective(2, lambda network, source, header: header.type in (PacketType.ACK, PacketType.PROBE))
+    arrival = receive(network, 5000)
+    delivery = send(network, payload_of(5000))
+    network.run(all_done(arrival))
+    assert not delivery.done()
+    network.ranks[1].tell_again()
+    network.run(all_done(delivery))
+    network.run(lambda: network.ranks[1].settled)
+    assert delivery.result().delivered.all()
+    network.dead.add(0)
+    network.ranks[1].tell_again()
+    assert network.ranks[1].settled, "who knows need not be told"
+
+
+def test_a_rank_that_leaves_does_not_wait_long_for_one_that_has_left():
+    network = Network(2)
+    exchange(network, 5000)
+    network.dead.add(0)
+    network.ranks[1].tell_again()
+    assert not network.ranks[1].settled
+    began_s = network.now
+    network.run(lambda: network.ranks[1].settled)
+    assert network.now - began_s < 0.3
 
 
 @pytest.mark.parametrize("payload_bytes", [64, 80, 88, 160, 1440, 9000])

@@ -9,6 +9,7 @@ from golden import GOLDEN_PATH, Golden, capture, packets
 from wirebits import split
 
 from dlcp.transport import control_packets
+from dlcp.transport.engine import ACK_WHOLE
 from dlcp.transport.plain import acknowledge
 from dlcp.wire import (
     FIELD_BITS,
@@ -128,14 +129,17 @@ def shown(datagrams, folder, *columns):
 
 @needs_tshark
 def test_tshark_reads_what_is_acknowledged(tmp_path):
-    entries = [(7, 2, 0, 0xFF), (0xFFFFFFFF, 0xFFFF, 1 << 20, 1 << 63)]
+    entries = [(7, 2, 0, 0, 0xFF), (0xFFFFFFFF, 0xFFFF, 1, 1 << 20, 1 << 63)]
     header = Header(PacketType.ACK, 0, 7, 0, 0, 3, 0, 120, 0, 5, 400, 17, 9).encode()
     columns = [f"dlcp.{name}" for name in ACK_ENTRY]
-    payload = b"".join(acknowledge.ENTRY.pack(*entry) for entry in entries)
+    payload = b"".join(
+        acknowledge.ENTRY.pack(step, message, whole * ACK_WHOLE | block, arrived)
+        for step, message, whole, block, arrived in entries
+    )
     whole, broken = shown([header + payload, header + payload[:-1]], tmp_path, "_ws.col.Info", *columns)
     assert whole[0] == "ACK job 3 sender 5 received 400 marked 17 after 120 us"
     assert [tuple(int(column.split(",")[row], 0) for column in whole[1:]) for row in range(2)] == entries
-    assert broken[1:] == [""] * 4
+    assert broken[1:] == [""] * 5
 
 
 def test_the_dissector_knows_the_payloads_that_the_transport_sends():

@@ -24,6 +24,7 @@ from dlcp.transport.engine import (
     MessageKey,
     OnControl,
     OnSettled,
+    OnTaken,
     OnUnknown,
     Outgoing,
     Packets,
@@ -38,6 +39,7 @@ from dlcp.transport.native.mirror import (
     EngineNumbers,
     NativeFlow,
     SettledFunction,
+    TakenFunction,
     UnknownFunction,
     available,
 )
@@ -52,7 +54,7 @@ class NativeEngine:
         This rank, and the address of every other.
     job, token, payload_bytes, tagged
         As in :class:`dlcp.transport.protocol.Protocol` and :class:`dlcp.transport.TransportOptions`.
-    on_control, on_unknown, on_settled
+    on_control, on_unknown, on_settled, on_taken
         What the protocol is asked and told.
     sock
         A non-blocking socket; None sends through ``emit``.
@@ -70,6 +72,7 @@ class NativeEngine:
         on_control: OnControl,
         on_unknown: OnUnknown,
         on_settled: OnSettled,
+        on_taken: OnTaken,
         sock: socket.socket | None,
         emit: Emit | None,
         now_s: float,
@@ -79,6 +82,7 @@ class NativeEngine:
             raise TransportError(f"the engine in C is not here: {dlcp.native.status()}")
         self._library = library
         self._on_control, self._on_unknown, self._on_settled, self._emit = on_control, on_unknown, on_settled, emit
+        self._on_taken = on_taken
         self._ranks = list(peers)
         self._numbers = {peer: number for number, peer in enumerate(peers)}
         self._outgoing: dict[int, NativeOutgoing] = {}
@@ -90,6 +94,7 @@ class NativeEngine:
             ControlFunction(self._take_control),
             UnknownFunction(self._take_unknown),
             SettledFunction(self._take_settled),
+            TakenFunction(self._take_taken),
             EmitFunction(self._take_emitted),
         )
         queue = wire.Queue.CONTROL if tagged else wire.Queue.ORDINARY
@@ -104,8 +109,8 @@ class NativeEngine:
             -1 if sock is None else sock.fileno(),
             self._wake_read,
             wire.dscp(queue, False) << 2 if tagged else 0,
-            *self._callbacks[:3],
-            ctypes.cast(self._callbacks[3], c_void_p) if emit else None,
+            *self._callbacks[:4],
+            ctypes.cast(self._callbacks[4], c_void_p) if emit else None,
         )
         if not self._engine:
             raise MemoryError
@@ -321,6 +326,13 @@ class NativeEngine:
     def _take_settled(self, pointer: int, now_s: float) -> None:
         try:
             self._on_settled(cast(Incoming, self._incoming[pointer]), now_s)
+        except Exception as error:
+            self._error = self._error or error
+            self._state.woken = 1
+
+    def _take_taken(self, number: int, step: int, message: int, now_s: float) -> None:
+        try:
+            self._on_taken(self._ranks[number], MessageKey(step, message), now_s)
         except Exception as error:
             self._error = self._error or error
             self._state.woken = 1

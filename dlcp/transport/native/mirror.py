@@ -142,6 +142,7 @@ class IncomingNumbers(ctypes.Structure):
 ControlFunction = ctypes.CFUNCTYPE(c_int, c_int64, c_void_p, c_int64, c_double)
 UnknownFunction = ctypes.CFUNCTYPE(c_void_p, c_int64, c_void_p, c_int64, c_double)
 SettledFunction = ctypes.CFUNCTYPE(None, c_void_p, c_double)
+TakenFunction = ctypes.CFUNCTYPE(None, c_int64, c_int64, c_int64, c_double)
 EmitFunction = ctypes.CFUNCTYPE(c_int, c_int64, c_void_p, c_int64, c_int64)
 
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -149,7 +150,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         c_void_p,
         (
             *(c_int64, c_int64, ctypes.c_uint64, *(c_int64,) * 4, c_int, c_int, c_int),
-            *(ControlFunction, UnknownFunction, SettledFunction, c_void_p),
+            *(ControlFunction, UnknownFunction, SettledFunction, TakenFunction, c_void_p),
         ),
     ),
     "dlcp_engine_peer": (c_void_p, (c_void_p, c_int64, c_int64, ctypes.c_uint32, c_int64, c_double)),

@@ -18,6 +18,7 @@ from dlcp.transport.engine import (
     ACK_EVERY_PACKETS,
     ACK_RECENT,
     ACK_SPACING_S,
+    ACK_WHOLE,
     ACKS_PER_ROUND_TRIP,
     BLOCK_PACKETS,
 )
@@ -26,7 +27,7 @@ from dlcp.transport.plain.outgoing import Indices
 
 FRESH_COMPARED = 4
 ENTRY = struct.Struct(">IHIQ")
-"""Step, message, block, and which of the block have arrived: bit k is packet 64 block + k."""
+"""Step, message, block (maybe with ``ACK_WHOLE``), and what of the block has arrived: bit k is packet 64 block + k."""
 
 
 class Acknowledgements:
@@ -51,9 +52,17 @@ class Acknowledgements:
         self.marked_received += len(indices) * marked
         self.newest_s = now_s
         for block in np.unique(indices // BLOCK_PACKETS).tolist():
-            # As good as all of them: packets of a block come one after the other.
-            if (message, block) not in self._fresh[-FRESH_COMPARED:]:
-                self._fresh.append((message, block))
+            self._note_block(message, block)
+
+    def note_whole(self, message: PlainIncoming) -> None:
+        """Note that all of a message is here and taken."""
+        self._packets = max(1, self._packets)
+        self._note_block(message, (message.packets - 1) // BLOCK_PACKETS)
+
+    def _note_block(self, message: PlainIncoming, block: int) -> None:
+        # As good as all of them: packets of a block come one after the other.
+        if (message, block) not in self._fresh[-FRESH_COMPARED:]:
+            self._fresh.append((message, block))
 
     def drop(self, message: PlainIncoming) -> None:
         """Tell nothing of a message any more."""
@@ -93,7 +102,8 @@ class Acknowledgements:
 def _entry(message: PlainIncoming, block: int) -> bytes:
     there = message.delivered[block * BLOCK_PACKETS : (block + 1) * BLOCK_PACKETS]
     bits = int.from_bytes(np.packbits(there, bitorder="little").tobytes(), "little")
-    return ENTRY.pack(message.key.step, message.key.message, block, bits)
+    whole = ACK_WHOLE if message.settled and message.arrived == message.packets else 0
+    return ENTRY.pack(message.key.step, message.key.message, block | whole, bits)
 
 
 def indices_of(block: int, bits: int) -> Indices:

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from dlcp import wire
 from dlcp.transport.engine import (
+    ACK_WHOLE,
+    BLOCK_PACKETS,
     REORDER_MIN_S,
     Address,
     Bytes,
@@ -22,6 +24,7 @@ from dlcp.transport.engine import (
     MessageKey,
     OnControl,
     OnSettled,
+    OnTaken,
     OnUnknown,
     Outgoing,
     Packets,
@@ -55,6 +58,7 @@ class PlainEngine:
         on_control: OnControl,
         on_unknown: OnUnknown,
         on_settled: OnSettled,
+        on_taken: OnTaken,
         sock: socket.socket | None,
         emit: Emit | None,
         now_s: float,
@@ -63,6 +67,7 @@ class PlainEngine:
         self._queue = Queue.CONTROL if tagged else Queue.ORDINARY
         self._control_tos = wire.dscp(self._queue, False) << 2 if tagged else 0
         self._on_control, self._on_unknown, self._on_settled = on_control, on_unknown, on_settled
+        self._on_taken = on_taken
         self._emit, self._peers = emit, peers
         packet_bytes = wire.HEADER_BYTES + payload_bytes
         self._plain = {peer: PlainFlow(now_s, packet_bytes, REORDER_MIN_S) for peer in peers}
@@ -164,6 +169,8 @@ class PlainEngine:
         if message.settled or not message.done:
             return False
         message.settled = True
+        if message.arrived == message.packets:
+            self._acknowledgements[message.rank].note_whole(message)
         self._acknowledge(message.rank, now_s)
         self._on_settled(message, now_s)
         return True
@@ -270,10 +277,13 @@ class PlainEngine:
             return
         flow = self._plain[rank]
         marked = flow.marked_since(header.count)
-        newest_s, delivered = 0.0, 0
+        newest_s, delivered, taken = 0.0, 0, []
         for step, number, block, bits in ENTRY.iter_unpack(payload):
             message = flow.messages.get(MessageKey(step, number))
             if message is None:
+                continue
+            whole, block = block & ACK_WHOLE, block & ~ACK_WHOLE
+            if block * BLOCK_PACKETS >= message.packets:
                 continue
             indices = indices_of(block, bits)
             indices = indices[indices < message.packets]
@@ -285,9 +295,16 @@ class PlainEngine:
                 # Karn: the time of a packet that was sent twice is no round trip.
                 once = indices[message.kept.tags[indices, 0] & Flag.RETRANSMISSION == 0]
                 newest_s = max(newest_s, float(message.sent_s[once].max(initial=0.0)))
+            if whole and message.all_sent:
+                rest = np.flatnonzero(message.state != DELIVERED).astype(np.uint32)
+                flow.land(message, rest, now_s)
+                delivered += len(rest)
+                taken.append(message.key)
         if newest_s:
             flow.sample_rtt(now_s - newest_s - header.step * 1e-6)
         flow.feed_back(delivered, marked, 0, now_s)
+        for key in taken:
+            self._on_taken(rank, key, now_s)
 
     # Packets out ------------------------------------------------------------------------------------------------------
 

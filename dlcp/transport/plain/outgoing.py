@@ -43,6 +43,11 @@ class PlainOutgoing:
         """Drop class, the latest first, and packet."""
         self._losses = 0
 
+    @property
+    def all_sent(self) -> bool:
+        """Whether each packet has been sent at least once."""
+        return self._next == self.packets
+
     def next_packet(self) -> int:
         """Return the packet that is next to be sent; call it only while some are unsent."""
         while self._again:
