@@ -16,6 +16,7 @@ from dlcp.transport import BoundExceededError, Delivery, LossBound, MessageKey
 
 LAYER_POSITIONS = 256
 DROP_CLASSES = 8
+NOTHING = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,9 @@ class Ledger:
         BoundExceededError
             More was lost than the bound allows, or a protected packet was; the message is entered nevertheless.
         """
-        lost = np.flatnonzero(~delivery.delivered)
-        packets = len(delivery.delivered)
+        delivered = delivery.delivered
+        lost = NOTHING if delivered.all() else np.flatnonzero(~delivered)
+        packets = len(delivered)
         entry = MessageRecord(
             key.step,
             key.message,

@@ -18,7 +18,9 @@ from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S, Delivery, Sending, packe
 from dlcp.wire import Header, PacketType
 
 LOOK_S = 0.1
-"""Where there are messages to ask about some time, it is found out at least this often when. Chosen by us."""
+LOOK_SPACING_S = PROBE_TIMEOUT_MIN_S / 2
+"""Where there are messages to ask about some time, it is found out when, at least and at most this often: there may be
+many. Of one that is idle it is found out at once. Chosen by us."""
 
 
 class Outbox:
@@ -196,8 +198,8 @@ class Outbox:
                 self._probe(peer, sending, now_s)
                 probe_due_s = sending.probe_due_s(peer.flow)
             due_s = min(due_s, probe_due_s)
-        peer.look_s = due_s
-        return due_s
+        peer.look_s = max(due_s, now_s + LOOK_SPACING_S)
+        return peer.look_s
 
     def overdue(self, rank: int, now_s: float) -> TransportError | None:
         """Return the error of a message that a rank has not confirmed by its deadline, if there is one."""
