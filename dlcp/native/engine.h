@@ -110,6 +110,7 @@ struct flow {
     double reported_s, report_due_s; /* infinity if there is nothing to tell */
     int64_t burst; /* most packets in one send */
     int64_t mute;  /* send nothing but control packets */
+    int64_t eager; /* a window that holds packets back is to be reported soon */
     /* private */
     int64_t peer, rank;
     struct sockaddr_in address;

@@ -47,7 +47,7 @@ static int64_t find_lost(engine *e, flow *f) {
 /* Find when the next report may be taken. Where nothing asks for a smaller or a larger window there is no hurry. */
 static void schedule_report(const engine *e, flow *f) {
     if (!f->delivered && !f->lost) return;
-    int hurry = f->lost || f->marked || (f->limited && f->window < (double)f->largest_window / 2);
+    int hurry = f->lost || f->marked || (f->limited && f->eager);
     double calm_s = hurry ? e->report_min_s : e->report_calm_s;
     f->report_due_s = f->reported_s + (f->smoothed_rtt_s > calm_s ? f->smoothed_rtt_s : calm_s);
 }

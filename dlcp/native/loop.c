@@ -65,7 +65,7 @@ API flow *dlcp_engine_peer(engine *e, int64_t peer, int64_t rank, uint32_t addre
     f->address.sin_family = AF_INET;
     f->address.sin_addr.s_addr = htonl(address);
     f->address.sin_port = htons((uint16_t)port);
-    f->heard_s = now_s, f->disorder = e->disorder_min, f->burst = SEGMENTS_MAX;
+    f->heard_s = now_s, f->disorder = e->disorder_min, f->burst = SEGMENTS_MAX, f->eager = 1;
     f->acknowledge_due_s = f->report_due_s = INFINITY;
     for (int q = 0; q < QUEUES; q++) f->newest_delivered_s[q] = -1;
     e->flow_of_rank[rank] = peer;

@@ -90,6 +90,10 @@ class RateControl(Protocol):
     weight: float
     ecn_capable: bool
 
+    @property
+    def eager(self) -> bool:
+        """Whether the window grows by all that is delivered while it holds packets back: then each report counts."""
+
     def on_report(self, report: Report) -> None:
         """Take in one report."""
 
@@ -211,6 +215,11 @@ class Proportional:
         self._round_packets = max(self.window, ROUND_PACKETS_MIN)
         self._aftermath = False
         """Whether this round is of packets that were on the way when the window shrank."""
+
+    @property
+    def eager(self) -> bool:
+        """See :class:`RateControl`: at first, after a silence, and while losses are tried out."""
+        return self._starting or self._random.trying or self.window < self._resume_at
 
     @property
     def _smallest(self) -> float:
@@ -338,6 +347,11 @@ class Cubic:
         self._epoch_s = -1.0
         self._reno = 0.0
         self._recovery_until_s = -1.0
+
+    @property
+    def eager(self) -> bool:
+        """See :class:`RateControl`: in slow start."""
+        return self.window < self._threshold
 
     @property
     def _keep(self) -> float:

@@ -21,8 +21,8 @@ Bytes = NDArray[np.uint8]
 REPORT_MIN_S = 0.001
 REPORT_CALM_S = 0.01
 """The least time between two reports on a flow: with something to react to, and without; a round trip where that is
-longer. Chosen by us: a report costs as much as a burst of packets. A window that holds packets back is something to
-react to while it is less than half of what it may be.
+longer. Chosen by us: a report costs as much as a burst of packets. That a window holds packets back is something to
+react to while it is eager.
 """
 REORDER_MIN_S = 0.001
 """Disorder that counts as none, at least: spraying sends neighbours over different paths."""
@@ -177,6 +177,8 @@ class Flow(Protocol):
     """Packets that may be on the wire; less than one admits one packet now and then."""
     largest_window: int
     """What the receiver's buffer admits, in packets."""
+    eager: bool
+    """Whether the window is to grow at once if it holds packets back."""
     burst: int
     """The most packets in one send."""
     mute: bool

@@ -60,7 +60,7 @@ class Peer:
         if report is not None:
             self.control.on_report(report)
             self.limit_window(report.rtt_s)
-            self.flow.window = self.control.window
+            self.flow.window, self.flow.eager = self.control.window, self.control.eager
             self.rate.on_feedback(now_s, report.delivered, any(s.message.unsent for s in self.sending.values()))
 
     def limit_window(self, rtt_s: float = 0.0) -> None:
@@ -75,4 +75,4 @@ class Peer:
     def on_timeout(self) -> None:
         """Note that questions go unanswered."""
         self.control.on_timeout()
-        self.flow.window = self.control.window
+        self.flow.window, self.flow.eager = self.control.window, self.control.eager

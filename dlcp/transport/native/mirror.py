@@ -89,6 +89,7 @@ class NativeFlow(ctypes.Structure):
         ("report_due_s", c_double),
         ("burst", c_int64),
         ("mute", c_int64),
+        ("eager", c_int64),
     ]
     window: float
     largest_window: int
@@ -105,6 +106,7 @@ class NativeFlow(ctypes.Structure):
     report_due_s: float
     burst: int
     mute: bool
+    eager: bool
 
     def take_report(self, now_s: float) -> Report | None:
         """See :meth:`dlcp.transport.engine.Flow.take_report`."""

@@ -36,6 +36,7 @@ class PlainFlow:
         self.window = 1.0
         self.largest_window = 1
         self.burst = SEGMENTS_MAX
+        self.eager = True
         self.mute = False
         self.heard_s = now_s
         self.flying = 0
@@ -65,7 +66,7 @@ class PlainFlow:
         """When the next report may be taken; infinity if there is nothing to report."""
         if not self._delivered and not self._lost:
             return float("inf")
-        hurry = self._lost or self._marked or (self._limited and self.window < self.largest_window / 2)
+        hurry = self._lost or self._marked or (self._limited and self.eager)
         return self._reported_s + max(REPORT_MIN_S if hurry else REPORT_CALM_S, self.smoothed_rtt_s)
 
     def take_report(self, now_s: float) -> Report | None:
