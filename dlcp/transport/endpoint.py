@@ -237,6 +237,7 @@ class Endpoint:
         return f"rank {self.rank} has closed its endpoint"
 
     def _ask(self, question: Callable[[], Future[Any]]) -> Future[Any]:
+        """Return a future that the caller may wait for; in the endpoint's own thread, which may not wait, a promise."""
         if threading.current_thread() is self._thread:
             return question()
         answer: Future[Any] = Future()

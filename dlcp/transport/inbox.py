@@ -7,7 +7,6 @@ They are known from their first packet or from when somebody waits for them, whi
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from dlcp.transport.control_packets import MORE, ControlPackets
 from dlcp.transport.engine import MESSAGE_PACKETS_MAX, Engine, Incoming, MessageKey
 from dlcp.transport.errors import DeadlineError, MessageMismatchError, TransportError, at_step
 from dlcp.transport.options import TransportOptions
+from dlcp.transport.promise import Promise
 from dlcp.transport.receiving import (
     NOTHING,
     STOP_REPEAT_MAX_S,
@@ -150,7 +150,7 @@ class Inbox:
             self._drop(name)
         self.finished = {name for name in self.finished if name[1] >= step}
 
-    def fail(self) -> list[Future[Arrival]]:
+    def fail(self) -> list[Promise[Arrival]]:
         """Drop everything and take in no more; return what has been waited for."""
         self._failed = True
         waited_for = [awaited.done for by_name in self._awaited.values() for awaited in by_name.values()]

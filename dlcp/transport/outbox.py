@@ -3,7 +3,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from dlcp.transport.engine import MESSAGE_PACKETS_MAX, Bytes, Engine, MessageKey
 from dlcp.transport.errors import DeadlineError, TransportError, at_step
 from dlcp.transport.options import TransportOptions
 from dlcp.transport.peer import Peer
+from dlcp.transport.promise import Promise
 from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S, Delivery, Sending, packets_of
 from dlcp.wire import Header, PacketType
 
@@ -79,7 +79,7 @@ class Outbox:
         now_s: float,
         tail: Bytes,
         turn: Turn,
-    ) -> Future[Delivery]:
+    ) -> Promise[Delivery]:
         """Send a message; see :meth:`dlcp.transport.protocol.Protocol.send_message`."""
         peer = self._peers[rank]
         packets = packets_of(
@@ -126,7 +126,7 @@ class Outbox:
         """Whether everything is confirmed."""
         return not any(peer.sending for peer in self._peers.values())
 
-    def fail(self) -> list[Future[Delivery]]:
+    def fail(self) -> list[Promise[Delivery]]:
         """Drop everything; return what has not been confirmed."""
         failed = []
         for peer in self._peers.values():

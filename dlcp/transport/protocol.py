@@ -17,7 +17,6 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +38,7 @@ from dlcp.transport.options import TransportOptions, weight_of
 from dlcp.transport.outbox import Outbox
 from dlcp.transport.peer import Peer
 from dlcp.transport.plain import PlainEngine
+from dlcp.transport.promise import Promise
 from dlcp.transport.receiving import NOTHING, STOP_REPEAT_S, Arrival, Awaited, Place, Summation
 from dlcp.transport.scratch import Scratch
 from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S, Delivery
@@ -162,11 +162,11 @@ class Protocol:
         now_s: float,
         tail: Bytes = NOTHING,
         turn: Turn = AS_SEEDED,
-    ) -> Future[Delivery]:
+    ) -> Promise[Delivery]:
         """Send a message; the future resolves once it is confirmed. Until then its bytes must not change."""
         self._outbox.check(len(payload) + len(tail), len(tags.queue))
         if self._failure:
-            failed: Future[Delivery] = Future()
+            failed: Promise[Delivery] = Promise()
             failed.set_exception(self._failure)
             return failed
         self.due_s = min(self.due_s, now_s + PROBE_TIMEOUT_MIN_S)
@@ -185,7 +185,7 @@ class Protocol:
         tail: Bytes = NOTHING,
         summation: Summation | None = None,
         position: int = 0,
-    ) -> Future[Arrival]:
+    ) -> Promise[Arrival]:
         """Wait for a message; the future resolves when the bound is met.
 
         Parameters
@@ -310,7 +310,7 @@ class Protocol:
     def fail(self, error: TransportError) -> None:
         """Give up: everything that waits, and everything asked for from now on, gets ``error``."""
         self._failure = self._failure or error
-        failed: list[Future[Delivery] | Future[Arrival]] = [*self._outbox.fail(), *self.inbox.fail()]
+        failed: list[Promise[Delivery] | Promise[Arrival]] = [*self._outbox.fail(), *self.inbox.fail()]
         for future in failed:
             if not future.done():
                 future.set_exception(error)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages on their way in, but for their packets: who waits for them, and how senders learn that they are done."""
 
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 from dlcp.tags import BLOCK_PACKETS as SEND_BLOCK_PACKETS
 from dlcp.transport.bound import LossBound
 from dlcp.transport.engine import Bytes, Engine, Fold, Incoming, MessageKey, first_block_seed
+from dlcp.transport.promise import Promise
 
 STOP_REPEAT_S = 0.02
 STOP_REPEAT_MAX_S = 0.5
@@ -42,7 +42,7 @@ class Awaited:
     bound: LossBound
     label: str
     deadline_s: float
-    done: Future[Arrival] = field(default_factory=Future)
+    done: Promise[Arrival] = field(default_factory=Promise)
 
 
 @dataclass(slots=True)

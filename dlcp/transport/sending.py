@@ -2,7 +2,6 @@
 """Messages on their way out, but for their packets: who asks when, and what the receiver confirmed."""
 
 import ctypes
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -15,6 +14,7 @@ from dlcp.tags import AS_SEEDED, PacketTags, Turn, send_order
 from dlcp.transport.bound import LossBound
 from dlcp.transport.engine import Bytes, Flow, MessageKey, Outgoing, Packets, first_block_seed
 from dlcp.transport.options import TransportOptions
+from dlcp.transport.promise import Promise
 from dlcp.wire import Flag, Header, PacketType, Queue
 
 PROBE_TIMEOUT_MIN_S = 0.005
@@ -62,7 +62,7 @@ class Sending:
     protected_packets: int
     payload: Bytes
     message: Outgoing
-    done: Future[Delivery] = field(default_factory=Future)
+    done: Promise[Delivery] = field(default_factory=Promise)
     asked_s: float | None = None
     """When the first PROBE left that has not been answered."""
     probed_s: float = 0.0

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Futures for one thread.
+
+There are two to every message. One that any thread may wait for has a lock, a condition and a dozen objects more, all
+of which Python's collector looks at while the message is on its way.
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_PENDING: Any = object()
+log = logging.getLogger("dlcp")
+
+
+class Promise(Future[T]):
+    """A future that only one thread uses, which therefore cannot wait for it. It cannot be cancelled."""
+
+    def __init__(self) -> None:
+        self._outcome: T = _PENDING
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Any], object]] | None = []
+        """None once it is done."""
+
+    def __repr__(self) -> str:
+        return f"<Promise, {'done' if self.done() else 'not done'}>"
+
+    def done(self) -> bool:
+        """Return whether it has a result or an exception."""
+        return self._callbacks is None
+
+    def cancel(self) -> bool:
+        """Return False: it cannot be cancelled."""
+        return False
+
+    def cancelled(self) -> bool:
+        """Return False."""
+        return False
+
+    def running(self) -> bool:
+        """Return whether it is not done."""
+        return not self.done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return the result.
+
+        Raises
+        ------
+        InvalidStateError
+            It is not done. Whatever it was given instead of a result is raised, too.
+        """
+        error = self.exception()
+        if error is not None:
+            raise error
+        return self._outcome
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the exception, None if there is a result.
+
+        Raises
+        ------
+        InvalidStateError
+            It is not done.
+        """
+        if not self.done():
+            raise InvalidStateError("not done yet, and who alone could bring it about asks for it")
+        return self._error
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """Call ``fn`` with this once it is done, or now if it is."""
+        if self._callbacks is None:
+            self._call(fn)
+        else:
+            self._callbacks.append(fn)
+
+    def set_result(self, result: T) -> None:
+        """Be done, with a result.
+
+        Raises
+        ------
+        InvalidStateError
+            It is done.
+        """
+        self._finish(result, None)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """Be done, with an exception.
+
+        Raises
+        ------
+        InvalidStateError
+            It is done.
+        """
+        self._finish(_PENDING, exception)
+
+    def _finish(self, outcome: T, error: BaseException | None) -> None:
+        callbacks = self._callbacks
+        if callbacks is None:
+            raise InvalidStateError("done already")
+        self._outcome, self._error, self._callbacks = outcome, error, None
+        for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[Any], object]) -> None:
+        try:
+            callback(self)
+        except Exception:
+            log.exception("what was to follow a message failed")
