@@ -165,7 +165,7 @@ def test_no_packet_of_a_peer_breaks_the_reader(payload_bytes):
             protocol.forget_before(1 << 20)
             assert protocol.inbox.stashed_bytes == 0
             protocol.fail(TransportError("the session is over"))
-    assert all(future.done() for future in futures)
+        assert all(future.done() for future in futures)
 
 
 def test_random_bytes_are_refused_fast():

@@ -18,6 +18,7 @@ from dlcp.transport.promise import Promise
 from dlcp.transport.receiving import (
     NOTHING,
     STOP_REPEAT_MAX_S,
+    STOP_REPEAT_S,
     Arrival,
     Awaited,
     Name,
@@ -79,8 +80,9 @@ class Inbox:
         self._awaited: dict[int, dict[Name, Awaited]] = {}
         """Those that somebody waits for, by sender; in the order of their deadlines, for all are given equally long."""
         self._stopping: dict[Name, Stopping] = {}
-        self._told: dict[Name, Stopping] = {}
-        """Those that came whole, oldest first: their senders were told with an acknowledgement, which may be lost."""
+        self._told: dict[Name, tuple[int, float]] = {}
+        """Packets of those that came whole, and when, oldest first: their senders were told with an acknowledgement."""
+        self._told_again_s = -math.inf
         self._failed = False
 
     # Who waits --------------------------------------------------------------------------------------------------------
@@ -132,11 +134,10 @@ class Inbox:
 
         Who has not asked for long knows.
         """
-        for name, stopping in self._told.items():
-            if stopping.began_s > now_s - KNOWN_AFTER_S:
-                stopping.give_up_s = now_s + TELL_AGAIN_S
-                self._stopping[name] = stopping
-                self._stop(name, stopping, now_s)
+        for name, (packets, came_s) in self._told.items():
+            if came_s > now_s - KNOWN_AFTER_S:
+                self._stopping[name] = Stopping(b"", packets, now_s, now_s + TELL_AGAIN_S, {0})
+                self._stop(name, self._stopping[name], now_s)
         self._told.clear()
 
     def forget(self, peer: int, key: MessageKey) -> None:
@@ -144,10 +145,19 @@ class Inbox:
         self.finished.discard((peer, *key))
 
     def forget_before(self, step: int) -> None:
-        """Declare all steps before ``step`` over: their packets are refused from now on."""
+        """Declare all steps before ``step`` over: packets of them are refused, and who waits for some gets an error."""
         self.oldest_step = max(self.oldest_step, step)
-        for name in [name for name in self._incoming if name[1] < step]:
+        over = [(name, receiving.awaited) for name, receiving in self._incoming.items() if name[1] < step]
+        for name, _ in over:
             self._drop(name)
+        for name, awaited in over:
+            if awaited is not None and not awaited.done.done():
+                awaited.done.set_exception(
+                    TransportError(
+                        f"{at_step(self._job, name[1])} is over: {awaited.label} of rank {name[0]} is not waited for "
+                        "any more"
+                    )
+                )
         self.finished = {name for name in self.finished if name[1] >= step}
 
     def fail(self) -> list[Promise[Arrival]]:
@@ -257,9 +267,12 @@ class Inbox:
             return None
         if name in self.finished:
             self._counted["late"] += 1
-            stopping = self._done(name)
+            stopping = self._stopping.get(name)
             if stopping and now_s > stopping.due_s - stopping.repeat_s / 2:
                 self._stop(name, stopping, now_s)
+            elif name in self._told and now_s > max(self._told_again_s, self._told[name][1]) + STOP_REPEAT_S / 2:
+                self._told_again_s = now_s
+                self._tell_whole(name)
             return None
         payload_bytes = self._options.payload_bytes
         is_last = header.index == header.count - 1
@@ -293,18 +306,14 @@ class Inbox:
             receiving.payload = receiving.payload[:size]
         arrival = receiving.arrival(now_s, self._options.payload_bytes)
         self._close(receiving)
-        span = self._packets.bitmap_packets
-        stopping = Stopping.of(arrival.delivered, span, now_s, now_s + self._options.deadline_s)
-        if stopping.bitmap:
-            self._stopping[name] = stopping
-            self._stop(name, stopping, now_s)
+        if arrival.delivered.all():
+            self._told[name] = len(arrival.delivered), now_s
         else:
-            self._told[name] = stopping
+            span, give_up_s = self._packets.bitmap_packets, now_s + self._options.deadline_s
+            self._stopping[name] = Stopping.of(arrival.delivered, span, now_s, give_up_s)
+            self._stop(name, self._stopping[name], now_s)
         if not awaited.done.done():
             awaited.done.set_result(arrival)
-
-    def _done(self, name: Name) -> Stopping | None:
-        return self._stopping.get(name) or self._told.get(name)
 
     def _is_current(self, step: int) -> bool:
         return self.oldest_step <= step <= self.oldest_step + STEPS_AHEAD_MAX
@@ -314,9 +323,12 @@ class Inbox:
     def on_probe(self, rank: int, header: Header, payload: memoryview, now_s: float) -> None:
         """Answer what is missing, or that no more is needed."""
         name, key = (rank, header.step, header.message), MessageKey(header.step, header.message)
-        stopping = self._done(name)
+        stopping = self._stopping.get(name)
         if stopping:
             self._stop(name, stopping, now_s)
+            return
+        if name in self._told:
+            self._tell_whole(name)
             return
         if name in self.finished or not self._is_current(header.step):
             self._refused["stale"] += 1
@@ -337,12 +349,15 @@ class Inbox:
     def on_stop_ack(self, rank: int, header: Header) -> None:
         """Note that a sender knows one part of what became of its message."""
         name = (rank, header.step, header.message)
-        stopping = self._done(name)
+        stopping = self._stopping.get(name)
         if stopping:
             stopping.unconfirmed.discard(header.index)
             if not stopping.unconfirmed:
-                self._stopping.pop(name, None)
-                self._told.pop(name, None)
+                del self._stopping[name]
+        self._told.pop(name, None)
+
+    def _tell_whole(self, name: Name) -> None:
+        self._packets.send(name[0], PacketType.STOP, MessageKey(*name[1:]), count=self._told[name][0])
 
     def _stop(self, name: Name, stopping: Stopping, now_s: float) -> None:
         for first in stopping.unconfirmed:
@@ -355,6 +370,7 @@ class Inbox:
 
     def on_time(self, now_s: float) -> float:
         """Tell again what senders have not confirmed; return when to do so next. Forget who has not asked for long."""
+        expired = []
         due_s = math.inf
         for name, stopping in list(self._stopping.items()):
             if now_s >= stopping.give_up_s:
@@ -363,8 +379,12 @@ class Inbox:
             if now_s >= stopping.due_s:
                 self._stop(name, stopping, now_s)
             due_s = min(due_s, stopping.due_s, stopping.give_up_s)
-        while self._told and now_s >= next(iter(self._told.values())).give_up_s:
-            del self._told[next(iter(self._told))]
+        for name, (_, came_s) in self._told.items():
+            if now_s < came_s + 2 * self._options.silence_s:
+                break
+            expired.append(name)
+        for name in expired:
+            del self._told[name]
         return due_s
 
     def overdue(self, now_s: float) -> TransportError | None:

@@ -168,7 +168,6 @@ class Stopping:
     bitmap: bytes
     """Most significant bit first; empty if every packet is in."""
     packets: int
-    began_s: float
     due_s: float
     give_up_s: float
     unconfirmed: set[int]
@@ -177,7 +176,5 @@ class Stopping:
     @classmethod
     def of(cls, delivered: NDArray[np.bool_], span: int, now_s: float, give_up_s: float) -> "Stopping":
         """Return the STOP of a message, told in parts of ``span`` packets."""
-        packets, due_s = len(delivered), now_s + STOP_REPEAT_S
-        if delivered.all():
-            return cls(b"", packets, now_s, due_s, give_up_s, {0})
-        return cls(np.packbits(delivered).tobytes(), packets, now_s, due_s, give_up_s, set(range(0, packets, span)))
+        packets = len(delivered)
+        return cls(np.packbits(delivered).tobytes(), packets, now_s, give_up_s, set(range(0, packets, span)))

@@ -113,5 +113,5 @@ def test_the_engine_says_why_it_is_not_here():
         assert not available()
         with pytest.raises(Exception, match="the engine in C is not here"):
             NativeEngine(0, {}, job=0, token=0, payload_bytes=64, tagged=True, on_control=None, on_unknown=None,
-                         on_settled=None, sock=None, emit=None, now_s=0.0)  # fmt: skip
+                         on_settled=None, on_taken=None, sock=None, emit=None, now_s=0.0)  # fmt: skip
     assert available()

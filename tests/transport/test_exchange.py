@@ -248,6 +248,37 @@ def test_a_rank_that_leaves_tells_senders_once_more_what_came_whole():
     assert network.ranks[1].settled, "who knows need not be told"
 
 
+def test_who_still_sends_of_a_message_that_came_whole_is_told_so():
+    network = Selective(2, lambda network, source, header: header.type in (PacketType.ACK, PacketType.PROBE))
+    arrival = receive(network, 1000)
+    delivery = send(network, payload_of(1000))
+    network.run(all_done(arrival))
+    late = datagram(PacketType.DATA, sender=0, step=KEY.step, message=KEY.message, payload=bytes(1000))
+    for _ in range(5):
+        deliver(network.ranks[1], late, now_s=network.now)
+    assert not delivery.done(), "it may have heard meanwhile"
+    network.run(lambda: network.now > 0.05)
+    for _ in range(5):
+        deliver(network.ranks[1], late, now_s=network.now)
+    network.run(all_done(delivery))
+    assert sum(data[0] & 15 == PacketType.STOP for *_, data in network.arrived) == 1
+
+
+def test_what_came_whole_is_told_for_two_silences():
+    network = Selective(
+        2, lambda network, source, header: header.type is PacketType.STOP_ACK, options=TransportOptions(silence_s=2.0)
+    )
+    exchange(network, 1000)
+    asked = datagram(PacketType.PROBE, sender=0, step=KEY.step, message=KEY.message)
+    network.run(lambda: network.now > 3.8)
+    deliver(network.ranks[1], asked, now_s=network.now)
+    assert network.ranks[1].refused["stale"] == 0
+    network.run(lambda: network.now > 4.2)
+    assert PacketType.STOP in kinds_of(network)
+    deliver(network.ranks[1], asked, now_s=network.now)
+    assert network.ranks[1].refused["stale"] == 1
+
+
 def test_a_rank_that_leaves_does_not_wait_long_for_one_that_has_left():
     network = Network(2)
     exchange(network, 5000)

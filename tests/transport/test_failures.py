@@ -55,6 +55,15 @@ def test_what_is_waited_for_is_named_rather_than_what_only_lacks_its_confirmatio
     assert_names(error_of(awaited), "step 812", "rank 1 has been silent", LAYERS)
 
 
+def test_who_waits_for_a_step_that_is_over_is_told():
+    network = Network(2)
+    over = receive(network, 5000, key=MessageKey(7, 0), label=LAYERS)
+    current = receive(network, 5000, key=MessageKey(8, 0))
+    network.ranks[1].forget_before(8)
+    assert_names(error_of(over), "job 1, step 7 is over", "rank 0", LAYERS)
+    assert not current.done()
+
+
 def test_a_peer_that_dies_half_way_ends_everything_that_waits():
     network = Network(3, options=QUICK, rate_bps=10e6)
     payload = payload_of(500_000)
