@@ -16,7 +16,6 @@ from dlcp.transport import BoundExceededError, Delivery, LossBound, MessageKey
 
 LAYER_POSITIONS = 256
 DROP_CLASSES = 8
-NOTHING = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +74,8 @@ class Ledger:
         BoundExceededError
             More was lost than the bound allows, or a protected packet was; the message is entered nevertheless.
         """
-        delivered = delivery.delivered
-        lost = NOTHING if delivered.all() else np.flatnonzero(~delivered)
-        packets = len(delivered)
+        lost = np.flatnonzero(~delivery.delivered)
+        packets = len(delivery.delivered)
         entry = MessageRecord(
             key.step,
             key.message,

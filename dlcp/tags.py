@@ -19,7 +19,7 @@ from dlcp import native
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import BORDERS, LAYER_PACKETS, classify, packet_magnitudes
 from dlcp.native import address
-from dlcp.wire import DROP_CLASSES, Queue
+from dlcp.wire import DROP_CLASSES, Flag, Queue
 
 FRONT_SHARES = (0.30, 0.10, 0.10, 0.10, 0.10, 0.10, 0.10, 0.10)
 """Share of packets per drop class, 0 to 7, in the layer nearest the input. Chosen by us."""
@@ -165,13 +165,54 @@ def send_order(
     return order
 
 
+def encode_tags(
+    tags: PacketTags, bounded: bool, service: NDArray[np.uint8]
+) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """Return what the packets of a message carry of their tags, and which of them may be dropped.
+
+    Parameters
+    ----------
+    bounded
+        Whether anything of the message may stay lost.
+    service
+        IPv4 type of service by queue and by whether a packet may be dropped, shape (8, 2).
+
+    Returns
+    -------
+    Bytes 1 to 3 of each header and its type of service, shape (packets, 4); and shape (packets,).
+    """
+    library = native.library()
+    if library is None:
+        return _encode_tags_numpy(tags, bounded, service)
+    count = len(tags.queue)
+    encoded, droppable = np.empty((count, 4), np.uint8), np.empty(count, np.bool_)
+    given = [np.ascontiguousarray(each) for each in (tags.queue, tags.drop_class, tags.layer, tags.protected)]
+    _compiled(library).dlcp_encode_tags(
+        *map(address, given), count, bounded, Flag.PROTECTED, *map(address, (service, encoded, droppable))
+    )
+    return encoded, droppable
+
+
 @cache
 def _compiled(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declare what the library's function takes."""
+    """Declare what the library's functions take."""
     pointer, number = ctypes.c_void_p, ctypes.c_uint32
     library.dlcp_send_order.argtypes = [pointer, pointer, number, number, number, number, pointer]
-    library.dlcp_send_order.restype = None
+    library.dlcp_encode_tags.argtypes = [*[pointer] * 4, *[number] * 3, *[pointer] * 3]
+    library.dlcp_send_order.restype = library.dlcp_encode_tags.restype = None
     return library
+
+
+def _encode_tags_numpy(
+    tags: PacketTags, bounded: bool, service: NDArray[np.uint8]
+) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    encoded = np.empty((len(tags.queue), 4), np.uint8)
+    droppable = ~tags.protected & (tags.drop_class > 0) & bounded
+    encoded[:, 0] = np.where(tags.protected, np.uint8(Flag.PROTECTED), np.uint8(0))
+    encoded[:, 1] = tags.queue << 5 | np.where(droppable, tags.drop_class, 0) << 2
+    encoded[:, 2] = tags.layer
+    encoded[:, 3] = service[tags.queue, droppable.view(np.uint8)]
+    return encoded, droppable
 
 
 def _send_order_numpy(

@@ -34,8 +34,7 @@ void note_arrival(const engine *e, flow *f, incoming *m, int64_t index, double n
 static uint8_t *put_entry(uint8_t *at, const heard_block *heard) {
     put32(at, (uint32_t)heard->message->step);
     put16(at + 4, (uint16_t)heard->message->message);
-    int whole = heard->message->settled && heard->message->arrived == heard->message->packets;
-    put32(at + 6, (uint32_t)heard->block | (whole ? WHOLE : 0));
+    put32(at + 6, (uint32_t)heard->block | (heard->message->settled && is_whole(heard->message) ? WHOLE : 0));
     put64(at + 10, heard->message->bits[heard->block]);
     return at + ACK_ENTRY_BYTES;
 }
@@ -77,7 +76,7 @@ void acknowledge(engine *e, flow *f, double now_s) {
 /* Tell at once that all of a message is here and taken. */
 void acknowledge_whole(engine *e, flow *f, incoming *m, double now_s) {
     note_block(f, m, (m->packets - 1) / BLOCK_PACKETS);
-    f->fresh_packets += !f->fresh_packets;
+    if (!f->fresh_packets) f->fresh_packets = 1;
     acknowledge(e, f, now_s);
 }
 

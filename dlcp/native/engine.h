@@ -195,6 +195,7 @@ static inline void put16(uint8_t *p, uint16_t v) { p[0] = (uint8_t)(v >> 8); p[1
 static inline void put32(uint8_t *p, uint32_t v) { put16(p, (uint16_t)(v >> 16)); put16(p + 2, (uint16_t)v); }
 static inline void put64(uint8_t *p, uint64_t v) { put32(p, (uint32_t)(v >> 32)); put32(p + 4, (uint32_t)v); }
 static inline int has_bit(const uint64_t *bits, int64_t i) { return bits[i >> 6] >> (i & 63) & 1; }
+static inline int is_whole(const incoming *m) { return m->arrived == m->packets; }
 static inline void set_bit(uint64_t *bits, int64_t i) { bits[i >> 6] |= 1ull << (i & 63); }
 
 #endif

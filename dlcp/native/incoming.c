@@ -139,7 +139,7 @@ API void dlcp_incoming_join(engine *e, incoming *m, fold *s, int64_t position) {
 
 static int is_settled(const incoming *m) {
     if (m->required < 0) return 0;
-    if (m->arrived == m->packets) return 1;
+    if (is_whole(m)) return 1;
     return (m->asked || m->immediate) && m->protected_packets >= 0 && m->arrived >= m->required &&
            m->arrived_protected >= m->protected_packets;
 }
@@ -148,7 +148,7 @@ static int64_t settle(engine *e, incoming *m, double now_s) {
     if (m->settled || !is_settled(m)) return 0;
     finish_streams();
     m->settled = 1;
-    if (m->arrived == m->packets) acknowledge_whole(e, &e->flows[m->peer], m, now_s);
+    if (is_whole(m)) acknowledge_whole(e, &e->flows[m->peer], m, now_s);
     else acknowledge(e, &e->flows[m->peer], now_s);
     e->on_settled(m, now_s);
     return 1;

@@ -223,7 +223,7 @@ class Endpoint:
             if not self.flush(self.options.silence_s):
                 return
             self.call(self.protocol.tell_again)
-            self.flush(CLOSE_LINGER_S)  # by then it has been done
+            self.flush(CLOSE_LINGER_S)  # which asks after that was done
         end_s = time.monotonic() + CLOSE_LINGER_S
         while not self.protocol.settled and self._thread.is_alive() and time.monotonic() < end_s:
             time.sleep(TURN_S)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dlcp.tags import PacketTags, Turn
 from dlcp.transport.bound import LossBound
@@ -140,10 +141,9 @@ class Outbox:
 
     def on_taken(self, rank: int, key: MessageKey, now_s: float) -> None:
         """Note that a rank has taken all of a message."""
-        sending = self._peers[rank].sending.pop(key, None)
+        sending = self._peers[rank].sending.get(key)
         if sending is not None:
-            self._engine.remove(sending.message)
-            sending.finish(np.ones(sending.message.packets, np.bool_), now_s)
+            self._finish(sending, np.ones(sending.message.packets, np.bool_), now_s)
 
     def on_bitmap(self, rank: int, header: Header, payload: memoryview, now_s: float) -> None:
         """Take in which packets of a message have arrived, or that no more of them are needed."""
@@ -170,9 +170,7 @@ class Outbox:
             self._packets.send(rank, PacketType.STOP_ACK, key, index=header.index)
             confirmed = sending.confirm(header.index, delivered)
             if confirmed is not None:
-                del peer.sending[key]
-                self._engine.remove(sending.message)
-                sending.finish(confirmed, now_s)
+                self._finish(sending, confirmed, now_s)
         elif sending.asked_s is not None:
             # A peer that is not there yet answers without news: ask it less often, but the network is not to blame.
             sending.probes_unanswered = 0
@@ -181,6 +179,11 @@ class Outbox:
                 sending.probes_without_news = 0
             if header.index + part >= packets:
                 sending.asked_s = None
+
+    def _finish(self, sending: Sending, delivered: NDArray[np.bool_], now_s: float) -> None:
+        del self._peers[sending.peer].sending[sending.key]
+        self._engine.remove(sending.message)
+        sending.finish(delivered, now_s)
 
     # What time brings -------------------------------------------------------------------------------------------------
 

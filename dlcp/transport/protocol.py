@@ -12,7 +12,6 @@ outbox (:mod:`dlcp.transport.outbox`) and the inbox (:mod:`dlcp.transport.inbox`
 """
 
 import heapq
-import math
 import socket
 import struct
 from collections import Counter
@@ -169,7 +168,7 @@ class Protocol:
             failed: Promise[Delivery] = Promise()
             failed.set_exception(self._failure)
             return failed
-        self.due_s = min(self.due_s, now_s + PROBE_TIMEOUT_MIN_S)
+        self._due_by(now_s + PROBE_TIMEOUT_MIN_S)
         return self._outbox.send(peer, key, payload, tags, bound, label, now_s, tail, turn)
 
     def receive_message(
@@ -235,7 +234,7 @@ class Protocol:
     def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
         """Do something about ``delay_s`` from now."""
         self._later_serial += 1
-        self.due_s = min(self.due_s, self._now_s + delay_s)
+        self._due_by(self._now_s + delay_s)
         heapq.heappush(self._later, (self._now_s + delay_s, self._later_serial, action))
 
     @property
@@ -252,7 +251,7 @@ class Protocol:
         self.inbox.forget(peer, key)
 
     def forget_before(self, step: int) -> None:
-        """Declare all steps before ``step`` over: their packets are refused from now on."""
+        """Declare all steps before ``step`` over: packets of them are refused, and who waits for some gets an error."""
         self.inbox.forget_before(step)
 
     def tell_again(self) -> None:
@@ -321,7 +320,7 @@ class Protocol:
         return self.inbox.on_unknown(rank, header, size, now_s)
 
     def _on_settled(self, message: Incoming, now_s: float) -> None:
-        self.due_s = min(self.due_s, now_s + STOP_REPEAT_S)
+        self._due_by(now_s + STOP_REPEAT_S)
         self.inbox.on_settled(message, now_s)
 
     def _on_taken(self, rank: int, key: MessageKey, now_s: float) -> None:
@@ -343,7 +342,7 @@ class Protocol:
             self.inbox.on_probe(rank, header, payload, now_s)
         elif kind is PacketType.BITMAP or kind is PacketType.STOP:
             self._outbox.on_bitmap(rank, header, payload, now_s)
-            self.due_s = min(self.due_s, peer.look_s)
+            self._due_by(peer.look_s)
         elif kind is PacketType.STOP_ACK:
             self.inbox.on_stop_ack(rank, header)
         elif kind is PacketType.ABORT:
@@ -387,17 +386,13 @@ class Protocol:
             for peer in self._peers.values():
                 peer.follow_reports(now_s)
 
-    def on_time(self, now_s: float, *, idle: bool = True) -> float:
-        """Do what is due; return when to be called next.
+    def on_time(self, now_s: float, *, idle: bool = True) -> None:
+        """Do what is due, and find :attr:`due_s`, at most ``HELLO_REPEAT_S`` ahead.
 
         Parameters
         ----------
         idle
             Whether a message may have nothing left to send that is not confirmed, as :meth:`Engine.turn` tells.
-
-        Returns
-        -------
-        :attr:`due_s`, a time on the clock of the caller, at most ``HELLO_REPEAT_S`` ahead.
         """
         stalled_s = now_s - self._clock_s - HELLO_REPEAT_S
         if stalled_s > KEEPALIVE_S:  # this process was not running: what peers sent meanwhile is still to be read
@@ -407,15 +402,17 @@ class Protocol:
         self.due_s = now_s + HELLO_REPEAT_S
         while self._later and self._later[0][0] <= now_s:
             heapq.heappop(self._later)[2]()
-        due_s = self._later[0][0] if self._later else math.inf
+        if self._later:
+            self._due_by(self._later[0][0])
         for peer in self._peers.values():
-            due_s = min(due_s, self._watch(peer, now_s, idle=idle))
-        due_s = min(due_s, self.inbox.on_time(now_s))
+            self._due_by(self._watch(peer, now_s, idle=idle))
+        self._due_by(self.inbox.on_time(now_s))
         late = self.inbox.overdue(now_s)
         if late:
             self.fail(late)
-        self.due_s = max(now_s, min(self.due_s, due_s))
-        return self.due_s
+
+    def _due_by(self, at_s: float) -> None:
+        self.due_s = min(self.due_s, at_s)
 
     def _watch(self, peer: Peer, now_s: float, *, idle: bool) -> float:
         flow = peer.flow

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages on their way out, but for their packets: who asks when, and what the receiver confirmed."""
 
-import ctypes
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp import native, wire
-from dlcp.native import address
-from dlcp.tags import AS_SEEDED, PacketTags, Turn, send_order
+from dlcp import wire
+from dlcp.tags import AS_SEEDED, PacketTags, Turn, encode_tags, send_order
 from dlcp.transport.bound import LossBound
 from dlcp.transport.engine import Bytes, Flow, MessageKey, Outgoing, Packets, first_block_seed
 from dlcp.transport.options import TransportOptions
 from dlcp.transport.promise import Promise
-from dlcp.wire import Flag, Header, PacketType, Queue
+from dlcp.wire import Header, PacketType, Queue
 
 PROBE_TIMEOUT_MIN_S = 0.005
 PROBE_TIMEOUT_MAX_S = 0.2
@@ -26,9 +23,11 @@ UNANSWERED_PATIENCE = 4
 """Questions without an answer that count as one answer without news. Chosen by us: at 30 % loss half are answered."""
 ECN_CAPABLE = 2
 
-_TOS = np.array([[wire.dscp(queue, droppable) << 2 for droppable in (False, True)] for queue in range(8)], np.uint8)
-"""Type of service by queue and by whether a packet may be dropped, shape (8, 2)."""
-_TOS_ECN = _TOS | np.uint8(ECN_CAPABLE)
+_SERVICE = {
+    True: np.array([[wire.dscp(queue, drop) << 2 for drop in (False, True)] for queue in range(8)], np.uint8),
+    False: np.zeros((8, 2), np.uint8),
+}
+"""Type of service by queue and by whether a packet may be dropped, shape (8, 2); of tagged packets, and of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,62 +132,11 @@ def packets_of(
     Its tags are left out with ``options.tagged`` False: all is ordinary traffic then.
     """
     count, seed = header.count, first_block_seed(MessageKey(header.step, header.message))
-    if options.tagged:
-        encoded, droppable = encode_tags(tags, bound.ratio > 0, ecn_capable=ecn_capable)
-        order = send_order(tags.queue, droppable, seed, turn)
-    else:
-        encoded = np.empty((count, 4), np.uint8)
-        encoded[:, 0] = np.where(tags.protected, np.uint8(Flag.PROTECTED), np.uint8(0))
-        encoded[:, 1], encoded[:, 2] = Queue.ORDINARY << 5, tags.layer
-        encoded[:, 3] = ECN_CAPABLE if ecn_capable else 0
-        order = send_order(np.zeros(count, np.uint8), np.zeros(count, np.bool_), seed, turn)
+    if not options.tagged:
+        tags = tags._replace(queue=np.full(count, Queue.ORDINARY, np.uint8))
+    service = _SERVICE[options.tagged] | np.uint8(ECN_CAPABLE if ecn_capable else 0)
+    encoded, droppable = encode_tags(tags, options.tagged and bound.ratio > 0, service)
+    order = send_order(tags.queue, droppable, seed, turn)
     budget = min(0xFFFF, bound.allowed(count) // options.switch_hops)
     head = header._replace(type=PacketType.DATA, budget=budget).encode()
     return Packets(payload, tail, encoded, order, head, bound.allowed(count))
-
-
-def encode_tags(tags: PacketTags, bounded: bool, *, ecn_capable: bool) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Return what the packets of a message carry of their tags, and which of them may be dropped.
-
-    Parameters
-    ----------
-    bounded
-        Whether anything of the message may stay lost.
-    ecn_capable
-        Whether its rate control heeds marks.
-
-    Returns
-    -------
-    Bytes 1 to 3 of each header and its type of service, shape (packets, 4); and shape (packets,).
-    """
-    count, service = len(tags.queue), _TOS_ECN if ecn_capable else _TOS
-    library = native.library()
-    if library is None:
-        return _encode_tags_numpy(tags, bounded, service)
-    encoded, droppable = np.empty((count, 4), np.uint8), np.empty(count, np.bool_)
-    given = [np.ascontiguousarray(each) for each in (tags.queue, tags.drop_class, tags.layer, tags.protected)]
-    _compiled(library).dlcp_encode_tags(
-        *map(address, given), count, bounded, Flag.PROTECTED, *map(address, (service, encoded, droppable))
-    )
-    return encoded, droppable
-
-
-@cache
-def _compiled(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declare what the library's function takes."""
-    pointer, number = ctypes.c_void_p, ctypes.c_uint32
-    library.dlcp_encode_tags.argtypes = [*[pointer] * 4, *[number] * 3, *[pointer] * 3]
-    library.dlcp_encode_tags.restype = None
-    return library
-
-
-def _encode_tags_numpy(
-    tags: PacketTags, bounded: bool, service: NDArray[np.uint8]
-) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    encoded = np.empty((len(tags.queue), 4), np.uint8)
-    droppable = ~tags.protected & (tags.drop_class > 0) & bounded
-    encoded[:, 0] = np.where(tags.protected, np.uint8(Flag.PROTECTED), np.uint8(0))
-    encoded[:, 1] = tags.queue << 5 | np.where(droppable, tags.drop_class, 0) << 2
-    encoded[:, 2] = tags.layer
-    encoded[:, 3] = service[tags.queue, droppable.view(np.uint8)]
-    return encoded, droppable

@@ -5,6 +5,7 @@
 ``-X lua_script:dissector.lua``, or from their plugins folder.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -195,29 +196,34 @@ def _declaration(name: str, first_bit: int) -> str:
     return f"    {name} = ProtoField.uint{max(8, bits)}({filter_name}, {label}, {base}, {names}{masked}),"
 
 
+def _entry_words() -> Iterator[tuple[str, int, int, int]]:
+    """Give each field of an ACK's entry: name, and first byte, bits and mask of its word; 0: it fills the word."""
+    first_bit = 0
+    for name, (bits, _) in ACK_ENTRY.items():
+        if bits % 8 == 0:
+            yield name, first_bit // 8, bits, 0
+        else:
+            yield name, first_bit // 8, WORD_BITS, ((1 << bits) - 1) << (WORD_BITS - first_bit % 8 - bits)
+        first_bit += bits
+
+
 def _entry_declarations() -> list[str]:
     """Return the Lua lines that declare the fields of an ACK's payload."""
-    lines, first_bit = [], 0
-    for name, (bits, label) in ACK_ENTRY.items():
-        size = bits if bits % 8 == 0 else WORD_BITS
-        mask = "" if bits == size else f", 0x{((1 << bits) - 1) << (size - first_bit % 8 - bits):08x}"
-        if bits == 1:
-            lines.append(f'    {name} = ProtoField.bool("dlcp.{name}", "{label}", {size}, nil{mask}),')
-        else:
-            base = f"base.{'HEX' if bits == 64 else 'DEC'}" + (", nil" if mask else "")
-            lines.append(f'    {name} = ProtoField.uint{size}("dlcp.{name}", "{label}", {base}{mask}),')
-        first_bit += bits
+    lines = []
+    for name, _, word_bits, mask in _entry_words():
+        bits, label = ACK_ENTRY[name]
+        kind = f'ProtoField.{"bool" if bits == 1 else f"uint{word_bits}"}("dlcp.{name}", "{label}"'
+        base = word_bits if bits == 1 else "base.HEX" if bits == 64 else "base.DEC"
+        lines.append(f"    {name} = {kind}, {base}{f', nil, 0x{mask:08x}' if mask else ''}),")
     return lines
 
 
 def _entry_adds() -> list[str]:
     """Return the Lua lines that show one entry of an ACK's payload, which begins at ``at``."""
-    lines, first_bit = [], 0
-    for name, (bits, _) in ACK_ENTRY.items():
-        size = bits if bits % 8 == 0 else WORD_BITS
-        lines.append(f"        entry:add(f.{name}, buffer(at + {first_bit // 8}, {size // 8}))")
-        first_bit += bits
-    return lines
+    return [
+        f"        entry:add(f.{name}, buffer(at + {first}, {word_bits // 8}))"
+        for name, first, word_bits, _ in _entry_words()
+    ]
 
 
 def generate() -> str:

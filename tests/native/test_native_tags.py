@@ -12,8 +12,7 @@ from hypothesis.extra import numpy as hnp
 from dlcp import native
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import BORDERS, LAYER_PACKETS, classify, packet_magnitudes
-from dlcp.tags import Layer, PacketTags, Segment, Tagger, TagPolicy, send_order
-from dlcp.transport.sending import encode_tags
+from dlcp.tags import Layer, PacketTags, Segment, Tagger, TagPolicy, encode_tags, send_order
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"needs the compiled library; {native.status()}")
 
@@ -165,13 +164,14 @@ def test_the_order_of_sending_is_equal(seed, packets, queues, droppable):
     np.testing.assert_array_equal(np.sort(compiled), np.arange(packets))
 
 
-@given(seed=st.integers(0, 2**32 - 1), packets=st.integers(0, 600), bounded=st.booleans(), ecn_capable=st.booleans())
+@given(seed=st.integers(0, 2**32 - 1), packets=st.integers(0, 600), bounded=st.booleans())
 @settings(max_examples=120, deadline=None)
-def test_what_packets_carry_of_their_tags_is_equal(seed, packets, bounded, ecn_capable):
+def test_what_packets_carry_of_their_tags_is_equal(seed, packets, bounded):
     rng = np.random.default_rng(seed)
     tags = PacketTags(
         *(rng.integers(0, stop, packets).astype(np.uint8) for stop in (8, 8, 256)), rng.random(packets) < 0.3
     )
-    for compiled, plain in zip(*both(lambda: encode_tags(tags, bounded, ecn_capable=ecn_capable)), strict=True):
+    service = rng.integers(0, 256, (8, 2)).astype(np.uint8)
+    for compiled, plain in zip(*both(lambda: encode_tags(tags, bounded, service)), strict=True):
         np.testing.assert_array_equal(compiled, plain)
         assert compiled.dtype == plain.dtype

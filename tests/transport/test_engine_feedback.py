@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dlcp import wire
 from dlcp.transport import LossBound, MessageKey
-from dlcp.transport.engine import ACK_WHOLE
+from dlcp.transport.engine import ACK_WHOLE, REPORT_CALM_S, REPORT_MIN_S
 from dlcp.wire import Flag, PacketType
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -138,6 +138,20 @@ def test_acknowledgements_of_what_is_not_there_change_nothing():
     assert (sent.message.delivered, sent.flow.flying) == (0, 70)
     sent.acknowledge(1.1, 69, 70)
     assert sent.message.delivered == 1
+
+
+@pytest.mark.parametrize(("eager", "due_s"), [(True, 1.0 + REPORT_MIN_S), (False, 1.0 + REPORT_CALM_S)])
+def test_that_a_window_holds_packets_back_is_reported_soon_only_while_it_is_eager(eager, due_s):
+    sent = Sent([4] * 200)
+    sent.flow.window, sent.flow.eager = 10.0, eager
+    sent.one(0.9999, 64)
+    sent.acknowledge(1.0, *sent.order[:5])
+    assert sent.flow.take_report(1.0)
+    sent.one(1.0, 64)
+    sent.one(1.0, 64)
+    sent.acknowledge(1.0001, *sent.order[5:12])
+    assert sent.engine.report_due_s() == pytest.approx(due_s)
+    assert sent.flow.take_report(due_s).limited
 
 
 def test_a_receiver_that_has_taken_all_confirms_what_no_acknowledgement_has():

@@ -157,6 +157,20 @@ def test_what_is_forgone_is_what_is_worth_least():
     assert lost.mean() > tags.drop_class.mean() + 1.5
 
 
+@pytest.mark.parametrize("bound", [LossBound(), LossBound(0.05)], ids=str)
+def test_it_is_enough_to_look_when_something_is_due(bound):
+    def only_when_due(protocol, on_time):
+        protocol.on_time = lambda now_s: now_s >= protocol.due_s and on_time(now_s, idle=False)
+
+    network = Network(2, loss=0.1, seed=4)
+    for protocol in network.ranks:
+        only_when_due(protocol, protocol.on_time)
+    for number in range(3):
+        delivery, _ = exchange(network, 100_000, bound=bound, key=MessageKey(0, number))
+        assert delivery.seconds < (0.05 if number else 0.2)
+    network.run(lambda: all(protocol.settled for protocol in network.ranks), limit_s=1.0)
+
+
 def test_bursts_of_loss_are_survived():
     bursts = [(0.002, 0.01), (0.03, 0.06), (0.1, 0.4)]
 

@@ -45,12 +45,14 @@ def test_a_dead_sender_is_named():
 
 
 def test_what_is_waited_for_is_named_rather_than_what_only_lacks_its_confirmation():
-    network = Selective(2, lambda network, source, header: header.type is PacketType.STOP, options=QUICK)
+    confirming = PacketType.ACK, PacketType.STOP
+    network = Selective(2, lambda network, source, header: header.type in confirming, options=QUICK)
     arrival = receive(network, 5000, key=MessageKey(811, 0))
     delivery = send(network, payload_of(5000), key=MessageKey(811, 0), label="conv1.weight")
     network.run(all_done(arrival))
     network.dead.add(1)
     awaited = receive(network, 5000, source=1, target=0, key=MessageKey(812, 0), label=LAYERS)
+    assert not delivery.done()
     network.run(all_done(delivery, awaited))
     assert_names(error_of(awaited), "step 812", "rank 1 has been silent", LAYERS)
 

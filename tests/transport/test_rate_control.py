@@ -210,6 +210,18 @@ def test_the_smallest_window_still_gets_a_message_through(control):
     network.run(all_done(*futures), limit_s=5)
 
 
+def test_a_flow_is_eager_until_its_window_shrinks_and_after_a_silence():
+    network = Network(2, rate_bps=20e6, depth=40)
+    flow, peer = network.ranks[0].engine.flows[1], network.ranks[0]._peers[1]
+    assert flow.eager
+    payload = payload_of(1_000_000)
+    network.run(all_done(receive(network, len(payload)), send(network, payload)))
+    assert not flow.eager
+    for _ in range(3):
+        peer.on_timeout()
+    assert flow.eager
+
+
 def test_a_delivery_rate_counts_only_while_packets_wait():
     rate = DeliveryRate()
     now_s = 0.0
