@@ -2,6 +2,7 @@
 """A P4Runtime connection to one switch. Everything waits for so long and no longer, and errors name the switch."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,10 @@ DEADLINE_S: Final = 10.0
 """How long a switch may take for one answer. Chosen by us: BMv2 takes 0.1 s for its longest, a new pipeline."""
 ELECTION_ID: Final = 10
 """What we bid for being the one controller that writes. Chosen by us, with room for others below and above."""
+ENDING_S: Final = 2.0
+"""How long the switch may take to notice that whoever bid the same before us has left. Chosen by us: BMv2 takes
+milliseconds, more on a busy host."""
+_BID_AGAIN_S: Final = 0.05
 _REFUSALS_SHOWN: Final = 5
 _UPDATES: Final = {
     Action.INSERT: p4r.Update.INSERT,
@@ -201,8 +206,15 @@ class Session:
 
     async def _bid(self) -> int | None:
         """Bid, and return None if that makes us the primary, else the election id of the controller that is."""
-        await self._send_bid()
-        return await self._next_decision()
+        give_up_s = time.monotonic() + ENDING_S
+        while True:
+            try:
+                await self._send_bid()
+                return await self._next_decision()
+            except P4ClientError as error:
+                if not error.is_election_id_used or time.monotonic() > give_up_s:
+                    raise
+            await asyncio.sleep(_BID_AGAIN_S)
 
     async def _send_bid(self) -> None:
         election_id = U128.encode(self._election_id)

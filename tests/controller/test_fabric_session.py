@@ -12,7 +12,7 @@ from switches import described, free_port, running
 from controller.difference import Action, Change, difference, key_of
 from controller.fabric import Job, Switch
 from controller.reconcile import plan, reconcile, wanted
-from controller.session import ControlError, Session
+from controller.session import ENDING_S, ControlError, Session
 from controller.shapes import leaf_spine, star
 from dlcp.switch.entries import Entries, TableEntry
 
@@ -219,6 +219,24 @@ def test_a_higher_bid_takes_over_and_the_lower_one_takes_its_place_again(switch,
                     await asyncio.wait_for(waiting, 10)
                     assert await third.cookie() is None
                     await reconcile(third, should(fabric(), pipeline))
+
+    run(work())
+
+
+def test_who_bids_the_same_waits_a_moment_for_the_one_before_to_be_gone(switch, pipeline):
+    async def work():
+        async with Session(described(switch), pipeline) as first:
+            await first.become_primary()
+            async with Session(described(switch), pipeline) as second:
+                waiting = asyncio.create_task(second.become_primary())
+                await asyncio.sleep(ENDING_S / 4)
+                assert not waiting.done()
+                await first.close()
+                await asyncio.wait_for(waiting, 10)
+                await reconcile(second, should(fabric(), pipeline))
+                async with Session(described(switch), pipeline) as third:
+                    with pytest.raises(ControlError, match="another controller has the election id 10 already"):
+                        await third.become_primary()
 
     run(work())
 

@@ -85,7 +85,7 @@ class Arbiter(Generic[ListenerT]):
         election_id = _number(request.election_id) if request.HasField("election_id") else None
         for other, its in self._controllers.items():
             if other is not listener and election_id is not None and its.election_id == election_id:
-                raise Refused(INVALID_ARGUMENT, f"election id {election_id} is another controller's")
+                raise Refused(INVALID_ARGUMENT, f"election id {election_id} is already used by another controller")
         if controller is None:
             if len(self._controllers) >= CONNECTIONS_MAX:
                 raise Refused(RESOURCE_EXHAUSTED, f"{CONNECTIONS_MAX} controllers are connected already")
