@@ -66,9 +66,11 @@ class DirectRun:
 
     def _tag(self, tagger: Tagger) -> PacketTags:
         bucket, layers = self.bucket, self.reducer.options.layers
-        if not self.bound.ratio and (bucket.exact or not layers):
+        neighbours = self.reducer.endpoint.protocol.neighbours
+        by_network = [owner for owner in self.shards if owner != self.rank and owner not in neighbours]
+        if not by_network or (not self.bound.ratio and (bucket.exact or not layers)):
             return tagger.tag_whole(len(self.values), bucket.segments, self.values_per_packet)
-        magnitudes = self._magnitudes() if bucket.magnitudes is None else bucket.magnitudes
+        magnitudes = self._magnitudes(by_network) if bucket.magnitudes is None else bucket.magnitudes
         tags = tagger.tag_magnitudes(magnitudes, len(self.values), bucket.segments, self.values_per_packet)
         layers.protect(tags, bucket.segments, self.values_per_packet, self.bound, turn=self.step)
         return tags
@@ -80,11 +82,10 @@ class DirectRun:
         layers = self.reducer.options.layers
         return layers.bound_of(self.bucket.segments, start, stop, self.values_per_packet, self.bound)
 
-    def _magnitudes(self) -> NDArray[np.float32]:
-        """Return the packets' magnitudes, but infinity for those of the own shard, which may not be lost."""
+    def _magnitudes(self, owners: Sequence[int]) -> NDArray[np.float32]:
+        """Return the packets' magnitudes in some owners' shards, and infinity for all others, which cannot be lost."""
         found = np.full(-(-len(self.values) // self.values_per_packet), np.inf, np.float32)
-        start, stop = self.shards.get(self.rank, (0, 0))
-        for first, last in ((0, start), (stop, len(self.values))):
+        for first, last in map(self.shards.__getitem__, owners):
             if first < last:
                 packets = self._packets(first, last)
                 found[packets] = packet_magnitudes(

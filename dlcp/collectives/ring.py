@@ -172,7 +172,7 @@ class _Run:
 
     def _tag(self, tagger: Tagger) -> PacketTags:
         bucket, values, per_packet = self.bucket, len(self.bucket.values), self.values_per_packet
-        if bucket.exact:
+        if bucket.exact or self.reducer.next in self.reducer.endpoint.protocol.neighbours:
             return tagger.tag_whole(values, bucket.segments, per_packet)
         if bucket.magnitudes is None:
             tags = tagger.tag(bucket.values, self.value_type, bucket.segments, per_packet)

@@ -8,15 +8,16 @@ through, whose endpoint is greeted by all. The first rank that finds something w
 import secrets
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, Final, NamedTuple
 
 from dlcp.collectives.choice import Topology
 from dlcp.group.addresses import advertised, bind
 from dlcp.group.agreement import Agreement
 from dlcp.group.options import Options
-from dlcp.transport import Address, Endpoint, TransportError, parse_address
+from dlcp.transport import Address, Endpoint, TransportError, native, parse_address, shared_memory
 from dlcp.transport.path_mtu import COMMON_MTUS, PathProbe, candidate_payloads, first_hop_mtu, payload_for_mtu
+from dlcp.transport.shared_memory import Doorstep, SharedMemory
 
 USE_DLCP: Final = "use DLCP"
 TURN_S: Final = 0.01
@@ -115,11 +116,19 @@ def speaks(agreement: Agreement) -> bool:
 
 
 def _connect(options: Options, agreement: Agreement, sock: socket.socket, undo: ExitStack, call: str) -> Joined:
+    with Doorstep() if _may_share(options) else nullcontext() as doorstep:
+        return _meet(options, agreement, sock, undo, call, doorstep)
+
+
+def _meet(
+    options: Options, agreement: Agreement, sock: socket.socket, undo: ExitStack, call: str, doorstep: Doorstep | None
+) -> Joined:
     rank, size = agreement.rank, agreement.size
     mine = advertised(options, sock)
     terms = {name: getattr(options, name) for name in TERMS}
     token = options.token or (secrets.randbits(64) | 1)
-    agreement.tell("place", {"address": mine, "host": socket.gethostname(), "token": token, "terms": terms})
+    place = {"address": mine, "host": socket.gethostname(), "token": token, "terms": terms}
+    agreement.tell("place", {**place, "doorstep": doorstep.name if doorstep else ""})
     places = _hear_all(agreement, "place", f"has not called {call}; call it on every rank, with the same options")
     _compare_terms(places)
     peers: dict[int, Address] = {
@@ -136,11 +145,38 @@ def _connect(options: Options, agreement: Agreement, sock: socket.socket, undo: 
     else:
         payload_bytes, remark = _probe(options, agreement, sock, peers, token)
         options = options.with_(payload_bytes=payload_bytes)
-    endpoint = Endpoint(rank, sock, peers, job=options.job, token=token, options=options.transport(size, topology))
+    shared = None
+    names = {peer: place["doorstep"] for peer, place in places.items() if place["doorstep"]}
+    if len(names) > 1:  # as all ranks find alike
+        shared = _share(agreement, doorstep, names, options.job, token, undo)
+    endpoint = Endpoint(
+        rank, sock, peers, job=options.job, token=token, options=options.transport(size, topology), shared=shared
+    )
     undo.pop_all()  # the socket is the endpoint's now
     undo.callback(endpoint.close, "the ranks have agreed to do without DLCP")
     endpoint.greet(max(1.0, agreement.left_s))
     return Joined(endpoint, options, remark, topology)
+
+
+def _may_share(options: Options) -> bool:
+    wanted = options.shared_memory and not options.advertise and options.collective != "server"
+    return wanted and native.available() and shared_memory.available()
+
+
+def _share(
+    agreement: Agreement, doorstep: Doorstep | None, names: dict[int, str], job: int, token: int, undo: ExitStack
+) -> SharedMemory:
+    """Return memory that is shared with those other ranks who share it with this one as well."""
+    rank, shared = agreement.rank, SharedMemory()
+    if doorstep:
+        others = {peer: name for peer, name in names.items() if peer != rank}
+        timeout_s = REACH_SHARE * agreement.left_s
+        shared = doorstep.meet(rank, others, job=job, token=token, timeout_s=timeout_s)
+        undo.callback(shared.close)
+    agreement.tell("neighbours", sorted(shared.ranks))
+    told = _hear_all(agreement, "neighbours", "has not said which ranks are on its host")
+    shared.keep([peer for peer in shared.ranks if rank in told[peer]])
+    return shared
 
 
 def _hear_all(agreement: Agreement, topic: str, missing: str) -> dict[int, Any]:

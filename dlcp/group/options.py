@@ -48,6 +48,10 @@ class Options:
     payload_bytes
         Bytes of a message per packet: 1440 fill an MTU of 1500. 0 finds out what passes on every path, up to an MTU of
         9000. Whatever is chosen is tried with real packets first; if it does not pass, the largest that does is taken.
+    shared_memory
+        Let ranks that share a network namespace, and so a host, exchange packets through memory instead of their
+        sockets: nothing is queued, dropped or lost there. Not where others reach this rank by an ``advertise`` of its
+        own, which leads through a network.
     congestion, tagged, silence_s, deadline_s, switch_hops
         See :class:`dlcp.transport.TransportOptions`.
     flow_weight
@@ -96,6 +100,7 @@ class Options:
     switch_hops: int = 1
     tagged: bool = True
     payload_bytes: int = 0
+    shared_memory: bool = True
     silence_s: float = 10.0
     deadline_s: float = 120.0
     meet_s: float = 30.0

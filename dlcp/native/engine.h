@@ -11,12 +11,14 @@
 
 #include <netinet/in.h>
 #include <stdint.h>
+#include <sys/uio.h>
 
 #define API __attribute__((visibility("default")))
 
 enum { HEADER_BYTES = 32, QUEUES = 8, BLOCK_PACKETS = 64, SEND_BLOCK_PACKETS = 256, ACK_ENTRY_BYTES = 18, SEGMENTS_MAX = 64, RECENT = 4 };
 enum { VERSION = 1, DATA = 1, ACK = 2, ABORT = 9 };
 enum { PROTECTED = 0x80, RETRANSMISSION = 0x40 };
+enum { SOCKET_FULL = -1, RING_FULL = -2 };
 #define WHOLE 0x80000000u /* in the block of an acknowledgement's entry: all of the message is taken, nobody need ask */
 
 /* What a packet of an outgoing message is: not sent, on the wire, there, lost and not to be sent again, lost and to be. */
@@ -100,6 +102,23 @@ typedef struct {
     int64_t id, block;
 } heard_block;
 
+/* How far the two sides of a ring are, in bytes since its beginning; in memory that both have. */
+typedef struct {
+    _Alignas(64) uint64_t written;
+    _Alignas(64) uint64_t taken;
+    _Alignas(64) uint32_t starving; /* the writer waits for room */
+} ring_marks;
+
+/* One side's view of a ring (shared.c). */
+typedef struct {
+    ring_marks *marks;
+    uint8_t *bytes;   /* NULL: there is none */
+    uint64_t capacity;
+    uint64_t mine;    /* how far this side is, */
+    uint64_t others;  /* and the other, as far as is known */
+    int starving;     /* this side waits for room */
+} ring;
+
 struct flow {
     double window;
     int64_t largest_window, flying;
@@ -125,6 +144,10 @@ struct flow {
     heard_block *fresh, recent[RECENT];
     int64_t fresh_count, fresh_capacity, fresh_packets, recent_count;
     double acknowledge_due_s, acknowledged_s, data_last_s;
+    /* to and from a peer on this host */
+    ring out, in;
+    uint32_t *peer_asleep;
+    int peer_bell;
 };
 
 typedef int (*control_function)(int64_t peer, const uint8_t *datagram, int64_t bytes, double now_s);
@@ -149,7 +172,9 @@ struct engine {
     flow *flows;
     incoming **chains;
     int64_t chain_count, incoming_count;
-    int socket, wake;
+    int socket, wake, bell;
+    uint32_t *asleep;       /* told to peers on this host: this engine waits for its bell; NULL: there are none */
+    int64_t shared;         /* flows whose packets come through a ring */
     int64_t singles;        /* how many datagrams of data have come alone, one after the other */
     uint8_t *buffers;       /* for receiving */
     control_function on_control;
@@ -183,10 +208,17 @@ int64_t pump_flow(engine *e, flow *f, double now_s);
 void feed_back(engine *e, flow *f, int64_t delivered, int64_t marked, int64_t lost);
 void sample_rtt(flow *f, double rtt_s);
 double paused_until(const flow *f);
+/* shared.c */
+int share_control(flow *f, const uint8_t *datagram, int64_t bytes);
+int share_burst(engine *e, flow *f, const struct iovec *pieces, int64_t parts);
+int64_t receive_shared(engine *e, flow *f);
+int fall_asleep(engine *e);
+void wake_up(engine *e);
 /* loop.c */
+double clock_s(void);
+void take_shared(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, double now_s);
 int emit_burst(engine *e, flow *f, outgoing *m, const uint32_t *packets, int64_t count, uint8_t (*headers)[HEADER_BYTES]);
 int emit_control(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, int tos);
-void take_in(engine *e, const uint8_t *datagram, int64_t bytes, const struct sockaddr_in *source, int tos, double now_s);
 
 static inline uint16_t get16(const uint8_t *p) { return (uint16_t)(p[0] << 8 | p[1]); }
 static inline uint32_t get32(const uint8_t *p) { return (uint32_t)get16(p) << 16 | get16(p + 2); }

@@ -150,7 +150,7 @@ static void note_sent(flow *f, outgoing *m, const uint32_t *packets, int64_t cou
     m->idle_told = 0;
 }
 
-/* Send one burst within the window, the most urgent packets first; return how many packets, or -1 if the socket is full. */
+/* Send one burst within the window, the most urgent packets first; return how many packets, or what keeps them. */
 int64_t pump_flow(engine *e, flow *f, double now_s) {
     if (!f->message_count || f->mute) return 0;
     outgoing *m = most_urgent(f);
@@ -175,7 +175,8 @@ int64_t pump_flow(engine *e, flow *f, double now_s) {
         memcpy(headers[k] + 1, tags, 3);
         put32(headers[k] + 16, packets[k]);
     }
-    if (emit_burst(e, f, m, packets, count, headers) < 0) return -1;
+    int kept = emit_burst(e, f, m, packets, count, headers);
+    if (kept < 0) return kept;
     note_sent(f, m, packets, count, now_s);
     return count;
 }

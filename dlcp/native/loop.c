@@ -27,7 +27,7 @@ enum { BURSTS = 8, BATCH = 32, SINGLES = 4, DATAGRAM_MAX = 65536, CONTROL_MAX = 
 enum { SLOT_BYTES = DATAGRAM_MAX + 1600 }; /* no power of two, or small datagrams would all fall on the same cache lines */
 static const double BUSY_RETRY_S = 0.0005;
 
-static double clock_s(void) {
+double clock_s(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
@@ -42,7 +42,7 @@ API engine *dlcp_engine_new(int64_t rank, int64_t job, uint64_t token, int64_t p
     engine *e = calloc(1, sizeof *e);
     if (!e) return NULL;
     e->rank = rank, e->job = job, e->token = token, e->payload_bytes = payload_bytes, e->control_queue = control_queue;
-    e->socket = socket, e->wake = wake, e->control_tos = (uint8_t)control_tos, e->offload = 1;
+    e->socket = socket, e->wake = wake, e->bell = -1, e->control_tos = (uint8_t)control_tos, e->offload = 1;
     e->on_control = on_control, e->on_unknown = on_unknown, e->on_settled = on_settled, e->on_taken = on_taken;
     e->emit = emit;
     e->flow_count = flows, e->rank_count = ranks, e->chain_count = 64;
@@ -81,32 +81,42 @@ API void dlcp_engine_free(engine *e) {
     free(e->flows), free(e->flow_of_rank), free(e->chains), free(e->buffers), free(e);
 }
 
-/* Return the flow that a datagram of this session belongs to, or NULL; `refused` then says which counter it is for. */
-static flow *flow_of(engine *e, const uint8_t *datagram, const struct sockaddr_in *source, int64_t **refused) {
-    if (datagram[0] >> 4 != VERSION || !(datagram[0] & 15) || (datagram[0] & 15) > ABORT) *refused = &e->refused_malformed;
-    else if (get64(datagram + 24) != e->token) *refused = &e->refused_token;
-    else if (get16(datagram + 4) != e->job) *refused = &e->refused_job;
-    else {
-        int64_t rank = get16(datagram + 14), peer = rank < e->rank_count ? e->flow_of_rank[rank] : -1;
-        flow *f = peer < 0 ? NULL : &e->flows[peer];
-        if (f && f->address.sin_addr.s_addr == source->sin_addr.s_addr && f->address.sin_port == source->sin_port) return f;
-        *refused = &e->refused_sender;
-    }
-    return NULL;
+/* Return the counter of refused packets that a datagram is for, or NULL if it is one of this session. */
+static int64_t *reason_to_refuse(engine *e, const uint8_t *datagram, int64_t bytes) {
+    if (bytes < HEADER_BYTES) return &e->refused_malformed;
+    if (datagram[0] >> 4 != VERSION || !(datagram[0] & 15) || (datagram[0] & 15) > ABORT) return &e->refused_malformed;
+    if (get64(datagram + 24) != e->token) return &e->refused_token;
+    return get16(datagram + 4) != e->job ? &e->refused_job : NULL;
 }
 
-void take_in(engine *e, const uint8_t *datagram, int64_t bytes, const struct sockaddr_in *source, int tos, double now_s) {
-    int64_t *refused = &e->refused_malformed;
-    flow *f = bytes < HEADER_BYTES ? NULL : flow_of(e, datagram, source, &refused);
-    if (!f) {
-        ++*refused;
-        return;
-    }
+static void take_from(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, int tos, double now_s) {
     f->heard_s = now_s;
     int type = datagram[0] & 15;
     if (type == DATA) store_data(e, f, datagram, bytes, tos, now_s);
     else if (type == ACK) take_acknowledgement(e, f, datagram, bytes, now_s);
     else e->on_control(f->peer, datagram, bytes, now_s);
+}
+
+static void take_in(engine *e, const uint8_t *datagram, int64_t bytes, const struct sockaddr_in *source, int tos, double now_s) {
+    int64_t *refused = reason_to_refuse(e, datagram, bytes);
+    if (!refused) {
+        int64_t rank = get16(datagram + 14), peer = rank < e->rank_count ? e->flow_of_rank[rank] : -1;
+        flow *f = peer < 0 ? NULL : &e->flows[peer];
+        if (f && f->address.sin_addr.s_addr == source->sin_addr.s_addr && f->address.sin_port == source->sin_port) {
+            take_from(e, f, datagram, bytes, tos, now_s);
+            return;
+        }
+        refused = &e->refused_sender;
+    }
+    ++*refused;
+}
+
+/* Take in a datagram from a peer's ring. */
+void take_shared(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, double now_s) {
+    int64_t *refused = reason_to_refuse(e, datagram, bytes);
+    if (!refused && get16(datagram + 14) != f->rank) refused = &e->refused_sender;
+    if (refused) ++*refused;
+    else take_from(e, f, datagram, bytes, 0, now_s);
 }
 
 /* Out ---------------------------------------------------------------------------------------------------------------- */
@@ -141,15 +151,16 @@ static int emit_one_by_one(engine *e, flow *f, outgoing *m, const uint32_t *pack
     return 0;
 }
 
-/* Send packets of a message at once. Return -1 if the socket is full; other errors count as loss on the way. */
+/* Send packets of a message at once. Return SOCKET_FULL or RING_FULL if they cannot leave now; other errors count as loss on the way. */
 int emit_burst(engine *e, flow *f, outgoing *m, const uint32_t *packets, int64_t count, uint8_t (*headers)[HEADER_BYTES]) {
-    if (e->emit || (count > 1 && !e->offload)) return emit_one_by_one(e, f, m, packets, count, headers);
+    if (e->emit || (!f->out.bytes && count > 1 && !e->offload)) return emit_one_by_one(e, f, m, packets, count, headers);
     struct iovec pieces[3 * SEGMENTS_MAX];
     int64_t parts = 0;
     for (int64_t k = 0; k < count; k++) {
         pieces[parts++] = (struct iovec){headers[k], HEADER_BYTES};
         parts += pieces_of(e, m, packets[k], pieces + parts);
     }
+    if (f->out.bytes) return share_burst(e, f, pieces, parts);
     union {
         char bytes[CMSG_SPACE(sizeof(int)) + CMSG_SPACE(sizeof(uint16_t))];
         struct cmsghdr align;
@@ -177,7 +188,7 @@ int emit_burst(engine *e, flow *f, outgoing *m, const uint32_t *packets, int64_t
     if (!used) message.msg_control = NULL;
     e->sent_bursts++;
     if (sendmsg(e->socket, &message, MSG_DONTWAIT) >= 0) return 0;
-    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS) return -1;
+    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS) return SOCKET_FULL;
     if (count > 1 && (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP)) {
         e->offload = 0; /* no checksum offload on the way out, or an old kernel */
         return emit_one_by_one(e, f, m, packets, count, headers);
@@ -189,6 +200,7 @@ int emit_burst(engine *e, flow *f, outgoing *m, const uint32_t *packets, int64_t
 /* Send one datagram; as emit_burst. */
 int emit_control(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, int tos) {
     if (e->emit) return e->emit(f->peer, datagram, bytes, tos);
+    if (f->out.bytes) return share_control(f, datagram, bytes);
     struct iovec piece = {(void *)datagram, (size_t)bytes};
     union {
         char bytes[CMSG_SPACE(sizeof(int))];
@@ -203,7 +215,7 @@ int emit_control(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, int
         memcpy(CMSG_DATA(c), &tos, sizeof tos);
     }
     if (sendmsg(e->socket, &message, MSG_DONTWAIT) >= 0) return 0;
-    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS) return -1;
+    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS) return SOCKET_FULL;
     e->send_errors++, e->last_errno = errno;
     return 0;
 }
@@ -306,24 +318,33 @@ static int receive_singles(engine *e) {
 
 /* Take in what the socket holds, up to a batch; return how much it was. A lone datagram may be the end of a message: only
  * after some the next ones are expected to come alone. */
-static int receive(engine *e) {
+static int receive_socket(engine *e) {
     if (e->singles >= SINGLES) return receive_singles(e);
     int count = 0;
     while (count < BURSTS && e->singles < SINGLES && receive_burst(e)) count++;
     return count;
 }
 
+/* Take in what has come, up to a batch; return how much it was. Where all peers are on this host, the socket is for strangers. */
+static int64_t receive(engine *e) {
+    int64_t count = 0;
+    for (int64_t i = 0; e->shared && i < e->flow_count; i++) count += receive_shared(e, &e->flows[i]);
+    return count && e->shared == e->flow_count ? count : count + receive_socket(e);
+}
+
 /* The loop ----------------------------------------------------------------------------------------------------------- */
 
-/* Send a burst to each peer that has room; return how many packets left, or -1 if the socket is full. */
+/* Send a burst to each peer that has room; return how many packets left, or -1 if the socket is full, or a ring and none left. */
 API int64_t dlcp_engine_pump(engine *e, double now_s) {
     int64_t sent = 0;
+    int full = 0;
     for (int64_t i = 0; i < e->flow_count; i++) {
         int64_t count = pump_flow(e, &e->flows[i], now_s);
-        if (count < 0) return -1;
-        sent += count;
+        if (count == SOCKET_FULL) return -1;
+        if (count == RING_FULL) full = 1;
+        else sent += count;
     }
-    return sent;
+    return sent || !full ? sent : -1;
 }
 
 API double dlcp_engine_acknowledge(engine *e, double now_s) {
@@ -355,9 +376,18 @@ static void wait_for_news(engine *e, double until_s, int full) {
     double now_s = clock_s(), wait_s = until_s - now_s;
     if (full) wait_s = smaller(wait_s, BUSY_RETRY_S);
     if (wait_s < 0) wait_s = 0;
+    if (fall_asleep(e)) return;
     struct timespec wait = {(time_t)wait_s, (long)((wait_s - floor(wait_s)) * 1e9)};
-    struct pollfd watched[2] = {{e->socket, POLLIN, 0}, {e->wake, POLLIN, 0}};
-    if (ppoll(watched, 2, &wait, NULL) > 0 && watched[1].revents) {
+    struct pollfd watched[3] = {{e->socket, POLLIN, 0}, {e->wake, POLLIN, 0}, {e->bell, POLLIN, 0}};
+    int ready = ppoll(watched, 3, &wait, NULL);
+    wake_up(e);
+    if (ready <= 0) return;
+    if (watched[2].revents) {
+        uint64_t rung;
+        ssize_t read_bytes = read(e->bell, &rung, sizeof rung);
+        (void)read_bytes;
+    }
+    if (watched[1].revents) {
         char woken[4096];
         while (read(e->wake, woken, sizeof woken) == (ssize_t)sizeof woken) {}
         __atomic_store_n(&e->woken, 1, __ATOMIC_RELEASE);
@@ -368,7 +398,7 @@ static void wait_for_news(engine *e, double until_s, int full) {
  * whether it was that. */
 API int64_t dlcp_engine_turn(engine *e, double until_s) {
     for (;;) {
-        int received = receive(e);
+        int64_t received = receive(e);
         double now_s = clock_s(), acknowledge_s = acknowledge_due(e, now_s);
         int64_t sent = dlcp_engine_pump(e, now_s);
         double due_s = smaller(until_s, dlcp_engine_report_due(e));

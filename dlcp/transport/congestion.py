@@ -322,6 +322,22 @@ class Proportional:
             self.window = max(self._smallest, self.window / 2)
 
 
+class Unlimited:
+    """No window: there is no network in between that could be congested."""
+
+    ecn_capable = False
+    eager = False
+
+    def __init__(self) -> None:
+        self.window, self.weight = math.inf, 1.0
+
+    def on_report(self, report: Report) -> None:
+        """See :meth:`RateControl.on_report`."""
+
+    def on_timeout(self) -> None:
+        """See :meth:`RateControl.on_timeout`."""
+
+
 class Cubic:
     """CUBIC (RFC 9438), for traffic that shares a drop-tail queue with TCP; reacts to loss, once a round trip.
 

@@ -24,6 +24,7 @@ from dlcp.transport.options import TransportOptions
 from dlcp.transport.protocol import Protocol
 from dlcp.transport.receiving import NOTHING, Arrival, Summation
 from dlcp.transport.sending import Delivery
+from dlcp.transport.shared_memory import SharedMemory
 
 RECEIVE_BUFFER_BYTES = 8 << 20
 SKB_OVERHEAD_BYTES = 832
@@ -49,6 +50,9 @@ class Endpoint:
         Job number and session token, the same on all ranks.
     options
         See :class:`TransportOptions`.
+    shared
+        Memory through which packets go to and come from ranks of this host, from
+        :meth:`dlcp.transport.shared_memory.Doorstep.meet`; closed with the endpoint.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Endpoint:
         job: int = 0,
         token: int,
         options: TransportOptions | None = None,
+        shared: SharedMemory | None = None,
     ) -> None:
         self.rank = rank
         self.options = options or TransportOptions()
@@ -82,6 +87,7 @@ class Endpoint:
             receive_packets=_receive_packets(sock, self.options.payload_bytes),
             now_s=time.monotonic(),
             sock=sock,
+            shared=shared,
         )
         self._thread = threading.Thread(target=self._run, name=f"dlcp-rank{rank}", daemon=True)
         self._thread.start()

@@ -15,6 +15,7 @@ FASTEST_BPS = 100e9
 
 More only stands in buffers, and falls out of a host's caches. Chosen by us, by CPU time on a loopback.
 """
+UNLIMITED_PACKETS = 1 << 40
 
 
 @dataclass(slots=True)
@@ -33,6 +34,8 @@ class Peer:
         Bytes of a message per packet.
     room_packets
         What its receive buffer has room for.
+    neighbour
+        Packets go there through memory, which says itself when it is full.
     """
 
     rank: int
@@ -40,6 +43,7 @@ class Peer:
     control: RateControl
     payload_bytes: int
     room_packets: int
+    neighbour: bool = False
     rate: DeliveryRate = field(default_factory=DeliveryRate)
     sending: dict[MessageKey, Sending] = field(default_factory=dict)
     """Messages that it has not confirmed."""
@@ -51,7 +55,7 @@ class Peer:
     """The shortest round trip so far."""
 
     def __post_init__(self) -> None:
-        self.flow.largest_window = self.room_packets
+        self.flow.largest_window = UNLIMITED_PACKETS if self.neighbour else self.room_packets
         self.flow.window = self.control.window
 
     def follow_reports(self, now_s: float) -> None:
@@ -65,6 +69,9 @@ class Peer:
 
     def limit_window(self, rtt_s: float = 0.0) -> None:
         """Bound the window by what the receiver has room for, and by what may be of use; 0: no new round trip."""
+        if self.neighbour:
+            self.flow.largest_window = UNLIMITED_PACKETS
+            return
         if rtt_s:
             self.base_rtt_s = min(self.base_rtt_s, rtt_s)
         useful_bytes = max(USEFUL_WINDOW_BYTES, self.base_rtt_s * FASTEST_BPS / 8)

@@ -16,13 +16,15 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.tags import AS_SEEDED, PacketTags, Turn
 from dlcp.transport import native
-from dlcp.transport.bound import LossBound
+from dlcp.transport.bound import RELIABLE, LossBound
+from dlcp.transport.congestion import RateControl, Unlimited
 from dlcp.transport.control_packets import ControlPackets
 from dlcp.transport.engine import Address, Bytes, Emit, Engine, Incoming, MessageKey
 from dlcp.transport.errors import (
@@ -41,6 +43,7 @@ from dlcp.transport.promise import Promise
 from dlcp.transport.receiving import NOTHING, STOP_REPEAT_S, Arrival, Awaited, Place, Summation
 from dlcp.transport.scratch import Scratch
 from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S, Delivery
+from dlcp.transport.shared_memory import SharedMemory
 from dlcp.wire import Header, PacketType
 
 HELLO_REPEAT_S = 0.1
@@ -69,6 +72,8 @@ class Protocol:
         How packets leave otherwise.
     compiled
         Whether to use the engine in C; None: if it is here.
+    shared
+        Memory through which packets go to and come from ranks of this host; for the engine in C only.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class Protocol:
         sock: socket.socket | None = None,
         emit: Emit | None = None,
         compiled: bool | None = None,
+        shared: SharedMemory | None = None,
     ) -> None:
         self.rank = rank
         self.job = job
@@ -92,9 +98,15 @@ class Protocol:
         self.scratch = Scratch()
         self._refused: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()
-        self._window = max(1, receive_packets // max(1, len(peers)))
-        make = native.NativeEngine if (native.available() if compiled is None else compiled) else PlainEngine
-        self.engine: Engine = make(
+        self.neighbours = shared.ranks if shared else frozenset[int]()
+        """Ranks to and from which packets go through memory: nothing gets lost there."""
+        self._window = max(1, receive_packets // max(1, len(peers) - len(self.neighbours)))
+        make: Callable[..., Engine] = PlainEngine
+        if native.available() if compiled is None else compiled:
+            make = partial(native.NativeEngine, shared=shared)
+        elif self.neighbours:
+            raise TransportError(f"rank {rank}: only the engine in C reads memory that ranks share")
+        self.engine = make(
             rank,
             peers,
             job=job,
@@ -120,7 +132,12 @@ class Protocol:
         )
         self._peers = {
             peer: Peer(
-                peer, self.engine.flows[peer], options.rate_control(len(peers)), options.payload_bytes, self._window
+                peer,
+                self.engine.flows[peer],
+                Unlimited() if peer in self.neighbours else options.rate_control(len(peers)),
+                options.payload_bytes,
+                self._window,
+                peer in self.neighbours,
             )
             for peer in peers
         }
@@ -169,7 +186,7 @@ class Protocol:
             failed.set_exception(self._failure)
             return failed
         self._due_by(now_s + PROBE_TIMEOUT_MIN_S)
-        return self._outbox.send(peer, key, payload, tags, bound, label, now_s, tail, turn)
+        return self._outbox.send(peer, key, payload, tags, self._bound(peer, bound), label, now_s, tail, turn)
 
     def receive_message(
         self,
@@ -198,7 +215,7 @@ class Protocol:
             Add it to a sum instead, as the member at a position. The arrival's ``payload`` is then room of
             :attr:`scratch` in which waited what came out of turn; whoever finishes the sum gives it back.
         """
-        awaited = Awaited(message_bytes, bound, label, now_s + self.options.deadline_s)
+        awaited = Awaited(message_bytes, self._bound(peer, bound), label, now_s + self.options.deadline_s)
         if self._failure:
             awaited.done.set_exception(self._failure)
             return awaited.done
@@ -293,7 +310,12 @@ class Protocol:
         return self._counted + Counter({name: value for name, value in counters if not name.startswith("refused_")})
 
     def rate_to(self, rank: int) -> float:
-        """Return how fast a rank has taken in lately what waited to be sent to it, in bit/s; 0 if that is not known."""
+        """Return how fast a rank has taken in lately what waited to be sent to it, in bit/s; 0 if that is not known.
+
+        Neighbours are not asked: what is told of a rank is how fast its port is.
+        """
+        if rank in self.neighbours:
+            return 0.0
         return self._peers[rank].rate.packets_per_s(self._clock_s) * self.options.payload_bytes * 8
 
     def weigh_flows(self, flow_weight: float | None) -> None:
@@ -410,6 +432,10 @@ class Protocol:
         late = self.inbox.overdue(now_s)
         if late:
             self.fail(late)
+
+    def _bound(self, peer: int, bound: LossBound) -> LossBound:
+        """Return what a message may lose, where it may lose ``bound`` in the network."""
+        return RELIABLE if peer in self.neighbours else bound
 
     def _due_by(self, at_s: float) -> None:
         self.due_s = min(self.due_s, at_s)

@@ -43,6 +43,7 @@ from dlcp.transport.native.mirror import (
     UnknownFunction,
     available,
 )
+from dlcp.transport.shared_memory import SharedMemory
 
 
 class NativeEngine:
@@ -58,6 +59,9 @@ class NativeEngine:
         What the protocol is asked and told.
     sock
         A non-blocking socket; None sends through ``emit``.
+    shared
+        Memory through which packets go to and come from ranks of this host, instead of the socket; closed with the
+        engine.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class NativeEngine:
         sock: socket.socket | None,
         emit: Emit | None,
         now_s: float,
+        shared: SharedMemory | None = None,
     ) -> None:
         library = dlcp.native.library()
         if not available() or library is None:
@@ -123,6 +128,14 @@ class NativeEngine:
             )
             for peer, number in self._numbers.items()
         }
+        self._shared = shared or SharedMemory()
+        for rings, share in (
+            (self._shared.inward, library.dlcp_engine_share_in),
+            (self._shared.outward, library.dlcp_engine_share_out),
+        ):
+            for peer, ring in rings.items():
+                where = ring.marks.ctypes.data, ring.data.ctypes.data, len(ring.data), ring.asleep.ctypes.data
+                share(self._engine, self._numbers[peer], *where, ring.bell)
 
     def counters(self) -> dict[str, int]:
         """See :meth:`dlcp.transport.engine.Engine.counters`."""
@@ -292,6 +305,7 @@ class NativeEngine:
         self._state = EngineNumbers.from_buffer_copy(self._state)
         self.flows = {}
         self._library.dlcp_engine_free(self._engine)
+        self._shared.close()
         if self._wake_write >= 0:
             os.close(self._wake_read)
             os.close(self._wake_write)

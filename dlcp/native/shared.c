@@ -1,0 +1,169 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Packets between ranks of one host, through memory that both have: a ring for each direction, into which the sender writes
+ * bursts just as they would leave through its socket, and in which the receiver reads them where they lie. A receiver that
+ * waits says so, and is woken through an eventfd. Both sides are processes of one job; what a ring holds is checked all the same.
+ *
+ * A record is its head, in RECORD_ALIGN bytes, and its datagrams, one after the other, all but the last of one size. It does
+ * not wrap: a head of 0 bytes leads back to the beginning.
+ */
+
+#include <string.h>
+#include <unistd.h>
+
+#include "engine.h"
+
+enum { RECORD_ALIGN = 64, RECORDS = 8 };
+enum { CONTROL_ROOM = 16384 }; /* what data leaves free for control packets */
+
+typedef struct {
+    uint32_t bytes, segment;
+} record_head;
+
+static uint64_t aligned(uint64_t bytes) {
+    return (bytes + RECORD_ALIGN - 1) & ~(uint64_t)(RECORD_ALIGN - 1);
+}
+
+/* Take packets from a peer out of `capacity` bytes at `bytes`, a multiple of 64, from now on. `marks` and `asleep`, which is for
+ * all of an engine's rings, begin as zeros; `bell` is an eventfd that the engine waits on. */
+API void dlcp_engine_share_in(engine *e, int64_t peer, ring_marks *marks, uint8_t *bytes, int64_t capacity, uint32_t *asleep,
+                              int bell) {
+    flow *f = &e->flows[peer];
+    if (!f->in.bytes) e->shared++;
+    f->in = (ring){.marks = marks, .bytes = bytes, .capacity = (uint64_t)capacity};
+    e->asleep = asleep, e->bell = bell;
+}
+
+/* Put packets for a peer into its ring from now on, not into the socket; what it means is as above, `asleep` and `bell` are its. */
+API void dlcp_engine_share_out(engine *e, int64_t peer, ring_marks *marks, uint8_t *bytes, int64_t capacity, uint32_t *asleep,
+                               int bell) {
+    flow *f = &e->flows[peer];
+    f->out = (ring){.marks = marks, .bytes = bytes, .capacity = (uint64_t)capacity};
+    f->peer_asleep = asleep, f->peer_bell = bell;
+}
+
+/* Out ---------------------------------------------------------------------------------------------------------------- */
+
+static int has_room(const ring *r, uint64_t bytes) {
+    return bytes <= r->capacity - (r->mine - r->others);
+}
+
+/* Return room for a record of so many bytes that leaves others free, or NULL if the ring is full. */
+static uint8_t *reserve(ring *r, uint64_t bytes, uint64_t free) {
+    uint64_t offset = r->mine % r->capacity, left = r->capacity - offset, size = RECORD_ALIGN + aligned(bytes);
+    uint64_t needed = (size <= left ? size : left + size) + free;
+    if (!has_room(r, needed)) {
+        r->others = __atomic_load_n(&r->marks->taken, __ATOMIC_ACQUIRE);
+        if (!has_room(r, needed)) {
+            __atomic_store_n(&r->marks->starving, 1, __ATOMIC_SEQ_CST);
+            r->others = __atomic_load_n(&r->marks->taken, __ATOMIC_SEQ_CST);
+            r->starving = !has_room(r, needed);
+            if (r->starving) return NULL;
+        }
+    }
+    if (size > left) {
+        *(record_head *)(r->bytes + offset) = (record_head){0, 0};
+        r->mine += left, offset = 0;
+    }
+    return r->bytes + offset + RECORD_ALIGN;
+}
+
+static void ring_bell(flow *f) {
+    if (!__atomic_load_n(f->peer_asleep, __ATOMIC_SEQ_CST) || !__atomic_exchange_n(f->peer_asleep, 0, __ATOMIC_SEQ_CST)) return;
+    uint64_t one = 1;
+    ssize_t written = write(f->peer_bell, &one, sizeof one);
+    (void)written; /* it can only be full, so that it is ringing */
+}
+
+static void publish(flow *f, uint8_t *at, uint64_t bytes, uint64_t segment) {
+    ring *r = &f->out;
+    *(record_head *)(at - RECORD_ALIGN) = (record_head){(uint32_t)bytes, (uint32_t)segment};
+    r->mine += RECORD_ALIGN + aligned(bytes), r->starving = 0;
+    __atomic_store_n(&r->marks->written, r->mine, __ATOMIC_SEQ_CST);
+    ring_bell(f);
+}
+
+int share_control(flow *f, const uint8_t *datagram, int64_t bytes) {
+    uint8_t *at = reserve(&f->out, (uint64_t)bytes, 0);
+    if (!at) return RING_FULL;
+    memcpy(at, datagram, (size_t)bytes);
+    publish(f, at, (uint64_t)bytes, (uint64_t)bytes);
+    return 0;
+}
+
+int share_burst(engine *e, flow *f, const struct iovec *pieces, int64_t parts) {
+    uint64_t bytes = 0, segment = HEADER_BYTES + (uint64_t)e->payload_bytes;
+    for (int64_t p = 0; p < parts; p++) bytes += pieces[p].iov_len;
+    uint8_t *at = reserve(&f->out, bytes, CONTROL_ROOM), *into = at;
+    if (!at) return RING_FULL;
+    for (int64_t p = 0; p < parts; p++) {
+        memcpy(into, pieces[p].iov_base, pieces[p].iov_len);
+        into += pieces[p].iov_len;
+    }
+    publish(f, at, bytes, segment);
+    e->sent_bursts++;
+    return 0;
+}
+
+/* In ----------------------------------------------------------------------------------------------------------------- */
+
+static int has_news(const flow *f) {
+    if (f->in.bytes && __atomic_load_n(&f->in.marks->written, __ATOMIC_SEQ_CST) != f->in.mine) return 1;
+    return f->out.starving && !__atomic_load_n(&f->out.marks->starving, __ATOMIC_SEQ_CST);
+}
+
+/* Say that the engine is about to wait; return whether it need not, for something has come or may leave. */
+int fall_asleep(engine *e) {
+    if (!e->asleep) return 0;
+    __atomic_store_n(e->asleep, 1, __ATOMIC_SEQ_CST);
+    for (int64_t i = 0; i < e->flow_count; i++)
+        if (has_news(&e->flows[i])) {
+            wake_up(e);
+            return 1;
+        }
+    return 0;
+}
+
+void wake_up(engine *e) {
+    if (e->asleep) __atomic_store_n(e->asleep, 0, __ATOMIC_SEQ_CST);
+}
+
+/* Take in a record, and return its size with its head; 0 if it is none. */
+static uint64_t take_record(engine *e, flow *f, uint64_t left) {
+    ring *r = &f->in;
+    const uint8_t *at = r->bytes + r->mine % r->capacity;
+    record_head head = *(const record_head *)at;
+    uint64_t offset = r->mine % r->capacity, room = r->capacity - offset;
+    if (!head.bytes) return room <= left ? room : 0;
+    uint64_t size = RECORD_ALIGN + aligned(head.bytes);
+    if (!head.segment || size > room || size > left) return 0;
+    double now_s = clock_s();
+    for (uint64_t start = 0; start < head.bytes; start += head.segment) {
+        uint64_t bytes = head.bytes - start < head.segment ? head.bytes - start : head.segment;
+        take_shared(e, f, at + RECORD_ALIGN + start, (int64_t)bytes, now_s);
+    }
+    e->received_bursts++;
+    return size;
+}
+
+/* Take in what a peer has put into its ring, up to some records; return how many. */
+int64_t receive_shared(engine *e, flow *f) {
+    ring *r = &f->in;
+    int64_t count = 0;
+    while (r->bytes && count < RECORDS) {
+        if (r->mine == r->others) r->others = __atomic_load_n(&r->marks->written, __ATOMIC_ACQUIRE);
+        if (r->mine == r->others) break;
+        uint64_t size = take_record(e, f, r->others - r->mine);
+        if (!size) { /* not written by an engine: what it says next cannot be told */
+            e->refused_malformed++;
+            r->bytes = NULL;
+            break;
+        }
+        r->mine += size, count++;
+        __atomic_store_n(&r->marks->taken, r->mine, __ATOMIC_SEQ_CST);
+    }
+    if (count && __atomic_load_n(&r->marks->starving, __ATOMIC_SEQ_CST)) {
+        __atomic_store_n(&r->marks->starving, 0, __ATOMIC_SEQ_CST);
+        if (f->out.bytes) ring_bell(f); /* which is the same peer's; without it, the peer looks again by itself */
+    }
+    return count;
+}
