@@ -159,7 +159,7 @@ def _meet(
 
 
 def _may_share(options: Options) -> bool:
-    wanted = options.shared_memory and not options.advertise and options.collective != "server"
+    wanted = options.shared_memory and not (options.advertise or options.immediate or options.collective == "server")
     return wanted and native.available() and shared_memory.available()
 
 

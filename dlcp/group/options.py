@@ -50,8 +50,8 @@ class Options:
         9000. Whatever is chosen is tried with real packets first; if it does not pass, the largest that does is taken.
     shared_memory
         Let ranks that share a network namespace, and so a host, exchange packets through memory instead of their
-        sockets: nothing is queued, dropped or lost there. Not where others reach this rank by an ``advertise`` of its
-        own, which leads through a network.
+        sockets: nothing is queued, dropped or lost there. Not with ``immediate``, and not where others reach this rank
+        by an ``advertise`` of its own, which leads through a network.
     congestion, tagged, silence_s, deadline_s, switch_hops
         See :class:`dlcp.transport.TransportOptions`.
     flow_weight

@@ -44,9 +44,10 @@ static int64_t find_lost(engine *e, flow *f) {
     return lost;
 }
 
-/* Find when the next report may be taken. Where nothing asks for a smaller or a larger window there is no hurry. */
+/* Find when the next report may be taken. Where nothing asks for a smaller or a larger window there is no hurry; of what goes
+ * through memory there is nothing to learn. */
 static void schedule_report(const engine *e, flow *f) {
-    if (!f->delivered && !f->lost) return;
+    if (f->out.bytes || (!f->delivered && !f->lost)) return;
     int hurry = f->lost || f->marked || (f->limited && f->eager);
     double calm_s = hurry ? e->report_min_s : e->report_calm_s;
     f->report_due_s = f->reported_s + (f->smoothed_rtt_s > calm_s ? f->smoothed_rtt_s : calm_s);

@@ -334,17 +334,16 @@ static int64_t receive(engine *e) {
 
 /* The loop ----------------------------------------------------------------------------------------------------------- */
 
-/* Send a burst to each peer that has room; return how many packets left, or -1 if the socket is full, or a ring and none left. */
+/* Send a burst to each peer that has room; return how many packets left, or -1 if the socket is full. Where a ring is, its reader
+ * rings once it is not. */
 API int64_t dlcp_engine_pump(engine *e, double now_s) {
     int64_t sent = 0;
-    int full = 0;
     for (int64_t i = 0; i < e->flow_count; i++) {
         int64_t count = pump_flow(e, &e->flows[i], now_s);
         if (count == SOCKET_FULL) return -1;
-        if (count == RING_FULL) full = 1;
-        else sent += count;
+        if (count > 0) sent += count;
     }
-    return sent || !full ? sent : -1;
+    return sent;
 }
 
 API double dlcp_engine_acknowledge(engine *e, double now_s) {

@@ -23,7 +23,9 @@ static uint64_t aligned(uint64_t bytes) {
     return (bytes + RECORD_ALIGN - 1) & ~(uint64_t)(RECORD_ALIGN - 1);
 }
 
-/* Take packets from a peer out of `capacity` bytes at `bytes`, a multiple of 64, from now on. `marks` and `asleep`, which is for
+/* A peer has both rings, or none.
+ *
+ * Take packets from a peer out of `capacity` bytes at `bytes`, a multiple of 64, from now on. `marks` and `asleep`, which is for
  * all of an engine's rings, begin as zeros; `bell` is an eventfd that the engine waits on. */
 API void dlcp_engine_share_in(engine *e, int64_t peer, ring_marks *marks, uint8_t *bytes, int64_t capacity, uint32_t *asleep,
                               int bell) {
@@ -163,7 +165,7 @@ int64_t receive_shared(engine *e, flow *f) {
     }
     if (count && __atomic_load_n(&r->marks->starving, __ATOMIC_SEQ_CST)) {
         __atomic_store_n(&r->marks->starving, 0, __ATOMIC_SEQ_CST);
-        if (f->out.bytes) ring_bell(f); /* which is the same peer's; without it, the peer looks again by itself */
+        ring_bell(f);
     }
     return count;
 }

@@ -196,10 +196,10 @@ class Outbox:
         if not idle and now_s < peer.look_s:
             return peer.look_s
         for sending in peer.sending.values():
-            probe_due_s = sending.probe_due_s(peer.flow)
+            probe_due_s = sending.probe_due_s(peer.flow, peer.neighbour)
             if now_s >= probe_due_s:
                 self._probe(peer, sending, now_s)
-                probe_due_s = sending.probe_due_s(peer.flow)
+                probe_due_s = sending.probe_due_s(peer.flow, peer.neighbour)
             due_s = min(due_s, probe_due_s)
         peer.look_s = max(due_s, now_s + LOOK_SPACING_S)
         return peer.look_s

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dlcp.tags import AS_SEEDED, PacketTags, Turn
 from dlcp.transport import native
 from dlcp.transport.bound import RELIABLE, LossBound
-from dlcp.transport.congestion import RateControl, Unlimited
+from dlcp.transport.congestion import Unlimited
 from dlcp.transport.control_packets import ControlPackets
 from dlcp.transport.engine import Address, Bytes, Emit, Engine, Incoming, MessageKey
 from dlcp.transport.errors import (

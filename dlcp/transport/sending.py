@@ -70,7 +70,7 @@ class Sending:
     _confirmed: dict[int, NDArray[np.bool_]] = field(default_factory=dict)
     _delivered_seen: int = 0
 
-    def probe_due_s(self, flow: Flow) -> float:
+    def probe_due_s(self, flow: Flow, neighbour: bool = False) -> float:
         """Return when to ask what is missing; infinity while packets leave freely."""
         message = self.message
         if message.delivered != self._delivered_seen:
@@ -84,7 +84,7 @@ class Sending:
         # Questions and answers get lost like anything else: only answers without news say that asking is no use.
         idle_answers = self.probes_without_news - self.probes_unanswered + self.probes_unanswered // UNANSWERED_PATIENCE
         backoff: int = 2 ** min(BACKOFF_MAX, idle_answers)
-        return max(message.active_s, self.probed_s) + probe_timeout_s(flow) * backoff
+        return max(message.active_s, self.probed_s) + probe_timeout_s(flow, neighbour) * backoff
 
     def asked(self, now_s: float) -> None:
         """Note that a PROBE leaves."""
@@ -108,8 +108,10 @@ class Sending:
             self.done.set_result(Delivery(delivered, message.sent, message.resent, now_s - self.started_s))
 
 
-def probe_timeout_s(flow: Flow) -> float:
-    """Return how long to wait for news before asking."""
+def probe_timeout_s(flow: Flow, neighbour: bool) -> float:
+    """Return how long to wait for news before asking; a neighbour loses nothing, it is only slow."""
+    if neighbour:
+        return PROBE_TIMEOUT_MAX_S
     if not flow.smoothed_rtt_s:
         return 4 * PROBE_TIMEOUT_MIN_S
     timeout = flow.smoothed_rtt_s + 4 * flow.rtt_variation_s

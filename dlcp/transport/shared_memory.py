@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory through which ranks of one host send each other packets, instead of through their sockets.
 
-Every rank has an inbox: memory with a ring for each rank that may write to it (``dlcp/native/shared.c``), and an eventfd
-that wakes it. It hands both to the others through a Unix socket of an abstract name. Those names are of a network
-namespace: whoever gets an answer is where no network lies in between, real or emulated, and nobody else gets one.
+Every rank has an inbox: memory with a ring for each rank that may write to it (``dlcp/native/shared.c``), and an
+eventfd that wakes it. It hands both to the others through a Unix socket of an abstract name. Those names are of a
+network namespace: whoever gets an answer is where no network lies in between, real or emulated, and nobody else gets
+one.
 """
 
 import contextlib
@@ -24,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 RING_BYTES: Final = 1 << 20
-"""Of one direction between two ranks; a multiple of the page size. Chosen by us, by time: of 512 KiB to 2 MiB it makes no
-difference, less holds too few bursts for a reader that has to be woken."""
+"""Of one direction between two ranks; a multiple of the page size. Chosen by us, by time: between 512 KiB and 2 MiB it
+makes no difference, less holds too few bursts for a reader that has to be woken."""
 _PAGE: Final = mmap.PAGESIZE
 _OFFER: Final = struct.Struct("=QqqqQ")
 """Token, job, the rank that offers, which ring of its inbox, bytes of each."""

@@ -43,12 +43,12 @@ def on_ranks(size, function, *, only=None):
 def together(size, function, options=None):
     """Let ranks join and run ``function(group)``; return the results by rank, or raise the first error.
 
-    ``options`` are those of all ranks, or a list with those of each.
+    ``options`` are those of all ranks, or a list with those of each; by default packets go through sockets.
     """
     master = f"127.0.0.1:{free_port()}"
 
     def one(rank):
-        mine = options[rank] if isinstance(options, list) else options or Options()
+        mine = options[rank] if isinstance(options, list) else options or Options(shared_memory=False)
         with dlcp.group.join(mine, rank=rank, size=size, master=master) as group:
             return function(group)
 

@@ -23,6 +23,7 @@ TESTS = [
     "transport/test_engine_fold.py",
     "transport/test_engine_sockets.py",
     "transport/test_refusals.py",
+    "transport/test_shared_memory.py",
     "collectives/test_direct_in_place.py",
 ]
 LIMIT_S = 100

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.utils import clip_grad_norm_  # noqa: E402
-from workers import launch, values  # noqa: E402
+from workers import WAYS, launch, values  # noqa: E402
 
 from dlcp.torch import layer_exchange  # noqa: E402
 from dlcp.torch.crossstep import cross_step  # noqa: E402
@@ -246,9 +246,9 @@ def all_cases(worker):
     return found
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    return values(launch(2, all_cases, limit_s=100))
+@pytest.fixture(scope="module", params=WAYS)
+def two_ranks(request):
+    return values(launch(2, all_cases, limit_s=100, environment=WAYS[request.param]))
 
 
 @pytest.mark.parametrize("case", CASES)

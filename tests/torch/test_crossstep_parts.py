@@ -39,6 +39,11 @@ def test_groups_reach_the_least_size_and_keep_modules_whole():
     assert len(in_groups(described(net), 1 << 20)) == 1
 
 
+def test_groups_grow_away_from_the_input():
+    net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(16)))  # 64 bytes each
+    assert [len(group) for group in in_groups(described(net), 64)] == [1, 2, 4, 4, 4, 1]
+
+
 def test_groups_hold_one_type_each():
     net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2).double()])
     assert names_in(in_groups(described(net), 1 << 20)) == [

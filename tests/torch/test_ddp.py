@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from ddp_models import ALL_DROPPABLE, BUCKET_MB, OPTIMIZERS, assert_same_bits, batch, make, train  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from workers import free_udp_ports, launch, values  # noqa: E402
+from workers import WAYS, free_udp_ports, launch, values  # noqa: E402
 
 import dlcp.torch  # noqa: E402
 
@@ -54,9 +54,9 @@ def parity_of_two(worker):
     return checks
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    return values(launch(2, parity_of_two))
+@pytest.fixture(scope="module", params=WAYS)
+def two_ranks(request):
+    return values(launch(2, parity_of_two, environment=WAYS[request.param]))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from typing import Any
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "dlcp.torch"])
 LIMIT_S = 60
+WAYS = {"sockets": {"DLCP_SHARED_MEMORY": "0"}, "memory": {"DLCP_SHARED_MEMORY": "1"}}
+"""How workers exchange packets, as the environment of :func:`launch` says: by default through sockets."""
 
 
 @dataclass
@@ -35,7 +37,8 @@ class Worker:
     def options(self, **fields):
         from dlcp.torch import Options
 
-        return Options(bind=f"127.0.0.1:{self.port}", **fields)
+        shared = os.environ["DLCP_SHARED_MEMORY"] == "1"
+        return Options(**{"bind": f"127.0.0.1:{self.port}", "shared_memory": shared, **fields})
 
 
 @dataclass
@@ -57,7 +60,9 @@ def free_udp_ports(count):
 
 
 def _run(worker, store, function, arguments, pipe):
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}, **worker.environment)
+    os.environ.update(
+        {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}, **(WAYS["sockets"] | worker.environment)
+    )
     import torch
     import torch.distributed as dist
 

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ranks of a group exchange packets through memory, and that they average the same as through sockets."""
+
+from contextlib import ExitStack, closing
+
+import numpy as np
+import pytest
+from group_ranks import on_ranks, together
+
+from dlcp import native
+from dlcp.group import Options
+from dlcp.switch import namespace
+from dlcp.transport import shared_memory
+from dlcp.transport.shared_memory import Doorstep
+
+pytestmark = pytest.mark.skipif(
+    native.library() is None or not shared_memory.available(), reason="needs the engine in C, memfd_create and eventfd"
+)
+
+
+def average(group, steps=3):
+    """Average some steps; return the results, with whom memory is shared, and what the ledger says."""
+    group.register(["large", "small"])
+    kept = []
+    for step in range(steps):
+        random = np.random.default_rng([group.rank, step])
+        gradients = {
+            "large": random.standard_normal(300_001).astype(np.float32),
+            "small": random.standard_normal(3).astype(np.float32),
+        }
+        group.average(gradients)
+        kept.append(gradients)
+    return kept, group.endpoint.protocol.neighbours, group.ledger.summary()
+
+
+def assert_same(found):
+    for kept, _, _ in found:
+        for ours, theirs in zip(kept, found[0][0], strict=True):
+            for name, values in ours.items():
+                np.testing.assert_array_equal(values, theirs[name])
+
+
+@pytest.mark.parametrize("collective", ["direct", "ring", "auto"])
+def test_ranks_of_one_host_share_memory_and_lose_nothing(collective):
+    through_memory = together(3, average, Options(collective=collective))
+    through_sockets = together(3, average, Options(collective=collective, shared_memory=False, loss_bound=0.0))
+    assert [shared for _, shared, _ in through_memory] == [{1, 2}, {0, 2}, {0, 1}]
+    assert not any(shared for _, shared, _ in through_sockets)
+    assert_same([*through_memory, *through_sockets])
+    for _, _, ledger in through_memory:
+        assert ledger["sent"] == ledger["delivered"] > 0
+        assert ledger["lost"] == ledger["retransmitted"] == 0
+
+
+def test_ranks_that_do_not_want_it_use_sockets_and_the_others_memory():
+    found = together(3, average, [Options(), Options(shared_memory=False), Options()])
+    assert [shared for _, shared, _ in found] == [{2}, frozenset(), {0}]
+    assert_same(found)
+
+
+@pytest.mark.parametrize("why", [{"immediate": True}, {"advertise": "127.0.0.1"}])
+def test_where_a_network_is_meant_to_be_in_between_nothing_is_shared(why):
+    found = together(2, average, Options(**why))
+    assert not any(shared for _, shared, _ in found)
+
+
+def test_network_namespaces_of_one_host_share_nothing():
+    works, reason = namespace.available()
+    if not works:
+        pytest.skip(f"needs network namespaces: {reason}")
+    names = range(2)
+    with ExitStack() as open_ones:
+        spaces = [open_ones.enter_context(closing(namespace.Namespace(f"host {rank}"))) for rank in names]
+        apart = [open_ones.enter_context(space.call(Doorstep)) for space in spaces]
+        together = [open_ones.enter_context(spaces[0].call(Doorstep)) for _ in names]
+        assert ranks_found(apart) == {0: frozenset(), 1: frozenset()}
+        assert ranks_found(together) == {0: {1}, 1: {0}}
+
+
+def ranks_found(doorsteps):
+    def meet(rank):
+        shared = doorsteps[rank].meet(rank, {1 - rank: doorsteps[1 - rank].name}, job=0, token=1, timeout_s=10)
+        found = shared.ranks
+        shared.close()
+        return found
+
+    return on_ranks(2, meet)

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of one host exchange packets through memory: who finds whom, and what goes through, in which order, or not."""
+
+import fcntl
+import os
+import socket
+import struct
+import threading
+import time
+from array import array
+from contextlib import ExitStack, closing, contextmanager
+
+import numpy as np
+import pytest
+from network import plain_tags
+
+from dlcp import native
+from dlcp.transport import (
+    RELIABLE,
+    Endpoint,
+    LossBound,
+    MessageKey,
+    PeerSilentError,
+    TransportError,
+    TransportOptions,
+    bind_socket,
+    shared_memory,
+)
+from dlcp.transport.shared_memory import RING_BYTES, Doorstep
+from dlcp.wire import Header, PacketType
+
+pytestmark = pytest.mark.skipif(
+    native.library() is None or not shared_memory.available(), reason="needs the engine in C, memfd_create and eventfd"
+)
+LIMIT_S = 20
+TOKEN = 77
+PAGE = 4096
+OFFER = struct.Struct("=QqqqQ")
+
+
+def bytes_of(size, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def at_once(*actions):
+    """Do things in threads; return what came of them."""
+    results = [None] * len(actions)
+
+    def do(number, action):
+        results[number] = action()
+
+    threads = [threading.Thread(target=do, args=item) for item in enumerate(actions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def meet(count, **changes):
+    """Let ranks meet, each with the name of each other's doorstep."""
+    with ExitStack() as steps:
+        doorsteps = [steps.enter_context(Doorstep()) for _ in range(count)]
+        common = {"job": 0, "token": TOKEN, "timeout_s": LIMIT_S, **changes}
+
+        def meet_others(rank):
+            names = {peer: step.name for peer, step in enumerate(doorsteps) if peer != rank}
+            return lambda: doorsteps[rank].meet(rank, names, **common)
+
+        return at_once(*map(meet_others, range(count)))
+
+
+@contextmanager
+def neighbours(count, *, silence_s=10.0, apart=()):
+    """Endpoints that reach each other through memory only, but for pairs ``apart``: other addresses lead nowhere."""
+    shared = meet(count)
+    sockets = [bind_socket("127.0.0.1", [0]) for _ in range(count)]
+    with closing(bind_socket("127.0.0.1", [0])) as nowhere, ExitStack() as ends:
+        made = []
+        for rank in range(count):
+            others = [peer for peer in range(count) if peer != rank]
+            away = {peer for peer in others if {rank, peer} in apart}
+            shared[rank].keep([peer for peer in others if peer not in away])
+            addresses = {peer: (sockets[peer] if peer in away else nowhere).getsockname() for peer in others}
+            options = TransportOptions(silence_s=silence_s)
+            end = Endpoint(rank, sockets[rank], addresses, token=TOKEN, options=options, shared=shared[rank])
+            ends.callback(end.close, "the test is over")
+            made.append(end)
+        for end in made:
+            end.greet(LIMIT_S)
+        yield made
+
+
+def start(sender, receiver, key, payload, bound=RELIABLE):
+    tags = plain_tags(-(-len(payload) // 1440))
+    return (
+        receiver.receive(sender.rank, key, len(payload), bound, "layer"),
+        sender.send(receiver.rank, key, memoryview(payload), tags, bound, "layer"),
+    )
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def wait_until(condition):
+    end_s = time.monotonic() + LIMIT_S
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.005)
+    assert condition()
+
+
+@pytest.mark.parametrize("count", [2, 3, 12])
+def test_all_who_are_here_find_each_other_and_leave_nothing_behind(count):
+    before = descriptors()
+    met = meet(count)
+    for rank, shared in enumerate(met):
+        assert shared.ranks == set(range(count)) - {rank}
+    for shared in met:
+        shared.close()
+    assert descriptors() == before
+
+
+def test_who_is_not_here_is_not_waited_for():
+    with Doorstep() as doorstep:
+        began_s = time.monotonic()
+        shared = doorstep.meet(0, {1: "dlcp-of-another-host"}, job=0, token=TOKEN, timeout_s=LIMIT_S)
+    assert not shared.ranks
+    assert time.monotonic() - began_s < LIMIT_S / 2
+
+
+def test_who_is_here_but_says_nothing_is_waited_for_until_the_deadline():
+    before = descriptors()
+    with Doorstep() as doorstep, Doorstep() as silent:
+        began_s = time.monotonic()
+        shared = doorstep.meet(0, {1: silent.name}, job=0, token=TOKEN, timeout_s=0.3)
+        assert 0.3 <= time.monotonic() - began_s < LIMIT_S / 2
+    assert not shared.ranks
+    shared.close()
+    assert descriptors() == before
+
+
+def test_rings_that_only_one_side_wants_are_given_up():
+    before = descriptors()
+    first, second, third = meet(3)
+    first.keep([1])
+    second.keep([0])
+    third.keep([])
+    assert (first.ranks, second.ranks, third.ranks) == ({1}, {0}, frozenset())
+    for shared in (first, second, third):
+        shared.close()
+    assert descriptors() == before
+
+
+def offered(doorstep, offer, *given):
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", given))
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as stranger:
+        stranger.sendmsg([offer], [rights] if given else [], 0, f"\0{doorstep.name}")
+
+
+def inbox(size=2 * PAGE + RING_BYTES, *, sealed=True):
+    memory = os.memfd_create("inbox", os.MFD_ALLOW_SEALING)
+    os.ftruncate(memory, size)
+    if sealed:
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return memory
+
+
+BAD_OFFERS = {
+    "another session": ({"token": TOKEN + 1}, {}),
+    "another job": ({"job": 1}, {}),
+    "an unknown rank": ({"rank": 5}, {}),
+    "a place outside": ({"place": 1}, {}),
+    "a place below": ({"place": -1}, {}),
+    "a ring of no size": ({"size": 0}, {}),
+    "a ring of an odd size": ({"size": 5000}, {}),
+    "a ring larger than all": ({"size": 1 << 40}, {}),
+    "memory that is too small": ({}, {"size": PAGE}),
+    "memory that may shrink": ({}, {"sealed": False}),
+}
+
+
+@pytest.mark.parametrize("wrong", BAD_OFFERS)
+def test_an_offer_that_is_wrong_is_not_taken(wrong):
+    said, made = BAD_OFFERS[wrong]
+    offer = {"token": TOKEN, "job": 0, "rank": 1, "place": 0, "size": RING_BYTES} | said
+    before = descriptors()
+    memory, bell = inbox(**made), os.eventfd(0)
+    with Doorstep() as doorstep, Doorstep() as other:
+        offered(doorstep, OFFER.pack(*offer.values()), memory, bell)
+        offered(doorstep, b"short", memory, bell)
+        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES) + b"long", memory, bell)
+        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES))
+        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES), memory)
+        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES), bell, bell)
+        shared = doorstep.meet(0, {1: other.name}, job=0, token=TOKEN, timeout_s=0.1)
+        assert not shared.outward
+        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES), inbox(), bell)  # else the test could not fail
+        shared.close()
+        right = doorstep.meet(0, {1: other.name}, job=0, token=TOKEN, timeout_s=LIMIT_S)
+        assert right.ranks == {1}
+        right.close()
+    os.close(memory)
+    os.close(bell)
+    assert descriptors() == before + 1  # the memory of the last offer
+
+
+@pytest.mark.parametrize("size", [1, 1440, 1441, 100_003, 3 * RING_BYTES + 17])
+def test_messages_go_through_memory_both_ways(size):
+    with neighbours(2) as (first, second):
+        there, back = bytes_of(size, 1), bytes_of(size, 2)
+        waiting = [
+            (there, start(first, second, MessageKey(0, 0), there)),
+            (back, start(second, first, MessageKey(0, 1), back)),
+        ]
+        for payload, (arrival, delivery) in waiting:
+            np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
+            assert delivery.result(LIMIT_S).delivered.all()
+            assert delivery.result(LIMIT_S).resent == 0
+        assert not first.protocol.refused + second.protocol.refused
+
+
+def test_many_messages_between_many_ranks_arrive_in_any_order():
+    with neighbours(4) as ends:
+        waiting = []
+        for number in range(40):
+            for sender in ends:
+                for receiver in ends:
+                    if sender is not receiver:
+                        payload = bytes_of(1 + (number * 7919) % 60_000, [number, sender.rank, receiver.rank])
+                        waiting.append((payload, *start(sender, receiver, MessageKey(0, number), payload)))
+        for payload, arrival, delivery in waiting:
+            np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
+            assert delivery.result(LIMIT_S).delivered.all()
+
+
+def test_a_sum_is_formed_from_what_comes_through_memory():
+    with neighbours(3) as ends:
+        values = [np.random.default_rng(rank).standard_normal(700_001).astype(np.float32) for rank in range(3)]
+        total = values[0].copy()
+        key = MessageKey(0, 0)
+        summation = ends[0].summation(total, 2)
+        arrivals = [
+            ends[0].receive(peer, key, total.nbytes, RELIABLE, "layer", summation=summation, position=peer - 1)
+            for peer in (1, 2)
+        ]
+        for peer in (1, 2):
+            tags = plain_tags(-(-total.nbytes // 1440))
+            ends[peer].send(0, key, memoryview(values[peer].view(np.uint8)), tags, RELIABLE, "layer")
+        for arrival in arrivals:
+            arrival.result(LIMIT_S)
+        np.testing.assert_array_equal(total, ((values[0] + values[1]) + values[2]) / np.float32(3))
+
+
+def test_a_reader_that_pauses_stops_its_writer_and_nothing_is_lost():
+    with neighbours(2) as (first, second):
+        second.call(lambda: time.sleep(1.0))
+        payload = bytes_of(4 * RING_BYTES)
+        arrival, delivery = start(first, second, MessageKey(0, 0), payload)
+        time.sleep(0.3)
+        assert not delivery.done()
+        np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
+        assert delivery.result(LIMIT_S).resent == 0
+
+
+def test_what_may_be_lost_in_the_network_is_not_lost_in_memory():
+    with neighbours(2) as (first, second):
+        for number in range(20):
+            payload = bytes_of(200_000, number)
+            bound = LossBound(0.5, immediate=True)
+            arrival, delivery = start(first, second, MessageKey(0, number), payload, bound)
+            np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
+            assert delivery.result(LIMIT_S).delivered.all()
+
+
+def test_others_are_reached_through_sockets_beside():
+    with neighbours(3, apart=[{0, 2}]) as ends:
+        assert [end.protocol.neighbours for end in ends] == [{1}, {0, 2}, {1}]
+        for number, (sender, receiver) in enumerate([(0, 1), (0, 2), (2, 0), (2, 1), (1, 0), (1, 2)]):
+            payload = bytes_of(2_000_001, number)
+            arrival, _ = start(ends[sender], ends[receiver], MessageKey(0, number), payload)
+            np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
+
+
+def test_a_neighbour_that_falls_silent_is_named_though_its_memory_is_there():
+    with neighbours(2, silence_s=1.0) as (first, second):
+        second.call(lambda: time.sleep(4.0))
+        arrival = first.receive(1, MessageKey(3, 0), 5000, RELIABLE, "conv1")
+        with pytest.raises(PeerSilentError, match=r"step 3: rank 1 has been silent .* rank 0 waited for conv1"):
+            arrival.result(LIMIT_S)
+
+
+def ring_from(end, peer):
+    return end.protocol.engine._shared.inward[peer]
+
+
+def put_record(ring, size, segment, content=b""):
+    """Write a record as a peer would, from the ring's beginning on; nothing else may be under way."""
+    written = ring.marks[:8].view(np.uint64)
+    place = int(written[0]) % len(ring.data)
+    ring.data[place : place + 8].view(np.uint32)[:] = size, segment
+    ring.data[place + 64 : place + 64 + len(content)] = np.frombuffer(content, np.uint8)
+    written[0] += np.uint64(64 + -(-len(content) // 64) * 64)
+    os.eventfd_write(ring.bell, 1)
+
+
+def data(**changes):
+    fields = {"token": TOKEN, "job": 0, "sender": 1, "kind": PacketType.DATA} | changes
+    kind, job, sender, token = (fields[name] for name in ("kind", "job", "sender", "token"))
+    return Header(kind, 0, 4, 0, 7, job, 0, 0, 0, sender, 0, 1, token).encode() + bytes(100)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (data(token=TOKEN + 1), "token"),
+        (data(job=1), "job"),
+        (data(sender=2), "sender"),
+        (data()[:20], "malformed"),
+        (b"\xff" * 200, "malformed"),
+    ],
+)
+def test_a_datagram_in_memory_is_refused_for_what_it_would_be_in_the_network(content, reason):
+    with neighbours(2) as (first, second):
+        wait_until(
+            lambda: ring_from(first, 1).marks[:8].view(np.uint64) == ring_from(first, 1).marks[64:72].view(np.uint64)
+        )
+        put_record(ring_from(first, 1), len(content), len(content), content)
+        wait_until(lambda: first.protocol.refused[reason] == 1)
+
+
+@pytest.mark.parametrize(("size", "segment"), [(RING_BYTES, 1472), (0xFFFFFFFF, 1472), (3000, 0), (5000, 1472)])
+def test_a_record_that_cannot_be_is_refused_and_its_ring_read_no_more(size, segment):
+    with neighbours(2, silence_s=1.0) as (first, second):
+        time.sleep(0.2)  # greetings are through
+        put_record(ring_from(first, 1), size, segment)
+        wait_until(lambda: first.protocol.refused["malformed"] == 1)
+        arrival, _ = start(second, first, MessageKey(0, 0), bytes_of(5000))
+        with pytest.raises(TransportError):
+            arrival.result(LIMIT_S)
+        assert first.protocol.refused["malformed"] == 1
+
+
+def test_only_the_engine_in_c_reads_rings():
+    first, second = meet(2)
+    sock = bind_socket("127.0.0.1", [0])
+    with native.switched_off(), closing(sock), pytest.raises(TransportError, match="rank 0: only the engine in C"):
+        Endpoint(0, sock, {1: ("127.0.0.1", 9)}, token=TOKEN, shared=first)
+    first.close()
+    second.close()
