@@ -60,9 +60,8 @@ def free_udp_ports(count):
 
 
 def _run(worker, store, function, arguments, pipe):
-    os.environ.update(
-        {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}, **(WAYS["sockets"] | worker.environment)
-    )
+    common = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **WAYS["sockets"]}
+    os.environ.update(common | worker.environment)
     import torch
     import torch.distributed as dist
 
