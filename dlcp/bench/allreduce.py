@@ -14,10 +14,22 @@ from pathlib import Path as File
 from typing import Any, Final
 
 from dlcp.bench.interleave import Samples, interleave
-from dlcp.bench.member import DIVIDED, LOSSY, RELIABLE, Contender, Member, Outcome, Plan, contenders
+from dlcp.bench.member import (
+    DIVIDED,
+    LOSSY,
+    MEMORY,
+    MEMORY_DIVIDED,
+    RELIABLE,
+    Contender,
+    Member,
+    Outcome,
+    Plan,
+    contenders,
+)
 from dlcp.bench.path import Path
 from dlcp.bench.ranks import Ranks
 from dlcp.bench.report import Result, against_best, significant
+from dlcp.transport import native, shared_memory
 from dlcp.transport.path_mtu import payload_for_mtu
 
 VALUE_BYTES: Final = 4
@@ -45,12 +57,20 @@ class Measurement:
     def results(self, name: str, controls: Sequence[str] | None = None) -> list[Result]:
         """Return ``name``, ``name.reliable`` and ``name.buckets`` against the best of Gloo.
 
-        Only Gloo over the given congestion controls counts.
+        Where ranks share memory, also ``name.memory`` and ``name.memory.buckets``. Only Gloo over the given congestion
+        controls counts.
         """
+        ours_by_name = {
+            name: LOSSY,
+            f"{name}.reliable": RELIABLE,
+            f"{name}.buckets": DIVIDED,
+            f"{name}.memory": MEMORY,
+            f"{name}.memory.buckets": MEMORY_DIVIDED,
+        }
         peers = [c.name for c in self.contenders if c.control and (controls is None or c.control in controls)]
         return [
             against_best(result_name, "ms", self.samples, ours, peers, self._details(ours))
-            for result_name, ours in ((name, LOSSY), (f"{name}.reliable", RELIABLE), (f"{name}.buckets", DIVIDED))
+            for result_name, ours in ours_by_name.items()
             if ours in self.samples
         ]
 
@@ -97,6 +117,7 @@ def measure(
         A rank failed.
     """
     count = len(path.namespaces)
+    memory = len(set(path.namespaces)) == 1 and native.available() and shared_memory.available()
     with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder:
         plan = Plan(
             count,
@@ -105,7 +126,7 @@ def measure(
             {control: [path.tcp_address(rank, control) for rank in range(count)] for control in path.controls},
             [path.address(rank) for rank in range(count)],
             str(File(folder) / "store"),
-            tuple(contenders(path.controls) if ways is None else ways),
+            tuple(contenders(path.controls, memory=memory) if ways is None else ways),
         )
         found = Measurement(plan.contenders, path.words)
         with Ranks(Member, [plan], path.namespaces) as ranks:

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--ranks", type=int, default=4, metavar="N", help="(default: 4)")
     step.add_argument("--rate-mbps", type=float, metavar="R", help="of each rank's link (default: over loopback)")
     step.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="what packets fit (default: 1500)")
+    step.add_argument("--sockets", action="store_true", help="over loopback, too (default: through memory there)")
     switch = names.add_parser("switch", help="the built-in switch between network interfaces, against simple_switch")
     _declare(switch, _switch, rounds=7)
     compression = names.add_parser("compression", help="compressors: bytes, CPU time and error on one core")
@@ -141,6 +142,7 @@ def _step(arguments: argparse.Namespace) -> list[Result]:
         ranks=arguments.ranks,
         rate_bps=round(arguments.rate_mbps * 1e6) if arguments.rate_mbps else None,
         mtu_bytes=arguments.mtu,
+        shared_memory=not arguments.sockets,
         rounds=arguments.rounds,
         warm_up=arguments.warm_up,
         progress=say,

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -17,35 +17,59 @@ from dlcp.bench.gradients import bucket_bounds, segments, whole_numbers
 from dlcp.collectives import Bucket, DirectAllReduce, ReduceOptions
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
-from dlcp.transport import Address, DeadlineError, Endpoint, LossBound, TransportOptions, bind_socket
+from dlcp.transport import (
+    Address,
+    DeadlineError,
+    Endpoint,
+    LossBound,
+    TransportError,
+    TransportOptions,
+    bind_socket,
+)
+from dlcp.transport.shared_memory import Doorstep, SharedMemory
 
 BUCKETS: Final = 4
 """Into how many buckets the buffer is divided where it is: of 100 MB, each has DDP's 25."""
 BOUND: Final = 0.1
 RUN_DEADLINE_S: Final = 100.0
+MEET_S: Final = 10.0
 LOSSY: Final = "dlcp"
 RELIABLE: Final = "dlcp, bound 0"
 DIVIDED: Final = f"dlcp, {BUCKETS} buckets"
+MEMORY: Final = "dlcp through memory"
+MEMORY_DIVIDED: Final = f"dlcp through memory, {BUCKETS} buckets"
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way to do the all-reduce: by DLCP with a loss ``bound``, or by Gloo over TCP with a congestion ``control``."""
+    """A way to do the all-reduce: by DLCP with a loss ``bound``, or by Gloo over TCP with a congestion ``control``.
+
+    DLCP's packets go through sockets, or through ``memory``.
+    """
 
     name: str
     buckets: int
     bound: float | None = None
     control: str | None = None
+    memory: bool = False
 
 
-def contenders(controls: Sequence[str]) -> tuple[Contender, ...]:
-    """Return DLCP with and without a loss bound, and Gloo's settings over each congestion control."""
+def contenders(controls: Sequence[str], *, memory: bool = False) -> tuple[Contender, ...]:
+    """Return DLCP with and without a loss bound, and Gloo's settings over each congestion control.
+
+    With ``memory`` also DLCP as it is between ranks that share some.
+    """
     gloo = [
         Contender(f"gloo, {control}, {words}", buckets, control=control)
         for control in controls
         for buckets, words in ((1, "one tensor"), (BUCKETS, f"{BUCKETS} buckets"))
     ]
     ours = [Contender(LOSSY, 1, bound=BOUND), Contender(DIVIDED, BUCKETS, bound=BOUND), Contender(RELIABLE, 1, bound=0)]
+    if memory:
+        ours += [
+            Contender(MEMORY, 1, bound=BOUND, memory=True),
+            Contender(MEMORY_DIVIDED, BUCKETS, bound=BOUND, memory=True),
+        ]
     return *ours, *gloo
 
 
@@ -78,6 +102,14 @@ class Plan:
     contenders: tuple[Contender, ...]
 
 
+class Place(NamedTuple):
+    """Where a rank is: the addresses of its sockets, and the name of its doorstep; ``""`` without memory."""
+
+    address: Address
+    address_beside_memory: Address
+    doorstep: str
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a rank finds after a run: how many values are not the exact result, and a checksum of all of them."""
@@ -97,26 +129,53 @@ class Member:
         self._values = np.empty_like(self._input)
         self._tensor = torch.from_numpy(self._values)
         self._gloo = {control: self._group(control, hosts[rank]) for control, hosts in plan.controls.items()}
-        self._socket = bind_socket(plan.addresses[rank], [0])
-        self._endpoint: Endpoint | None = None
+        # Of the two endpoints only one has something to do at a time; the other one's thread sleeps.
+        self._sockets = {memory: bind_socket(plan.addresses[rank], [0]) for memory in (False, True)}
+        self._doorstep = Doorstep() if any(contender.memory for contender in plan.contenders) else None
+        self._endpoints: dict[bool, Endpoint] = {}
+        """By whether packets go through memory."""
         self._reducers: dict[str, DirectAllReduce] = {}
         self._step = 0
 
-    def where(self) -> Address:
-        """Return the address of this rank's DLCP socket."""
-        host, port = self._socket.getsockname()
-        return host, port
+    def where(self) -> Place:
+        """Return where the others find this rank."""
+        plain, beside = (self._sockets[memory].getsockname() for memory in (False, True))
+        return Place(plain, beside, self._doorstep.name if self._doorstep else "")
 
-    def join(self, addresses: Sequence[Address], token: int) -> None:
-        """Meet the other ranks."""
-        peers = {rank: address for rank, address in enumerate(addresses) if rank != self.rank}
+    def join(self, places: Sequence[Place], token: int) -> None:
+        """Meet the other ranks.
+
+        Raises
+        ------
+        TransportError
+            They were to share memory, and do not.
+        """
+        peers = {rank: place for rank, place in enumerate(places) if rank != self.rank}
+        shared = SharedMemory()
+        if self._doorstep:
+            names = {rank: place.doorstep for rank, place in peers.items()}
+            with self._doorstep:
+                shared = self._doorstep.meet(self.rank, names, job=0, token=token, timeout_s=MEET_S)
+            if shared.ranks != names.keys():
+                raise TransportError(f"rank {self.rank} shares memory only with ranks {sorted(shared.ranks)}")
         options = TransportOptions(payload_bytes=self.plan.payload_bytes)
-        self._endpoint = Endpoint(self.rank, self._socket, peers, token=token, options=options)
-        self._endpoint.greet()
+        for memory in (False, True) if self._doorstep else (False,):
+            addresses = {
+                rank: place.address_beside_memory if memory else place.address for rank, place in peers.items()
+            }
+            self._endpoints[memory] = Endpoint(
+                self.rank,
+                self._sockets[memory],
+                addresses,
+                token=token,
+                options=options,
+                shared=shared if memory else None,
+            )
+            self._endpoints[memory].greet()
         for contender in self.plan.contenders:
             if contender.bound is not None:
                 self._reducers[contender.name] = DirectAllReduce(
-                    self._endpoint,
+                    self._endpoints[contender.memory],
                     range(self.plan.ranks),
                     options=ReduceOptions(LossBound(contender.bound)),
                     ledger=Ledger(),
@@ -154,8 +213,11 @@ class Member:
     def outcome(self, contender: Contender) -> Outcome:
         """Compare the result with the exact one, once the peers have confirmed this rank's, so that it is counted."""
         ranks = self.plan.ranks
-        if self._endpoint and not self._endpoint.flush(RUN_DEADLINE_S):
-            raise DeadlineError(f"rank {self.rank}: {contender.name}: a result unconfirmed for {RUN_DEADLINE_S:.0f} s")
+        for endpoint in self._endpoints.values():
+            if not endpoint.flush(RUN_DEADLINE_S):
+                raise DeadlineError(
+                    f"rank {self.rank}: {contender.name}: a result unconfirmed for {RUN_DEADLINE_S:.0f} s"
+                )
         exact = np.float32(ranks * (ranks + 1) / 2 / (1 if contender.bound is None else ranks))
         inexact = int(np.count_nonzero(self._values != self._input * exact))
         reducer = self._reducers.get(contender.name)
@@ -165,8 +227,8 @@ class Member:
 
     def close(self) -> None:
         """Leave the other ranks."""
-        if self._endpoint:
-            self._endpoint.close()
+        for endpoint in self._endpoints.values():
+            endpoint.close()
 
     def _group(self, control: str, host: str) -> Any:
         gloo: Any = dist.ProcessGroupGloo  # its types leave out most of what it has

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path as File
 from typing import Any, Final
 
+import dlcp.torch
 from dlcp.bench.interleave import interleave, median
 from dlcp.bench.path import RoutedPath, loopback
 from dlcp.bench.ranks import Ranks
@@ -33,6 +34,7 @@ def measure(
     depth: int = DEPTH,
     mtu_bytes: int = 1500,
     rate_bps: int | None = None,
+    shared_memory: bool = True,
     rounds: int = 9,
     warm_up: int = 2,
     seed: int = 1,
@@ -50,6 +52,8 @@ def measure(
         DLCP's packets are as large as fits it.
     rate_bps
         Of every rank's link, through a router; None: over loopback.
+    shared_memory
+        Let DLCP's packets go through memory over loopback, as they do by default.
     rounds, warm_up, seed, progress
         See :func:`dlcp.bench.interleave.interleave`; a round is :data:`BLOCK_STEPS` steps of each way.
 
@@ -69,7 +73,12 @@ def measure(
     path = RoutedPath(ranks, mtu_bytes=mtu_bytes, rate_bps=rate_bps) if rate_bps else loopback(ranks)
     with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder, path:
         hosts = [path.address(rank) for rank in range(ranks)]
-        arguments = [hosts, path.interface, str(File(folder) / "store"), width, depth, payload_for_mtu(mtu_bytes)]
+        options = dlcp.torch.Options(
+            payload_bytes=payload_for_mtu(mtu_bytes),
+            shared_memory=shared_memory,
+            fallback=False,  # it would show Gloo's figures as DLCP's
+        )
+        arguments = [hosts, path.interface, str(File(folder) / "store"), width, depth, options]
         with Ranks(Trainee, arguments, path.namespaces) as trainees:
             runs = {name: partial(_block_ms, trainees, name) for name in (NOTHING, GLOO, HOOK, CROSS_STEP)}
             samples = interleave(runs, rounds=rounds, warm_up=warm_up, seed=seed, progress=progress)
@@ -79,6 +88,7 @@ def measure(
             packets = {name: _total(trainees.call("packets", name)) for name in (HOOK, CROSS_STEP)}
             details: dict[str, Any] = {
                 "path": path.words,
+                "neighbours": trainees.call("neighbours")[0],
                 "parameters": trainees.call("parameters")[0],
                 "compute_ms": significant(median(samples[NOTHING])),
                 "communication_share_of_gloo_step": significant(1 - median(samples[NOTHING]) / median(samples[GLOO])),

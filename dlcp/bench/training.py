@@ -149,20 +149,26 @@ class Trainee:
         Path of the file by which ranks find each other.
     width, depth
         Of the model.
-    payload_bytes
-        Of a DLCP packet.
+    options
+        DLCP's, but for the address.
     """
 
     def __init__(
-        self, rank: int, hosts: Sequence[str], interface: str, store: str, width: int, depth: int, payload_bytes: int
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        interface: str,
+        store: str,
+        width: int,
+        depth: int,
+        options: dlcp.torch.Options,
     ) -> None:
         torch.set_num_threads(1)
         self.rank = rank
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         ranks = len(hosts)
         dist.init_process_group("gloo", store=FileStore(store, ranks), rank=rank, world_size=ranks, timeout=TIMEOUT)
-        # Falling back to Gloo would show Gloo's figures as DLCP's.
-        options = dlcp.torch.Options(bind=f"{hosts[rank]}:0", payload_bytes=payload_bytes, fallback=False)
+        options = options.with_(bind=f"{hosts[rank]}:0")
         self.ways: dict[str, Way] = {
             NOTHING: Nothing(width, depth),
             GLOO: Gloo(width, depth),
@@ -173,6 +179,13 @@ class Trainee:
     def parameters(self) -> int:
         """Return how many parameters the model has."""
         return sum(parameter.numel() for parameter in self.ways[GLOO].plain.parameters())
+
+    def neighbours(self) -> int:
+        """Return to how many other ranks DLCP's packets go through memory."""
+        hook = self.ways[HOOK]
+        assert isinstance(hook, Hook)
+        assert hook.state.endpoint
+        return len(hook.state.endpoint.protocol.neighbours)
 
     def block(self, name: str, steps: int) -> float:
         """Do some steps in one way and return the time for each, in seconds."""

@@ -9,12 +9,18 @@ import pytest
 pytest.importorskip("torch")
 
 from dlcp.bench import allreduce, command, step
-from dlcp.bench.member import DIVIDED, LOSSY, RELIABLE, Contender, Outcome
+from dlcp.bench.member import DIVIDED, LOSSY, MEMORY, MEMORY_DIVIDED, RELIABLE, Contender, Outcome
 from dlcp.bench.path import Path, RoutedPath
+from dlcp.transport import native
 
 pytestmark = pytest.mark.timeout(110)
 MEGABYTE = 250_000
 NO_PACKETS = {"sent": 0, "delivered": 0, "lost": 0, "retransmitted": 0}
+
+
+def names_of(name):
+    memory = [f"{name}.memory", f"{name}.memory.buckets"] if native.available() else []
+    return [name, f"{name}.reliable", f"{name}.buckets", *memory]
 
 
 def parsed(*words):
@@ -28,9 +34,10 @@ def test_on_a_clean_path_nothing_is_lost_and_no_gradient_changes():
         found = allreduce.measure(path, values=MEGABYTE, rounds=2, warm_up=1)
     gloo = [contender.name for contender in found.contenders if contender.control]
     assert len(gloo) == 2 * len(path.controls)
-    assert set(found.samples) == {LOSSY, RELIABLE, DIVIDED, *gloo}
+    through_memory = [MEMORY, MEMORY_DIVIDED] if native.available() else []
+    assert set(found.samples) == {LOSSY, RELIABLE, DIVIDED, *through_memory, *gloo}
     assert all(len(times) == 2 and min(times) > 0 for times in found.samples.values())
-    for name in (LOSSY, RELIABLE, DIVIDED):
+    for name in (LOSSY, RELIABLE, DIVIDED, *through_memory):
         packets = found.ledgers[name]
         # Three runs, two ranks, half a megabyte each way, and the rates that follow a result.
         assert packets["sent"] >= 3 * 2 * 2 * (MEGABYTE // 2 * 4 / 1440)
@@ -38,7 +45,7 @@ def test_on_a_clean_path_nothing_is_lost_and_no_gradient_changes():
         assert packets["lost"] == 0
         assert found.inexact[name] == 0
     lossy, *others = found.results("some.name")
-    assert [each.name for each in (lossy, *others)] == ["some.name", "some.name.reliable", "some.name.buckets"]
+    assert [each.name for each in (lossy, *others)] == names_of("some.name")
     assert lossy.details["packets"] == found.ledgers[LOSSY]
     assert lossy.details["gradients_changed"] == 0
     assert lossy.details["peer"] in gloo
@@ -72,7 +79,7 @@ def test_the_command_prints_one_document(capsys):
     printed = capsys.readouterr()
     document = json.loads(printed.out)
     names = [entry["name"] for entry in document["results"]]
-    assert names == ["allreduce.n2", "allreduce.n2.reliable", "allreduce.n2.buckets"]
+    assert names == names_of("allreduce.n2")
     for entry in document["results"]:
         assert entry["unit"] == "ms"
         assert entry["ratio"] == pytest.approx(entry["peer"] / entry["value"], rel=0.01)
