@@ -67,7 +67,13 @@ def examine(peers: list[str], packets: int = COUNT) -> tuple[list[Section], list
     """Examine this machine, the options, and the paths to ``peers``."""
     network = sockets.interfaces()
     sections = [
-        Section("Machine", [_safely(look) for look in (machine.examine_kernel, machine.examine_namespaces)]),
+        Section(
+            "Machine",
+            [
+                _safely(look)
+                for look in (machine.examine_kernel, machine.examine_namespaces, machine.examine_shared_memory)
+            ],
+        ),
         Section(
             "Python",
             [

@@ -6,13 +6,17 @@ import os
 import platform
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from dlcp import __version__
 from dlcp.doctor.finding import Finding, Status
+from dlcp.transport import native, shared_memory
+from dlcp.transport.shared_memory import Doorstep
 
+MEET_S: Final = 2.0
 OLDEST_PYTHON: Final = (3, 10)
 OLDEST_TORCH: Final = (2, 4)
 OLDEST_KERNEL: Final = (5, 0)
@@ -89,6 +93,43 @@ def examine_extras() -> Finding:
     absent = ", ".join(name for name, version in found.items() if not version)
     text = there + (f"; without {absent}" if absent else "")
     return Finding("packages", Status.OK, text, data={"packages": found})
+
+
+def examine_shared_memory() -> Finding:
+    """Say whether ranks of this machine can exchange packets through memory, by letting two meet."""
+    subject, fix = "shared memory", ""
+    try:
+        if not shared_memory.available():
+            why, fix = (
+                "this Python has no memfd_create, eventfd or seals",
+                "a Python that was built on a recent Linux",
+            )
+        elif not native.available():
+            why, fix = "the engine in C is not here", "see the data path, below"
+        elif _two_meet():
+            text = "ranks in one network namespace exchange packets through memory"
+            return Finding(subject, Status.OK, text, data={"shared_memory": True})
+        else:
+            why = "two ranks did not find each other"
+    except OSError as error:
+        why = str(error)
+        fix = "in a container, one whose seccomp profile lets memfd_create and Unix sockets through"
+    text = f"{why}: ranks of this machine exchange packets through their sockets"
+    return Finding(subject, Status.NOTE, text, fix, {"shared_memory": False})
+
+
+def _two_meet() -> bool:
+    with Doorstep() as first, Doorstep() as second, ThreadPoolExecutor(2) as pool:
+        common: dict[str, Any] = {"job": 0, "token": 1, "timeout_s": MEET_S}
+        met = [
+            pool.submit(first.meet, 0, {1: second.name}, **common),
+            pool.submit(second.meet, 1, {0: first.name}, **common),
+        ]
+        both = [each.result() for each in met]
+    found = all(shared.ranks for shared in both)
+    for shared in both:
+        shared.close()
+    return found
 
 
 def examine_namespaces() -> Finding:

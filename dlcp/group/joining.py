@@ -8,7 +8,7 @@ through, whose endpoint is greeted by all. The first rank that finds something w
 import secrets
 import socket
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, Final, NamedTuple
 
 from dlcp.collectives.choice import Topology
@@ -116,7 +116,7 @@ def speaks(agreement: Agreement) -> bool:
 
 
 def _connect(options: Options, agreement: Agreement, sock: socket.socket, undo: ExitStack, call: str) -> Joined:
-    with Doorstep() if _may_share(options) else nullcontext() as doorstep:
+    with _doorstep(options) as doorstep:
         return _meet(options, agreement, sock, undo, call, doorstep)
 
 
@@ -158,9 +158,13 @@ def _meet(
     return Joined(endpoint, options, remark, topology)
 
 
-def _may_share(options: Options) -> bool:
+def _doorstep(options: Options) -> AbstractContextManager[Doorstep | None]:
+    """Return where ranks of this host find this one; None where it shares no memory."""
     wanted = options.shared_memory and not (options.advertise or options.immediate or options.collective == "server")
-    return wanted and native.available() and shared_memory.available()
+    if wanted and native.available() and shared_memory.available():
+        with suppress(OSError):  # not permitted in this container
+            return Doorstep()
+    return nullcontext()
 
 
 def _share(
@@ -171,7 +175,8 @@ def _share(
     if doorstep:
         others = {peer: name for peer, name in names.items() if peer != rank}
         timeout_s = REACH_SHARE * agreement.left_s
-        shared = doorstep.meet(rank, others, job=job, token=token, timeout_s=timeout_s)
+        with suppress(OSError):  # sockets do as well
+            shared = doorstep.meet(rank, others, job=job, token=token, timeout_s=timeout_s)
         undo.callback(shared.close)
     agreement.tell("neighbours", sorted(shared.ranks))
     told = _hear_all(agreement, "neighbours", "has not said which ranks are on its host")

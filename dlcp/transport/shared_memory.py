@@ -7,7 +7,6 @@ network namespace: whoever gets an answer is where no network lies in between, r
 one.
 """
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -18,6 +17,7 @@ import struct
 import time
 from array import array
 from collections.abc import Collection, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -30,13 +30,15 @@ makes no difference, less holds too few bursts for a reader that has to be woken
 _PAGE: Final = mmap.PAGESIZE
 _OFFER: Final = struct.Struct("=QqqqQ")
 """Token, job, the rank that offers, which ring of its inbox, bytes of each."""
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
+_SEALS: Final = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
+"""``F_SEAL_*`` of Linux, which other systems and old builds of Python do not name."""
 _TURN_S: Final = 0.02
 
 
 def available() -> bool:
     """Return whether this system and this Python have what it takes."""
-    return hasattr(os, "memfd_create") and hasattr(os, "eventfd")
+    return all(hasattr(os, name) for name in ("memfd_create", "eventfd")) and hasattr(fcntl, "F_ADD_SEALS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +142,25 @@ class Doorstep:
         timeout_s
             How long to wait for ranks that are here.
 
+        Raises
+        ------
+        OSError
+            The system does not permit it.
+
         Returns
         -------
         What came of it: the ranks then tell each other with whom they have a ring in each direction, and keep those.
         """
         shared = SharedMemory()
-        if not names:
+        here = sorted(peer for peer, name in names.items() if _is_there(name))
+        if not here:
             return shared
-        places = {peer: place for place, peer in enumerate(sorted(names))}
-        memory = os.memfd_create("dlcp-inbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        places = {peer: place for place, peer in enumerate(here)}
         bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        memory = -1
         try:
-            os.ftruncate(memory, _PAGE + len(names) * (_PAGE + RING_BYTES))
+            memory = os.memfd_create("dlcp-inbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(memory, _PAGE + len(here) * (_PAGE + RING_BYTES))
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
             inbox = _mapped(memory)
             waiting, end_s = dict(places), time.monotonic() + timeout_s
@@ -166,7 +175,8 @@ class Doorstep:
                         shared.inward[peer] = Ring.within(inbox, place, RING_BYTES, bell)
                 self._take(shared, names, job, token)
         finally:
-            os.close(memory)
+            if memory >= 0:
+                os.close(memory)
             if not shared.inward:
                 os.close(bell)
         return shared
@@ -191,7 +201,7 @@ class Doorstep:
             except BlockingIOError:
                 return
             ring = rank = None
-            with contextlib.suppress(OSError, ValueError, struct.error):
+            with suppress(OSError, ValueError, struct.error):
                 told_token, told_job, rank, place, ring_bytes = _OFFER.unpack(offer)
                 if (told_token, told_job) == (token, job) and rank in names and rank not in shared.outward:
                     ring = _offered(given, place, ring_bytes)
@@ -201,6 +211,11 @@ class Doorstep:
             else:
                 for descriptor in given:
                     os.close(descriptor)
+
+
+def _is_there(name: str) -> bool:
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as visitor:
+        return visitor.connect_ex(f"\0{name}") == 0
 
 
 def _offered(given: list[int], place: int, ring_bytes: int) -> Ring | None:

@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from pathway import Pathway, listening
 
+from dlcp import native
 from dlcp.cli import main
 from dlcp.configuration import Setting
 from dlcp.doctor import command, machine, page
@@ -192,3 +194,22 @@ def test_long_lines_are_folded_under_their_text():
     lines = page.as_text([section], [], every_option=False, width=80).splitlines()
     assert max(map(len, lines)) <= 80
     assert all(line.startswith(" " * 30) for line in lines[2:5])
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs the engine in C")
+def test_shared_memory_is_tried_and_what_prevents_it_said(monkeypatch):
+    found = machine.examine_shared_memory()
+    assert (found.status, found.data) == (Status.OK, {"shared_memory": True})
+    with native.switched_off():
+        without_c = machine.examine_shared_memory()
+    assert (without_c.status, without_c.data) == (Status.NOTE, {"shared_memory": False})
+    assert "the engine in C is not here: ranks of this machine exchange packets through their sockets" in without_c.text
+
+    def forbidden(*_):
+        raise PermissionError("memfd_create is not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    refused = machine.examine_shared_memory()
+    assert refused.status is Status.NOTE
+    assert "memfd_create is not permitted" in refused.text
+    assert "seccomp" in refused.fix

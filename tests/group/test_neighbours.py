@@ -68,20 +68,21 @@ def test_network_namespaces_of_one_host_share_nothing():
     works, reason = namespace.available()
     if not works:
         pytest.skip(f"needs network namespaces: {reason}")
-    names = range(2)
     with ExitStack() as open_ones:
-        spaces = [open_ones.enter_context(closing(namespace.Namespace(f"host {rank}"))) for rank in names]
-        apart = [open_ones.enter_context(space.call(Doorstep)) for space in spaces]
-        together = [open_ones.enter_context(spaces[0].call(Doorstep)) for _ in names]
-        assert ranks_found(apart) == {0: frozenset(), 1: frozenset()}
-        assert ranks_found(together) == {0: {1}, 1: {0}}
+        one, other = (open_ones.enter_context(closing(namespace.Namespace(name))) for name in ("one", "other"))
+        assert ranks_found([one, other]) == {0: frozenset(), 1: frozenset()}
+        assert ranks_found([one, one]) == {0: {1}, 1: {0}}
 
 
-def ranks_found(doorsteps):
+def ranks_found(spaces):
+    """Let a rank in each of two namespaces look for the other."""
+    doorsteps = [space.call(Doorstep) for space in spaces]
+
     def meet(rank):
         shared = doorsteps[rank].meet(rank, {1 - rank: doorsteps[1 - rank].name}, job=0, token=1, timeout_s=10)
         found = shared.ranks
         shared.close()
         return found
 
-    return on_ranks(2, meet)
+    with doorsteps[0], doorsteps[1]:
+        return on_ranks(2, lambda rank: spaces[rank].call(lambda: meet(rank)))
