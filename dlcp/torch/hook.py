@@ -144,6 +144,11 @@ class State:
         return self._hosts
 
     @property
+    def neighbours(self) -> int:
+        """With how many other ranks this one exchanges packets through memory."""
+        return len(self._endpoint.protocol.neighbours) if self._endpoint else 0
+
+    @property
     def pilot(self) -> Pilot | None:
         """What chooses settings and weighs ranks; None before :meth:`attach` and in a group of one."""
         return self._pilot

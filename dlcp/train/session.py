@@ -42,6 +42,7 @@ class Model:
         self.name = type(model.module).__name__
         self.parameters = sum(parameter.numel() for parameter in model.module.parameters())
         self._fallback: str | None = None
+        self._neighbours = 0
         self._closed = False
         if state:
             # A closed state no longer knows whether it fell back, and the script may close it: look just before.
@@ -53,6 +54,7 @@ class Model:
         if self.state and not self._closed:
             self._closed = True
             self._fallback = None if self.state.active else self.state.reason
+            self._neighbours = self.state.neighbours
             self._close(reason)
 
     def report(self) -> dict[str, Any]:
@@ -66,6 +68,7 @@ class Model:
             "steps": state.step if state else 0,
             "loss_bound": state.options.loss_bound if state else None,
             "fallback": self._fallback,
+            "neighbours": self._neighbours,
             "ledger": state.ledger.summary() if state else None,
         }
 

@@ -12,13 +12,14 @@ def summarize(reports: Sequence[Report]) -> dict[str, Any]:
 
     ``models`` holds one entry for each model that was trained, in the order in which the script first trained them.
     """
+    ranks = reports[0]["ranks"] if reports else 0
     count = max((len(report["models"]) for report in reports), default=0)
     models = [
-        _merge([report["models"][number] for report in reports if number < len(report["models"])])
+        _merge([report["models"][number] for report in reports if number < len(report["models"])], ranks)
         for number in range(count)
     ]
     return {
-        "ranks": reports[0]["ranks"] if reports else 0,
+        "ranks": ranks,
         "ranks_here": [report["rank"] for report in reports],
         "errors": {str(report["rank"]): report["error"] for report in reports if report["error"]},
         "backend": reports[0]["backend"] if reports else None,
@@ -53,7 +54,7 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
     lost = "0" if not model["lost"] else f"{model['lost']:,} ({model['lost'] / model['sent']:.3%})"
     return [
         head,
-        f"  packets sent       {model['sent']:,}",
+        f"  packets sent       {model['sent']:,}, through {model['through']}",
         f"  delivered          {model['delivered']:,}",
         f"  lost for this step {lost}; of one message at most {model['worst']:.1%}, allowed {model['loss_bound']:.1%}",
         f"  sent again         {model['retransmitted']:,}",
@@ -62,7 +63,15 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _way(parts: Sequence[dict[str, Any]], ranks: int) -> str:
+    """Say which way packets took, from how many neighbours each rank had."""
+    neighbours = {part["neighbours"] for part in parts}
+    if neighbours == {0}:
+        return "sockets"
+    return "memory" if neighbours == {ranks - 1} else "memory within a host and sockets elsewhere"
+
+
+def _merge(parts: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
     """Add up what the ranks say of one model."""
     ledgers = [part["ledger"] for part in parts if part["ledger"]]
     return {
@@ -75,5 +84,6 @@ def _merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **{name: sum(each[name] for each in ledgers) for name in ("sent", "delivered", "lost", "retransmitted")},
         "worst": max((each["max_message_ratio"] for each in ledgers), default=0.0),
         "bound_exceeded": sum(each["violations"] for each in ledgers),
+        "through": _way(parts, ranks),
         "fallback": next((part["fallback"] for part in parts if part["fallback"]), None),
     }

@@ -28,6 +28,7 @@ def report(rank, *, ranks=2, restart=0, error=None, models=None, measured=None, 
         "steps": 10 + rank,
         "loss_bound": 0.1,
         "fallback": None,
+        "neighbours": 0,
         "ledger": ledger(**counts),
     }
     return {
@@ -49,7 +50,7 @@ def test_the_summary_adds_up_what_the_ranks_counted():
     assert (model["worst"], model["steps"], model["bound_exceeded"]) == (0.08, 10, 0)
     text = "\n".join(summary.as_lines(found))
     assert "DLCP  Net, 10 steps, 2 ranks" in text
-    assert "packets sent       1,500" in text
+    assert "packets sent       1,500, through sockets" in text
     assert "21 (1.400%); of one message at most 8.0%, allowed 10.0%" in text
     assert "bound exceeded     never" in text
     assert "fallback           none" in text
@@ -63,6 +64,19 @@ def test_a_bound_that_was_exceeded_and_a_fallback_cannot_be_overlooked():
     assert found["bound_exceeded"] == 2
     assert "bound exceeded     2 TIMES" in text
     assert "fallback           rank 0 is silent" in text
+
+
+@pytest.mark.parametrize(
+    ("neighbours", "way"),
+    [((2, 2, 2), "memory"), ((1, 1, 0), "memory within a host and sockets elsewhere"), ((0, 0, 0), "sockets")],
+)
+def test_the_way_that_packets_took_is_told(neighbours, way):
+    reports = [report(rank, ranks=3) for rank in range(3)]
+    for each, count in zip(reports, neighbours, strict=True):
+        each["models"][0]["neighbours"] = count
+    found = summary.summarize(reports)
+    assert found["models"][0]["through"] == way
+    assert f"packets sent       3,000, through {way}\n" in "\n".join(summary.as_lines(found))
 
 
 def test_ranks_of_other_machines_are_not_claimed():
