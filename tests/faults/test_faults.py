@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from bad_network import BadNetwork, Weather, place_of, set_weather  # noqa: E402
 from fault_training import Said, train  # noqa: E402
-from workers import free_udp_ports, launch, values  # noqa: E402
+from workers import WAYS, free_udp_ports, launch, values  # noqa: E402
 
 from dlcp.tags import TagPolicy  # noqa: E402
 
@@ -34,7 +34,9 @@ AWAIT_S = 0.3
 
 
 def options_of(worker, **changes):
-    return worker.options(advertise=place_of(worker.rank), **{**QUICK, **changes})
+    """Options with which packets go through the bad network, or through memory where the environment says so."""
+    there = {} if worker.environment.get("DLCP_SHARED_MEMORY") == "1" else {"advertise": place_of(worker.rank)}
+    return worker.options(**{**there, **QUICK, **changes})
 
 
 def change(worker, weather):
@@ -281,10 +283,12 @@ def pause(seconds):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def test_a_paused_rank_is_waited_for_or_done_without_dlcp():
+@pytest.mark.parametrize("way", WAYS)
+def test_a_paused_rank_is_waited_for_or_done_without_dlcp(way):
     ports = free_udp_ports(RANKS)
     with BadNetwork(ports) as network:
-        results = values(launch(RANKS, paused, ports=ports, environment=network.environment()))
+        environment = network.environment() | WAYS[way]
+        results = values(launch(RANKS, paused, ports=ports, environment=environment))
     for rank, by_name in enumerate(results):
         assert by_name["shortly"].active == [True] * STEPS
         assert by_name["long"].active == [True, True, False]
@@ -313,13 +317,13 @@ def lost_for_good(worker, how):
     return None
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_rank_lost_for_good_is_an_error_that_names_it(how):
+def test_a_rank_lost_for_good_is_an_error_that_names_it(how, way):
     ports = free_udp_ports(RANKS)
     with BadNetwork(ports) as network:
-        outcomes = launch(
-            RANKS, lost_for_good, how, ports=ports, environment=network.environment(), limit_s=30, lost={2}
-        )
+        environment = network.environment() | WAYS[way]
+        outcomes = launch(RANKS, lost_for_good, how, ports=ports, environment=environment, limit_s=30, lost={2})
     for outcome in outcomes[:2]:
         message, seconds = outcome.value
         assert f"step {LAST}" in message, message
