@@ -103,10 +103,9 @@ class Plan:
 
 
 class Place(NamedTuple):
-    """Where a rank is: the addresses of its sockets, and the name of its doorstep; ``""`` without memory."""
+    """Where a rank is: its addresses, by whether there is memory beside, and the name of its doorstep, or ``""``."""
 
-    address: Address
-    address_beside_memory: Address
+    addresses: dict[bool, Address]
     doorstep: str
 
 
@@ -130,8 +129,9 @@ class Member:
         self._tensor = torch.from_numpy(self._values)
         self._gloo = {control: self._group(control, hosts[rank]) for control, hosts in plan.controls.items()}
         # Of the two endpoints only one has something to do at a time; the other one's thread sleeps.
-        self._sockets = {memory: bind_socket(plan.addresses[rank], [0]) for memory in (False, True)}
-        self._doorstep = Doorstep() if any(contender.memory for contender in plan.contenders) else None
+        ways = {contender.memory for contender in plan.contenders if contender.bound is not None}
+        self._sockets = {memory: bind_socket(plan.addresses[rank], [0]) for memory in sorted(ways)}
+        self._doorstep = Doorstep() if True in ways else None
         self._endpoints: dict[bool, Endpoint] = {}
         """By whether packets go through memory."""
         self._reducers: dict[str, DirectAllReduce] = {}
@@ -139,8 +139,8 @@ class Member:
 
     def where(self) -> Place:
         """Return where the others find this rank."""
-        plain, beside = (self._sockets[memory].getsockname() for memory in (False, True))
-        return Place(plain, beside, self._doorstep.name if self._doorstep else "")
+        addresses = {memory: sock.getsockname() for memory, sock in self._sockets.items()}
+        return Place(addresses, self._doorstep.name if self._doorstep else "")
 
     def join(self, places: Sequence[Place], token: int) -> None:
         """Meet the other ranks.
@@ -151,7 +151,7 @@ class Member:
             They were to share memory, and do not.
         """
         peers = {rank: place for rank, place in enumerate(places) if rank != self.rank}
-        shared = SharedMemory()
+        shared: SharedMemory | None = None
         if self._doorstep:
             names = {rank: place.doorstep for rank, place in peers.items()}
             with self._doorstep:
@@ -159,19 +159,12 @@ class Member:
             if shared.ranks != names.keys():
                 raise TransportError(f"rank {self.rank} shares memory only with ranks {sorted(shared.ranks)}")
         options = TransportOptions(payload_bytes=self.plan.payload_bytes)
-        for memory in (False, True) if self._doorstep else (False,):
-            addresses = {
-                rank: place.address_beside_memory if memory else place.address for rank, place in peers.items()
-            }
-            self._endpoints[memory] = Endpoint(
-                self.rank,
-                self._sockets[memory],
-                addresses,
-                token=token,
-                options=options,
-                shared=shared if memory else None,
-            )
-            self._endpoints[memory].greet()
+        for memory, sock in self._sockets.items():
+            addresses = {rank: place.addresses[memory] for rank, place in peers.items()}
+            rings = shared if memory else None
+            endpoint = Endpoint(self.rank, sock, addresses, token=token, options=options, shared=rings)
+            self._endpoints[memory] = endpoint
+            endpoint.greet()
         for contender in self.plan.contenders:
             if contender.bound is not None:
                 self._reducers[contender.name] = DirectAllReduce(

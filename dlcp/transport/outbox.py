@@ -15,7 +15,7 @@ from dlcp.transport.errors import DeadlineError, TransportError, at_step
 from dlcp.transport.options import TransportOptions
 from dlcp.transport.peer import Peer
 from dlcp.transport.promise import Promise
-from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S, Delivery, Sending, packets_of
+from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S, Delivery, Sending, packets_of, probe_timeout_s
 from dlcp.wire import Header, PacketType
 
 LOOK_S = 0.1
@@ -195,11 +195,12 @@ class Outbox:
         peer, due_s = self._peers[rank], now_s + LOOK_S
         if not idle and now_s < peer.look_s:
             return peer.look_s
+        timeout_s = probe_timeout_s(peer.flow, peer.neighbour)
         for sending in peer.sending.values():
-            probe_due_s = sending.probe_due_s(peer.flow, peer.neighbour)
+            probe_due_s = sending.probe_due_s(timeout_s)
             if now_s >= probe_due_s:
                 self._probe(peer, sending, now_s)
-                probe_due_s = sending.probe_due_s(peer.flow, peer.neighbour)
+                probe_due_s = sending.probe_due_s(timeout_s)
             due_s = min(due_s, probe_due_s)
         peer.look_s = max(due_s, now_s + LOOK_SPACING_S)
         return peer.look_s

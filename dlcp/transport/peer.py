@@ -55,7 +55,7 @@ class Peer:
     """The shortest round trip so far."""
 
     def __post_init__(self) -> None:
-        self.flow.largest_window = UNLIMITED_PACKETS if self.neighbour else self.room_packets
+        self.limit_window()
         self.flow.window = self.control.window
 
     def follow_reports(self, now_s: float) -> None:

@@ -70,8 +70,8 @@ class Sending:
     _confirmed: dict[int, NDArray[np.bool_]] = field(default_factory=dict)
     _delivered_seen: int = 0
 
-    def probe_due_s(self, flow: Flow, neighbour: bool = False) -> float:
-        """Return when to ask what is missing; infinity while packets leave freely."""
+    def probe_due_s(self, timeout_s: float) -> float:
+        """Return when to ask what is missing, by :func:`probe_timeout_s`; infinity while packets leave freely."""
         message = self.message
         if message.delivered != self._delivered_seen:
             self._delivered_seen = message.delivered
@@ -84,7 +84,7 @@ class Sending:
         # Questions and answers get lost like anything else: only answers without news say that asking is no use.
         idle_answers = self.probes_without_news - self.probes_unanswered + self.probes_unanswered // UNANSWERED_PATIENCE
         backoff: int = 2 ** min(BACKOFF_MAX, idle_answers)
-        return max(message.active_s, self.probed_s) + probe_timeout_s(flow, neighbour) * backoff
+        return max(message.active_s, self.probed_s) + timeout_s * backoff
 
     def asked(self, now_s: float) -> None:
         """Note that a PROBE leaves."""

@@ -8,9 +8,12 @@ import pytest
 from exchanges import PacketType
 from virtual_ranks import NOTHING_PROTECTED, ONE_BUCKET, SMALL_SIZES, SmallRanks, assert_identical, is_push
 
+from dlcp.collectives import Bucket
+from dlcp.collectives.direct_run import DirectRun
 from dlcp.collectives.push_pull import average, message_number
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
+from dlcp.tags import Layer, Segment
 from dlcp.transport import PeerSilentError, TransportOptions
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -315,3 +318,24 @@ def test_averages_sum_in_the_order_of_ranks_whatever_the_order_of_arrival():
         results.add(mean.tobytes())
         assert not error.any()
     assert len(results) == 1
+
+
+def test_only_what_goes_through_a_network_may_be_lost():
+    """Rank 0 shares memory with rank 1, not with rank 2: of its tags only those for rank 2 let a switch drop."""
+    ranks = SmallRanks(3, bound=0.5, policy=NOTHING_PROTECTED)
+    values = np.random.default_rng(1).standard_normal(60_000).astype(np.float32)
+    bucket = Bucket(values, ValueType.FLOAT32, [Segment(Layer("layer", 0), 0, len(values))])
+    droppable = {}
+    for neighbours in (set(), {1}, {1, 2}):
+        ranks.endpoints[0].protocol.neighbours = frozenset(neighbours)
+        run = DirectRun(ranks.reducers[0], 0, 0, bucket)
+        found = (run.tags.drop_class > 0) & ~run.tags.protected
+        droppable[len(neighbours)] = [
+            int(found[start // run.values_per_packet : -(-stop // run.values_per_packet)].sum())
+            for _, (start, stop) in sorted(run.shards.items())
+        ]
+    own, first, second = droppable[0]
+    assert own == 0 < min(first, second)
+    assert droppable[1][:2] == [0, 0]
+    assert droppable[1][2] > 0
+    assert droppable[2] == [0, 0, 0]
