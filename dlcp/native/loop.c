@@ -400,9 +400,7 @@ API int64_t dlcp_engine_turn(engine *e, double until_s) {
         int64_t received = receive(e);
         double now_s = clock_s(), acknowledge_s = acknowledge_due(e, now_s);
         int64_t sent = dlcp_engine_pump(e, now_s);
-        /* As many bursts leave as have come: what these have completed is still in the caches. */
-        for (int64_t k = 1; k < received && sent > 0; k++)
-            if (dlcp_engine_pump(e, now_s) <= 0) break;
+        for (int64_t k = 1; k < received && sent > 0; k++) if (dlcp_engine_pump(e, now_s) <= 0) break;
         double due_s = smaller(until_s, dlcp_engine_report_due(e));
         if (now_s >= due_s || e->attention || __atomic_load_n(&e->woken, __ATOMIC_ACQUIRE)) break;
         if (received || sent > 0) continue;

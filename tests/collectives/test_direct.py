@@ -8,7 +8,6 @@ import pytest
 from exchanges import PacketType
 from virtual_ranks import NOTHING_PROTECTED, ONE_BUCKET, SMALL_SIZES, SmallRanks, assert_identical, is_push
 
-from dlcp import wire
 from dlcp.collectives import Bucket
 from dlcp.collectives.direct_run import DirectRun
 from dlcp.collectives.push_pull import average, message_number
@@ -27,11 +26,6 @@ THREE_BUCKETS = [["fc.weight"], ["conv2.bias", "conv2.weight"], ["conv1.bias", "
 def exact_average(gradients, value_type, name):
     """The sum in the order of ranks, in the wider format, divided by how many there are."""
     return averaged([rank[name] for rank in gradients], value_type)
-
-
-def header_of(packet):
-    _, _, _, datagram = packet
-    return wire.decode(datagram)
 
 
 def averaged(shares, value_type):
@@ -97,41 +91,6 @@ def test_an_idle_network_loses_nothing_although_it_might():
     averages = ranks.reduce(0, gradients)
     assert ranks.lost == 0
     assert_exact(averages[3:], gradients)
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_what_is_summed_up_does_not_wait_for_the_rest(engine, count):
-    ranks = SmallRanks(count)
-    gradients = ranks.gradients(1)
-    averages = ranks.reduce(0, gradients)
-    assert_exact(averages, gradients)
-    data = [header for header in map(header_of, ranks.network.arrived) if header.type is PacketType.DATA]
-    results = [place for place, header in enumerate(data) if not is_push(header, count)]
-    assert (results[0] < len(data) - len(results)) == (engine == "C")
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_result_never_takes_the_place_of_what_a_rank_will_owe(count, seed):
-    """STOPs, which tell a rank what was lost of its share, come late and out of order; results come early."""
-
-    def lose(network, source, header):
-        return header.type in (PacketType.STOP, PacketType.STOP_ACK) and network.random.random() < 0.5
-
-    ranks = SmallRanks(count, bound=0.2, rescale=False, lose=lose, loss=0.1, jitter_s=0.01, seed=seed)
-    given = dict.fromkeys(SMALL_SIZES, 0.0)
-    taken = dict.fromkeys(SMALL_SIZES, 0.0)
-    for step in range(6):
-        # Whole numbers, so that all sums are exact.
-        gradients = [{name: np.round(8 * values) for name, values in rank.items()} for rank in ranks.gradients(step)]
-        averages = ranks.reduce(step, gradients, THREE_BUCKETS)
-        assert_identical(averages)
-        for name in SMALL_SIZES:
-            given[name] = given[name] + sum(rank[name] for rank in gradients)
-            taken[name] = taken[name] + count * averages[0][name]
-            owed = ranks.owed(name)
-            np.testing.assert_array_equal(taken[name] + (0 if owed is None else owed), given[name])
-    assert ranks.lost > 3
 
 
 @pytest.mark.parametrize("rescale", [True, False])
