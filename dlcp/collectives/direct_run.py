@@ -52,8 +52,8 @@ class DirectRun:
         self.arrived: dict[int, NDArray[np.uint8]] = {}
         self.delivered: dict[int, NDArray[np.bool_]] = {}
         self.averaged = False
-        self.tail = np.zeros(len(reducer.contributors), RATE)
-        """What follows the own result."""
+        self.result: tuple[NDArray[np.uint8], PacketTags] | None = None
+        """What follows the own result, and its tags, once it is ready."""
         self.pushing = {owner for owner, (start, stop) in self.shards.items() if owner != self.rank and start < stop}
         """Owners who have not told what they got of this rank."""
         self.received: set[int] = set()
@@ -104,7 +104,7 @@ class DirectRun:
             self._gather(others, start, stop)
         for owner, (first, last) in self.shards.items():
             if owner != self.rank and first < last:
-                self.waiting += 2
+                self.waiting += 1
                 self._push(owner, first, last)
         self._one_done()
 
@@ -118,8 +118,6 @@ class DirectRun:
         if self.bucket.value_type is ValueType.FLOAT32:
             own = cast(NDArray[np.float32], self.values[start:stop])
             self.summation = endpoint.summation(own, len(others), key=key)
-            for peer in others:  # ahead of shares of others: what has just been summed is still in the caches
-                self._send_result_to(peer)
         for position, peer in enumerate(others):
             arrival = endpoint.receive(peer, key, size, bound, label, summation=self.summation, position=position)
             arrival.add_done_callback(self._guard(partial(self._on_share, peer)))
@@ -188,28 +186,24 @@ class DirectRun:
                 error[first : first + len(part)] = np.where(np.isfinite(left), left, 0)
 
     def _send_result(self, start: int, stop: int) -> None:
-        self.tail[:] = self.reducer.rates()
-        self._note_rates(self.rank, self.tail)
+        rates_bps = self.reducer.rates()
+        self._note_rates(self.rank, rates_bps)
+        tail = rates_bps.view(np.uint8)
         self.unconfirmed = {peer for peer in self.reducer.contributors if peer != self.rank}
-        protocol = self.reducer.endpoint.protocol
-        for peer in self.unconfirmed:
-            # The result takes the place of what that rank may still have to send again, or will owe.
-            protocol.when_told(peer, self._key(PUSH, self.rank), partial(self._complete_result_to, peer))
-
-    def _complete_result_to(self, peer: int) -> None:
-        if self.summation is None:
+        self.result = tail, self._tags(start, stop, (stop - start) * self.values.itemsize + len(tail))
+        for peer in self.unconfirmed - self.pushing:
             self._send_result_to(peer)
-        else:
-            self.reducer.endpoint.protocol.open_message(peer, self._key(PULL, peer))
 
     def _send_result_to(self, peer: int) -> None:
-        """Send the own result to a rank: if it is still being summed up, as far as it is complete."""
+        """Send the own result to a rank.
+
+        It goes when that rank has this one's share: its result needs that, and only then has it a place for ours.
+        """
+        assert self.result
         start, stop = self.shards[self.rank]
-        key, tail = self._key(PULL, peer), self.tail.view(np.uint8)
-        tags = self._tags(start, stop, (stop - start) * self.values.itemsize + len(tail))
-        label = self._label(start, stop)
+        key, (tail, tags) = self._key(PULL, peer), self.result
         sending = self.reducer.endpoint.send(
-            peer, key, self._bytes(start, stop), tags, RELIABLE, label, tail, summation=self.summation
+            peer, key, self._bytes(start, stop), tags, RELIABLE, self._label(start, stop), tail
         )
         sending.add_done_callback(self._guard(partial(self._on_result_sent, key, peer, tags)))
 
@@ -243,16 +237,6 @@ class DirectRun:
             turn=self._turn(owner),
         )
         sending.add_done_callback(self._guard(partial(self._on_pushed, owner, tags)))
-        if owner in reducer.contributors:  # which sends no result of what this rank does not know to be lost
-            self._pull(owner, start, stop)
-
-    def _pull(self, owner: int, start: int, stop: int) -> None:
-        """Wait for the result of a shard, which takes the place of this rank's own values."""
-        tail = np.zeros(len(self.reducer.contributors) * RATE.itemsize, np.uint8)
-        into = np.frombuffer(self._bytes(start, stop), np.uint8)
-        key, label = self._key(PULL, self.rank), self._label(start, stop)
-        result = self.reducer.endpoint.receive(owner, key, len(into) + len(tail), RELIABLE, label, into=into, tail=tail)
-        result.add_done_callback(self._guard(partial(self._on_result, owner, tail)))
 
     def _turn(self, owner: int) -> Turn:
         """Return which part of its shard an owner gets first from this rank: from each of the others another one."""
@@ -266,12 +250,16 @@ class DirectRun:
         if not delivery.delivered.all():
             places = self._values_of(~delivery.delivered, stop - start)
             self._owe(start, places, self.bucket.value_type.widen(self.values[start:stop]))
-        if owner in self.reducer.contributors:
-            self.reducer.endpoint.protocol.renew(owner, self._key(PULL, self.rank))
-        else:
-            self._pull(owner, start, stop)
+        # Only now, for the result takes the place of what may still have been sent or is owed.
+        tail = np.zeros(len(self.reducer.contributors) * RATE.itemsize, np.uint8)
+        into = np.frombuffer(self._bytes(start, stop), np.uint8)
+        result = self.reducer.endpoint.receive(
+            owner, self._key(PULL, self.rank), len(into) + len(tail), RELIABLE, label, into=into, tail=tail
+        )
+        result.add_done_callback(self._guard(partial(self._on_result, owner, tail)))
         self.pushing.discard(owner)
-        self._one_done()
+        if self.result and owner in self.unconfirmed:
+            self._send_result_to(owner)
 
     def _on_result(self, owner: int, tail: NDArray[np.uint8], arrival: Arrival) -> None:
         self.received.add(owner)

@@ -121,7 +121,7 @@ void take_acknowledgement(engine *e, flow *f, const uint8_t *datagram, int64_t b
         if (m->packets - block * BLOCK_PACKETS < 64) bits &= (1ull << (m->packets - block * BLOCK_PACKETS)) - 1;
         for (uint64_t fresh = bits & ~m->landed[block]; fresh; fresh &= fresh - 1) {
             uint32_t index = (uint32_t)(block * BLOCK_PACKETS + __builtin_ctzll(fresh));
-            if (m->state[index] == UNSENT || m->state[index] == HELD) continue; /* nobody can have got it: forged or confused */
+            if (m->state[index] == UNSENT) continue; /* nobody can have got it: forged or confused */
             double sent_s = land(e, f, m, index, now_s);
             delivered++;
             /* Karn: the time of a packet that was sent twice is no round trip. */

@@ -21,9 +21,8 @@ enum { PROTECTED = 0x80, RETRANSMISSION = 0x40 };
 enum { SOCKET_FULL = -1, RING_FULL = -2 };
 #define WHOLE 0x80000000u /* in the block of an acknowledgement's entry: all of the message is taken, nobody need ask */
 
-/* What a packet of an outgoing message is: not sent, on the wire, there, lost and not to be sent again, lost and to be; or not
- * summed up yet. */
-enum { UNSENT, FLYING, DELIVERED, FORGONE, AGAIN, HELD };
+/* What a packet of an outgoing message is: not sent, on the wire, there, lost and not to be sent again, lost and to be. */
+enum { UNSENT, FLYING, DELIVERED, FORGONE, AGAIN };
 
 typedef struct incoming incoming;
 typedef struct outgoing outgoing;
@@ -41,7 +40,6 @@ typedef struct {
     incoming **from;  /* by position */
     float divisor;    /* how many ranks contribute */
     int64_t per_packet;
-    outgoing *followers; /* whose packets leave once they are complete */
 } fold;
 
 struct incoming {
@@ -65,8 +63,7 @@ struct incoming {
 
 struct outgoing {
     int64_t packets, flying, sent, resent, delivered;
-    int64_t unsent;   /* packets that wait to be sent, for the first time or again; */
-    int64_t held;     /* of these, those that may not leave yet */
+    int64_t unsent;   /* packets that wait to be sent, for the first time or again */
     double active_s;  /* when a packet was last sent or found delivered */
     /* private */
     int64_t id, peer, step, message;
@@ -74,7 +71,7 @@ struct outgoing {
     int64_t bytes, tail_bytes;
     uint8_t (*tags)[4];      /* per packet: bytes 1 to 3 of its header, and its type of service */
     const uint32_t *order;
-    int64_t next, ready;     /* in order: what is sent next, and what may not be sent yet */
+    int64_t next;            /* in order */
     uint8_t head[HEADER_BYTES];
     uint8_t *state;
     double *sent_s;
@@ -86,10 +83,6 @@ struct outgoing {
     int64_t forgone, allowed;
     int64_t idle_told;       /* Python knows that nothing of it is on the wire or waits */
     int64_t taken;           /* the receiver says that it has all; Python does not know yet */
-    fold *sum;               /* what its payload is, while that is being formed */
-    uint32_t *released;      /* its order then: as packets become complete */
-    const uint32_t *rest;    /* and the order of all that are not when it is opened */
-    outgoing *next_follower;
 };
 
 typedef struct {
@@ -210,15 +203,11 @@ outgoing *find_outgoing(flow *f, int64_t step, int64_t message);
 double land(const engine *e, flow *f, outgoing *m, uint32_t index, double now_s);
 int64_t land_rest(const engine *e, flow *f, outgoing *m, double now_s);
 void lose(flow *f, outgoing *m, uint32_t index);
-int may_send(const outgoing *m);
-void release_complete(fold *s, int64_t index);
-void leave_behind(fold *s);
 /* flow.c */
 int64_t pump_flow(engine *e, flow *f, double now_s);
 void feed_back(engine *e, flow *f, int64_t delivered, int64_t marked, int64_t lost);
 void sample_rtt(flow *f, double rtt_s);
 double paused_until(const flow *f);
-int waits_to_send(const flow *f);
 /* shared.c */
 int share_control(flow *f, const uint8_t *datagram, int64_t bytes);
 int share_burst(engine *e, flow *f, const struct iovec *pieces, int64_t parts);

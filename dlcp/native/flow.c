@@ -69,12 +69,6 @@ double paused_until(const flow *f) {
     return f->sent_last_s + f->smoothed_rtt_s / (f->window < 1 ? f->window : 1);
 }
 
-int waits_to_send(const flow *f) {
-    for (int64_t k = 0; k < f->message_count; k++)
-        if (may_send(f->messages[k])) return 1;
-    return 0;
-}
-
 static int64_t room(const flow *f, double now_s) {
     if (f->window < 1) return f->flying == 0 && now_s >= paused_until(f);
     double window = f->window < (double)f->largest_window ? f->window : (double)f->largest_window;
@@ -96,7 +90,7 @@ static outgoing *most_urgent(flow *f) {
     int best_rank = -1;
     for (int64_t k = 0; k < f->message_count; k++) {
         outgoing *m = f->messages[k];
-        if (!may_send(m)) continue;
+        if (!m->unsent) continue;
         uint32_t index = next_packet(m);
         int rank = (m->tags[index][1] >> 5) << 8 | (255 - m->tags[index][2]);
         if (rank > best_rank) best = m, best_rank = rank;
@@ -129,7 +123,7 @@ static int64_t gather(const engine *e, outgoing *m, int64_t limit, uint32_t *pac
     uint32_t first = next_packet(m); /* passes over what is stale at the head of the ring */
     uint8_t tos = m->tags[first][3];
     int queue = m->tags[first][1] >> 5;
-    int64_t available = m->again_count ? m->again_count : m->ready - m->next;
+    int64_t available = m->again_count ? m->again_count : m->packets - m->next;
     for (int64_t k = 0; k < available && count < limit; k++) {
         uint32_t index = m->again_count ? m->again[(m->again_first + k) % m->packets] : m->order[m->next + k];
         if (m->again_count && m->state[index] != AGAIN) break;

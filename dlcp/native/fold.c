@@ -42,7 +42,6 @@ static void fold_in(fold *s, int64_t index, const uint8_t *payload) {
     if (++s->folded[index] < s->members) add(into, part, count);
     else if (frexpf(s->divisor, &exponent) == 0.5f) add_scale(into, part, count, 1 / s->divisor); /* exact, and faster */
     else add_divide(into, part, count, s->divisor);
-    if (s->folded[index] == s->members) release_complete(s, index);
 }
 
 /* By how many places the order of the members is turned in the region that a packet belongs to. */
@@ -95,7 +94,6 @@ API fold *dlcp_fold_new(float *values, int64_t count, int64_t per_packet, int64_
 }
 
 API void dlcp_fold_free(fold *s) {
-    leave_behind(s);
     free(s->folded), free(s->from), free(s);
 }
 

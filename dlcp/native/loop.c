@@ -362,7 +362,7 @@ static double resume_s(const engine *e) {
     double due_s = INFINITY;
     for (int64_t i = 0; i < e->flow_count; i++) {
         const flow *f = &e->flows[i];
-        if (f->window < 1 && !f->flying && waits_to_send(f) && paused_until(f) < due_s) due_s = paused_until(f);
+        if (f->message_count && f->window < 1 && !f->flying && paused_until(f) < due_s) due_s = paused_until(f);
     }
     return due_s;
 }
@@ -400,7 +400,6 @@ API int64_t dlcp_engine_turn(engine *e, double until_s) {
         int64_t received = receive(e);
         double now_s = clock_s(), acknowledge_s = acknowledge_due(e, now_s);
         int64_t sent = dlcp_engine_pump(e, now_s);
-        for (int64_t k = 1; k < received && sent > 0; k++) if (dlcp_engine_pump(e, now_s) <= 0) break;
         double due_s = smaller(until_s, dlcp_engine_report_due(e));
         if (now_s >= due_s || e->attention || __atomic_load_n(&e->woken, __ATOMIC_ACQUIRE)) break;
         if (received || sent > 0) continue;

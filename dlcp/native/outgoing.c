@@ -15,16 +15,7 @@ outgoing *find_outgoing(flow *f, int64_t step, int64_t message) {
     return NULL;
 }
 
-static void unfollow(outgoing *m) {
-    if (!m->sum) return;
-    outgoing **link = &m->sum->followers;
-    while (*link != m) link = &(*link)->next_follower;
-    *link = m->next_follower, m->sum = NULL;
-}
-
 static void release(outgoing *m) {
-    unfollow(m);
-    free(m->released), m->released = NULL;
     free(m->state), free(m->sent_s), free(m->landed), free(m->again), free(m->forgone_next);
     m->state = NULL, m->sent_s = NULL, m->landed = NULL, m->again = m->forgone_next = NULL;
 }
@@ -43,7 +34,7 @@ API outgoing *dlcp_outgoing_new(engine *e, int64_t peer, int64_t step, int64_t m
     }
     outgoing *m = calloc(1, sizeof *m);
     if (!m) return NULL;
-    m->packets = m->unsent = m->ready = packets, m->active_s = now_s;
+    m->packets = m->unsent = packets, m->active_s = now_s;
     m->id = ++e->next_id, m->peer = peer, m->step = step, m->message = message;
     m->payload = payload, m->bytes = bytes, m->tail = tail, m->tail_bytes = tail_bytes;
     m->tags = tags, m->order = order, m->allowed = allowed;
@@ -62,48 +53,6 @@ API outgoing *dlcp_outgoing_new(engine *e, int64_t peer, int64_t step, int64_t m
     return m;
 }
 
-int may_send(const outgoing *m) {
-    return m->unsent > m->held;
-}
-
-static void let_go(outgoing *m, uint32_t index) {
-    m->state[index] = UNSENT;
-    m->released[m->ready++] = index;
-    m->held--;
-}
-
-/* Let the messages that follow a sum send a packet of it, which is complete. What shares a packet with a tail waits for that. */
-void release_complete(fold *s, int64_t index) {
-    for (outgoing *m = s->followers; m; m = m->next_follower)
-        if ((index + 1) * s->per_packet * (int64_t)sizeof *s->values <= m->bytes) let_go(m, (uint32_t)index);
-}
-
-/* Let go of the messages that follow a sum, which ends. */
-void leave_behind(fold *s) {
-    while (s->followers) unfollow(s->followers);
-}
-
-/* Let a message that is new send each packet as soon as the sum that its payload is has it complete, and all others once it is
- * opened. Return -1 where memory is short. */
-API int64_t dlcp_outgoing_follow(outgoing *m, fold *s) {
-    m->released = malloc((size_t)m->packets * sizeof *m->released);
-    if (!m->released) return -1;
-    m->rest = m->order, m->order = m->released;
-    m->held = m->packets, m->ready = 0;
-    memset(m->state, HELD, (size_t)m->packets);
-    m->sum = s, m->next_follower = s->followers, s->followers = m;
-    for (int64_t i = 0; i < s->packets; i++)
-        if (s->folded[i] == s->members && (i + 1) * s->per_packet * (int64_t)sizeof *s->values <= m->bytes) let_go(m, (uint32_t)i);
-    return 0;
-}
-
-/* Let a message that follows a sum send all of it. */
-API void dlcp_outgoing_open(outgoing *m) {
-    unfollow(m);
-    for (int64_t k = 0; m->held; k++)
-        if (m->state[m->rest[k]] == HELD) let_go(m, m->rest[k]);
-}
-
 /* Forget a message that is done or given up. It is freed. */
 API void dlcp_outgoing_remove(engine *e, outgoing *m) {
     flow *f = &e->flows[m->peer];
@@ -113,7 +62,7 @@ API void dlcp_outgoing_remove(engine *e, outgoing *m) {
             break;
         }
     f->flying -= m->flying;
-    m->flying = m->unsent = m->held = 0;
+    m->flying = m->unsent = 0;
     for (int q = 0; q < QUEUES; q++)
         for (int64_t k = 0; k < f->runs[q].count; k++) {
             run *r = &f->runs[q].runs[(f->runs[q].first + k) % f->runs[q].capacity];
@@ -188,7 +137,7 @@ API int64_t dlcp_outgoing_bitmap(engine *e, outgoing *m, int64_t first, int64_t 
     for (int64_t i = first; i < first + count; i++) {
         uint8_t state = m->state[i];
         if (arrived[i - first]) {
-            if (state != DELIVERED && state != UNSENT && state != HELD) land(e, f, m, (uint32_t)i, now_s), news++;
+            if (state != DELIVERED && state != UNSENT) land(e, f, m, (uint32_t)i, now_s), news++;
         } else if (state == FLYING && m->sent_s[i] < before_s) {
             lose(f, m, (uint32_t)i), lost++;
         }

@@ -102,13 +102,10 @@ class Endpoint:
         label: str,
         tail: Bytes = NOTHING,
         turn: Turn = AS_SEEDED,
-        summation: Summation | None = None,
     ) -> Future[Delivery]:
         """Send a message; see :meth:`Protocol.send_message`."""
         return self._ask(
-            lambda: self.protocol.send_message(
-                peer, key, payload, tags, bound, label, time.monotonic(), tail, turn, summation
-            )
+            lambda: self.protocol.send_message(peer, key, payload, tags, bound, label, time.monotonic(), tail, turn)
         )
 
     def receive(

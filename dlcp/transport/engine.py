@@ -103,10 +103,6 @@ class Outgoing(Protocol):
         """Packets that wait to be sent, for the first time or again."""
 
     @property
-    def held(self) -> int:
-        """Packets of these that may not leave yet; see :meth:`Engine.follow`."""
-
-    @property
     def sent(self) -> int:
         """Transmissions so far."""
 
@@ -239,15 +235,6 @@ class Engine(Protocol):
 
     def replace_payload(self, message: Outgoing, payload: Bytes) -> None:
         """Go on sending a message from a copy of its payload, without the tail."""
-
-    def follow(self, message: Outgoing, fold: Fold) -> None:
-        """Hold the packets of a new message, whose payload is the values of a sum that is being formed.
-
-        Each may leave once the sum has it complete, and may not be held once the message is opened.
-        """
-
-    def open(self, message: Outgoing) -> None:
-        """Let all of a message leave that has been held: payload and tail are now what they are to be."""
 
     def take_bitmap(
         self, message: Outgoing, first: int, arrived: NDArray[np.bool_], before_s: float, now_s: float

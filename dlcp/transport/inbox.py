@@ -116,22 +116,6 @@ class Inbox:
         bound = awaited.bound
         self._engine.wait(message, bound.required(message.packets), bound.immediate, last, now_s)
 
-    def renew(self, name: Name, now_s: float) -> None:
-        """Give a message that is waited for ``deadline_s`` from now on."""
-        waited_for = self._awaited.get(name[0], {})
-        awaited = waited_for.pop(name, None)
-        if awaited is not None:
-            awaited.deadline_s = now_s + self._options.deadline_s
-            waited_for[name] = awaited
-
-    def when_told(self, name: Name, action: Callable[[], None]) -> None:
-        """Do something once the sender of a message that is done knows what of it has come; at once if all has."""
-        stopping = self._stopping.get(name)
-        if stopping is None:
-            action()
-        else:
-            stopping.when_told.append(action)
-
     def waits_for(self, rank: int) -> bool:
         """Return whether somebody waits for a message from a rank."""
         return bool(self._awaited.get(rank))
@@ -369,12 +353,8 @@ class Inbox:
         if stopping:
             stopping.unconfirmed.discard(header.index)
             if not stopping.unconfirmed:
-                self._forget_stopping(name)
+                del self._stopping[name]
         self._told.pop(name, None)
-
-    def _forget_stopping(self, name: Name) -> None:
-        for action in self._stopping.pop(name).when_told:
-            action()
 
     def _tell_whole(self, name: Name) -> None:
         self._packets.send(name[0], PacketType.STOP, MessageKey(*name[1:]), count=self._told[name][0])
@@ -394,7 +374,7 @@ class Inbox:
         due_s = math.inf
         for name, stopping in list(self._stopping.items()):
             if now_s >= stopping.give_up_s:
-                self._forget_stopping(name)
+                del self._stopping[name]
                 continue
             if now_s >= stopping.due_s:
                 self._stop(name, stopping, now_s)

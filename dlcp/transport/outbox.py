@@ -15,7 +15,6 @@ from dlcp.transport.errors import DeadlineError, TransportError, at_step
 from dlcp.transport.options import TransportOptions
 from dlcp.transport.peer import Peer
 from dlcp.transport.promise import Promise
-from dlcp.transport.receiving import Summation
 from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S, Delivery, Sending, packets_of, probe_timeout_s
 from dlcp.wire import Header, PacketType
 
@@ -81,7 +80,6 @@ class Outbox:
         now_s: float,
         tail: Bytes,
         turn: Turn,
-        summation: Summation | None = None,
     ) -> Promise[Delivery]:
         """Send a message; see :meth:`dlcp.transport.protocol.Protocol.send_message`."""
         peer = self._peers[rank]
@@ -96,8 +94,6 @@ class Outbox:
             ecn_capable=peer.control.ecn_capable,
         )
         message = self._engine.send(rank, key, packets, now_s)
-        if summation is not None:
-            self._engine.follow(message, summation.fold)
         sending = Sending(
             rank,
             key,
@@ -115,14 +111,6 @@ class Outbox:
         if bound.immediate:
             self._probe(peer, sending, now_s)  # tells the receiver how many packets are protected
         return sending.done
-
-    def open(self, rank: int, key: MessageKey, now_s: float) -> None:
-        """Let all of a message leave that follows a sum; see :meth:`dlcp.transport.protocol.Protocol.open_message`."""
-        sending = self._peers[rank].sending.pop(key, None)
-        if sending is not None:
-            self._engine.open(sending.message)
-            sending.deadline_s = now_s + self._options.deadline_s
-            self._peers[rank].sending[key] = sending  # they stay in the order of their deadlines
 
     def detach(self, rank: int, key: MessageKey, copy: Bytes | None) -> None:
         """Go on sending from a copy; see :meth:`dlcp.transport.protocol.Protocol.detach`."""

@@ -65,9 +65,7 @@ class Peer:
             self.control.on_report(report)
             self.limit_window(report.rtt_s)
             self.flow.window, self.flow.eager = self.control.window, self.control.eager
-            self.rate.on_feedback(
-                now_s, report.delivered, any(s.message.unsent > s.message.held for s in self.sending.values())
-            )
+            self.rate.on_feedback(now_s, report.delivered, any(s.message.unsent for s in self.sending.values()))
 
     def limit_window(self, rtt_s: float = 0.0) -> None:
         """Bound the window by what the receiver has room for, and by what may be of use; 0: no new round trip."""

@@ -178,29 +178,15 @@ class Protocol:
         now_s: float,
         tail: Bytes = NOTHING,
         turn: Turn = AS_SEEDED,
-        summation: Summation | None = None,
     ) -> Promise[Delivery]:
-        """Send a message; the future resolves once it is confirmed. Until then its bytes must not change.
-
-        With a ``summation`` its payload is what is being summed up: packets leave as they become complete, and the rest
-        with the tail once it is opened (:meth:`open_message`).
-        """
+        """Send a message; the future resolves once it is confirmed. Until then its bytes must not change."""
         self._outbox.check(len(payload) + len(tail), len(tags.queue))
         if self._failure:
             failed: Promise[Delivery] = Promise()
             failed.set_exception(self._failure)
             return failed
         self._due_by(now_s + PROBE_TIMEOUT_MIN_S)
-        return self._outbox.send(
-            peer, key, payload, tags, self._bound(peer, bound), label, now_s, tail, turn, summation
-        )
-
-    def open_message(self, peer: int, key: MessageKey) -> None:
-        """Let all of a message leave that follows a sum; payload and tail are now what they are to be.
-
-        It has ``deadline_s`` from now on.
-        """
-        self._outbox.open(peer, key, self._now_s)
+        return self._outbox.send(peer, key, payload, tags, self._bound(peer, bound), label, now_s, tail, turn)
 
     def receive_message(
         self,
@@ -254,14 +240,6 @@ class Protocol:
         """
         per_packet = self.options.payload_bytes // values.itemsize
         return Summation(self.engine, values, per_packet, members, members + 1 if divisor is None else divisor, key)
-
-    def renew(self, peer: int, key: MessageKey) -> None:
-        """Give a message that is waited for ``deadline_s`` from now on."""
-        self.inbox.renew((peer, *key), self._now_s)
-
-    def when_told(self, peer: int, key: MessageKey, action: Callable[[], None]) -> None:
-        """Do something once the sender of a message that is done knows what of it has come; at once if all has."""
-        self.inbox.when_told((peer, *key), action)
 
     def detach(self, peer: int, key: MessageKey, copy: Bytes | None = None) -> None:
         """Go on sending a message from a copy, so that its payload may change although it is not confirmed.

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages on their way in, but for their packets: who waits for them, and how senders learn that they are done."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -173,8 +172,6 @@ class Stopping:
     give_up_s: float
     unconfirmed: set[int]
     repeat_s: float = STOP_REPEAT_S
-    when_told: list[Callable[[], None]] = field(default_factory=list)
-    """What is to be done once the sender knows."""
 
     @classmethod
     def of(cls, delivered: NDArray[np.bool_], span: int, now_s: float, give_up_s: float) -> "Stopping":

@@ -187,18 +187,6 @@ class NativeEngine:
         self._library.dlcp_outgoing_replace(message.pointer, payload.ctypes.data)
         message.kept.payload = payload
 
-    def follow(self, message: Outgoing, fold: Fold) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.follow`."""
-        assert isinstance(message, NativeOutgoing)
-        assert isinstance(fold, NativeFold)
-        if self._library.dlcp_outgoing_follow(message.pointer, fold.pointer):
-            raise MemoryError(f"no memory for a message of {message.packets} packets")
-
-    def open(self, message: Outgoing) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.open`."""
-        assert isinstance(message, NativeOutgoing)
-        self._library.dlcp_outgoing_open(message.pointer)
-
     def take_bitmap(
         self, message: Outgoing, first: int, arrived: NDArray[np.bool_], before_s: float, now_s: float
     ) -> bool:

@@ -22,13 +22,12 @@ class NativeOutgoing:
     def detach(self) -> None:
         """Keep the numbers, and nothing that the engine frees."""
         self.numbers = OutgoingNumbers.from_buffer_copy(self.numbers)
-        self.numbers.flying = self.numbers.unsent = self.numbers.held = 0
+        self.numbers.flying = self.numbers.unsent = 0
         self.kept = None
 
     packets = property(lambda self: self.numbers.packets)
     flying = property(lambda self: self.numbers.flying)
     unsent = property(lambda self: self.numbers.unsent)
-    held = property(lambda self: self.numbers.held)
     sent = property(lambda self: self.numbers.sent)
     resent = property(lambda self: self.numbers.resent)
     delivered = property(lambda self: self.numbers.delivered)

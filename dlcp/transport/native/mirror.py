@@ -125,7 +125,7 @@ class OutgoingNumbers(ctypes.Structure):
     """The public part of an outgoing message."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("packets", "flying", "sent", "resent", "delivered", "unsent", "held")),
+        *((name, c_int64) for name in ("packets", "flying", "sent", "resent", "delivered", "unsent")),
         ("active_s", c_double),
     ]
 
@@ -177,8 +177,6 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
             *(ctypes.c_char_p, c_int64, c_double),
         ),
     ),
-    "dlcp_outgoing_follow": (c_int64, (c_void_p, c_void_p)),
-    "dlcp_outgoing_open": (None, (c_void_p,)),
     "dlcp_outgoing_remove": (None, (c_void_p, c_void_p)),
     "dlcp_outgoing_replace": (None, (c_void_p, c_void_p)),
     "dlcp_outgoing_bitmap": (

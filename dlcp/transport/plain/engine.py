@@ -105,16 +105,6 @@ class PlainEngine:
         assert isinstance(message, PlainOutgoing)
         message.kept.payload = payload
 
-    def follow(self, message: Outgoing, fold: Fold) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.follow`; all is held until it is opened."""
-        assert isinstance(message, PlainOutgoing)
-        message.held = message.packets
-
-    def open(self, message: Outgoing) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.open`."""
-        assert isinstance(message, PlainOutgoing)
-        message.held = 0
-
     def take_bitmap(
         self, message: Outgoing, first: int, arrived: NDArray[np.bool_], before_s: float, now_s: float
     ) -> bool:

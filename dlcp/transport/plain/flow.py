@@ -124,7 +124,7 @@ class PlainFlow:
         """Return the message of the most urgent queue; in it the layer nearest the input; then who came first."""
         best, best_rank = None, -1
         for message in self.messages.values():
-            if message.unsent > message.held:
+            if message.unsent:
                 _, queue, layer, _ = message.kept.tags[message.next_packet()].tolist()
                 rank = (queue >> 5) << 8 | (255 - layer)
                 if rank > best_rank:

@@ -31,7 +31,7 @@ class PlainOutgoing:
         self.key = key
         self.kept = packets
         self.packets = self.unsent = len(packets.order)
-        self.flying = self.held = self.sent = self.resent = self.delivered = 0
+        self.flying = self.sent = self.resent = self.delivered = 0
         self.active_s = now_s
         self.idle_told = False
         self.state = np.zeros(self.packets, np.uint8)
@@ -170,7 +170,6 @@ class PlainOutgoing:
 
     def drop(self) -> int:
         """Forget everything but the numbers; return how many packets were flying."""
-        flying = self.flying
-        self.flying = self.unsent = self.held = 0
+        flying, self.flying, self.unsent = self.flying, 0, 0
         self.state = np.full(self.packets, DELIVERED, np.uint8)  # nothing of it can be lost any more
         return flying
