@@ -26,10 +26,10 @@ TCP_SETTINGS: Final = {
 TCP_ADDRESS: Final = 10
 """The last byte of the first address for TCP; that for DLCP is ``OWN_ADDRESS``."""
 OWN_ADDRESS: Final = 2
-QUEUE_S: Final = 0.005
-"""How long a full queue before a slow link takes to drain. Chosen by us: a shallow switch's."""
-BURST_BYTES: Final = 64 << 10
-"""What a slow link may send at once. Chosen by us: a kernel's timer at 1 Gbit/s is late by less."""
+QUEUE_S: Final = 0.01
+"""How long a full queue before a slow link takes to drain. Chosen by us: at 1 Gbit/s, a switch's share of a few MB."""
+BURST_BYTES: Final = 128 << 10
+"""What a slow link may send at once. Chosen by us: two of a kernel's bursts, for one is taken apart if it is all."""
 
 # Classic BPF: load a random word, drop (2, TC_ACT_SHOT) if it is below a threshold, else pass (0, TC_ACT_OK).
 _DROP_AT_RANDOM: Final = "4,32 0 0 4294963256,53 1 0 {threshold},6 0 0 2,6 0 0 0"
@@ -175,7 +175,7 @@ class VethPair(_Hosts):
 
 
 class RoutedPath(_Hosts):
-    """Hosts around a router that loses packets at random, with segmentation offloads off: each loss is one packet's.
+    """Hosts around a router that may lose packets at random.
 
     Parameters
     ----------
@@ -187,19 +187,33 @@ class RoutedPath(_Hosts):
         Of every link.
     rate_bps
         Of every link from the router to a host, behind a queue of :data:`QUEUE_S`; None: as fast as the machine.
+    offloads
+        Whether links segment and gather packets, as the interfaces of real hosts do. Without, each packet costs the
+        machine's processors what it does not cost a host's; but then each loss is one packet's.
     """
 
-    def __init__(self, ranks: int, loss: float = 0.0, mtu_bytes: int = 1500, rate_bps: int | None = None) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        loss: float = 0.0,
+        mtu_bytes: int = 1500,
+        rate_bps: int | None = None,
+        *,
+        offloads: bool = False,
+    ) -> None:
         if not 0 <= loss < 1:
             raise ValueError(f"loss must lie in [0, 1), got {loss}")
-        self.loss, self.rate_bps = loss, rate_bps
+        if loss and offloads:
+            raise ValueError("with offloads, a burst would be lost whole: leave out either")
+        self.loss, self.rate_bps, self.offloads = loss, rate_bps, offloads
         super().__init__(ranks, mtu_bytes)
 
     @property
     def words(self) -> str:
         """What the path is, in words."""
         links = f"links of {self.rate_bps / 1e6:g} Mbit/s" if self.rate_bps else "fast links"
-        return f"router with {links} and {self.loss:.1%} random loss, MTU {self.mtu_bytes}, offloads off"
+        offloads = "on" if self.offloads else "off"
+        return f"router with {links} and {self.loss:.1%} random loss, MTU {self.mtu_bytes}, offloads {offloads}"
 
     def dropped(self) -> tuple[int, int]:
         """Return how many packets have reached the router, and how many of them it has lost."""
@@ -228,8 +242,9 @@ class RoutedPath(_Hosts):
                 f"route add {gateway} dev eth0",
                 *(command for peer in others for command in self._routes(rank, peer, way)),
             )
-            self._router.call(partial(turn_off_offloads, port))
-            host.call(partial(turn_off_offloads, "eth0"))
+            if not self.offloads:
+                self._router.call(partial(turn_off_offloads, port))
+                host.call(partial(turn_off_offloads, "eth0"))
             program = _DROP_AT_RANDOM.format(threshold=min(round(self.loss * 2**32), 2**32 - 1))
             self._tc("qdisc", "add", "dev", port, "clsact")
             # IPv4 only, so that neighbours find each other at once.

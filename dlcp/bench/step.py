@@ -51,7 +51,7 @@ def measure(
     mtu_bytes
         DLCP's packets are as large as fits it.
     rate_bps
-        Of every rank's link, through a router; None: over loopback.
+        Of every rank's link, through a router and with the kernel's offloads; None: over loopback.
     shared_memory
         Let DLCP's packets go through memory over loopback, as they do by default.
     rounds, warm_up, seed, progress
@@ -70,7 +70,8 @@ def measure(
     RankError
         A rank failed.
     """
-    path = RoutedPath(ranks, mtu_bytes=mtu_bytes, rate_bps=rate_bps) if rate_bps else loopback(ranks)
+    limited = partial(RoutedPath, mtu_bytes=mtu_bytes, rate_bps=rate_bps, offloads=True)
+    path = limited(ranks) if rate_bps else loopback(ranks)
     with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder, path:
         hosts = [path.address(rank) for rank in range(ranks)]
         options = dlcp.torch.Options(

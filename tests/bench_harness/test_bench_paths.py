@@ -15,7 +15,7 @@ from bench_rank import Rank
 from dlcp.bench.path import BURST_BYTES, NamespaceLoopback, Path, RoutedPath, VethPair, known_controls
 from dlcp.bench.ranks import Ranks
 
-UDP_SEGMENT = 103
+UDP_SEGMENT, UDP_GRO = 103, 104
 DATAGRAM_BYTES, BURST, SENT = 1400, 40, 4000
 
 
@@ -44,7 +44,7 @@ def expected_controls():
 
 
 @pytest.mark.usefixtures("bench_namespaces")
-@pytest.mark.parametrize("kind", [VethPair, lambda: RoutedPath(2)])
+@pytest.mark.parametrize("kind", [VethPair, lambda: RoutedPath(2), lambda: RoutedPath(2, offloads=True)])
 def test_hosts_reach_each_other_with_the_congestion_control_of_the_address(kind):
     before, fds = links(), set(os.listdir("/proc/self/fd"))
     with kind() as path:
@@ -114,8 +114,24 @@ def test_a_router_loses_single_packets_at_random(loss):
 
 
 @pytest.mark.usefixtures("bench_namespaces")
-def test_a_link_has_the_rate_that_was_asked_for():
-    with RoutedPath(2, rate_bps=20_000_000) as path:
+@pytest.mark.parametrize("offloads", [False, True])
+def test_bursts_pass_a_link_whole_where_it_has_offloads(offloads):
+    with RoutedPath(2, rate_bps=100_000_000, offloads=offloads) as path:
+        sender, receiver = (host.call(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for host in path.hosts)
+        with sender, receiver:
+            receiver.bind((path.address(1), 0))
+            receiver.settimeout(5)
+            receiver.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
+            send_burst(sender, receiver.getsockname(), 0)
+            got = len(receiver.recv(1 << 16))
+        assert path.words.endswith(f"offloads {'on' if offloads else 'off'}")
+    assert (got == BURST * DATAGRAM_BYTES) == offloads
+
+
+@pytest.mark.usefixtures("bench_namespaces")
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_link_has_the_rate_that_was_asked_for(offloads):
+    with RoutedPath(2, rate_bps=20_000_000, offloads=offloads) as path:
         sender, receiver = (host.call(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for host in path.hosts)
         with sender, receiver:
             receiver.bind((path.address(1), 0))
@@ -141,3 +157,8 @@ def test_a_link_has_the_rate_that_was_asked_for():
 def test_an_impossible_loss_is_refused(loss):
     with pytest.raises(ValueError, match="loss must lie in"):
         RoutedPath(2, loss)
+
+
+def test_bursts_are_not_to_be_lost_whole():
+    with pytest.raises(ValueError, match="a burst would be lost whole"):
+        RoutedPath(2, 0.01, offloads=True)
