@@ -8,12 +8,12 @@ without being asked for, and repeated until STOP_ACK. Control packets carry thei
 late.
 
 Data, acknowledgements and windows are the engine's (:mod:`dlcp.transport.engine`). All that is rarer is of the
-outbox (:mod:`dlcp.transport.outbox`) and the inbox (:mod:`dlcp.transport.inbox`), or concerns a peer as a whole.
+outbox (:mod:`dlcp.transport.outbox`) and the inbox (:mod:`dlcp.transport.inbox`), or concerns a peer as a whole
+(:mod:`dlcp.transport.liveness`).
 """
 
 import heapq
 import socket
-import struct
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -27,14 +27,9 @@ from dlcp.transport.bound import RELIABLE, LossBound
 from dlcp.transport.congestion import Unlimited
 from dlcp.transport.control_packets import ControlPackets
 from dlcp.transport.engine import Address, Bytes, Emit, Engine, Incoming, MessageKey
-from dlcp.transport.errors import (
-    MessageMismatchError,
-    PeerAbortedError,
-    PeerSilentError,
-    TransportError,
-    at_step,
-)
+from dlcp.transport.errors import PeerAbortedError, TransportError
 from dlcp.transport.inbox import Inbox
+from dlcp.transport.liveness import HELLO_REPEAT_S, Liveness
 from dlcp.transport.options import TransportOptions, weight_of
 from dlcp.transport.outbox import Outbox
 from dlcp.transport.peer import Peer
@@ -45,10 +40,6 @@ from dlcp.transport.scratch import Scratch
 from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S, Delivery
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.wire import Header, PacketType
-
-HELLO_REPEAT_S = 0.1
-KEEPALIVE_S = 0.5
-_HELLO = struct.Struct(">II")
 
 
 class Protocol:
@@ -158,6 +149,17 @@ class Protocol:
             options=options,
             refused=self._refused,
             counted=self._counted,
+        )
+        self._liveness = Liveness(
+            rank,
+            job,
+            self._packets,
+            self._peers,
+            self.inbox,
+            self._outbox,
+            window=self._window,
+            options=options,
+            refused=self._refused,
         )
         self._clock_s = self._now_s = self.due_s = now_s
         """When to call :meth:`on_time` next, if no message falls idle before."""
@@ -279,12 +281,12 @@ class Protocol:
     def greet(self, now_s: float) -> None:
         """Announce this rank to all peers."""
         for peer in self._peers.values():
-            self._hello(peer, PacketType.HELLO, now_s)
+            self._liveness.greet(peer, now_s)
 
     @property
     def strangers(self) -> list[int]:
         """Ranks that have not answered a greeting yet."""
-        return [rank for rank, peer in self._peers.items() if not peer.greeted]
+        return self._liveness.strangers
 
     @property
     def all_confirmed(self) -> bool:
@@ -371,25 +373,9 @@ class Protocol:
             reason = bytes(payload[:1000]).decode(errors="replace")
             self.fail(PeerAbortedError(f"job {self.job}: rank {peer.rank} gave up: {reason}"))
         else:
-            self._on_hello(peer, header, payload, now_s)
-
-    def _on_hello(self, peer: Peer, header: Header, payload: memoryview, now_s: float) -> None:
-        if len(payload) != _HELLO.size:
-            self._refused["malformed"] += 1
-            return
-        payload_bytes, window = _HELLO.unpack(payload)
-        if payload_bytes != self.options.payload_bytes:
-            error = MessageMismatchError(
-                f"job {self.job}: rank {peer.rank} sends {payload_bytes} bytes a packet and rank {self.rank} "
-                f"{self.options.payload_bytes}; give all ranks the same payload_bytes"
-            )
-            self.fail(error)
-            return
-        peer.greeted = True
-        peer.room_packets = max(1, window)
-        peer.limit_window()
-        if header.type is PacketType.HELLO:
-            self._hello(peer, PacketType.HELLO_ACK, now_s)
+            mismatch = self._liveness.on_hello(peer, header, payload, now_s)
+            if mismatch:
+                self.fail(mismatch)
 
     # What time brings -------------------------------------------------------------------------------------------------
 
@@ -416,10 +402,7 @@ class Protocol:
         idle
             Whether a message may have nothing left to send that is not confirmed, as :meth:`Engine.turn` tells.
         """
-        stalled_s = now_s - self._clock_s - HELLO_REPEAT_S
-        if stalled_s > KEEPALIVE_S:  # this process was not running: what peers sent meanwhile is still to be read
-            for peer in self._peers.values():
-                peer.flow.heard_s += stalled_s
+        self._liveness.excuse(now_s - self._clock_s - HELLO_REPEAT_S)
         self._clock_s = self._now_s = now_s
         self.due_s = now_s + HELLO_REPEAT_S
         while self._later and self._later[0][0] <= now_s:
@@ -441,29 +424,8 @@ class Protocol:
         self.due_s = min(self.due_s, at_s)
 
     def _watch(self, peer: Peer, now_s: float, *, idle: bool) -> float:
-        flow = peer.flow
-        if not peer.sending and not self.inbox.waits_for(peer.rank):
-            flow.heard_s = max(flow.heard_s, now_s - self.options.silence_s / 2)
-            return now_s + HELLO_REPEAT_S
-        if now_s - flow.heard_s > self.options.silence_s:
-            self.fail(self._silent(peer, now_s))
+        error = self._liveness.watch(peer, now_s) or self._outbox.overdue(peer.rank, now_s)
+        if error:
+            self.fail(error)
             return now_s
-        if now_s - flow.heard_s > KEEPALIVE_S and now_s >= peer.hello_due_s:
-            self._hello(peer, PacketType.HELLO, now_s)
-        late = self._outbox.overdue(peer.rank, now_s)
-        if late:
-            self.fail(late)
-            return now_s
-        return min(now_s + HELLO_REPEAT_S, self._outbox.on_time(peer.rank, now_s, idle=idle))
-
-    def _silent(self, peer: Peer, now_s: float) -> TransportError:
-        # What somebody waits for tells more than what is sent and may be in, of which only the confirmation is lost.
-        step, label = min([*self.inbox.awaited_from(peer.rank)] or [*self._outbox.unconfirmed_by(peer.rank)])
-        return PeerSilentError(
-            f"{at_step(self.job, step)}: rank {peer.rank} has been silent for {now_s - peer.flow.heard_s:.1f} s "
-            f"while rank {self.rank} waited for {label}; is its process alive and the path up?"
-        )
-
-    def _hello(self, peer: Peer, kind: PacketType, now_s: float) -> None:
-        peer.hello_due_s = now_s + HELLO_REPEAT_S
-        self._packets.send(peer.rank, kind, payload=_HELLO.pack(self.options.payload_bytes, self._window))
+        return self._outbox.on_time(peer.rank, now_s, idle=idle)
