@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import dlcp.torch
 from dlcp.bench.interleave import interleave, median
-from dlcp.bench.path import RoutedPath, loopback
+from dlcp.bench.path import Path, RoutedPath, loopback
 from dlcp.bench.ranks import Ranks
 from dlcp.bench.report import Result, against_best, result, significant
 from dlcp.bench.training import CROSS_STEP, DEPTH, GLOO, HOOK, NOTHING, WIDTH, Trainee
@@ -70,8 +70,10 @@ def measure(
     RankError
         A rank failed.
     """
-    limited = partial(RoutedPath, mtu_bytes=mtu_bytes, rate_bps=rate_bps, offloads=True)
-    path = limited(ranks) if rate_bps else loopback(ranks)
+    if rate_bps:
+        path: Path = RoutedPath(ranks, mtu_bytes=mtu_bytes, rate_bps=rate_bps, offloads=True)
+    else:
+        path = loopback(ranks)
     with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder, path:
         hosts = [path.address(rank) for rank in range(ranks)]
         options = dlcp.torch.Options(

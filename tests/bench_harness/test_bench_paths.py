@@ -72,6 +72,15 @@ def test_the_machines_own_loopback_needs_nothing():
         assert path.dropped() == (0, 0)
 
 
+@contextlib.contextmanager
+def datagram_sockets(path):
+    """Yield a socket of the first host, and one of the second that is bound."""
+    sender, receiver = (host.call(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for host in path.hosts)
+    with sender, receiver:
+        receiver.bind((path.address(1), 0))
+        yield sender, receiver
+
+
 def send_burst(sock, target, first):
     """Send numbered datagrams as one burst, which the kernel divides, as an endpoint does."""
     numbered = b"".join(struct.pack(f">I{DATAGRAM_BYTES - 4}x", first + place) for place in range(BURST))
@@ -92,9 +101,7 @@ def receive_until(sock, last):
 @pytest.mark.parametrize("loss", [0.0, 0.1])
 def test_a_router_loses_single_packets_at_random(loss):
     with RoutedPath(2, loss) as path:
-        sender, receiver = (host.call(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for host in path.hosts)
-        with sender, receiver:
-            receiver.bind((path.address(1), 0))
+        with datagram_sockets(path) as (sender, receiver):
             receiver.settimeout(0.1)
             got = []
             for first in range(0, SENT, BURST):
@@ -117,24 +124,20 @@ def test_a_router_loses_single_packets_at_random(loss):
 @pytest.mark.parametrize("offloads", [False, True])
 def test_bursts_pass_a_link_whole_where_it_has_offloads(offloads):
     with RoutedPath(2, rate_bps=100_000_000, offloads=offloads) as path:
-        sender, receiver = (host.call(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for host in path.hosts)
-        with sender, receiver:
-            receiver.bind((path.address(1), 0))
+        with datagram_sockets(path) as (sender, receiver):
             receiver.settimeout(5)
             receiver.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
             send_burst(sender, receiver.getsockname(), 0)
             got = len(receiver.recv(1 << 16))
         assert path.words.endswith(f"offloads {'on' if offloads else 'off'}")
-    assert (got == BURST * DATAGRAM_BYTES) == offloads
+    assert got == (BURST if offloads else 1) * DATAGRAM_BYTES
 
 
 @pytest.mark.usefixtures("bench_namespaces")
 @pytest.mark.parametrize("offloads", [False, True])
 def test_a_link_has_the_rate_that_was_asked_for(offloads):
     with RoutedPath(2, rate_bps=20_000_000, offloads=offloads) as path:
-        sender, receiver = (host.call(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for host in path.hosts)
-        with sender, receiver:
-            receiver.bind((path.address(1), 0))
+        with datagram_sockets(path) as (sender, receiver):
             receiver.setblocking(False)
             sent = received = 0
             began_s = time.monotonic()

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from bad_network import BadNetwork, Weather
 from coded_ranks import NOTHING_PROTECTED
-from group_ranks import free_udp_ports, together
+from free_ports import free_udp_ports
+from group_ranks import together
 
 from dlcp.group import Options
 from dlcp.group.joining import NotJoinedError

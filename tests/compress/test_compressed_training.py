@@ -9,10 +9,11 @@ import numpy as np  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from bad_network import BadNetwork, Weather, place_of, set_weather  # noqa: E402
 from fault_training import Said, train  # noqa: E402
+from free_ports import free_udp_ports  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from workers import free_udp_ports, launch, values  # noqa: E402
+from workers import launch, values  # noqa: E402
 
 from dlcp.tags import TagPolicy  # noqa: E402
 from dlcp.torch import backend  # noqa: E402

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 from controller.fabric import Switch, Tls
 from dlcp.switch.p4runtime.device import Device
@@ -111,12 +112,6 @@ def described(switch, name="s1", **changes):
     """The description of a running switch."""
     control = {} if "tls" in changes else {"insecure": True}
     return Switch(name, switch.kind, grpc=switch.address, **control, **changes)
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def await_port(address, process):

@@ -9,7 +9,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from switches import free_port, running
+from free_ports import free_port
+from switches import running
 
 from dlcp.cli import main
 

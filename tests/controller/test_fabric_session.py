@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 from finsy.proto import p4r
-from switches import described, free_port, running
+from free_ports import free_port
+from switches import described, running
 
 from controller.difference import Action, Change, difference, key_of
 from controller.fabric import Job, Switch

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 from finsy.proto import p4r
+from free_ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
-from switches import described, free_port
+from switches import described
 
 from controller import bmv2, readings
 from controller.difference import Action, Change, difference

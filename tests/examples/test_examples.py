@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
+from free_ports import free_ports  # noqa: E402
 from workers import launch, values  # noqa: E402
 
 pytestmark = pytest.mark.timeout(240)
@@ -90,7 +91,6 @@ def train_both_ways(worker, folder):
                 runpy.run_path(script, run_name="__main__")
         found[name] = printed.getvalue()
     found["models"] = [model.report() for model in session.models]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=worker.rank, world_size=worker.count)
     return found
 
 
@@ -99,12 +99,8 @@ def losses(text):
 
 
 def test_the_language_model_learns_the_same_with_dlcp_at_its_defaults(tmp_path):
-    import socket
-
-    for name in ("plain", "dlcp"):
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            (tmp_path / name).write_text(str(sock.getsockname()[1]))
+    for name, port in zip(("plain", "dlcp"), free_ports(2), strict=True):
+        (tmp_path / name).write_text(str(port))
     first, second = values(launch(2, train_both_ways, str(tmp_path)))
     plain, ours = losses(first["plain"]), losses(first["dlcp"])
     assert len(plain) == 2

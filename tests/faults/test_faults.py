@@ -15,7 +15,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from bad_network import BadNetwork, Weather, place_of, set_weather  # noqa: E402
 from fault_training import Said, train  # noqa: E402
-from workers import WAYS, free_udp_ports, launch, values  # noqa: E402
+from free_ports import free_udp_ports  # noqa: E402
+from workers import WAYS, launch, values  # noqa: E402
 
 from dlcp.tags import TagPolicy  # noqa: E402
 

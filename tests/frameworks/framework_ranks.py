@@ -5,7 +5,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+
+from free_ports import free_port
 
 from dlcp.group import Options
 
@@ -65,17 +66,9 @@ def switch(folder, udp_port, *, hosts=2, rate_bps, depth_packets):
             process.wait(30)
 
 
-def free_ports(count):
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-
-
 def run_ranks(script, *arguments, count=2, environments=None, environment=None, limit_s=LIMIT_S):
     """Run a script on every rank and wait for all; whoever is not done at the limit is killed."""
-    port = free_ports(1)[0]
+    port = free_port()
     plain = {key: value for key, value in os.environ.items() if not key.startswith("DLCP_")}
     began_s = time.monotonic()
     with ExitStack() as stack:

@@ -2,30 +2,16 @@
 """Ranks as threads of one process, which join a group over a store of their own."""
 
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+
+from free_ports import free_port
 
 import dlcp.group
 from dlcp.group import Options
 
 LIMIT_S = 40
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def free_udp_ports(count):
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 def on_ranks(size, function, *, only=None):

@@ -4,7 +4,8 @@
 import numpy as np
 import pytest
 from bad_network import BadNetwork, Weather
-from group_ranks import LIMIT_S, free_port, free_udp_ports, on_ranks, together
+from free_ports import free_port, free_udp_ports
+from group_ranks import LIMIT_S, on_ranks, together
 
 import dlcp.group
 from dlcp.dtypes import ValueType

@@ -9,7 +9,8 @@ import time
 import numpy as np
 import pytest
 from bad_network import BadNetwork, Weather
-from group_ranks import LIMIT_S, free_port, free_udp_ports, on_ranks, start_process, together
+from free_ports import free_port, free_udp_ports
+from group_ranks import LIMIT_S, on_ranks, start_process, together
 
 import dlcp.group
 from dlcp.group import NotJoinedError, Options

@@ -4,7 +4,8 @@
 import numpy as np
 import pytest
 from bad_network import BadNetwork, Weather
-from group_ranks import free_udp_ports, together
+from free_ports import free_udp_ports
+from group_ranks import together
 
 from dlcp.advise.rules import Settings
 from dlcp.group import NotJoinedError, Options

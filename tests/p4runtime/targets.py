@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import grpc
+from free_ports import free_port
 from packet_socket import PacketSocket
 from simple_switch import mortal
 
@@ -33,7 +34,7 @@ class BuiltIn:
     name = "built-in"
 
     def __init__(self, *more: str, insecure: bool = True) -> None:
-        self.address = f"127.0.0.1:{_free_port()}"
+        self.address = f"127.0.0.1:{free_port()}"
         self.host = _free_host()
         self._arguments = [*(["--insecure"] if insecure else []), *more]
         self._process: subprocess.Popen[bytes] | None = None
@@ -143,15 +144,6 @@ class PacketBmv2(Bmv2):
 
     def _more(self) -> list[str]:
         return ["--packet-in", self._packets()]
-
-
-def _free_port() -> int:
-    """Return a TCP port that nobody has, below those that the kernel gives to outgoing connections."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _free_host() -> int:

@@ -12,9 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ddp_models import ALL_DROPPABLE, BUCKET_MB, OPTIMIZERS, assert_same_bits, batch, make, train  # noqa: E402
+from free_ports import free_udp_ports  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from workers import WAYS, free_udp_ports, launch, values  # noqa: E402
+from workers import WAYS, launch, values  # noqa: E402
 
 import dlcp.torch  # noqa: E402
 

@@ -7,16 +7,16 @@ Workers are forked from a process that has imported PyTorch once, so that starti
 import multiprocessing
 import os
 import pickle
-import socket
 import tempfile
 import time
 import traceback
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+from free_ports import free_udp_ports
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "dlcp.torch"])
@@ -51,14 +51,6 @@ class Outcome:
     seconds: float = 0.0
 
 
-def free_udp_ports(count):
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-
-
 def _run(worker, store, function, arguments, pipe):
     common = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **WAYS["sockets"]}
     os.environ.update(common | worker.environment)
@@ -77,7 +69,8 @@ def _run(worker, store, function, arguments, pipe):
         )
         outcome = Outcome(value=function(worker, *arguments))
         pipe.send_bytes(pickle.dumps(outcome))  # whole: PyTorch's own pickling would lend out shared memory
-        dist.destroy_process_group()
+        if dist.is_initialized():  # else the function has ended it
+            dist.destroy_process_group()
     except BaseException:
         pipe.send_bytes(pickle.dumps(Outcome(error=traceback.format_exc())))
     pipe.close()

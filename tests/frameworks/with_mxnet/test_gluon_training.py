@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("mxnet")
 
-from framework_ranks import LEARNT, PATIENT, SEEDS, assert_as_accurate, free_ports, run_ranks, switch
+from framework_ranks import LEARNT, PATIENT, SEEDS, assert_as_accurate, run_ranks, switch
+from free_ports import free_ports
 
 pytestmark = pytest.mark.timeout(1500)
 SCRIPT = Path(__file__).with_name("gluon_rank.py")

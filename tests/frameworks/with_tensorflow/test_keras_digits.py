@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("tensorflow")
 pytest.importorskip("sklearn")
 
-from framework_ranks import PATIENT, SEEDS, assert_death_is_known, assert_learnt_alike, free_ports, run_ranks, switch
+from framework_ranks import PATIENT, SEEDS, assert_death_is_known, assert_learnt_alike, run_ranks, switch
+from free_ports import free_ports
 
 pytestmark = pytest.mark.timeout(1500)
 RANK = Path(__file__).parent / "digits_rank.py"

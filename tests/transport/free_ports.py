@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports of the loopback address that nobody has, for processes that a test starts."""
+
+import random
+import socket
+from contextlib import ExitStack, suppress
+
+PORTS = range(20_000, 32_000)
+"""Below those that the kernel gives to outgoing connections (``ip_local_port_range``): they may be gone when used."""
+
+
+def free_port() -> int:
+    """Return a TCP port."""
+    return free_ports(1)[0]
+
+
+def free_udp_ports(count: int) -> list[int]:
+    """Return as many UDP ports."""
+    return free_ports(count, socket.SOCK_DGRAM)
+
+
+def free_ports(count: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> list[int]:
+    """Return as many ports, of TCP unless something else is said."""
+    draw, found = random.SystemRandom(), []  # not seeded: tests that run beside each other must not try the same ones
+    with ExitStack() as stack:
+        while len(found) < count:
+            sock, port = stack.enter_context(socket.socket(socket.AF_INET, kind)), draw.choice(PORTS)
+            with suppress(OSError):
+                sock.bind(("127.0.0.1", port))
+                found.append(port)
+    return found
