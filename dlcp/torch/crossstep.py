@@ -19,7 +19,8 @@ is in, and whoever reads its parameters through their module (the next forward p
 waits for exactly that layer. So the layers nearest the input, whose gradients come last and are needed first, do not
 queue behind the others. ByteScheduler (SOSP'19) and P3 (MLSys'19) do so over TCP; here the network takes part.
 
-Whoever changes gradients between ``backward`` and ``step`` asks for the averages first, with ``synchronize``::
+Between ``backward`` and ``step`` gradients are on their way: ``.grad`` holds this rank's values, or averages already.
+Whoever reads or changes them asks for the averages first, with ``synchronize``::
 
     loss.backward()
     optimizer.synchronize()
@@ -34,7 +35,8 @@ Whoever changes gradients between ``backward`` and ``step`` asks for the average
 To add up the gradients of several batches, all but the last backward run in ``with optimizer.no_sync():``.
 
 Not seen are reads through references kept from before: code that holds a list of parameters (a moving average made by
-hand, say) calls ``synchronize`` before it reads them. Buffers, such as batch norm's statistics, stay each rank's own.
+hand, say) calls ``synchronize`` before it reads them or their gradients. Buffers, such as batch norm's statistics, stay
+each rank's own.
 """
 
 import math
@@ -212,6 +214,10 @@ class CrossStep(Optimizer):
                 self._settings = None
                 self._end_step()
             self._dirty = False
+            if not set_to_none:
+                for layers in self._groups:
+                    for member in layers.members:
+                        member.let_go()
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -259,7 +265,7 @@ class CrossStep(Optimizer):
             if not self._exchanging:
                 return
             layers, member = self._places[id(parameter)]
-            if member.taken is not None:
+            if member.taken:
                 raise RuntimeError(
                     f"{self._where(self.traffic.step)}: rank {self._rank} has a second gradient of {member.name}, and "
                     "the first has gone out: run all backward passes of a step but the last in `no_sync()`, and call "
@@ -297,12 +303,9 @@ class CrossStep(Optimizer):
                 "cross_step again"
             )
         for layers in self._groups:
-            changed = [member.name for member in layers.members if member.taken is not None and not member.untouched]
-            if check and changed:
-                raise RuntimeError(
-                    f"{self._where(self.traffic.step)}: rank {self._rank} changed the gradient of {changed[0]} after "
-                    "it had gone out: call `synchronize()` before gradients are clipped, unscaled or changed otherwise"
-                )
+            if check:
+                taken = [member for member in layers.members if member.taken]
+                self._refuse(self.traffic.step, [m.name for m in taken if not (m.in_place and m.unchanged)])
         for layers in self._groups:
             if layers.due_s == math.inf:
                 self._send(layers)
@@ -361,9 +364,10 @@ class CrossStep(Optimizer):
                 "than its peers; after a backward pass all ranks must step(), or all zero_grad(): load a checkpoint"
             )
         if self._settings is not None:
+            self._refuse(self.traffic.step - 1, [member.name for member in layers.members if not member.unchanged])
             members = layers.used()
-            # Whoever has kept his gradient finds the average there, as after DistributedDataParallel.
-            restore = [(m.parameter, m.average if m.untouched else m.parameter.grad) for m in members]
+            # Whoever has kept the gradient finds the average there, as after DistributedDataParallel.
+            restore = [(member.parameter, member.parameter.grad) for member in members]
             for member in members:
                 member.parameter.grad = member.average
             try:
@@ -373,6 +377,13 @@ class CrossStep(Optimizer):
                     parameter.grad = gradient
         del self._pending[layers.index]
         self._failed = None
+
+    def _refuse(self, step: int, changed: Sequence[str]) -> None:
+        if changed:
+            raise RuntimeError(
+                f"{self._where(step)}: rank {self._rank} changed the gradient of {changed[0]} after it had gone out: "
+                "call `synchronize()` before gradients are clipped, unscaled or changed otherwise"
+            )
 
     def _failure(self, layers: LayerGroup, error: BaseException) -> TransportError:
         kind = type(error) if isinstance(error, TransportError) else TransportError

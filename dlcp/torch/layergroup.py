@@ -26,20 +26,20 @@ most of what cross-step scheduling costs."""
 class Member:
     """A parameter in its group.
 
-    ``average`` is its place in the group's buffer, with the parameter's shape and strides. ``taken`` is the gradient
-    that has been copied there in this step; ``pointer`` and ``version`` tell whether a gradient is still that one.
+    ``average`` is its place in the group's buffer, with the parameter's shape and strides. A gradient that is taken is
+    moved there, so that what backward made it in is free for the next one: ``.grad`` is that place from then on, until
+    the next step. ``version`` tells whether it is as it was when it was ``taken``.
     """
 
     name: str
     parameter: Parameter
     layer: Layer
     average: torch.Tensor
-    taken: torch.Tensor | None = None
-    pointer: int = 0
+    taken: bool = False
     version: int = 0
 
     def take(self) -> None:
-        """Copy the parameter's gradient to its place.
+        """Move the parameter's gradient to its place.
 
         Raises
         ------
@@ -53,18 +53,26 @@ class Member:
                 f"the gradient of {self.name} is {gradient.layout}; cross_step exchanges dense gradients only: "
                 "build its module with sparse=False"
             )
-        if gradient.data_ptr() == self.average.data_ptr():
-            # It was added to the last average, in place. From here on the two part: this one may be zeroed meanwhile.
-            gradient = self.parameter.grad = gradient.clone()
-        else:
+        if not self.in_place:  # else it was added to the last average
             self.average.copy_(gradient.detach())
-        self.taken, self.pointer, self.version = gradient, gradient.data_ptr(), gradient._version
+            self.parameter.grad = self.average
+        self.taken, self.version = True, self.average._version
 
     @property
-    def untouched(self) -> bool:
-        """Whether the parameter still has the gradient that was taken, as it was."""
+    def in_place(self) -> bool:
+        """Whether the parameter's gradient is in the buffer."""
         gradient = self.parameter.grad
-        return gradient is not None and (gradient.data_ptr(), gradient._version) == (self.pointer, self.version)
+        return gradient is not None and gradient.data_ptr() == self.average.data_ptr()
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nobody but the exchange has written to its place since the gradient was taken."""
+        return self.average._version == self.version
+
+    def let_go(self) -> None:
+        """Give the parameter a gradient of zeros of its own, where it has that in the buffer."""
+        if self.in_place:
+            self.parameter.grad = torch.zeros_like(self.average)
 
 
 class LayerGroup:
@@ -122,7 +130,7 @@ class LayerGroup:
     @property
     def complete(self) -> bool:
         """Whether every gradient has been taken."""
-        return all(member.taken is not None for member in self.members)
+        return all(member.taken for member in self.members)
 
     def fill(self, updates: int) -> None:
         """Take what gradients there are of parameters that backward has not reached, and zeros for the others.
@@ -130,14 +138,14 @@ class LayerGroup:
         ``updates`` is how often this rank has updated its parameters.
         """
         for member in self.members:
-            if member.taken is None:
+            if not member.taken:
                 if member.parameter.grad is None:
                     member.average.zero_()
-                    member.pointer = -1
+                    member.version = member.average._version
                 else:
                     member.take()
         self._odd = float(updates % 2)
-        self._flags = [*(float(member.taken is not None) for member in self.members), self._odd]
+        self._flags = [*(float(member.taken) for member in self.members), self._odd]
 
     def write_flags(self, array: NDArray[np.generic], value_type: ValueType) -> None:
         """Write behind the gradients, in the buffer's copy on the host, what this rank has used and updated."""
@@ -159,7 +167,7 @@ class LayerGroup:
     def forget(self) -> None:
         """Forget what was taken: the step is over."""
         for member in self.members:
-            member.taken = None
+            member.taken = False
 
 
 def layer_groups(

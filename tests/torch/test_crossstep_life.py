@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross-step scheduling when something happens: who waits for what, misuse, loss, exceptions and dead ranks."""
 
+import copy
 import os
 import pickle
 import re
 import time
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 
@@ -184,6 +186,19 @@ def life_of_two(worker):
     optimizer.synchronize()
     found["loaded"] = same(expected, weights(net))
 
+    # Nor do gradients that are zeroed in place, by the optimizer or by the model, change the update that is under way.
+    state, ends = copy.deepcopy(optimizer.state_dict()), []
+    for zero in (optimizer.zero_grad, partial(optimizer.zero_grad, False), partial(net.zero_grad, False)):
+        net.load_state_dict(expected)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        optimizer.zero_grad()
+        backward(net, rank, 5)
+        optimizer.step()
+        zero()
+        ends.append(weights(net))
+    found["zeros"] = all(same(ends[0], end) for end in ends) and not same(expected, ends[0])
+    net.load_state_dict(expected)
+
     # A step that all ranks drop moves nothing.
     optimizer.zero_grad()
     backward(net, rank, 6)
@@ -224,6 +239,13 @@ def life_of_two(worker):
     torch.distributed.barrier()
     found["unharmed"] = torch.equal(before, dict.__getitem__(net[2]._parameters, "weight"))
     optimizer.close("test")
+    net, optimizer = make(worker)
+    weight = net[0].weight
+    backward(net, rank, 12)
+    optimizer.step()
+    weight.grad.mul_(2)  # through a reference kept from before
+    found["changed after step"] = error_of(optimizer.synchronize)
+    optimizer.close("test")
     return found
 
 
@@ -233,7 +255,7 @@ def two_ranks():
 
 
 @pytest.mark.parametrize(
-    "what", ["after an exception", "waited", "resumed", "loaded", "dropped", "hook", "unharmed"]
+    "what", ["after an exception", "waited", "resumed", "loaded", "zeros", "dropped", "hook", "unharmed"]
 )  # fmt: skip
 def test_life_goes_on(two_ranks, what):
     assert [found[what] for found in two_ranks] == [True, True]
@@ -248,6 +270,7 @@ def test_life_goes_on(two_ranks, what):
         ("closed", "RuntimeError: this optimizer has been closed"),
         ("second backward", "has a second gradient of 2.bias, and the first has gone out.*no_sync"),
         ("clipped too soon", r"changed the gradient of 0.weight after it had gone out: call `synchronize\(\)`"),
+        ("changed after step", r"step 0: rank . changed the gradient of 0.weight after it had gone out"),
         ("inner", "RuntimeError: call step.. of the optimizer that cross_step returned"),
         ("group", "RuntimeError: add parameter groups"),
         ("disagreement", "has updated .* in other steps than its peers"),

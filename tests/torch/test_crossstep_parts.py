@@ -57,7 +57,7 @@ def test_a_group_says_what_was_used_and_leaves_the_rest_alone():
     group = LayerGroup(0, described(net))
     assert [segment.stop - segment.start for segment in group.segments] == [54, 3, 3, 1, 5]
     weight, bias, unused, late = group.members
-    weight.parameter.grad = torch.randn(3, 2, 3, 3).to(memory_format=torch.channels_last)
+    weight.parameter.grad = gradient = torch.randn(3, 2, 3, 3).to(memory_format=torch.channels_last)
     bias.parameter.grad = torch.randn(3)
     weight.take()
     assert not group.complete
@@ -65,7 +65,8 @@ def test_a_group_says_what_was_used_and_leaves_the_rest_alone():
     late.parameter.grad = torch.tensor([5.0])
     group.fill(updates=3)
     assert group.members[0].average.stride() == weight.parameter.stride()
-    assert torch.equal(weight.average, weight.parameter.grad)
+    assert torch.equal(weight.average, gradient)
+    assert weight.parameter.grad.data_ptr() == weight.average.data_ptr(), "backward's own memory is free again"
     values, value_type = as_array(group.flat)
     group.write_flags(values, value_type)
     group.read_flags(values, value_type)
@@ -88,19 +89,23 @@ def test_changing_one_gradient_is_no_change_of_its_neighbours():
         member.parameter.grad = member.average
         member.take()
     net.bias.grad.mul_(2)
-    assert [member.untouched for member in group.members] == [True, False]
-    net.weight.grad = None
-    assert not group.members[0].untouched
+    assert [member.unchanged for member in group.members] == [True, False]
+    group.members[1].take()
+    assert [member.in_place and member.unchanged for member in group.members] == [True, True]
+    net.weight.grad = net.weight.grad.clone()
+    assert [member.in_place for member in group.members] == [False, True]
 
 
-def test_what_is_on_its_way_is_not_harmed_by_zeroing_in_place():
+def test_what_is_on_its_way_is_not_harmed_by_gradients_of_zeros():
     net = nn.Linear(2, 2)
     (weight, _) = LayerGroup(0, described(net)).members
     net.weight.grad = weight.average  # as the last step has left it
     net.weight.grad += 3
     weight.take()
-    assert weight.untouched
-    net.weight.grad.zero_()
+    weight.let_go()
+    assert torch.equal(net.weight.grad, torch.zeros(2, 2))
+    net.weight.grad += 4
+    assert weight.unchanged
     assert torch.equal(weight.average, torch.full((2, 2), 3.0))
 
 
