@@ -16,6 +16,9 @@ from dlcp.transport import BoundExceededError, Delivery, LossBound, MessageKey
 
 LAYER_POSITIONS = 256
 DROP_CLASSES = 8
+COUNTED_TOGETHER = 1 << 17
+"""How many packets are counted by layer and class at a time: of a few, counting is the least that it costs. Chosen by
+us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,9 @@ class Ledger:
         self.max_message_ratio = 0.0
         self._sink = sink
         self._lock = threading.Lock()
-        self._totals = np.zeros(4, np.int64)
+        self._totals = [0, 0, 0, 0]
+        self._uncounted: list[PacketTags] = []
+        self._uncounted_packets = 0
         self._by_layer = np.zeros((LAYER_POSITIONS, 2), np.int64)
         self._by_class = np.zeros((DROP_CLASSES, 2), np.int64)
 
@@ -74,8 +79,7 @@ class Ledger:
         BoundExceededError
             More was lost than the bound allows, or a protected packet was; the message is entered nevertheless.
         """
-        lost = np.flatnonzero(~delivery.delivered)
-        packets = len(delivery.delivered)
+        packets, lost = len(delivery.delivered), delivery.lost
         entry = MessageRecord(
             key.step,
             key.message,
@@ -84,23 +88,28 @@ class Ledger:
             packets,
             delivery.sent,
             delivery.resent,
-            packets - len(lost),
+            packets - lost,
             delivery.recovered,
-            len(lost),
+            lost,
             bound.ratio,
             delivery.seconds,
         )
-        protected_lost = int(np.count_nonzero(tags.protected[lost]))
-        broken = entry.lost > bound.allowed(packets) or protected_lost > 0
+        missing = np.flatnonzero(~delivery.delivered) if lost else ()
+        protected_lost = int(np.count_nonzero(tags.protected[missing])) if lost else 0
+        broken = lost > bound.allowed(packets) or protected_lost > 0
         with self._lock:
             self.records.append(entry)
             self.violations += broken
-            self.max_message_ratio = max(self.max_message_ratio, entry.lost / packets)
-            self._totals += (entry.sent, entry.delivered, entry.lost, entry.resent)
-            for table, index in ((self._by_layer, tags.layer), (self._by_class, tags.drop_class)):
-                table[:, 0] += np.bincount(index, minlength=len(table))
-                if len(lost):
-                    table[:, 1] += np.bincount(index[lost], minlength=len(table))
+            self.max_message_ratio = max(self.max_message_ratio, lost / packets)
+            counts = entry.sent, entry.delivered, lost, entry.resent
+            self._totals = [total + count for total, count in zip(self._totals, counts, strict=True)]
+            self._uncounted.append(tags)
+            self._uncounted_packets += packets
+            if self._uncounted_packets >= COUNTED_TOGETHER:
+                self._count()
+            if lost:
+                for table, index in ((self._by_layer, tags.layer), (self._by_class, tags.drop_class)):
+                    table[:, 1] += np.bincount(index[missing], minlength=len(table))
         if self._sink:
             self._sink(entry)
         if broken:
@@ -119,17 +128,20 @@ class Ledger:
     def loss_by_layer(self) -> NDArray[np.int64]:
         """Return packets and lost packets per layer position, shape (256, 2)."""
         with self._lock:
+            self._count()
             return np.array(self._by_layer)
 
     def loss_by_class(self) -> NDArray[np.int64]:
         """Return packets and lost packets per drop class, shape (8, 2)."""
         with self._lock:
+            self._count()
             return np.array(self._by_class)
 
     def summary(self) -> dict[str, Any]:
         """Return the totals: packets sent, delivered, lost and resent, the worst message and the violations."""
         with self._lock:
-            sent, delivered, lost, resent = self._totals.tolist()
+            self._count()
+            sent, delivered, lost, resent = self._totals
             return {
                 "sent": sent,
                 "delivered": delivered,
@@ -140,6 +152,17 @@ class Ledger:
                 "by_class": self._by_class.tolist(),
                 "by_layer": {str(position): row for position, row in enumerate(self._by_layer.tolist()) if row[0]},
             }
+
+    def _count(self) -> None:
+        """Count packets by layer and class that have not been."""
+        if self._uncounted:
+            for table, index in (
+                (self._by_layer, np.concatenate([tags.layer for tags in self._uncounted])),
+                (self._by_class, np.concatenate([tags.drop_class for tags in self._uncounted])),
+            ):
+                table[:, 0] += np.bincount(index, minlength=len(table))
+            self._uncounted.clear()
+            self._uncounted_packets = 0
 
 
 def as_json(record: MessageRecord) -> dict[str, Any]:

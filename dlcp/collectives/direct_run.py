@@ -56,6 +56,7 @@ class DirectRun:
         """What follows the own result, and its tags, once it is ready."""
         self.pushing = {owner for owner, (start, stop) in self.shards.items() if owner != self.rank and start < stop}
         """Owners who have not told what they got of this rank."""
+        self._labels: dict[int, str] = {}
         self.received: set[int] = set()
         """Owners whose result is here."""
         self.kept: NDArray[np.generic] | None = None
@@ -112,7 +113,7 @@ class DirectRun:
 
     def _gather(self, others: Sequence[int], start: int, stop: int) -> None:
         endpoint, bound = self.reducer.endpoint, self._bound_of(start, stop)
-        size, label = (stop - start) * self.values.itemsize, self._label(start, stop)
+        size, label = (stop - start) * self.values.itemsize, self._label(self.rank)
         key = self._key(PUSH, self.rank)
         self.delivered[self.rank] = np.ones(-(-(stop - start) // self.values_per_packet), np.bool_)
         if self.bucket.value_type is ValueType.FLOAT32:
@@ -203,12 +204,12 @@ class DirectRun:
         start, stop = self.shards[self.rank]
         key, (tail, tags) = self._key(PULL, peer), self.result
         sending = self.reducer.endpoint.send(
-            peer, key, self._bytes(start, stop), tags, RELIABLE, self._label(start, stop), tail
+            peer, key, self._bytes(start, stop), tags, RELIABLE, self._label(self.rank), tail
         )
         sending.add_done_callback(self._guard(partial(self._on_result_sent, key, peer, tags)))
 
     def _on_result_sent(self, key: MessageKey, peer: int, tags: PacketTags, delivery: Delivery) -> None:
-        self.reducer.ledger.record(key, peer, self._label(*self.shards[self.rank]), tags, RELIABLE, delivery)
+        self.reducer.ledger.record(key, peer, self._label(self.rank), tags, RELIABLE, delivery)
         self.unconfirmed.discard(peer)
         if self.waiting or self.unconfirmed:
             return
@@ -233,7 +234,7 @@ class DirectRun:
             self._bytes(start, stop),
             tags,
             bound,
-            self._label(start, stop),
+            self._label(owner),
             turn=self._turn(owner),
         )
         sending.add_done_callback(self._guard(partial(self._on_pushed, owner, tags)))
@@ -245,9 +246,9 @@ class DirectRun:
 
     def _on_pushed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
         start, stop = self.shards[owner]
-        label = self._label(start, stop)
+        label = self._label(owner)
         self.reducer.ledger.record(self._key(PUSH, owner), owner, label, tags, self._bound_of(start, stop), delivery)
-        if not delivery.delivered.all():
+        if delivery.lost:
             places = self._values_of(~delivery.delivered, stop - start)
             self._owe(start, places, self.bucket.value_type.widen(self.values[start:stop]))
         # Only now, for the result takes the place of what may still have been sent or is owed.
@@ -387,9 +388,14 @@ class DirectRun:
     def _each_tag(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
         return self.tags.queue, self.tags.drop_class, self.tags.layer, self.tags.protected
 
-    def _label(self, start: int, stop: int) -> str:
-        names = list(dict.fromkeys(s.layer.name for s in self.bucket.segments if s.start < stop and s.stop > start))
-        return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+    def _label(self, owner: int) -> str:
+        """Return the layers of a shard in words."""
+        label = self._labels.get(owner)
+        if label is None:
+            start, stop = self.shards[owner]
+            names = [s.layer.name for s in self.bucket.segments if s.start < stop and s.stop > start]
+            label = self._labels[owner] = names[0] if names[0] == names[-1] else f"{names[0]}..{names[-1]}"
+        return label
 
     def _bytes(self, start: int, stop: int) -> memoryview:
         return memoryview(self.values[start:stop].view(np.uint8).data)

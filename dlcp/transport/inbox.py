@@ -306,7 +306,7 @@ class Inbox:
             receiving.payload = receiving.payload[:size]
         arrival = receiving.arrival(now_s, self._options.payload_bytes)
         self._close(receiving)
-        if arrival.delivered.all():
+        if arrival.whole:
             self._told[name] = len(arrival.delivered), now_s
         else:
             span, give_up_s = self._packets.bitmap_packets, now_s + self._options.deadline_s

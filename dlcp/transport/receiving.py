@@ -33,6 +33,11 @@ class Arrival:
     layer: Bytes
     seconds: float
 
+    @property
+    def whole(self) -> bool:
+        """Whether every packet is in."""
+        return int(np.count_nonzero(self.delivered)) == len(self.delivered)
+
 
 @dataclass(slots=True)
 class Awaited:

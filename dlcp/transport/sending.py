@@ -43,9 +43,14 @@ class Delivery:
     seconds: float
 
     @property
+    def lost(self) -> int:
+        """Packets that never arrived."""
+        return len(self.delivered) - int(np.count_nonzero(self.delivered))
+
+    @property
     def recovered(self) -> int:
         """Packets that were lost and arrived when sent again; at most ``resent``."""
-        return min(self.resent, int(self.delivered.sum()))
+        return min(self.resent, len(self.delivered) - self.lost) if self.resent else 0
 
 
 @dataclass(slots=True)

@@ -176,7 +176,7 @@ import dlcp.torch
 dist.init_process_group("dlcp")
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
-print("sum", total.item(), flush=True)
+print(f"sum {total.item()}\\n", end="", flush=True)  # in one write: ranks share the pipe
 if dist.get_rank():
     dist.destroy_process_group()  # who forgets it leaves the group in order all the same
 """
