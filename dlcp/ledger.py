@@ -64,7 +64,8 @@ class Ledger:
         self._sink = sink
         self._lock = threading.Lock()
         self._totals = [0, 0, 0, 0]
-        self._uncounted: list[PacketTags] = []
+        self._uncounted: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
+        """Layers and classes of packets that have not been counted by them."""
         self._uncounted_packets = 0
         self._by_layer = np.zeros((LAYER_POSITIONS, 2), np.int64)
         self._by_class = np.zeros((DROP_CLASSES, 2), np.int64)
@@ -72,7 +73,7 @@ class Ledger:
     def record(
         self, key: MessageKey, receiver: int, layers: str, tags: PacketTags, bound: LossBound, delivery: Delivery
     ) -> MessageRecord:
-        """Enter a message that its receiver has confirmed.
+        """Enter a message that its receiver has confirmed; its tags must not change any more.
 
         Raises
         ------
@@ -103,7 +104,7 @@ class Ledger:
             self.max_message_ratio = max(self.max_message_ratio, lost / packets)
             counts = entry.sent, entry.delivered, lost, entry.resent
             self._totals = [total + count for total, count in zip(self._totals, counts, strict=True)]
-            self._uncounted.append(tags)
+            self._uncounted.append((tags.layer, tags.drop_class))
             self._uncounted_packets += packets
             if self._uncounted_packets >= COUNTED_TOGETHER:
                 self._count()
@@ -156,11 +157,8 @@ class Ledger:
     def _count(self) -> None:
         """Count packets by layer and class that have not been."""
         if self._uncounted:
-            for table, index in (
-                (self._by_layer, np.concatenate([tags.layer for tags in self._uncounted])),
-                (self._by_class, np.concatenate([tags.drop_class for tags in self._uncounted])),
-            ):
-                table[:, 0] += np.bincount(index, minlength=len(table))
+            for table, parts in zip((self._by_layer, self._by_class), zip(*self._uncounted, strict=True), strict=True):
+                table[:, 0] += np.bincount(np.concatenate(parts), minlength=len(table))
             self._uncounted.clear()
             self._uncounted_packets = 0
 

@@ -55,6 +55,20 @@ def test_losses_are_counted_by_class_and_by_layer():
     assert ledger.summary()["by_class"] == by_class.tolist()
 
 
+def test_what_is_counted_many_messages_at_a_time_adds_up(monkeypatch):
+    monkeypatch.setattr("dlcp.ledger.COUNTED_TOGETHER", 2 * PACKETS)
+    ledger = Ledger()
+    waiting = []
+    for number in range(5):
+        layer = (number,) * PACKETS
+        ledger.record(MessageKey(0, number), 1, "all", tags(layer=layer), LossBound(0.1), delivery([number % 2]))
+        waiting.append(len(ledger._uncounted))
+    assert waiting == [1, 0, 1, 0, 1], "what waits to be counted does not grow"
+    assert ledger.loss_by_layer()[:5].tolist() == [[PACKETS, 1]] * 5
+    assert ledger.loss_by_class()[7].tolist() == [5 * PACKETS, 5]
+    assert ledger.loss_by_class()[7].tolist() == [5 * PACKETS, 5], "once"
+
+
 def test_the_bound_itself_is_kept_and_one_packet_more_breaks_it():
     ledger = Ledger(job=7)
     bound = LossBound(0.1)

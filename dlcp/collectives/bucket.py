@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an all-reduce is given: a buffer of gradients, and what of it may be lost."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,3 +67,11 @@ class Bucket:
     bound: LossBound | None = None
     exact: bool = False
     samples: Mapping[int, int] | None = None
+
+    def label(self, start: int, stop: int) -> str:
+        """Return the layers of the values from ``start`` to before ``stop`` in words, for messages."""
+        first, last = (
+            self.segments[bisect_right(self.segments, place, key=attrgetter("start")) - 1].layer.name
+            for place in (start, stop - 1)
+        )
+        return first if first == last else f"{first}..{last}"

@@ -56,7 +56,6 @@ class DirectRun:
         """What follows the own result, and its tags, once it is ready."""
         self.pushing = {owner for owner, (start, stop) in self.shards.items() if owner != self.rank and start < stop}
         """Owners who have not told what they got of this rank."""
-        self._labels: dict[int, str] = {}
         self.received: set[int] = set()
         """Owners whose result is here."""
         self.kept: NDArray[np.generic] | None = None
@@ -389,13 +388,7 @@ class DirectRun:
         return self.tags.queue, self.tags.drop_class, self.tags.layer, self.tags.protected
 
     def _label(self, owner: int) -> str:
-        """Return the layers of a shard in words."""
-        label = self._labels.get(owner)
-        if label is None:
-            start, stop = self.shards[owner]
-            names = [s.layer.name for s in self.bucket.segments if s.start < stop and s.stop > start]
-            label = self._labels[owner] = names[0] if names[0] == names[-1] else f"{names[0]}..{names[-1]}"
-        return label
+        return self.bucket.label(*self.shards[owner])
 
     def _bytes(self, start: int, stop: int) -> memoryview:
         return memoryview(self.values[start:stop].view(np.uint8).data)

@@ -157,7 +157,6 @@ class _Run:
         self.counted = reducer.options.rescale and any(bound.ratio for bound in self.bounds.values())
         self.count = COUNT if bucket.samples is None else SAMPLES
         self.tags = self._tag(reducer.tagger)
-        self.starts = np.array([segment.start for segment in bucket.segments])
         self.final = np.zeros(len(self.tags.queue), np.bool_)
         self.owed: NDArray[np.floating] | None = None
         self.waiting = 0
@@ -351,9 +350,7 @@ class _Run:
         return MessageKey(self.step, number)
 
     def _label(self, piece: Piece) -> str:
-        first, last = np.searchsorted(self.starts, [piece.start, piece.stop - 1], "right") - 1
-        names = self.bucket.segments[first].layer.name, self.bucket.segments[last].layer.name
-        return names[0] if first == last else f"{names[0]}..{names[1]}"
+        return self.bucket.label(piece.start, piece.stop)
 
     # Parts of the bucket ----------------------------------------------------------------------------------------------
 
