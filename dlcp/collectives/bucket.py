@@ -51,8 +51,10 @@ class ReduceOptions:
 class Bucket:
     """A buffer of gradients: flat ``values`` in the storage of ``value_type``, and the layers in it.
 
-    The average is written back into ``values``. ``magnitudes`` are those of its packets, shape (packets,), if somebody
-    has found them already, as :func:`dlcp.magnitudes.packet_magnitudes` would.
+    The average is written back into ``values``. Where these are ``lent`` to ranks of this host, in memory of
+    ``Endpoint.lent``, the caller has them back only when none of those reads there any more. ``magnitudes`` are those
+    of its packets, shape (packets,), if somebody has found them already, as :func:`dlcp.magnitudes.packet_magnitudes`
+    would.
 
     What follows is the same on all ranks. ``bound`` is what this bucket may lose, if not what all may. ``exact`` says
     that it is no gradient: whatever may be lost, rounded or left out of those, it arrives as it is. ``samples`` are how
@@ -64,6 +66,7 @@ class Bucket:
     value_type: ValueType
     segments: Sequence[Segment]
     magnitudes: NDArray[np.float32] | None = None
+    lent: bool = False
     bound: LossBound | None = None
     exact: bool = False
     samples: Mapping[int, int] | None = None

@@ -63,6 +63,8 @@ class DirectRun:
         self.unconfirmed: set[int] = set()
         """Who has not confirmed this rank's result."""
         self.waiting = 0
+        self.impatient = False
+        """Whether confirmations have been waited for long enough."""
 
     def _tag(self, tagger: Tagger) -> PacketTags:
         bucket, layers = self.bucket, self.reducer.options.layers
@@ -210,6 +212,8 @@ class DirectRun:
     def _on_result_sent(self, key: MessageKey, peer: int, tags: PacketTags, delivery: Delivery) -> None:
         self.reducer.ledger.record(key, peer, self._label(self.rank), tags, RELIABLE, delivery)
         self.unconfirmed.discard(peer)
+        if self.impatient:
+            self._detach()
         if self.waiting or self.unconfirmed:
             return
         self._finish()
@@ -338,11 +342,15 @@ class DirectRun:
             self._finish()
 
     def _detach(self) -> None:
-        """Be done although some have not confirmed the result: what is left to send is sent from a copy."""
-        if self.done.done():
+        """Be done although some have not confirmed the result: what is left to send is sent from a copy.
+
+        Not while a rank may be reading the result where it is.
+        """
+        self.impatient = True
+        protocol = self.reducer.endpoint.protocol
+        if self.done.done() or not self.unconfirmed or (self.bucket.lent and self.unconfirmed & protocol.neighbours):
             return
         start, stop = self.shards[self.rank]
-        protocol = self.reducer.endpoint.protocol
         room = protocol.scratch.take((stop - start) * self.values.itemsize)
         self.kept = room.view(self.values.dtype)
         self.kept[:] = self.values[start:stop]

@@ -69,7 +69,9 @@ class Joined(NamedTuple):
     topology: Topology
 
 
-def join(options: Options, agreement: Agreement, *, call: str, toward: str | None = None) -> Joined:
+def join(
+    options: Options, agreement: Agreement, *, call: str, toward: str | None = None, lend_bytes: int = 0
+) -> Joined:
     """Open this rank's endpoint together with all other ranks.
 
     A parameter server has the rank after the last worker's.
@@ -82,6 +84,9 @@ def join(options: Options, agreement: Agreement, *, call: str, toward: str | Non
         What a user calls to come here, for messages about ranks that have not.
     toward
         The host that decides which of its addresses this rank takes, see :func:`dlcp.group.addresses.own_host`.
+    lend_bytes
+        How much memory this rank wants to send from without copies to ranks of its host
+        (:attr:`dlcp.transport.Endpoint.lent`).
 
     Raises
     ------
@@ -93,7 +98,8 @@ def join(options: Options, agreement: Agreement, *, call: str, toward: str | Non
             agreement.tell("here", True)
             sock = bind(options, toward)
             undo.callback(sock.close)
-            joined = _connect(options, agreement, sock, undo, call)
+            with _doorstep(options, lend_bytes) as doorstep:
+                joined = _meet(options, agreement, sock, undo, call, doorstep)
             agreement.tell("ready", True)
             _hear_all(agreement, "ready", "has not been greeted by every peer")
             verdict = agreement.decide(USE_DLCP)
@@ -113,11 +119,6 @@ def speaks(agreement: Agreement) -> bool:
     while lower and agreement.left_s and not agreement.told("here", [0]):
         time.sleep(TURN_S)
     return not any(agreement.told("here", [rank]) for rank in lower)
-
-
-def _connect(options: Options, agreement: Agreement, sock: socket.socket, undo: ExitStack, call: str) -> Joined:
-    with _doorstep(options) as doorstep:
-        return _meet(options, agreement, sock, undo, call, doorstep)
 
 
 def _meet(
@@ -158,12 +159,12 @@ def _meet(
     return Joined(endpoint, options, remark, topology)
 
 
-def _doorstep(options: Options) -> AbstractContextManager[Doorstep | None]:
+def _doorstep(options: Options, lend_bytes: int) -> AbstractContextManager[Doorstep | None]:
     """Return where ranks of this host find this one; None where it shares no memory."""
     wanted = options.shared_memory and not (options.advertise or options.immediate or options.collective == "server")
     if wanted and native.available() and shared_memory.available():
         with suppress(OSError):  # not permitted in this container
-            return Doorstep()
+            return Doorstep(lend_bytes)
     return nullcontext()
 
 

@@ -146,6 +146,8 @@ struct flow {
     double acknowledge_due_s, acknowledged_s, data_last_s;
     /* to and from a peer on this host */
     ring out, in;
+    const uint8_t *borrowed; /* memory of the peer's, which it sends from */
+    int64_t borrowed_bytes;
     uint32_t *peer_asleep;
     int peer_bell;
 };
@@ -175,6 +177,8 @@ struct engine {
     int socket, wake, bell;
     uint32_t *asleep;       /* told to peers on this host: this engine waits for its bell; NULL: there are none */
     int64_t shared;         /* flows whose packets come through a ring */
+    const uint8_t *lent;    /* what is sent from here, peers on this host read where it is */
+    int64_t lent_bytes;
     int64_t singles;        /* how many datagrams of data have come alone, one after the other */
     uint8_t *buffers;       /* for receiving */
     control_function on_control;
@@ -188,7 +192,7 @@ struct engine {
 
 /* incoming.c */
 incoming *find_incoming(const engine *e, int64_t peer, int64_t step, int64_t message);
-void store_data(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, int tos, double now_s);
+void store_data(engine *e, flow *f, const uint8_t *header, const uint8_t *payload, int64_t size, int tos, double now_s);
 /* acknowledge.c */
 void note_arrival(const engine *e, flow *f, incoming *m, int64_t index, double now_s);
 void acknowledge(engine *e, flow *f, double now_s);
@@ -211,12 +215,15 @@ double paused_until(const flow *f);
 /* shared.c */
 int share_control(flow *f, const uint8_t *datagram, int64_t bytes);
 int share_burst(engine *e, flow *f, const struct iovec *pieces, int64_t parts);
+int is_lent(const engine *e, const outgoing *m, const uint32_t *packets, int64_t count);
+int share_lent(engine *e, flow *f, const outgoing *m, int64_t count, uint8_t (*headers)[HEADER_BYTES]);
 int64_t receive_shared(engine *e, flow *f);
 int fall_asleep(engine *e);
 void wake_up(engine *e);
 /* loop.c */
 double clock_s(void);
 void take_shared(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, double now_s);
+void take_borrowed(engine *e, flow *f, const uint8_t *header, const uint8_t *payload, int64_t size, double now_s);
 int emit_burst(engine *e, flow *f, outgoing *m, const uint32_t *packets, int64_t count, uint8_t (*headers)[HEADER_BYTES]);
 int emit_control(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, int tos);
 

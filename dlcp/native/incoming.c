@@ -186,19 +186,29 @@ static void note_data(engine *e, flow *f, incoming *m, int64_t index, const uint
     settle(e, m, now_s);
 }
 
-void store_data(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, int tos, double now_s) {
-    int64_t step = get32(datagram + 8), message = get16(datagram + 12), index = get32(datagram + 16);
+/* Show Python a packet that does not fit its message. */
+static void misfit(engine *e, flow *f, const uint8_t *header, const uint8_t *payload, int64_t size, double now_s) {
+    if (payload != header + HEADER_BYTES) {
+        memcpy(e->buffers, header, HEADER_BYTES);
+        memcpy(e->buffers + HEADER_BYTES, payload, (size_t)size);
+        header = e->buffers;
+    }
+    e->on_control(f->peer, header, HEADER_BYTES + size, now_s);
+}
+
+/* Take in a packet of data. Its payload need not be behind its header. */
+void store_data(engine *e, flow *f, const uint8_t *header, const uint8_t *payload, int64_t size, int tos, double now_s) {
+    int64_t step = get32(header + 8), message = get16(header + 12), index = get32(header + 16);
     incoming *m = find_incoming(e, f->peer, step, message);
     if (!m) {
-        m = e->on_unknown(f->peer, datagram, bytes, now_s);
+        m = e->on_unknown(f->peer, header, HEADER_BYTES + size, now_s);
         if (!m) return;
     }
-    const uint8_t *payload = datagram + HEADER_BYTES;
-    int64_t size = bytes - HEADER_BYTES, last = index == m->packets - 1;
-    int fits = get32(datagram + 20) == m->packets && index < m->packets && size > 0 && size <= e->payload_bytes &&
+    int64_t last = index == m->packets - 1;
+    int fits = get32(header + 20) == m->packets && index < m->packets && size > 0 && size <= e->payload_bytes &&
                (!last || !m->last_bytes || size == m->last_bytes) && (last || size == e->payload_bytes);
     if (!fits) {
-        e->on_control(f->peer, datagram, bytes, now_s);
+        misfit(e, f, header, payload, size, now_s);
         return;
     }
     if (has_bit(m->bits, index)) {
@@ -210,5 +220,5 @@ void store_data(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, int 
     if (m->sum) fold_packet(m->sum, m->position, index, payload);
     else if (m->bytes >= STREAM_MIN_BYTES && offset + size <= m->bytes) stream(m->buffer + offset, payload, size);
     else copy_in(m, offset, payload, size);
-    note_data(e, f, m, index, datagram, size, tos, now_s);
+    note_data(e, f, m, index, header, size, tos, now_s);
 }

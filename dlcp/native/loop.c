@@ -92,7 +92,7 @@ static int64_t *reason_to_refuse(engine *e, const uint8_t *datagram, int64_t byt
 static void take_from(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, int tos, double now_s) {
     f->heard_s = now_s;
     int type = datagram[0] & 15;
-    if (type == DATA) store_data(e, f, datagram, bytes, tos, now_s);
+    if (type == DATA) store_data(e, f, datagram, datagram + HEADER_BYTES, bytes - HEADER_BYTES, tos, now_s);
     else if (type == ACK) take_acknowledgement(e, f, datagram, bytes, now_s);
     else e->on_control(f->peer, datagram, bytes, now_s);
 }
@@ -117,6 +117,19 @@ void take_shared(engine *e, flow *f, const uint8_t *datagram, int64_t bytes, dou
     if (!refused && get16(datagram + 14) != f->rank) refused = &e->refused_sender;
     if (refused) ++*refused;
     else take_from(e, f, datagram, bytes, 0, now_s);
+}
+
+/* Take in a packet of data whose payload is where the peer sends from. */
+void take_borrowed(engine *e, flow *f, const uint8_t *header, const uint8_t *payload, int64_t size, double now_s) {
+    int64_t *refused = reason_to_refuse(e, header, HEADER_BYTES);
+    if (!refused && get16(header + 14) != f->rank) refused = &e->refused_sender;
+    if (!refused && (header[0] & 15) != DATA) refused = &e->refused_malformed;
+    if (refused) {
+        ++*refused;
+        return;
+    }
+    f->heard_s = now_s;
+    store_data(e, f, header, payload, size, 0, now_s);
 }
 
 /* Out ---------------------------------------------------------------------------------------------------------------- */
@@ -154,6 +167,7 @@ static int emit_one_by_one(engine *e, flow *f, outgoing *m, const uint32_t *pack
 /* Send packets of a message at once. Return SOCKET_FULL or RING_FULL if they cannot leave now; other errors count as loss on the way. */
 int emit_burst(engine *e, flow *f, outgoing *m, const uint32_t *packets, int64_t count, uint8_t (*headers)[HEADER_BYTES]) {
     if (e->emit || (!f->out.bytes && count > 1 && !e->offload)) return emit_one_by_one(e, f, m, packets, count, headers);
+    if (f->out.bytes && is_lent(e, m, packets, count)) return share_lent(e, f, m, count, headers);
     struct iovec pieces[3 * SEGMENTS_MAX];
     int64_t parts = 0;
     for (int64_t k = 0; k < count; k++) {

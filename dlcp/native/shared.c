@@ -5,6 +5,10 @@
  *
  * A record is its head, in RECORD_ALIGN bytes, and its datagrams, one after the other, all but the last of one size. It does
  * not wrap: a head of 0 bytes leads back to the beginning.
+ *
+ * What a rank sends from memory that it has lent is not copied into the ring: the record holds headers, and says where in that
+ * memory the message begins. A sender leaves its bytes as they are until they are confirmed, and the receiver takes them from
+ * there.
  */
 
 #include <string.h>
@@ -14,9 +18,11 @@
 
 enum { RECORD_ALIGN = 64, RECORDS = 8 };
 enum { CONTROL_ROOM = 16384 }; /* what data leaves free for control packets */
+enum { LENT_ROOM = 16384 };    /* what a record of lent packets takes up, so that not too many wait before what is more urgent */
 
 typedef struct {
     uint32_t bytes, segment;
+    int64_t place, message_bytes; /* in lent memory, if message_bytes is not 0 */
 } record_head;
 
 static uint64_t aligned(uint64_t bytes) {
@@ -43,6 +49,16 @@ API void dlcp_engine_share_out(engine *e, int64_t peer, ring_marks *marks, uint8
     f->peer_asleep = asleep, f->peer_bell = bell;
 }
 
+/* Let peers on this host read what is sent from `bytes` bytes at `memory`, which they have, too, instead of copying it. */
+API void dlcp_engine_lend(engine *e, const uint8_t *memory, int64_t bytes) {
+    e->lent = memory, e->lent_bytes = bytes;
+}
+
+/* Know the memory that a peer has lent. */
+API void dlcp_engine_borrow(engine *e, int64_t peer, const uint8_t *memory, int64_t bytes) {
+    e->flows[peer].borrowed = memory, e->flows[peer].borrowed_bytes = bytes;
+}
+
 /* Out ---------------------------------------------------------------------------------------------------------------- */
 
 static int has_room(const ring *r, uint64_t bytes) {
@@ -63,7 +79,7 @@ static uint8_t *reserve(ring *r, uint64_t bytes, uint64_t free) {
         }
     }
     if (size > left) {
-        *(record_head *)(r->bytes + offset) = (record_head){0, 0};
+        *(record_head *)(r->bytes + offset) = (record_head){0};
         r->mine += left, offset = 0;
     }
     return r->bytes + offset + RECORD_ALIGN;
@@ -76,10 +92,14 @@ static void ring_bell(flow *f) {
     (void)written; /* it can only be full, so that it is ringing */
 }
 
-static void publish(flow *f, uint8_t *at, uint64_t bytes, uint64_t segment) {
+static uint64_t size_of(const record_head *head) {
+    return RECORD_ALIGN + (head->message_bytes ? LENT_ROOM : aligned(head->bytes));
+}
+
+static void publish(flow *f, uint8_t *at, record_head head) {
     ring *r = &f->out;
-    *(record_head *)(at - RECORD_ALIGN) = (record_head){(uint32_t)bytes, (uint32_t)segment};
-    r->mine += RECORD_ALIGN + aligned(bytes), r->starving = 0;
+    *(record_head *)(at - RECORD_ALIGN) = head;
+    r->mine += size_of(&head), r->starving = 0;
     __atomic_store_n(&r->marks->written, r->mine, __ATOMIC_SEQ_CST);
     ring_bell(f);
 }
@@ -88,7 +108,7 @@ int share_control(flow *f, const uint8_t *datagram, int64_t bytes) {
     uint8_t *at = reserve(&f->out, (uint64_t)bytes, 0);
     if (!at) return RING_FULL;
     memcpy(at, datagram, (size_t)bytes);
-    publish(f, at, (uint64_t)bytes, (uint64_t)bytes);
+    publish(f, at, (record_head){.bytes = (uint32_t)bytes, .segment = (uint32_t)bytes});
     return 0;
 }
 
@@ -101,7 +121,25 @@ int share_burst(engine *e, flow *f, const struct iovec *pieces, int64_t parts) {
         memcpy(into, pieces[p].iov_base, pieces[p].iov_len);
         into += pieces[p].iov_len;
     }
-    publish(f, at, bytes, segment);
+    publish(f, at, (record_head){.bytes = (uint32_t)bytes, .segment = (uint32_t)segment});
+    e->sent_bursts++;
+    return 0;
+}
+
+/* Tell whether packets of a message are sent from memory that has been lent. */
+int is_lent(const engine *e, const outgoing *m, const uint32_t *packets, int64_t count) {
+    if (!e->lent || m->payload < e->lent || m->payload + m->bytes > e->lent + e->lent_bytes) return 0;
+    for (int64_t k = 0; k < count && m->tail_bytes; k++)
+        if (((int64_t)packets[k] + 1) * e->payload_bytes > m->bytes) return 0;
+    return 1;
+}
+
+/* Send packets for which is_lent holds. */
+int share_lent(engine *e, flow *f, const outgoing *m, int64_t count, uint8_t (*headers)[HEADER_BYTES]) {
+    uint8_t *at = reserve(&f->out, LENT_ROOM, CONTROL_ROOM);
+    if (!at) return RING_FULL;
+    memcpy(at, headers, (size_t)count * HEADER_BYTES);
+    publish(f, at, (record_head){(uint32_t)count * HEADER_BYTES, HEADER_BYTES, m->payload - e->lent, m->bytes});
     e->sent_bursts++;
     return 0;
 }
@@ -129,6 +167,28 @@ void wake_up(engine *e) {
     if (e->asleep) __atomic_store_n(e->asleep, 0, __ATOMIC_SEQ_CST);
 }
 
+/* Take in packets of a message that the peer sends from memory which it has lent; return whether it has. */
+static int take_lent(engine *e, flow *f, record_head head, const uint8_t *headers, double now_s) {
+    int64_t place = head.place, bytes = head.message_bytes;
+    if (place < 0 || bytes < 0 || place > f->borrowed_bytes || bytes > f->borrowed_bytes - place) return 0;
+    if (head.segment != HEADER_BYTES || head.bytes > LENT_ROOM) return 0;
+    for (uint64_t start = 0; start + HEADER_BYTES <= head.bytes; start += HEADER_BYTES) {
+        uint8_t header[HEADER_BYTES]; /* of our own: it says from where is read */
+        memcpy(header, headers + start, HEADER_BYTES);
+        int64_t offset = (int64_t)get32(header + 16) * e->payload_bytes, left = bytes - offset;
+        if (left <= 0) return 0;
+        take_borrowed(e, f, header, f->borrowed + place + offset, left < e->payload_bytes ? left : e->payload_bytes, now_s);
+    }
+    return 1;
+}
+
+static void take_datagrams(engine *e, flow *f, record_head head, const uint8_t *datagrams, double now_s) {
+    for (uint64_t start = 0; start < head.bytes; start += head.segment) {
+        uint64_t bytes = head.bytes - start < head.segment ? head.bytes - start : head.segment;
+        take_shared(e, f, datagrams + start, (int64_t)bytes, now_s);
+    }
+}
+
 /* Take in a record, and return its size with its head; 0 if it is none. */
 static uint64_t take_record(engine *e, flow *f, uint64_t left) {
     ring *r = &f->in;
@@ -136,13 +196,10 @@ static uint64_t take_record(engine *e, flow *f, uint64_t left) {
     record_head head = *(const record_head *)at;
     uint64_t offset = r->mine % r->capacity, room = r->capacity - offset;
     if (!head.bytes) return room <= left ? room : 0;
-    uint64_t size = RECORD_ALIGN + aligned(head.bytes);
+    uint64_t size = size_of(&head);
     if (!head.segment || size > room || size > left) return 0;
-    double now_s = clock_s();
-    for (uint64_t start = 0; start < head.bytes; start += head.segment) {
-        uint64_t bytes = head.bytes - start < head.segment ? head.bytes - start : head.segment;
-        take_shared(e, f, at + RECORD_ALIGN + start, (int64_t)bytes, now_s);
-    }
+    if (!head.message_bytes) take_datagrams(e, f, head, at + RECORD_ALIGN, clock_s());
+    else if (!take_lent(e, f, head, at + RECORD_ALIGN, clock_s())) return 0;
     e->received_bursts++;
     return size;
 }

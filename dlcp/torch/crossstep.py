@@ -255,6 +255,8 @@ class CrossStep(Optimizer):
             for hook in self._hooks:
                 hook.remove()
             self._partial.release()
+            for layers in self._groups:
+                layers.withdraw()
             self._exchange.close(reason or (str(self._failed) if self._failed else None))
 
     # Gradients on their way out ---------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 """How groups of layers are averaged, each for itself: with DLCP, or by the framework if ranks cannot all use DLCP."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -116,7 +116,8 @@ class LayerExchange:
             return
         agreement = agreement_of(group, traffic.options.meet_s)
         try:
-            joined = join(traffic.options, agreement, call="dlcp.torch.cross_step")
+            lend_bytes = sum(layers.lent_bytes for layers in groups)
+            joined = join(traffic.options, agreement, call="dlcp.torch.cross_step", lend_bytes=lend_bytes)
         except NotJoinedError as problem:
             if not traffic.options.fallback:
                 raise
@@ -128,6 +129,7 @@ class LayerExchange:
         if joined.remark and dist.get_rank(group) == 0:
             log.warning("DLCP: %s", joined.remark)
         self.endpoint, self._packet_bytes = joined.endpoint, joined.options.payload_bytes
+        _lend(joined.endpoint.lent, groups)
         self._reducer = _direct(traffic, joined, range(dist.get_world_size(group)), groups)
 
     def begin_step(self, step: int) -> None:
@@ -155,7 +157,7 @@ class LayerExchange:
     def _on_host(self, step: int, layers: LayerGroup, staged: Staged) -> None:
         try:
             layers.write_flags(staged.array, staged.value_type)
-            bucket = Bucket(staged.array, staged.value_type, layers.segments)
+            bucket = Bucket(staged.array, staged.value_type, layers.segments, lent=layers.lent)
             if staged.magnitudes is not None:
                 bucket.magnitudes = staged.magnitudes
             if self._reducer:
@@ -202,6 +204,15 @@ def _direct(traffic: State, joined: Joined, ranks: range, groups: Sequence[Layer
         ledger=traffic.ledger,
         feedback=traffic.feedback,
     )
+
+
+def _lend(memory: NDArray[np.uint8], groups: Iterable[LayerGroup]) -> None:
+    """Have the groups' buffers in lent memory, if there is any."""
+    for layers in groups:
+        size = layers.lent_bytes
+        if 0 < size <= len(memory):
+            layers.lend(memory[:size])
+            memory = memory[size:]
 
 
 def _as_tensor(bucket: Bucket) -> torch.Tensor:

@@ -17,6 +17,8 @@ from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment, layers_in_order
 from dlcp.torch.staging import VALUE_TYPES
 
+_ALIGNMENT: Final = 64
+"""Of buffers in lent memory, in bytes: a cache line."""
 GROWTH: Final = 4
 """How many times as large as the first group the others become. Chosen by us, by processor time: what messages cost is
 most of what cross-step scheduling costs."""
@@ -94,6 +96,8 @@ class LayerGroup:
     ----------
     flat
         The buffer, on the parameters' device.
+    lent
+        Whether the buffer is memory from which ranks of this host read.
     sent
         Resolved once the average is in, with a future to wait for before the device reads it.
     due_s
@@ -104,6 +108,7 @@ class LayerGroup:
         self.index = index
         self.sent: Future[torch.futures.Future[torch.Tensor]] = Future()
         self.due_s = math.inf
+        self.lent = False
         _, first, _ = parameters[0]
         self._values = sum(parameter.numel() for _, parameter, _ in parameters)
         self.flat = torch.zeros(self._values + len(parameters) + 1, dtype=first.dtype, device=first.device)
@@ -120,6 +125,24 @@ class LayerGroup:
         self._odd = 0.0
         self._flags: list[float] = []
         self._averaged_flags: list[float] = []
+
+    @property
+    def lent_bytes(self) -> int:
+        """How much memory :meth:`lend` needs; 0 where the buffer is not the host's."""
+        size = self.flat.numel() * self.flat.element_size()
+        return size + -size % _ALIGNMENT if self.flat.device.type == "cpu" else 0
+
+    def lend(self, memory: NDArray[np.uint8]) -> None:
+        """Have the buffer in :attr:`lent_bytes` bytes of memory that ranks of this host read."""
+        self.flat, self.lent = torch.from_numpy(memory).view(self.flat.dtype)[: self.flat.numel()], True
+        for member, segment in zip(self.members, self.segments, strict=False):
+            member.average = _place(self.flat, segment.start, member.parameter)
+
+    def withdraw(self) -> None:
+        """Leave parameters no gradient in memory that others read: they have copies of their own."""
+        for member in self.members:
+            if self.lent and member.in_place:
+                member.parameter.grad = member.average.clone()
 
     @property
     def label(self) -> str:

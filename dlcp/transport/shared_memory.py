@@ -2,9 +2,10 @@
 """Memory through which ranks of one host send each other packets, instead of through their sockets.
 
 Every rank has an inbox: memory with a ring for each rank that may write to it (``dlcp/native/shared.c``), and an
-eventfd that wakes it. It hands both to the others through a Unix socket of an abstract name. Those names are of a
-network namespace: whoever gets an answer is where no network lies in between, real or emulated, and nobody else gets
-one.
+eventfd that wakes it. Behind the rings there may be memory that it lends: what it sends from there is not copied into
+rings, the others read it where it is. It hands inbox and eventfd to the others through a Unix socket of an abstract
+name. Those names are of a network namespace: whoever gets an answer is where no network lies in between, real or
+emulated, and nobody else gets one.
 """
 
 import fcntl
@@ -28,12 +29,13 @@ RING_BYTES: Final = 1 << 20
 """Of one direction between two ranks; a multiple of the page size. Chosen by us, by time: between 512 KiB and 2 MiB it
 makes no difference, less holds too few bursts for a reader that has to be woken."""
 _PAGE: Final = mmap.PAGESIZE
-_OFFER: Final = struct.Struct("=QqqqQ")
-"""Token, job, the rank that offers, which ring of its inbox, bytes of each."""
+_OFFER: Final = struct.Struct("=QqqqQQ")
+"""Token, job, the rank that offers, which ring of its inbox, bytes of each, bytes that it lends."""
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _SEALS: Final = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 """``F_SEAL_*`` of Linux, which other systems and old builds of Python do not name."""
 _TURN_S: Final = 0.02
+_NOTHING: Final = np.zeros(0, np.uint8)
 
 
 def available() -> bool:
@@ -77,10 +79,16 @@ class SharedMemory:
     ----------
     inward, outward
         By rank: where packets come from it, and where they go to it.
+    lent
+        Memory to send from without copies; empty if there is none.
+    borrowed
+        By rank: what it has lent.
     """
 
     inward: dict[int, Ring] = field(default_factory=dict)
     outward: dict[int, Ring] = field(default_factory=dict)
+    lent: NDArray[np.uint8] = field(default_factory=lambda: _NOTHING)
+    borrowed: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -95,13 +103,16 @@ class SharedMemory:
         )
         self.inward = {rank: ring for rank, ring in self.inward.items() if rank in ranks}
         self.outward = {rank: ring for rank, ring in self.outward.items() if rank in ranks}
+        self.borrowed = {rank: memory for rank, memory in self.borrowed.items() if rank in ranks}
+        if not self.ranks:
+            self.lent = _NOTHING
         dropped.close(keep=self._bells())
 
     def close(self, keep: Collection[int] = ()) -> None:
         """Close the bells, but for some; memory goes with the arrays."""
         for bell in self._bells().difference(keep):
             os.close(bell)
-        self.inward, self.outward = {}, {}
+        self.inward, self.outward, self.borrowed, self.lent = {}, {}, {}, _NOTHING
 
     def _bells(self) -> set[int]:
         return {ring.bell for ring in [*self.inward.values(), *self.outward.values()]}
@@ -110,13 +121,19 @@ class SharedMemory:
 class Doorstep:
     """Where ranks of this host leave their offers for this one; a context manager.
 
+    Parameters
+    ----------
+    lend_bytes
+        How much memory to lend them at least.
+
     Attributes
     ----------
     name
         What the others have to know to find it; drawn at random.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lend_bytes: int = 0) -> None:
+        self._lend_bytes = lend_bytes + -lend_bytes % _PAGE
         self.name = f"dlcp-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
@@ -160,13 +177,14 @@ class Doorstep:
         memory = -1
         try:
             memory = os.memfd_create("dlcp-inbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(memory, _PAGE + len(here) * (_PAGE + RING_BYTES))
+            os.ftruncate(memory, _PAGE + len(here) * (_PAGE + RING_BYTES) + self._lend_bytes)
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
             inbox = _mapped(memory)
+            shared.lent = inbox[len(inbox) - self._lend_bytes :]
             waiting, end_s = dict(places), time.monotonic() + timeout_s
             while (waiting or shared.inward.keys() - shared.outward) and time.monotonic() < end_s:
                 for peer, place in list(waiting.items()):
-                    offer = _OFFER.pack(token, job, rank, place, RING_BYTES)
+                    offer = _OFFER.pack(token, job, rank, place, RING_BYTES, self._lend_bytes)
                     there = self._offer(names[peer], offer, memory, bell)
                     if there is None:
                         continue  # its queue is full
@@ -200,13 +218,13 @@ class Doorstep:
                 offer, given, _, _ = socket.recv_fds(self._socket, _OFFER.size + 1, 2)
             except BlockingIOError:
                 return
-            ring = rank = None
+            found = rank = None
             with suppress(OSError, ValueError, struct.error):
-                told_token, told_job, rank, place, ring_bytes = _OFFER.unpack(offer)
+                told_token, told_job, rank, place, ring_bytes, lent_bytes = _OFFER.unpack(offer)
                 if (told_token, told_job) == (token, job) and rank in names and rank not in shared.outward:
-                    ring = _offered(given, place, ring_bytes)
-            if ring and rank is not None:
-                shared.outward[rank] = ring
+                    found = _offered(given, place, ring_bytes, lent_bytes)
+            if found and rank is not None:
+                shared.outward[rank], shared.borrowed[rank] = found
                 os.close(given[0])
             else:
                 for descriptor in given:
@@ -218,15 +236,20 @@ def _is_there(name: str) -> bool:
         return visitor.connect_ex(f"\0{name}") == 0
 
 
-def _offered(given: list[int], place: int, ring_bytes: int) -> Ring | None:
-    """Return the ring that was offered; None if it is not what was said, or might become smaller under our hands."""
+def _offered(given: list[int], place: int, ring_bytes: int, lent_bytes: int) -> tuple[Ring, NDArray[np.uint8]] | None:
+    """Return the ring that was offered, and what is lent.
+
+    None if they are not what was said, or might become smaller under our hands.
+    """
     if len(given) != 2 or fcntl.fcntl(given[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         return None
-    if place < 0 or ring_bytes < _PAGE or ring_bytes % _PAGE:
+    if place < 0 or ring_bytes < _PAGE or ring_bytes % _PAGE or lent_bytes % _PAGE:
         return None
-    if os.fstat(given[0]).st_size < _PAGE + (place + 1) * (_PAGE + ring_bytes):
+    size = os.fstat(given[0]).st_size
+    if size < _PAGE + (place + 1) * (_PAGE + ring_bytes) + lent_bytes:
         return None
-    return Ring.within(_mapped(given[0]), place, ring_bytes, given[1])
+    memory = _mapped(given[0])
+    return Ring.within(memory, place, ring_bytes, given[1]), memory[size - lent_bytes :]
 
 
 def _mapped(memory: int) -> NDArray[np.uint8]:

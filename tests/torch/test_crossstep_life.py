@@ -15,14 +15,15 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from workers import launch, values  # noqa: E402
+from workers import WAYS, launch, values  # noqa: E402
 
 import dlcp.torch  # noqa: E402
 from dlcp.tags import TagPolicy  # noqa: E402
 from dlcp.torch.crossstep import cross_step  # noqa: E402
-from dlcp.transport import DeadlineError  # noqa: E402
+from dlcp.transport import DeadlineError, native, shared_memory  # noqa: E402
 
 pytestmark = pytest.mark.timeout(110)
+MEMORY = native.available() and shared_memory.available()
 ALL_DROPPABLE = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
 
 
@@ -143,7 +144,17 @@ def life_of_two(worker):
         optimizer.synchronize()
         optimizer.step()
     expected = weights(net)
+    members = [member for group in optimizer._groups for member in group.members]
+    found["read where they are"] = all(group.lent for group in optimizer._groups) == (
+        MEMORY and worker.options().shared_memory
+    )
+    gradients = [member.parameter.grad.clone() for member in members]
+    assert all(member.in_place for member in members)
     optimizer.close()
+    taken_back = [member.in_place != group.lent for group in optimizer._groups for member in group.members]
+    found["taken back"] = all(taken_back) and all(
+        torch.equal(member.parameter.grad, gradient) for member, gradient in zip(members, gradients, strict=True)
+    )
 
     # An exception in the middle of a forward pass, and a checkpoint in the middle of training, change nothing.
     net, optimizer = make(worker)
@@ -249,13 +260,17 @@ def life_of_two(worker):
     return found
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    return values(launch(2, life_of_two))
+@pytest.fixture(scope="module", params=WAYS)
+def two_ranks(request):
+    return values(launch(2, life_of_two, environment=WAYS[request.param]))
 
 
 @pytest.mark.parametrize(
-    "what", ["after an exception", "waited", "resumed", "loaded", "zeros", "dropped", "hook", "unharmed"]
+    "what",
+    [
+        "read where they are", "taken back", "after an exception", "waited", "resumed", "loaded", "zeros", "dropped",
+        "hook", "unharmed",
+    ],
 )  # fmt: skip
 def test_life_goes_on(two_ranks, what):
     assert [found[what] for found in two_ranks] == [True, True]

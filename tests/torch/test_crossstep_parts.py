@@ -4,6 +4,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -107,6 +108,25 @@ def test_what_is_on_its_way_is_not_harmed_by_gradients_of_zeros():
     net.weight.grad += 4
     assert weight.unchanged
     assert torch.equal(weight.average, torch.full((2, 2), 3.0))
+
+
+def test_a_group_has_its_gradients_in_memory_that_it_lends_until_they_are_withdrawn():
+    net = nn.Linear(3, 2).half()
+    group = LayerGroup(0, described(net))
+    assert group.lent_bytes == 64, "6 + 2 values of two bytes, two flags and one more"
+    group.withdraw()
+    memory = np.zeros(group.lent_bytes, np.uint8)
+    group.lend(memory)
+    assert group.lent
+    for member in group.members:
+        member.parameter.grad = torch.randn_like(member.parameter)
+    group.members[0].take()
+    expected, bias = net.weight.grad.clone(), net.bias.grad
+    assert torch.equal(torch.from_numpy(memory[:12].view(np.float16)).view(2, 3), expected)
+    group.withdraw()
+    memory[:] = 0x7F
+    assert torch.equal(net.weight.grad, expected)
+    assert net.bias.grad is bias, "it has never been there"
 
 
 def test_a_sparse_gradient_is_refused_by_name():

@@ -5,13 +5,24 @@ import fcntl
 import os
 import socket
 import struct
-import threading
 import time
 from array import array
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing
 
 import numpy as np
 import pytest
+from neighbouring import (
+    LIMIT_S,
+    TOKEN,
+    bytes_of,
+    data_packet,
+    meet,
+    neighbours,
+    put_record,
+    ring_from,
+    start,
+    wait_until,
+)
 from network import plain_tags
 
 from dlcp import native
@@ -22,93 +33,20 @@ from dlcp.transport import (
     MessageKey,
     PeerSilentError,
     TransportError,
-    TransportOptions,
     bind_socket,
     shared_memory,
 )
 from dlcp.transport.shared_memory import RING_BYTES, Doorstep
-from dlcp.wire import Header, PacketType
 
 pytestmark = pytest.mark.skipif(
     native.library() is None or not shared_memory.available(), reason="needs the engine in C, memfd_create and eventfd"
 )
-LIMIT_S = 20
-TOKEN = 77
 PAGE = 4096
-OFFER = struct.Struct("=QqqqQ")
-
-
-def bytes_of(size, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-
-
-def at_once(*actions):
-    """Do things in threads; return what came of them."""
-    results = [None] * len(actions)
-
-    def do(number, action):
-        results[number] = action()
-
-    threads = [threading.Thread(target=do, args=item) for item in enumerate(actions)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert not any(thread.is_alive() for thread in threads)
-    return results
-
-
-def meet(count, **changes):
-    """Let ranks meet, each with the name of each other's doorstep."""
-    with ExitStack() as steps:
-        doorsteps = [steps.enter_context(Doorstep()) for _ in range(count)]
-        common = {"job": 0, "token": TOKEN, "timeout_s": LIMIT_S, **changes}
-
-        def meet_others(rank):
-            names = {peer: step.name for peer, step in enumerate(doorsteps) if peer != rank}
-            return lambda: doorsteps[rank].meet(rank, names, **common)
-
-        return at_once(*map(meet_others, range(count)))
-
-
-@contextmanager
-def neighbours(count, *, silence_s=10.0, apart=()):
-    """Endpoints that reach each other through memory only, but for pairs ``apart``: other addresses lead nowhere."""
-    shared = meet(count)
-    sockets = [bind_socket("127.0.0.1", [0]) for _ in range(count)]
-    with closing(bind_socket("127.0.0.1", [0])) as nowhere, ExitStack() as ends:
-        made = []
-        for rank in range(count):
-            others = [peer for peer in range(count) if peer != rank]
-            away = {peer for peer in others if {rank, peer} in apart}
-            shared[rank].keep([peer for peer in others if peer not in away])
-            addresses = {peer: (sockets[peer] if peer in away else nowhere).getsockname() for peer in others}
-            options = TransportOptions(silence_s=silence_s)
-            end = Endpoint(rank, sockets[rank], addresses, token=TOKEN, options=options, shared=shared[rank])
-            ends.callback(end.close, "the test is over")
-            made.append(end)
-        for end in made:
-            end.greet(LIMIT_S)
-        yield made
-
-
-def start(sender, receiver, key, payload, bound=RELIABLE):
-    tags = plain_tags(-(-len(payload) // 1440))
-    return (
-        receiver.receive(sender.rank, key, len(payload), bound, "layer"),
-        sender.send(receiver.rank, key, memoryview(payload), tags, bound, "layer"),
-    )
+OFFER = struct.Struct("=QqqqQQ")
 
 
 def descriptors():
     return len(os.listdir("/proc/self/fd"))
-
-
-def wait_until(condition):
-    end_s = time.monotonic() + LIMIT_S
-    while not condition() and time.monotonic() < end_s:
-        time.sleep(0.005)
-    assert condition()
 
 
 @pytest.mark.parametrize("count", [2, 3, 12])
@@ -177,6 +115,9 @@ BAD_OFFERS = {
     "a ring of an odd size": ({"size": 5000}, {}),
     "a ring larger than all": ({"size": 1 << 40}, {}),
     "memory that is too small": ({}, {"size": PAGE}),
+    "more lent than there is": ({"lent": PAGE}, {}),
+    "more lent than can be": ({"lent": -PAGE % (1 << 64)}, {}),
+    "lent memory of an odd size": ({"lent": 64}, {"size": 3 * PAGE + RING_BYTES}),
     "memory that may shrink": ({}, {"sealed": False}),
 }
 
@@ -184,19 +125,19 @@ BAD_OFFERS = {
 @pytest.mark.parametrize("wrong", BAD_OFFERS)
 def test_an_offer_that_is_wrong_is_not_taken(wrong):
     said, made = BAD_OFFERS[wrong]
-    offer = {"token": TOKEN, "job": 0, "rank": 1, "place": 0, "size": RING_BYTES} | said
+    offer = {"token": TOKEN, "job": 0, "rank": 1, "place": 0, "size": RING_BYTES, "lent": 0} | said
     before = descriptors()
     memory, bell = inbox(**made), os.eventfd(0)
     with Doorstep() as doorstep, Doorstep() as other:
         offered(doorstep, OFFER.pack(*offer.values()), memory, bell)
         offered(doorstep, b"short", memory, bell)
-        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES) + b"long", memory, bell)
-        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES))
-        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES), memory)
-        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES), bell, bell)
+        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES, 0) + b"long", memory, bell)
+        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES, 0))
+        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES, 0), memory)
+        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES, 0), bell, bell)
         shared = doorstep.meet(0, {1: other.name}, job=0, token=TOKEN, timeout_s=0.1)
         assert not shared.outward
-        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES), inbox(), bell)  # else the test could not fail
+        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES, 0), inbox(), bell)  # else the test could not fail
         shared.close()
         right = doorstep.meet(0, {1: other.name}, job=0, token=TOKEN, timeout_s=LIMIT_S)
         assert right.ranks == {1}
@@ -291,33 +232,13 @@ def test_a_neighbour_that_falls_silent_is_named_though_its_memory_is_there():
             arrival.result(LIMIT_S)
 
 
-def ring_from(end, peer):
-    return end.protocol.engine._shared.inward[peer]
-
-
-def put_record(ring, size, segment, content=b""):
-    """Write a record as a peer would, from the ring's beginning on; nothing else may be under way."""
-    written = ring.marks[:8].view(np.uint64)
-    place = int(written[0]) % len(ring.data)
-    ring.data[place : place + 8].view(np.uint32)[:] = size, segment
-    ring.data[place + 64 : place + 64 + len(content)] = np.frombuffer(content, np.uint8)
-    written[0] += np.uint64(64 + -(-len(content) // 64) * 64)
-    os.eventfd_write(ring.bell, 1)
-
-
-def data(**changes):
-    fields = {"token": TOKEN, "job": 0, "sender": 1, "kind": PacketType.DATA} | changes
-    kind, job, sender, token = (fields[name] for name in ("kind", "job", "sender", "token"))
-    return Header(kind, 0, 4, 0, 7, job, 0, 0, 0, sender, 0, 1, token).encode() + bytes(100)
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (data(token=TOKEN + 1), "token"),
-        (data(job=1), "job"),
-        (data(sender=2), "sender"),
-        (data()[:20], "malformed"),
+        (data_packet(token=TOKEN + 1), "token"),
+        (data_packet(job=1), "job"),
+        (data_packet(sender=2), "sender"),
+        (data_packet()[:20], "malformed"),
         (b"\xff" * 200, "malformed"),
     ],
 )

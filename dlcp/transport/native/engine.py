@@ -136,6 +136,10 @@ class NativeEngine:
             for peer, ring in rings.items():
                 where = ring.marks.ctypes.data, ring.data.ctypes.data, len(ring.data), ring.asleep.ctypes.data
                 share(self._engine, self._numbers[peer], *where, ring.bell)
+        if len(self._shared.lent):
+            library.dlcp_engine_lend(self._engine, self._shared.lent.ctypes.data, len(self._shared.lent))
+        for peer, memory in self._shared.borrowed.items():
+            library.dlcp_engine_borrow(self._engine, self._numbers[peer], memory.ctypes.data, len(memory))
 
     def counters(self) -> dict[str, int]:
         """See :meth:`dlcp.transport.engine.Engine.counters`."""

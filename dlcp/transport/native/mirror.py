@@ -158,6 +158,8 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dlcp_engine_peer": (c_void_p, (c_void_p, c_int64, c_int64, ctypes.c_uint32, c_int64, c_double)),
     "dlcp_engine_share_in": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int)),
     "dlcp_engine_share_out": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int)),
+    "dlcp_engine_lend": (None, (c_void_p, c_void_p, c_int64)),
+    "dlcp_engine_borrow": (None, (c_void_p, c_int64, c_void_p, c_int64)),
     "dlcp_engine_free": (None, (c_void_p,)),
     "dlcp_engine_send": (c_int64, (c_void_p, c_int64, ctypes.c_char_p, c_int64, c_int64)),
     "dlcp_engine_take_in": (

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of one host, in one process, that reach each other through memory."""
+
+import os
+import threading
+import time
+from contextlib import ExitStack, closing, contextmanager
+
+import numpy as np
+from network import plain_tags
+
+from dlcp.transport import RELIABLE, Endpoint, TransportOptions, bind_socket
+from dlcp.transport.shared_memory import Doorstep
+from dlcp.wire import Header, PacketType
+
+LIMIT_S = 20
+TOKEN = 77
+LENT_ROOM = 16384
+"""What a record of lent packets takes up in a ring (dlcp/native/shared.c)."""
+
+
+def bytes_of(size, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def at_once(*actions):
+    """Do things in threads; return what came of them."""
+    results = [None] * len(actions)
+
+    def do(number, action):
+        results[number] = action()
+
+    threads = [threading.Thread(target=do, args=item) for item in enumerate(actions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def meet(count, *, lend_bytes=0, **changes):
+    """Let ranks meet, each with the name of each other's doorstep."""
+    with ExitStack() as steps:
+        doorsteps = [steps.enter_context(Doorstep(lend_bytes)) for _ in range(count)]
+        common = {"job": 0, "token": TOKEN, "timeout_s": LIMIT_S, **changes}
+
+        def meet_others(rank):
+            names = {peer: step.name for peer, step in enumerate(doorsteps) if peer != rank}
+            return lambda: doorsteps[rank].meet(rank, names, **common)
+
+        return at_once(*map(meet_others, range(count)))
+
+
+@contextmanager
+def neighbours(count, *, silence_s=10.0, apart=(), lend_bytes=0):
+    """Endpoints that reach each other through memory only, but for pairs ``apart``: other addresses lead nowhere."""
+    shared = meet(count, lend_bytes=lend_bytes)
+    sockets = [bind_socket("127.0.0.1", [0]) for _ in range(count)]
+    with closing(bind_socket("127.0.0.1", [0])) as nowhere, ExitStack() as ends:
+        made = []
+        for rank in range(count):
+            others = [peer for peer in range(count) if peer != rank]
+            away = {peer for peer in others if {rank, peer} in apart}
+            shared[rank].keep([peer for peer in others if peer not in away])
+            addresses = {peer: (sockets[peer] if peer in away else nowhere).getsockname() for peer in others}
+            options = TransportOptions(silence_s=silence_s)
+            end = Endpoint(rank, sockets[rank], addresses, token=TOKEN, options=options, shared=shared[rank])
+            ends.callback(end.close, "the test is over")
+            made.append(end)
+        for end in made:
+            end.greet(LIMIT_S)
+        yield made
+
+
+def start(sender, receiver, key, payload, bound=RELIABLE):
+    tags = plain_tags(-(-len(payload) // 1440))
+    return (
+        receiver.receive(sender.rank, key, len(payload), bound, "layer"),
+        sender.send(receiver.rank, key, memoryview(payload), tags, bound, "layer"),
+    )
+
+
+def ring_from(end, peer):
+    return end.protocol.engine._shared.inward[peer]
+
+
+def wait_until(condition):
+    end_s = time.monotonic() + LIMIT_S
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.005)
+    assert condition()
+
+
+def data_packet(index=0, packets=1, **changes):
+    fields = {"token": TOKEN, "job": 0, "sender": 1, "kind": PacketType.DATA} | changes
+    kind, job, sender, token = (fields[name] for name in ("kind", "job", "sender", "token"))
+    return Header(kind, 0, 4, 0, 7, job, 0, 0, 0, sender, index, packets, token).encode() + bytes(100)
+
+
+def put_record(ring, size, segment, content=b"", place=0, message_bytes=0):
+    """Write a record as a peer would, from the ring's beginning on; nothing else may be under way.
+
+    With ``message_bytes`` it holds headers only, and what they belong to is at ``place`` in lent memory.
+    """
+    written = ring.marks[:8].view(np.uint64)
+    at = int(written[0]) % len(ring.data)
+    ring.data[at : at + 8].view(np.uint32)[:] = size, segment
+    ring.data[at + 8 : at + 24].view(np.int64)[:] = place, message_bytes
+    ring.data[at + 64 : at + 64 + len(content)] = np.frombuffer(content, np.uint8)
+    written[0] += np.uint64(64 + (LENT_ROOM if message_bytes else -(-len(content) // 64) * 64))
+    os.eventfd_write(ring.bell, 1)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank sends from memory that it has lent, ranks of its host read where it is."""
+
+import time
+
+import numpy as np
+import pytest
+from neighbouring import LENT_ROOM, LIMIT_S, TOKEN, bytes_of, data_packet, neighbours, put_record, ring_from, wait_until
+from network import plain_tags
+
+from dlcp import native
+from dlcp.collectives import Bucket, DirectAllReduce, direct_run
+from dlcp.dtypes import ValueType
+from dlcp.tags import Layer, Segment
+from dlcp.transport import RELIABLE, MessageKey, TransportError, shared_memory
+from dlcp.transport.shared_memory import RING_BYTES
+from dlcp.wire import PacketType
+
+pytestmark = pytest.mark.skipif(
+    native.library() is None or not shared_memory.available(), reason="needs the engine in C, memfd_create and eventfd"
+)
+LENT_BYTES = 8 << 20
+BURST_BYTES = 40 * 1440
+"""Of payload in a record, at least, where there is enough of it."""
+
+
+def exchange(sender, receiver, key, payload, tail=b""):
+    tail = np.frombuffer(tail, np.uint8)
+    size = len(payload) + len(tail)
+    arrival = receiver.receive(sender.rank, key, size, RELIABLE, "layer")
+    tags = plain_tags(-(-size // 1440))
+    delivery = sender.send(receiver.rank, key, memoryview(payload), tags, RELIABLE, "layer", tail)
+    np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, np.concatenate([payload, tail]))
+    assert delivery.result(LIMIT_S).delivered.all()
+
+
+def ring_bytes_for(sender, receiver, action):
+    """Return how many bytes of the ring between two ranks an action takes."""
+    written = ring_from(receiver, sender.rank).marks[:8].view(np.uint64)
+    before = int(written[0])
+    action()
+    return int(written[0]) - before
+
+
+@pytest.mark.parametrize("size", [1, 1440, 1441, 100_003, 5 * RING_BYTES + 17])
+def test_lent_bytes_arrive_and_are_not_copied_into_the_ring(size):
+    with neighbours(2, lend_bytes=LENT_BYTES) as (first, second):
+        time.sleep(0.2)  # greetings are through
+        for number, place in enumerate([0, 7, len(first.lent) - size]):
+            payload = first.lent[place : place + size]
+            payload[:] = bytes_of(size, number)
+            taken = ring_bytes_for(
+                first, second, lambda n=number, p=payload: exchange(first, second, MessageKey(0, n), p)
+            )
+            assert taken <= (size // BURST_BYTES + 2) * (LENT_ROOM + 64)
+        assert not first.protocol.refused + second.protocol.refused
+
+
+def test_other_bytes_are_copied_also_where_memory_is_lent():
+    with neighbours(2, lend_bytes=LENT_BYTES) as (first, second):
+        size = 1_000_000
+        beside = bytes_of(size)
+        assert ring_bytes_for(first, second, lambda: exchange(first, second, MessageKey(0, 0), beside)) > size
+        assert len(second.lent) >= LENT_BYTES
+        assert ring_bytes_for(second, first, lambda: exchange(second, first, MessageKey(0, 1), beside)) > size
+
+
+@pytest.mark.parametrize("tail", [1, 32, 1440, 5000])
+@pytest.mark.parametrize("size", [1, 1439, 1440, 200_000])
+def test_what_follows_the_lent_bytes_arrives_behind_them(size, tail):
+    with neighbours(2, lend_bytes=LENT_BYTES) as (first, second):
+        payload = first.lent[:size]
+        payload[:] = bytes_of(size, 1)
+        exchange(first, second, MessageKey(0, 0), payload, bytes_of(tail, 2).tobytes())
+
+
+def test_lent_bytes_go_to_others_through_sockets():
+    with neighbours(3, apart=[{0, 2}], lend_bytes=LENT_BYTES) as (first, second, third):
+        payload = first.lent[:1_000_003]
+        payload[:] = bytes_of(len(payload), 3)
+        exchange(first, second, MessageKey(0, 0), payload)
+        exchange(first, third, MessageKey(0, 1), payload)
+
+
+def test_a_rank_without_neighbours_lends_nothing():
+    with neighbours(2, apart=[{0, 1}], lend_bytes=LENT_BYTES) as ends:
+        assert not any(len(end.lent) for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"token": TOKEN + 1}, "token"),
+        ({"job": 1}, "job"),
+        ({"sender": 2}, "sender"),
+        ({"kind": PacketType.PROBE}, "malformed"),
+    ],
+)
+def test_a_header_of_lent_bytes_is_refused_for_what_it_would_be_in_the_network(changes, reason):
+    with neighbours(2, lend_bytes=LENT_BYTES) as (first, _):
+        time.sleep(0.2)  # greetings are through
+        put_record(ring_from(first, 1), 32, 32, data_packet(**changes)[:32], message_bytes=100)
+        wait_until(lambda: first.protocol.refused[reason] == 1)
+
+
+def test_lent_bytes_that_do_not_fit_their_message_are_refused():
+    with neighbours(2, lend_bytes=LENT_BYTES) as (first, _):
+        time.sleep(0.2)  # greetings are through
+        arrival = first.receive(1, MessageKey(0, 0), 2880, RELIABLE, "layer")
+        first.flush(LIMIT_S)  # it waits
+        put_record(ring_from(first, 1), 32, 32, data_packet(packets=5)[:32], message_bytes=7200)
+        with pytest.raises(TransportError, match="layer"):
+            arrival.result(LIMIT_S)
+        assert first.protocol.refused["malformed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "message_bytes", "index", "segment", "size"),
+    [
+        (LENT_BYTES, 1, 0, 32, 32),
+        (LENT_BYTES - 99, 100, 0, 32, 32),
+        (-100, 100, 0, 32, 32),
+        ((1 << 63) - 1, 100, 0, 32, 32),
+        (0, (1 << 63) - 1, 0, 32, 32),
+        (0, -1, 0, 32, 32),
+        (0, 1440, 1, 32, 32),
+        (0, 100, 0xFFFFFFFF, 32, 32),
+        (0, 100, 0, 33, 32),
+        (0, 100, 0, 32, LENT_ROOM + 32),
+    ],
+)
+def test_a_record_of_bytes_that_are_not_lent_is_refused_and_its_ring_read_no_more(
+    place, message_bytes, index, segment, size
+):
+    with neighbours(2, silence_s=1.0, lend_bytes=LENT_BYTES) as (first, second):
+        assert len(second.lent) == LENT_BYTES
+        time.sleep(0.2)  # greetings are through
+        first.receive(1, MessageKey(0, 0), 1440 * 5, RELIABLE, "layer")
+        header = data_packet(index, max(5, index))[:32]
+        put_record(ring_from(first, 1), size, segment, header, place, message_bytes)
+        wait_until(lambda: first.protocol.refused["malformed"] == 1)
+        with pytest.raises(TransportError):
+            exchange(second, first, MessageKey(0, 1), bytes_of(5000))
+        assert first.protocol.refused["malformed"] == 1
+
+
+def test_a_rank_that_lent_nothing_is_not_read_from():
+    with neighbours(2, silence_s=1.0) as (first, _):
+        time.sleep(0.2)  # greetings are through
+        put_record(ring_from(first, 1), 32, 32, data_packet()[:32], message_bytes=100)
+        wait_until(lambda: first.protocol.refused["malformed"] == 1)
+
+
+@pytest.mark.parametrize("value_type", [ValueType.FLOAT32, ValueType.FLOAT16], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("apart", [[], [{0, 2}]], ids=["all neighbours", "two of them not"])
+def test_a_lent_bucket_that_is_done_may_be_overwritten_at_once(monkeypatch, value_type, apart):
+    # Each rank's thread pauses now and then, so that others are done while it has not read their results.
+    monkeypatch.setattr(direct_run, "PATIENCE_S", 0.0)
+    count, values, steps = 3, 200_000, 12
+    rng = np.random.default_rng(5)
+    with neighbours(count, apart=apart, lend_bytes=LENT_BYTES) as ends:
+        reducers = [DirectAllReduce(end, range(count)) for end in ends]
+        segments = [Segment(Layer("layer", 0), 0, values)]
+        for step in range(steps):
+            shares = [value_type.narrow(rng.integers(-8, 9, values).astype(np.float32)) for _ in ends]
+            waiting = []
+            for rank, (end, reducer) in enumerate(zip(ends, reducers, strict=True)):
+                reducer.begin_step(step)
+                mine = end.lent[: shares[rank].nbytes].view(shares[rank].dtype)
+                mine[:] = shares[rank]
+                for when_s in rng.random(3) * 0.02:
+                    end.call(lambda end=end, s=when_s: end.protocol.call_later(s, lambda: time.sleep(0.01)))
+                done = reducer.start(step, 0, Bucket(mine, value_type, segments, lent=True, exact=True))
+                kept = []
+
+                def keep_and_spoil(future, kept=kept):
+                    kept.append(future.result().copy())
+                    future.result().view(np.uint8)[:] = 0x7F
+
+                done.add_done_callback(keep_and_spoil)
+                waiting.append((done, kept))
+            total = sum(value_type.widen(share) for share in shares) / np.float32(count)
+            for done, kept in waiting:
+                done.result(LIMIT_S)
+                wait_until(lambda kept=kept: kept)
+                np.testing.assert_array_equal(kept[0], value_type.narrow(total))
