@@ -52,7 +52,7 @@ class Bucket:
     """A buffer of gradients: flat ``values`` in the storage of ``value_type``, and the layers in it.
 
     The average is written back into ``values``. Where these are ``lent`` to ranks of this host, in memory of
-    ``Endpoint.lent``, the caller has them back only when none of those reads there any more. ``magnitudes`` are those
+    ``Protocol.lent``, the caller has them back only when none of those reads there any more. ``magnitudes`` are those
     of its packets, shape (packets,), if somebody has found them already, as :func:`dlcp.magnitudes.packet_magnitudes`
     would.
 

@@ -58,6 +58,8 @@ class DirectRun:
         """Owners who have not told what they got of this rank."""
         self.received: set[int] = set()
         """Owners whose result is here."""
+        self.copy: NDArray[np.float32] | None = None
+        """The own result in memory that ranks of this host read, where there are several."""
         self.kept: NDArray[np.generic] | None = None
         """The own result, once the framework has the bucket back although some have not confirmed it."""
         self.unconfirmed: set[int] = set()
@@ -120,11 +122,21 @@ class DirectRun:
         if self.bucket.value_type is ValueType.FLOAT32:
             own = cast(NDArray[np.float32], self.values[start:stop])
             self.summation = endpoint.summation(own, len(others), key=key)
+            room = self._room_for_copy(size)
+            if room is not None:
+                self.copy = room.view(np.float32)
+                self.summation.fold.copy_into(self.copy)
         for position, peer in enumerate(others):
             arrival = endpoint.receive(peer, key, size, bound, label, summation=self.summation, position=position)
             arrival.add_done_callback(self._guard(partial(self._on_share, peer)))
         if not others:
             self._average(start, stop)
+
+    def _room_for_copy(self, size: int) -> NDArray[np.uint8] | None:
+        """Return where all neighbours may read the own result, where that is better than a copy for each of them."""
+        protocol = self.reducer.endpoint.protocol
+        readers = protocol.neighbours.intersection(self.reducer.contributors)
+        return protocol.lent.take(size) if len(readers) > 1 and not self.bucket.lent else None
 
     def _on_share(self, peer: int, arrival: Arrival) -> None:
         self.delivered[peer] = arrival.delivered
@@ -167,6 +179,8 @@ class DirectRun:
             summation.finish(False)
             if options.rescale:
                 self._divide_by_samples(self.values[start:stop], error)
+        if self.copy is not None and not whole:
+            self.copy[:] = self.values[start:stop]
         for room in self.arrived.values():
             self.reducer.endpoint.protocol.scratch.give(room)
         if error is not None:
@@ -204,9 +218,8 @@ class DirectRun:
         assert self.result
         start, stop = self.shards[self.rank]
         key, (tail, tags) = self._key(PULL, peer), self.result
-        sending = self.reducer.endpoint.send(
-            peer, key, self._bytes(start, stop), tags, RELIABLE, self._label(self.rank), tail
-        )
+        payload = self._bytes(start, stop) if self.copy is None else memoryview(self.copy.view(np.uint8).data)
+        sending = self.reducer.endpoint.send(peer, key, payload, tags, RELIABLE, self._label(self.rank), tail)
         sending.add_done_callback(self._guard(partial(self._on_result_sent, key, peer, tags)))
 
     def _on_result_sent(self, key: MessageKey, peer: int, tags: PacketTags, delivery: Delivery) -> None:
@@ -216,11 +229,20 @@ class DirectRun:
             self._detach()
         if self.waiting or self.unconfirmed:
             return
-        self._finish()
+        if self.done.done():
+            self._end()
+        else:
+            self._finish()
+
+    def _end(self) -> None:
+        """Be done with what peers have confirmed."""
+        protocol = self.reducer.endpoint.protocol
         self.reducer.ended(self)
-        if self.kept is not None:
-            self.reducer.endpoint.protocol.scratch.give(self.kept.view(np.uint8))
-            self.kept = None
+        if self.copy is not None:
+            protocol.lent.give(self.copy.view(np.uint8))
+        elif self.kept is not None:
+            protocol.scratch.give(self.kept.view(np.uint8))
+        self.copy = self.kept = None
 
     # Shards of others -------------------------------------------------------------------------------------------------
 
@@ -334,7 +356,10 @@ class DirectRun:
         self.waiting -= 1
         if self.waiting:
             return
-        if self.unconfirmed:
+        if self.unconfirmed and self.copy is not None:
+            self.kept = self.copy
+            self._finish()
+        elif self.unconfirmed:
             start, stop = self.shards[self.rank]
             copying_s = (stop - start) * self.values.itemsize / COPY_BYTES_PER_S
             self.reducer.endpoint.protocol.call_later(PATIENCE_S + copying_s, self._detach)
@@ -362,7 +387,7 @@ class DirectRun:
         if self.done.done():
             return
         if not self.unconfirmed:
-            self.reducer.ended(self)
+            self._end()
         if self.reducer.options.error_feedback:
             for places, values in self.owed:
                 self.reducer.feedback.owe_at(places, values, self.bucket.segments)

@@ -23,6 +23,9 @@ USE_DLCP: Final = "use DLCP"
 TURN_S: Final = 0.01
 REACH_SHARE: Final = 0.3
 """Share of the deadline within which a peer that is there must answer over UDP. Chosen by us."""
+LEND_BYTES: Final = 64 << 20
+"""For results of buckets that are under way, a shard of each; only what is used takes up memory. Chosen by us: those of
+one tensor of 256 MB over four ranks."""
 TERMS: Final = (
     "job",
     "collective",
@@ -70,7 +73,7 @@ class Joined(NamedTuple):
 
 
 def join(
-    options: Options, agreement: Agreement, *, call: str, toward: str | None = None, lend_bytes: int = 0
+    options: Options, agreement: Agreement, *, call: str, toward: str | None = None, lend_bytes: int = LEND_BYTES
 ) -> Joined:
     """Open this rank's endpoint together with all other ranks.
 
@@ -86,7 +89,7 @@ def join(
         The host that decides which of its addresses this rank takes, see :func:`dlcp.group.addresses.own_host`.
     lend_bytes
         How much memory this rank wants to send from without copies to ranks of its host
-        (:attr:`dlcp.transport.Endpoint.lent`).
+        (:class:`dlcp.transport.scratch.Lent`).
 
     Raises
     ------

@@ -32,6 +32,7 @@ typedef struct engine engine;
 /* A sum over ranks, formed in place in the order of positions while packets arrive. */
 typedef struct {
     float *values;    /* own contribution, then the sum, then the average */
+    float *copy;      /* of averages that are complete; NULL: not wanted */
     int64_t count;    /* values */
     int64_t packets;
     int64_t members;  /* how many others contribute */
@@ -192,6 +193,7 @@ struct engine {
 
 /* incoming.c */
 incoming *find_incoming(const engine *e, int64_t peer, int64_t step, int64_t message);
+void stream(uint8_t *into, const uint8_t *from, int64_t bytes);
 void store_data(engine *e, flow *f, const uint8_t *header, const uint8_t *payload, int64_t size, int tos, double now_s);
 /* acknowledge.c */
 void note_arrival(const engine *e, flow *f, incoming *m, int64_t index, double now_s);
@@ -217,7 +219,7 @@ int share_control(flow *f, const uint8_t *datagram, int64_t bytes);
 int share_burst(engine *e, flow *f, const struct iovec *pieces, int64_t parts);
 int is_lent(const engine *e, const outgoing *m, const uint32_t *packets, int64_t count);
 int share_lent(engine *e, flow *f, const outgoing *m, int64_t count, uint8_t (*headers)[HEADER_BYTES]);
-int64_t receive_shared(engine *e, flow *f);
+int64_t receive_shared(engine *e, flow *f, int patient);
 int fall_asleep(engine *e);
 void wake_up(engine *e);
 /* loop.c */

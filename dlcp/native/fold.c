@@ -39,9 +39,13 @@ static void fold_in(fold *s, int64_t index, const uint8_t *payload) {
     const unaligned_float *part = (const unaligned_float *)payload;
     int64_t count = values_of(s, index);
     int exponent;
-    if (++s->folded[index] < s->members) add(into, part, count);
-    else if (frexpf(s->divisor, &exponent) == 0.5f) add_scale(into, part, count, 1 / s->divisor); /* exact, and faster */
+    if (++s->folded[index] < s->members) {
+        add(into, part, count);
+        return;
+    }
+    if (frexpf(s->divisor, &exponent) == 0.5f) add_scale(into, part, count, 1 / s->divisor); /* exact, and faster */
     else add_divide(into, part, count, s->divisor);
+    if (s->copy) stream((uint8_t *)(s->copy + index * s->per_packet), (const uint8_t *)into, count * 4);
 }
 
 /* By how many places the order of the members is turned in the region that a packet belongs to. */
@@ -91,6 +95,11 @@ API fold *dlcp_fold_new(float *values, int64_t count, int64_t per_packet, int64_
     if (s->folded && s->from) return s;
     free(s->folded), free(s->from), free(s);
     return NULL;
+}
+
+/* Have a copy of each average as soon as it is complete; call it before anything is added. */
+API void dlcp_fold_copy(fold *s, float *copy) {
+    s->copy = copy;
 }
 
 API void dlcp_fold_free(fold *s) {

@@ -86,7 +86,7 @@ enum { STREAM_MIN_BYTES = 1 << 20 };
 
 #ifdef __SSE2__
 /* Copy to memory past the caches, without reading first what is overwritten. */
-static void stream(uint8_t *into, const uint8_t *from, int64_t bytes) {
+void stream(uint8_t *into, const uint8_t *from, int64_t bytes) {
     int64_t done = -(intptr_t)into & 15;
     if (done > bytes) done = bytes;
     memcpy(into, from, (size_t)done);
@@ -100,7 +100,7 @@ static void finish_streams(void) {
     _mm_sfence();
 }
 #else
-static void stream(uint8_t *into, const uint8_t *from, int64_t bytes) {
+void stream(uint8_t *into, const uint8_t *from, int64_t bytes) {
     memcpy(into, from, (size_t)bytes);
 }
 

@@ -16,7 +16,7 @@
 
 #include "engine.h"
 
-enum { RECORD_ALIGN = 64, RECORDS = 8 };
+enum { RECORD_ALIGN = 64, RECORDS = 2 };
 enum { CONTROL_ROOM = 16384 }; /* what data leaves free for control packets */
 enum { LENT_ROOM = 16384 };    /* what a record of lent packets takes up, so that not too many wait before what is more urgent */
 
@@ -204,13 +204,25 @@ static uint64_t take_record(engine *e, flow *f, uint64_t left) {
     return size;
 }
 
-/* Take in what a peer has put into its ring, up to some records; return how many. */
-int64_t receive_shared(engine *e, flow *f) {
+/* Tell whether the next record begins with a packet that a sum wants only after what others send. */
+static int is_early(const engine *e, const flow *f) {
+    uint64_t offset = f->in.mine % f->in.capacity;
+    const uint8_t *at = f->in.bytes + offset, *header = at + RECORD_ALIGN;
+    uint32_t bytes = ((const record_head *)at)->bytes;
+    if (bytes < HEADER_BYTES || offset + RECORD_ALIGN + HEADER_BYTES > f->in.capacity || (header[0] & 15) != DATA) return 0;
+    int64_t index = get32(header + 16);
+    const incoming *m = find_incoming(e, f->peer, get32(header + 8), get16(header + 12));
+    return m && m->sum && index < m->packets && !is_in_turn(m->sum, m->position, index);
+}
+
+/* Take in what a peer has put into its ring, up to some records, if `patient` none that is early; return how many. */
+int64_t receive_shared(engine *e, flow *f, int patient) {
     ring *r = &f->in;
     int64_t count = 0;
     while (r->bytes && count < RECORDS) {
         if (r->mine == r->others) r->others = __atomic_load_n(&r->marks->written, __ATOMIC_ACQUIRE);
         if (r->mine == r->others) break;
+        if (patient && is_early(e, f)) break;
         uint64_t size = take_record(e, f, r->others - r->mine);
         if (!size) { /* not written by an engine: what it says next cannot be told */
             e->refused_malformed++;

@@ -2,7 +2,7 @@
 """How groups of layers are averaged, each for itself: with DLCP, or by the framework if ranks cannot all use DLCP."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -129,7 +129,10 @@ class LayerExchange:
         if joined.remark and dist.get_rank(group) == 0:
             log.warning("DLCP: %s", joined.remark)
         self.endpoint, self._packet_bytes = joined.endpoint, joined.options.payload_bytes
-        _lend(joined.endpoint.lent, groups)
+        for layers in groups:
+            memory = joined.endpoint.protocol.lent.take(layers.lent_bytes)
+            if memory is not None:
+                layers.lend(memory)
         self._reducer = _direct(traffic, joined, range(dist.get_world_size(group)), groups)
 
     def begin_step(self, step: int) -> None:
@@ -204,15 +207,6 @@ def _direct(traffic: State, joined: Joined, ranks: range, groups: Sequence[Layer
         ledger=traffic.ledger,
         feedback=traffic.feedback,
     )
-
-
-def _lend(memory: NDArray[np.uint8], groups: Iterable[LayerGroup]) -> None:
-    """Have the groups' buffers in lent memory, if there is any."""
-    for layers in groups:
-        size = layers.lent_bytes
-        if 0 < size <= len(memory):
-            layers.lend(memory[:size])
-            memory = memory[size:]
 
 
 def _as_tensor(bucket: Bucket) -> torch.Tensor:

@@ -16,9 +16,8 @@ from torch.optim.optimizer import Optimizer
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment, layers_in_order
 from dlcp.torch.staging import VALUE_TYPES
+from dlcp.transport.scratch import ALIGNMENT
 
-_ALIGNMENT: Final = 64
-"""Of buffers in lent memory, in bytes: a cache line."""
 GROWTH: Final = 4
 """How many times as large as the first group the others become. Chosen by us, by processor time: what messages cost is
 most of what cross-step scheduling costs."""
@@ -130,7 +129,7 @@ class LayerGroup:
     def lent_bytes(self) -> int:
         """How much memory :meth:`lend` needs; 0 where the buffer is not the host's."""
         size = self.flat.numel() * self.flat.element_size()
-        return size + -size % _ALIGNMENT if self.flat.device.type == "cpu" else 0
+        return size + -size % ALIGNMENT if self.flat.device.type == "cpu" else 0
 
     def lend(self, memory: NDArray[np.uint8]) -> None:
         """Have the buffer in :attr:`lent_bytes` bytes of memory that ranks of this host read."""

@@ -53,13 +53,6 @@ class Endpoint:
     shared
         Memory through which packets go to and come from ranks of this host, from
         :meth:`dlcp.transport.shared_memory.Doorstep.meet`; closed with the endpoint.
-
-    Attributes
-    ----------
-    lent
-        Memory of bytes from which messages go to ranks of this host without being copied; empty if there is none. As
-        with all messages, their bytes must not change until they are confirmed, even if a copy has taken their place
-        (:meth:`Protocol.detach`).
     """
 
     def __init__(
@@ -75,7 +68,6 @@ class Endpoint:
     ) -> None:
         self.rank = rank
         self.options = options or TransportOptions()
-        self.lent = shared.lent if shared else NOTHING
         self._socket = sock
         self._addresses = peers
         self._commands: deque[Callable[[], None]] = deque()

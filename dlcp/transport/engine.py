@@ -152,6 +152,12 @@ class Fold(Protocol):
     (:class:`dlcp.tags.Turn`). The order does not depend on who comes first, so neither does the sum.
     """
 
+    def copy_into(self, copy: NDArray[np.float32]) -> None:
+        """Have each average in ``copy``, too, as soon as it is complete; to be called before anything is added.
+
+        What :meth:`finish` averages is not written there.
+        """
+
     def included(self, position: int) -> NDArray[np.bool_]:
         """Return which packets of a member are in the sum, shape (packets,); not to be asked after :meth:`finish`."""
 

@@ -36,7 +36,7 @@ from dlcp.transport.peer import Peer
 from dlcp.transport.plain import PlainEngine
 from dlcp.transport.promise import Promise
 from dlcp.transport.receiving import NOTHING, STOP_REPEAT_S, Arrival, Awaited, Place, Summation
-from dlcp.transport.scratch import Scratch
+from dlcp.transport.scratch import Lent, Scratch
 from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S, Delivery
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.wire import Header, PacketType
@@ -87,6 +87,7 @@ class Protocol:
         self.token = token
         self.options = options
         self.scratch = Scratch()
+        self.lent = Lent(shared.lent if shared else NOTHING)
         self._refused: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()
         self.neighbours = shared.ranks if shared else frozenset[int]()

@@ -63,6 +63,8 @@ class Folding:
         self.fold = self.bare.engine.fold(
             self.values, PER_PACKET, self.members, divisor or self.members + 1, first_block if self.in_turns else -1
         )
+        self.copy = np.full_like(self.values, np.nan)
+        self.fold.copy_into(self.copy)
         self.messages, self.rooms = {}, {}
 
     def key(self, position):
@@ -118,6 +120,9 @@ def run(shares, seed, *, loss, rescale, early, compiled=None, duplicate=0.1, div
                 folding.take(*order[rng.integers(0, number + 1)])
     included = [folding.fold.included(position) for position in range(members)]
     partial = folding.values.copy()
+    complete = np.repeat(arrived.all(0), PER_PACKET)[: folding.count]
+    assert folding.copy[complete].tobytes() == partial[complete].tobytes(), "complete averages are there twice"
+    assert np.isnan(folding.copy[~complete]).all()
     owed = np.zeros(folding.count, np.float32)
     incomplete = folding.finish(rescale, owed)
     return folding.values, owed, incomplete, arrived, included, partial

@@ -13,6 +13,7 @@ from dlcp.collectives import Bucket, DirectAllReduce, direct_run
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
 from dlcp.transport import RELIABLE, MessageKey, TransportError, shared_memory
+from dlcp.transport.scratch import Lent
 from dlcp.transport.shared_memory import RING_BYTES
 from dlcp.wire import PacketType
 
@@ -22,6 +23,31 @@ pytestmark = pytest.mark.skipif(
 LENT_BYTES = 8 << 20
 BURST_BYTES = 40 * 1440
 """Of payload in a record, at least, where there is enough of it."""
+
+
+def test_lent_memory_is_given_out_in_pieces_that_do_not_overlap():
+    lent = Lent(np.zeros(1000, np.uint8))
+    rng = np.random.default_rng(1)
+    taken = []
+    for number in range(500):
+        if taken and rng.random() < 0.5:
+            piece, owner = taken.pop(rng.integers(len(taken)))
+            assert (piece == owner).all()
+            lent.give(piece)
+        else:
+            piece = lent.take(size := int(rng.integers(1, 400)))
+            if piece is None:
+                continue
+            assert piece.size == size
+            assert (piece.ctypes.data - lent.memory.ctypes.data) % 64 == 0
+            piece[:] = number % 251
+            taken.append((piece, number % 251))
+    for piece, _ in taken:
+        lent.give(piece)
+    assert lent.take(1001) is None
+    assert lent.take(0) is None
+    assert lent.take(1000).size == 1000
+    assert lent.take(1) is None
 
 
 def exchange(sender, receiver, key, payload, tail=b""):
@@ -46,8 +72,8 @@ def ring_bytes_for(sender, receiver, action):
 def test_lent_bytes_arrive_and_are_not_copied_into_the_ring(size):
     with neighbours(2, lend_bytes=LENT_BYTES) as (first, second):
         time.sleep(0.2)  # greetings are through
-        for number, place in enumerate([0, 7, len(first.lent) - size]):
-            payload = first.lent[place : place + size]
+        for number, place in enumerate([0, 7, len(first.protocol.lent.memory) - size]):
+            payload = first.protocol.lent.memory[place : place + size]
             payload[:] = bytes_of(size, number)
             taken = ring_bytes_for(
                 first, second, lambda n=number, p=payload: exchange(first, second, MessageKey(0, n), p)
@@ -61,7 +87,7 @@ def test_other_bytes_are_copied_also_where_memory_is_lent():
         size = 1_000_000
         beside = bytes_of(size)
         assert ring_bytes_for(first, second, lambda: exchange(first, second, MessageKey(0, 0), beside)) > size
-        assert len(second.lent) >= LENT_BYTES
+        assert len(second.protocol.lent.memory) >= LENT_BYTES
         assert ring_bytes_for(second, first, lambda: exchange(second, first, MessageKey(0, 1), beside)) > size
 
 
@@ -69,14 +95,14 @@ def test_other_bytes_are_copied_also_where_memory_is_lent():
 @pytest.mark.parametrize("size", [1, 1439, 1440, 200_000])
 def test_what_follows_the_lent_bytes_arrives_behind_them(size, tail):
     with neighbours(2, lend_bytes=LENT_BYTES) as (first, second):
-        payload = first.lent[:size]
+        payload = first.protocol.lent.memory[:size]
         payload[:] = bytes_of(size, 1)
         exchange(first, second, MessageKey(0, 0), payload, bytes_of(tail, 2).tobytes())
 
 
 def test_lent_bytes_go_to_others_through_sockets():
     with neighbours(3, apart=[{0, 2}], lend_bytes=LENT_BYTES) as (first, second, third):
-        payload = first.lent[:1_000_003]
+        payload = first.protocol.lent.memory[:1_000_003]
         payload[:] = bytes_of(len(payload), 3)
         exchange(first, second, MessageKey(0, 0), payload)
         exchange(first, third, MessageKey(0, 1), payload)
@@ -84,7 +110,7 @@ def test_lent_bytes_go_to_others_through_sockets():
 
 def test_a_rank_without_neighbours_lends_nothing():
     with neighbours(2, apart=[{0, 1}], lend_bytes=LENT_BYTES) as ends:
-        assert not any(len(end.lent) for end in ends)
+        assert not any(len(end.protocol.lent.memory) for end in ends)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +159,7 @@ def test_a_record_of_bytes_that_are_not_lent_is_refused_and_its_ring_read_no_mor
     place, message_bytes, index, segment, size
 ):
     with neighbours(2, silence_s=1.0, lend_bytes=LENT_BYTES) as (first, second):
-        assert len(second.lent) == LENT_BYTES
+        assert len(second.protocol.lent.memory) == LENT_BYTES
         time.sleep(0.2)  # greetings are through
         first.receive(1, MessageKey(0, 0), 1440 * 5, RELIABLE, "layer")
         header = data_packet(index, max(5, index))[:32]
@@ -151,36 +177,54 @@ def test_a_rank_that_lent_nothing_is_not_read_from():
         wait_until(lambda: first.protocol.refused["malformed"] == 1)
 
 
+def reduce_and_spoil(ends, steps, *, value_type=ValueType.FLOAT32, lent=False, count=200_000):
+    """Average buckets, and overwrite each as soon as it is done, while each rank's thread pauses now and then."""
+    rng = np.random.default_rng(5)
+    reducers = [DirectAllReduce(end, range(len(ends))) for end in ends]
+    segments = [Segment(Layer("layer", 0), 0, count)]
+    for step in range(steps):
+        shares = [value_type.narrow(rng.integers(-8, 9, count).astype(np.float32)) for _ in ends]
+        waiting = []
+        for end, reducer, share in zip(ends, reducers, shares, strict=True):
+            reducer.begin_step(step)
+            mine = end.protocol.lent.memory[: share.nbytes].view(share.dtype) if lent else np.empty_like(share)
+            mine[:] = share
+            for when_s in rng.random(3) * 0.02:
+                end.call(lambda end=end, s=when_s: end.protocol.call_later(s, lambda: time.sleep(0.01)))
+            done = reducer.start(step, 0, Bucket(mine, value_type, segments, lent=lent, exact=True))
+            kept = []
+
+            def keep_and_spoil(future, kept=kept):
+                kept.append(future.result().copy())
+                future.result().view(np.uint8)[:] = 0x7F
+
+            done.add_done_callback(keep_and_spoil)
+            waiting.append((done, kept))
+        total = sum(value_type.widen(share) for share in shares) / np.float32(len(ends))
+        for done, kept in waiting:
+            done.result(LIMIT_S)
+            wait_until(lambda kept=kept: kept)
+            np.testing.assert_array_equal(kept[0], value_type.narrow(total))
+
+
 @pytest.mark.parametrize("value_type", [ValueType.FLOAT32, ValueType.FLOAT16], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("apart", [[], [{0, 2}]], ids=["all neighbours", "two of them not"])
 def test_a_lent_bucket_that_is_done_may_be_overwritten_at_once(monkeypatch, value_type, apart):
-    # Each rank's thread pauses now and then, so that others are done while it has not read their results.
     monkeypatch.setattr(direct_run, "PATIENCE_S", 0.0)
-    count, values, steps = 3, 200_000, 12
-    rng = np.random.default_rng(5)
-    with neighbours(count, apart=apart, lend_bytes=LENT_BYTES) as ends:
-        reducers = [DirectAllReduce(end, range(count)) for end in ends]
-        segments = [Segment(Layer("layer", 0), 0, values)]
-        for step in range(steps):
-            shares = [value_type.narrow(rng.integers(-8, 9, values).astype(np.float32)) for _ in ends]
-            waiting = []
-            for rank, (end, reducer) in enumerate(zip(ends, reducers, strict=True)):
-                reducer.begin_step(step)
-                mine = end.lent[: shares[rank].nbytes].view(shares[rank].dtype)
-                mine[:] = shares[rank]
-                for when_s in rng.random(3) * 0.02:
-                    end.call(lambda end=end, s=when_s: end.protocol.call_later(s, lambda: time.sleep(0.01)))
-                done = reducer.start(step, 0, Bucket(mine, value_type, segments, lent=True, exact=True))
-                kept = []
+    with neighbours(3, apart=apart, lend_bytes=LENT_BYTES) as ends:
+        reduce_and_spoil(ends, 12, value_type=value_type, lent=True)
 
-                def keep_and_spoil(future, kept=kept):
-                    kept.append(future.result().copy())
-                    future.result().view(np.uint8)[:] = 0x7F
 
-                done.add_done_callback(keep_and_spoil)
-                waiting.append((done, kept))
-            total = sum(value_type.widen(share) for share in shares) / np.float32(count)
-            for done, kept in waiting:
-                done.result(LIMIT_S)
-                wait_until(lambda kept=kept: kept)
-                np.testing.assert_array_equal(kept[0], value_type.narrow(total))
+@pytest.mark.parametrize("apart", [[], [{0, 3}]], ids=["all neighbours", "two of them not"])
+def test_neighbours_read_one_copy_of_a_result_which_is_used_again(apart):
+    with neighbours(4, apart=apart, lend_bytes=LENT_BYTES) as ends:
+        reduce_and_spoil(ends, 12)
+        for end in ends:
+            wait_until(lambda end=end: end.protocol.all_confirmed and not end.protocol.lent._taken)
+            assert np.flatnonzero(end.protocol.lent.memory)[-1] < 2 * 50_000 * 4, "no more than two steps at a time"
+
+
+def test_where_too_little_is_lent_results_are_copied_for_each():
+    with neighbours(3, lend_bytes=4096) as ends:
+        reduce_and_spoil(ends, 2)
+        assert not any(end.protocol.lent.memory.any() for end in ends)

@@ -92,6 +92,11 @@ class NativeFold:
         if getattr(self, "pointer", None):
             self._library.dlcp_fold_free(self.pointer)
 
+    def copy_into(self, copy: NDArray[np.float32]) -> None:
+        """See :meth:`dlcp.transport.engine.Fold.copy_into`."""
+        self._copy = copy
+        self._library.dlcp_fold_copy(self.pointer, copy.ctypes.data)
+
     def included(self, position: int) -> NDArray[np.bool_]:
         """See :meth:`dlcp.transport.engine.Fold.included`."""
         bits = np.zeros(-(-self._packets // 64), np.uint64)

@@ -196,6 +196,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dlcp_incoming_wait": (c_int64, (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_double)),
     "dlcp_incoming_ask": (c_int64, (c_void_p, c_void_p, c_int64, c_double)),
     "dlcp_fold_new": (c_void_p, (c_void_p, c_int64, c_int64, c_int64, ctypes.c_float, c_int64)),
+    "dlcp_fold_copy": (None, (c_void_p, c_void_p)),
     "dlcp_fold_free": (None, (c_void_p,)),
     "dlcp_fold_included": (None, (c_void_p, c_int64, c_void_p)),
     "dlcp_fold_finish": (c_int64, (c_void_p, c_int64, c_void_p)),

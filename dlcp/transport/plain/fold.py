@@ -25,6 +25,7 @@ class PlainFold:
         self.packets = -(-len(values) // per_packet)
         self.members: list[PlainIncoming | None] = [None] * members
         self.divisor = np.float32(divisor)
+        self.copy: NDArray[np.float32] | None = None
         self.folded = np.zeros(self.packets, np.uint16)
         self.region = np.zeros(self.packets, np.int64)
         """By how many places the order of the members is turned."""
@@ -60,9 +61,12 @@ class PlainFold:
         parts = np.ascontiguousarray(rows[:, : self.per_packet * 4]).view(np.float32)
         sums = into[indices] + parts
         self.folded[indices] += 1
-        if self.folded[indices[0]] == len(self.members):
+        complete = self.folded[indices[0]] == len(self.members)
+        if complete:
             sums /= self.divisor
         into[indices] = sums
+        if complete and self.copy is not None:
+            self.copy[: into.size].reshape(into.shape)[indices] = sums
 
     def _add_one(self, index: int, row: NDArray[np.uint8]) -> None:
         into = self._part(index)
@@ -70,6 +74,8 @@ class PlainFold:
         self.folded[index] += 1
         if self.folded[index] == len(self.members):
             into /= self.divisor
+            if self.copy is not None:
+                self.copy[index * self.per_packet : index * self.per_packet + len(into)] = into
 
     def _go_on(self, indices: NDArray[np.uint32]) -> None:
         """Add what has been waiting for its turn, of packets of one region to which as many have been added."""
@@ -101,6 +107,10 @@ class PlainFold:
         """Return the members in the order in which they are added to a packet."""
         first = -int(self.region[index]) % len(self.members)
         return self.members[first:] + self.members[:first]
+
+    def copy_into(self, copy: NDArray[np.float32]) -> None:
+        """See :meth:`dlcp.transport.engine.Fold.copy_into`."""
+        self.copy = copy
 
     def included(self, position: int) -> NDArray[np.bool_]:
         """See :meth:`dlcp.transport.engine.Fold.included`."""
