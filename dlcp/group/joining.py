@@ -17,15 +17,12 @@ from dlcp.group.agreement import Agreement
 from dlcp.group.options import Options
 from dlcp.transport import Address, Endpoint, TransportError, native, parse_address, shared_memory
 from dlcp.transport.path_mtu import COMMON_MTUS, PathProbe, candidate_payloads, first_hop_mtu, payload_for_mtu
-from dlcp.transport.shared_memory import Doorstep, SharedMemory
+from dlcp.transport.shared_memory import LEND_BYTES, Doorstep, SharedMemory
 
 USE_DLCP: Final = "use DLCP"
 TURN_S: Final = 0.01
 REACH_SHARE: Final = 0.3
 """Share of the deadline within which a peer that is there must answer over UDP. Chosen by us."""
-LEND_BYTES: Final = 64 << 20
-"""For results of buckets that are under way, a shard of each; only what is used takes up memory. Chosen by us: those of
-one tensor of 256 MB over four ranks."""
 TERMS: Final = (
     "job",
     "collective",

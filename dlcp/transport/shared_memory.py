@@ -28,6 +28,9 @@ from numpy.typing import NDArray
 RING_BYTES: Final = 1 << 20
 """Of one direction between two ranks; a multiple of the page size. Chosen by us, by time: between 512 KiB and 2 MiB it
 makes no difference, less holds too few bursts for a reader that has to be woken."""
+LEND_BYTES: Final = 64 << 20
+"""What a rank lends by default, for results of buckets that are under way, a shard of each; only what is used takes up
+memory. Chosen by us: those of one tensor of 256 MB over four ranks."""
 _PAGE: Final = mmap.PAGESIZE
 _OFFER: Final = struct.Struct("=QqqqQQ")
 """Token, job, the rank that offers, which ring of its inbox, bytes of each, bytes that it lends."""
@@ -132,7 +135,7 @@ class Doorstep:
         What the others have to know to find it; drawn at random.
     """
 
-    def __init__(self, lend_bytes: int = 0) -> None:
+    def __init__(self, lend_bytes: int = LEND_BYTES) -> None:
         self._lend_bytes = lend_bytes + -lend_bytes % _PAGE
         self.name = f"dlcp-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
