@@ -55,17 +55,20 @@ class Measurement:
     path_loss: float = 0.0
 
     def results(self, name: str, controls: Sequence[str] | None = None) -> list[Result]:
-        """Return ``name``, ``name.reliable`` and ``name.buckets`` against the best of Gloo.
+        """Return ``name`` and ``name.buckets``, which are as DLCP is by default there, against the best of Gloo.
 
-        Where ranks share memory, also ``name.memory`` and ``name.memory.buckets``. Only Gloo over the given congestion
-        controls counts.
+        That is through memory where ranks share some; then ``name.sockets``, ``name.sockets.reliable`` and
+        ``name.sockets.buckets`` are as between hosts. Elsewhere there is ``name.reliable`` beside. Only Gloo over the
+        given congestion controls counts.
         """
-        ours_by_name = {
-            name: LOSSY,
-            f"{name}.reliable": RELIABLE,
-            f"{name}.buckets": DIVIDED,
-            f"{name}.memory": MEMORY,
-            f"{name}.memory.buckets": MEMORY_DIVIDED,
+        ours_by_name, through_sockets = {}, name
+        if MEMORY in self.samples:
+            ours_by_name = {name: MEMORY, f"{name}.buckets": MEMORY_DIVIDED}
+            through_sockets = f"{name}.sockets"
+        ours_by_name |= {
+            through_sockets: LOSSY,
+            f"{through_sockets}.reliable": RELIABLE,
+            f"{through_sockets}.buckets": DIVIDED,
         }
         peers = [c.name for c in self.contenders if c.control and (controls is None or c.control in controls)]
         return [

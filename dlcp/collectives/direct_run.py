@@ -59,7 +59,7 @@ class DirectRun:
         self.received: set[int] = set()
         """Owners whose result is here."""
         self.copy: NDArray[np.float32] | None = None
-        """The own result in memory that ranks of this host read, where there are several."""
+        """The own result in memory that ranks of this host read, where there are any."""
         self.kept: NDArray[np.generic] | None = None
         """The own result, once the framework has the bucket back although some have not confirmed it."""
         self.unconfirmed: set[int] = set()
@@ -133,10 +133,10 @@ class DirectRun:
             self._average(start, stop)
 
     def _room_for_copy(self, size: int) -> NDArray[np.uint8] | None:
-        """Return where all neighbours may read the own result, where that is better than a copy for each of them."""
+        """Return where neighbours may read the own result: one copy for all, made while it is in the caches."""
         protocol = self.reducer.endpoint.protocol
         readers = protocol.neighbours.intersection(self.reducer.contributors)
-        return protocol.lent.take(size) if len(readers) > 1 and not self.bucket.lent else None
+        return protocol.lent.take(size) if readers and not self.bucket.lent else None
 
     def _on_share(self, peer: int, arrival: Arrival) -> None:
         self.delivered[peer] = arrival.delivered

@@ -4,6 +4,7 @@
 import argparse
 import json
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -19,8 +20,9 @@ NO_PACKETS = {"sent": 0, "delivered": 0, "lost": 0, "retransmitted": 0}
 
 
 def names_of(name):
-    memory = [f"{name}.memory", f"{name}.memory.buckets"] if native.available() else []
-    return [name, f"{name}.reliable", f"{name}.buckets", *memory]
+    memory = [name, f"{name}.buckets"] if native.available() else []
+    sockets = f"{name}.sockets" if memory else name
+    return [*memory, sockets, f"{sockets}.reliable", f"{sockets}.buckets"]
 
 
 def parsed(*words):
@@ -44,11 +46,13 @@ def test_on_a_clean_path_nothing_is_lost_and_no_gradient_changes():
         assert packets["delivered"] == packets["sent"]
         assert packets["lost"] == 0
         assert found.inexact[name] == 0
-    lossy, *others = found.results("some.name")
-    assert [each.name for each in (lossy, *others)] == names_of("some.name")
-    assert lossy.details["packets"] == found.ledgers[LOSSY]
-    assert lossy.details["gradients_changed"] == 0
-    assert lossy.details["peer"] in gloo
+    results = found.results("some.name")
+    assert [each.name for each in results] == names_of("some.name")
+    for result, way in zip(results, [*through_memory, LOSSY, RELIABLE, DIVIDED], strict=True):
+        assert result.value == pytest.approx(np.median(found.samples[way]), rel=0.01)
+        assert result.details["packets"] == found.ledgers[way]
+        assert result.details["gradients_changed"] == 0
+        assert result.details["peer"] in gloo
 
 
 @pytest.mark.usefixtures("bench_namespaces")
