@@ -88,6 +88,7 @@ class Protocol:
         self.options = options
         self.scratch = Scratch()
         self.lent = Lent(shared.lent if shared else NOTHING)
+        """Memory from which neighbours read what is sent to them."""
         self._refused: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()
         self.neighbours = shared.ranks if shared else frozenset[int]()
