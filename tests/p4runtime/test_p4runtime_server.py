@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import grpc
 import pytest
@@ -91,6 +92,21 @@ def test_an_address_that_is_taken():
         taken.listen()
         with pytest.raises(OSError, match="cannot listen on"):
             P4RuntimeServer(Device(Loop()), taken.getsockname())
+
+
+def test_a_server_is_closed_while_its_thread_ends():
+    with P4RuntimeServer(Device(Loop()), ("127.0.0.1", 0)) as server:
+        loop = server._loop
+
+        def linger(close=loop.close):
+            close()
+            time.sleep(0.3)
+
+        loop.close = linger  # the thread is alive, and its loop is closed
+        threading.Timer(0.1, loop.call_soon_threadsafe, [server._stop.set]).start()
+        wait_until(loop.is_closed)
+        assert server._thread.is_alive()
+    assert not server._thread.is_alive()
 
 
 def test_a_server_takes_a_free_port_and_gives_it_back():

@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -93,7 +94,7 @@ class P4RuntimeServer(Closing):
     def close(self) -> None:
         """End all calls and stop listening."""
         self._device.close()
-        if self._thread.is_alive():
+        with suppress(RuntimeError):  # the thread has closed its loop
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(2 * STOP_DEADLINE_S)
 
