@@ -80,6 +80,7 @@ class Measurement:
     def _details(self, contender: str) -> dict[str, Any]:
         return {
             "path": self.path,
+            "through": "memory" if contender in (MEMORY, MEMORY_DIVIDED) else "sockets",
             "path_loss": significant(self.path_loss),
             "packets": self.ledgers[contender],
             "gradients_changed": self.inexact[contender],

@@ -51,6 +51,7 @@ def test_on_a_clean_path_nothing_is_lost_and_no_gradient_changes():
     for result, way in zip(results, [*through_memory, LOSSY, RELIABLE, DIVIDED], strict=True):
         assert result.value == pytest.approx(np.median(found.samples[way]), rel=0.01)
         assert result.details["packets"] == found.ledgers[way]
+        assert result.details["through"] == ("memory" if way in through_memory else "sockets")
         assert result.details["gradients_changed"] == 0
         assert result.details["peer"] in gloo
 
