@@ -3,10 +3,11 @@
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
-from workers import launch, values  # noqa: E402
+import torch
+from workers import launch, values
 
 pytestmark = pytest.mark.timeout(120)
 EPOCHS = 2

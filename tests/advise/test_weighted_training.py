@@ -4,12 +4,12 @@
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from weighted_training import SIZES, by_one, by_ranks  # noqa: E402
-from workers import launch, values  # noqa: E402
+from weighted_training import SIZES, by_one, by_ranks
+from workers import launch, values
 
-import dlcp.torch  # noqa: E402
+import dlcp.torch
 
 pytestmark = pytest.mark.timeout(120)
 

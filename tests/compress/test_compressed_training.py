@@ -3,20 +3,21 @@
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import numpy as np  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from bad_network import BadNetwork, Weather, place_of, set_weather  # noqa: E402
-from fault_training import Said, train  # noqa: E402
-from free_ports import free_udp_ports  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from workers import launch, values  # noqa: E402
+import numpy as np
+import torch
+import torch.distributed as dist
+from bad_network import BadNetwork, Weather, place_of, set_weather
+from fault_training import Said, train
+from free_ports import free_udp_ports
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from workers import launch, values
 
-from dlcp.tags import TagPolicy  # noqa: E402
-from dlcp.torch import backend  # noqa: E402
+from dlcp.tags import TagPolicy
+from dlcp.torch import backend
 
 pytestmark = pytest.mark.timeout(110)
 RANKS = 2

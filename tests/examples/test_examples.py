@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
-from free_ports import free_ports  # noqa: E402
-from workers import launch, values  # noqa: E402
+import torch
+from free_ports import free_ports
+from workers import launch, values
 
 pytestmark = pytest.mark.timeout(240)
 EXAMPLES = Path(__file__).parents[2] / "dlcp" / "examples"

@@ -7,15 +7,15 @@ import signal
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("numba")
 
-import torch.distributed as dist  # noqa: E402
-from fault_training import train  # noqa: E402
-from workers import launch, values  # noqa: E402
+import torch.distributed as dist
+from fault_training import train
+from workers import launch, values
 
-from dlcp.switch.process import SwitchProcess  # noqa: E402
-from dlcp.torch import Options  # noqa: E402
+from dlcp.switch.process import SwitchProcess
+from dlcp.torch import Options
 
 pytestmark = pytest.mark.timeout(110)
 RANKS = 2

@@ -10,15 +10,15 @@ import time
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402
-from bad_network import BadNetwork, Weather, place_of, set_weather  # noqa: E402
-from fault_training import Said, train  # noqa: E402
-from free_ports import free_udp_ports  # noqa: E402
-from workers import WAYS, launch, values  # noqa: E402
+import torch.distributed as dist
+from bad_network import BadNetwork, Weather, place_of, set_weather
+from fault_training import Said, train
+from free_ports import free_udp_ports
+from workers import WAYS, launch, values
 
-from dlcp.tags import TagPolicy  # noqa: E402
+from dlcp.tags import TagPolicy
 
 pytestmark = pytest.mark.timeout(110)
 RANKS = 3

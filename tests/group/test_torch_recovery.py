@@ -8,19 +8,20 @@ import numpy as np
 import pytest
 from recovery_ranks import FakeEndpoint, FakeReducer, Network, close_while_it_leaves, start_late
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402
-from torch.distributed import HashStore  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
 
-from dlcp.collectives import ErrorFeedback  # noqa: E402
-from dlcp.group.agreement import Agreement  # noqa: E402
-from dlcp.group.recovery import LEFT, Mode  # noqa: E402
-from dlcp.tags import Layer, Segment  # noqa: E402
-from dlcp.torch import fallback  # noqa: E402
-from dlcp.torch.fallback import Exchange, GroupChannel  # noqa: E402
-from dlcp.torch.hook import hook  # noqa: E402
-from dlcp.transport import DeadlineError, PeerSilentError, TransportError  # noqa: E402
+from dlcp.collectives import ErrorFeedback
+from dlcp.group.agreement import Agreement
+from dlcp.group.recovery import LEFT, Mode
+from dlcp.tags import Layer, Segment
+from dlcp.torch import fallback
+from dlcp.torch.fallback import Exchange, GroupChannel
+from dlcp.torch.hook import hook
+from dlcp.transport import DeadlineError, PeerSilentError, TransportError
 
 LIMIT_S = 20
 SEGMENTS = [Segment(Layer("w", 0), 0, 100)]

@@ -3,13 +3,13 @@
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402
-from backend_checks import Checks  # noqa: E402
-from workers import launch, values  # noqa: E402
+import torch.distributed as dist
+from backend_checks import Checks
+from workers import launch, values
 
-import dlcp.torch.backend  # noqa: E402, F401 - makes the backend known
+import dlcp.torch.backend  # noqa: F401 - makes the backend known
 
 pytestmark = pytest.mark.timeout(110)
 CHECKS = [name for name in dir(Checks) if name.startswith("check_")]

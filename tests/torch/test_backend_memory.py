@@ -8,19 +8,20 @@ from datetime import timedelta
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402
-from backend_checks import Checks  # noqa: E402
-from workers import launch, values  # noqa: E402
+import torch
+import torch.distributed as dist
+from backend_checks import Checks
+from workers import launch, values
 
-from dlcp.group import addresses  # noqa: E402
-from dlcp.torch import Options, backend  # noqa: E402
-from dlcp.torch.backend_memory import HostMemory  # noqa: E402
-from dlcp.torch.backend_work import Work, joined  # noqa: E402
-from dlcp.torch.rendezvous import meet  # noqa: E402
-from dlcp.transport import TransportError  # noqa: E402
-from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT  # noqa: E402
+from dlcp.group import addresses
+from dlcp.torch import Options, backend
+from dlcp.torch.backend_memory import HostMemory
+from dlcp.torch.backend_work import Work, joined
+from dlcp.torch.rendezvous import meet
+from dlcp.transport import TransportError
+from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 pytestmark = pytest.mark.timeout(110)
 

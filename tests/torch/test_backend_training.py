@@ -11,17 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from workers import WAYS, launch, values  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from workers import WAYS, launch, values
 
-import dlcp.torch  # noqa: E402
-from dlcp.tags import TagPolicy  # noqa: E402
-from dlcp.torch import backend  # noqa: E402
+import dlcp.torch
+from dlcp.tags import TagPolicy
+from dlcp.torch import backend
 
 pytestmark = pytest.mark.timeout(110)
 ALL_DROPPABLE = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)

@@ -8,16 +8,17 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.utils import clip_grad_norm_  # noqa: E402
-from workers import WAYS, launch, values  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from workers import WAYS, launch, values
 
-from dlcp.torch import layer_exchange  # noqa: E402
-from dlcp.torch.crossstep import cross_step  # noqa: E402
-from dlcp.torch.staging import DeviceStager, stager_for  # noqa: E402
+from dlcp.torch import layer_exchange
+from dlcp.torch.crossstep import cross_step
+from dlcp.torch.staging import DeviceStager, stager_for
 
 pytestmark = pytest.mark.timeout(110)
 STEPS = 3

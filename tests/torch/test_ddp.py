@@ -9,15 +9,16 @@ import time
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from ddp_models import ALL_DROPPABLE, BUCKET_MB, OPTIMIZERS, assert_same_bits, batch, make, train  # noqa: E402
-from free_ports import free_udp_ports  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from workers import WAYS, launch, values  # noqa: E402
+import torch
+from ddp_models import ALL_DROPPABLE, BUCKET_MB, OPTIMIZERS, assert_same_bits, batch, make, train
+from free_ports import free_udp_ports
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from workers import WAYS, launch, values
 
-import dlcp.torch  # noqa: E402
+import dlcp.torch
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -9,18 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch.distributed import HashStore, PrefixStore  # noqa: E402
+from torch.distributed import HashStore, PrefixStore
 
-from dlcp.collectives import Bucket, DirectAllReduce  # noqa: E402
-from dlcp.dtypes import ValueType  # noqa: E402
-from dlcp.group.agreement import Agreement  # noqa: E402
-from dlcp.group.joining import USE_DLCP, NotJoinedError, join, speaks  # noqa: E402
-from dlcp.tags import Layer, Segment  # noqa: E402
-from dlcp.torch import Options  # noqa: E402
-from dlcp.transport import TransportOptions  # noqa: E402
-from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN  # noqa: E402
+from dlcp.collectives import Bucket, DirectAllReduce
+from dlcp.dtypes import ValueType
+from dlcp.group.agreement import Agreement
+from dlcp.group.joining import USE_DLCP, NotJoinedError, join, speaks
+from dlcp.tags import Layer, Segment
+from dlcp.torch import Options
+from dlcp.transport import TransportOptions
+from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 
 LOCAL = Options(bind="127.0.0.1:0")
 LIMIT_S = 20

@@ -5,17 +5,18 @@ import pickle
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402
-from ddp_models import ALL_DROPPABLE, BUCKET_MB, Linear, gradients_of, make  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from workers import launch, values  # noqa: E402
+import torch
+import torch.distributed as dist
+from ddp_models import ALL_DROPPABLE, BUCKET_MB, Linear, gradients_of, make
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from workers import launch, values
 
-import dlcp.torch  # noqa: E402
-from dlcp.tags import TagPolicy  # noqa: E402
-from dlcp.torch.hook import State  # noqa: E402
+import dlcp.torch
+from dlcp.tags import TagPolicy
+from dlcp.torch.hook import State
 
 pytestmark = pytest.mark.timeout(110)
 

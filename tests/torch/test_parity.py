@@ -7,14 +7,15 @@ order of its ring and DLCP in one of its own: weights differ by rounding, and ar
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from workers import launch, values  # noqa: E402
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from workers import launch, values
 
-import dlcp.torch  # noqa: E402
-from dlcp.torch.crossstep import cross_step  # noqa: E402
+import dlcp.torch
+from dlcp.torch.crossstep import cross_step
 
 pytestmark = pytest.mark.timeout(110)
 STEPS = 50

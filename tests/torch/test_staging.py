@@ -10,11 +10,13 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from dlcp.dtypes import ValueType  # noqa: E402
-from dlcp.tags import packet_magnitudes as magnitudes_on_host  # noqa: E402
-from dlcp.torch.staging import (  # noqa: E402
+import torch
+
+from dlcp.dtypes import ValueType
+from dlcp.tags import packet_magnitudes as magnitudes_on_host
+from dlcp.torch.staging import (
     DeviceStager,
     HostStager,
     as_array,

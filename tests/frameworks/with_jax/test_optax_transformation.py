@@ -6,14 +6,16 @@ import threading
 import numpy as np
 import pytest
 
-jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
+pytest.importorskip("jax")
+pytest.importorskip("optax")
 
-from jax import numpy as jnp  # noqa: E402
-from mirror_group import MirrorGroup  # noqa: E402
+import jax
+import optax
+from jax import numpy as jnp
+from mirror_group import MirrorGroup
 
-from dlcp.jax import average_gradients, average_metrics, broadcast, forward_order, name_of  # noqa: E402
-from dlcp.transport import PeerSilentError  # noqa: E402
+from dlcp.jax import average_gradients, average_metrics, broadcast, forward_order, name_of
+from dlcp.transport import PeerSilentError
 
 pytestmark = pytest.mark.timeout(120)
 IMAGES = np.random.default_rng(0).normal(size=(4, 8, 6)).astype(np.float32)

@@ -7,13 +7,14 @@ import time
 import numpy as np
 import pytest
 
-mx = pytest.importorskip("mxnet")
+pytest.importorskip("mxnet")
 
-from mirror_group import MirrorGroup  # noqa: E402
-from mxnet import autograd, gluon  # noqa: E402
+import mxnet as mx
+from mirror_group import MirrorGroup
+from mxnet import autograd, gluon
 
-from dlcp.mxnet import NAME, Dist_DLCP, engine  # noqa: E402
-from dlcp.transport import PeerSilentError  # noqa: E402
+from dlcp.mxnet import NAME, Dist_DLCP, engine
+from dlcp.transport import PeerSilentError
 
 LIMIT_S = 20
 

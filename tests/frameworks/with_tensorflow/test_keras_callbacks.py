@@ -4,11 +4,12 @@
 import numpy as np
 import pytest
 
-keras = pytest.importorskip("keras")
+pytest.importorskip("keras")
 
-from mirror_group import MirrorGroup  # noqa: E402
+import keras
+from mirror_group import MirrorGroup
 
-from dlcp.tensorflow import (  # noqa: E402
+from dlcp.tensorflow import (
     BroadcastGlobalVariablesCallback,
     DistributedOptimizer,
     MetricAverageCallback,

@@ -6,14 +6,16 @@ import threading
 import numpy as np
 import pytest
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
+pytest.importorskip("tensorflow")
+pytest.importorskip("keras")
 
-from mirror_group import MirrorGroup  # noqa: E402
+import keras
+import tensorflow as tf
+from mirror_group import MirrorGroup
 
-import dlcp.tensorflow  # noqa: E402
-from dlcp.tensorflow import DistributedOptimizer, load_model  # noqa: E402
-from dlcp.transport import PeerSilentError  # noqa: E402
+import dlcp.tensorflow
+from dlcp.tensorflow import DistributedOptimizer, load_model
+from dlcp.transport import PeerSilentError
 
 pytestmark = pytest.mark.timeout(120)
 RNG = np.random.default_rng(0)
