@@ -57,7 +57,7 @@ from dlcp.torch.hook import State
 from dlcp.torch.layer_exchange import LayerExchange, refuse_whole_steps
 from dlcp.torch.layergroup import LayerGroup, layer_groups
 from dlcp.torch.partial_step import PartialStep
-from dlcp.transport import DeadlineError, TransportError
+from dlcp.torch.pending_updates import PendingUpdates, refuse_changed
 
 GROUP_BYTES = 4 << 20
 """Parameters are exchanged in groups of at least this size, larger ones away from the input. Chosen by us: 3 ms on a
@@ -77,8 +77,6 @@ class CrossStep(Optimizer):
         The optimizer that it was made from. Its own ``step`` is refused: it would use gradients of this rank alone.
     traffic
         Options, step and ledger, and what error feedback owes; to be pickled with a checkpoint.
-    waited_s
-        How long forward passes and others have waited for averages in all, in seconds.
     """
 
     _step_supports_amp_scaling = False  # a GradScaler must divide the averages itself: they are not in `step` yet
@@ -94,22 +92,16 @@ class CrossStep(Optimizer):
         # Not Optimizer.__init__: param_groups, state, defaults and hooks are those of `inner`, see __getattr__.
         self.inner = optimizer
         self.traffic = traffic
-        self.waited_s = 0.0
         self._rank = dist.get_rank(group)
         self._lock = threading.RLock()
-        self._news = threading.Condition()
         self._partial = PartialStep(optimizer)
         self._groups, self._outside = layer_groups(model, optimizer, group_bytes)
         self._places = {id(m.parameter): (layers, m) for layers in self._groups for m in layers.members}
-        self._pending: dict[int, LayerGroup] = {}
-        """Groups whose update is due: averaged some time after `step` was called."""
-        self._settings: Sequence[dict[str, Any]] | None = None
-        """What the optimizer's groups were set to when `step` was called; None if the pending averages are dropped."""
+        self._pending = PendingUpdates(self._partial)
         self._exchanging = True
         self._begun = self._averaged = self._dirty = self._closed = False
         self._updates = 0
-        self._failed: TransportError | None = None
-        self._exchange = LayerExchange(traffic, group, self._groups, self._tell)
+        self._exchange = LayerExchange(traffic, group, self._groups, self._pending.tell)
         _copy_from_first_rank(model, group)
         self._guard = Guard(model, self._wait_for)
         self._hooks: list[Any] = [
@@ -125,6 +117,11 @@ class CrossStep(Optimizer):
         if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+    @property
+    def waited_s(self) -> float:
+        """How long forward passes and others have waited for averages in all, in seconds."""
+        return self._pending.waited_s
 
     @property
     def reason(self) -> str:
@@ -162,8 +159,7 @@ class CrossStep(Optimizer):
                 self._averaged = False
             else:
                 self._send_rest()
-                self._settings = self._partial.settings()
-                self._end_step()
+                self._end_step(self._partial.settings())
             self._updates += 1
             self._dirty = False
         self.inner.__dict__["_opt_called"] = True  # where a scheduler that was made for it looks
@@ -186,10 +182,9 @@ class CrossStep(Optimizer):
             if not self._dirty and not always:
                 return
             self._send_rest()
-            self._settings = None
-            groups = self._end_step()
+            self._end_step(None)
             self._finish()
-            for layers in groups:
+            for layers in self._groups:
                 for member in layers.used():
                     member.parameter.grad = member.average
             self._averaged, self._dirty = True, False
@@ -211,8 +206,7 @@ class CrossStep(Optimizer):
         with self._lock:
             if self._begun:
                 self._send_rest(check=False)
-                self._settings = None
-                self._end_step()
+                self._end_step(None)
             self._dirty = False
             if not set_to_none:
                 for layers in self._groups:
@@ -246,18 +240,19 @@ class CrossStep(Optimizer):
         if self._closed:
             return
         try:
-            if reason is None and self._failed is None:
+            if reason is None and self._pending.failed is None:
                 self._finish()
         finally:
             self._closed = True
-            self._pending.clear()
+            self._pending.groups.clear()
             self._guard.remove()
             for hook in self._hooks:
                 hook.remove()
             self._partial.release()
             for layers in self._groups:
                 layers.withdraw()
-            self._exchange.close(reason or (str(self._failed) if self._failed else None))
+            failed = self._pending.failed
+            self._exchange.close(reason or (str(failed) if failed else None))
 
     # Gradients on their way out ---------------------------------------------------------------------------------------
 
@@ -269,9 +264,9 @@ class CrossStep(Optimizer):
             layers, member = self._places[id(parameter)]
             if member.taken:
                 raise RuntimeError(
-                    f"{self._where(self.traffic.step)}: rank {self._rank} has a second gradient of {member.name}, and "
-                    "the first has gone out: run all backward passes of a step but the last in `no_sync()`, and call "
-                    "`step()` or `zero_grad()` after a backward pass that failed"
+                    f"{self._where} has a second gradient of {member.name}, and the first has gone out: run all "
+                    "backward passes of a step but the last in `no_sync()`, and call `step()` or `zero_grad()` after a "
+                    "backward pass that failed"
                 )
             self._begin()
             member.take()
@@ -307,22 +302,17 @@ class CrossStep(Optimizer):
         for layers in self._groups:
             if check:
                 taken = [member for member in layers.members if member.taken]
-                self._refuse(self.traffic.step, [m.name for m in taken if not (m.in_place and m.unchanged)])
+                refuse_changed(self._where, [m.name for m in taken if not (m.in_place and m.unchanged)])
         for layers in self._groups:
             if layers.due_s == math.inf:
                 self._send(layers)
 
-    def _end_step(self) -> Sequence[LayerGroup]:
-        self._pending = {layers.index: layers for layers in self._groups}
+    def _end_step(self, settings: Sequence[dict[str, Any]] | None) -> None:
+        self._pending.begin(self._groups, settings, self._where)
         for layers in self._groups:
             layers.forget()
         self._begun = False
         self.traffic.step += 1
-        return self._groups
-
-    def _tell(self) -> None:
-        with self._news:  # held for moments only: this is the endpoint's thread
-            self._news.notify_all()
 
     # Averages on their way in -----------------------------------------------------------------------------------------
 
@@ -330,75 +320,21 @@ class CrossStep(Optimizer):
         self._complete(self._groups)
 
     def _wait_for(self, parameters: Iterable[Parameter]) -> None:
-        if self._pending:
+        if self._pending.groups:
             places = (self._places.get(id(parameter)) for parameter in parameters)
             wanted = {place[0].index: place[0] for place in places if place is not None}
             self._complete(list(wanted.values()))
 
     def _complete(self, wanted: Sequence[LayerGroup]) -> None:
-        """Return once the updates of ``wanted`` are done; do others while waiting."""
         with self._lock:
-            while missing := [layers for layers in wanted if layers.index in self._pending]:
-                due = _first_in(missing) or _first_in(self._pending.values())
-                if due:
-                    self._update(due)
-                else:
-                    self._await_news(missing)
-
-    def _await_news(self, missing: Sequence[LayerGroup]) -> None:
-        began_s = time.monotonic()
-        due_s = min(layers.due_s for layers in missing)
-        with self._news:
-            came = self._news.wait_for(lambda: _first_in(self._pending.values()), max(0.0, due_s - began_s))
-        self.waited_s += time.monotonic() - began_s
-        if not came:
-            layers = min(missing, key=lambda layers: layers.due_s)
-            raise self._failure(layers, DeadlineError(f"no answer from the transport within {due_s - began_s:.0f} s"))
-
-    def _update(self, layers: LayerGroup) -> None:
-        error = layers.sent.exception()
-        if error is not None:
-            raise self._failure(layers, error)
-        layers.sent.result().wait()  # from a GPU's point of view it is still being copied back
-        if not layers.agreed:
-            raise RuntimeError(
-                f"{self._where(self.traffic.step - 1)}: rank {self._rank} has updated {layers.label} in other steps "
-                "than its peers; after a backward pass all ranks must step(), or all zero_grad(): load a checkpoint"
-            )
-        if self._settings is not None:
-            self._refuse(self.traffic.step - 1, [member.name for member in layers.members if not member.unchanged])
-            members = layers.used()
-            # Whoever has kept the gradient finds the average there, as after DistributedDataParallel.
-            restore = [(member.parameter, member.parameter.grad) for member in members]
-            for member in members:
-                member.parameter.grad = member.average
-            try:
-                self._partial.update([member.parameter for member in members], self._settings)
-            finally:
-                for parameter, gradient in restore:
-                    parameter.grad = gradient
-        del self._pending[layers.index]
-        self._failed = None
-
-    def _refuse(self, step: int, changed: Sequence[str]) -> None:
-        if changed:
-            raise RuntimeError(
-                f"{self._where(step)}: rank {self._rank} changed the gradient of {changed[0]} after it had gone out: "
-                "call `synchronize()` before gradients are clipped, unscaled or changed otherwise"
-            )
-
-    def _failure(self, layers: LayerGroup, error: BaseException) -> TransportError:
-        kind = type(error) if isinstance(error, TransportError) else TransportError
-        step = self.traffic.step - 1
-        self._failed = kind(f"{self._where(step)}: rank {self._rank} has no average of {layers.label}: {error}")
-        self._failed.__cause__ = error
-        return self._failed
+            self._pending.complete(wanted)
 
     def _before_state(self, *_: Any) -> None:
         self._finish()
 
-    def _where(self, step: int) -> str:
-        return f"job {self.traffic.options.job}, step {step}"
+    @property
+    def _where(self) -> str:
+        return f"job {self.traffic.options.job}, step {self.traffic.step}: rank {self._rank}"
 
 
 def cross_step(
@@ -455,8 +391,3 @@ def _copy_from_first_rank(model: torch.nn.Module, group: dist.ProcessGroup | Non
     first = dist.get_global_rank(group, 0) if group is not None else 0
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.data, first, group=group)
-
-
-def _first_in(candidates: Iterable[LayerGroup]) -> LayerGroup | None:
-    """Return the group nearest the input whose average is in."""
-    return next((layers for layers in candidates if layers.sent.done()), None)
