@@ -27,6 +27,8 @@ from dlcp.transport import (
     MessageKey,
     Summation,
 )
+from dlcp.transport.lent_memory import LentMemory
+from dlcp.transport.scratch import Scratch
 
 if TYPE_CHECKING:
     from dlcp.collectives.direct import DirectAllReduce
@@ -58,10 +60,11 @@ class DirectRun:
         """Owners who have not told what they got of this rank."""
         self.received: set[int] = set()
         """Owners whose result is here."""
-        self.copy: NDArray[np.float32] | None = None
-        """The own result in memory that ranks of this host read, where there are any."""
-        self.kept: NDArray[np.generic] | None = None
-        """The own result, once the framework has the bucket back although some have not confirmed it."""
+        self.copy: NDArray[np.generic] | None = None
+        """The own result apart from the bucket: from the beginning for ranks of this host to read, else once the
+        framework has the bucket back although some have not confirmed it."""
+        self.copy_from: LentMemory | Scratch = reducer.endpoint.protocol.lent
+        """Whence the room for it comes."""
         self.unconfirmed: set[int] = set()
         """Who has not confirmed this rank's result."""
         self.waiting = 0
@@ -124,8 +127,8 @@ class DirectRun:
             self.summation = endpoint.summation(own, len(others), key=key)
             room = self._room_for_copy(size)
             if room is not None:
-                self.copy = room.view(np.float32)
-                self.summation.fold.copy_into(self.copy)
+                self.copy = copy = room.view(np.float32)
+                self.summation.fold.copy_into(copy)
         for position, peer in enumerate(others):
             arrival = endpoint.receive(peer, key, size, bound, label, summation=self.summation, position=position)
             arrival.add_done_callback(self._guard(partial(self._on_share, peer)))
@@ -236,13 +239,10 @@ class DirectRun:
 
     def _end(self) -> None:
         """Be done with what peers have confirmed."""
-        protocol = self.reducer.endpoint.protocol
         self.reducer.ended(self)
         if self.copy is not None:
-            protocol.lent.give(self.copy.view(np.uint8))
-        elif self.kept is not None:
-            protocol.scratch.give(self.kept.view(np.uint8))
-        self.copy = self.kept = None
+            self.copy_from.give(self.copy.view(np.uint8))
+            self.copy = None
 
     # Shards of others -------------------------------------------------------------------------------------------------
 
@@ -306,10 +306,10 @@ class DirectRun:
             included[rank][mine] = bits
         # A sum is divided as soon as it is complete, packet by packet.
         final[mine] = self.averaged or np.all([bits[mine] for bits in included.values()], axis=0)
-        if self.kept is not None:
+        if self.copy is not None and self.done.done() and not self.done.exception():
             # The framework has the bucket back; what is left is this rank's own result.
             values = np.zeros_like(values)
-            values[start:stop] = self.bucket.value_type.widen(self.kept)
+            values[start:stop] = self.bucket.value_type.widen(self.copy)
             return Salvage(self.step, self.sequence, values, self.values_per_packet, final, included)
         for owner, shard in self.shards.items():
             if owner != self.rank:
@@ -356,10 +356,7 @@ class DirectRun:
         self.waiting -= 1
         if self.waiting:
             return
-        if self.unconfirmed and self.copy is not None:
-            self.kept = self.copy
-            self._finish()
-        elif self.unconfirmed:
+        if self.unconfirmed and self.copy is None:
             start, stop = self.shards[self.rank]
             copying_s = (stop - start) * self.values.itemsize / COPY_BYTES_PER_S
             self.reducer.endpoint.protocol.call_later(PATIENCE_S + copying_s, self._detach)
@@ -376,9 +373,10 @@ class DirectRun:
         if self.done.done() or not self.unconfirmed or (self.bucket.lent and self.unconfirmed & protocol.neighbours):
             return
         start, stop = self.shards[self.rank]
-        room = protocol.scratch.take((stop - start) * self.values.itemsize)
-        self.kept = room.view(self.values.dtype)
-        self.kept[:] = self.values[start:stop]
+        self.copy_from = protocol.scratch
+        room = self.copy_from.take((stop - start) * self.values.itemsize)
+        self.copy = room.view(self.values.dtype)
+        self.copy[:] = self.values[start:stop]
         for peer in self.unconfirmed:
             protocol.detach(peer, self._key(PULL, peer), room)
         self._finish()

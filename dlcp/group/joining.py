@@ -86,7 +86,7 @@ def join(
         The host that decides which of its addresses this rank takes, see :func:`dlcp.group.addresses.own_host`.
     lend_bytes
         How much memory this rank wants to send from without copies to ranks of its host
-        (:class:`dlcp.transport.scratch.Lent`).
+        (:class:`dlcp.transport.lent_memory.LentMemory`).
 
     Raises
     ------

@@ -22,6 +22,7 @@ from dlcp.torch.hook import State
 from dlcp.torch.layergroup import LayerGroup
 from dlcp.torch.staging import Staged, Stager, stager_for
 from dlcp.transport import Endpoint
+from dlcp.transport.lent_memory import LentMemory
 
 log = logging.getLogger("dlcp")
 
@@ -116,7 +117,7 @@ class LayerExchange:
             return
         agreement = agreement_of(group, traffic.options.meet_s)
         try:
-            lend_bytes = sum(layers.lent_bytes for layers in groups)
+            lend_bytes = LentMemory.needed(layers.host_bytes for layers in groups)
             joined = join(traffic.options, agreement, call="dlcp.torch.cross_step", lend_bytes=lend_bytes)
         except NotJoinedError as problem:
             if not traffic.options.fallback:
@@ -130,7 +131,7 @@ class LayerExchange:
             log.warning("DLCP: %s", joined.remark)
         self.endpoint, self._packet_bytes = joined.endpoint, joined.options.payload_bytes
         for layers in groups:
-            memory = joined.endpoint.protocol.lent.take(layers.lent_bytes)
+            memory = joined.endpoint.protocol.lent.take(layers.host_bytes)
             if memory is not None:
                 layers.lend(memory)
         self._reducer = _direct(traffic, joined, range(dist.get_world_size(group)), groups)

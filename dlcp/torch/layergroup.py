@@ -16,7 +16,6 @@ from torch.optim.optimizer import Optimizer
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment, layers_in_order
 from dlcp.torch.staging import VALUE_TYPES
-from dlcp.transport.scratch import ALIGNMENT
 
 GROWTH: Final = 4
 """How many times as large as the first group the others become. Chosen by us, by processor time: what messages cost is
@@ -126,14 +125,13 @@ class LayerGroup:
         self._averaged_flags: list[float] = []
 
     @property
-    def lent_bytes(self) -> int:
-        """How much memory :meth:`lend` needs; 0 where the buffer is not the host's."""
-        size = self.flat.numel() * self.flat.element_size()
-        return size + -size % ALIGNMENT if self.flat.device.type == "cpu" else 0
+    def host_bytes(self) -> int:
+        """The buffer's size; 0 where it is not the host's."""
+        return self.flat.numel() * self.flat.element_size() if self.flat.device.type == "cpu" else 0
 
     def lend(self, memory: NDArray[np.uint8]) -> None:
-        """Have the buffer in :attr:`lent_bytes` bytes of memory that ranks of this host read."""
-        self.flat, self.lent = torch.from_numpy(memory).view(self.flat.dtype)[: self.flat.numel()], True
+        """Have the buffer in memory of :attr:`host_bytes` bytes that ranks of this host read."""
+        self.flat, self.lent = torch.from_numpy(memory).view(self.flat.dtype), True
         for member, segment in zip(self.members, self.segments, strict=False):
             member.average = _place(self.flat, segment.start, member.parameter)
 

@@ -29,6 +29,7 @@ from dlcp.transport.control_packets import ControlPackets
 from dlcp.transport.engine import Address, Bytes, Emit, Engine, Incoming, MessageKey
 from dlcp.transport.errors import PeerAbortedError, TransportError
 from dlcp.transport.inbox import Inbox
+from dlcp.transport.lent_memory import LentMemory
 from dlcp.transport.liveness import HELLO_REPEAT_S, Liveness
 from dlcp.transport.options import TransportOptions, weight_of
 from dlcp.transport.outbox import Outbox
@@ -36,7 +37,7 @@ from dlcp.transport.peer import Peer
 from dlcp.transport.plain import PlainEngine
 from dlcp.transport.promise import Promise
 from dlcp.transport.receiving import NOTHING, STOP_REPEAT_S, Arrival, Awaited, Place, Summation
-from dlcp.transport.scratch import Lent, Scratch
+from dlcp.transport.scratch import Scratch
 from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S, Delivery
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.wire import Header, PacketType
@@ -87,7 +88,7 @@ class Protocol:
         self.token = token
         self.options = options
         self.scratch = Scratch()
-        self.lent = Lent(shared.lent if shared else NOTHING)
+        self.lent = LentMemory(shared.lent if shared else NOTHING)
         """Memory from which neighbours read what is sent to them."""
         self._refused: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for what arrives early or out of turn, and for what ranks of this host read."""
+"""Memory for what arrives early or out of turn."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-ALIGNMENT = 64
-"""Of pieces of lent memory, in bytes: a cache line."""
 SIZES_KEPT = 64
 PIECES_KEPT = 16
 """How many sizes are kept, and how many pieces of each. Chosen by us: more than a step's buckets have."""
@@ -38,32 +36,3 @@ class Scratch:
         free = self._free.setdefault(whole.size, [])
         if len(free) < PIECES_KEPT:
             free.append(whole)
-
-
-class Lent:
-    """Memory from which messages go to ranks of this host without being copied, in pieces.
-
-    As with all messages, their bytes must not change until they are confirmed, even if a copy has taken their place
-    (:meth:`dlcp.transport.protocol.Protocol.detach`).
-    """
-
-    def __init__(self, memory: NDArray[np.uint8]) -> None:
-        self.memory = memory
-        self._taken: dict[int, int] = {}
-        """Where pieces that are taken begin and end."""
-
-    def take(self, size: int) -> NDArray[np.uint8] | None:
-        """Return room for ``size`` bytes, at a multiple of :data:`ALIGNMENT`; None if there is not as much."""
-        start = 0
-        for first, last in sorted(self._taken.items()):
-            if first - start >= size:
-                break
-            start = last
-        if start + size > len(self.memory) or not size:
-            return None
-        self._taken[start] = start + size + -size % ALIGNMENT
-        return self.memory[start : start + size]
-
-    def give(self, room: NDArray[np.uint8]) -> None:
-        """Take room back that came from here, once nobody uses it any more."""
-        del self._taken[room.ctypes.data - self.memory.ctypes.data]

@@ -7,17 +7,18 @@ import pickle
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
-from dlcp.group.options import Options  # noqa: E402
-from dlcp.tags import Layer, layers_in_order  # noqa: E402
-from dlcp.torch.crossstep import cross_step  # noqa: E402
-from dlcp.torch.guard import Guard  # noqa: E402
-from dlcp.torch.layergroup import LayerGroup, in_groups  # noqa: E402
-from dlcp.torch.partial_step import PartialStep  # noqa: E402
-from dlcp.torch.staging import as_array  # noqa: E402
+from dlcp.group.options import Options
+from dlcp.tags import Layer, layers_in_order
+from dlcp.torch.crossstep import cross_step
+from dlcp.torch.guard import Guard
+from dlcp.torch.layergroup import LayerGroup, in_groups
+from dlcp.torch.partial_step import PartialStep
+from dlcp.torch.staging import as_array
 
 
 def described(net):
@@ -113,9 +114,9 @@ def test_what_is_on_its_way_is_not_harmed_by_gradients_of_zeros():
 def test_a_group_has_its_gradients_in_memory_that_it_lends_until_they_are_withdrawn():
     net = nn.Linear(3, 2).half()
     group = LayerGroup(0, described(net))
-    assert group.lent_bytes == 64, "6 + 2 values of two bytes, two flags and one more"
+    assert group.host_bytes == 22, "6 + 2 values of two bytes, two flags and one more"
     group.withdraw()
-    memory = np.zeros(group.lent_bytes, np.uint8)
+    memory = np.zeros(group.host_bytes, np.uint8)
     group.lend(memory)
     assert group.lent
     for member in group.members:

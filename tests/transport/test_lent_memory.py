@@ -13,7 +13,7 @@ from dlcp.collectives import Bucket, DirectAllReduce, direct_run
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
 from dlcp.transport import RELIABLE, MessageKey, TransportError, shared_memory
-from dlcp.transport.scratch import Lent
+from dlcp.transport.lent_memory import LentMemory
 from dlcp.transport.shared_memory import RING_BYTES
 from dlcp.wire import PacketType
 
@@ -26,7 +26,7 @@ BURST_BYTES = 40 * 1440
 
 
 def test_lent_memory_is_given_out_in_pieces_that_do_not_overlap():
-    lent = Lent(np.zeros(1000, np.uint8))
+    lent = LentMemory(np.zeros(1000, np.uint8))
     rng = np.random.default_rng(1)
     taken = []
     for number in range(500):
