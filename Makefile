@@ -48,6 +48,8 @@ test-testbed: $(STAMP) ## bring testbeds up, with BMv2 if it is there, and train
 lint: $(STAMP) ## check style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@# As once installed: there controller/ and sim/ are packages of dlcp.
+	@mkdir -p out/types/dlcp && ln -sfn "$(CURDIR)"/dlcp/* "$(CURDIR)/controller" "$(CURDIR)/sim" out/types/dlcp
 	@$(BIN)/mypy --strict
 	@$(BIN)/mypy --strict p4/compile.py
 	@MYPYPATH=p4/tna:. $(BIN)/mypy --strict p4/tna/set_up.py p4/tna/bfrt_writes.py

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled part of DLCP, ``dlcp/native/*.c``; everything else about the package stands in pyproject.toml.
+"""The packages of DLCP and its compiled part, ``dlcp/native/*.c``; all else about it stands in pyproject.toml.
 
 It is optional: where it cannot be compiled, the installation goes on, and DLCP does the same in NumPy.
 """
@@ -7,14 +7,22 @@ It is optional: where it cannot be compiled, the installation goes on, and DLCP 
 import hashlib
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 
+PLACES = {"dlcp.controller": "controller", "dlcp.sim": "sim", "dlcp.switch.p4": "p4/build"}
+"""Packages that stand elsewhere in a checkout: no one else's ``sim`` or ``controller`` is overwritten."""
 FOLDER = Path(__file__).parent / "dlcp" / "native"
 SOURCES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".c", ".h"))
 
 # Calls within the library stay within it, even if another library of the process has a function of that name.
 CLOSED = "-fno-semantic-interposition"
 CLOSED_TO_LINKER = "-Wl,-Bsymbolic-functions"
+
+
+def packages() -> list[str]:
+    """Return the names of all packages."""
+    inner = [f"{name}.{inner}" for name, place in PLACES.items() for inner in find_packages(place)]
+    return [*find_packages(include=["dlcp", "dlcp.*"]), *PLACES, *inner]
 
 
 def digest() -> str:
@@ -28,6 +36,8 @@ def relative(suffix: str) -> list[str]:
 
 
 setup(
+    packages=packages(),
+    package_dir=PLACES,
     ext_modules=[
         Extension(
             "dlcp.native._native",

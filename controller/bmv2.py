@@ -6,8 +6,9 @@ import shutil
 from collections.abc import Mapping
 from typing import Final
 
-from controller.deadlines import within
-from controller.fabric import Switch
+from dlcp.controller.deadlines import within
+from dlcp.controller.fabric import Switch
+
 from dlcp.switch.queues import PortQueueing
 
 COMMAND: Final = "simple_switch_CLI"

@@ -4,15 +4,15 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from dlcp.controller.fabric import Fabric, Port
+from dlcp.controller.pipeline import Pipeline
+from dlcp.controller.readings import Readings
+from dlcp.controller.reconcile import Outcome, Plan
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from controller.fabric import Fabric, Port
-from controller.pipeline import Pipeline
-from controller.readings import Readings
-from controller.reconcile import Outcome, Plan
 from dlcp.switch.entries import Entries
 
 _CHANGES_SHOWN = 20

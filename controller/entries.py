@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Final
 
-from controller.fabric import Fabric, Job, Port
-from controller.paths import next_hop_mac, next_hops, spray_groups
-from controller.policy import Remap
+from dlcp.controller.fabric import Fabric, Job, Port
+from dlcp.controller.paths import next_hop_mac, next_hops, spray_groups
+from dlcp.controller.policy import Remap
+
 from dlcp.switch.entries import Entries, MeterRates, Profile, ProfileGroup, ProfileMember, TableEntry, Value
 from dlcp.switch.queues import QUEUES
 from dlcp.wire import DROP_CLASSES, PacketType, Queue

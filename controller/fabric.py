@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-from controller.policy import Policy
+from dlcp.controller.policy import Policy
+
 from dlcp.document import Document, PlaceError
 from dlcp.switch.queues import PortQueueing
 from dlcp.wire import UDP_PORT_BASE
@@ -225,7 +226,7 @@ class Fabric:
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
         # The checks need the classes above.
-        from controller.validation import validate
+        from dlcp.controller.validation import validate
 
         validate(self)
 

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from dlcp.controller.difference import Action
+from dlcp.controller.readings import Readings
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-
-from controller.difference import Action
-from controller.readings import Readings
 
 _EVENT: Final = ["switch", "port", "queue", "event"]
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from controller.fabric import PORT_MAX, Fabric, Port
+from dlcp.controller.fabric import PORT_MAX, Fabric, Port
 
 _GROUP_BITS: Final = 0x3FFFFFFF
 

@@ -11,10 +11,8 @@ from finsy.proto import p4r
 from google.protobuf import text_format
 
 from dlcp.suggestion import nearest
+from dlcp.switch.artifacts import PROGRAM_FOLDER
 from dlcp.switch.entries import Entries, Profile, TableEntry, Value, match_value, number, written
-
-PROGRAM_PATH: Final = Path(__file__).parents[1] / "dlcp/switch/p4"
-"""The compiled program that comes with the package: ``dlcp.json`` and ``dlcp.p4info.txtpb``."""
 
 _MATCHES: Final = {2: "exact", 3: "lpm", 4: "ternary", 5: "range"}
 """``MatchField.MatchType`` of p4info."""
@@ -47,7 +45,7 @@ class Pipeline:
         A file is missing, or is not what the compiler writes.
     """
 
-    def __init__(self, folder: Path = PROGRAM_PATH, name: str = "dlcp") -> None:
+    def __init__(self, folder: Path = PROGRAM_FOLDER, name: str = "dlcp") -> None:
         try:
             blob = (folder / f"{name}.json").read_bytes()
             text = (folder / f"{name}.p4info.txtpb").read_bytes()

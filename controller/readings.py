@@ -8,10 +8,10 @@ from itertools import product
 from typing import Final
 
 import numpy as np
+from dlcp.controller.session import ControlError, Session
 from finsy import GRPCStatusCode
 from finsy.proto import p4r
 
-from controller.session import ControlError, Session
 from dlcp.switch.counters import EVENT_COUNTERS, EgressEvent, EventCount, IngressEvent, decode_events, event_index
 from dlcp.switch.queues import QUEUES
 from dlcp.wire import DROP_CLASSES

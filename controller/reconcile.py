@@ -4,13 +4,12 @@
 import time
 from dataclasses import dataclass
 
+from dlcp.controller.difference import Difference, difference
+from dlcp.controller.entries import entries
+from dlcp.controller.fabric import Fabric, Switch
+from dlcp.controller.pipeline import Pipeline
+from dlcp.controller.session import Session
 from finsy.proto import p4r
-
-from controller.difference import Difference, difference
-from controller.entries import entries
-from controller.fabric import Fabric, Switch
-from controller.pipeline import Pipeline
-from controller.session import Session
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, TypeVar
 
+from dlcp.controller.deadlines import stopped, within
+from dlcp.controller.difference import Action, Change
+from dlcp.controller.fabric import Switch
+from dlcp.controller.pipeline import Pipeline
 from finsy import GRPCCredentialsTLS, GRPCStatusCode, P4Client, P4ClientError
 from finsy.proto import U128, p4r
-
-from controller.deadlines import stopped, within
-from controller.difference import Action, Change
-from controller.fabric import Switch
-from controller.pipeline import Pipeline
 
 DEADLINE_S: Final = 10.0
 """How long a switch may take for one answer. Chosen by us: BMv2 takes 0.1 s for its longest, a new pipeline."""

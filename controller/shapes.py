@@ -3,8 +3,9 @@
 
 from collections.abc import Sequence
 
-from controller.fabric import RATE_BPS, Fabric, FabricError, Host, Job, Link, PortKind, Switch
-from controller.policy import Policy
+from dlcp.controller.fabric import RATE_BPS, Fabric, FabricError, Host, Job, Link, PortKind, Switch
+from dlcp.controller.policy import Policy
+
 from dlcp.switch.queues import PortQueueing
 
 

@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-from controller.fabric import PORT_MAX, Fabric, FabricError, Job, Link, Port, Switch, as_port
+from dlcp.controller.fabric import PORT_MAX, Fabric, FabricError, Job, Link, Port, Switch, as_port
+
 from dlcp.document import Step
 from dlcp.suggestion import nearest
 

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Mapping
 from typing import Final
 
-from controller import bmv2, readings
-from controller.entries import entries
-from controller.fabric import Fabric, Switch
-from controller.metrics import SwitchState
-from controller.pipeline import Pipeline
-from controller.reconcile import Outcome, reconcile
-from controller.session import ELECTION_ID, ControlError, Session
+from dlcp.controller import bmv2, readings
+from dlcp.controller.entries import entries
+from dlcp.controller.fabric import Fabric, Switch
+from dlcp.controller.metrics import SwitchState
+from dlcp.controller.pipeline import Pipeline
+from dlcp.controller.reconcile import Outcome, reconcile
+from dlcp.controller.session import ELECTION_ID, ControlError, Session
 
 EVERY_S: Final = 5.0
 """How often state is compared and counters are read. Chosen by us: more often than Prometheus usually asks."""

@@ -10,17 +10,17 @@ from typing import Final
 from dlcp import __version__
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "train": ("dlcp.train.command", "run a training script with DLCP, unchanged, as torchrun would"),
-    "launch": ("dlcp.launch.command", "start a script once per rank, whatever framework it uses"),
-    "doctor": ("dlcp.doctor.command", "say what works here, what is in force, and what DLCP can win"),
-    "advise": ("dlcp.advise.command", "measure a training script, and say which settings suit it here, and why"),
-    "bench": ("dlcp.bench.command", "measure DLCP against its peers, in turns, and print one JSON document"),
-    "demo": ("dlcp.demo.command", "train over a congested switch, with and without DLCP, and write a report page"),
-    "server": ("dlcp.collectives.command", "run a parameter server"),
-    "switch": ("dlcp.switch.command", "run the built-in switch"),
-    "sim": ("sim.command", "simulate training on a cluster you do not have, and reproduce the paper's figures"),
-    "fabric": ("controller.command", "tell the switches of a fabric what to do, and keep them so"),
-    "testbed": ("controller.testbed.command", "train over real switches in Mininet, and compare (root)"),
+    "train": ("dlcp.commands.train", "run a training script with DLCP, unchanged, as torchrun would"),
+    "launch": ("dlcp.commands.launch", "start a script once per rank, whatever framework it uses"),
+    "doctor": ("dlcp.commands.doctor", "say what works here, what is in force, and what DLCP can win"),
+    "advise": ("dlcp.commands.advise", "measure a training script, and say which settings suit it here, and why"),
+    "bench": ("dlcp.commands.bench", "measure DLCP against its peers, in turns, and print one JSON document"),
+    "demo": ("dlcp.commands.demo", "train over a congested switch, with and without DLCP, and write a report page"),
+    "server": ("dlcp.commands.server", "run a parameter server"),
+    "switch": ("dlcp.commands.switch", "run the built-in switch"),
+    "sim": ("dlcp.commands.sim", "simulate training on a cluster you do not have, and reproduce the paper's figures"),
+    "fabric": ("dlcp.commands.fabric", "tell the switches of a fabric what to do, and keep them so"),
+    "testbed": ("dlcp.commands.testbed", "train over real switches in Mininet, and compare (root)"),
 }
 """Module and purpose of each command. A module has ``add_arguments(parser)`` and ``run(arguments) -> exit status``.
 

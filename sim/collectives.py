@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from dlcp.sim.graph import GraphBuilder, Nodes
 from numpy.typing import NDArray
-
-from sim.graph import GraphBuilder, Nodes
 
 PULL_MESSAGE: Final = 0x8000
 """Set in the number of a message that carries results, so that it is another message to a switch."""

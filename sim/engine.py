@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
+from dlcp.sim.plan import Plan
+from dlcp.sim.submission import Submission
+from dlcp.sim.topology.network import Routes
 from numpy.typing import NDArray
-
-from sim.plan import Plan
-from sim.submission import Submission
-from sim.topology.network import Routes
 
 NODE_DONE, GRAPH_DONE, GRAPH_CLOSED = range(3)
 FOREVER_PS: Final = 1 << 62
@@ -32,7 +31,7 @@ class Engine(Protocol):
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Return what was counted, in the cells of `sim.counters`."""
+        """Return what was counted, in the cells of `dlcp.sim.counters`."""
 
     @property
     def now_ps(self) -> int:
@@ -48,13 +47,13 @@ class Engine(Protocol):
         """Return whether anything is left to happen."""
 
     def records(self, number: int) -> NDArray[Any]:
-        """Return what became of the nodes of a graph that has not been forgotten: `sim.graph.RECORD` (n,)."""
+        """Return what became of the nodes of a graph that has not been forgotten: `dlcp.sim.graph.RECORD` (n,)."""
 
     def forget(self, number: int) -> None:
         """Give the room of a closed graph back."""
 
     def set_loss(self, links: Sequence[int], loss: int) -> None:
-        """Let links lose packets from now on, ``loss`` of `sim.arithmetic.DRAW_LIMIT`."""
+        """Let links lose packets from now on, ``loss`` of `dlcp.sim.arithmetic.DRAW_LIMIT`."""
 
     def set_routes(self, routes: Routes) -> None:
         """Let packets go other ways from now on."""
@@ -72,9 +71,9 @@ class Engine(Protocol):
 def make_engine(plan: Plan, name: EngineName = "auto") -> Engine:
     """Return an engine: ``kernel`` (Numba), ``reference`` (SimPy alone), or whichever can run, the faster first."""
     if name == "kernel" or (name == "auto" and importlib.util.find_spec("numba") is not None):
-        from sim.kernel.engine import KernelEngine
+        from dlcp.sim.kernel.engine import KernelEngine
 
         return KernelEngine(plan)
-    from sim.reference.engine import ReferenceEngine
+    from dlcp.sim.reference.engine import ReferenceEngine
 
     return ReferenceEngine(plan)

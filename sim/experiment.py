@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
+from dlcp.sim.scenario import FailureSpec, Scenario
+from dlcp.sim.switches import SwitchSpec
+from dlcp.sim.topology.specs import Star, TopologySpec
+from dlcp.sim.traffic import TrafficSpec
+from dlcp.sim.training.job import TrainingJob
+from dlcp.sim.transports import TRANSPORTS_MAX, Dctcp, TransportSpec
 from msgspec import Meta
-
-from sim.scenario import FailureSpec, Scenario
-from sim.switches import SwitchSpec
-from sim.topology.specs import Star, TopologySpec
-from sim.traffic import TrafficSpec
-from sim.training.job import TrainingJob
-from sim.transports import TRANSPORTS_MAX, Dctcp, TransportSpec
 
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -91,7 +90,7 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     Parameters
     ----------
     metric
-        A name in the results; see `sim.measures`.
+        A name in the results; see `dlcp.sim.measures`.
     x, series
         Axes. Other axes have to be fixed by ``where``.
     relative_to
@@ -155,7 +154,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     seeds
         Every combination is run with each of them; the setting's own alone if none is given.
     convergence
-        The curve of `sim.convergence` by which steps are turned into time to accuracy.
+        The curve of `dlcp.sim.convergence` by which steps are turned into time to accuracy.
     """
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9_]+$")]

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-
-from sim.arithmetic import DRAW_LIMIT, PS_PER_S, seconds_to_ps
-from sim.collectives import Exchange, direct, parameter_server, ring
-from sim.graph import OWN_LANE, Graph, GraphBuilder
-from sim.scenario import BackgroundSpec, CollectiveJob, FailureSpec
-from sim.simulation import Process, Simulation
+from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_S, seconds_to_ps
+from dlcp.sim.collectives import Exchange, direct, parameter_server, ring
+from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder
+from dlcp.sim.scenario import BackgroundSpec, CollectiveJob, FailureSpec
+from dlcp.sim.simulation import Process, Simulation
 
 _BATCH = 512
 """Background flows that are drawn and submitted at once; each begins at its own time. Chosen by us."""

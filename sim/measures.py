@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+from dlcp.sim.collectives import PULL_MESSAGE
+from dlcp.sim.simulation import Running
 from numpy.typing import NDArray
-
-from sim.collectives import PULL_MESSAGE
-from sim.simulation import Running
 
 PRECISION: Final = 0.002
 """Quantiles are at most this much off, relatively. Chosen by us."""

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
-
-from sim.arithmetic import DRAW_LIMIT, PS_PER_US, ps_per_kibibyte
-from sim.switches import BUFFERS, DISCIPLINES, SPRAYINGS, SwitchSpec
-from sim.topology.network import Network, Routes
-from sim.transports import (
+from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_US, ps_per_kibibyte
+from dlcp.sim.switches import BUFFERS, DISCIPLINES, SPRAYINGS, SwitchSpec
+from dlcp.sim.topology.network import Network, Routes
+from dlcp.sim.transports import (
     KINDS,
     TRANSPORTS_MAX,
     Dctcp,
@@ -23,6 +21,7 @@ from sim.transports import (
     TransportSpec,
     WithTailProbe,
 )
+from numpy.typing import NDArray
 
 QUEUES: Final = 8
 CONTROL_QUEUE: Final = 7
@@ -91,7 +90,7 @@ R_CELLS: Final = 24
 
 @dataclass(frozen=True, slots=True)
 class SwitchRules:
-    """`sim.switches.SwitchSpec` in numbers; a share of ``alpha`` is in 1/1024."""
+    """`dlcp.sim.switches.SwitchSpec` in numbers; a share of ``alpha`` is in 1/1024."""
 
     discipline: int
     buffer: int
@@ -158,7 +157,7 @@ class Plan:
     node_random, node_salt
         State of the dice, and salt of the hash, of every node.
     divisors
-        Of every node, by what the hash is divided before a path is chosen by it; see `sim.topology`.
+        Of every node, by what the hash is divided before a path is chosen by it; see `dlcp.sim.topology`.
     transports
         `TRANSPORT` (n,).
     profiles

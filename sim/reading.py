@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from dlcp.sim.experiment import Axis, Experiment, Run, Setting
+from dlcp.sim.topology.build import build
+from dlcp.sim.topology.network import TopologyError
+from dlcp.sim.training.placement import place
+from dlcp.sim.training.process import profile_of
 
 from dlcp.document import Document, DocumentError, Step
 from dlcp.suggestion import nearest
-from sim.experiment import Axis, Experiment, Run, Setting
-from sim.topology.build import build
-from sim.topology.network import TopologyError
-from sim.training.placement import place
-from sim.training.process import profile_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from dlcp.sim.counters import NAMES
+from dlcp.sim.engine import EngineName
+from dlcp.sim.jobs import StepTimes, background, collective_job, failure
+from dlcp.sim.scenario import BackgroundSpec, CollectiveJob, Scenario
+from dlcp.sim.simulation import Running, Simulation
+from dlcp.sim.transports import Dlcp, TransportSpec
 from numpy.typing import NDArray
-
-from sim.counters import NAMES
-from sim.engine import EngineName
-from sim.jobs import StepTimes, background, collective_job, failure
-from sim.scenario import BackgroundSpec, CollectiveJob, Scenario
-from sim.simulation import Running, Simulation
-from sim.transports import Dlcp, TransportSpec
 
 MESSAGE: np.dtype[Any] = np.dtype(
     [
@@ -41,7 +40,7 @@ class Result:
     end_ps
         When the last event happened.
     counts
-        Everything that was counted, by name; see `sim.counters`.
+        Everything that was counted, by name; see `dlcp.sim.counters`.
     drops_by_class
         Packets dropped, by drop class 0 to 7.
     steps

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from dlcp.sim.convergence.curves import curve
+from dlcp.sim.counters import NAMES
+from dlcp.sim.engine import EngineName
+from dlcp.sim.experiment import Run, Setting
+from dlcp.sim.graph import Graph
+from dlcp.sim.jobs import background, failure
+from dlcp.sim.measures import Messages, significant
+from dlcp.sim.simulation import Process, Running, Simulation
+from dlcp.sim.sources import sources_digest
+from dlcp.sim.training.placement import place
+from dlcp.sim.training.process import Progress, profile_of, training
+from dlcp.sim.training.schedulers import class_shares
 
 from dlcp import __version__
-from sim.convergence.curves import curve
-from sim.counters import NAMES
-from sim.engine import EngineName
-from sim.experiment import Run, Setting
-from sim.graph import Graph
-from sim.jobs import background, failure
-from sim.measures import Messages, significant
-from sim.simulation import Process, Running, Simulation
-from sim.sources import sources_digest
-from sim.training.placement import place
-from sim.training.process import Progress, profile_of, training
-from sim.training.schedulers import class_shares
 
 FORMAT: Final = 2
 """Of result files; another number makes a sweep run again."""

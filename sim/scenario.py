@@ -3,17 +3,16 @@
 
 All are frozen records with the unit in each name; files are converted to them with msgspec. A `Scenario` says
 everything that the packets need. What is sent is told by jobs: `CollectiveJob` here, or any SimPy process that submits
-graphs of messages to a `sim.simulation.Simulation`.
+graphs of messages to a `dlcp.sim.simulation.Simulation`.
 """
 
 from typing import Annotated, Literal
 
 import msgspec
+from dlcp.sim.switches import SwitchSpec
+from dlcp.sim.topology.specs import Star, TopologySpec
+from dlcp.sim.transports import Dctcp, TransportSpec
 from msgspec import Meta
-
-from sim.switches import SwitchSpec
-from sim.topology.specs import Star, TopologySpec
-from sim.transports import Dctcp, TransportSpec
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
@@ -83,7 +82,7 @@ class FailureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Parameters
     ----------
     nodes
-        The two ends by name, as `sim.topology.network.Network.names` gives them: ``host3``, ``leaf0``, ``spine1`` …
+        The two ends by name, as `dlcp.sim.topology.network.Network.names` gives them: ``host3``, ``leaf0``, …
     loss_ratio
         Share of packets lost at random; 1 is a failed link, which routes avoid from ``reroute_s`` after the failure on.
     """

@@ -11,15 +11,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import simpy
+from dlcp.sim.arithmetic import seconds_to_ps
+from dlcp.sim.engine import FOREVER_PS, GRAPH_CLOSED, GRAPH_DONE, EngineName, make_engine
+from dlcp.sim.graph import Graph
+from dlcp.sim.plan import make_plan
+from dlcp.sim.scenario import Scenario
+from dlcp.sim.submission import Submitter
+from dlcp.sim.topology.build import build
 from numpy.typing import NDArray
-
-from sim.arithmetic import seconds_to_ps
-from sim.engine import FOREVER_PS, GRAPH_CLOSED, GRAPH_DONE, EngineName, make_engine
-from sim.graph import Graph
-from sim.plan import make_plan
-from sim.scenario import Scenario
-from sim.submission import Submitter
-from sim.topology.build import build
 
 Process: TypeAlias = Generator[simpy.Event, Any, Any]
 RecordSink: TypeAlias = Callable[["Running", NDArray[Any]], None]
@@ -54,8 +53,8 @@ class Simulation:
     class_shares
         Further distributions of drop classes that messages may name, by number.
     on_records
-        Is given the records of every graph, `sim.graph.RECORD` (n,), when nothing of it is on its way any more: results
-        leave as they come, so that memory holds only what is in flight.
+        Is given the records of every graph, `dlcp.sim.graph.RECORD` (n,), when nothing of it is on its way any more:
+        results leave as they come, so that memory holds only what is in flight.
 
     Attributes
     ----------

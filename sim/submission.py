@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from dlcp.sim.arithmetic import path_hashes, slot_owners
+from dlcp.sim.graph import OWN_LANE, Graph
+from dlcp.sim.plan import DLCP, ORDINARY_QUEUE, OTHER_PORT, Plan, source_port
 from numpy.typing import NDArray
 
 from dlcp.wire import UDP_PORT_BASE
-from sim.arithmetic import path_hashes, slot_owners
-from sim.graph import OWN_LANE, Graph
-from sim.plan import DLCP, ORDINARY_QUEUE, OTHER_PORT, Plan, source_port
 
 
 @dataclass(slots=True)

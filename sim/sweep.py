@@ -17,9 +17,9 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from sim.engine import EngineName
-from sim.experiment import Run
-from sim.running import digest, run, write
+from dlcp.sim.engine import EngineName
+from dlcp.sim.experiment import Run
+from dlcp.sim.running import digest, run, write
 
 WAIT_S: Final = 24 * 3600.0
 """For how long a sweep waits for its next result at most. Chosen by us."""

@@ -4,10 +4,9 @@
 from typing import Annotated, Final, Literal
 
 import msgspec
+from dlcp.sim.jobs import mean_size
+from dlcp.sim.scenario import BackgroundSpec
 from msgspec import Meta
-
-from sim.jobs import mean_size
-from sim.scenario import BackgroundSpec
 
 _PACKET_BYTES: Final = 1460
 _WEB_SEARCH: Final = (

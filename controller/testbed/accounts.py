@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from controller.testbed.errors import TestbedError
-from controller.testbed.layout import HOST_INTERFACE, HostPlan
-from controller.testbed.namespaces import NamedNamespace
+from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed.layout import HOST_INTERFACE, HostPlan
+from dlcp.controller.testbed.namespaces import NamedNamespace
+
 from dlcp.switch.counters import EventCount
 
 SETTLE_S: Final = 0.4

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from controller.testbed.accounts import SwitchAccount
-from controller.testbed.layout import HostPlan, Layout
-from controller.testbed.place import RATE_WINDOW_S, Accounts
+from dlcp.controller.testbed.accounts import SwitchAccount
+from dlcp.controller.testbed.layout import HostPlan, Layout
+from dlcp.controller.testbed.place import RATE_WINDOW_S, Accounts
+
 from dlcp.wire import Queue
 
 GRADIENT_QUEUES: Final = (Queue.EXCESS, *range(Queue.FIRST_GRADIENT, Queue.LAST_GRADIENT + 1))

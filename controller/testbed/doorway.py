@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from controller.testbed.errors import TestbedError
-from controller.testbed.namespaces import NamedNamespace
+from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed.namespaces import NamedNamespace
+
 from dlcp.closing import Closing
 
 LOOPBACK: Final = "127.0.0.1"

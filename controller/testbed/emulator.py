@@ -11,8 +11,8 @@ import logging
 import sys
 from typing import Any
 
-from controller.testbed.errors import TestbedError
-from controller.testbed.requirements import mininet_folder
+from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed.requirements import mininet_folder
 
 
 def load(module: str) -> Any:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that holds a testbed while it is up: Mininet's namespaces live as long as the shells it keeps in them.
 
-``python -m controller.testbed.keeper`` reads a layout from its standard input, builds it, says that it is ready, starts
-again each switch that ends, and removes everything when it is told to end.
+``python -m dlcp.controller.testbed.keeper`` reads a layout from its standard input, builds it, says that it is ready,
+starts again each switch that ends, and removes everything when it is told to end.
 """
 
 import dataclasses
@@ -13,11 +13,10 @@ import threading
 from typing import Final
 
 import msgspec
-
-from controller.testbed.errors import TestbedError
-from controller.testbed.layout import Layout
-from controller.testbed.network import Network
-from controller.testbed.state import ProcessId, StateFile, TestbedState
+from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed.layout import Layout
+from dlcp.controller.testbed.network import Network
+from dlcp.controller.testbed.state import ProcessId, StateFile, TestbedState
 
 READY: Final = "testbed ready"
 SUPERVISE_S: Final = 0.2

@@ -6,10 +6,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
-from controller.fabric import Fabric, Port
-from controller.testbed.doorway import free_ports
-from controller.testbed.errors import TestbedError
-from controller.testbed.requirements import SwitchKind
+from dlcp.controller.fabric import Fabric, Port
+from dlcp.controller.testbed.doorway import free_ports
+from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed.requirements import SwitchKind
 
 HOST_INTERFACE: Final = "eth0"
 RUN_FOLDER: Final = Path("/run/dlcp")

@@ -11,15 +11,14 @@ import time
 from typing import IO, Final
 
 import msgspec
-
-from controller.fabric import Fabric, load
-from controller.testbed.errors import TestbedError
-from controller.testbed.keeper import READY
-from controller.testbed.layout import Layout, lay_out
-from controller.testbed.namespaces import NamedNamespace
-from controller.testbed.programming import Controller, with_addresses
-from controller.testbed.requirements import SwitchKind, missing
-from controller.testbed.state import StateFile, TestbedState
+from dlcp.controller.fabric import Fabric, load
+from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed.keeper import READY
+from dlcp.controller.testbed.layout import Layout, lay_out
+from dlcp.controller.testbed.namespaces import NamedNamespace
+from dlcp.controller.testbed.programming import Controller, with_addresses
+from dlcp.controller.testbed.requirements import SwitchKind, missing
+from dlcp.controller.testbed.state import StateFile, TestbedState
 
 UP_DEADLINE_S: Final = 120.0
 """Building takes some 0.2 s a node; Numba's first compilation in a switch takes the most."""
@@ -108,7 +107,7 @@ def _start_keeper(layout: Layout, files: StateFile) -> None:
     with log_path.open("wb") as log:
         # In a session of its own, so that it stays when the terminal goes.
         keeper = subprocess.Popen(
-            [sys.executable, "-m", "controller.testbed.keeper"],
+            [sys.executable, "-m", "dlcp.controller.testbed.keeper"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

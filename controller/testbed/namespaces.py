@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from controller.testbed.errors import TestbedError
+from dlcp.controller.testbed.errors import TestbedError
+
 from dlcp.switch.namespace import enter
 
 FOLDER: Final = Path("/run/netns")

@@ -4,13 +4,14 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from controller.testbed import emulator
-from controller.testbed.doorway import Doorways
-from controller.testbed.layout import HOST_INTERFACE, HostPlan, Layout, PortPlan, SwitchPlan
-from controller.testbed.namespaces import NamedNamespace, run_in
-from controller.testbed.shaping import limit_rate
-from controller.testbed.state import ProcessId, StateFile, SwitchState
-from controller.testbed.switches import SwitchProgram, make
+from dlcp.controller.testbed import emulator
+from dlcp.controller.testbed.doorway import Doorways
+from dlcp.controller.testbed.layout import HOST_INTERFACE, HostPlan, Layout, PortPlan, SwitchPlan
+from dlcp.controller.testbed.namespaces import NamedNamespace, run_in
+from dlcp.controller.testbed.shaping import limit_rate
+from dlcp.controller.testbed.state import ProcessId, StateFile, SwitchState
+from dlcp.controller.testbed.switches import SwitchProgram, make
+
 from dlcp.switch.namespace import CONGESTION_CONTROL, turn_off_offloads
 
 if TYPE_CHECKING:

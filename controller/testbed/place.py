@@ -13,16 +13,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from controller.fabric import Fabric
-from controller.testbed.accounts import NicCount, SwitchAccount, nic_counts, settle, tail_drops
-from controller.testbed.layout import HOST_INTERFACE, HostPlan
-from controller.testbed.load import ProcessorTime
-from controller.testbed.namespaces import NamedNamespace
-from controller.testbed.programming import Controller, with_addresses
-from controller.testbed.state import StateFile, TestbedState
+from dlcp.controller.fabric import Fabric
+from dlcp.controller.testbed.accounts import NicCount, SwitchAccount, nic_counts, settle, tail_drops
+from dlcp.controller.testbed.layout import HOST_INTERFACE, HostPlan
+from dlcp.controller.testbed.load import ProcessorTime
+from dlcp.controller.testbed.namespaces import NamedNamespace
+from dlcp.controller.testbed.programming import Controller, with_addresses
+from dlcp.controller.testbed.state import StateFile, TestbedState
+
 from dlcp.demo.place import Place, Shares
 from dlcp.demo.run import Setup
-from dlcp.switch.command import PROGRAM_PATH
+from dlcp.switch.artifacts import PROGRAM_PATH
 
 RATE_WINDOW_S: Final = 1.0
 """Over how long a port's rate is taken. Chosen by us: a burst of two frames is far below a percent of that."""

@@ -9,14 +9,15 @@ from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Final, TypeVar
 
-from controller import readings
-from controller.fabric import Fabric
-from controller.pipeline import Pipeline
-from controller.session import ControlError, Session
-from controller.testbed.doorway import LOOPBACK
-from controller.testbed.errors import TestbedError
-from controller.testbed.layout import Layout
-from controller.watch import Watcher
+from dlcp.controller import readings
+from dlcp.controller.fabric import Fabric
+from dlcp.controller.pipeline import Pipeline
+from dlcp.controller.session import ControlError, Session
+from dlcp.controller.testbed.doorway import LOOPBACK
+from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed.layout import Layout
+from dlcp.controller.watch import Watcher
+
 from dlcp.closing import Closing
 from dlcp.switch.counters import EventCount
 

@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from controller.testbed.accounts import nic_counts
-from controller.testbed.layout import HostPlan, Layout
-from controller.testbed.namespaces import NamedNamespace
+from dlcp.controller.testbed.accounts import nic_counts
+from dlcp.controller.testbed.layout import HostPlan, Layout
+from dlcp.controller.testbed.namespaces import NamedNamespace
+
 from dlcp.switch.queues import QUEUES
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType
 

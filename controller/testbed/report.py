@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlcp.demo.command import tell
-from dlcp.demo.report import write_report
+from dlcp.commands.demo import tell
 from dlcp.demo.summary import Run, load_runs, summarize, write_summary
+from dlcp.report.page import write_report
 
 if TYPE_CHECKING:
     from rich.console import Console

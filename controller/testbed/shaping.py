@@ -15,8 +15,8 @@ import socket
 from pathlib import Path
 from typing import Final
 
-from controller.testbed.errors import TestbedError
-from controller.testbed.namespaces import NamedNamespace, run_in
+from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed.namespaces import NamedNamespace, run_in
 
 BURST_BYTES: Final = 3_028
 """Two full frames: what may leave at once after a pause. Ours: less would cost rate whenever a timer is late."""

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
-
-from controller.testbed.errors import TestbedError
-from controller.testbed.layout import RUN_FOLDER, Layout
-from controller.testbed.namespaces import NamedNamespace
+from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed.layout import RUN_FOLDER, Layout
+from dlcp.controller.testbed.namespaces import NamedNamespace
 
 KEEPER_DEADLINE_S: Final = 15.0
 _POLL_S: Final = 0.05

@@ -8,12 +8,13 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO, Any, Final
 
-from controller.testbed.doorway import LOOPBACK, Way, connect
-from controller.testbed.errors import TestbedError
-from controller.testbed.layout import SwitchPlan
-from controller.testbed.requirements import SwitchKind
-from controller.testbed.shaping import shrink_packet_buffers
-from controller.testbed.state import StateFile
+from dlcp.controller.testbed.doorway import LOOPBACK, Way, connect
+from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed.layout import SwitchPlan
+from dlcp.controller.testbed.requirements import SwitchKind
+from dlcp.controller.testbed.shaping import shrink_packet_buffers
+from dlcp.controller.testbed.state import StateFile
+
 from dlcp.closing import end
 
 START_DEADLINE_S: Final = 60.0

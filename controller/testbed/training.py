@@ -5,11 +5,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Final
 
-from controller.fabric import Fabric
-from controller.testbed.agreement import compare, uncounted_tails
-from controller.testbed.errors import TestbedError
-from controller.testbed.place import TestbedPlace
-from controller.testbed.state import TestbedState
+from dlcp.controller.fabric import Fabric
+from dlcp.controller.testbed.agreement import compare, uncounted_tails
+from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed.place import TestbedPlace
+from dlcp.controller.testbed.state import TestbedState
+
 from dlcp.demo.background import Burst
 from dlcp.demo.place import Shares
 from dlcp.demo.run import Progress, Setup, Variant, execute_at

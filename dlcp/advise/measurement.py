@@ -12,10 +12,10 @@ from typing import Any
 import torch.distributed as dist
 
 import dlcp.torch
-from dlcp.advise.rules import Advice, Settings, decide
-from dlcp.advise.survey import Survey, figures_of_surveys
 from dlcp.train.headroom import ADVISED, DLCP, FRAMEWORK, NONE
 from dlcp.train.measurement import Measurement, in_turn
+from dlcp.tuning.rules import Advice, Settings, decide
+from dlcp.tuning.survey import Survey, figures_of_surveys
 
 
 class AdvisedMeasurement(Measurement):

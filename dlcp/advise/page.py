@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Final
 
-from dlcp.advise.rules import Advice
+from dlcp.tuning.rules import Advice
 
 SLOWER: Final = 0.98
 """Settings that make steps this much longer are not advised. Chosen by us: steps vary by as much on a quiet machine."""

@@ -16,10 +16,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.backend.point_to_point import plain_tags
 from dlcp.collectives.bucket import Bucket, ReduceOptions
 from dlcp.collectives.combining import coefficients, combine_with, scalar_products
 from dlcp.collectives.feedback import ErrorFeedback
-from dlcp.collectives.mailbox import plain_tags
 from dlcp.collectives.push_pull import PULL, PUSH, message_number
 from dlcp.collectives.reducer import Course, Reducer
 from dlcp.collectives.shards import shard_bounds

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.backend.operation import COPY_BYTES_PER_S, PATIENCE_S
 from dlcp.collectives.bucket import Bucket
 from dlcp.collectives.layer_bounds import protect_all_but
-from dlcp.collectives.operation import COPY_BYTES_PER_S, PATIENCE_S
 from dlcp.collectives.push_pull import PULL, PUSH, RATE, average, message_number
 from dlcp.collectives.salvage import Salvage
 from dlcp.collectives.samples import divisors, held_samples

@@ -18,9 +18,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.backend.point_to_point import plain_tags
 from dlcp.collectives.bucket import Bucket
 from dlcp.collectives.coding import CodedRun, CodingReducer, left_out
-from dlcp.collectives.mailbox import plain_tags
 from dlcp.collectives.push_pull import PULL, PUSH, message_number
 from dlcp.compress.compressor import Feedback, Values, average
 from dlcp.dtypes import ValueType

@@ -20,7 +20,7 @@ from dlcp.switch.queues import PortQueueing
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 if TYPE_CHECKING:
-    from controller.fabric import Job
+    from dlcp.controller.fabric import Job
     from dlcp.demo.run import Setup
 
 
@@ -45,7 +45,7 @@ class Shares:
 
     def job(self, number: int, hosts: Sequence[str]) -> "Job":
         """Return a fabric's job with these shares, where hosts have these names."""
-        from controller.fabric import Job
+        from dlcp.controller.fabric import Job
 
         shares = {hosts[host]: share for host, share in self.at.items()}
         return Job(number, self.data, self.control, shares, self.burst_s)
@@ -69,8 +69,8 @@ class Place(Closing):
 
     def __init__(self, setup: "Setup", shares: Shares | None, job: int) -> None:
         # The controller is no part of the shim; only commands bring the two together.
-        from controller.fabric import Host
-        from controller.shapes import star
+        from dlcp.controller.fabric import Host
+        from dlcp.controller.shapes import star
 
         names = [Host.numbered(index).name for index in range(setup.hosts)]
         self._stack = ExitStack()

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from dlcp.demo.summary import Run
-from dlcp.demo.wording import SHORT_NAMES, in_words, listing
+from dlcp.report.wording import SHORT_NAMES, in_words, listing
 
 _BMV2 = (
     "BMv2 (simple_switch_grpc), programmed over P4Runtime, runs the compiled P4 program between Mininet's hosts. It "

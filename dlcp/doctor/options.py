@@ -24,7 +24,7 @@ def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Secti
     section = Section("Options", [])
     if importlib.util.find_spec("torch") is None:
         return section, []
-    from dlcp.group.options import Options
+    from dlcp.session.options import Options
 
     try:
         path = configuration.file_in_force(environment)

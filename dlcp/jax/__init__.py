@@ -3,18 +3,18 @@
 
 The lines that a training script needs::
 
-    import dlcp.group
+    import dlcp.session
     import dlcp.jax
 
-    group = dlcp.group.join()
+    group = dlcp.session.join()
     params = dlcp.jax.broadcast(params, group)
     optimizer = optax.chain(dlcp.jax.average_gradients(group), optax.adam(1e-3))
 
 ``dlcp launch -n 4 -- python script.py`` starts it on four ranks.
 """
 
-from dlcp.group.metrics import average_metrics
 from dlcp.jax.names import forward_order, name_of
 from dlcp.jax.transformation import average_gradients, broadcast
+from dlcp.session.metrics import average_metrics
 
 __all__ = ["average_gradients", "average_metrics", "broadcast", "forward_order", "name_of"]

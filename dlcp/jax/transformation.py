@@ -12,8 +12,8 @@ import optax
 from jax.experimental import io_callback
 from numpy.typing import NDArray
 
-from dlcp.group import Group
 from dlcp.jax.names import forward_order, name_of
+from dlcp.session import Group
 
 _names_told: "WeakKeyDictionary[Group, list[str]]" = WeakKeyDictionary()
 """What each group has been told: it is told once, and a transformation may be made again."""
@@ -76,7 +76,7 @@ def average_gradients(group: Group, layers: Sequence[str] = ()) -> optax.Gradien
     Parameters
     ----------
     group
-        The ranks, see :func:`dlcp.group.join`. In a group of one, gradients stay as they are.
+        The ranks, see :func:`dlcp.session.join`. In a group of one, gradients stay as they are.
     layers
         Beginnings of parameters' names, such as ``params.embed``, in the order of the forward pass, where the names
         alone do not tell it; see :func:`dlcp.jax.forward_order`.

@@ -13,11 +13,11 @@ import numpy as np
 from mxnet.kvstore import KVStoreBase
 from numpy.typing import NDArray
 
-import dlcp.group
+import dlcp.session
 from dlcp.collectives.combining import SUM
-from dlcp.group import Group, Options
-from dlcp.group.group import reason_of_exit
 from dlcp.mxnet.engine import memory, push
+from dlcp.session import Group, Options
+from dlcp.session.group import reason_of_exit
 
 NAME: Final = "dist_dlcp"
 """What to ask MXNet for; trainers leave a store out that has no ``dist`` in its name."""
@@ -43,7 +43,7 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
     Parameters
     ----------
     options
-        By default :meth:`dlcp.group.Options.from_environment`.
+        By default :meth:`dlcp.session.Options.from_environment`.
     group
         A group that has been joined already.
 
@@ -58,7 +58,7 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
             raise RuntimeError(
                 "dist_dlcp needs an engine that does several things at a time: unset MXNET_ENGINE_TYPE=NaiveEngine"
             )
-        self.group = group or dlcp.group.join(options)
+        self.group = group or dlcp.session.join(options)
         self._entries: dict[str, _Entry] = {}
         self._order: list[str] = []
         """Names in the order in which the group has them; empty until the first push."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlcp.closing import Closing, end
-from dlcp.switch.command import READY
+from dlcp.commands.switch import READY
 from dlcp.switch.namespace import Namespace
 
 START_DEADLINE_S: Final = 180.0

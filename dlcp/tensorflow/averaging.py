@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from dlcp.group import Group
+from dlcp.session import Group
 
 FINITE: Final = "finite"
 """Travels with scaled gradients as if it were a parameter: 1 from a rank whose gradients are all finite, else 0."""

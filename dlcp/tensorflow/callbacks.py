@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from dlcp.group import Group
-from dlcp.group import metrics as metrics_of_group
-from dlcp.group.current import current
-from dlcp.group.metrics import mean_over_ranks
+from dlcp.session import Group
+from dlcp.session import metrics as metrics_of_group
+from dlcp.session.current import current
+from dlcp.session.metrics import mean_over_ranks
 from dlcp.tensorflow.optimizer import averages
 
 log = logging.getLogger("dlcp")
@@ -28,7 +28,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, group: Gro
 
 
 def average_metrics(metrics: Mapping[str, float], group: Group | None = None) -> dict[str, float]:
-    """Return the mean of each metric over all ranks; see :func:`dlcp.group.metrics.average_metrics`."""
+    """Return the mean of each metric over all ranks; see :func:`dlcp.session.metrics.average_metrics`."""
     return metrics_of_group.average_metrics(metrics, group or current())
 
 

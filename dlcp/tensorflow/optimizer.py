@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from dlcp.group import Group
-from dlcp.group.current import current
+from dlcp.session import Group
+from dlcp.session.current import current
 from dlcp.tensorflow.averaging import FINITE, Averaging, names_of
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DLCP for PyTorch: ``state = dlcp.torch.enable(ddp_model)``, or ``init_process_group("dlcp")``."""
 
-from dlcp.group.options import Options
+from dlcp.session.options import Options
 from dlcp.torch.backend import allow_loss
 from dlcp.torch.balance import BalancedBatches, balanced_batches, samples_per_s
 from dlcp.torch.crossstep import CrossStep, cross_step

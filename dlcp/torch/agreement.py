@@ -4,7 +4,7 @@
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but its types do not say so
 
-from dlcp.group.agreement import Agreement
+from dlcp.session.agreement import Agreement
 
 _calls: dict[str, int] = {}
 

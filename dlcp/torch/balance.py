@@ -8,7 +8,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from dlcp.advise.batches import BalancedBatches, divide_batch
+from dlcp.tuning.batches import BalancedBatches, divide_batch
 
 __all__ = ["BalancedBatches", "balanced_batches", "samples_per_s"]
 

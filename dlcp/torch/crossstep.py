@@ -51,7 +51,7 @@ import torch.distributed as dist
 from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
-from dlcp.group.options import Options
+from dlcp.session.options import Options
 from dlcp.torch.guard import Guard
 from dlcp.torch.hook import State
 from dlcp.torch.layer_exchange import LayerExchange, refuse_whole_steps

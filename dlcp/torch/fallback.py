@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from dlcp.collectives import Bucket, ErrorFeedback
 from dlcp.collectives.choice import Reducer
-from dlcp.group.agreement import Agreement
-from dlcp.group.recovery import LEFT, Handed, Mode, RecoveringExchange
+from dlcp.session.agreement import Agreement
+from dlcp.session.recovery import LEFT, Handed, Mode, RecoveringExchange
 from dlcp.tags import Segment
 from dlcp.torch.staging import VALUE_TYPES, Staged, Stager, stager_for
 from dlcp.transport import Endpoint, PeerAbortedError, PeerSilentError
@@ -129,7 +129,7 @@ class Exchange(RecoveringExchange[_Bucket]):
     agreement
         Where ranks tell that they have left DLCP.
     ranks, deadline_s, feedback
-        See :class:`dlcp.group.recovery.RecoveringExchange`.
+        See :class:`dlcp.session.recovery.RecoveringExchange`.
     """
 
     INSTEAD = "the framework's own all-reduce"

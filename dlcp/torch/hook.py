@@ -14,20 +14,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, but its types do not say so
 from torch.nn.parallel import DistributedDataParallel
 
-from dlcp.advise.pilot import Pilot
 from dlcp.collectives import ErrorFeedback
 from dlcp.collectives.notice import segments_of as segments_of_notice
 from dlcp.collectives.samples import check_samples
-from dlcp.group.joining import NotJoinedError, join, speaks
-from dlcp.group.options import Options
-from dlcp.group.recovery import Mode
-from dlcp.group.steering import WEIGHS, all_weigh, piloted
 from dlcp.ledger import Ledger
+from dlcp.session.joining import NotJoinedError, join, speaks
+from dlcp.session.options import Options
+from dlcp.session.recovery import Mode
+from dlcp.session.steering import WEIGHS, all_weigh, piloted
 from dlcp.tags import Layer, Segment, Tagger, layers_in_order
 from dlcp.torch.agreement import agreement_of
 from dlcp.torch.fallback import Exchange
 from dlcp.torch.staging import VALUE_TYPES, as_array
 from dlcp.transport import Endpoint
+from dlcp.tuning.autotuner import Pilot
 
 __all__ = [
     "State",

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from dlcp.collectives import Bucket, DirectAllReduce
 from dlcp.dtypes import ValueType
-from dlcp.group.joining import Joined, NotJoinedError, join, speaks
-from dlcp.group.options import Options
+from dlcp.session.joining import Joined, NotJoinedError, join, speaks
+from dlcp.session.options import Options
 from dlcp.torch.agreement import agreement_of
 from dlcp.torch.hook import State
 from dlcp.torch.layergroup import LayerGroup

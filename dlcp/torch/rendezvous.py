@@ -6,10 +6,10 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but its types do not say
 
-from dlcp.group.addresses import bind
-from dlcp.group.agreement import Agreement
-from dlcp.group.joining import join
-from dlcp.group.options import Options
+from dlcp.session.addresses import bind
+from dlcp.session.agreement import Agreement
+from dlcp.session.joining import join
+from dlcp.session.options import Options
 from dlcp.transport import Endpoint
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from controller.entries import entries as entries_of
-from controller.fabric import Fabric, Port
+from dlcp.controller.entries import entries as entries_of
+from dlcp.controller.fabric import Fabric, Port
+
 from dlcp.switch.entries import Entries, MeterRates, Profile, TableEntry, match_value, number
 from dlcp.switch.queues import QUEUES, PortQueueing
 

@@ -52,7 +52,7 @@ def curves() -> dict[str, Curve]:
     """Return all curves by name."""
     found: dict[str, Curve] = {}
     for name in FILES:
-        with resources.as_file(resources.files("sim.convergence").joinpath(f"{name}.yaml")) as path:
+        with resources.as_file(resources.files("dlcp.sim.convergence").joinpath(f"{name}.yaml")) as path:
             found |= {curve.name: curve for curve in Document(Path(path)).convert(_File).curves}
     return found
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what loss costs: the demo's network on handwritten digits, gradients lost packet by packet.
 
-``python -m sim.convergence.measure`` trains anew and writes ``measured.yaml`` beside this file. Needs PyTorch and
+``python -m dlcp.sim.convergence.measure`` trains anew and writes ``measured.yaml`` beside this file. Needs PyTorch and
 scikit-learn. Four workers average their gradients; of each worker's packets of 350 values a share is lost, the least
 valuable first as DLCP's switches do or at random, and the average is over what was delivered, as DLCP's receivers do.
 """
@@ -119,9 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for mode, points in measure(options.seeds, options.target, options.most).items():
         errors = ", ".join(f"{loss:.0%} {error:.3f}" for loss, _, error in points[1:])
         source = (
-            f"Measured with python -m sim.convergence.measure --seeds {options.seeds} --target {options.target:g}: the "
-            f"demo's network on scikit-learn's digits, {WORKERS} workers, {MODES[mode]}. Mean over {options.seeds} "
-            f"seeds of the ratio of steps to a test accuracy of {options.target:.0%}; standard errors: {errors}."
+            f"Measured with python -m dlcp.sim.convergence.measure --seeds {options.seeds} --target {options.target:g}:"
+            f" the demo's network on scikit-learn's digits, {WORKERS} workers, {MODES[mode]}. Mean over "
+            f"{options.seeds} seeds of the ratio of steps to a test accuracy of {options.target:.0%}; standard errors: {errors}."
         )
         rounded = [[loss, round(factor, 3)] for loss, factor, _ in points]
         entries.append({"name": mode, "measured": True, "source": source, "points": rounded})

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How windows grow and shrink. The formulas' sources are named in `sim.transports`."""
+"""How windows grow and shrink. The formulas' sources are named in `dlcp.sim.transports`."""
 
-from sim.arithmetic import cube_root as _cube_root
-from sim.kernel.jit import call
-from sim.kernel.state import Number, Rows
-from sim.plan import CUBIC, DCTCP, DLCP, NDP, PFABRIC, PIAS, SWIFT
+from dlcp.sim.arithmetic import cube_root as _cube_root
+from dlcp.sim.kernel.jit import call
+from dlcp.sim.kernel.state import Number, Rows
+from dlcp.sim.plan import CUBIC, DCTCP, DLCP, NDP, PFABRIC, PIAS, SWIFT
 
 cube_root = call(_cube_root)
 CUBIC_SCALE = 0.4

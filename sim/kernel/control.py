@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Control packets, and packets that are given up for lost."""
 
-from sim.counters import DECLARED_LOST, PROBES
-from sim.kernel.congestion import timeout_ps
-from sim.kernel.events import push
-from sim.kernel.jit import call
-from sim.kernel.pools import give_record, take_packet, unlink
-from sim.kernel.state import CLASS_MASK, HOLE, LOST, PROBE, PROBE_DUE, STATE_MASK, Rows
-from sim.kernel.world import counts_of, messages_of, packets_of, ports_of, records_of, seg_of, streams_of, transports_of
+from dlcp.sim.counters import DECLARED_LOST, PROBES
+from dlcp.sim.kernel.congestion import timeout_ps
+from dlcp.sim.kernel.events import push
+from dlcp.sim.kernel.jit import call
+from dlcp.sim.kernel.pools import give_record, take_packet, unlink
+from dlcp.sim.kernel.state import CLASS_MASK, HOLE, LOST, PROBE, PROBE_DUE, STATE_MASK, Rows
+from dlcp.sim.kernel.world import (
+    counts_of,
+    messages_of,
+    packets_of,
+    ports_of,
+    records_of,
+    seg_of,
+    streams_of,
+    transports_of,
+)
 
 CONTROL_RANK = -1
 

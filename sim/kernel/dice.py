@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sim.arithmetic.draw` and `sim.arithmetic.mix` for signed integers of 64 bits that wrap round."""
+"""`dlcp.sim.arithmetic.draw` and `dlcp.sim.arithmetic.mix` for signed integers of 64 bits that wrap round."""
 
 from typing import Final
 
-from sim.arithmetic import GOLDEN
-from sim.kernel.jit import call
-from sim.kernel.state import Number, Rows
+from dlcp.sim.arithmetic import GOLDEN
+from dlcp.sim.kernel.jit import call
+from dlcp.sim.kernel.state import Number, Rows
 
 _MULTIPLIER: Final = GOLDEN - (1 << 64)
 _BELOW_57: Final = (1 << 57) - 1

@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+from dlcp.sim.counters import CELLS
+from dlcp.sim.engine import Note
+from dlcp.sim.graph import RECORD as NODE_RECORD
+from dlcp.sim.kernel import state as k
+from dlcp.sim.kernel.events import BUCKETS, WORD
+from dlcp.sim.kernel.loop import push_many, run
+from dlcp.sim.kernel.world import WORLD, bind
+from dlcp.sim.plan import NDP, QUEUES, R_DISCIPLINE, SELECTIVE, SWIFT, Plan
+from dlcp.sim.submission import Submission
+from dlcp.sim.topology.network import Routes
 from numpy.typing import NDArray
-
-from sim.counters import CELLS
-from sim.engine import Note
-from sim.graph import RECORD as NODE_RECORD
-from sim.kernel import state as k
-from sim.kernel.events import BUCKETS, WORD
-from sim.kernel.loop import push_many, run
-from sim.kernel.world import WORLD, bind
-from sim.plan import NDP, QUEUES, R_DISCIPLINE, SELECTIVE, SWIFT, Plan
-from sim.submission import Submission
-from sim.topology.network import Routes
 
 _POOL: Final = 1 << 12
 """Packets, records and events that there is room for at first. Chosen by us; arrays double when they are full."""
@@ -28,7 +27,7 @@ _ROWS_AT_ONCE: Final = 2048
 
 
 class KernelEngine:
-    """Moves the packets of a plan; see `sim.engine.Engine`."""
+    """Moves the packets of a plan; see `dlcp.sim.engine.Engine`."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -76,7 +75,7 @@ class KernelEngine:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Return what was counted, in the cells of `sim.counters`."""
+        """Return what was counted, in the cells of `dlcp.sim.counters`."""
         return self._counts
 
     def _bind(self) -> None:
@@ -201,7 +200,7 @@ class KernelEngine:
         push_many(self._world, times, nodes)
 
     def records(self, number: int) -> NDArray[Any]:
-        """Return what became of the nodes of a graph that has not been forgotten: `sim.graph.RECORD` (n,)."""
+        """Return what became of the nodes of a graph that has not been forgotten: `dlcp.sim.graph.RECORD` (n,)."""
         slot = next(slot for slot, known in self._graph_numbers.items() if known == number)
         rows = self._messages[self._ranges[slot][0]]
         records = np.zeros(len(rows), NODE_RECORD)
@@ -255,7 +254,7 @@ class KernelEngine:
     # -------------------------------------------------------------------------------------------------------- links
 
     def set_loss(self, links: Sequence[int], loss: int) -> None:
-        """Let links lose packets from now on, ``loss`` of `sim.arithmetic.DRAW_LIMIT`."""
+        """Let links lose packets from now on, ``loss`` of `dlcp.sim.arithmetic.DRAW_LIMIT`."""
         self._ports["loss"][list(links)] = loss
         self._ports["lossy"][list(links)] = loss > 0
 

@@ -9,8 +9,8 @@ heap that orders them stays a few levels deep.
 
 from typing import Final
 
-from sim.kernel.jit import call
-from sim.kernel.state import (
+from dlcp.sim.kernel.jit import call
+from dlcp.sim.kernel.state import (
     ARRIVE,
     ID_BITS,
     ID_MASK,
@@ -21,7 +21,7 @@ from sim.kernel.state import (
     Number,
     Rows,
 )
-from sim.kernel.world import (
+from dlcp.sim.kernel.world import (
     buckets_of,
     events_of,
     far_keys_of,

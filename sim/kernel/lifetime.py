@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """When nodes of a graph are done, and when nothing refers to them any more."""
 
-from sim.counters import MESSAGES_DONE
-from sim.kernel.events import push
-from sim.kernel.jit import call
-from sim.kernel.pools import give_packet
-from sim.kernel.state import BEGIN, GRAPH_CLOSED, GRAPH_DONE, NODE_DONE, Rows
-from sim.kernel.world import counts_of, followers_of, graphs_of, messages_of, notes_of, packets_of, streams_of
+from dlcp.sim.counters import MESSAGES_DONE
+from dlcp.sim.kernel.events import push
+from dlcp.sim.kernel.jit import call
+from dlcp.sim.kernel.pools import give_packet
+from dlcp.sim.kernel.state import BEGIN, GRAPH_CLOSED, GRAPH_DONE, NODE_DONE, Rows
+from dlcp.sim.kernel.world import counts_of, followers_of, graphs_of, messages_of, notes_of, packets_of, streams_of
 
 
 @call

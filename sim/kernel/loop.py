@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop: one event after the other, until the limit, or until somebody outside has to know."""
 
-from sim.counters import DROPS_BY_CLASS, DROPS_LINK, DROPS_ROUTE, EVENTS, HOPS_CONTROL, HOPS_DATA
-from sim.kernel.dice import draw
-from sim.kernel.events import advance, pop, push
-from sim.kernel.jit import call, entry
-from sim.kernel.lifetime import bury, finish, release, settle
-from sim.kernel.receiving import send_pull, take_ack, take_answer, take_data, take_nack, take_probe
-from sim.kernel.sending import begin, bring_smallest_forward, build, level_of, make_ready, may_send, work
-from sim.kernel.state import (
+from dlcp.sim.counters import DROPS_BY_CLASS, DROPS_LINK, DROPS_ROUTE, EVENTS, HOPS_CONTROL, HOPS_DATA
+from dlcp.sim.kernel.dice import draw
+from dlcp.sim.kernel.events import advance, pop, push
+from dlcp.sim.kernel.jit import call, entry
+from dlcp.sim.kernel.lifetime import bury, finish, release, settle
+from dlcp.sim.kernel.receiving import send_pull, take_ack, take_answer, take_data, take_nack, take_probe
+from dlcp.sim.kernel.sending import begin, bring_smallest_forward, build, level_of, make_ready, may_send, work
+from dlcp.sim.kernel.state import (
     ACK,
     ARRIVE,
     BEGIN,
@@ -32,9 +32,9 @@ from sim.kernel.state import (
     Number,
     Rows,
 )
-from sim.kernel.switching import SEND_NOW, choose_port, dequeue, enqueue
-from sim.kernel.timers import probe_timer, stream_timer
-from sim.kernel.world import (
+from dlcp.sim.kernel.switching import SEND_NOW, choose_port, dequeue, enqueue
+from dlcp.sim.kernel.timers import probe_timer, stream_timer
+from dlcp.sim.kernel.world import (
     counts_of,
     keys_of,
     messages_of,
@@ -48,7 +48,7 @@ from sim.kernel.world import (
     times_of,
     transports_of,
 )
-from sim.plan import QUEUES, R_DISCIPLINE, SMALLEST_FIRST
+from dlcp.sim.plan import QUEUES, R_DISCIPLINE, SMALLEST_FIRST
 
 
 @call

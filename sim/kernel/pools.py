@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packets and records of packets: taken, given back, and linked."""
 
-from sim.kernel.jit import call
-from sim.kernel.state import Number, Rows
-from sim.kernel.world import packets_of, records_of
+from dlcp.sim.kernel.jit import call
+from dlcp.sim.kernel.state import Number, Rows
+from dlcp.sim.kernel.world import packets_of, records_of
 
 
 @call

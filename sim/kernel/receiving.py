@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts as receivers, of data and of answers."""
 
-from sim.counters import ARRIVED, DUPLICATES, LATE_ANSWERS
-from sim.kernel.congestion import grow, measure, shrink
-from sim.kernel.control import address_control, lose, post, probe
-from sim.kernel.events import push
-from sim.kernel.jit import call
-from sim.kernel.lifetime import finish, settle
-from sim.kernel.pools import give_record, take_packet, unlink
-from sim.kernel.sending import enlist
-from sim.kernel.state import (
+from dlcp.sim.counters import ARRIVED, DUPLICATES, LATE_ANSWERS
+from dlcp.sim.kernel.congestion import grow, measure, shrink
+from dlcp.sim.kernel.control import address_control, lose, post, probe
+from dlcp.sim.kernel.events import push
+from dlcp.sim.kernel.jit import call
+from dlcp.sim.kernel.lifetime import finish, settle
+from dlcp.sim.kernel.pools import give_record, take_packet, unlink
+from dlcp.sim.kernel.sending import enlist
+from dlcp.sim.kernel.state import (
     ACK,
     ACKED,
     ANSWER,
@@ -23,9 +23,18 @@ from sim.kernel.state import (
     STATE_MASK,
     Rows,
 )
-from sim.kernel.timers import arm, put_off
-from sim.kernel.world import counts_of, messages_of, packets_of, ports_of, records_of, seg_of, streams_of, transports_of
-from sim.plan import NDP, PFABRIC
+from dlcp.sim.kernel.timers import arm, put_off
+from dlcp.sim.kernel.world import (
+    counts_of,
+    messages_of,
+    packets_of,
+    ports_of,
+    records_of,
+    seg_of,
+    streams_of,
+    transports_of,
+)
+from dlcp.sim.plan import NDP, PFABRIC
 
 
 @call

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts as senders: messages in their streams, streams that are ready, and the next packet of a network interface."""
 
-from sim.arithmetic import ENTROPY_TABLE
-from sim.counters import RESENT, SENT
-from sim.kernel.control import probe
-from sim.kernel.dice import mix
-from sim.kernel.jit import call
-from sim.kernel.lifetime import settle
-from sim.kernel.pools import give_record, take_packet
-from sim.kernel.state import CLASS_MASK, DATA, FLYING, HOLE, LOST, RECEIVED, STATE_MASK, Number, Rows
-from sim.kernel.timers import arm, put_off, put_tail_off
-from sim.kernel.world import (
+from dlcp.sim.arithmetic import ENTROPY_TABLE
+from dlcp.sim.counters import RESENT, SENT
+from dlcp.sim.kernel.control import probe
+from dlcp.sim.kernel.dice import mix
+from dlcp.sim.kernel.jit import call
+from dlcp.sim.kernel.lifetime import settle
+from dlcp.sim.kernel.pools import give_record, take_packet
+from dlcp.sim.kernel.state import CLASS_MASK, DATA, FLYING, HOLE, LOST, RECEIVED, STATE_MASK, Number, Rows
+from dlcp.sim.kernel.timers import arm, put_off, put_tail_off
+from dlcp.sim.kernel.world import (
     counts_of,
     messages_of,
     packets_of,
@@ -22,7 +22,7 @@ from sim.kernel.world import (
     streams_of,
     transports_of,
 )
-from sim.plan import BLOCK_PACKETS, CONTROL_QUEUE, NDP, PFABRIC, PIAS, PROFILE_CELLS, QUEUES
+from dlcp.sim.plan import BLOCK_PACKETS, CONTROL_QUEUE, NDP, PFABRIC, PIAS, PROFILE_CELLS, QUEUES
 
 
 @call

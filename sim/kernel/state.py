@@ -9,8 +9,7 @@ a thousand hosts the kernel waits for memory more than for anything else.
 from typing import Any, Final
 
 import numpy as np
-
-from sim.plan import QUEUES
+from dlcp.sim.plan import QUEUES
 
 i8, i4, i2, i1, f8 = np.int64, np.int32, np.int16, np.int8, np.float64
 Rows = Any

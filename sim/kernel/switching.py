@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Switches: which way a packet goes, whether it is let in, where it waits, and which one leaves next."""
 
-from sim.arithmetic import PS_PER_US
-from sim.counters import BUDGET_SPENT, DROPS_EARLY, DROPS_POLICY, DROPS_TAIL, MARKS, SLOT_TAKEN, TRIMS
-from sim.kernel.dice import draw, mix
-from sim.kernel.events import push
-from sim.kernel.jit import call
-from sim.kernel.state import DATA, PORT_FREE, SLOT_IDLE_US, SLOT_OWNED, SLOTS, Number, Rows
-from sim.kernel.world import (
+from dlcp.sim.arithmetic import PS_PER_US
+from dlcp.sim.counters import BUDGET_SPENT, DROPS_EARLY, DROPS_POLICY, DROPS_TAIL, MARKS, SLOT_TAKEN, TRIMS
+from dlcp.sim.kernel.dice import draw, mix
+from dlcp.sim.kernel.events import push
+from dlcp.sim.kernel.jit import call
+from dlcp.sim.kernel.state import DATA, PORT_FREE, SLOT_IDLE_US, SLOT_OWNED, SLOTS, Number, Rows
+from dlcp.sim.kernel.world import (
     choices_of,
     counts_of,
     messages_of,
@@ -20,7 +20,7 @@ from sim.kernel.world import (
     slots_of,
     switches_of,
 )
-from sim.plan import (
+from dlcp.sim.plan import (
     AT_RANDOM,
     BY_HASH,
     CONTROL_QUEUE,

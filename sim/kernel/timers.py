@@ -5,16 +5,16 @@ Of all that a stream waits for, only the earliest has an event that counts (``ti
 event that comes before anything is due is put in again, and one that another has replaced does nothing.
 """
 
-from sim.counters import PROBES, TAIL_PROBES, TIMEOUTS
-from sim.kernel.congestion import time_out, timeout_ps
-from sim.kernel.control import address_control, lose, post, probe, send_again
-from sim.kernel.events import push
-from sim.kernel.jit import call
-from sim.kernel.lifetime import bury, settle
-from sim.kernel.pools import take_packet
-from sim.kernel.state import PROBE, PROBE_DUE, TIMER, Number, Rows
-from sim.kernel.world import counts_of, messages_of, packets_of, records_of, streams_of, transports_of
-from sim.plan import NDP, QUEUES
+from dlcp.sim.counters import PROBES, TAIL_PROBES, TIMEOUTS
+from dlcp.sim.kernel.congestion import time_out, timeout_ps
+from dlcp.sim.kernel.control import address_control, lose, post, probe, send_again
+from dlcp.sim.kernel.events import push
+from dlcp.sim.kernel.jit import call
+from dlcp.sim.kernel.lifetime import bury, settle
+from dlcp.sim.kernel.pools import take_packet
+from dlcp.sim.kernel.state import PROBE, PROBE_DUE, TIMER, Number, Rows
+from dlcp.sim.kernel.world import counts_of, messages_of, packets_of, records_of, streams_of, transports_of
+from dlcp.sim.plan import NDP, QUEUES
 
 PROBE_BACKOFF_MAX = 6
 NEVER = 1 << 62

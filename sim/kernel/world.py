@@ -10,11 +10,10 @@ import importlib
 from typing import Any, Final
 
 import numpy as np
+from dlcp.sim.kernel.jit import AVAILABLE, call
+from dlcp.sim.kernel.state import EVENT, GRAPH, MESSAGE, PACKET, PORT, QUEUE, RECORD, SLOT, STREAM, SWITCH, Rows
+from dlcp.sim.plan import TRANSPORT
 from numpy.typing import NDArray
-
-from sim.kernel.jit import AVAILABLE, call
-from sim.kernel.state import EVENT, GRAPH, MESSAGE, PACKET, PORT, QUEUE, RECORD, SLOT, STREAM, SWITCH, Rows
-from sim.plan import TRANSPORT
 
 _INT: Final = np.dtype(np.int64)
 _INT32: Final = np.dtype(np.int32)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformers: the translation model, BERT-large and a GPT of 2.7 billion parameters."""
 
-from sim.models.profile import Layer, Network
+from dlcp.sim.models.profile import Layer, Network
 
 
 def _attention(name: str, width: int, context: int) -> Layer:

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, field
 
-from sim.models.profile import Layer, Network
+from dlcp.sim.models.profile import Layer, Network
 
 
 @dataclass(slots=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 import yaml
+from dlcp.sim.models.profile import StepProfile
 
 from dlcp.document import Document
-from sim.models.profile import StepProfile
 
 
 def read_profile(path: Path) -> StepProfile:

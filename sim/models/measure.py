@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from sim.models.profile import StepProfile, TimedLayer
+from dlcp.sim.models.profile import StepProfile, TimedLayer
 
 
 class ProfileError(RuntimeError):

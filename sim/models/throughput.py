@@ -5,10 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from dlcp.sim.models.attention import bert_large, gpt_2_7b, transformer
+from dlcp.sim.models.convolutional import inception_v3, resnet50, vgg16
+from dlcp.sim.models.profile import BACKWARD_OVER_FORWARD, Network, StepProfile, timed
+
 from dlcp.suggestion import nearest
-from sim.models.attention import bert_large, gpt_2_7b, transformer
-from sim.models.convolutional import inception_v3, resnet50, vgg16
-from sim.models.profile import BACKWARD_OVER_FORWARD, Network, StepProfile, timed
 
 NETWORKS: Final[dict[str, Callable[[], Network]]] = {
     "resnet50": resnet50,

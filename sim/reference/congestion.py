@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How windows grow and shrink, one class per kind. The formulas' sources are named in `sim.transports`."""
+"""How windows grow and shrink, one class per kind. The formulas' sources are named in `dlcp.sim.transports`."""
 
 from collections.abc import Callable
 
-from sim.arithmetic import cube_root
-from sim.plan import CUBIC, DCTCP, DLCP, NDP, NEW_RENO, PFABRIC, PIAS, SWIFT
-from sim.reference.parts import Transport
+from dlcp.sim.arithmetic import cube_root
+from dlcp.sim.plan import CUBIC, DCTCP, DLCP, NDP, NEW_RENO, PFABRIC, PIAS, SWIFT
+from dlcp.sim.reference.parts import Transport
 
 BACKOFF_MAX = 6
 

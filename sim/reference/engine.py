@@ -6,22 +6,21 @@ from typing import Any
 
 import numpy as np
 import simpy
+from dlcp.sim import counters as c
+from dlcp.sim.arithmetic import MASK64, mix
+from dlcp.sim.engine import GRAPH_CLOSED, GRAPH_DONE, NODE_DONE, Note
+from dlcp.sim.graph import RECORD
+from dlcp.sim.plan import BLOCK_PACKETS, NDP, PROFILE_CELLS, SELECTIVE, Plan
+from dlcp.sim.reference.congestion import WINDOWS
+from dlcp.sim.reference.interface import Interface
+from dlcp.sim.reference.link import Link
+from dlcp.sim.reference.parts import Graph, Kind, Known, Message, Packet, Stream, Transport
+from dlcp.sim.reference.program import fits, load_switches
+from dlcp.sim.reference.receiving import Receivers
+from dlcp.sim.reference.switch import Port, Switch
+from dlcp.sim.submission import Submission
+from dlcp.sim.topology.network import Routes
 from numpy.typing import NDArray
-
-from sim import counters as c
-from sim.arithmetic import MASK64, mix
-from sim.engine import GRAPH_CLOSED, GRAPH_DONE, NODE_DONE, Note
-from sim.graph import RECORD
-from sim.plan import BLOCK_PACKETS, NDP, PROFILE_CELLS, SELECTIVE, Plan
-from sim.reference.congestion import WINDOWS
-from sim.reference.interface import Interface
-from sim.reference.link import Link
-from sim.reference.parts import Graph, Kind, Known, Message, Packet, Stream, Transport
-from sim.reference.program import fits, load_switches
-from sim.reference.receiving import Receivers
-from sim.reference.switch import Port, Switch
-from sim.submission import Submission
-from sim.topology.network import Routes
 
 
 def drop_classes(message: Message) -> list[int]:
@@ -38,10 +37,10 @@ def drop_classes(message: Message) -> list[int]:
 
 
 class ReferenceEngine(Receivers):
-    """Moves the packets of a plan; see `sim.engine.Engine`.
+    """Moves the packets of a plan; see `dlcp.sim.engine.Engine`.
 
     Switches with the discipline ``dlcp`` run the compiled P4 program itself, packet by packet, wherever its tables can
-    express the plan (`sim.reference.program.fits`).
+    express the plan (`dlcp.sim.reference.program.fits`).
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -71,7 +70,7 @@ class ReferenceEngine(Receivers):
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Return what was counted, in the cells of `sim.counters`."""
+        """Return what was counted, in the cells of `dlcp.sim.counters`."""
         if self._programs:
             events = [switch.program.events() for switch in self.switches.values() if switch.program is not None]
             self.tally[[c.BUDGET_SPENT, c.SLOT_TAKEN, c.MARKS]] = np.sum(events, axis=0)
@@ -203,7 +202,7 @@ class ReferenceEngine(Receivers):
             self._notes.append(Note(GRAPH_CLOSED, message.graph.number, -1))
 
     def records(self, number: int) -> NDArray[Any]:
-        """Return what became of the nodes of a graph that has not been forgotten: `sim.graph.RECORD` (n,)."""
+        """Return what became of the nodes of a graph that has not been forgotten: `dlcp.sim.graph.RECORD` (n,)."""
         nodes = self._graphs[number].nodes
         return np.array([(m.begin_ps, m.end_ps, m.packets, m.missing, m.sent) for m in nodes], RECORD)
 
@@ -267,7 +266,7 @@ class ReferenceEngine(Receivers):
     # -------------------------------------------------------------------------------------------------------- links
 
     def set_loss(self, links: Sequence[int], loss: int) -> None:
-        """Let links lose packets from now on, ``loss`` of `sim.arithmetic.DRAW_LIMIT`."""
+        """Let links lose packets from now on, ``loss`` of `dlcp.sim.arithmetic.DRAW_LIMIT`."""
         for number in links:
             self.links[number].loss = loss
 

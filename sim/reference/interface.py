@@ -4,13 +4,13 @@
 from collections import deque
 from typing import TYPE_CHECKING
 
-from sim.arithmetic import RATE_SHIFT
-from sim.plan import CONTROL_QUEUE, NDP, PFABRIC, PIAS, QUEUES, SMALLEST_FIRST
-from sim.reference.link import Link
-from sim.reference.parts import Message, Packet, Stream
+from dlcp.sim.arithmetic import RATE_SHIFT
+from dlcp.sim.plan import CONTROL_QUEUE, NDP, PFABRIC, PIAS, QUEUES, SMALLEST_FIRST
+from dlcp.sim.reference.link import Link
+from dlcp.sim.reference.parts import Message, Packet, Stream
 
 if TYPE_CHECKING:
-    from sim.reference.engine import ReferenceEngine
+    from dlcp.sim.reference.engine import ReferenceEngine
 
 
 class Interface:

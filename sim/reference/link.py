@@ -3,13 +3,13 @@
 
 from typing import TYPE_CHECKING
 
-from sim import counters as c
-from sim.arithmetic import MASK64, RATE_SHIFT, draw
-from sim.plan import LinkNumbers
-from sim.reference.parts import Kind, Packet
+from dlcp.sim import counters as c
+from dlcp.sim.arithmetic import MASK64, RATE_SHIFT, draw
+from dlcp.sim.plan import LinkNumbers
+from dlcp.sim.reference.parts import Kind, Packet
 
 if TYPE_CHECKING:
-    from sim.reference.engine import ReferenceEngine
+    from dlcp.sim.reference.engine import ReferenceEngine
 
 
 class Link:

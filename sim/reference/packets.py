@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packets as hosts make them."""
 
-from sim.arithmetic import ENTROPY_TABLE
-from sim.reference.interface import left
-from sim.reference.parts import Kind, Message, Packet, Sent, Stream
+from dlcp.sim.arithmetic import ENTROPY_TABLE
+from dlcp.sim.reference.interface import left
+from dlcp.sim.reference.parts import Kind, Message, Packet, Sent, Stream
 
 
 def data_packet(stream: Stream, sent: Sent, queue: int, again: bool) -> Packet:

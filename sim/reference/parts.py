@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any
 
-from sim.plan import QUEUES
+from dlcp.sim.plan import QUEUES
 
 if TYPE_CHECKING:
-    from sim.reference.congestion import Window
-    from sim.reference.interface import Interface
+    from dlcp.sim.reference.congestion import Window
+    from dlcp.sim.reference.interface import Interface
 
 
 class Kind(IntEnum):
@@ -36,7 +36,7 @@ class Known(Enum):
 
 @dataclass(slots=True, eq=False)
 class Transport:
-    """A row of `sim.plan.TRANSPORT` as Python numbers."""
+    """A row of `dlcp.sim.plan.TRANSPORT` as Python numbers."""
 
     kind: int
     payload: int

@@ -6,19 +6,19 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+from dlcp.sim.arithmetic import PS_PER_US
+from dlcp.sim.plan import BY_HASH, CONTROL_QUEUE, DLCP, OTHER_PORT, QUEUES, Plan, source_port
+from dlcp.sim.reference.parts import Kind, Packet
 
 from dlcp.switch import DROP_PORT, Action, Group, Program
+from dlcp.switch.artifacts import PROGRAM_PATH
 from dlcp.switch.bmv2_json import load
-from dlcp.switch.command import PROGRAM_PATH
 from dlcp.switch.model import ProgramDef
 from dlcp.wire import UDP_PORT_BASE
-from sim.arithmetic import PS_PER_US
-from sim.plan import BY_HASH, CONTROL_QUEUE, DLCP, OTHER_PORT, QUEUES, Plan, source_port
-from sim.reference.parts import Kind, Packet
 
 if TYPE_CHECKING:
-    from sim.reference.engine import ReferenceEngine
-    from sim.reference.switch import Switch
+    from dlcp.sim.reference.engine import ReferenceEngine
+    from dlcp.sim.reference.switch import Switch
 
 PORTS_MAX = 63
 MEMBERS_MAX = 1024

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts as receivers, of data and of answers."""
 
-from sim import counters as c
-from sim.plan import NDP, PFABRIC
-from sim.reference.interface import Interface
-from sim.reference.packets import control_packet
-from sim.reference.parts import Kind, Known, Message, Packet, Sent, Stream
-from sim.reference.timers import Timers
+from dlcp.sim import counters as c
+from dlcp.sim.plan import NDP, PFABRIC
+from dlcp.sim.reference.interface import Interface
+from dlcp.sim.reference.packets import control_packet
+from dlcp.sim.reference.parts import Kind, Known, Message, Packet, Sent, Stream
+from dlcp.sim.reference.timers import Timers
 
 
 class Receivers(Timers):

@@ -5,20 +5,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
+from dlcp.sim import counters as c
+from dlcp.sim.plan import NDP
+from dlcp.sim.reference.interface import Interface, may_send, queue_of
+from dlcp.sim.reference.packets import data_packet
+from dlcp.sim.reference.parts import Known, Message, Packet, Sent, Stream
 from numpy.typing import NDArray
-
-from sim import counters as c
-from sim.plan import NDP
-from sim.reference.interface import Interface, may_send, queue_of
-from sim.reference.packets import data_packet
-from sim.reference.parts import Known, Message, Packet, Sent, Stream
 
 
 class Senders(ABC):
     """What senders do. The engine is made of it, of `Timers` and of `Receivers`, one on top of the other."""
 
     tally: NDArray[np.int64]
-    """What is counted, in the cells of `sim.counters`."""
+    """What is counted, in the cells of `dlcp.sim.counters`."""
 
     @property
     @abstractmethod

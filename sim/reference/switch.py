@@ -4,9 +4,9 @@
 from collections import deque
 from typing import TYPE_CHECKING
 
-from sim import counters as c
-from sim.arithmetic import PS_PER_US, draw, mix
-from sim.plan import (
+from dlcp.sim import counters as c
+from dlcp.sim.arithmetic import PS_PER_US, draw, mix
+from dlcp.sim.plan import (
     AT_RANDOM,
     BY_HASH,
     CONTROL_QUEUE,
@@ -19,12 +19,12 @@ from sim.plan import (
     SMALLEST_FIRST,
     TRIM,
 )
-from sim.reference.link import Link
-from sim.reference.parts import Kind, Packet
+from dlcp.sim.reference.link import Link
+from dlcp.sim.reference.parts import Kind, Packet
 
 if TYPE_CHECKING:
-    from sim.reference.engine import ReferenceEngine
-    from sim.reference.program import ProgramSwitch
+    from dlcp.sim.reference.engine import ReferenceEngine
+    from dlcp.sim.reference.program import ProgramSwitch
 
 SLOT_IDLE_US = 1_000_000
 TRIMMED_BYTES = 64

@@ -4,12 +4,12 @@
 Of all that a stream waits for, only the earliest has an event that counts (``timer_at_ps``).
 """
 
-from sim import counters as c
-from sim.plan import NDP
-from sim.reference.interface import Interface, left
-from sim.reference.packets import control_packet
-from sim.reference.parts import Kind, Message, Stream
-from sim.reference.sending import Senders
+from dlcp.sim import counters as c
+from dlcp.sim.plan import NDP
+from dlcp.sim.reference.interface import Interface, left
+from dlcp.sim.reference.packets import control_packet
+from dlcp.sim.reference.parts import Kind, Message, Stream
+from dlcp.sim.reference.sending import Senders
 
 PROBE_BACKOFF_MAX = 6
 

@@ -4,8 +4,8 @@
 from pathlib import Path
 from typing import Any
 
-from sim.report.results import read_json
-from sim.report.summary import ReportError
+from dlcp.sim.report.results import read_json
+from dlcp.sim.report.summary import ReportError
 
 
 def compare(old: Path, new: Path, above: float) -> int:

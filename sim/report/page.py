@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import jinja2
+from dlcp.sim.convergence.curves import curves
+from dlcp.sim.experiment import Figure
+from dlcp.sim.reading import Described
+from dlcp.sim.report.plots import STYLE, draw, number
+from dlcp.sim.report.results import Results, Spread, load, series_of
+from dlcp.sim.report.summary import Finding, write_summary
+from dlcp.sim.sources import sources_digest
 
 from dlcp import __version__
-from dlcp.demo.report import page_style
-from sim.convergence.curves import curves
-from sim.experiment import Figure
-from sim.reading import Described
-from sim.report.plots import STYLE, draw, number
-from sim.report.results import Results, Spread, load, series_of
-from sim.report.summary import Finding, write_summary
-from sim.sources import sources_digest
+from dlcp.report.page import page_style
 
 _NAMES: Final = {
     "dlcp": "DLCP",
@@ -59,7 +59,7 @@ def write_report(described: Sequence[Described], out: Path) -> Path:
 
     Raises
     ------
-    sim.report.summary.ReportError
+    dlcp.sim.report.summary.ReportError
         No experiment has any results.
     """
     every = [load(item, out) for item in described]
@@ -91,7 +91,7 @@ def render(sections: Sequence[Section], empty: Sequence[Results] = ()) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": _cell, "signed": _signed, "measured": _measured, "range": _range, "words": _words}
-    template = environment.from_string(resources.files("sim.report").joinpath("page.html").read_text(encoding="utf-8"))
+    template = environment.from_string((resources.files("dlcp.sim.report") / "page.html").read_text(encoding="utf-8"))
     documents = [document for section in sections for _, document in section.results.documents]
     return template.render(
         sections=sections,

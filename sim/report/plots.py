@@ -5,10 +5,11 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from dlcp.demo.svg import STYLE as DRAWING_STYLE
-from dlcp.demo.svg import Drawing, Scale, text_width
-from sim.experiment import Figure
-from sim.report.results import Spread
+from dlcp.sim.experiment import Figure
+from dlcp.sim.report.results import Spread
+
+from dlcp.report.svg import STYLE as DRAWING_STYLE
+from dlcp.report.svg import Drawing, Scale, text_width
 
 COLOURS: Final = ("s0", "s1", "s2", "s3", "s4", "s5")
 OWN: Final = "dlcp"
@@ -29,7 +30,7 @@ _LABEL_LINES: Final = 4
 
 
 def draw(figure: Figure, series: Mapping[str, Mapping[str, Spread]]) -> Drawing:
-    """Draw a figure's numbers, as `sim.report.results.series_of` gives them.
+    """Draw a figure's numbers, as `dlcp.sim.report.results.series_of` gives them.
 
     Raises
     ------

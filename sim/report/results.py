@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from sim.experiment import Experiment, Figure, Run
-from sim.reading import Described
-from sim.sweep import existing
+from dlcp.sim.experiment import Experiment, Figure, Run
+from dlcp.sim.reading import Described
+from dlcp.sim.sweep import existing
 
 Place: TypeAlias = tuple[tuple[str, str], ...]
 """Points by axis."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlcp.sim.experiment import Claim
+from dlcp.sim.report.results import Place, Results, Spread
+from dlcp.sim.sources import sources_digest
+
 from dlcp import __version__
-from sim.experiment import Claim
-from sim.report.results import Place, Results, Spread
-from sim.sources import sources_digest
 
 
 class ReportError(RuntimeError):

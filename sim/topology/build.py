@@ -3,8 +3,8 @@
 
 from itertools import combinations
 
-from sim.topology.network import Network, TopologyError
-from sim.topology.specs import Dragonfly, FatTree, LeafSpine, RailOptimised, Star, TopologySpec
+from dlcp.sim.topology.network import Network, TopologyError
+from dlcp.sim.topology.specs import Dragonfly, FatTree, LeafSpine, RailOptimised, Star, TopologySpec
 
 HOSTS_MAX = 1 << 16
 

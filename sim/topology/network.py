@@ -6,10 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
+from dlcp.sim.topology.specs import LinkSpec
 from numpy.typing import NDArray
 
 from dlcp.suggestion import closest
-from sim.topology.specs import LinkSpec
 
 
 class TopologyError(ValueError):

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Further all-reduces beside those of `sim.collectives`: recursive halving and doubling, a tree, and two levels."""
+"""All-reduces beside those of `dlcp.sim.collectives`: recursive halving and doubling, a tree, and two levels."""
 
 import dataclasses
 
 import numpy as np
-
-from sim.collectives import PULL_MESSAGE, Exchange, direct, parameter_server, ring, shard_sizes
-from sim.graph import GraphBuilder, Nodes
-from sim.training.job import Collective
+from dlcp.sim.collectives import PULL_MESSAGE, Exchange, direct, parameter_server, ring, shard_sizes
+from dlcp.sim.graph import GraphBuilder, Nodes
+from dlcp.sim.training.job import Collective
 
 
 def all_reduce(

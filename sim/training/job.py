@@ -35,7 +35,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Parameters
     ----------
     model
-        A name in `sim.models.throughput.NETWORKS`, or the file of a profile that ``dlcp sim profile`` has written.
+        A name in `dlcp.sim.models.throughput.NETWORKS`, or the file of a profile that ``dlcp sim profile`` has written.
     gpu, precision
         Whose published throughput gives the computing time; a profile of one's own has times of its own.
     batch
@@ -49,7 +49,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     collective
         How gradients are summed and results come back. ``hierarchical`` sums within ``group`` neighbours first.
     scheduler
-        In which pieces and in which order gradients are sent; see `sim.training.schedulers`.
+        In which pieces and in which order gradients are sent; see `dlcp.sim.training.schedulers`.
     piece_bytes
         The most bytes of a piece; the scheduler's own if it is not given.
     transport

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from sim.training.job import TrainingJob
+from dlcp.sim.training.job import TrainingJob
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from dlcp.sim.arithmetic import seconds_to_ps
+from dlcp.sim.models.files import read_profile
+from dlcp.sim.models.profile import StepProfile
+from dlcp.sim.models.throughput import step_profile
+from dlcp.sim.simulation import Process, Simulation
+from dlcp.sim.training.job import TrainingJob
+from dlcp.sim.training.placement import PlacedJob
+from dlcp.sim.training.schedulers import piece_limit, pieces
+from dlcp.sim.training.steps import STEPS_PER_GRAPH, step_graph
 from numpy.typing import NDArray
-
-from sim.arithmetic import seconds_to_ps
-from sim.models.files import read_profile
-from sim.models.profile import StepProfile
-from sim.models.throughput import step_profile
-from sim.simulation import Process, Simulation
-from sim.training.job import TrainingJob
-from sim.training.placement import PlacedJob
-from sim.training.schedulers import piece_limit, pieces
-from sim.training.steps import STEPS_PER_GRAPH, step_graph
 
 
 @dataclass(slots=True)

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from dlcp.sim.models.profile import TimedLayer
+from dlcp.sim.training.job import SchedulerName, TrainingJob
 
 from dlcp.tags import BACK_SHARES, FRONT_SHARES, queue_of_layer
-from sim.models.profile import TimedLayer
-from sim.training.job import SchedulerName, TrainingJob
 
 BUCKET_BYTES: Final = 25 * 2**20
 """``bucket_cap_mb`` of DistributedDataParallel."""
@@ -95,7 +95,7 @@ def pieces(
     most
         The most bytes of a piece.
     layer_queues, magnitude_classes
-        What ``dlcp`` tells switches; see `sim.training.job.TrainingJob`.
+        What ``dlcp`` tells switches; see `dlcp.sim.training.job.TrainingJob`.
     """
     sizes = [round(layer.parameters * bytes_per_value) for layer in layers]
     if scheduler == "fifo":

@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from dlcp.sim.arithmetic import PS_PER_S
+from dlcp.sim.collectives import PULL_MESSAGE, Exchange
+from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder, Nodes
+from dlcp.sim.models.profile import StepProfile
+from dlcp.sim.training.exchanges import all_reduce
+from dlcp.sim.training.placement import PlacedJob
+from dlcp.sim.training.schedulers import Piece
 from numpy.typing import NDArray
-
-from sim.arithmetic import PS_PER_S
-from sim.collectives import PULL_MESSAGE, Exchange
-from sim.graph import OWN_LANE, Graph, GraphBuilder, Nodes
-from sim.models.profile import StepProfile
-from sim.training.exchanges import all_reduce
-from sim.training.placement import PlacedJob
-from sim.training.schedulers import Piece
 
 STEPS_PER_GRAPH: Final = 4
 """Steps of one graph, in which workers drift apart freely; between graphs they meet. Chosen by us: memory holds no more

@@ -13,9 +13,9 @@ from scripts import in_session, make, train
 from workers import launch, values
 
 from dlcp.advise import page
-from dlcp.advise.rules import Figures, Settings, decide
 from dlcp.train import headroom
 from dlcp.train.plan import Plan
+from dlcp.tuning.rules import Figures, Settings, decide
 
 pytestmark = pytest.mark.timeout(110)
 STEPS = 9

@@ -4,11 +4,11 @@
 import numpy as np
 import pytest
 
-from dlcp.advise.batches import BalancedBatches, divide_batch
-from dlcp.advise.phases import WINDOW_STEPS, Phases
 from dlcp.collectives.layer_bounds import LayerBounds
 from dlcp.tags import Layer, PacketTags, Segment
 from dlcp.transport import LossBound
+from dlcp.tuning.batches import BalancedBatches, divide_batch
+from dlcp.tuning.phases import WINDOW_STEPS, Phases
 
 
 def regimes(norms, window=4):

@@ -9,15 +9,15 @@ from virtual_ranks import LAYERS, NOTHING_PROTECTED, SMALL_SIZES, SmallRanks, as
 from virtual_ring import RingRanks
 
 from dlcp.advise import pilot as pilot_module
-from dlcp.advise.phases import TIGHT_RATIO, Phases
-from dlcp.advise.pilot import NORM_VALUES, Pilot, PilotedReducer, squares_of
-from dlcp.advise.rules import Advice, Choice, Settings
 from dlcp.collectives import Bucket, DirectAllReduce, RingAllReduce, ServerOptions
 from dlcp.collectives.layer_bounds import LayerBounds
 from dlcp.collectives.notice import bucket_of
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
 from dlcp.transport import LossBound
+from dlcp.tuning.autotuner import NORM_VALUES, Pilot, PilotedReducer, squares_of
+from dlcp.tuning.phases import TIGHT_RATIO, Phases
+from dlcp.tuning.rules import Advice, Choice, Settings
 from dlcp.wire import Flag, PacketType
 
 WARM_UP_STEPS, WINDOW_STEPS = 2, 4

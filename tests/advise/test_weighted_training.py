@@ -56,7 +56,7 @@ def samples_on_one_rank_only(worker):
     options = worker.options(samples=8 if worker.rank == 0 else 0, meet_s=4.0)
     try:
         state = dlcp.torch.enable(model, options)
-    except dlcp.group.NotJoinedError as error:
+    except dlcp.session.NotJoinedError as error:
         return str(error)
     reason = state.reason
     state.close()

@@ -29,8 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp.advise.measurement import settings_of, with_settings
-from dlcp.advise.rules import Advice, Settings, decide
-from dlcp.advise.survey import Survey, figures_of_surveys
 from dlcp.bench.interleave import interleave
 from dlcp.bench.path import RoutedPath
 from dlcp.bench.ranks import Ranks
@@ -40,6 +38,8 @@ from dlcp.demo.place import NamespacePlace
 from dlcp.demo.processes import Program
 from dlcp.demo.run import Setup
 from dlcp.switch.namespace import NamespaceError, become_root
+from dlcp.tuning.rules import Advice, Settings, decide
+from dlcp.tuning.survey import Survey, figures_of_surveys
 
 NOTHING, DEFAULT, ADVISED = "no communication", "default", "advised"
 WIDTH, BATCH = 256, 64

@@ -21,11 +21,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from controller.fabric import Fabric, Job, Switch
-from controller.pipeline import Pipeline
-from controller.reconcile import reconcile, wanted
-from controller.session import Session
-from controller.shapes import leaf_spine
+from dlcp.controller.fabric import Fabric, Job, Switch
+from dlcp.controller.pipeline import Pipeline
+from dlcp.controller.reconcile import reconcile, wanted
+from dlcp.controller.session import Session
+from dlcp.controller.shapes import leaf_spine
+
 from dlcp.bench.interleave import median, spread
 from dlcp.bench.report import Result, say, show
 from dlcp.switch.process import SwitchProcess

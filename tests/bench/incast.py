@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from dlcp.controller.shapes import star
 
-from controller.shapes import star
 from dlcp.bench.report import Result, result, say, show
 from dlcp.switch.ports.loopback import LoopbackHost
 from dlcp.switch.process import SwitchProcess

@@ -3,7 +3,7 @@
 
 import sys
 
-from dlcp.bench.command import main
+from dlcp.commands.bench import main
 
 if __name__ == "__main__":
     sys.exit(main("switch"))

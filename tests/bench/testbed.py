@@ -23,8 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from controller.testbed.report import disagreements
-from controller.testbed.requirements import SwitchKind, missing
+from dlcp.controller.testbed.report import disagreements
+from dlcp.controller.testbed.requirements import SwitchKind, missing
+
 from dlcp.bench.interleave import Samples, interleave, median
 from dlcp.bench.report import Result, result, say, show, significant
 from dlcp.demo.summary import Run, progress_to, target_accuracy

@@ -8,10 +8,10 @@ import pytest
 from cycles import cycles
 from network import Network, VirtualEndpoint
 
+from dlcp.backend.arithmetic import Arithmetic, ReduceOp
+from dlcp.backend.collectives import Exchange
+from dlcp.backend.process_group import AllowedLoss
 from dlcp.collectives import mailbox, summing, totals
-from dlcp.collectives.channel import AllowedLoss
-from dlcp.collectives.exchange import Exchange
-from dlcp.collectives.reduction import Arithmetic, ReduceOp
 from dlcp.tags import Tagger, TagPolicy
 from dlcp.transport import LossBound, TransportError
 

@@ -8,8 +8,8 @@ from coded_ranks import NOTHING_PROTECTED
 from free_ports import free_udp_ports
 from group_ranks import together
 
-from dlcp.group import Options
-from dlcp.group.joining import NotJoinedError
+from dlcp.session import Options
+from dlcp.session.joining import NotJoinedError
 from dlcp.transport import TransportError
 
 SHAPES = {"conv.weight": (64, 8, 9), "conv.bias": (64,), "fc.weight": (80, 60)}

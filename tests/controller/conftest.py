@@ -4,9 +4,8 @@
 import shutil
 
 import pytest
+from dlcp.controller.pipeline import Pipeline
 from switches import Certificates, running
-
-from controller.pipeline import Pipeline
 
 
 @pytest.fixture(scope="session")

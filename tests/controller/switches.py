@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from dlcp.controller.fabric import Switch, Tls
 from free_ports import free_port
 
-from controller.fabric import Switch, Tls
 from dlcp.switch.p4runtime.device import Device
 from dlcp.switch.p4runtime.server import P4RuntimeServer, TlsFiles
 

@@ -4,10 +4,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from dlcp.controller.fabric import Fabric, FabricError, Host, Job, Link, Port, Switch, Tls, load
+from dlcp.controller.policy import Policy
+from dlcp.controller.shapes import leaf_spine, star
 
-from controller.fabric import Fabric, FabricError, Host, Job, Link, Port, Switch, Tls, load
-from controller.policy import Policy
-from controller.shapes import leaf_spine, star
 from dlcp.document import DocumentError
 from dlcp.switch.queues import PortQueueing
 

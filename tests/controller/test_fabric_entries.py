@@ -3,11 +3,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from dlcp.controller.entries import entries
+from dlcp.controller.fabric import Job, load
+from dlcp.controller.policy import Policy, PolicyError, Remap, Thresholds
+from dlcp.controller.shapes import leaf_spine, star
 
-from controller.entries import entries
-from controller.fabric import Job, load
-from controller.policy import Policy, PolicyError, Remap, Thresholds
-from controller.shapes import leaf_spine, star
 from dlcp.switch import Program
 from dlcp.switch.entries import apply
 from dlcp.switch.queues import PortQueueing

@@ -6,15 +6,15 @@ import time
 from dataclasses import replace
 
 import pytest
+from dlcp.controller.difference import Action, Change, difference, key_of
+from dlcp.controller.fabric import Job, Switch
+from dlcp.controller.reconcile import plan, reconcile, wanted
+from dlcp.controller.session import ENDING_S, ControlError, Session
+from dlcp.controller.shapes import leaf_spine, star
 from finsy.proto import p4r
 from free_ports import free_port
 from switches import described, running
 
-from controller.difference import Action, Change, difference, key_of
-from controller.fabric import Job, Switch
-from controller.reconcile import plan, reconcile, wanted
-from controller.session import ENDING_S, ControlError, Session
-from controller.shapes import leaf_spine, star
 from dlcp.switch.entries import Entries, TableEntry
 
 DEADLINE_S = 60

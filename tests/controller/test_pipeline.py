@@ -3,10 +3,10 @@ import random
 from dataclasses import replace
 
 import pytest
+from dlcp.controller.difference import Action, difference, key_of
+from dlcp.controller.pipeline import Pipeline, PipelineError
 from finsy.proto import p4r
 
-from controller.difference import Action, difference, key_of
-from controller.pipeline import Pipeline, PipelineError
 from dlcp.switch.entries import Entries, MeterRates, Profile, ProfileGroup, ProfileMember, TableEntry
 
 ROUTE = TableEntry("ipv4_route", {"ipv4_dst": "10.0.1.77/24"}, group=3)

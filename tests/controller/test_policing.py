@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from dlcp.controller.entries import entries
+from dlcp.controller.fabric import Job
+from dlcp.controller.shapes import star
 from traffic_of_a_host import frame
 
-from controller.entries import entries
-from controller.fabric import Job
-from controller.shapes import star
 from dlcp.switch import Program
-from dlcp.switch.command import PROGRAM_PATH
+from dlcp.switch.artifacts import PROGRAM_PATH
 from dlcp.switch.counters import IngressEvent, decode_events, totals
 from dlcp.switch.entries import apply
 from dlcp.switch.queues import PortQueueing, PortQueues

@@ -8,19 +8,19 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
+from dlcp.controller import bmv2, readings
+from dlcp.controller.difference import Action, Change, difference
+from dlcp.controller.fabric import Switch
+from dlcp.controller.metrics import SwitchState, serve
+from dlcp.controller.reconcile import reconcile, wanted
+from dlcp.controller.session import Session
+from dlcp.controller.shapes import star
+from dlcp.controller.watch import Watcher
 from finsy.proto import p4r
 from free_ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from switches import described
 
-from controller import bmv2, readings
-from controller.difference import Action, Change, difference
-from controller.fabric import Switch
-from controller.metrics import SwitchState, serve
-from controller.reconcile import reconcile, wanted
-from controller.session import Session
-from controller.shapes import star
-from controller.watch import Watcher
 from dlcp.switch.counters import EgressEvent, EventCount, IngressEvent, decode_events, event_index
 from dlcp.switch.queues import PortQueueing
 

@@ -9,9 +9,9 @@ import pytest
 from synthetic_runs import make_runs
 
 from dlcp.demo import report, wording
-from dlcp.demo.plots import MOST_POINTS, binned, draw_all, drop_shares
 from dlcp.demo.summary import summarize
-from dlcp.demo.svg import DASHES, STYLE, Scale, round_up
+from dlcp.report.plots import MOST_POINTS, binned, draw_all, drop_shares
+from dlcp.report.svg import DASHES, STYLE, Scale, round_up
 
 FIGURES = {
     "accuracy",

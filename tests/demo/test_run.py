@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from dlcp.demo import command
+from dlcp.commands import demo as command
 from dlcp.demo.background import Burst
 from dlcp.demo.run import Setup, execute, variants
 from dlcp.switch import namespace

@@ -16,7 +16,7 @@ from statistics import mean
 
 from free_ports import free_port
 
-from dlcp.group import Options
+from dlcp.session import Options
 
 LIMIT_S = 1200
 READY_LIMIT_S = 200

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from dlcp.group import Options
+from dlcp.session import Options
 
 
 class MirrorGroup:

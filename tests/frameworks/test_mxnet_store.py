@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mirror_group import MirrorGroup
 
-from dlcp.group import Options
+from dlcp.session import Options
 from dlcp.transport import PeerSilentError
 
 LIMIT_S = 20

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from free_ports import free_port
 
-import dlcp.group
-from dlcp.group import Options
+import dlcp.session
+from dlcp.session import Options
 
 LIMIT_S = 40
 
@@ -35,7 +35,7 @@ def together(size, function, options=None):
 
     def one(rank):
         mine = options[rank] if isinstance(options, list) else options or Options(shared_memory=False)
-        with dlcp.group.join(mine, rank=rank, size=size, master=master) as group:
+        with dlcp.session.join(mine, rank=rank, size=size, master=master) as group:
             return function(group)
 
     found = on_ranks(size, one)

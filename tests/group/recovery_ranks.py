@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from dlcp.collectives.salvage import Salvage
-from dlcp.group.recovery import RecoveringExchange
+from dlcp.session.recovery import RecoveringExchange
 from dlcp.transport import DeadlineError
 
 PAYLOAD_BYTES = 64

@@ -7,11 +7,11 @@ from bad_network import BadNetwork, Weather
 from free_ports import free_port, free_udp_ports
 from group_ranks import LIMIT_S, on_ranks, together
 
-import dlcp.group
+import dlcp.session
 from dlcp.dtypes import ValueType
-from dlcp.group import Options, buckets
-from dlcp.group.buckets import Plan
-from dlcp.group.metrics import average_metrics, mean_over_ranks
+from dlcp.session import Options, buckets
+from dlcp.session.buckets import Plan
+from dlcp.session.metrics import average_metrics, mean_over_ranks
 from dlcp.tags import TagPolicy, layers_in_order
 
 NAMES = ["conv1.weight", "conv1.bias", "fc.weight", "fc.bias", "scale"]
@@ -222,13 +222,13 @@ def test_ranks_with_other_parameters_are_told_which():
 
 @pytest.mark.parametrize(("names", "problem"), [([], "no parameters"), (["a", "b", "a"], "a is registered twice")])
 def test_names_that_cannot_be(names, problem):
-    with dlcp.group.join(rank=0, size=1) as group, pytest.raises(ValueError, match=problem):
+    with dlcp.session.join(rank=0, size=1) as group, pytest.raises(ValueError, match=problem):
         group.register(names)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_arrays_are_broadcast_whole(size, monkeypatch):
-    monkeypatch.setattr("dlcp.group.whole.PART_BYTES", 1 << 14)
+    monkeypatch.setattr("dlcp.session.whole.PART_BYTES", 1 << 14)
 
     def train(group):
         group.register(["w"])
@@ -258,9 +258,9 @@ def test_ranks_join_again_and_find_each_other():
 
     def one(rank):
         found = []
-        with dlcp.group.join(rank=rank, size=2, master=master) as outer:
+        with dlcp.session.join(rank=rank, size=2, master=master) as outer:
             for _ in range(2):
-                with dlcp.group.join(rank=rank, size=2, master=master) as group:
+                with dlcp.session.join(rank=rank, size=2, master=master) as group:
                     group.register(["w"])
                     values = np.full(10, group.rank, np.float32)
                     group.average({"w": values})

@@ -12,10 +12,10 @@ from bad_network import BadNetwork, Weather
 from free_ports import free_port, free_udp_ports
 from group_ranks import LIMIT_S, on_ranks, start_process, together
 
-import dlcp.group
-from dlcp.group import NotJoinedError, Options
-from dlcp.group.recovery import Mode
-from dlcp.group.store import StoreError
+import dlcp.session
+from dlcp.session import NotJoinedError, Options
+from dlcp.session.recovery import Mode
+from dlcp.session.store import StoreError
 from dlcp.transport import TransportError
 
 PROCESSES_LIMIT_S = 100
@@ -24,9 +24,9 @@ NAMES = ["front", "middle", "back"]
 TRAINING = """
 import os, signal, sys, time
 import numpy as np
-import dlcp.group
+import dlcp.session
 logging = __import__("logging").basicConfig()
-with dlcp.group.join(dlcp.group.Options(silence_s=float(sys.argv[3]), deadline_s=float(sys.argv[4]))) as group:
+with dlcp.session.join(dlcp.session.Options(silence_s=float(sys.argv[3]), deadline_s=float(sys.argv[4]))) as group:
     group.register(["front", "back"])
     for step in range(1000):
         if group.rank == int(sys.argv[1]) and step == 4:
@@ -81,8 +81,8 @@ def test_a_rank_that_stands_still_is_named_with_step_and_layer():
 def test_a_process_that_raises_tells_the_others_why():
     port = free_port()
     code = """
-import numpy as np, dlcp.group
-group = dlcp.group.join()
+import numpy as np, dlcp.session
+group = dlcp.session.join()
 group.register(["w"])
 for step in range(1000):
     group.average({"w": np.ones(5, np.float32)})
@@ -101,7 +101,7 @@ def test_a_rank_that_raises_tells_the_others_why():
     master = f"127.0.0.1:{free_port()}"
 
     def one(rank):
-        with dlcp.group.join(QUICK, rank=rank, size=3, master=master) as group:
+        with dlcp.session.join(QUICK, rank=rank, size=3, master=master) as group:
             group.register(NAMES)
             group.average(gradients(rank, 0))
             if rank == 1:
@@ -121,16 +121,16 @@ def test_a_rank_that_does_not_come_is_named():
     master = f"127.0.0.1:{free_port()}"
     options = QUICK.with_(meet_s=0.8, fallback=False)
     began_s = time.monotonic()
-    found = on_ranks(3, lambda rank: dlcp.group.join(options, rank=rank, size=3, master=master), only=[0, 2])
+    found = on_ranks(3, lambda rank: dlcp.session.join(options, rank=rank, size=3, master=master), only=[0, 2])
     assert time.monotonic() - began_s < 10
     for error in found.values():
         assert isinstance(error, NotJoinedError)
-        assert "rank 1 has not called dlcp.group.join" in str(error)
+        assert "rank 1 has not called dlcp.session.join" in str(error)
 
 
 def test_without_rank_0_there_is_no_store():
     with pytest.raises(StoreError, match="is rank 0 started"):
-        dlcp.group.join(QUICK.with_(meet_s=0.3), rank=1, size=2, master=f"127.0.0.1:{free_port()}")
+        dlcp.session.join(QUICK.with_(meet_s=0.3), rank=1, size=2, master=f"127.0.0.1:{free_port()}")
 
 
 def test_a_path_that_passes_no_udp_is_gone_around(caplog):
@@ -269,12 +269,12 @@ def test_closing_a_group_in_mid_step_tells_whoever_waits():
 
 def test_rank_0_keeps_the_store_until_the_others_have_left():
     code = """
-import time, dlcp.group
-from dlcp.group.channel import StoreChannel
+import time, dlcp.session
+from dlcp.session.channel import StoreChannel
 def take_late(channel, name, rank, end_s, take=StoreChannel._take):
     time.sleep(0.7 * channel.rank)
     return take(channel, name, rank, end_s)
-group = dlcp.group.join()
+group = dlcp.session.join()
 StoreChannel._take = take_late
 group.barrier()
 """
@@ -287,8 +287,8 @@ group.barrier()
 def test_a_rank_that_lags_behind_can_use_dlcp_though_rank_0_has_long_been_done():
     """The store is there as long as somebody may need it; here for eight times what counts as silence."""
     code = """
-import os, time, numpy as np, dlcp.group
-group = dlcp.group.join(dlcp.group.Options(silence_s=0.5, deadline_s=30, meet_s=30))
+import os, time, numpy as np, dlcp.session
+group = dlcp.session.join(dlcp.session.Options(silence_s=0.5, deadline_s=30, meet_s=30))
 group.register(["w"])
 group.average({"w": np.ones(50_000, np.float32)})
 group.barrier()
@@ -306,8 +306,8 @@ if group.rank == 1:
 def test_why_rank_0_gives_up_is_heard_over_the_store_too():
     """Where no UDP passes, its store is all that others have; it goes with rank 0, but not before they know."""
     code = """
-import os, time, numpy as np, dlcp.group
-group = dlcp.group.join(dlcp.group.Options(advertise="127.0.0.1:9", meet_s=2.0))
+import os, time, numpy as np, dlcp.session
+group = dlcp.session.join(dlcp.session.Options(advertise="127.0.0.1:9", meet_s=2.0))
 assert not group.active
 group.register(["w"])
 group.average({"w": np.ones(5, np.float32)})
@@ -326,7 +326,7 @@ group.average({"w": np.ones(5, np.float32)})
 def test_rank_0_waits_for_one_that_stays_no_longer_than_it_was_told():
     master = f"127.0.0.1:{free_port()}"
     brief = QUICK.with_(deadline_s=1.0)
-    groups = on_ranks(2, lambda rank: dlcp.group.join(brief, rank=rank, size=2, master=master))
+    groups = on_ranks(2, lambda rank: dlcp.session.join(brief, rank=rank, size=2, master=master))
     began_s = time.monotonic()
     groups[0].close()
     assert brief.deadline_s <= time.monotonic() - began_s < brief.deadline_s + 5
@@ -354,7 +354,7 @@ def test_a_group_is_closed_while_its_recovery_begins(monkeypatch):
             group.start("w", np.ones(5, np.float32))
             assert begins.wait(LIMIT_S)
 
-        monkeypatch.setattr("dlcp.group.recovery.threading.Thread", LateThread)
+        monkeypatch.setattr("dlcp.session.recovery.threading.Thread", LateThread)
         together(2, train, through(network, ports))
 
 
@@ -362,7 +362,7 @@ def test_models_that_differ_are_an_error_on_all_ranks():
     master = f"127.0.0.1:{free_port()}"
 
     def one(rank):
-        with dlcp.group.join(QUICK, rank=rank, size=2, master=master) as group:
+        with dlcp.session.join(QUICK, rank=rank, size=2, master=master) as group:
             group.register(["w"])
             group.average({"w": np.zeros(5000 + rank * 7, np.float32)})
 
@@ -375,7 +375,7 @@ def test_models_that_differ_are_an_error_on_all_ranks():
 
 
 def test_a_closed_group_refuses():
-    group = dlcp.group.join(rank=0, size=1)
+    group = dlcp.session.join(rank=0, size=1)
     group.register(["w"])
     group.close()
     group.close()
@@ -398,13 +398,13 @@ def test_an_environment_that_makes_no_sense(variables, problem, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=problem):
-        dlcp.group.join()
+        dlcp.session.join()
 
 
 def test_alone_without_a_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with dlcp.group.join() as group:
+    with dlcp.session.join() as group:
         group.register(["w"])
         values = np.full(3, 7, np.float32)
         group.average({"w": values})

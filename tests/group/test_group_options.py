@@ -7,8 +7,8 @@ from bad_network import BadNetwork, Weather
 from free_ports import free_udp_ports
 from group_ranks import together
 
-from dlcp.advise.rules import Settings
-from dlcp.group import NotJoinedError, Options
+from dlcp.session import NotJoinedError, Options
+from dlcp.tuning.rules import Settings
 
 SHAPES = {"front.weight": (60, 50), "front.bias": (60,), "back.weight": (40, 60)}
 SAMPLES = [8, 0, 24]

@@ -13,7 +13,7 @@ from recovery_ranks import FakeEndpoint, FakeReducer, Network, close_while_it_le
 
 from dlcp.collectives import Bucket, ErrorFeedback
 from dlcp.dtypes import ValueType
-from dlcp.group.recovery import Handed, Mode, RecoveringExchange
+from dlcp.session.recovery import Handed, Mode, RecoveringExchange
 from dlcp.tags import Layer, Segment
 from dlcp.transport import DeadlineError, MessageMismatchError, PeerAbortedError, TransportError
 

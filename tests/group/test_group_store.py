@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from group_ranks import on_ranks
 
-from dlcp.group import channel
-from dlcp.group.agreement import Agreement
-from dlcp.group.channel import StoreChannel, ended_key
-from dlcp.group.store import Store, StoreError, StoreServer, serve
+from dlcp.session import channel
+from dlcp.session.agreement import Agreement
+from dlcp.session.channel import StoreChannel, ended_key
+from dlcp.session.store import Store, StoreError, StoreServer, serve
 from dlcp.transport import DeadlineError, PeerSilentError
 
 

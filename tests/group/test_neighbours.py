@@ -8,7 +8,7 @@ import pytest
 from group_ranks import on_ranks, together
 
 from dlcp import native
-from dlcp.group import Options
+from dlcp.session import Options
 from dlcp.switch import namespace
 from dlcp.transport import shared_memory
 from dlcp.transport.shared_memory import Doorstep

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from dlcp.collectives import ErrorFeedback
-from dlcp.group.agreement import Agreement
-from dlcp.group.recovery import LEFT, Mode
+from dlcp.session.agreement import Agreement
+from dlcp.session.recovery import LEFT, Mode
 from dlcp.tags import Layer, Segment
 from dlcp.torch import fallback
 from dlcp.torch.fallback import Exchange, GroupChannel

@@ -163,7 +163,7 @@ def test_options_that_do_not_go_together(arguments, message):
 
 
 def test_nothing_of_p4runtime_is_loaded_unless_asked_for():
-    code = "import sys, dlcp.switch.command; sys.exit(any(name in sys.modules for name in ('grpc', 'finsy')))"
+    code = "import sys, dlcp.commands.switch; sys.exit(any(name in sys.modules for name in ('grpc', 'finsy')))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from bmv2_target import MARKED, Bmv2
 from control import DELETE, INSERT, MODIFY, Control, config
+from dlcp.controller.difference import difference
+from dlcp.controller.pipeline import Pipeline
 from finsy.proto import p4r
 from loops import Loop
 from simple_switch import SimpleSwitch
 from sites import GREEN
 from targets import DEVICE_ID
 
-from controller.difference import difference
-from controller.pipeline import Pipeline
 from dlcp.switch.entries import Entries, MeterRates, Profile, ProfileGroup, ProfileMember, TableEntry, Value
 from dlcp.switch.errors import EntryError
 from dlcp.switch.p4runtime.device import Device

@@ -3,11 +3,11 @@
 
 import random
 
-from sim import BackgroundSpec, CollectiveJob, FailureSpec, Scenario
-from sim.switches import BUFFERS, SPRAYINGS, EcnSpec, SwitchSpec
-from sim.topology.build import build
-from sim.topology.specs import Dragonfly, FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec
-from sim.transports import (
+from dlcp.sim import BackgroundSpec, CollectiveJob, FailureSpec, Scenario
+from dlcp.sim.switches import BUFFERS, SPRAYINGS, EcnSpec, SwitchSpec
+from dlcp.sim.topology.build import build
+from dlcp.sim.topology.specs import Dragonfly, FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec
+from dlcp.sim.transports import (
     Cubic,
     Dctcp,
     Dlcp,

@@ -8,17 +8,17 @@ import json
 from pathlib import Path
 
 import pytest
+from dlcp.sim.reading import read
+from dlcp.sim.report.plots import draw
+from dlcp.sim.report.results import Spread, load, series_of
+from dlcp.sim.report.summary import findings
+from dlcp.sim.running import digest, write
+from dlcp.sim.sweep import SweepError, existing, result_file, sweep
 from experiments_small import EXPERIMENT, write_experiment
 
 from dlcp.cli import main
+from dlcp.commands.sim import experiment_files
 from dlcp.document import DocumentError
-from sim.command import experiment_files
-from sim.reading import read
-from sim.report.plots import draw
-from sim.report.results import Spread, load, series_of
-from sim.report.summary import findings
-from sim.running import digest, write
-from sim.sweep import SweepError, existing, result_file, sweep
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_sweep_goes_on_where_it_was(swept, tmp_path) -> None:
 
 def test_an_interrupted_sweep_keeps_what_it_has(swept, tmp_path, monkeypatch) -> None:
     _, described = swept
-    import sim.sweep as module
+    import dlcp.sim.sweep as module
 
     calls = []
 
@@ -122,14 +122,14 @@ def test_results_of_another_simulator_are_run_again(swept, monkeypatch) -> None:
     folder, described = swept
     out = folder / "out" / "small"
     assert existing(out, described.runs[0]) is not None
-    import sim.running as module
+    import dlcp.sim.running as module
 
     monkeypatch.setattr(module, "sources_digest", lambda: "of another simulator")
     assert existing(out, described.runs[0]) is None
 
 
 def test_a_change_of_the_simulator_changes_the_digest_and_one_of_the_report_does_not(tmp_path, monkeypatch) -> None:
-    import sim.sources as module
+    import dlcp.sim.sources as module
 
     root = Path(module.__file__).parent.parent
     for name in ("sim/kernel/loop.py", "sim/report/page.py", *module._SHARED):
@@ -183,7 +183,7 @@ def test_two_dask_workers_give_the_same_files(swept, tmp_path) -> None:
 def test_a_scheduler_that_is_not_there_is_told(swept, tmp_path, monkeypatch) -> None:
     pytest.importorskip("distributed")
     _, described = swept
-    import sim.sweep as module
+    import dlcp.sim.sweep as module
 
     monkeypatch.setattr(module, "DASK_TIMEOUT_S", 1.0)
     with pytest.raises(SweepError, match=r"no Dask scheduler answers at tcp://127.0.0.1:9"):

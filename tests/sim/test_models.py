@@ -4,9 +4,8 @@
 import math
 
 import pytest
-
-from sim.models.files import read_profile, write_profile
-from sim.models.throughput import NETWORKS, THROUGHPUTS, network, step_profile
+from dlcp.sim.models.files import read_profile, write_profile
+from dlcp.sim.models.throughput import NETWORKS, THROUGHPUTS, network, step_profile
 
 PUBLISHED = {
     "resnet50": 25_557_032,
@@ -68,7 +67,7 @@ def test_unknown_names_are_told_with_what_there_is() -> None:
 
 def test_a_model_of_ones_own_is_measured(tmp_path) -> None:
     torch = pytest.importorskip("torch")
-    from sim.models.measure import ProfileError, measure
+    from dlcp.sim.models.measure import ProfileError, measure
 
     model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 10))
     profile = measure(model, (512,), batch=64, name="own", rounds=3)

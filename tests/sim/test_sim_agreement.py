@@ -9,17 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dlcp.sim import CollectiveJob, Result, Scenario, simulate
+from dlcp.sim.counters import NAMES
+from dlcp.sim.kernel.engine import KernelEngine
+from dlcp.sim.kernel.state import SEQUENCE_MAX
+from dlcp.sim.plan import Plan
+from dlcp.sim.reference.program import fits
+from dlcp.sim.simulation import Simulation
+from dlcp.sim.topology.specs import LinkSpec, Star
+from dlcp.sim.transports import NewReno, PFabric
 from sim_scenarios import RARE, draw
-
-from sim import CollectiveJob, Result, Scenario, simulate
-from sim.counters import NAMES
-from sim.kernel.engine import KernelEngine
-from sim.kernel.state import SEQUENCE_MAX
-from sim.plan import Plan
-from sim.reference.program import fits
-from sim.simulation import Simulation
-from sim.topology.specs import LinkSpec, Star
-from sim.transports import NewReno, PFabric
 
 pytest.importorskip("numba")
 CASES = 60
@@ -86,7 +85,7 @@ def test_events_are_numbered_anew_before_their_numbers_are_used_up(monkeypatch):
             late.append(self)
 
     expected = [outcome(simulate(draw(seed), engine="kernel")) for seed in (2, 9)]
-    monkeypatch.setattr("sim.kernel.engine.KernelEngine", LateEngine)
+    monkeypatch.setattr("dlcp.sim.kernel.engine.KernelEngine", LateEngine)
     assert [outcome(simulate(draw(seed), engine="kernel")) for seed in (2, 9)] == expected
     for engine in late:
         assert engine.counts[NAMES["events"]] > 1000
@@ -94,8 +93,8 @@ def test_events_are_numbered_anew_before_their_numbers_are_used_up(monkeypatch):
 
 
 def test_more_than_an_event_can_name_is_refused(monkeypatch):
-    monkeypatch.setattr("sim.kernel.state.ID_MASK", 100)
-    monkeypatch.setattr("sim.kernel.engine._POOL", 64)
+    monkeypatch.setattr("dlcp.sim.kernel.state.ID_MASK", 100)
+    monkeypatch.setattr("dlcp.sim.kernel.engine._POOL", 64)
     with pytest.raises(MemoryError, match="at once; the simulator counts to 100: make the setting smaller"):
         simulate(draw(2), engine="kernel")
 

@@ -3,12 +3,11 @@
 
 import numpy as np
 import pytest
-
-from sim import Scenario, Simulation
-from sim.collectives import Exchange, direct, parameter_server, ring
-from sim.graph import GraphBuilder
-from sim.topology.specs import LinkSpec, Star
-from sim.transports import Dctcp
+from dlcp.sim import Scenario, Simulation
+from dlcp.sim.collectives import Exchange, direct, parameter_server, ring
+from dlcp.sim.graph import GraphBuilder
+from dlcp.sim.topology.specs import LinkSpec, Star
+from dlcp.sim.transports import Dctcp
 
 
 def simulation(hosts: int = 4, engine: str = "reference", **options) -> Simulation:

@@ -3,13 +3,12 @@
 
 import numpy as np
 import pytest
-
-from sim import CollectiveJob, FailureSpec, Scenario, Simulation, simulate
-from sim.counters import NAMES
-from sim.graph import GraphBuilder
-from sim.switches import SwitchSpec
-from sim.topology.specs import LeafSpine, LinkSpec, Star
-from sim.transports import NewReno
+from dlcp.sim import CollectiveJob, FailureSpec, Scenario, Simulation, simulate
+from dlcp.sim.counters import NAMES
+from dlcp.sim.graph import GraphBuilder
+from dlcp.sim.switches import SwitchSpec
+from dlcp.sim.topology.specs import LeafSpine, LinkSpec, Star
+from dlcp.sim.transports import NewReno
 
 pytest.importorskip("numba")
 ENGINES = ("kernel", "reference")

@@ -5,12 +5,11 @@ import math
 
 import numpy as np
 import pytest
-
-from sim import CollectiveJob, Scenario, Simulation, simulate
-from sim.graph import OWN_LANE, GraphBuilder
-from sim.switches import EcnSpec, SwitchSpec
-from sim.topology.specs import LeafSpine, LinkSpec, Star
-from sim.transports import Cubic, Dctcp, Dlcp, Ndp, NewReno, PFabric, Swift
+from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
+from dlcp.sim.graph import OWN_LANE, GraphBuilder
+from dlcp.sim.switches import EcnSpec, SwitchSpec
+from dlcp.sim.topology.specs import LeafSpine, LinkSpec, Star
+from dlcp.sim.transports import Cubic, Dctcp, Dlcp, Ndp, NewReno, PFabric, Swift
 
 pytest.importorskip("numba")
 SERVICE_PS = 1_200_000  # 1,500 bytes at 10 Gbit/s

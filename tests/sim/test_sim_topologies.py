@@ -3,10 +3,9 @@
 
 import numpy as np
 import pytest
-
-from sim.topology.build import build
-from sim.topology.network import TopologyError
-from sim.topology.specs import Dragonfly, FatTree, LeafSpine, RailOptimised, Star
+from dlcp.sim.topology.build import build
+from dlcp.sim.topology.network import TopologyError
+from dlcp.sim.topology.specs import Dragonfly, FatTree, LeafSpine, RailOptimised, Star
 
 SPECS = {
     "star": (Star(hosts=5), 5, 1, 5),

@@ -5,17 +5,16 @@ import math
 
 import numpy as np
 import pytest
-
-from sim import FailureSpec, Scenario, Simulation
-from sim.graph import OWN_LANE, GraphBuilder
-from sim.jobs import failure
-from sim.plan import make_plan
-from sim.reference.congestion import CubicWindow, DctcpWindow, DlcpWindow, NewRenoWindow, SwiftWindow
-from sim.reference.parts import Transport
-from sim.switches import EcnSpec, SwitchSpec
-from sim.topology.build import build
-from sim.topology.specs import LeafSpine, LinkSpec, Star
-from sim.transports import Cubic, Dctcp, Dlcp, Ndp, NewReno, PFabric, Pias, Swift
+from dlcp.sim import FailureSpec, Scenario, Simulation
+from dlcp.sim.graph import OWN_LANE, GraphBuilder
+from dlcp.sim.jobs import failure
+from dlcp.sim.plan import make_plan
+from dlcp.sim.reference.congestion import CubicWindow, DctcpWindow, DlcpWindow, NewRenoWindow, SwiftWindow
+from dlcp.sim.reference.parts import Transport
+from dlcp.sim.switches import EcnSpec, SwitchSpec
+from dlcp.sim.topology.build import build
+from dlcp.sim.topology.specs import LeafSpine, LinkSpec, Star
+from dlcp.sim.transports import Cubic, Dctcp, Dlcp, Ndp, NewReno, PFabric, Pias, Swift
 
 LINK = LinkSpec(rate_gbps=10.0, delay_us=1.0)
 PACKET_PS = 1_200_000
@@ -115,7 +114,7 @@ def test_swift_shrinks_in_proportion_to_the_delay_above_its_target():
 def test_swift_holds_the_delay_that_it_aims_at():
     messages = [(source, 0, 3_000_000, 0) for source in (1, 2)]
     _, counts, simulation = run(Swift(target_us=30.0), SwitchSpec(ecn=None), messages)
-    from sim.counters import DECLARED_LOST
+    from dlcp.sim.counters import DECLARED_LOST
 
     assert counts[DECLARED_LOST] == 0
     # 30 us hold some 25 packets, of which 4 us are on the wire.
@@ -126,7 +125,7 @@ def test_swift_holds_the_delay_that_it_aims_at():
 def test_tcp_delivers_everything_through_a_small_buffer(transport):
     messages = [(source, 0, 600_000, 0) for source in (1, 2, 3)]
     records, counts, _ = run(transport, SwitchSpec(buffer_packets=20, ecn=None), messages)
-    from sim.counters import ARRIVED, DROPS_TAIL, RESENT
+    from dlcp.sim.counters import ARRIVED, DROPS_TAIL, RESENT
 
     assert counts[DROPS_TAIL] > 0
     assert counts[RESENT] >= counts[DROPS_TAIL]
@@ -135,7 +134,7 @@ def test_tcp_delivers_everything_through_a_small_buffer(transport):
 
 @pytest.mark.parametrize("transport", [NewReno, Dctcp, Cubic])
 def test_the_tail_of_a_message_is_repaired_after_two_round_trips(transport):
-    from sim.counters import TAIL_PROBES, TIMEOUTS
+    from dlcp.sim.counters import TAIL_PROBES, TIMEOUTS
 
     def repaired(tail_probe: bool) -> tuple[float, int, int]:
         # Three senders overflow a queue of 20 packets with the last packets of what they send.
@@ -168,7 +167,7 @@ def test_the_tail_of_a_message_is_repaired_after_two_round_trips(transport):
 
 
 def test_pfabric_asks_after_some_timeouts_and_goes_on_when_it_is_answered():
-    from sim.counters import PROBES, TIMEOUTS
+    from dlcp.sim.counters import PROBES, TIMEOUTS
 
     # The link loses everything at first: timeouts of 45 us, so five of them after 225 us, then a question at each.
     topology = LeafSpine(leaves=2, spines=1, hosts_per_leaf=1, host_link=LINK, fabric_link=LINK)
@@ -214,7 +213,7 @@ def test_pfabric_finishes_what_has_least_left_first():
 
 
 def test_ndp_trims_instead_of_dropping_and_paces_by_pulls():
-    from sim.counters import DROPS_TAIL, RESENT, TIMEOUTS, TRIMS
+    from dlcp.sim.counters import DROPS_TAIL, RESENT, TIMEOUTS, TRIMS
 
     messages = [(source, 0, 150_000, 0) for source in range(1, 9)]
     records, counts, simulation = run(Ndp(), SwitchSpec(discipline="trim"), messages)
@@ -240,7 +239,7 @@ def test_dlcp_loses_nothing_on_an_idle_network_unless_it_stops_at_once():
 
 
 def test_dlcp_loses_under_congestion_within_the_bound_and_only_what_may_be_lost():
-    from sim.counters import DROPS_BY_CLASS, DROPS_POLICY
+    from dlcp.sim.counters import DROPS_BY_CLASS, DROPS_POLICY
 
     messages = [(source, 0, 288_000, 0, BOUND | {"sender": source}) for source in range(1, 9)]
     records, counts, _ = run(Dlcp(), SwitchSpec(discipline="dlcp", buffer_packets=100), messages)
@@ -290,7 +289,7 @@ def test_dlcp_asks_for_what_is_missing_whatever_comes_last(senders, size_bytes, 
 
 
 def test_red_drops_what_cannot_be_marked():
-    from sim.counters import DROPS_EARLY, MARKS
+    from dlcp.sim.counters import DROPS_EARLY, MARKS
 
     red = SwitchSpec(ecn=EcnSpec(min_packets=5, max_packets=50, max_probability=0.1, drop_incapable=True))
     messages = [(source, 0, 300_000, 0) for source in (1, 2, 3)]

@@ -3,9 +3,8 @@
 
 import numpy as np
 import pytest
-
-from sim.jobs import draw_sizes, mean_size
-from sim.traffic import SIZES, TrafficSpec
+from dlcp.sim.jobs import draw_sizes, mean_size
+from dlcp.sim.traffic import SIZES, TrafficSpec
 
 
 # ``meanFlowSize`` of run_pias_dctcp.py and run_pias_vl2.py in PIAS-NS2, in packets of 1,460 bytes.

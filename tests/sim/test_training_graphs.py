@@ -3,20 +3,19 @@
 
 import numpy as np
 import pytest
-
-from sim.collectives import PULL_MESSAGE, Exchange, ring
-from sim.experiment import Setting
-from sim.graph import Graph, GraphBuilder
-from sim.models.profile import StepProfile, TimedLayer
-from sim.simulation import Simulation
-from sim.topology.specs import Star
-from sim.training.exchanges import all_reduce
-from sim.training.job import StragglerSpec, TrainingJob
-from sim.training.placement import place
-from sim.training.process import Progress, training
-from sim.training.schedulers import ALIKE, class_shares, piece_limit, pieces
-from sim.training.steps import step_graph
-from sim.transports import Dctcp
+from dlcp.sim.collectives import PULL_MESSAGE, Exchange, ring
+from dlcp.sim.experiment import Setting
+from dlcp.sim.graph import Graph, GraphBuilder
+from dlcp.sim.models.profile import StepProfile, TimedLayer
+from dlcp.sim.simulation import Simulation
+from dlcp.sim.topology.specs import Star
+from dlcp.sim.training.exchanges import all_reduce
+from dlcp.sim.training.job import StragglerSpec, TrainingJob
+from dlcp.sim.training.placement import place
+from dlcp.sim.training.process import Progress, training
+from dlcp.sim.training.schedulers import ALIKE, class_shares, piece_limit, pieces
+from dlcp.sim.training.steps import step_graph
+from dlcp.sim.transports import Dctcp
 
 LAYERS = tuple(TimedLayer(f"layer{i}", 1_000_000 * (i + 1), 0.001, 0.002) for i in range(4))
 

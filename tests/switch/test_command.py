@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dlcp.cli import main
-from dlcp.switch import command
+from dlcp.commands import switch as command
 from dlcp.switch.entries import read
 from dlcp.switch.process import SwitchProcess, SwitchProcessError
 from dlcp.switch.queues import PortQueueing

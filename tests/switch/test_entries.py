@@ -2,10 +2,10 @@
 from pathlib import Path
 
 import pytest
+from dlcp.controller.entries import entries as fabric_entries
+from dlcp.controller.fabric import Job
+from dlcp.controller.shapes import star
 
-from controller.entries import entries as fabric_entries
-from controller.fabric import Job
-from controller.shapes import star
 from dlcp.document import DocumentError
 from dlcp.switch import Action, Group, MeterConfig, Program
 from dlcp.switch.entries import Entries, EntriesError, TableEntry, apply, dump, match_value, number, read, write

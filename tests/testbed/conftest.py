@@ -4,8 +4,7 @@
 import os
 
 import pytest
-
-from controller.testbed.requirements import missing
+from dlcp.controller.testbed.requirements import missing
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def needs():
 @pytest.fixture
 def name(request):
     """A testbed's name that no other test uses, and nothing of it left at the end."""
-    lifecycle = pytest.importorskip("controller.testbed.lifecycle", reason="needs finsy: pip install dlcp[fabric]")
+    lifecycle = pytest.importorskip("dlcp.controller.testbed.lifecycle", reason="needs finsy: pip install dlcp[fabric]")
     chosen = f"t{os.getpid() % 10000}"
     yield chosen
     lifecycle.down(chosen)

@@ -4,9 +4,8 @@
 import logging
 
 import pytest
-
-from controller.testbed import emulator
-from controller.testbed.requirements import mininet_folder
+from dlcp.controller.testbed import emulator
+from dlcp.controller.testbed.requirements import mininet_folder
 
 
 def test_mininet_leaves_the_loggers_of_others_alone():

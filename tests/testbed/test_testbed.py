@@ -13,15 +13,16 @@ import pytest
 pytest.importorskip("finsy", reason="switches are programmed over P4Runtime: pip install dlcp[fabric]")
 pytest.importorskip("torch", reason="the demo trains with PyTorch")
 
-from controller.paths import most_switches
-from controller.shapes import leaf_spine, star
-from controller.testbed import command
-from controller.testbed.errors import TestbedError
-from controller.testbed.lifecycle import down, fabric_of, find, up
-from controller.testbed.namespaces import NamedNamespace
-from controller.testbed.rate import port_rates
-from controller.testbed.state import RUN_FOLDER, StateFile
-from controller.testbed.training import TestbedSetup, check, train
+from dlcp.controller.paths import most_switches
+from dlcp.controller.shapes import leaf_spine, star
+from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed.lifecycle import down, fabric_of, find, up
+from dlcp.controller.testbed.namespaces import NamedNamespace
+from dlcp.controller.testbed.rate import port_rates
+from dlcp.controller.testbed.state import RUN_FOLDER, StateFile
+from dlcp.controller.testbed.training import TestbedSetup, check, train
+
+from dlcp.commands import testbed as command
 from dlcp.demo.run import variants
 from dlcp.switch.queues import PortQueueing
 
@@ -136,7 +137,7 @@ def test_every_host_of_a_leaf_spine_reaches_every_other(needs, name, kind):
 @pytest.mark.timeout(120)
 def test_a_switch_that_dies_is_started_again_and_programmed_by_whoever_controls_it(needs, name):
     needs("bmv2")
-    from controller.testbed.programming import Controller
+    from dlcp.controller.testbed.programming import Controller
 
     state = up(small_star(), "bmv2", name)
     with Controller(fabric_of(name)) as controller:

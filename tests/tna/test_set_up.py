@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from dlcp.controller.entries import entries as entries_of
+from dlcp.controller.fabric import load
 from fake_bfrt import FakeClient, FakeInfo, Refused, device_with_ports
 from p4text import P4
 
-from controller.entries import entries as entries_of
-from controller.fabric import load
 from dlcp.switch.queues import QUEUES, PortQueueing
 
 sys.path.insert(0, str(P4 / "tna"))

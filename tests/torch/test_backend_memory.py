@@ -15,10 +15,10 @@ import torch.distributed as dist
 from backend_checks import Checks
 from workers import launch, values
 
-from dlcp.group import addresses
+from dlcp.session import addresses
 from dlcp.torch import Options, backend
-from dlcp.torch.backend_memory import HostMemory
-from dlcp.torch.backend_work import Work, joined
+from dlcp.torch.backend.memory import HostMemory
+from dlcp.torch.backend.work import Work, joined
 from dlcp.torch.rendezvous import meet
 from dlcp.transport import TransportError
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from dlcp.group.options import Options
+from dlcp.session.options import Options
 from dlcp.tags import Layer, layers_in_order
 from dlcp.torch.crossstep import cross_step
 from dlcp.torch.guard import Guard

@@ -15,8 +15,8 @@ from torch.distributed import HashStore, PrefixStore
 
 from dlcp.collectives import Bucket, DirectAllReduce
 from dlcp.dtypes import ValueType
-from dlcp.group.agreement import Agreement
-from dlcp.group.joining import USE_DLCP, NotJoinedError, join, speaks
+from dlcp.session.agreement import Agreement
+from dlcp.session.joining import USE_DLCP, NotJoinedError, join, speaks
 from dlcp.tags import Layer, Segment
 from dlcp.torch import Options
 from dlcp.transport import TransportOptions

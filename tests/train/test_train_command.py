@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlcp.cli import main
-from dlcp.train import command
+from dlcp.commands import train as command
 from dlcp.train.plan import Plan
 
 pytest.importorskip("torch")

@@ -14,8 +14,8 @@ import numpy as np
 import optax
 from jax import numpy as jnp
 
-import dlcp.group  # DLCP
 import dlcp.jax  # DLCP
+import dlcp.session  # DLCP
 from dlcp.examples.frameworks.digits import Digits, load
 
 Params = dict[str, dict[str, jax.Array]]
@@ -57,7 +57,7 @@ def accuracy(params: Params, digits: Digits) -> float:
     return float((jax.jit(scores)(params, digits.images).argmax(1) == digits.labels).mean())
 
 
-def train(training: Digits, testing: Digits, args: argparse.Namespace, group: dlcp.group.Group) -> Params:
+def train(training: Digits, testing: Digits, args: argparse.Namespace, group: dlcp.session.Group) -> Params:
     """Train a network and return it."""
     mine = training.shard(group.rank, group.size)  # DLCP: every rank has its own part of the data
     batches = len(mine.labels) // args.batch_size
@@ -97,7 +97,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Join the other ranks and train."""
-    with dlcp.group.join() as group:  # DLCP: join the other ranks
+    with dlcp.session.join() as group:  # DLCP: join the other ranks
         train(*load(), arguments(), group)
 
 

@@ -6,11 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dlcp.switch.artifacts import PROGRAM_PATH
 from dlcp.switch.program import BACKENDS, Program
 from dlcp.switch.stf import BuiltIn, Target, read, run
-
-PROGRAM_PATH = Path(__file__).parents[1] / "p4" / "dlcp.json"
-"""The compiled program that comes with the package."""
 
 
 def main(words: Sequence[str] | None = None) -> int:

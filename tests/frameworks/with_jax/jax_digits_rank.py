@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import optax
 
-import dlcp.group
 import dlcp.jax
+import dlcp.session
 from dlcp.examples.frameworks import jax_digits
 from dlcp.examples.frameworks.digits import load
 
@@ -59,7 +59,7 @@ def by_dlcp(args, group):
 
 def both(*seeds):
     each = [jax_digits.arguments(["--seed", seed]) for seed in seeds]
-    with dlcp.group.join() as group:
+    with dlcp.session.join() as group:
         found = [by_dlcp(args, group) for args in each]
         group.barrier()
     return {"exact": [by_exact_means(args, group.size) for args in each], "dlcp": found}
@@ -67,7 +67,7 @@ def both(*seeds):
 
 def dying():
     """Train by DLCP; the last rank is killed in the middle of it."""
-    with dlcp.group.join() as group:
+    with dlcp.session.join() as group:
         optimizer = optax.chain(dlcp.jax.average_gradients(group), optax.sgd(0.1))
         mine = load()[0].shard(group.rank, group.size)
         params = jax_digits.network(0)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives over bytes for ``torch.distributed``, as any process group has them."""

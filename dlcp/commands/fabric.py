@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dlcp fabric``: check a description, show what differs, write it, keep it so, and look at it."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import re
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+if TYPE_CHECKING:
+    from dlcp.controller.fabric import Fabric, Switch
+    from dlcp.controller.pipeline import Pipeline
+    from dlcp.controller.readings import Readings
+    from dlcp.controller.reconcile import Outcome, Plan
+    from dlcp.controller.session import Session
+
+METRICS: Final = "127.0.0.1:9464"
+"""Where ``watch`` answers Prometheus unless told otherwise; exporters customarily take this port."""
+WATCHING: Final = "watching"
+"""How the line begins that is printed when the switches are being watched."""
+
+_FILE_COLUMNS: Final = 120
+"""Width of what is not printed to a terminal."""
+_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:]*):[0-9]{1,5}")
+_T = TypeVar("_T")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``dlcp fabric`` takes."""
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="fabric_command")
+    for name, purpose in {
+        "check": "tell what is wrong with a description, or what it makes of each switch",
+        "plan": "show what differs between the switches and the description, and change nothing",
+        "apply": "write what differs",
+        "watch": "write what differs whenever it differs, and answer Prometheus",
+        "status": "show how the switches are and what they have counted",
+    }.items():
+        command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
+        command.add_argument("file", type=Path, metavar="FILE", help="the fabric and its policy, as YAML or JSON")
+        command.add_argument("--program", type=Path, metavar="FOLDER", help="compiled program, other than DLCP's own")
+        if name == "plan":
+            command.add_argument("--all", action="store_true", help="show all changes, however many")
+        if name in ("apply", "watch"):
+            command.add_argument(
+                "--election-id", type=int, default=10, metavar="N", help="of several controllers, the highest writes"
+            )
+        if name == "watch":
+            command.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="how often to compare")
+            command.add_argument(
+                "--metrics", default=METRICS, metavar="HOST:PORT", help=f"where to answer Prometheus ({METRICS})"
+            )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command line says; 0: done, 1: a switch did not take part, 2: the description is wrong."""
+    try:
+        if getattr(arguments, "election_id", 1) < 1:
+            raise ValueError(f"--election-id {arguments.election_id}: give 1 or more")
+        from dlcp.controller.fabric import load
+        from dlcp.controller.pipeline import Pipeline
+
+        fabric = load(arguments.file)
+        pipeline = Pipeline() if arguments.program is None else Pipeline(arguments.program)
+        status: int = _COMMANDS[arguments.fabric_command](arguments, fabric, pipeline)
+        return status
+    except ModuleNotFoundError as error:
+        print(f"dlcp fabric: {error.name} is missing: pip install 'dlcp[fabric]'", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        print(f"dlcp fabric: {error}", file=sys.stderr)
+    return 2
+
+
+def _check(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
+    from dlcp.controller.display import fabric_table
+    from dlcp.controller.entries import entries
+
+    held = {switch.name: entries(fabric, switch.name) for switch in fabric.switches}
+    for found in held.values():
+        pipeline.encode(found)
+    _console().print(fabric_table(fabric, held))
+    return 0
+
+
+def _plan(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
+    from dlcp.controller.display import plan_tree
+    from dlcp.controller.reconcile import plan, wanted
+
+    async def ask(session: "Session") -> "Plan":
+        return await plan(session, wanted(fabric, session.switch, pipeline))
+
+    found = asyncio.run(_everywhere(fabric, pipeline, ask))
+    for answer in found.values():
+        if not isinstance(answer, str):
+            _console().print(plan_tree(answer, pipeline, every=arguments.all))
+    return _complain(found)
+
+
+def _apply(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
+    from dlcp.controller import bmv2
+    from dlcp.controller.display import outcome_line
+    from dlcp.controller.entries import entries
+    from dlcp.controller.reconcile import reconcile, wanted
+
+    async def write(session: "Session") -> "Outcome":
+        await session.become_primary()
+        outcome = await reconcile(session, wanted(fabric, session.switch, pipeline))
+        if session.switch.kind == "bmv2" and not bmv2.unavailable(session.switch):
+            await bmv2.set_depths(session.switch, entries(fabric, session.switch.name).ports)
+        return outcome
+
+    found = asyncio.run(_everywhere(fabric, pipeline, write, election_id=arguments.election_id))
+    for name, answer in found.items():
+        if not isinstance(answer, str):
+            _console().print(outcome_line(answer))
+            reason = bmv2.unavailable(fabric.switch(name))
+            if reason:
+                _console().print(reason, style="yellow")
+    return _complain(found)
+
+
+def _status(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
+    from dlcp.controller import readings
+    from dlcp.controller.display import ports_table, status_table
+    from dlcp.controller.reconcile import plan, wanted
+
+    async def ask(session: "Session") -> "tuple[Plan, Readings | None]":
+        found = await plan(session, wanted(fabric, session.switch, pipeline))
+        counted = None if found.install else await readings.read(session, fabric.neighbours[session.switch.name])
+        return found, counted
+
+    found = asyncio.run(_everywhere(fabric, pipeline, ask))
+    shown = {name: "does not answer" if isinstance(answer, str) else answer for name, answer in found.items()}
+    _console().print(status_table(fabric, shown))
+    counted = {name: answer[1] for name, answer in found.items() if not isinstance(answer, str) and answer[1]}
+    if counted:
+        _console().print(ports_table(fabric, counted))
+    return _complain(found)
+
+
+def _watch(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
+    from dlcp.controller.metrics import serve
+    from dlcp.controller.watch import Watcher
+
+    if arguments.every <= 0:
+        raise ValueError(f"--every {arguments.every}: give more than 0 seconds")
+    if not _ADDRESS.fullmatch(arguments.metrics):
+        raise ValueError(f"--metrics {arguments.metrics}: expected HOST:PORT, as in {METRICS}")
+    watcher = Watcher(fabric, pipeline, election_id=arguments.election_id, every_s=arguments.every)
+    if not watcher.states:
+        raise ValueError(f"{arguments.file}: no switch has a control address (grpc)")
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", level=logging.WARNING)
+    logging.getLogger("dlcp.fabric").setLevel(logging.INFO)
+    stop_metrics = serve(watcher.states, arguments.metrics)
+    try:
+        print(f"{WATCHING}: {', '.join(watcher.states)}; metrics at http://{arguments.metrics}/metrics", flush=True)
+        asyncio.run(_until_signal(watcher.run()))
+    finally:
+        stop_metrics()
+    return 0
+
+
+async def _until_signal(work: Awaitable[None]) -> None:
+    """Do work until SIGTERM or SIGINT."""
+    task = asyncio.ensure_future(work)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def _everywhere(
+    fabric: "Fabric", pipeline: "Pipeline", ask: "Callable[[Session], Awaitable[_T]]", **options: Any
+) -> "dict[str, _T | str]":
+    """Talk to all switches at once; return what came of it, or why nothing did, by the name of the switch."""
+    from dlcp.controller.bmv2 import QueueDepthError
+    from dlcp.controller.session import ControlError, Session
+
+    async def talk(switch: "Switch") -> "_T | str":
+        try:
+            async with Session(switch, pipeline, **options) as session:
+                return await ask(session)
+        except (ControlError, QueueDepthError) as error:
+            return str(error)
+
+    switches = [switch for switch in fabric.switches if switch.grpc]
+    if not switches:
+        raise ValueError("no switch has a control address; give them one, as in grpc: 127.0.0.1:9559")
+    answers = await asyncio.gather(*map(talk, switches))
+    return {switch.name: answer for switch, answer in zip(switches, answers, strict=True)}
+
+
+def _complain(found: "dict[str, Any]") -> int:
+    """Print what went wrong, and return the exit status."""
+    wrong = [answer for answer in found.values() if isinstance(answer, str)]
+    for message in wrong:
+        print(f"dlcp fabric: {message}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_COLUMNS)
+
+
+_COMMANDS: Final = {"check": _check, "plan": _plan, "apply": _apply, "status": _status, "watch": _watch}

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dlcp sim``: run experiments, compare and report them."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from dlcp.document import DocumentError
+from dlcp.suggestion import nearest
+
+OUT: Final = Path("out/sim")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``dlcp sim`` takes."""
+    commands = parser.add_subparsers(metavar="ACTION", required=True)
+    single = commands.add_parser("run", help="run one combination of an experiment's points and print its numbers")
+    _files(single, several=False)
+    single.add_argument("--point", action="append", default=[], metavar="AXIS=NAME", help="(default: each axis' first)")
+    single.add_argument("--output", type=Path, metavar="FILE", help="write the results there as well")
+    single.set_defaults(action=_run)
+    several = commands.add_parser("sweep", help="run all combinations that have no results yet")
+    _files(several, several=True)
+    _where(several)
+    several.set_defaults(action=_sweep)
+    report = commands.add_parser("report", help="write report.html, summary.json and the figures of what was run")
+    _files(report, several=True)
+    report.set_defaults(action=_report)
+    everything = commands.add_parser("all", help="sweep, then report")
+    _files(everything, several=True)
+    _where(everything)
+    everything.set_defaults(action=_all)
+    compare = commands.add_parser("compare", help="print how the numbers of two result files or folders differ")
+    compare.add_argument("old", type=Path)
+    compare.add_argument("new", type=Path)
+    compare.add_argument(
+        "--above", type=float, default=0.5, metavar="PERCENT", help="show what differs by (default: 0.5)"
+    )
+    compare.set_defaults(action=_compare)
+    profile = commands.add_parser("profile", help="measure a PyTorch model of your own, layer by layer")
+    profile.add_argument("factory", metavar="MODULE:FUNCTION", help="what returns the model")
+    profile.add_argument("--input", required=True, metavar="SHAPE", help="of one sample, such as 3,224,224")
+    profile.add_argument("--batch", type=int, default=32, metavar="N", help="samples of a step (default: 32)")
+    profile.add_argument("--device", default="cpu", help="where to measure (default: cpu)")
+    profile.add_argument("--output", type=Path, required=True, metavar="FILE", help="YAML to write")
+    profile.set_defaults(action=_profile)
+    commands.add_parser("list", help="name the experiments that come with DLCP").set_defaults(action=_list)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it and return the exit status."""
+    from dlcp.sim.models.measure import ProfileError
+    from dlcp.sim.report.summary import ReportError
+    from dlcp.sim.sweep import SweepError
+
+    action: Callable[[argparse.Namespace], int] = arguments.action
+    try:
+        return action(arguments)
+    except (DocumentError, SweepError, ReportError, ProfileError) as error:
+        print(f"dlcp sim: {error}", file=sys.stderr)
+        return 1
+    except MemoryError as error:
+        print(f"dlcp sim: out of memory: {error}; what was finished is kept", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(
+            "dlcp sim: interrupted; what was finished is kept, and the same command goes on from there", file=sys.stderr
+        )
+        return 130
+
+
+def experiment_files(names: Sequence[str]) -> list[Path]:
+    """Return the files that names (of experiments that come with DLCP) or paths mean; all that come with it for none.
+
+    Raises
+    ------
+    DocumentError
+        There is no such file.
+    """
+    import dlcp.sim
+
+    folder = Path(dlcp.sim.__file__).parent / "experiments"
+    own = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    found = []
+    for name in names or list(own):
+        path = own.get(name, Path(name))
+        if not path.is_file():
+            raise DocumentError(f"there is no experiment {name!r} and no such file{nearest(name, own)}")
+        found.append(path)
+    return found
+
+
+def _files(parser: argparse.ArgumentParser, *, several: bool) -> None:
+    words = "file, or name of one that comes with DLCP" + (" (default: all of these)" if several else "")
+    parser.add_argument("experiments", metavar="FILE", nargs="*" if several else 1, help=words)
+    parser.add_argument("--quick", action="store_true", help="only the quick selection of each experiment")
+    parser.add_argument("--seed", type=int, action="append", help="instead of the file's; may be given several times")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"of results (default: {OUT})")
+
+
+def _where(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--processes", type=int, metavar="N", help="that run at once (default: one per core)")
+    parser.add_argument("--dask", metavar="ADDRESS", help="of a Dask scheduler whose workers run them instead")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from dlcp.sim.reading import read
+    from dlcp.sim.running import run as run_one
+    from dlcp.sim.running import write
+
+    path = experiment_files(arguments.experiments)[0]
+    described = read(path, quick=arguments.quick, seeds=arguments.seed or ())
+    wanted = dict(_pair(text) for text in arguments.point)
+    axes = {axis.name: [point.name for point in axis.points] for axis in described.experiment.axes}
+    for axis, name in wanted.items():
+        if axis not in axes:
+            raise DocumentError(f"--point: there is no axis {axis!r}{nearest(axis, axes)}")
+        if name not in axes[axis]:
+            raise DocumentError(f"--point: axis {axis} has no point {name!r}{nearest(name, axes[axis])}")
+    fitting = [item for item in described.runs if all(item.point[axis] == name for axis, name in wanted.items())]
+    if not fitting:
+        raise DocumentError(f"{path}: the quick selection has no such combination; leave --quick out")
+    watched = sys.stderr.isatty()
+
+    def heartbeat(text: str) -> None:
+        print(f"\r{text} ", end="", file=sys.stderr, flush=True)
+
+    document = run_one(fitting[0], heartbeat=heartbeat if watched else None)
+    if watched:
+        print(file=sys.stderr)
+    print(", ".join(f"{axis} {name}" for axis, name in fitting[0].point.items()) or described.experiment.title)
+    for name, value in document["metrics"].items():
+        print(f"  {name:18} {value:.6g}")
+    if arguments.output is not None:
+        write(document, arguments.output)
+    return 0 if document["complete"] else 130
+
+
+def _pair(text: str) -> tuple[str, str]:
+    axis, equals, name = text.partition("=")
+    if not equals:
+        raise DocumentError(f"--point takes AXIS=NAME, got {text!r}")
+    return axis, name
+
+
+def _read_all(arguments: argparse.Namespace) -> list[Any]:
+    from dlcp.sim.reading import read
+
+    paths = experiment_files(arguments.experiments)
+    return [read(path, quick=arguments.quick, seeds=arguments.seed or ()) for path in paths]
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from dlcp.sim.sweep import default_processes, sweep
+
+    # All are read before anything runs, so that a mistake in the last one does not show after hours.
+    described = _read_all(arguments)
+    for item in described:
+        if arguments.quick and item.experiment.quick.skip:
+            continue
+        print(item.experiment.title, file=sys.stderr)
+        folder = arguments.out / item.experiment.name
+        sweep(item.runs, folder, processes=arguments.processes or default_processes(), dask=arguments.dask)
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from dlcp.sim.report.page import write_report
+
+    described = _read_all(arguments)
+    kept = [item for item in described if not (arguments.quick and item.experiment.quick.skip)]
+    print(write_report(kept, arguments.out))
+    return 0
+
+
+def _all(arguments: argparse.Namespace) -> int:
+    return _sweep(arguments) or _report(arguments)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from dlcp.sim.report.comparison import compare
+
+    return compare(arguments.old, arguments.new, arguments.above / 100)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from dlcp.sim.models.files import write_profile
+    from dlcp.sim.models.measure import load_factory, measure
+
+    shape = tuple(int(size) for size in arguments.input.split(","))
+    model: Any = load_factory(arguments.factory)()
+    profile = measure(model, shape, batch=arguments.batch, device=arguments.device, name=arguments.factory)
+    write_profile(profile, arguments.output)
+    print(f"{arguments.output}: {len(profile.layers)} layers, {profile.parameters:,} parameters, ", end="")
+    print(f"{profile.compute_s * 1e3:.1f} ms a step")
+    return 0
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from dlcp.sim.reading import read
+
+    for path in experiment_files([]):
+        described = read(path)
+        print(f"{path.stem:20} {len(described.runs):4} runs  {described.experiment.title}")
+    return 0

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dlcp testbed``: Mininet's hosts and links with real switches between them; train over them, and compare."""
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed.requirements import SwitchKind
+
+if TYPE_CHECKING:
+    from dlcp.controller.fabric import Fabric
+    from dlcp.controller.testbed.state import TestbedState
+    from dlcp.controller.testbed.training import TestbedSetup
+
+NAME: Final = "dlcp"
+RATE_BPS: Final = 32_000_000
+"""A port's rate unless told otherwise, as in the demo."""
+DEPTH_PACKETS: Final[dict[SwitchKind, int]] = {"builtin": 32, "bmv2": 64}
+"""Depth of each queue unless told otherwise: the demo's, and BMv2's own."""
+STAR_HOSTS: Final = 7
+"""Four workers, a parameter server and two sources of background traffic."""
+LEAF_HOSTS: Final = 4
+SHAPES: Final = ("star", "leaf-spine")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``dlcp testbed`` takes."""
+    commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    up = commands.add_parser("up", help="build hosts, links and switches, program them, and leave them running")
+    run = commands.add_parser("run", help="train over a testbed with Gloo and with DLCP, and write a report page")
+    status = commands.add_parser("status", help="say what is up")
+    down = commands.add_parser("down", help="remove it, also what a crash has left")
+    for each in (up, run, status, down):
+        each.add_argument("--name", default=NAME, help="prefix of its namespaces and files (default: %(default)s)")
+    for each in (up, run):
+        _add_shape(each)
+    _add_training(run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command line says and return the exit status."""
+    actions = {"up": _up, "run": _run, "status": _status, "down": _down}
+    try:
+        return actions[arguments.action](arguments)
+    except (TestbedError, OSError, ValueError) as error:
+        print(f"dlcp testbed: {error}", file=sys.stderr)
+        return 2
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to build")
+    group.add_argument("--fabric", metavar="star|leaf-spine|FILE", help="shape, or a fabric as YAML (default: star)")
+    group.add_argument("--switch", choices=["builtin", "bmv2"], help="what the switches are (default: builtin)")
+    group.add_argument("--rate-mbps", type=float, metavar="RATE", help="rate of each link (default: 32)")
+    group.add_argument("--depth", type=int, metavar="PACKETS", help="depth of each queue (default: 32; BMv2: 64)")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to train")
+    group.add_argument(
+        "--collective", choices=["direct", "ps"], help="all-reduce (default), or parameter server (BMv2)"
+    )
+    group.add_argument("--seed", type=int, default=1, help="seed of everything (default: %(default)s)")
+    group.add_argument("--steps", type=int, default=24, help="training steps (default: %(default)s)")
+    group.add_argument("--loss-bound", type=float, default=0.1, help="share of a message that may be lost")
+    group.add_argument(
+        "--only",
+        nargs="+",
+        metavar="RUN",
+        help="only these runs: gloo plain dlcp dlcp_priority; a page once all are in",
+    )
+    group.add_argument("--out", type=Path, default=Path("out/testbed"), help="where to write (default: %(default)s)")
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from dlcp.controller.testbed.rate import port_rates
+
+    state = _bring_up(arguments)
+    _show(arguments.name, state)
+    for rate in port_rates(state.layout):
+        queues = "one queue" if rate.queues == 1 else f"{rate.queues} queues"
+        print(f"a port carries {rate.carried_bps / 1e6:.1f} Mbit/s over {queues}, asked: {rate.asked_bps / 1e6:.1f}")
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from dlcp.controller.testbed.state import StateFile
+
+    state = StateFile(arguments.name).read()
+    if state is None:
+        print(f"no testbed {arguments.name!r} is up")
+        return 1
+    if not (state.alive and state.ready):
+        print(f"testbed {arguments.name!r} has crashed; `dlcp testbed down` removes what it left")
+        return 1
+    _show(arguments.name, state)
+    return 0
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    from dlcp.controller.testbed.lifecycle import down
+
+    ended = down(arguments.name)
+    print(f"testbed {arguments.name!r} is down; {ended} processes ended" if ended else "nothing was up")
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from dlcp.controller.testbed.lifecycle import down, fabric_of, find
+    from dlcp.controller.testbed.state import StateFile
+
+    if StateFile(arguments.name).read() is not None:
+        state = find(arguments.name)
+        _refuse_other(arguments, state)
+        return _train(arguments, state, fabric_of(arguments.name))
+    _bring_up(arguments)
+    try:
+        return _train(arguments, find(arguments.name), fabric_of(arguments.name))
+    finally:
+        down(arguments.name)
+
+
+def _train(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric") -> int:
+    """Make the runs that were asked for; write the page when all there should be are there."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from dlcp.controller.testbed.training import check, train
+    from dlcp.demo.run import DemoError, variants
+
+    setup = _setup(arguments, state, fabric)
+    check(setup, state)
+    folder = arguments.out / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not arguments.only:
+        for old in folder.glob("*.json"):
+            old.unlink()
+    console = Console()
+    columns = (TextColumn("{task.description:<58}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bars:
+        for variant in variants(setup):
+            if arguments.only and variant.name not in arguments.only:
+                continue
+            bar = bars.add_task(variant.title, total=setup.steps)
+            advance = partial(_advance, bars, bar)
+            try:
+                record = train(state, fabric, setup, variant, progress=advance)
+            except DemoError as error:
+                console.print(f"[bold]{variant.title} failed[/]", str(error), sep="\n", markup=True)
+                return 1
+            (folder / f"{variant.name}.json").write_text(json.dumps(record))
+            _say_if_busy(console, variant.title, record["fabric"]["idle"])
+    return _report(console, arguments.out, partial=bool(arguments.only))
+
+
+def _say_if_busy(console: Any, title: str, idle: float) -> None:
+    from dlcp.controller.testbed.load import IDLE_MIN
+
+    if idle < IDLE_MIN:
+        console.print(
+            f"[bold]the machine was busy[/] during {title!r} ({idle:.0%} idle): its processors were the limit, not the "
+            "network's rates. Give it to the testbed alone, or take a lower --rate-mbps"
+        )
+
+
+def _report(console: Any, folder: Path, *, partial: bool) -> int:
+    from dlcp.controller.testbed.report import disagreements, write
+    from dlcp.demo.summary import RunFileError
+
+    try:
+        runs = write(console, folder)
+    except RunFileError as error:
+        if partial:
+            console.print(f"no page yet: {error}")
+            return 0
+        raise
+    wrong = disagreements(runs)
+    for line in wrong:
+        console.print(f"[bold]hosts and switches disagree[/] {line}")
+    return 1 if wrong else 0
+
+
+def _advance(bars: Any, bar: Any, steps: int) -> None:
+    bars.update(bar, completed=steps)
+
+
+def _bring_up(arguments: argparse.Namespace) -> "TestbedState":
+    from dlcp.controller.testbed.lifecycle import up
+
+    kind: SwitchKind = arguments.switch or "builtin"
+    return up(_fabric(arguments, kind), kind, arguments.name)
+
+
+def _fabric(arguments: argparse.Namespace, kind: SwitchKind) -> "Fabric":
+    """Return the fabric that was asked for."""
+    import dataclasses
+
+    from dlcp.controller.fabric import load
+    from dlcp.controller.shapes import leaf_spine, star
+    from dlcp.switch.queues import PortQueueing
+
+    shape = arguments.fabric or "star"
+    rate = RATE_BPS if arguments.rate_mbps is None else round(arguments.rate_mbps * 1e6)
+    depth = DEPTH_PACKETS[kind] if arguments.depth is None else arguments.depth
+    queueing = PortQueueing(rate_bps=rate, depth_packets=depth)
+    if shape == "star":
+        return star(STAR_HOSTS, ports="packet", queueing=queueing)
+    if shape == "leaf-spine":
+        return leaf_spine(2, 2, LEAF_HOSTS, queueing=queueing)
+    fabric = load(Path(shape))
+    if arguments.rate_mbps is None and arguments.depth is None:
+        return fabric
+    changes: dict[str, Any] = {"rate_bps": rate} if arguments.rate_mbps is not None else {}
+    if arguments.depth is not None:
+        changes["depth_packets"] = depth
+    return dataclasses.replace(fabric, queueing=dataclasses.replace(fabric.queueing, **changes))
+
+
+def _setup(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric") -> "TestbedSetup":
+    from dlcp.controller.paths import most_switches
+    from dlcp.controller.testbed.training import TestbedSetup
+
+    port = state.layout.switches[0].ports[0]
+    bmv2 = state.layout.kind == "bmv2"
+    collective = arguments.collective or ("ps" if bmv2 else "direct")
+    return TestbedSetup(
+        seed=arguments.seed,
+        steps=arguments.steps,
+        rate_bps=port.rate_bps,
+        depth_packets=port.depth_packets,
+        loss_bound=arguments.loss_bound,
+        collective="server" if collective == "ps" else "direct",
+        switch=state.layout.kind,
+        shape="star" if len(state.layout.switches) == 1 else "leaf-spine",
+        one_port=bmv2,
+        hops=most_switches(fabric),
+    )
+
+
+def _refuse_other(arguments: argparse.Namespace, state: "TestbedState") -> None:
+    """Refuse to run on a testbed that is up and not the one that the command line describes."""
+    given = [arguments.fabric, arguments.rate_mbps, arguments.depth]
+    if any(value is not None for value in given) or arguments.switch not in (None, state.layout.kind):
+        raise TestbedError(
+            f"testbed {state.layout.name!r} is up, with {state.layout.kind} switches; leave out what it consists of, "
+            "take it down, or choose another --name"
+        )
+
+
+def _show(name: str, state: "TestbedState") -> None:
+    """Print what a testbed consists of, and how to get at it."""
+    from dlcp.controller.testbed.lifecycle import FABRIC
+    from dlcp.controller.testbed.state import StateFile
+
+    layout = state.layout
+    print(f"testbed {name!r} is up: {len(layout.hosts)} hosts, switches: {len(layout.switches)} ({layout.kind})")
+    for plan in layout.switches:
+        made = state.switches[plan.name]
+        runs = "runs" if made.process.alive else "is being started again"
+        again = f", started again {made.restarts} times" if made.restarts else ""
+        print(f"  switch {plan.name:<8} {runs}, process {made.process.pid}, {len(plan.ports)} ports{again}")
+    for host in layout.hosts:
+        print(f"  host {host.name:<10} {host.address:<12} at {host.switch}:{host.port}")
+    print(f"  in a host:  ip netns exec {layout.hosts[0].namespace} COMMAND")
+    print(f"  switches:   dlcp fabric status {StateFile(name).path(FABRIC)}")

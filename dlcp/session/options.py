@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user can choose. An argument beats the environment (``DLCP_*``), that a file, and that the default."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dlcp import configuration
+from dlcp.collectives.bucket import ReduceOptions
+from dlcp.collectives.choice import COLLECTIVES, Topology, check_coding, flow_weight
+from dlcp.collectives.layer_bounds import LayerBounds
+from dlcp.collectives.samples import check_samples
+from dlcp.tags import TagPolicy
+from dlcp.transport import LossBound, TransportOptions
+from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
+from dlcp.wire import DROP_CLASSES
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How DLCP exchanges gradients. Every field of a simple type can be set as ``DLCP_<NAME>``.
+
+    Parameters
+    ----------
+    loss_bound
+        The largest share of a message's packets that may be lost, 0 to 1. It is a ceiling, used under congestion only.
+        0.1 leaves convergence unharmed (DLCP, arXiv 2008.08445); with error feedback nothing is lost for good.
+    immediate
+        Stop at the bound even without congestion, as the paper does.
+    error_feedback, rescale
+        Send what was lost with the next step; divide sums by how many ranks delivered.
+    adaptive_shards
+        Ranks behind a congested port add up less.
+    collective
+        ``direct`` (every rank adds up a shard), ``ring``, ``server`` (a parameter server adds up), or
+        ``auto``: whichever of direct and ring suits the size.
+    bind
+        Address of this rank's UDP socket, ``host:port``. By default the address that leads to the master, and the first
+        free DLCP port.
+    advertise
+        Address where others reach this rank, if not ``bind``.
+    server
+        Address of the parameter server, ``host:port``.
+    job
+        Job number, 0 to 65535; what a switch knows a job by.
+    token
+        Session token; rank 0 draws one if it is 0.
+    payload_bytes
+        Bytes of a message per packet: 1440 fill an MTU of 1500. 0 finds out what passes on every path, up to an MTU of
+        9000. Whatever is chosen is tried with real packets first; if it does not pass, the largest that does is taken.
+    shared_memory
+        Let ranks that share a network namespace, and so a host, exchange packets through memory instead of their
+        sockets: nothing is queued, dropped or lost there. Not with ``immediate``, and not where others reach this rank
+        by an ``advertise`` of its own, which leads through a network.
+    congestion, tagged, silence_s, deadline_s, switch_hops
+        See :class:`dlcp.transport.TransportOptions`.
+    flow_weight
+        The share of a flow that each of this rank's flows counts as; 0, the default, lets all of a job into a port
+        count as one. 1 gives a job as much as TCP would have, where several of its ranks send into one port.
+    meet_s
+        How long the ranks wait for each other when DLCP is enabled.
+    fallback
+        Go on over the framework's own all-reduce, or a group over its store, if DLCP cannot be used, at the start or
+        later. Off, it is an error.
+    tag_policy
+        See :class:`dlcp.tags.TagPolicy`.
+    protected_share
+        The share of packets that are protected, those of the largest values, in every layer; the rest is divided evenly
+        among the drop classes. Below 0, the default, ``tag_policy`` says which.
+    layer_bounds
+        Layers with a loss bound of their own, by name: ``embed*=0, *.norm?.*=0, head.*=0.01``.
+    samples
+        How many samples this rank's gradients are the mean of in a step; ``samples`` of the state or group tells other
+        numbers as they come. Every sample then counts the same. 0, the default: every rank counts the same.
+    adapt
+        Measure while training, and choose bound, classes, compression and collective by it; those given are what it
+        begins with. All ranks choose alike, between two steps.
+    compression
+        What gradients are compressed with, ``fp16`` or ``topk:0.01`` (:mod:`dlcp.compress`); none by default.
+    combine
+        What all ranks' gradients become: their ``average``, their ``sum``, or ``adasum``
+        (:mod:`dlcp.collectives.combining`).
+    phases
+        Hold the bound down to 0.6 % while the gradient's norm changes by half or more (:mod:`dlcp.tuning.phases`).
+    """
+
+    loss_bound: float = 0.1
+    immediate: bool = False
+    error_feedback: bool = True
+    rescale: bool = True
+    adaptive_shards: bool = True
+    collective: str = "direct"
+    bind: str = ""
+    advertise: str = ""
+    server: str = ""
+    job: int = 0
+    token: int = 0
+    congestion: str = "proportional"
+    flow_weight: float = 0.0
+    switch_hops: int = 1
+    tagged: bool = True
+    payload_bytes: int = 0
+    shared_memory: bool = True
+    silence_s: float = 10.0
+    deadline_s: float = 120.0
+    meet_s: float = 30.0
+    fallback: bool = True
+    tag_policy: TagPolicy = field(default_factory=TagPolicy)
+    protected_share: float = -1.0
+    layer_bounds: str = ""
+    samples: int = 0
+    adapt: bool = False
+    phases: bool = False
+    compression: str = ""
+    combine: str = "average"
+
+    def __post_init__(self) -> None:
+        if self.collective not in COLLECTIVES:
+            raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {self.collective!r}")
+        if self.collective == "server" and not self.server:
+            raise ValueError("collective 'server' needs the server's address: server='host:port' or DLCP_SERVER")
+        if not 0 <= self.job < 1 << 16:
+            raise ValueError(f"job must lie in 0..65535, got {self.job}")
+        if self.protected_share > 1:
+            raise ValueError(f"protected_share must be at most 1, got {self.protected_share}")
+        check_samples(self.samples)
+        if self.samples and (self.combine != "average" or self.compression == "signsgd"):
+            what = "signsgd, which counts votes" if self.compression == "signsgd" else f"combine {self.combine!r}"
+            raise ValueError(
+                f"samples are the weights of an average; they say nothing to {what}: leave one of them out"
+            )
+        if self.adapt and self.combine != "average":
+            raise ValueError(f"adapt chooses among ways to average; with combine {self.combine!r} it has to be off")
+        check_coding(self.compression, self.combine, self.collective, fallback=self.fallback)
+        self.bound()
+        self.transport(1)
+        self.reduction()
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "Options":
+        """Return the defaults, overridden by a file and by ``DLCP_*`` variables; see :mod:`dlcp.configuration`.
+
+        Raises
+        ------
+        ValueError
+            A variable or a line does not hold what it should; the message names it.
+        """
+        return configuration.build(cls, environment)
+
+    def bound(self) -> LossBound:
+        """Return the bound on what gradients may lose."""
+        return LossBound(self.loss_bound, self.immediate)
+
+    def reduction(self) -> ReduceOptions:
+        """Return what an all-reduce may lose and how it makes up for it."""
+        return ReduceOptions(
+            self.bound(),
+            self.error_feedback,
+            self.rescale,
+            self.adaptive_shards,
+            LayerBounds.parse(self.layer_bounds),
+        )
+
+    def classes(self) -> TagPolicy:
+        """Return how packets are tagged."""
+        if self.protected_share < 0:
+            return self.tag_policy
+        rest = (1 - self.protected_share) / (DROP_CLASSES - 1)
+        shares = (self.protected_share, *([rest] * (DROP_CLASSES - 1)))
+        return replace(self.tag_policy, front_shares=shares, back_shares=shares)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether every sample counts the same, instead of every rank."""
+        return self.samples > 0
+
+    def whole_step_options(self) -> list[str]:
+        """Return the names of what is set and has a meaning only where a step's gradients are exchanged as a whole."""
+        asked = {
+            "samples": self.weighted,
+            "adapt": self.adapt,
+            "phases": self.phases,
+            "compression": bool(self.compression),
+            "combine": self.combine != "average",
+        }
+        return [name for name, is_asked in asked.items() if is_asked]
+
+    def transport(self, workers: int, topology: Topology | None = None) -> TransportOptions:
+        """Return the options of a worker's endpoint, where ``workers`` take part."""
+        return TransportOptions(
+            flow_weight=self.flow_weight or flow_weight(self.collective, range(workers), topology),
+            switch_hops=self.switch_hops,
+            payload_bytes=self.payload_bytes or PAYLOAD_UNKNOWN,
+            tagged=self.tagged,
+            congestion=self.congestion,
+            silence_s=self.silence_s,
+            deadline_s=self.deadline_s,
+        )
+
+    def with_(self, **changes: Any) -> "Options":
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which settings suit what has been measured, and why. Nothing here measures, waits or guesses: figures in, words out.
+
+Every threshold has its reason beside it. All ranks that know the same figures choose the same.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from dlcp.collectives.choice import AUTO, DIRECT, SERVER, Topology, choose, direct_seconds, ring_seconds
+from dlcp.collectives.choice import Costs as CollectiveCosts
+
+LOSS_MATTERS: Final = 0.001
+"""From this share of lost packets on reliable transport suffers and bounded loss does not (MLT, NSDI'24: 0.1 %)."""
+LOSS_ENDS: Final = LOSS_MATTERS / 10
+"""Below this share a path that has lost packets counts as clean again. Chosen by us, against going to and fro."""
+WAITING_MATTERS: Final = 0.05
+"""A share of a step that is worth winning; as for ``dlcp train --measure``. Chosen by us."""
+BOUNDS: Final = (0.01, 0.02, 0.05, 0.1)
+"""Loss bounds to choose from. The last leaves convergence unharmed (DLCP, arXiv 2008.08445)."""
+BLIND: Final = 0.5
+"""Protected packets are lost like others if at least this part of their share of losses is theirs. Chosen by us."""
+FEW_PROTECTED: Final = 0.1
+"""The share of packets to protect where the network does not spare them. Chosen by us: the largest tenth."""
+CAST_BYTES_PER_S: Final = 0.5e9
+CAST_S: Final = 0.005
+"""How fast a busy core casts to 16 bits, adds up and casts back, and what a step takes more because a thread has to be
+woken for it. Chosen by us: the order of magnitude on a machine with more to do than cores."""
+COMPRESSION: Final = "bf16"
+"""Halves every message, can be added up anywhere, and has the range of float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What has been measured. Times are medians over steps, in seconds, of the slowest rank.
+
+    Parameters
+    ----------
+    ranks, hosts
+        How many ranks there are, and on how many hosts.
+    gradient_bytes
+        What a rank contributes in a step.
+    step_s, waited_s
+        How long a step takes with DLCP, and what part of that is communication that nothing hides.
+    packets
+        How many packets have been offered to the network: below some thousand, shares of them say little.
+    wanting, worst
+        What share of packets did not arrive at first, and of how large a part of a message that is true in the worst
+        hundredth of them.
+    spared
+        What share of those was never sent again, because the bound allowed it.
+    protected
+        What share of packets may not be lost.
+    rtt_s
+        Round trip under load.
+    rates_bps
+        How fast each rank takes in what waits to be sent to it, in bit/s, by rank; empty if nobody had to wait.
+    """
+
+    ranks: int
+    hosts: int
+    gradient_bytes: int
+    step_s: float
+    waited_s: float
+    packets: int = 0
+    wanting: float = 0.0
+    worst: float = 0.0
+    spared: float = 0.0
+    protected: float = 0.0
+    rtt_s: float = 0.0
+    rates_bps: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.step_s <= 0 or not 0 <= self.waited_s <= self.step_s:
+            raise ValueError(
+                f"{self.ranks} ranks, steps of {self.step_s} s with {self.waited_s} s of waiting: figures must be of "
+                "at least one rank, and waiting no longer than steps, which take time"
+            )
+
+    @property
+    def waiting(self) -> float:
+        """The share of a step in which ranks wait for communication."""
+        return self.waited_s / self.step_s
+
+    @property
+    def rate_bps(self) -> float:
+        """How fast the slowest rank takes in what waits to be sent to it; 0 if nobody had to wait."""
+        return min((rate for rate in self.rates_bps.values() if rate > 0), default=0.0)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as plain values."""
+        return asdict(self) | {"rates_bps": {str(rank): rate for rank, rate in sorted(self.rates_bps.items())}}
+
+    @classmethod
+    def of_json(cls, plain: Mapping[str, Any]) -> "Figures":
+        """Return the figures that :meth:`as_json` has written.
+
+        Raises
+        ------
+        ValueError
+            Something is missing, or none of it; the message says what.
+        """
+        given = dict(plain)
+        try:
+            given["rates_bps"] = {int(rank): float(rate) for rank, rate in given.get("rates_bps", {}).items()}
+            return cls(**given)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"these are no figures of a measurement: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options that are chosen; see :class:`dlcp.session.Options`."""
+
+    loss_bound: float = 0.1
+    protected_share: float = -1.0
+    compression: str = ""
+    collective: str = "direct"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One option: what to set, what it was, and why, with the figures that it rests on."""
+
+    option: str
+    value: float | str
+    was: float | str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What is to be set, and what it follows from."""
+
+    figures: Figures
+    choices: Sequence[Choice]
+
+    @property
+    def settings(self) -> Settings:
+        """The options as chosen."""
+        chosen = asdict(Settings()) | {choice.option: choice.value for choice in self.choices}
+        return Settings(
+            float(chosen["loss_bound"]),
+            float(chosen["protected_share"]),
+            str(chosen["compression"]),
+            str(chosen["collective"]),
+        )
+
+    @property
+    def changes(self) -> dict[str, float | str]:
+        """What differs from what was set."""
+        return {choice.option: choice.value for choice in self.choices if choice.value != choice.was}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the advice as plain values."""
+        return {
+            "figures": self.figures.as_json(),
+            "choices": [asdict(choice) for choice in self.choices],
+            "changes": self.changes,
+        }
+
+
+def decide(figures: Figures, given: Settings | None = None, now: Settings | None = None) -> Advice:
+    """Choose settings.
+
+    Parameters
+    ----------
+    given
+        What the user has set, and what ``was`` in the choices: its loss bound is not exceeded.
+    now
+        What is in force while the figures were taken, if that is something else: what it has brought to an end by
+        itself is no reason to take it back.
+    """
+    given = given or Settings()
+    now = now or given
+    bound, bound_why = _bound(figures, given, now)
+    protected, protected_why = _protected(figures, bound, given, now)
+    compression, compression_why = _compression(figures, given, now)
+    collective, collective_why = _collective(figures, given)
+    return Advice(
+        figures,
+        (
+            Choice("loss_bound", bound, given.loss_bound, bound_why),
+            Choice("protected_share", protected, given.protected_share, protected_why),
+            Choice("compression", compression, given.compression, compression_why),
+            Choice("collective", collective, given.collective, collective_why),
+        ),
+    )
+
+
+def _bound(figures: Figures, given: Settings, now: Settings) -> tuple[float, str]:
+    enough = LOSS_ENDS if now.loss_bound else LOSS_MATTERS
+    told = f"{figures.wanting:.2%} of {figures.packets:,} packets did not arrive at first"
+    if figures.ranks < 2:
+        return given.loss_bound, "one rank exchanges nothing"
+    if figures.wanting < enough:
+        return 0.0, f"{told}, less than {enough:.2%}: averages may as well be exact, and packets need no classes"
+    found = next((bound for bound in BOUNDS if bound >= figures.worst), BOUNDS[-1])
+    bound = min(found, given.loss_bound)
+    worst = f"of the worst hundredth of messages {figures.worst:.1%}"
+    if bound < found:
+        return (
+            bound,
+            f"{told}, {worst}; {found:.0%} would pass over that, but no more than {bound:.1%} has been allowed",
+        )
+    if figures.worst > bound:
+        return bound, f"{told}, {worst}; more than {bound:.0%} is not known to leave every model unharmed"
+    return bound, f"{told}, {worst}: a bound of {bound:.0%} passes over it without sending again"
+
+
+def _protected(figures: Figures, bound: float, given: Settings, now: Settings) -> tuple[float, str]:
+    if not bound:
+        return given.protected_share, "nothing may be lost, so classes make no difference"
+    if now.protected_share != given.protected_share:
+        return now.protected_share, "chosen before; what it has cured is no reason to take it back"
+    theirs = 1 - figures.spared
+    told = f"{theirs:.0%} of what was lost had to be sent again; {figures.protected:.0%} of packets are protected"
+    if figures.protected > FEW_PROTECTED and theirs >= BLIND * figures.protected and figures.worst <= bound:
+        return (
+            FEW_PROTECTED,
+            f"{told}: the network does not spare them, so each costs a round trip; the largest tenth is enough",
+        )
+    if theirs < BLIND * figures.protected:
+        return given.protected_share, f"{told}: the network drops what matters least, as the classes ask"
+    return given.protected_share, f"{told}; messages lose more than the bound, so more would be sent again anyway"
+
+
+def _compression(figures: Figures, given: Settings, now: Settings) -> tuple[str, str]:
+    if given.compression:
+        return given.compression, "has been chosen already"
+    if now.compression:
+        return now.compression, "chosen before; what it has cured is no reason to take it back"
+    saved_s, cost_s = figures.waited_s / 2, CAST_S + figures.gradient_bytes / CAST_BYTES_PER_S
+    told = (
+        f"steps wait {1e3 * figures.waited_s:.1f} ms of {1e3 * figures.step_s:.1f} for {_size(figures.gradient_bytes)}"
+    )
+    if given.collective == SERVER:
+        return "", f"{told}; a parameter server has to be started for 16 bits, so that is left alone"
+    if figures.hosts == 1:
+        return "", f"{told}; on one host they go through memory, and casting costs more than it saves"
+    if figures.waiting < WAITING_MATTERS:
+        return "", f"{told}: less than {WAITING_MATTERS:.0%}, so nothing is to be won"
+    if not figures.rate_bps or figures.wanting < LOSS_MATTERS:
+        return "", f"{told}, but no path was found to be full, which would lose some: fewer would not come sooner"
+    wire_s = 2 * (figures.ranks - 1) / figures.ranks * 8 * figures.gradient_bytes / figures.rate_bps
+    if wire_s < figures.waited_s / 2:
+        return "", f"{told}; they need {1e3 * wire_s:.1f} ms of a path, so it is not bytes that steps wait for"
+    if saved_s <= cost_s:
+        return "", f"{told}; casting them takes {1e3 * cost_s:.1f} ms, more than half of them on the way"
+    return (
+        COMPRESSION,
+        f"{told}, at {figures.rate_bps / 1e6:,.0f} Mbit/s: half the bytes save {1e3 * saved_s:.1f} ms, "
+        f"casting takes {1e3 * cost_s:.1f} ms",
+    )
+
+
+def _collective(figures: Figures, given: Settings) -> tuple[str, str]:
+    if given.collective in (SERVER, AUTO):
+        return given.collective, "has been chosen already"
+    ranks = range(figures.ranks)
+    if figures.ranks < 3:
+        return given.collective, "between two ranks all ways are alike"
+    if figures.hosts < figures.ranks:
+        hosts = {rank: str(rank * figures.hosts // figures.ranks) for rank in ranks}
+    else:
+        hosts = {}
+    rates = {rank: rate for rank, rate in figures.rates_bps.items() if rate > 0}
+    topology = Topology(hosts, rates if len(rates) == figures.ranks else {})
+    costs = CollectiveCosts()
+    size = figures.gradient_bytes
+    direct_s, ring_s = direct_seconds(size, ranks, topology, costs), ring_seconds(size, ranks, topology, costs)
+    told = (
+        f"{_size(size)} among {figures.ranks} ranks on {figures.hosts} {'host' if figures.hosts == 1 else 'hosts'}: "
+        f"direct about {1e3 * direct_s:.1f} ms, ring {1e3 * ring_s:.1f} ms"
+    )
+    chosen = choose(size, ranks, topology, costs)
+    if chosen == DIRECT and ring_s < direct_s:
+        told += f"; a ring waits for its slowest hop, so it has to win by more than {costs.ring_margin - 1:.0%}"
+    return chosen, told
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
