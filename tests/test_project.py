@@ -25,6 +25,8 @@ else:
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCE_FOLDERS = ("dlcp", "controller", "sim", "p4", "tests", ".ci")
+PACKAGED = {"dlcp": "dlcp", "controller": "dlcp/controller", "sim": "dlcp/sim", "p4/build": "dlcp/switch/p4"}
+"""Folders of the project, and where each is once installed."""
 SOURCE_SUFFIXES = {".py", ".p4", ".lua", ".c", ".h", ".stf", ".sh"}
 HEAVY = {"torch", "numba", "scapy", "msgspec", "rich", "jinja2", "sklearn", "mxnet", "tensorflow", "jax"}
 HEAVY |= {"finsy", "grpc", "google", "yaml", "prometheus_client", "simpy"}
@@ -67,26 +69,25 @@ def test_the_core_imports_nothing_heavy(module):
 
 
 def imported(nodes):
-    """The top-level packages that some statements import."""
+    """The packages that some statements import, with the rooms of dlcp apart."""
     for node in nodes:
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield (node.module or "").partition(".")[0]
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (".".join(name.split(".")[: 2 if name.startswith("dlcp.") else 1]) for name in names)
 
 
-def is_command_line(path):
-    """Whether a module of dlcp belongs to the command line: it may load what stands above it, on demand."""
-    return path.name in ("cli.py", "command.py") or path.is_relative_to(ROOT / "dlcp" / "demo")
-
-
-def test_only_the_command_line_knows_controller_and_simulator_and_only_on_demand():
+def test_only_commands_know_controller_and_simulator_at_once():
     wrong = []
     for path in files("dlcp"):
-        if path.suffix == ".py":
+        if path.suffix == ".py" and not path.is_relative_to(ROOT / "dlcp" / "commands"):
             tree = ast.parse(path.read_text())
-            at_once = imported(tree.body if is_command_line(path) else ast.walk(tree))
-            wrong += [f"{path.relative_to(ROOT)}: {name}" for name in at_once if name in ("controller", "sim", "tests")]
+            on_demand = path.is_relative_to(ROOT / "dlcp" / "demo")
+            names = imported(tree.body if on_demand else ast.walk(tree))
+            wrong += [f"{path.relative_to(ROOT)}: {name}" for name in names if name in ("dlcp.controller", "dlcp.sim")]
     assert wrong == []
 
 
@@ -113,8 +114,9 @@ def test_the_changelog_is_about_this_version():
 
 def test_a_wheel_holds_every_file_that_the_package_needs(tmp_path):
     pytest.importorskip("setuptools", minversion="77", reason="building a wheel takes setuptools 77")
-    ignore = shutil.ignore_patterns("__pycache__", "*.so")
-    shutil.copytree(ROOT / "dlcp", tmp_path / "dlcp", ignore=ignore)
+    ignore = shutil.ignore_patterns("__pycache__", "*.so", "README.md")
+    for folder in PACKAGED:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     script = "from setuptools import build_meta; build_meta.build_wheel('wheels')"
@@ -122,14 +124,16 @@ def test_a_wheel_holds_every_file_that_the_package_needs(tmp_path):
     (wheel,) = (tmp_path / "wheels").glob("*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
     needed = {
-        path.relative_to(tmp_path).as_posix()
-        for path in (tmp_path / "dlcp").rglob("*")
-        if path.is_file() and path.suffix not in (".md", ".c", ".h")
+        f"{package}/{path.relative_to(tmp_path / folder).as_posix()}"
+        for folder, package in PACKAGED.items()
+        for path in (tmp_path / folder).rglob("*")
+        if path.is_file() and path.suffix not in (".md", ".c", ".h") and "tna" not in path.parts
     }
     assert needed <= packed, "declare the patterns of these files in pyproject.toml"
     assert not [name for name in packed if name.endswith((".c", ".h"))], "the library says what it was compiled from"
     assert ("dlcp/native/_native.abi3.so" in packed) == native.LIBRARY.exists(), "as where DLCP is installed for tests"
     assert wheel.name.endswith("-cp310-abi3-linux_x86_64.whl") or platform.machine() != "x86_64"
+    assert {name.partition("/")[0] for name in packed if ".dist-info/" not in name} == {"dlcp"}
     assert {"dlcp/switch/p4/dlcp.json", "dlcp/switch/p4/dlcp.p4info.txtpb", "dlcp/wire/dissector.lua"} <= packed
 
 

@@ -13,8 +13,9 @@ from typing import Any, Final
 
 import jinja2
 
-from dlcp.demo import setting, wording
+from dlcp.demo import setting
 from dlcp.demo.summary import RUN_NAMES, Run, RunFileError, load_runs, summarize, write_summary
+from dlcp.report import wording
 from dlcp.report.plots import Figure, draw_all
 from dlcp.report.svg import STYLE
 

@@ -121,7 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         source = (
             f"Measured with python -m dlcp.sim.convergence.measure --seeds {options.seeds} --target {options.target:g}:"
             f" the demo's network on scikit-learn's digits, {WORKERS} workers, {MODES[mode]}. Mean over "
-            f"{options.seeds} seeds of the ratio of steps to a test accuracy of {options.target:.0%}; standard errors: {errors}."
+            f"{options.seeds} seeds of the ratio of steps to a test accuracy of {options.target:.0%}; "
+            f"standard errors: {errors}."
         )
         rounded = [[loss, round(factor, 3)] for loss, factor, _ in points]
         entries.append({"name": mode, "measured": True, "source": source, "points": rounded})

@@ -8,13 +8,13 @@ import pytest
 from virtual_ranks import LAYERS, NOTHING_PROTECTED, SMALL_SIZES, SmallRanks, assert_identical
 from virtual_ring import RingRanks
 
-from dlcp.advise import pilot as pilot_module
 from dlcp.collectives import Bucket, DirectAllReduce, RingAllReduce, ServerOptions
 from dlcp.collectives.layer_bounds import LayerBounds
 from dlcp.collectives.notice import bucket_of
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
 from dlcp.transport import LossBound
+from dlcp.tuning import autotuner as pilot_module
 from dlcp.tuning.autotuner import NORM_VALUES, Pilot, PilotedReducer, squares_of
 from dlcp.tuning.phases import TIGHT_RATIO, Phases
 from dlcp.tuning.rules import Advice, Choice, Settings

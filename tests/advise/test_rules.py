@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dlcp.advise import command, page
+from dlcp.advise import page
 from dlcp.cli import main
+from dlcp.commands import advise as command
 from dlcp.tuning.rules import BOUNDS, COMPRESSION, FEW_PROTECTED, Figures, Settings, decide
 
 CLEAN = Figures(4, 4, 20_000_000, 0.1, 0.002, packets=100_000, protected=0.45, rates_bps=dict.fromkeys(range(4), 9e9))

@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dlcp.bench import allreduce, command, step
+from dlcp.bench import allreduce, step
 from dlcp.bench.member import DIVIDED, LOSSY, MEMORY, MEMORY_DIVIDED, RELIABLE, Contender, Outcome
 from dlcp.bench.path import Path, RoutedPath
+from dlcp.commands import bench as command
 from dlcp.transport import native
 
 pytestmark = pytest.mark.timeout(110)

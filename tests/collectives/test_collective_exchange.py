@@ -8,10 +8,12 @@ import pytest
 from cycles import cycles
 from network import Network, VirtualEndpoint
 
+from dlcp.backend import point_to_point as mailbox
+from dlcp.backend import reduce as summing
+from dlcp.backend import totals
 from dlcp.backend.arithmetic import Arithmetic, ReduceOp
 from dlcp.backend.collectives import Exchange
 from dlcp.backend.process_group import AllowedLoss
-from dlcp.collectives import mailbox, summing, totals
 from dlcp.tags import Tagger, TagPolicy
 from dlcp.transport import LossBound, TransportError
 

@@ -14,8 +14,9 @@ from pathway import Pathway, listening
 
 from dlcp import native
 from dlcp.cli import main
+from dlcp.commands import doctor as command
 from dlcp.configuration import Setting
-from dlcp.doctor import command, machine, page
+from dlcp.doctor import machine, page
 from dlcp.doctor.finding import Finding, Section, Status
 from dlcp.doctor.options import examine_payload
 from dlcp.doctor.probe import open_socket

@@ -5,7 +5,6 @@ who runs them.
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 from dlcp.sim.reading import read
@@ -131,11 +130,13 @@ def test_results_of_another_simulator_are_run_again(swept, monkeypatch) -> None:
 def test_a_change_of_the_simulator_changes_the_digest_and_one_of_the_report_does_not(tmp_path, monkeypatch) -> None:
     import dlcp.sim.sources as module
 
-    root = Path(module.__file__).parent.parent
-    for name in ("sim/kernel/loop.py", "sim/report/page.py", *module._SHARED):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes((root / name).read_bytes())
-    monkeypatch.setattr(module, "_ROOT", tmp_path)
+    copied = [("sim", module._SIMULATOR, name) for name in ("kernel/loop.py", "report/page.py")]
+    copied += [("dlcp", module._DLCP, name) for name in module._SHARED]
+    for folder, source, name in copied:
+        (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / name).write_bytes((source / name).read_bytes())
+    monkeypatch.setattr(module, "_SIMULATOR", tmp_path / "sim")
+    monkeypatch.setattr(module, "_DLCP", tmp_path / "dlcp")
 
     def changed(name: str) -> bool:
         before = module.sources_digest.__wrapped__()

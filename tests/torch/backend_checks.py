@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from dlcp.collectives import channel, summing, totals
+from dlcp.backend import process_group as channel
+from dlcp.backend import reduce as summing
+from dlcp.backend import totals
 
 SMALL, MIDDLE = 7, 4_501
 """Values: few enough to go to everybody at once; and so many that each rank adds up a part, if they have 4 bytes."""
