@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was counted: by the switch program, by the queues of the built-in switch, by the kernels of the hosts."""
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,8 @@ SETTLE_S: Final = 0.4
 """How long nothing may have been counted for everything to count as having arrived: longer than a full port takes to
 drain (64 packets of 1514 bytes in eight queues, 0.2 s at 32 Mbit/s)."""
 SETTLE_DEADLINE_S: Final = 15.0
+RATE_WINDOW_S: Final = 1.0
+"""Over how long a port's rate is taken. Chosen by us: a burst of two frames is far below a percent of that."""
 
 
 class Place(NamedTuple):
@@ -35,6 +38,10 @@ class NicCount(NamedTuple):
     sent: int
     received: int
     received_bytes: int
+
+    def since(self, before: "NicCount") -> "NicCount":
+        """Return what was counted after ``before`` was taken."""
+        return NicCount(*(count - earlier for count, earlier in zip(self, before, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,35 @@ class SwitchAccount:
         )
 
 
+@dataclass(frozen=True)
+class Accounts:
+    """What was counted during a run.
+
+    Parameters
+    ----------
+    switches
+        By switch.
+    nics
+        By host.
+    busiest_bps
+        The highest rate at which each host received frames, over ``RATE_WINDOW_S``.
+    restarts
+        How many switches were started again meanwhile; their counters began anew.
+    late_s
+        How late a built-in switch was at worst since it started, in seconds. It makes up for that: what should have
+        left meanwhile leaves at once.
+    idle
+        The share of the machine's time that nobody used.
+    """
+
+    switches: dict[str, SwitchAccount]
+    nics: dict[str, NicCount]
+    busiest_bps: dict[str, float]
+    restarts: int
+    late_s: float = 0.0
+    idle: float = 1.0
+
+
 def nic_counts(host: HostPlan) -> NicCount:
     """Return what the kernel has counted at a host's interface."""
     # /proc/net is that of the process; a thread in another namespace has its own.
@@ -140,3 +176,53 @@ def settle(hosts: Iterable[HostPlan]) -> dict[str, NicCount]:
             return now
         before = now
     raise TestbedError(f"hosts still receive packets {SETTLE_DEADLINE_S:.0f} s after the run")
+
+
+class RateWatch:
+    """Looks in a thread at how fast hosts receive; a context manager."""
+
+    def __init__(self, hosts: tuple[HostPlan, ...]) -> None:
+        self._hosts = hosts
+        self._busiest: Counter[str] = Counter()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dlcp-rates", daemon=True)
+
+    def __enter__(self) -> "RateWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> dict[str, float]:
+        """Stop looking; return the highest rate of each host, in bit/s of whole frames."""
+        self._stopped.set()
+        self._thread.join()
+        return {host.name: float(self._busiest[host.name]) for host in self._hosts}
+
+    def _run(self) -> None:
+        before = self._look()
+        while not self._stopped.wait(RATE_WINDOW_S):
+            now = self._look()
+            for name, look in now.items():
+                # Over the longest time that may lie between the two: a busy machine may stop us while we look.
+                rate = 8 * (look.octets - before[name].octets) / (look.ended_s - before[name].began_s)
+                self._busiest[name] = max(self._busiest[name], round(rate))
+            before = now
+
+    def _look(self) -> dict[str, "_Look"]:
+        return {host.name: _Look.at(host) for host in self._hosts}
+
+
+class _Look(NamedTuple):
+    """What a host had received at some moment between two times."""
+
+    began_s: float
+    ended_s: float
+    octets: int
+
+    @classmethod
+    def at(cls, host: HostPlan) -> "_Look":
+        began_s = time.monotonic()
+        octets = nic_counts(host).received_bytes
+        return cls(began_s, time.monotonic(), octets)

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from dlcp.controller.testbed.accounts import SwitchAccount
+from dlcp.controller.testbed.accounts import RATE_WINDOW_S, Accounts, SwitchAccount
 from dlcp.controller.testbed.layout import HostPlan, Layout
-from dlcp.controller.testbed.place import RATE_WINDOW_S, Accounts
 
 from dlcp.wire import Queue
 

@@ -2,7 +2,6 @@
 """``dlcp bench``: measure something, and print one JSON document."""
 
 import argparse
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -161,9 +160,9 @@ def _switch(arguments: argparse.Namespace) -> list[Result]:
 
 
 def _sim(arguments: argparse.Namespace) -> list[Result]:
-    # By name, for the simulator stands above this package and is loaded only when it is asked for.
-    results: list[Result] = importlib.import_module("dlcp.sim.bench").measure(rounds=arguments.rounds)
-    return results
+    from dlcp.bench.sim import measure
+
+    return measure(rounds=arguments.rounds)
 
 
 def _mtu_suffix(mtu_bytes: int) -> str:

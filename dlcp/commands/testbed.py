@@ -2,19 +2,18 @@
 """``dlcp testbed``: Mininet's hosts and links with real switches between them; train over them, and compare."""
 
 import argparse
-import json
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from dlcp.commands.demo import add_training_arguments
 from dlcp.controller.testbed.errors import TestbedError
 from dlcp.controller.testbed.requirements import SwitchKind
 
 if TYPE_CHECKING:
     from dlcp.controller.fabric import Fabric
     from dlcp.controller.testbed.state import TestbedState
-    from dlcp.controller.testbed.training import TestbedSetup
+    from dlcp.demo.testbed import TestbedSetup
 
 NAME: Final = "dlcp"
 RATE_BPS: Final = 32_000_000
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         each.add_argument("--name", default=NAME, help="prefix of its namespaces and files (default: %(default)s)")
     for each in (up, run):
         _add_shape(each)
-    _add_training(run)
+    add_training_arguments(run.add_argument_group("what to train"), Path("out/testbed"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,23 +56,6 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--switch", choices=["builtin", "bmv2"], help="what the switches are (default: builtin)")
     group.add_argument("--rate-mbps", type=float, metavar="RATE", help="rate of each link (default: 32)")
     group.add_argument("--depth", type=int, metavar="PACKETS", help="depth of each queue (default: 32; BMv2: 64)")
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to train")
-    group.add_argument(
-        "--collective", choices=["direct", "ps"], help="all-reduce (default), or parameter server (BMv2)"
-    )
-    group.add_argument("--seed", type=int, default=1, help="seed of everything (default: %(default)s)")
-    group.add_argument("--steps", type=int, default=24, help="training steps (default: %(default)s)")
-    group.add_argument("--loss-bound", type=float, default=0.1, help="share of a message that may be lost")
-    group.add_argument(
-        "--only",
-        nargs="+",
-        metavar="RUN",
-        help="only these runs: gloo plain dlcp dlcp_priority; a page once all are in",
-    )
-    group.add_argument("--out", type=Path, default=Path("out/testbed"), help="where to write (default: %(default)s)")
 
 
 def _up(arguments: argparse.Namespace) -> int:
@@ -127,65 +109,36 @@ def _run(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric") -> int:
     """Make the runs that were asked for; write the page when all there should be are there."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from dlcp.controller.testbed.training import check, train
-    from dlcp.demo.run import DemoError, variants
+    from dlcp.controller.testbed.load import IDLE_MIN
+    from dlcp.demo.run import DemoError, Progress, Variant, variants
+    from dlcp.demo.series import report, run_series, select
+    from dlcp.demo.testbed import check, disagreements, train
 
     setup = _setup(arguments, state, fabric)
     check(setup, state)
-    folder = arguments.out / "runs"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not arguments.only:
-        for old in folder.glob("*.json"):
-            old.unlink()
     console = Console()
-    columns = (TextColumn("{task.description:<58}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bars:
-        for variant in variants(setup):
-            if arguments.only and variant.name not in arguments.only:
-                continue
-            bar = bars.add_task(variant.title, total=setup.steps)
-            advance = partial(_advance, bars, bar)
-            try:
-                record = train(state, fabric, setup, variant, progress=advance)
-            except DemoError as error:
-                console.print(f"[bold]{variant.title} failed[/]", str(error), sep="\n", markup=True)
-                return 1
-            (folder / f"{variant.name}.json").write_text(json.dumps(record))
-            _say_if_busy(console, variant.title, record["fabric"]["idle"])
-    return _report(console, arguments.out, partial=bool(arguments.only))
 
-
-def _say_if_busy(console: Any, title: str, idle: float) -> None:
-    from dlcp.controller.testbed.load import IDLE_MIN
-
-    if idle < IDLE_MIN:
-        console.print(
-            f"[bold]the machine was busy[/] during {title!r} ({idle:.0%} idle): its processors were the limit, not the "
-            "network's rates. Give it to the testbed alone, or take a lower --rate-mbps"
-        )
-
-
-def _report(console: Any, folder: Path, *, partial: bool) -> int:
-    from dlcp.controller.testbed.report import disagreements, write
-    from dlcp.demo.summary import RunFileError
+    def train_variant(variant: Variant, *, progress: Progress) -> dict[str, Any]:
+        record = train(state, fabric, setup, variant, progress=progress)
+        idle = record["fabric"]["idle"]
+        if idle < IDLE_MIN:
+            console.print(
+                f"[bold]the machine was busy[/] during {variant.title!r} ({idle:.0%} idle): its processors were the "
+                "limit, not the network's rates. Leave it to the testbed alone, or take a lower --rate-mbps"
+            )
+        return record
 
     try:
-        runs = write(console, folder)
-    except RunFileError as error:
-        if partial:
-            console.print(f"no page yet: {error}")
-            return 0
-        raise
-    wrong = disagreements(runs)
+        chosen = select(variants(setup), arguments.only, arguments.out)
+        run_series(console, arguments.out, chosen, setup.steps, train_variant)
+    except DemoError as error:
+        print(f"dlcp testbed: {error}", file=sys.stderr)
+        return 1
+    wrong = disagreements(report(console, arguments.out, complete=not arguments.only))
     for line in wrong:
         console.print(f"[bold]hosts and switches disagree[/] {line}")
     return 1 if wrong else 0
-
-
-def _advance(bars: Any, bar: Any, steps: int) -> None:
-    bars.update(bar, completed=steps)
 
 
 def _bring_up(arguments: argparse.Namespace) -> "TestbedState":
@@ -222,7 +175,7 @@ def _fabric(arguments: argparse.Namespace, kind: SwitchKind) -> "Fabric":
 
 def _setup(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric") -> "TestbedSetup":
     from dlcp.controller.paths import most_switches
-    from dlcp.controller.testbed.training import TestbedSetup
+    from dlcp.demo.testbed import TestbedSetup
 
     port = state.layout.switches[0].ports[0]
     bmv2 = state.layout.kind == "bmv2"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other people's traffic: flows that burst into one worker's port at a time, as jobs in a shared cluster do.
+"""Background traffic: flows of other jobs that send in bursts into one worker's port at a time.
 
-They are real TCP where hosts have network namespaces. On loopback, where TCP cannot cross the switch, DLCP's transport
-stands in: reliable, with the window of one TCP flow. ``python -m dlcp.demo.background sink|source ...`` runs one end.
+Where hosts have network namespaces it is real TCP. On loopback, where TCP cannot cross the switch, DLCP's transport
+stands in for it: reliable, with the window of one TCP flow. ``python -m dlcp.demo.background sink|source ...`` runs one
+end.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -33,19 +35,20 @@ from dlcp.transport import (
     parse_address,
 )
 
-SINK_PORT = 53711
-MESSAGES_IN_FLIGHT = 4
-BACKGROUND_TOKEN = 0x6261636B67726F75
-Count = Callable[[int], None]
-"""Called with how many bytes have arrived."""
-SAMPLE_S = 0.1
-CHUNK = bytes(1 << 16)
-SEND_BUFFER_BYTES = 1 << 16
+SINK_PORT: Final = 53711
+SAMPLE_S: Final = 0.1
+"""Interval at which a sink counts what arrives."""
+_MESSAGES_IN_FLIGHT: Final = 4
+_TOKEN: Final = 0x6261636B67726F75
+_CHUNK: Final = bytes(1 << 16)
+_SEND_BUFFER_BYTES: Final = 1 << 16
 """Small, so that a burst ends when it should instead of draining for long."""
+_Count = Callable[[int], None]
+"""Called with how many bytes have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
-class Burst:
+class BackgroundBurst:
     """All background flows send to the worker ``target`` from ``start_s`` to ``stop_s``, in seconds of the run."""
 
     start_s: float
@@ -53,20 +56,22 @@ class Burst:
     target: int
 
 
-def schedule(seed: int, workers: int, seconds: float, *, on_s: float = 8.0, off_s: float = 0.5) -> list[Burst]:
+def schedule(
+    seed: int, workers: int, seconds: float, *, on_s: float = 8.0, off_s: float = 0.5
+) -> list[BackgroundBurst]:
     """Return bursts of about ``on_s`` seconds with pauses of about ``off_s``, each into another worker's port."""
     generator = np.random.default_rng([seed, 2])
-    bursts: list[Burst] = []
+    bursts: list[BackgroundBurst] = []
     now_s = 0.0
     while now_s < seconds:
         length_s = float(generator.uniform(0.75, 1.25)) * on_s
         others = [worker for worker in range(workers) if not bursts or worker != bursts[-1].target]
-        bursts.append(Burst(now_s, now_s + length_s, int(generator.choice(others))))
+        bursts.append(BackgroundBurst(now_s, now_s + length_s, int(generator.choice(others))))
         now_s += length_s + float(generator.uniform(0.5, 1.5)) * off_s
     return bursts
 
 
-def delivered_bps(samples: Sequence[tuple[float, float]], bursts: Sequence[Burst], stop_s: float) -> float:
+def delivered_bps(samples: Sequence[tuple[float, float]], bursts: Sequence[BackgroundBurst], stop_s: float) -> float:
     """Return the bits per second that arrived while bursts were on, up to ``stop_s``.
 
     Parameters
@@ -78,8 +83,8 @@ def delivered_bps(samples: Sequence[tuple[float, float]], bursts: Sequence[Burst
     return 8 * sum(count for when_s, count in samples if when_s <= stop_s) / on_s if on_s else 0.0
 
 
-def tcp_sink(bind: Address, count: Count) -> None:
-    """Take in whatever comes until interrupted."""
+def tcp_sink(bind: Address, count: _Count) -> None:
+    """Receive until interrupted."""
     server = socket.create_server(bind)
     print("ready", flush=True)
     open_sockets = [server]
@@ -94,61 +99,63 @@ def tcp_sink(bind: Address, count: Count) -> None:
             count(len(data))
 
 
-def udp_sink(endpoint: Endpoint, count: Count) -> None:
-    """Take in whatever comes over DLCP's transport until interrupted."""
+def udp_sink(endpoint: Endpoint, count: _Count) -> None:
+    """Receive over DLCP's transport until interrupted."""
 
     def on_message(peer: int, key: MessageKey) -> None:
         arrival = endpoint.receive(peer, key, None, RELIABLE, "background")
         arrival.add_done_callback(lambda done: count(len(done.result().payload)))
-        endpoint.protocol.forget_before(key.step - MESSAGES_IN_FLIGHT)
+        endpoint.protocol.forget_before(key.step - _MESSAGES_IN_FLIGHT)
 
     endpoint.call(lambda: setattr(endpoint.protocol, "on_unawaited", on_message))
     print("ready", flush=True)
     signal.pause()
 
 
-def tcp_send(peers: dict[int, Address], bursts: Iterable[Burst], stop: Callable[[Burst], float]) -> None:
+def tcp_send(
+    peers: dict[int, Address], bursts: Iterable[BackgroundBurst], stop: Callable[[BackgroundBurst], float]
+) -> None:
     """Send as much as TCP lets through to the target of each burst, as long as it lasts."""
     flows = {}
     for peer, address in peers.items():
         flows[peer] = sock = socket.create_connection(address, timeout=10)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         sock.setblocking(False)
     for burst in bursts:
         while (left_s := stop(burst) - time.monotonic()) > 0:
             if select.select([], [flows[burst.target]], [], left_s)[1]:
-                flows[burst.target].send(CHUNK)
+                flows[burst.target].send(_CHUNK)
 
 
-def udp_send(endpoint: Endpoint, bursts: Iterable[Burst], stop: Callable[[Burst], float]) -> None:
+def udp_send(endpoint: Endpoint, bursts: Iterable[BackgroundBurst], stop: Callable[[BackgroundBurst], float]) -> None:
     """Send as much as DLCP's reliable transport lets through, with the window of one TCP flow (CUBIC)."""
     endpoint.greet()
-    packets = -(-len(CHUNK) // endpoint.options.payload_bytes)
+    packets = -(-len(_CHUNK) // endpoint.options.payload_bytes)
     nothing = np.zeros(packets, np.uint8)
     tags = PacketTags(nothing, nothing, nothing, np.ones(packets, np.bool_))
     sending: deque[Future[Delivery]] = deque()
     number = 0
     for burst in bursts:
         while (left_s := stop(burst) - time.monotonic()) > 0:
-            if len(sending) < MESSAGES_IN_FLIGHT:
+            if len(sending) < _MESSAGES_IN_FLIGHT:
                 number += 1
                 key = MessageKey(number, 0)
-                sending.append(endpoint.send(burst.target, key, memoryview(CHUNK), tags, RELIABLE, "background"))
+                sending.append(endpoint.send(burst.target, key, memoryview(_CHUNK), tags, RELIABLE, "background"))
                 continue
             with contextlib.suppress(TimeoutError):
                 sending[0].result(left_s)
                 sending.popleft()
 
 
-def started(bursts: Iterable[Burst]) -> tuple[Iterator[Burst], Callable[[Burst], float]]:
-    """Return the bursts, each as it begins, and what tells when one ends on the monotonic clock.
+def started(bursts: Iterable[BackgroundBurst]) -> tuple[Iterator[BackgroundBurst], Callable[[BackgroundBurst], float]]:
+    """Return the bursts, each as it begins, and a function that returns when one ends on the monotonic clock.
 
-    They count from the time that comes as a line on standard input.
+    Both count from the time that standard input gives in a line.
     """
     print("ready", flush=True)
     start_s = float(sys.stdin.readline())
 
-    def each() -> Iterator[Burst]:
+    def each() -> Iterator[BackgroundBurst]:
         for burst in bursts:
             time.sleep(max(0.0, start_s + burst.start_s - time.monotonic()))
             yield burst
@@ -173,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.over == "udp":
         options = TransportOptions(tagged=False, congestion="cubic", flow_weight=1.0)
         sock = bind_socket(chosen.bind[0], [chosen.bind[1]])
-        endpoint = Endpoint(chosen.rank, sock, peers, token=BACKGROUND_TOKEN, options=options)
+        endpoint = Endpoint(chosen.rank, sock, peers, token=_TOKEN, options=options)
     counts: Counter[int] = Counter()
 
     def count(size: int) -> None:
@@ -181,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     with contextlib.suppress(KeyboardInterrupt):
         if chosen.end == "source":
-            bursts, stop = started([Burst(*burst) for burst in chosen.bursts])
+            bursts, stop = started([BackgroundBurst(*burst) for burst in chosen.bursts])
             if endpoint:
                 udp_send(endpoint, bursts, stop)
             else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a run, and what they say."""
+"""The processes of a run: programs that read and print lines, and workers that are forked with PyTorch loaded."""
 
 import json
 import multiprocessing
@@ -8,15 +8,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Final
 
 from dlcp.closing import end
 
 Fact = dict[str, Any]
 """What a worker reports: plain values, that JSON can hold."""
-STOP_DEADLINE_S = 5.0
+_STOP_DEADLINE_S: Final = 5.0
 
 _context = multiprocessing.get_context("forkserver")
 # Every worker needs these, and they take seconds to import: a server that has them forks the workers of all runs.
@@ -26,32 +27,37 @@ _context.set_forkserver_preload(["dlcp.demo.worker", "torch._dynamo"])
 def send_fact(channel: Connection, fact: Fact) -> None:
     """Report a fact to whoever started this worker.
 
-    As JSON: a pickle may hold what takes PyTorch to read (its version is a class of its own), and loading that holds up
-    the reader of all reports for seconds on a busy machine.
+    It travels as JSON: a pickle may hold what takes PyTorch to read (its version is a class of its own), and loading
+    that holds up the reader of all reports for seconds on a busy machine.
     """
     channel.send_bytes(json.dumps(fact).encode())
 
 
-class Running(Protocol):
-    """A process of a run."""
+class DemoProcess(ABC):
+    """A process of a run. ``ready`` is set once it has reported for the first time."""
 
-    name: str
-    ready: threading.Event
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ready = threading.Event()
 
-    def tell(self, start_s: float) -> None:
-        """Tell it when the run starts, on the monotonic clock."""
+    @abstractmethod
+    def start_at(self, start_s: float) -> None:
+        """Let the run begin for it, at a time of the monotonic clock."""
 
+    @abstractmethod
     def status(self) -> int | None:
         """Return its exit status, None while it runs."""
 
-    def said(self) -> str:
-        """Return what it said went wrong."""
+    @abstractmethod
+    def errors(self) -> str:
+        """Return what it reported as wrong."""
 
+    @abstractmethod
     def stop(self) -> None:
-        """End it, politely first."""
+        """Terminate it; kill it if it does not end."""
 
 
-class Program:
+class ChildProgram(DemoProcess):
     """A program that prints a line when it is ready, and may read the start of the run from its standard input.
 
     Parameters
@@ -59,14 +65,13 @@ class Program:
     name
         For messages.
     popen
-        Starts it where it belongs.
+        Starts it on its host.
     argv
-        What to give to Python.
+        Arguments of Python.
     """
 
     def __init__(self, name: str, popen: Callable[..., "subprocess.Popen[str]"], argv: Sequence[str]) -> None:
-        self.name = name
-        self.ready = threading.Event()
+        super().__init__(name)
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         self._child = popen([sys.executable, *argv], text=True, **pipes)
@@ -78,8 +83,8 @@ class Program:
         for _ in self._child.stdout:
             self.ready.set()
 
-    def tell(self, start_s: float) -> None:
-        """Tell it when the run starts, on the monotonic clock."""
+    def start_at(self, start_s: float) -> None:
+        """Write the start to its standard input."""
         assert self._child.stdin
         self._child.stdin.write(f"{start_s!r}\n")
         self._child.stdin.flush()
@@ -88,21 +93,21 @@ class Program:
         """Return its exit status, None while it runs."""
         return self._child.poll()
 
-    def said(self) -> str:
+    def errors(self) -> str:
         """Return the end of what it wrote to standard error."""
         self._errors.seek(0)
         return self._errors.read()[-2000:].strip()
 
     def stop(self) -> None:
-        """End it, politely first."""
-        end(self._child, STOP_DEADLINE_S)
-        self._thread.join(STOP_DEADLINE_S)
+        """Terminate it; kill it if it does not end."""
+        end(self._child, _STOP_DEADLINE_S)
+        self._thread.join(_STOP_DEADLINE_S)
         for stream in (self._child.stdin, self._child.stdout):
             if stream:
                 stream.close()
 
 
-class Worker:
+class WorkerProcess(DemoProcess):
     """A worker of :mod:`dlcp.demo.worker`, forked from a process that has PyTorch loaded.
 
     Parameters
@@ -123,11 +128,10 @@ class Worker:
         namespace: str | None,
         environment: dict[str, str],
         arguments: Sequence[str],
-        on_fact: Callable[[Fact], None],
+        on_fact: Callable[[Fact], None] | None = None,
     ) -> None:
-        self.name = name
-        self.ready = threading.Event()
-        self.report: Fact | None = None
+        super().__init__(name)
+        self._report: Fact | None = None
         self._on_fact = on_fact
         self._error = ""
         self._channel, theirs = _context.Pipe()
@@ -147,32 +151,33 @@ class Worker:
                 return
             self.ready.set()
             self._error = fact.get("error", self._error)
-            self.report = fact.get("report", self.report)
-            self._on_fact(fact)
+            self._report = fact.get("report", self._report)
+            if self._on_fact:
+                self._on_fact(fact)
 
-    def tell(self, start_s: float) -> None:
-        """Tell it when the run starts, on the monotonic clock."""
+    def start_at(self, start_s: float) -> None:
+        """Send it the start."""
         self._channel.send(start_s)
 
     def status(self) -> int | None:
         """Return its exit status, None while it runs."""
         return self._child.exitcode
 
-    def said(self) -> str:
-        """Return what it said went wrong."""
+    def errors(self) -> str:
+        """Return the error that it reported."""
         return self._error
 
     def finish(self, timeout_s: float) -> Fact | None:
         """Wait for its end and return its report."""
         self._child.join(timeout_s)
-        self._thread.join(STOP_DEADLINE_S)
-        return self.report
+        self._thread.join(_STOP_DEADLINE_S)
+        return self._report
 
     def stop(self) -> None:
-        """End it, politely first."""
+        """Terminate it; kill it if it does not end."""
         if self._child.is_alive():
             self._child.terminate()
-            self._child.join(STOP_DEADLINE_S)
+            self._child.join(_STOP_DEADLINE_S)
             if self._child.is_alive():
                 self._child.kill()
                 self._child.join()

@@ -12,40 +12,40 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import dlcp
-from dlcp.demo.background import SAMPLE_S, Burst, delivered_bps, schedule
-from dlcp.demo.place import LoopbackPlace, NamespacePlace, Place, Shares
-from dlcp.demo.processes import Fact, Program, Running, Worker
-from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
+from dlcp.demo.background import SAMPLE_S, BackgroundBurst, delivered_bps, schedule
+from dlcp.demo.network import DemoNetwork, Shares
+from dlcp.demo.processes import ChildProgram, DemoProcess, Fact, WorkerProcess
+from dlcp.wire import DROP_CLASSES, UDP_PORT_BASE, UDP_PORT_COUNT
 
-BACKGROUND_FLOWS = 2
-JOB = 1
-PAYLOAD_BYTES = 1440
+_BACKGROUND_FLOWS: Final = 2
+_JOB: Final = 1
+_PAYLOAD_BYTES: Final = 1440
 """Fills the MTU of 1500 that the demo's network has; loopback would take more."""
-CONTROL_SHARE = 0.015
+_CONTROL_SHARE: Final = 0.015
 """Part of a port for acknowledgements and the like; taken from the job's share, not added to it. Chosen by us."""
-READY_DEADLINE_S = 90.0
-RUN_DEADLINE_S = 600.0
-TCP_PAYLOAD_BYTES, TCP_FRAME_BYTES = 1448, 1514
+_READY_DEADLINE_S: Final = 90.0
+_RUN_DEADLINE_S: Final = 600.0
+_TCP_PAYLOAD_BYTES, _TCP_FRAME_BYTES = 1448, 1514
 """A full TCP segment and its frame at an MTU of 1500; rates of ports count frames, the background counts payload."""
-SERVER_REPORT = "server.json"
-ORDINARY_PORT = UDP_PORT_BASE + UDP_PORT_COUNT
+_SERVER_REPORT: Final = "server.json"
+_ORDINARY_PORT: Final = UDP_PORT_BASE + UDP_PORT_COUNT
 """The first UDP port that switches do not take for DLCP."""
 
 Progress = Callable[[int], None]
 """Called with the number of steps that are done."""
-MakePlace = Callable[["Setup", "Shares | None", int], Place]
-"""Called with the setup, the job's shares of the ports, and the job."""
+MakeNetwork = Callable[["DemoSetup", "Shares | None", int], DemoNetwork]
+"""Called with the setup, the job's shares of the ports, and the job number."""
 
 
 class DemoError(RuntimeError):
-    """A run came to no end; the message has what its processes said."""
+    """A run did not finish; the message has what its processes reported."""
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class DemoSetup:
     """What all runs of a demo have in common. ``hops`` are the most switches between two hosts."""
 
     seed: int = 1
@@ -72,38 +72,39 @@ class Setup:
         return self.workers if self.collective == "server" else None
 
     @property
+    def targets(self) -> list[int]:
+        """The hosts that train, and so the hosts that background traffic goes to."""
+        return list(range(self.workers + (self.server is not None)))
+
+    @property
     def sources(self) -> list[int]:
         """The hosts that background traffic comes from."""
-        first = self.workers + (self.server is not None)
-        return list(range(first, first + BACKGROUND_FLOWS))
+        first = len(self.targets)
+        return list(range(first, first + _BACKGROUND_FLOWS))
 
     @property
     def hosts(self) -> int:
         """How many hosts there are."""
         return self.sources[-1] + 1
 
-    def flows_into(self, host: int) -> int:
-        """Return how many flows the training has into a host's port over TCP: from each worker to a server, else one.
-
-        One, because Gloo sums around a ring.
-        """
-        return self.workers if host == self.server else 1
-
     def fair_share(self, host: int) -> float:
-        """Return the share of a host's port that the job may have: that of its flows beside the background's."""
-        flows = self.flows_into(host)
-        return flows / (flows + BACKGROUND_FLOWS)
+        """Return the share of a host's port that the job may have: its flows beside the background's.
 
-    def background_share(self, bursts: Sequence[Burst], stop_s: float) -> float:
+        Over TCP the training has a flow from each worker into the server's port, and one into any other, for Gloo sums
+        around a ring.
+        """
+        flows = self.workers if host == self.server else 1
+        return flows / (flows + _BACKGROUND_FLOWS)
+
+    def background_share(self, bursts: Sequence[BackgroundBurst], stop_s: float) -> float:
         """Return the share of a port that is fair to the background, over all bursts up to ``stop_s``."""
         lasted = [(max(0.0, min(burst.stop_s, stop_s) - burst.start_s), burst.target) for burst in bursts]
         on_s = sum(seconds for seconds, _ in lasted)
         return sum(seconds * (1 - self.fair_share(target)) for seconds, target in lasted) / on_s if on_s else 0.0
 
-    def bursts(self) -> list[Burst]:
+    def bursts(self) -> list[BackgroundBurst]:
         """Return the background's schedule, the same in every run."""
-        targets = self.workers if self.server is None else self.workers + 1
-        return schedule(self.seed, targets, RUN_DEADLINE_S)
+        return schedule(self.seed, len(self.targets), _RUN_DEADLINE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,32 +127,25 @@ class Variant:
     udp_port: int = UDP_PORT_BASE
 
 
-def variants(setup: Setup) -> list[Variant]:
+def variants(setup: DemoSetup) -> list[Variant]:
     """Return the ways that the demo compares."""
     bound = {"DLCP_LOSS_BOUND": str(setup.loss_bound)}
     plain = {"DLCP_LOSS_BOUND": "0", "DLCP_TAGGED": "0", "DLCP_ADAPTIVE_SHARDS": "0", "DLCP_CONGESTION": "cubic"}
     return [
         Variant("gloo", "Gloo over the kernel's TCP (CUBIC)", "gloo"),
-        Variant(
-            "plain", "DLCP's transport used plainly: reliable, one queue, no tags", "dlcp", False, plain, ORDINARY_PORT
-        ),
+        Variant("plain", "DLCP's transport alone: reliable, one queue, no tags", "dlcp", False, plain, _ORDINARY_PORT),
         Variant("dlcp", "DLCP, held to its fair share", "dlcp", True, bound),
         Variant("dlcp_priority", "DLCP, with priority over the background", "dlcp", False, bound),
     ]
 
 
-def execute(setup: Setup, variant: Variant, *, namespaces: bool, progress: Progress) -> dict[str, Any]:
-    """Run one variant around the built-in switch; see :func:`execute_at`."""
-    return execute_at(NamespacePlace if namespaces else LoopbackPlace, setup, variant, progress=progress)
-
-
-def execute_at(make_place: MakePlace, setup: Setup, variant: Variant, *, progress: Progress) -> dict[str, Any]:
-    """Run one variant and return its record, in the form that :mod:`dlcp.demo.summary` reads.
+def execute(make_network: MakeNetwork, setup: DemoSetup, variant: Variant, *, progress: Progress) -> dict[str, Any]:
+    """Run one variant and return its record, in the form that :mod:`dlcp.report.runs` reads.
 
     Parameters
     ----------
-    make_place
-        Makes the place where it runs, from the setup, the job's shares of the ports, and the job.
+    make_network
+        Makes the network of the run: a class of :mod:`dlcp.demo.network`, or a testbed.
 
     Raises
     ------
@@ -160,215 +154,45 @@ def execute_at(make_place: MakePlace, setup: Setup, variant: Variant, *, progres
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-demo-")))
-        place = stack.enter_context(make_place(setup, _shares(setup, variant), JOB))
+        network = stack.enter_context(make_network(setup, _shares(setup, variant), _JOB))
         bursts = setup.bursts()
-        sinks, sources = _background(setup, place, bursts, folder, stack)
-        servers, workers = _workers(setup, variant, place, folder, stack, progress)
-        everybody: list[Running] = [*sinks, *sources, *servers, *workers]
+        sinks, sources = _background(setup, network, bursts, folder, stack)
+        servers, ranks = _ranks(setup, variant, network, folder, stack, progress)
+        workers = ranks[: setup.workers]
+        everybody: list[DemoProcess] = [*sinks, *sources, *servers, *ranks]
         _await_ready(everybody)
         start_s = time.monotonic() + 0.3
-        waiting: list[Running] = [*sources, *workers[: setup.workers]]
-        for process in waiting:
-            process.tell(start_s)
-        reports = _collect(workers[: setup.workers], everybody)
+        for process in (*sources, *workers):
+            process.start_at(start_s)
+        reports = _collect(workers, everybody)
         stop_s = max(sum(report["steps"]) for report in reports)
-        for program in [*sources, *sinks, *servers]:
+        for program in (*sources, *sinks, *servers):
             program.stop()
-        samples = _samples(folder, start_s)
-        served = json.loads((folder / SERVER_REPORT).read_text()) if servers else {"ledger": None}
-        counters = place.counters()
-    record = _record(setup, variant, place, reports, samples, stop_s, bursts, counters)
-    return record | {"server_ledger": served["ledger"]}
-
-
-def _shares(setup: Setup, variant: Variant) -> Shares | None:
-    """Return the job's shares of the ports, None if it is not held to any."""
-    if not variant.held:
-        return None
-    data = {host: setup.fair_share(host) - CONTROL_SHARE for host in range(setup.workers + 1)}
-    usual = data[0]
-    # A burst may be what a queue holds: less, and packets that the queue has room for would wait behind everybody else.
-    burst_s = setup.depth_packets * TCP_FRAME_BYTES * 8 / setup.rate_bps
-    return Shares(usual, CONTROL_SHARE, burst_s, {host: share for host, share in data.items() if share != usual})
-
-
-def _program(stack: ExitStack, place: Place, name: str, host: int, argv: Sequence[str]) -> Program:
-    program = Program(f"{name} {host}", place.popen(host), argv)
-    stack.callback(program.stop)
-    return program
-
-
-def _background(
-    setup: Setup, place: Place, bursts: Sequence[Burst], folder: Path, stack: ExitStack
-) -> tuple[list[Program], list[Program]]:
-    module = ["-m", "dlcp.demo.background"]
-    targets = list(range(setup.workers if setup.server is None else setup.workers + 1))
-    plan = json.dumps([[burst.start_s, burst.stop_s, burst.target] for burst in bursts])
-    sinks = []
-    for host in targets:
-        peers = place.background_arguments(host, setup.sources)
-        sinks.append(
-            _program(stack, place, "sink", host, [*module, "sink", *peers, "--log", str(folder / f"sink{host}")])
-        )
-    _await_ready(sinks)
-    sources = []
-    for host in setup.sources:
-        peers = place.background_arguments(host, targets)
-        sources.append(_program(stack, place, "source", host, [*module, "source", *peers, "--bursts", plan]))
-    return sinks, sources
-
-
-def _workers(
-    setup: Setup, variant: Variant, place: Place, folder: Path, stack: ExitStack, progress: Progress
-) -> tuple[list[Program], list[Worker]]:
-    token = secrets.randbits(63) | 1
-    servers = []
-    ranks = setup.workers
-    if setup.server is not None and variant.mode == "gloo":
-        ranks += 1
-    elif setup.server is not None:
-        argv = [*_server(setup, variant, place, token), "--report", str(folder / SERVER_REPORT)]
-        servers.append(_program(stack, place, "server", setup.server, argv))
-    workers = []
-    for rank in range(ranks):
-        environment = {
-            "GLOO_SOCKET_IFNAME": place.interface,
-            "DLCP_BIND": place.bind_of(rank, variant.udp_port),
-            "DLCP_ADVERTISE": place.address_of(rank, variant.udp_port),
-            "DLCP_JOB": str(JOB),
-            "DLCP_PAYLOAD_BYTES": str(PAYLOAD_BYTES),
-            "DLCP_TOKEN": str(token),
-            # A run must not measure something else under this name.
-            "DLCP_FALLBACK": "0",
-            "DLCP_COLLECTIVE": setup.collective,
-            "DLCP_SWITCH_HOPS": str(setup.hops),
-            "DLCP_SERVER": "" if setup.server is None else place.address_of(setup.server, variant.udp_port),
-            **variant.environment,
-        }
-        if setup.server is not None:
-            # Each worker's flow into the server's port counts as much as one of TCP.
-            environment["DLCP_FLOW_WEIGHT"] = "1"
-        arguments = [
-            *("--mode", variant.mode, "--collective", setup.collective, "--steps", str(setup.steps)),
-            *("--rank", str(rank), "--workers", str(setup.workers), "--ranks", str(ranks)),
-            *("--seed", str(setup.seed), "--store", str(folder / "store")),
-        ]
-        on_fact = partial(_report_progress, progress) if rank == 0 else _ignore
-        worker = Worker(f"worker {rank}", place.namespace(rank), environment, arguments, on_fact)
-        stack.callback(worker.stop)
-        workers.append(worker)
-    return servers, workers
-
-
-def _server(setup: Setup, variant: Variant, place: Place, token: int) -> list[str]:
-    """Return the command line of the parameter server."""
-    assert setup.server is not None
-    environment = variant.environment
-    return [
-        *("-m", "dlcp.cli", "server", "--bind", place.bind_of(setup.server, variant.udp_port)),
-        *("--workers", *(place.address_of(worker, variant.udp_port) for worker in range(setup.workers))),
-        *("--token", str(token), "--job", str(JOB), "--loss-bound", environment["DLCP_LOSS_BOUND"]),
-        *("--tagged", environment.get("DLCP_TAGGED", "1")),
-        *("--congestion", environment.get("DLCP_CONGESTION", "proportional")),
-    ]
-
-
-def _await_ready(processes: Sequence[Running]) -> None:
-    deadline_s = time.monotonic() + READY_DEADLINE_S
-    for process in processes:
-        while not process.ready.wait(0.2):
-            _check(processes)
-            if time.monotonic() > deadline_s:
-                raise DemoError(f"{process.name} is not ready after {READY_DEADLINE_S:.0f} s: {process.said()}")
-    _check(processes)
-
-
-def _collect(workers: Sequence[Worker], everybody: Sequence[Running]) -> list[Fact]:
-    deadline_s = time.monotonic() + RUN_DEADLINE_S
-    while any(worker.status() is None for worker in workers):
-        _check(everybody)
-        if time.monotonic() > deadline_s:
-            raise DemoError(f"no end after {RUN_DEADLINE_S:.0f} s")
-        time.sleep(0.1)
-    _check(everybody)
-    reports = [worker.finish(READY_DEADLINE_S) for worker in workers]
-    found = [report for report in reports if report is not None]
-    if len(found) < len(reports):
-        raise DemoError("a worker ended without a report")
-    return found
-
-
-def _check(processes: Sequence[Running]) -> None:
-    failed = [process for process in processes if process.status() not in (None, 0)]
-    if failed:
-        time.sleep(0.5)  # the others notice and say why
-        said = [f"{process.name}: {process.said()}" for process in processes if process.said()]
-        raise DemoError("\n".join(said) or f"{failed[0].name} ended with status {failed[0].status()}")
-
-
-def _report_progress(progress: Progress, fact: Fact) -> None:
-    if "step" in fact:
-        progress(fact["step"])
-
-
-def _ignore(fact: Fact) -> None:
-    pass
-
-
-def _samples(folder: Path, start_s: float) -> list[tuple[float, float]]:
-    """Return when how many bytes of background arrived, in seconds of the run, over all sinks."""
-    total: dict[float, float] = {}
-    for log in folder.glob("sink*"):
-        for when_s, count in json.loads(log.read_text()):
-            total[when_s] = total.get(when_s, 0) + count
-    return [(when_s - start_s, count) for when_s, count in sorted(total.items())]
-
-
-def _record(
-    setup: Setup,
-    variant: Variant,
-    place: Place,
-    reports: Sequence[dict[str, Any]],
-    samples: Sequence[tuple[float, float]],
-    stop_s: float,
-    bursts: Sequence[Burst],
-    counters: dict[str, Any],
-) -> dict[str, Any]:
+        background = _background_record(setup, bursts, _samples(folder, start_s), stop_s)
+        served = json.loads((folder / _SERVER_REPORT).read_text()) if servers else {"ledger": None}
+        counters = network.counters()
     first = reports[0]
+    ledgers = [report["ledger"] for report in reports]
     return {
         "name": variant.name,
         "title": variant.title,
         "seed": setup.seed,
         "collective": setup.collective,
         "fabric": {
-            "kind": place.kind,
+            "kind": network.kind,
             "workers": setup.workers,
             "rate_bps": setup.rate_bps,
             "depth_packets": setup.depth_packets,
             "mtu": 1500,
         },
-        "background": {
-            "flows": BACKGROUND_FLOWS,
-            "bps": delivered_bps(samples, bursts, stop_s),
-            "fair_share_bps": setup.background_share(bursts, stop_s)
-            * setup.rate_bps
-            * TCP_PAYLOAD_BYTES
-            / TCP_FRAME_BYTES,
-            "samples": [[round(when_s, 2), 8 * count / SAMPLE_S] for when_s, count in samples if 0 <= when_s <= stop_s],
-            "bursts": [[b.start_s, b.stop_s, b.target] for b in bursts if b.start_s < stop_s],
-        },
-        "curve": first["curve"],
-        "steps": first["steps"],
-        "compute_seconds": first["compute_seconds"],
-        "parameters": first["parameters"],
+        "background": background,
+        **{name: first[name] for name in ("curve", "steps", "compute_seconds", "parameters")},
         "gradient_bytes": 4 * first["parameters"],
         "replicas_identical": len({report["digest"] for report in reports}) == 1,
         "final_accuracy": first["curve"][-1]["accuracy"],
-        "ledger": _sum_ledgers([report["ledger"] for report in reports], float(variant.environment["DLCP_LOSS_BOUND"]))
-        if variant.mode == "dlcp"
-        else None,
-        "layer_names": first["layer_names"],
-        "layer_seconds": first["layer_seconds"],
+        "ledger": _sum_ledgers(ledgers, variant) if variant.mode == "dlcp" else None,
+        "server_ledger": served["ledger"],
+        **{name: first[name] for name in ("layer_names", "layer_seconds")},
         "switch": _switch_totals(counters),
         "program_digest": counters["program"]["digest"],
         "versions": {
@@ -386,33 +210,189 @@ def _record(
     }
 
 
+def _shares(setup: DemoSetup, variant: Variant) -> Shares | None:
+    """Return the job's shares of the ports, None if it is not held to any."""
+    if not variant.held:
+        return None
+    data = {host: setup.fair_share(host) - _CONTROL_SHARE for host in range(setup.workers + 1)}
+    usual = data[0]
+    # A burst may be as long as a queue is deep. With less, packets that fit the queue would go behind everybody else's.
+    burst_s = setup.depth_packets * _TCP_FRAME_BYTES * 8 / setup.rate_bps
+    return Shares(usual, _CONTROL_SHARE, burst_s, {host: share for host, share in data.items() if share != usual})
+
+
+def _background(
+    setup: DemoSetup, network: DemoNetwork, bursts: Sequence[BackgroundBurst], folder: Path, stack: ExitStack
+) -> tuple[list[ChildProgram], list[ChildProgram]]:
+    """Start the background traffic; return its sinks, which are ready, and its sources."""
+    sinks, sources = [], []
+    for host in setup.targets:
+        ends = network.background_arguments(host, setup.sources)
+        sinks.append(_program(stack, network, "sink", host, [*ends, "--log", str(folder / f"sink{host}")]))
+    _await_ready(sinks)
+    plan = json.dumps([[burst.start_s, burst.stop_s, burst.target] for burst in bursts])
+    for host in setup.sources:
+        ends = network.background_arguments(host, setup.targets)
+        sources.append(_program(stack, network, "source", host, [*ends, "--bursts", plan]))
+    return sinks, sources
+
+
+def _program(
+    stack: ExitStack, network: DemoNetwork, name: str, host: int, arguments: Sequence[str], module: str = ""
+) -> ChildProgram:
+    module = module or "dlcp.demo.background"
+    program = ChildProgram(f"{name} {host}", network.popen(host), ["-m", module, name, *arguments])
+    stack.callback(program.stop)
+    return program
+
+
+def _ranks(
+    setup: DemoSetup, variant: Variant, network: DemoNetwork, folder: Path, stack: ExitStack, progress: Progress
+) -> tuple[list[ChildProgram], list[WorkerProcess]]:
+    """Start the parameter server, if it is DLCP's, and the ranks: the workers first, then Gloo's server if any."""
+    token = secrets.randbits(63) | 1
+    servers = []
+    ranks = setup.workers
+    if setup.server is not None and variant.mode == "gloo":
+        ranks += 1
+    elif setup.server is not None:
+        arguments = [*_server_arguments(setup, variant, network, token), "--report", str(folder / _SERVER_REPORT)]
+        servers.append(_program(stack, network, "server", setup.server, arguments, "dlcp.cli"))
+    workers = []
+    for rank in range(ranks):
+        environment = {
+            "GLOO_SOCKET_IFNAME": network.interface,
+            "DLCP_BIND": network.bind_of(rank, variant.udp_port),
+            "DLCP_ADVERTISE": network.address_of(rank, variant.udp_port),
+            "DLCP_JOB": str(_JOB),
+            "DLCP_PAYLOAD_BYTES": str(_PAYLOAD_BYTES),
+            "DLCP_TOKEN": str(token),
+            # A run must not measure something else under this name.
+            "DLCP_FALLBACK": "0",
+            "DLCP_COLLECTIVE": setup.collective,
+            "DLCP_SWITCH_HOPS": str(setup.hops),
+            "DLCP_SERVER": "" if setup.server is None else network.address_of(setup.server, variant.udp_port),
+            **variant.environment,
+        }
+        if setup.server is not None:
+            # Each worker's flow into the server's port counts as much as one of TCP.
+            environment["DLCP_FLOW_WEIGHT"] = "1"
+        arguments = [
+            *("--mode", variant.mode, "--collective", setup.collective, "--steps", str(setup.steps)),
+            *("--rank", str(rank), "--workers", str(setup.workers), "--ranks", str(ranks)),
+            *("--seed", str(setup.seed), "--store", str(folder / "store")),
+        ]
+        on_fact = partial(_report_progress, progress) if rank == 0 else None
+        worker = WorkerProcess(f"worker {rank}", network.namespace(rank), environment, arguments, on_fact)
+        stack.callback(worker.stop)
+        workers.append(worker)
+    return servers, workers
+
+
+def _server_arguments(setup: DemoSetup, variant: Variant, network: DemoNetwork, token: int) -> list[str]:
+    assert setup.server is not None
+    environment = variant.environment
+    return [
+        *("--bind", network.bind_of(setup.server, variant.udp_port)),
+        *("--workers", *(network.address_of(worker, variant.udp_port) for worker in range(setup.workers))),
+        *("--token", str(token), "--job", str(_JOB), "--loss-bound", environment["DLCP_LOSS_BOUND"]),
+        *(
+            word
+            for name, option in {"DLCP_TAGGED": "--tagged", "DLCP_CONGESTION": "--congestion"}.items()
+            if name in environment
+            for word in (option, environment[name])
+        ),
+    ]
+
+
+def _await_ready(processes: Sequence[DemoProcess]) -> None:
+    deadline_s = time.monotonic() + _READY_DEADLINE_S
+    for process in processes:
+        while not process.ready.wait(0.2):
+            _check(processes)
+            if time.monotonic() > deadline_s:
+                raise DemoError(f"{process.name} is not ready after {_READY_DEADLINE_S:.0f} s: {process.errors()}")
+    _check(processes)
+
+
+def _collect(workers: Sequence[WorkerProcess], everybody: Sequence[DemoProcess]) -> list[Fact]:
+    """Wait until the workers have ended, and return their reports."""
+    deadline_s = time.monotonic() + _RUN_DEADLINE_S
+    while any(worker.status() is None for worker in workers):
+        _check(everybody)
+        if time.monotonic() > deadline_s:
+            raise DemoError(f"the workers have not finished after {_RUN_DEADLINE_S:.0f} s")
+        time.sleep(0.1)
+    _check(everybody)
+    found = [report for worker in workers if (report := worker.finish(_READY_DEADLINE_S)) is not None]
+    if len(found) < len(workers):
+        raise DemoError("a worker ended without a report")
+    return found
+
+
+def _check(processes: Sequence[DemoProcess]) -> None:
+    failed = [process for process in processes if process.status() not in (None, 0)]
+    if failed:
+        time.sleep(0.5)  # the others notice, and report why
+        errors = [f"{process.name}: {text}" for process in processes if (text := process.errors())]
+        raise DemoError("\n".join(errors) or f"{failed[0].name} ended with status {failed[0].status()}")
+
+
+def _report_progress(progress: Progress, fact: Fact) -> None:
+    if "step" in fact:
+        progress(fact["step"])
+
+
+def _samples(folder: Path, start_s: float) -> list[tuple[float, float]]:
+    """Return when how many bytes of background arrived, in seconds of the run, over all sinks."""
+    total: dict[float, float] = {}
+    for log in folder.glob("sink*"):
+        for when_s, count in json.loads(log.read_text()):
+            total[when_s] = total.get(when_s, 0) + count
+    return [(when_s - start_s, count) for when_s, count in sorted(total.items())]
+
+
+def _background_record(
+    setup: DemoSetup, bursts: Sequence[BackgroundBurst], samples: Sequence[tuple[float, float]], stop_s: float
+) -> dict[str, Any]:
+    payload_bps = setup.rate_bps * _TCP_PAYLOAD_BYTES / _TCP_FRAME_BYTES
+    return {
+        "flows": _BACKGROUND_FLOWS,
+        "bps": delivered_bps(samples, bursts, stop_s),
+        "fair_share_bps": setup.background_share(bursts, stop_s) * payload_bps,
+        "samples": [[round(when_s, 2), 8 * count / SAMPLE_S] for when_s, count in samples if 0 <= when_s <= stop_s],
+        "bursts": [[burst.start_s, burst.stop_s, burst.target] for burst in bursts if burst.start_s < stop_s],
+    }
+
+
 def _processor() -> str:
-    """Return the name of the processor, as Linux tells it."""
+    """Return the name of the processor, from /proc/cpuinfo."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _sum_ledgers(ledgers: Sequence[dict[str, Any]], bound: float) -> dict[str, Any]:
+def _sum_ledgers(ledgers: Sequence[dict[str, Any]], variant: Variant) -> dict[str, Any]:
+    """Return the ledgers of all workers as one."""
     total: dict[str, Any] = {
         name: sum(ledger[name] for ledger in ledgers)
         for name in ("sent", "delivered", "lost", "retransmitted", "violations")
     }
     total["max_message_ratio"] = max(ledger["max_message_ratio"] for ledger in ledgers)
     total["by_class"] = [
-        [sum(ledger["by_class"][row][column] for ledger in ledgers) for column in (0, 1)] for row in range(8)
+        [sum(ledger["by_class"][row][column] for ledger in ledgers) for column in (0, 1)] for row in range(DROP_CLASSES)
     ]
     total["by_layer"] = {
         layer: [sum(ledger["by_layer"].get(layer, [0, 0])[column] for ledger in ledgers) for column in (0, 1)]
         for layer in ledgers[0]["by_layer"]
     }
-    total["bound"] = bound
+    total["bound"] = float(variant.environment["DLCP_LOSS_BOUND"])
     return total
 
 
 def _switch_totals(counters: dict[str, Any]) -> dict[str, Any]:
     """Return the switch's counters in short."""
     ingress, egress = counters["program"]["ingress_events"], counters["program"]["egress_events"]
-    by_class = [0] * 8
+    by_class = [0] * DROP_CLASSES
     for event in ingress["by_queue"]:
         if event["event"] == "POLICY_DROP":
             by_class[event["drop_class"]] += event["packets"]

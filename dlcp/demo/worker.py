@@ -1,31 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker of the demo: ordinary DDP training. ``--mode`` says who averages the gradients."""
+"""One rank of the demo: a worker that trains with ordinary DDP, or a parameter server over Gloo to compare DLCP's with.
+
+``--mode`` says who averages the gradients. The server receives and sends message by message, as DLCP's does and as
+servers do. Gloo's own reduce to a rank is a ring that ends in a gather: of four workers' gradients less than half would
+enter the server's port, which is another pattern.
+"""
 
 import argparse
 import math
 import os
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.demo import gloo_server
-from dlcp.demo import model as demo
 from dlcp.demo.processes import Fact, send_fact
+from dlcp.examples import digits as demo
 from dlcp.tags import layers_in_order
 
-LEARNING_RATE = 0.002
-LEARNING_RATE_STEPS = 4
+_LEARNING_RATE: Final = 0.002
+_LEARNING_RATE_STEPS: Final = 4
 """Steps until the learning rate is reached; from then on it falls as a cosine."""
-BUCKET_MB = 0.5
-EVALUATE_EVERY = 1
-WARM_UP_STEPS = 6
+_BUCKET_MB: Final = 0.5
+_WARM_UP_STEPS: Final = 6
 
 
 def train(arguments: argparse.Namespace, channel: Connection) -> Fact:
@@ -34,16 +42,16 @@ def train(arguments: argparse.Namespace, channel: Connection) -> Fact:
     digits = demo.load(arguments.seed)
     network = demo.network(arguments.seed)
     group = dist.new_group(list(range(workers)))
-    model = DistributedDataParallel(network, bucket_cap_mb=BUCKET_MB, process_group=group)
+    model = DistributedDataParallel(network, bucket_cap_mb=_BUCKET_MB, process_group=group)
     state = None
     if arguments.mode == "dlcp":
         state = dlcp.torch.enable(model)
     elif arguments.collective == "server":
-        model.register_comm_hook(gloo_server.Client(), gloo_server.hook)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        model.register_comm_hook(GlooServerClient(), average_at_server)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min(1, (step + 1) / LEARNING_RATE_STEPS) * 0.5 * (1 + math.cos(math.pi * step / arguments.steps)),
+        lambda step: min(1, (step + 1) / _LEARNING_RATE_STEPS) * 0.5 * (1 + math.cos(math.pi * step / arguments.steps)),
     )
     batches = demo.batches(digits, arguments.steps, rank, workers, arguments.seed)
     compute_s = _warm_up(network, digits)
@@ -63,8 +71,7 @@ def train(arguments: argparse.Namespace, channel: Connection) -> Fact:
         steps.append(now_s - begin_s)
         if rank == 0:
             send_fact(channel, {"step": step})
-            if step % EVALUATE_EVERY == 0 or step == arguments.steps:
-                snapshots.append((step, now_s - start_s, _copy(network)))
+            snapshots.append((step, now_s - start_s, _copy(network)))
     report: Fact = {
         "rank": rank,
         "steps": steps,
@@ -84,17 +91,17 @@ def train(arguments: argparse.Namespace, channel: Connection) -> Fact:
         # Only now: the last results are on their way to others until then, and not entered yet.
         report["ledger"] = state.ledger.summary()
     elif arguments.collective == "server":
-        gloo_server.dismiss()
+        dist.send(torch.zeros(1, dtype=torch.int64), _server())  # this worker's training is over
     return report
 
 
-def _warm_up(network: nn.Module, digits: demo.Digits) -> list[float]:
+def _warm_up(network: nn.Module, digits: demo.DigitTensors) -> list[float]:
     """Let PyTorch load its kernels before the clock starts; return how long steps take without communication.
 
     All workers do it at about the same time, so that they are in each other's way as in training.
     """
     seconds = []
-    for _ in range(WARM_UP_STEPS):
+    for _ in range(_WARM_UP_STEPS):
         begin_s = time.monotonic()
         loss = nn.functional.cross_entropy(
             network(digits.train_images[: demo.BATCH_PER_WORKER]), digits.train_labels[: demo.BATCH_PER_WORKER]
@@ -118,7 +125,9 @@ def _copy(network: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in network.state_dict().items()}
 
 
-def _curve(snapshots: list[tuple[int, float, dict[str, torch.Tensor]]], digits: demo.Digits) -> list[dict[str, float]]:
+def _curve(
+    snapshots: list[tuple[int, float, dict[str, torch.Tensor]]], digits: demo.DigitTensors
+) -> list[dict[str, float]]:
     """Evaluate what was kept during training, after it, so that it costs no training time."""
     network = demo.network(0)
     curve = []
@@ -134,12 +143,101 @@ def _layer_names(network: nn.Module) -> dict[str, str]:
     return {str(layer.position): name.rpartition(".")[0] for name, layer in layers.items()}
 
 
-def main(arguments: Sequence[str], channel: Connection) -> int:
-    """Run one worker; return its exit status.
+class GlooServerClient:
+    """A worker's side of the server: one thread sends buckets and one receives, so several can be under way."""
 
-    It sends that it is ready, receives when to start, and sends each step that is done, its report, or what went wrong.
+    def __init__(self) -> None:
+        self._sending, self._receiving = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+
+    def start(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Average a tensor over the workers, by way of the server; the future's result is the tensor."""
+        answer: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        sent = self._sending.submit(_send, tensor, _server())
+
+        def receive() -> None:
+            try:
+                # The server answers only once it has the whole tensor, so this does not overwrite what is being sent.
+                dist.recv(tensor, _server())
+                sent.result()
+                answer.set_result(tensor)
+            except RuntimeError as error:
+                answer.set_exception(error)  # type: ignore[arg-type]  # PyTorch annotates it as a result
+
+        self._receiving.submit(receive)
+        return answer
+
+
+def average_at_server(client: GlooServerClient, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket; a DDP communication hook."""
+    return client.start(bucket.buffer())
+
+
+class GlooServer:
+    """Adds up what the workers send, bucket by bucket, and sends each the average, until all have said goodbye."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = range(workers)
+        self._lock = threading.Lock()
+        self._arrived: dict[int, dict[int, torch.Tensor]] = {}
+        self._sending = [ThreadPoolExecutor(1) for _ in self._workers]
+
+    def run(self) -> None:
+        """Serve, with a thread each way for every worker.
+
+        Raises
+        ------
+        RuntimeError
+            A worker has left without a goodbye.
+        """
+        with ThreadPoolExecutor(len(self._workers)) as receiving:
+            streams = [receiving.submit(self._receive, worker) for worker in self._workers]
+            for stream in streams:
+                stream.result()
+        for sending in self._sending:
+            sending.shutdown()
+
+    def _receive(self, worker: int) -> None:
+        length = torch.zeros(1, dtype=torch.int64)
+        number = 0
+        while True:
+            dist.recv(length, worker)
+            if not length.item():
+                return
+            tensor = torch.empty(int(length.item()))
+            dist.recv(tensor, worker)
+            self._add(number, worker, tensor)
+            number += 1
+
+    def _add(self, number: int, worker: int, tensor: torch.Tensor) -> None:
+        """Keep a worker's part of a bucket; send the average when it is the last."""
+        with self._lock:
+            parts = self._arrived.setdefault(number, {})
+            parts[worker] = tensor
+            if len(parts) < len(self._workers):
+                return
+            del self._arrived[number]
+        # Added up in the order of ranks, whoever came first, so that a run gives the same bits each time.
+        mean = reduce(torch.add, [parts[each] for each in self._workers]).div_(len(parts))
+        for each in self._workers:
+            self._sending[each].submit(dist.send, mean, each)
+
+
+def _send(tensor: torch.Tensor, rank: int) -> None:
+    """Send a tensor's length, then the tensor."""
+    dist.send(torch.tensor([tensor.numel()]), rank)
+    dist.send(tensor, rank)
+
+
+def _server() -> int:
+    return dist.get_world_size() - 1
+
+
+def main(arguments: Sequence[str], channel: Connection) -> int:
+    """Run one rank; return its exit status.
+
+    It sends that it is ready, receives when to start, and sends each step it has done, its report, or its error.
     """
-    parser = argparse.ArgumentParser(description="One worker of the DLCP demo.")
+    parser = argparse.ArgumentParser(description="One rank of the DLCP demo.")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True, help="workers, and with Gloo a parameter server's rank")
@@ -155,7 +253,7 @@ def main(arguments: Sequence[str], channel: Connection) -> int:
         if chosen.rank >= chosen.workers:
             dist.new_group(list(range(chosen.workers)))
             send_fact(channel, {"ready": True})
-            gloo_server.Server(chosen.workers).run()
+            GlooServer(chosen.workers).run()
             return 0
         report = train(chosen, channel)
     except Exception as error:

@@ -13,10 +13,9 @@ from typing import Any, Final
 
 import jinja2
 
-from dlcp.demo import setting
-from dlcp.demo.summary import RUN_NAMES, Run, RunFileError, load_runs, summarize, write_summary
 from dlcp.report import wording
 from dlcp.report.plots import Figure, draw_all
+from dlcp.report.runs import RUN_NAMES, Run, RunFileError, load_runs, summarize, write_summary
 from dlcp.report.svg import STYLE
 
 EXPLANATIONS: Final = {
@@ -34,7 +33,7 @@ def write_report(runs: Mapping[str, Run], summary: Mapping[str, Any], directory:
     Parameters
     ----------
     runs, summary
-        Run files by name, and what :func:`dlcp.demo.summary.summarize` makes of them.
+        Run files by name, and what :func:`dlcp.report.runs.summarize` makes of them.
     directory
         Where to; made if it does not exist.
 
@@ -80,9 +79,9 @@ def render(runs: Mapping[str, Run], summary: Mapping[str, Any], figures: Mapping
         machine=runs["dlcp"]["versions"],
         command=runs["dlcp"]["command"],
         fabric=runs["dlcp"]["fabric"],
-        testbed=setting.testbed(runs["dlcp"]),
+        testbed=wording.testbed_words(runs["dlcp"]),
         agreements={name: run["agreement"] for name, run in runs.items() if "agreement" in run},
-        agreement_sentence=setting.agreement_sentence(runs),
+        agreement_sentence=wording.agreement_sentence(runs),
         late_s=_worst(runs, "late_max_s"),
         busy=_worst(runs, "busy"),
     )

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from dlcp.demo.summary import Run
 from dlcp.report import wording
+from dlcp.report.runs import Run
 from dlcp.report.svg import DASHES, Drawing, Scale, text_width
 from dlcp.report.wording import SHORT_NAMES, bit_rate, duration, percent
 

@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch import nn
 
-from dlcp.demo.model import Digits, accuracy, batches, load, network
+from dlcp.examples.digits import DigitTensors, accuracy, batches, load, network
 
 WORKERS: Final = 4
 BATCH: Final = 16
@@ -33,7 +33,7 @@ EVERY: Final = 4
 """Steps between looks at the accuracy."""
 
 
-def steps_to_target(digits: Digits, mode: str, loss: float, seed: int, target: float, most: int) -> int:
+def steps_to_target(digits: DigitTensors, mode: str, loss: float, seed: int, target: float, most: int) -> int:
     """Return after how many steps the test accuracy stays at or above a target for three looks; ``most`` if never."""
     model = network(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -53,7 +53,7 @@ def steps_to_target(digits: Digits, mode: str, loss: float, seed: int, target: f
     return most
 
 
-def _gradient(model: nn.Module, digits: Digits, chosen: torch.Tensor) -> torch.Tensor:
+def _gradient(model: nn.Module, digits: DigitTensors, chosen: torch.Tensor) -> torch.Tensor:
     loss = nn.functional.cross_entropy(model(digits.train_images[chosen]), digits.train_labels[chosen])
     found = torch.autograd.grad(loss, list(model.parameters()))
     return torch.cat([gradient.reshape(-1) for gradient in found])

@@ -34,9 +34,9 @@ from dlcp.bench.path import RoutedPath
 from dlcp.bench.ranks import Ranks
 from dlcp.bench.report import Result, result, say, show
 from dlcp.demo.background import schedule
-from dlcp.demo.place import NamespacePlace
+from dlcp.demo.network import NamespaceNetwork
 from dlcp.demo.processes import Program
-from dlcp.demo.run import Setup
+from dlcp.demo.run import DemoSetup
 from dlcp.switch.namespace import NamespaceError, become_root
 from dlcp.tuning.rules import Advice, Settings, decide
 from dlcp.tuning.survey import Survey, figures_of_surveys
@@ -140,10 +140,10 @@ def routed(ranks: int, loss: float, rate_bps: int | None) -> Iterator[Where]:
 @contextmanager
 def congested(ranks: int) -> Iterator[Where]:
     """Let ranks be around the built-in switch, with background traffic into their ports."""
-    setup = Setup(workers=ranks)
+    setup = DemoSetup(workers=ranks)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-bench-")))
-        place = stack.enter_context(NamespacePlace(setup, None, 1))
+        place = stack.enter_context(NamespaceNetwork(setup, None, 1))
         plan = json.dumps([[b.start_s, b.stop_s, b.target] for b in schedule(setup.seed, ranks, 600.0, off_s=0.1)])
 
         def program(end: str, host: int, peers: Sequence[int], *words: str) -> Program:

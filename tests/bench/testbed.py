@@ -3,7 +3,7 @@
 
 Each setting is a testbed of its own, brought up once; in each round every contender trains over it from the same seed,
 in an order drawn anew. ``testbed.SETTING.step`` are seconds a step, ``testbed.SETTING.accuracy`` seconds of training to
-the accuracy that all contenders of a round held (``dlcp.demo.summary``). DLCP is held to the share that TCP flows of
+the accuracy that all contenders of a round held (``dlcp.report.runs``). DLCP is held to the share that TCP flows of
 the same pattern would have; with priority over the background it is in ``details``, as are what the background got,
 the largest loss of a message, and how idle the machine was. The commands are those of README: ``dlcp testbed up | run
 | down``. Takes root, Mininet and, for BMv2, ``simple_switch_grpc``; what is missing is left out, and said.
@@ -23,12 +23,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.controller.testbed.report import disagreements
 from dlcp.controller.testbed.requirements import SwitchKind, missing
 
 from dlcp.bench.interleave import Samples, interleave, median
 from dlcp.bench.report import Result, result, say, show, significant
-from dlcp.demo.summary import Run, progress_to, target_accuracy
+from dlcp.demo.testbed import disagreements
+from dlcp.report.runs import Run, progress_to, target_accuracy
 
 NAME: Final = "bench"
 OURS, PEER, PRIORITY = "dlcp", "gloo", "dlcp_priority"

@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from synthetic_runs import make_runs
 
-from dlcp.demo.summary import summarize
 from dlcp.report import page as report
 from dlcp.report import wording
 from dlcp.report.plots import MOST_POINTS, binned, draw_all, drop_shares
+from dlcp.report.runs import summarize
 from dlcp.report.svg import DASHES, STYLE, Scale, round_up
 
 FIGURES = {

@@ -6,22 +6,23 @@ import dataclasses
 import pytest
 
 from dlcp.commands import demo as command
-from dlcp.demo.background import Burst
-from dlcp.demo.run import Setup, execute, variants
+from dlcp.demo.background import BackgroundBurst
+from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
+from dlcp.demo.run import DemoSetup, execute, variants
 from dlcp.switch import namespace
 
 
 def run(setup, name, *, namespaces=False):
     variant = next(variant for variant in variants(setup) if variant.name == name)
     steps = []
-    record = execute(setup, variant, namespaces=namespaces, progress=steps.append)
+    record = execute(NamespaceNetwork if namespaces else LoopbackNetwork, setup, variant, progress=steps.append)
     assert steps == list(range(1, setup.steps + 1))
     return record
 
 
 @pytest.mark.timeout(300)
 def test_a_run_on_loopback_keeps_the_bound_and_drops_what_matters_least():
-    record = run(Setup(steps=3, rate_bps=25_000_000), "dlcp_priority")
+    record = run(DemoSetup(steps=3, rate_bps=25_000_000), "dlcp_priority")
     ledger, switch = record["ledger"], record["switch"]
     assert record["fabric"]["kind"] == "loopback"
     assert record["replicas_identical"]
@@ -39,7 +40,7 @@ def test_a_run_on_loopback_keeps_the_bound_and_drops_what_matters_least():
 
 @pytest.mark.timeout(300)
 def test_a_run_with_a_parameter_server():
-    setup = Setup(steps=2, rate_bps=40_000_000, collective="server")
+    setup = DemoSetup(steps=2, rate_bps=40_000_000, collective="server")
     record = run(setup, "dlcp")
     assert record["replicas_identical"]
     assert record["ledger"]["violations"] == 0
@@ -53,7 +54,7 @@ def test_gloo_and_real_tcp_cross_the_same_switch():
     possible, reason = namespace.available()
     if not possible:
         pytest.skip(f"no network namespaces: {reason}")
-    setup = Setup(steps=2, rate_bps=60_000_000)
+    setup = DemoSetup(steps=2, rate_bps=60_000_000)
     record = run(setup, "gloo", namespaces=True)
     assert record["replicas_identical"]
     assert record["ledger"] is None
@@ -68,7 +69,7 @@ def test_gloo_has_a_parameter_server_of_the_same_pattern():
     possible, reason = namespace.available()
     if not possible:
         pytest.skip(f"no network namespaces: {reason}")
-    setup = Setup(steps=2, rate_bps=80_000_000, depth_packets=100, collective="server")
+    setup = DemoSetup(steps=2, rate_bps=80_000_000, depth_packets=100, collective="server")
     record = run(setup, "gloo", namespaces=True)
     assert record["replicas_identical"]
     assert record["server_ledger"] is None
@@ -79,15 +80,15 @@ def test_gloo_has_a_parameter_server_of_the_same_pattern():
 
 
 def test_a_job_may_have_the_share_of_its_flows():
-    ring, server = Setup(), Setup(collective="server")
+    ring, server = DemoSetup(), DemoSetup(collective="server")
     assert {ring.fair_share(host) for host in range(4)} == {1 / 3}
     assert [server.fair_share(host) for host in range(5)] == [1 / 3] * 4 + [4 / 6]
-    bursts = [Burst(0, 6, 4), Burst(6, 8, 0), Burst(8, 100, 4)]
+    bursts = [BackgroundBurst(0, 6, 4), BackgroundBurst(6, 8, 0), BackgroundBurst(8, 100, 4)]
     assert server.background_share(bursts, 8) == pytest.approx((6 * 1 / 3 + 2 * 2 / 3) / 8)
 
 
 def test_the_background_is_the_same_in_every_run():
-    setup = Setup(seed=5)
+    setup = DemoSetup(seed=5)
     assert setup.bursts() == dataclasses.replace(setup, rate_bps=1).bursts()
     assert setup.bursts() != dataclasses.replace(setup, seed=6).bursts()
 
@@ -97,4 +98,4 @@ def test_where_namespaces_cannot_be_had_the_demo_says_why_and_goes_on(monkeypatc
         raise namespace.NamespaceError("user namespaces are not allowed here")
 
     monkeypatch.setattr(namespace, "become_root", refuse)
-    assert command._namespaces() == (False, "user namespaces are not allowed here")
+    assert command.try_namespaces() == (False, "user namespaces are not allowed here")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlcp.demo.summary import (
+from dlcp.report.runs import (
     HOLD_TOLERANCE,
     RunFileError,
     held_from,

@@ -20,10 +20,10 @@ from dlcp.controller.testbed.lifecycle import down, fabric_of, find, up
 from dlcp.controller.testbed.namespaces import NamedNamespace
 from dlcp.controller.testbed.rate import port_rates
 from dlcp.controller.testbed.state import RUN_FOLDER, StateFile
-from dlcp.controller.testbed.training import TestbedSetup, check, train
 
 from dlcp.commands import testbed as command
 from dlcp.demo.run import variants
+from dlcp.demo.testbed import TestbedSetup, check, train
 from dlcp.switch.queues import PortQueueing
 
 RATE_BPS = 32_000_000

@@ -8,7 +8,7 @@ Rates are per second of the processor's time, for neither side waits for anythin
 ``sim.nspy``: eight hosts send 10 Gbit/s through one switch to eight others, the same packets here and in ns.py
 (``pip install ns.py``).
 
-Run ``python -m dlcp.sim.bench`` or ``python tests/bench/sim.py``; it prints one JSON document.
+Run ``python -m dlcp.bench.sim`` or ``python tests/bench/sim.py``; it prints one JSON document.
 """
 
 import argparse
@@ -22,15 +22,15 @@ from collections.abc import Callable
 
 import numpy as np
 import simpy
+
+from dlcp.bench.interleave import interleave
+from dlcp.bench.report import Result, result, say, show
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
 from dlcp.sim.counters import HOPS_CONTROL, HOPS_DATA
 from dlcp.sim.graph import GraphBuilder
 from dlcp.sim.switches import SwitchSpec
 from dlcp.sim.topology.specs import LeafSpine, LinkSpec, Star
 from dlcp.sim.transports import Dctcp, Dlcp, NewReno
-
-from dlcp.bench.interleave import interleave
-from dlcp.bench.report import Result, result, say, show
 
 SERVERS = tuple(range(0, 64, 8))
 
@@ -113,7 +113,7 @@ def nspy(packets: int) -> float:
 
 def measure_ring(ranks: int, size_bytes: int) -> tuple[float, dict[str, float]]:
     """Run the ring in a process of its own, return seconds by the clock and what else there is to know."""
-    command = [sys.executable, "-m", "dlcp.sim.bench", "--only-ring", str(ranks), "--bytes", str(size_bytes)]
+    command = [sys.executable, "-m", "dlcp.bench.sim", "--only-ring", str(ranks), "--bytes", str(size_bytes)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     seconds, processor_s, hops, memory = (float(item) for item in output.split())
     details = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run takes place: network namespaces around a switch, or, where those cannot be had, loopback addresses."""
+"""The network of a run: hosts around a switch, in network namespaces or, without privilege, on loopback addresses."""
 
 import json
 import subprocess
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlcp.closing import Closing
+from dlcp.controller.fabric import Host, Job
+from dlcp.controller.shapes import star
 from dlcp.demo.background import SINK_PORT
 from dlcp.switch.namespace import HOST_INTERFACE, StarNetwork
 from dlcp.switch.ports.loopback import LoopbackHost
@@ -20,22 +22,21 @@ from dlcp.switch.queues import PortQueueing
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 if TYPE_CHECKING:
-    from dlcp.controller.fabric import Job
-    from dlcp.demo.run import Setup
+    from dlcp.demo.run import DemoSetup
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What a job may have of a port: parts of its rate.
+    """The parts of a port's rate that a job may use.
 
     Parameters
     ----------
     data, control
         For gradients, and for control packets.
     burst_s
-        How long a burst at the port's rate may last before a share is held against the job.
+        How long a burst at the port's rate may last before the switch counts it as excess.
     at
-        Data shares of the ports that lead to some hosts, by the hosts' numbers, where they differ.
+        Data shares of the ports that lead to particular hosts, by host number, where they differ.
     """
 
     data: float
@@ -43,16 +44,58 @@ class Shares:
     burst_s: float
     at: dict[int, float] = field(default_factory=dict)
 
-    def job(self, number: int, hosts: Sequence[str]) -> "Job":
-        """Return a fabric's job with these shares, where hosts have these names."""
-        from dlcp.controller.fabric import Job
-
+    def job(self, number: int, hosts: Sequence[str]) -> Job:
+        """Return a fabric's job with these shares, for hosts of these names."""
         shares = {hosts[host]: share for host, share in self.at.items()}
         return Job(number, self.data, self.control, shares, self.burst_s)
 
 
-class Place(Closing):
-    """Hosts around one switch; a context manager.
+class DemoNetwork(Closing):
+    """Hosts joined by switches; a context manager. A run asks it where to start processes and how they reach others."""
+
+    kind = ""
+    """What the record of the run calls it."""
+    over = ""
+    """What carries the background traffic: ``tcp`` or ``udp``."""
+    interface = ""
+    """The name of every host's interface."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def close(self) -> None:
+        """Take the network down."""
+        self._stack.close()
+
+    @abstractmethod
+    def popen(self, host: int) -> Callable[..., "subprocess.Popen[str]"]:
+        """Return what starts a process on a host."""
+
+    @abstractmethod
+    def bind_of(self, host: int, port: int) -> str:
+        """Return where a process on a host binds its socket, ``address:port``."""
+
+    def address_of(self, host: int, port: int) -> str:
+        """Return where others reach that socket, ``address:port``."""
+        return self.bind_of(host, port)
+
+    @abstractmethod
+    def namespace(self, host: int) -> str | None:
+        """Return the path of a host's network namespace; None if it has none of its own."""
+
+    @abstractmethod
+    def counters(self) -> dict[str, Any]:
+        """Wait for packets under way, and return what the switches have counted."""
+
+    def background_arguments(self, host: int, peers: Sequence[int]) -> list[str]:
+        """Return how one end of the background traffic reaches its peers."""
+        addresses = [f"{peer}={self.address_of(peer, SINK_PORT)}" for peer in peers]
+        where = ["--rank", str(host), "--bind", self.bind_of(host, SINK_PORT), "--peers", *addresses]
+        return ["--over", self.over, *where]
+
+
+class SwitchNetwork(DemoNetwork):
+    """Hosts around one built-in switch.
 
     Parameters
     ----------
@@ -64,16 +107,9 @@ class Place(Closing):
         Job number.
     """
 
-    kind = ""
-    over = ""
-
-    def __init__(self, setup: "Setup", shares: Shares | None, job: int) -> None:
-        # The controller is no part of the shim; only commands bring the two together.
-        from dlcp.controller.fabric import Host
-        from dlcp.controller.shapes import star
-
+    def __init__(self, setup: "DemoSetup", shares: Shares | None, job: int) -> None:
+        super().__init__()
         names = [Host.numbered(index).name for index in range(setup.hosts)]
-        self._stack = ExitStack()
         fabric = star(
             setup.hosts,
             ports="packet" if self.kind == "namespaces" else "loopback",
@@ -90,50 +126,19 @@ class Place(Closing):
             SwitchProcess(["--fabric", str(description)], counters_every_s=5.0, **options)
         )
 
-    def close(self) -> None:
-        """Leave nothing of it."""
-        self._stack.close()
-
-    @abstractmethod
-    def popen(self, host: int) -> Callable[..., "subprocess.Popen[str]"]:
-        """Return what starts a process on a host."""
-
-    @abstractmethod
-    def bind_of(self, host: int, port: int) -> str:
-        """Return where a process on a host binds its socket, ``address:port``."""
-
-    @abstractmethod
-    def address_of(self, host: int, port: int) -> str:
-        """Return where others reach that socket, ``address:port``."""
-
-    @property
-    @abstractmethod
-    def interface(self) -> str:
-        """The name of every host's interface."""
-
-    @abstractmethod
-    def namespace(self, host: int) -> str | None:
-        """Return the path of a host's network namespace; None if it has none of its own."""
-
-    def background_arguments(self, host: int, peers: Sequence[int]) -> list[str]:
-        """Return how one end of the background traffic talks to its peers."""
-        addresses = [f"{peer}={self.address_of(peer, SINK_PORT)}" for peer in peers]
-        where = ["--rank", str(host), "--bind", self.bind_of(host, SINK_PORT), "--peers", *addresses]
-        return ["--over", self.over, *where]
-
     def counters(self) -> dict[str, Any]:
         """Stop the switch and return its counters."""
         return self._switch.stop()
 
 
-class NamespacePlace(Place):
+class NamespaceNetwork(SwitchNetwork):
     """Every host has a network namespace of its own, so that any program's traffic crosses the switch."""
 
     kind = "namespaces"
     over = "tcp"
     interface = HOST_INTERFACE
 
-    def __init__(self, setup: "Setup", shares: Shares | None, job: int) -> None:
+    def __init__(self, setup: "DemoSetup", shares: Shares | None, job: int) -> None:
         super().__init__(setup, shares, job)
         self._network = self._stack.enter_context(StarNetwork(setup.hosts))
         self._start_switch(namespace=self._network.switch)
@@ -150,19 +155,15 @@ class NamespacePlace(Place):
         """Return the host's address."""
         return f"{self._network.hosts[host].address}:{port}"
 
-    def address_of(self, host: int, port: int) -> str:
-        """Return the host's address."""
-        return self.bind_of(host, port)
 
-
-class LoopbackPlace(Place):
-    """Processes of this machine, each with a loopback address of its own; needs no privilege. TCP cannot come along."""
+class LoopbackNetwork(SwitchNetwork):
+    """Processes of this machine, each with a loopback address; needs no privilege. TCP cannot cross this switch."""
 
     kind = "loopback"
     over = "udp"
     interface = "lo"
 
-    def __init__(self, setup: "Setup", shares: Shares | None, job: int) -> None:
+    def __init__(self, setup: "DemoSetup", shares: Shares | None, job: int) -> None:
         super().__init__(setup, shares, job)
         self._fabric["udp_ports"] = [UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT, SINK_PORT]
         self._start_switch()

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo trains: a convolutional network on scikit-learn's handwritten digits, which ship with that package."""
+"""What the demo, and the simulator's measurement of convergence, train: a convolutional network on handwritten digits.
+
+The digits ship with scikit-learn.
+"""
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-TEST_IMAGES = 360
-BATCH_PER_WORKER = 64
+_TEST_IMAGES: Final = 360
+BATCH_PER_WORKER: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Digits:
+class DigitTensors:
     """Images of shape (n, 1, 8, 8), of mean 0 and deviation 1, with their labels, for training and for testing."""
 
     train_images: torch.Tensor
@@ -22,14 +26,14 @@ class Digits:
     test_labels: torch.Tensor
 
 
-def load(seed: int) -> Digits:
+def load(seed: int) -> DigitTensors:
     """Return the 1,797 digits, 360 of them, chosen by the seed, for testing."""
     data = load_digits()
     order = np.random.default_rng(seed).permutation(len(data.target))
     images = torch.tensor(data.images[order], dtype=torch.float32).unsqueeze(1)
     images = (images - images.mean()) / images.std()
     labels = torch.tensor(data.target[order])
-    return Digits(images[TEST_IMAGES:], labels[TEST_IMAGES:], images[:TEST_IMAGES], labels[:TEST_IMAGES])
+    return DigitTensors(images[_TEST_IMAGES:], labels[_TEST_IMAGES:], images[:_TEST_IMAGES], labels[:_TEST_IMAGES])
 
 
 def network(seed: int) -> nn.Module:
@@ -61,7 +65,7 @@ def network(seed: int) -> nn.Module:
     return model
 
 
-def batches(digits: Digits, steps: int, rank: int, workers: int, seed: int) -> list[torch.Tensor]:
+def batches(digits: DigitTensors, steps: int, rank: int, workers: int, seed: int) -> list[torch.Tensor]:
     """Return the indices of each step's batch on one rank; ranks share every epoch's permutation, so none overlap."""
     generator = np.random.default_rng([seed, 1])
     per_step = BATCH_PER_WORKER * workers
@@ -74,7 +78,7 @@ def batches(digits: Digits, steps: int, rank: int, workers: int, seed: int) -> l
     return chosen[:steps]
 
 
-def accuracy(model: nn.Module, digits: Digits) -> tuple[float, float]:
+def accuracy(model: nn.Module, digits: DigitTensors) -> tuple[float, float]:
     """Return the share of test images that ``model`` gets right, and its loss on them."""
     with torch.no_grad():
         scores = model(digits.test_images)

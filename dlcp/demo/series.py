@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one after the other, with their files, progress bars on the terminal, and the report on all of them."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dlcp.demo.run import DemoError, Variant
+from dlcp.report.runs import RUN_NAMES, Run, RunFileError, load_runs, summarize, write_summary
+
+
+def run_series(
+    console: Console, folder: Path, variants: Sequence[Variant], steps: int, run: Callable[..., dict[str, Any]]
+) -> None:
+    """Make the runs and write each as ``folder/runs/NAME.json``.
+
+    Parameters
+    ----------
+    run
+        Called with a variant and ``progress``; returns the record. See :func:`dlcp.demo.run.execute`.
+
+    Raises
+    ------
+    DemoError
+        A run failed; the message names it.
+    """
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    columns = (TextColumn("{task.description:<58}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bars:
+        for variant in variants:
+            bar = bars.add_task(variant.title, total=steps)
+            try:
+                record = run(variant, progress=lambda done, bar=bar: bars.update(bar, completed=done))
+            except DemoError as error:
+                raise DemoError(f"{variant.title} failed\n{error}") from error
+            (folder / "runs" / f"{variant.name}.json").write_text(json.dumps(record))
+
+
+def select(variants: Sequence[Variant], only: Sequence[str] | None, folder: Path) -> list[Variant]:
+    """Return the variants that ``only`` names; without it all of them, and remove earlier runs from the folder.
+
+    Raises
+    ------
+    ValueError
+        There is no variant of that name.
+    """
+    if only:
+        unknown = set(only) - {variant.name for variant in variants}
+        if unknown:
+            raise ValueError(
+                f"--only: there is no run {min(unknown)!r}; there are {', '.join(v.name for v in variants)}"
+            )
+        return [variant for variant in variants if variant.name in only]
+    for old in (folder / "runs").glob("*.json"):
+        old.unlink()
+    return list(variants)
+
+
+def report(console: Console, folder: Path, *, complete: bool) -> dict[str, Run]:
+    """Write summary and page of the runs in a folder, print the result in a few lines, and return the runs.
+
+    Parameters
+    ----------
+    complete
+        Whether all runs should be there. If not, and one is missing, there is no page yet.
+
+    Raises
+    ------
+    RunFileError
+        A run is missing, or the runs cannot be compared.
+    """
+    from dlcp.report.page import write_report  # Matplotlib takes a second to load
+
+    try:
+        runs = load_runs(folder)
+    except RunFileError as error:
+        if complete:
+            raise
+        console.print(f"no page yet: {error}")
+        return {}
+    summary = summarize(runs)
+    write_summary(summary, folder)
+    page = write_report(runs, summary, folder)
+    _print_summary(console, summary)
+    console.print(f"  report: {page}")
+    return runs
+
+
+def _print_summary(console: Console, summary: dict[str, Any]) -> None:
+    accuracy = summary["target_accuracy"]
+    if accuracy is None:
+        console.print("  No accuracy was held by every run: train longer (--steps).")
+        return
+    for name in RUN_NAMES:
+        if result := summary.get(name):
+            console.print(
+                f"  {name:<14} {result['seconds_to_target']:6.1f} s to {accuracy:.1%}, "
+                f"{result['step_seconds']['mean']:.2f} s a step, final accuracy {result['final_accuracy']:.1%}"
+            )
+    for peer in ("gloo", "plain"):
+        if (ratio := summary[f"speedup_over_{peer}"]) is not None:
+            console.print(f"  DLCP against {peer}: {ratio:.2f}x")
+    loss = summary["dlcp"]["loss"]
+    console.print(
+        f"  largest loss of a message: {loss['max_message_ratio']:.1%} (bound {loss['bound']:.0%}, exceeded "
+        f"{loss['violations']} times); replicas identical: {summary['replicas_identical']}"
+    )

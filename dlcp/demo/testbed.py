@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of the demo over a testbed, with what hosts and switches counted compared."""
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dlcp.controller.fabric import Fabric
+from dlcp.controller.testbed.accounts import (
+    Accounts,
+    NicCount,
+    RateWatch,
+    SwitchAccount,
+    nic_counts,
+    settle,
+    tail_drops,
+)
+from dlcp.controller.testbed.agreement import compare, uncounted_tails
+from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed.layout import HOST_INTERFACE
+from dlcp.controller.testbed.load import ProcessorTime
+from dlcp.controller.testbed.namespaces import NamedNamespace
+from dlcp.controller.testbed.programming import Controller, with_addresses
+from dlcp.controller.testbed.state import StateFile, TestbedState
+from dlcp.demo.background import BackgroundBurst
+from dlcp.demo.network import DemoNetwork, Shares
+from dlcp.demo.run import DemoSetup, Progress, Variant, execute
+from dlcp.report.runs import Run
+from dlcp.switch.artifacts import PROGRAM_PATH
+from dlcp.wire import Queue
+
+_BMV2_ENVIRONMENT: Final = {"DLCP_CONGESTION": "marks"}
+"""Options for DLCP over BMv2. What has left BMv2's queues waits, first in first out, in a buffer of 128 packets before
+its transmit thread. TCP keeps that full, so every packet is some 50 ms late at 32 Mbit/s however little DLCP sends;
+control by delay would take that for a queue of its own making and all but stop. Marks tell of its own queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class TestbedSetup(DemoSetup):
+    """What all runs on a testbed have in common.
+
+    Parameters
+    ----------
+    switch
+        What the switches are.
+    shape
+        What the fabric is, for people.
+    one_port
+        Whether all bursts of the background go into the parameter server's port. BMv2 has one transmit thread, so a
+        congested port blocks the others: with one congested port it does what a switch would.
+    """
+
+    __test__ = False
+
+    switch: str = "builtin"
+    shape: str = "star"
+    one_port: bool = False
+
+    @property
+    def command(self) -> str:
+        """The command that makes the same runs."""
+        collective = "ps" if self.server is not None else self.collective
+        return (
+            f"dlcp testbed run --switch {self.switch} --fabric {self.shape} --collective {collective} "
+            f"--seed {self.seed} --steps {self.steps} --loss-bound {self.loss_bound:g}"
+        )
+
+    def bursts(self) -> list[BackgroundBurst]:
+        """Return the background's schedule, the same in every run."""
+        # slots=True makes the class anew, so that super() without arguments would not find it.
+        bursts = DemoSetup.bursts(self)
+        if not self.one_port or self.server is None:
+            return bursts
+        return [dataclasses.replace(burst, target=self.server) for burst in bursts]
+
+
+class TestbedNetwork(DemoNetwork):
+    """Mininet's hosts, and the switches between them, programmed for one run.
+
+    Parameters
+    ----------
+    state
+        The testbed.
+    fabric
+        Its fabric, without jobs.
+    setup, shares, job
+        As for every network of the demo.
+    """
+
+    __test__ = False
+    kind = "namespaces"
+    over = "tcp"
+    interface = HOST_INTERFACE
+
+    def __init__(self, state: TestbedState, fabric: Fabric, setup: DemoSetup, shares: Shares | None, job: int) -> None:
+        super().__init__()
+        self._layout = state.layout
+        self._files = StateFile(state.layout.name)
+        self._hosts = self._layout.spread(setup.hosts)
+        jobs = (shares.job(job, [host.name for host in self._hosts]),) if shares else ()
+        shared = dataclasses.replace(fabric, jobs=jobs)
+        self._controller = self._stack.enter_context(Controller(with_addresses(shared, self._layout)))
+        self._before = self._read()
+        self._began = ProcessorTime.now()
+        self._watch = self._stack.enter_context(RateWatch(self._hosts))
+        self.accounts: Accounts | None = None
+
+    def popen(self, host: int) -> Callable[..., "subprocess.Popen[str]"]:
+        """Return what starts a process in the host's namespace."""
+        return NamedNamespace(self._hosts[host].namespace).popen
+
+    def namespace(self, host: int) -> str | None:
+        """Return the path of the host's namespace."""
+        return NamedNamespace(self._hosts[host].namespace).path
+
+    def bind_of(self, host: int, port: int) -> str:
+        """Return the host's address."""
+        return f"{self._hosts[host].address}:{port}"
+
+    def counters(self) -> dict[str, Any]:
+        """Wait until the last packet has arrived, and return what the switches have counted since the run began."""
+        idle = ProcessorTime.now().idle_share_since(self._began)
+        busiest = self._watch.stop()
+        settle(self._hosts)
+        switches, nics, restarts = self._read()
+        before = self._before
+        self.accounts = Accounts(
+            {name: account.since(before[0][name]) for name, account in switches.items()},
+            {name: nic.since(before[1][name]) for name, nic in nics.items()},
+            busiest,
+            restarts - before[2],
+            max((self._counters(name)["late_max_s"] for name in switches), default=0.0) if self._builtin else 0.0,
+            idle,
+        )
+        return as_counters(self.accounts.switches) | {"late_max_s": self.accounts.late_s if self._builtin else None}
+
+    def _read(self) -> tuple[dict[str, SwitchAccount], dict[str, NicCount], int]:
+        state = self._files.read()
+        assert state is not None
+        switches = {name: self._account(name) for name in state.switches}
+        nics = {host.name: nic_counts(host) for host in self._hosts}
+        return switches, nics, sum(switch.restarts for switch in state.switches.values())
+
+    def _account(self, name: str) -> SwitchAccount:
+        """Return what a switch has counted; the built-in one counts what finds a queue full, too."""
+        tails = tail_drops(self._counters(name)) if self._builtin else None
+        return SwitchAccount.of(self._controller.events(name), tails)
+
+    @property
+    def _builtin(self) -> bool:
+        return self._layout.kind == "builtin"
+
+    def _counters(self, name: str) -> dict[str, Any]:
+        """Return the counters that the built-in switch has written a moment ago."""
+        counters: dict[str, Any] = json.loads(self._files.path(f".{name}.counters.json").read_text(encoding="utf-8"))
+        return counters
+
+
+def check(setup: TestbedSetup, state: TestbedState) -> None:
+    """Refuse runs that the testbed cannot make.
+
+    Raises
+    ------
+    TestbedError
+        Too few hosts, or a pattern that the switches cannot carry as a switch would.
+    """
+    hosts = len(state.layout.hosts)
+    if hosts < setup.hosts:
+        raise TestbedError(f"the training takes {setup.hosts} hosts, the testbed has {hosts}; choose another fabric")
+    if state.layout.kind == "bmv2" and setup.server is None:
+        raise TestbedError(
+            "all-reduce congests several ports at once, and BMv2's one transmit thread makes them block one another: "
+            "choose --collective ps, or the built-in switch"
+        )
+
+
+def train(
+    state: TestbedState, fabric: Fabric, setup: TestbedSetup, variant: Variant, *, progress: Progress
+) -> dict[str, Any]:
+    """Run one variant, and return its record with a part ``agreement``.
+
+    Raises
+    ------
+    DemoError
+        A process failed or did not end in time.
+    TestbedError
+        A switch cannot be programmed or does not answer.
+    """
+    networks: list[TestbedNetwork] = []
+
+    def make_network(setup: DemoSetup, shares: Shares | None, job: int) -> TestbedNetwork:
+        networks.append(TestbedNetwork(state, fabric, setup, shares, job))
+        return networks[0]
+
+    if state.layout.kind == "bmv2" and variant.mode == "dlcp":
+        variant = dataclasses.replace(variant, environment={**variant.environment, **_BMV2_ENVIRONMENT})
+    record = execute(make_network, setup, variant, progress=progress)
+    accounts = networks[0].accounts
+    assert accounts is not None
+    tagged = variant.mode == "dlcp" and variant.environment.get("DLCP_TAGGED") != "0"
+    ledgers = [ledger for ledger in (record["ledger"], record["server_ledger"]) if ledger is not None]
+    record["agreement"] = compare(state.layout, accounts, ledgers, tagged=tagged)
+    record["fabric"] |= {"switch": setup.switch, "shape": setup.shape, "switches": len(state.layout.switches)}
+    record["fabric"]["idle"] = accounts.idle
+    uncounted = uncounted_tails(state.layout, accounts)
+    if uncounted is not None and not accounts.restarts:
+        # Gradients among them are known from the ledgers, and said there; here they count as ordinary traffic.
+        record["switch"]["tail_drops"] += uncounted
+        ordinary = record["switch"]["by_queue"].setdefault(str(int(Queue.ORDINARY)), {"packets": 0, "bytes": 0})
+        ordinary["tail_drops"] = ordinary.get("tail_drops", 0) + uncounted
+    return record
+
+
+def as_counters(switches: Mapping[str, SwitchAccount]) -> dict[str, Any]:
+    """Return accounts in the form of the built-in switch's counters, which the demo reads; switches added up."""
+    ingress: Counter[tuple[str, int]] = Counter()
+    totals: dict[str, Counter[str]] = {"ingress_events": Counter(), "egress_events": Counter()}
+    ports = []
+    for account in switches.values():
+        queues = {
+            queue: {"queue": queue, "transmitted": 0, "transmitted_bytes": 0, "tail_drops": 0} for queue in range(8)
+        }
+        for place, packets in account.events.items():
+            kind = "egress_events" if place.event in ("FORWARDED", "MARKED") else "ingress_events"
+            totals[kind][place.event] += packets
+            if kind == "ingress_events":
+                ingress[place.event, place.drop_class] += packets
+            elif place.event == "FORWARDED":
+                queues[place.queue]["transmitted"] += packets
+                queues[place.queue]["transmitted_bytes"] += account.octets[place]
+        for (_, queue), packets in (account.tail_drops or {}).items():
+            queues[queue]["tail_drops"] += packets
+        ports.append({"queues": list(queues.values())})
+    by_queue = [
+        {"event": event, "drop_class": drop_class, "packets": packets}
+        for (event, drop_class), packets in ingress.items()
+    ]
+    program = {
+        "digest": hashlib.sha256(PROGRAM_PATH.read_bytes()).hexdigest(),
+        "ingress_events": {"totals": dict(totals["ingress_events"]), "by_queue": by_queue},
+        "egress_events": {"totals": dict(totals["egress_events"]), "by_queue": []},
+    }
+    return {"program": program, "ports": ports, "busy": None, "late_max_s": None}
+
+
+def disagreements(runs: Mapping[str, Run]) -> list[str]:
+    """Return a line for each comparison in which hosts and switches counted differently."""
+    return [
+        f"{name}: {finding['what']}: {finding['hosts']} and {finding['switches']}. {finding['note']}"
+        for name, run in runs.items()
+        for finding in run.get("agreement", ())
+        if finding["agree"] is False
+    ]
