@@ -11,7 +11,7 @@ from dlcp.switch.artifacts import PROGRAM_PATH
 
 _SIMULATOR: Final = Path(__file__).resolve().parent
 _DLCP: Final = Path(dlcp.__file__).resolve().parent
-_INDIFFERENT: Final = ("report/", "experiments/", "bench.py", "sweep.py", "sources.py")
+_INDIFFERENT: Final = ("report/", "experiments/", "sweep.py", "sources.py")
 """Parts of the simulator that only start runs, show their results, or say what is to be run."""
 _SHARED: Final = ("tags.py", "wire/__init__.py", "wire/header.py")
 """What packets and their tags are, which DLCP itself says."""

@@ -29,7 +29,7 @@ PACKAGED = {"dlcp": "dlcp", "controller": "dlcp/controller", "sim": "dlcp/sim", 
 """Folders of the project, and where each is once installed."""
 SOURCE_SUFFIXES = {".py", ".p4", ".lua", ".c", ".h", ".stf", ".sh"}
 HEAVY = {"torch", "numba", "scapy", "msgspec", "rich", "jinja2", "sklearn", "mxnet", "tensorflow", "jax"}
-HEAVY |= {"finsy", "grpc", "google", "yaml", "prometheus_client", "simpy"}
+HEAVY |= {"finsy", "grpc", "google", "yaml", "prometheus_client", "simpy", "matplotlib"}
 
 
 def files(*folders):

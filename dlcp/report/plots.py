@@ -1,67 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's figures, one function each, drawn from run files and their summary."""
+"""The plots of a demo's report, one function each, drawn from the runs and their summary."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from dlcp.report import wording
+from dlcp.report.drawing import COLOURS, HALF, INK, PAPER, SOFT, WIDE, Plot, blank, finish, legend, look, tip
 from dlcp.report.runs import Run
-from dlcp.report.svg import DASHES, Drawing, Scale, text_width
 from dlcp.report.wording import SHORT_NAMES, bit_rate, duration, percent
+from dlcp.wire import DROP_CLASSES
 
-WIDE: Final = 920
-HALF: Final = 448
 MOST_POINTS: Final = 300
 """Points in a line. Chosen by us: more than a laptop's screen shows, few enough for a small page."""
+HUES: Final = {"gloo": "orange", "plain": "ochre", "dlcp": "blue", "dlcp_priority": "green"}
+"""Names of the runs' colours."""
+_DASHES: Final[dict[str, Any]] = {
+    "gloo": (0, (2, 3)),
+    "plain": (0, (9, 4)),
+    "dlcp": "-",
+    "dlcp_priority": (0, (12, 3, 2, 3)),
+}
+"""Line patterns by run, so that nothing depends on colour alone."""
+_GREY: Final = COLOURS["grey"][0]
+_LIMIT: Final[dict[str, Any]] = {"color": INK, "linewidth": 1.5, "linestyle": (0, (5, 4))}
 
 Runs = Mapping[str, Run]
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A drawing with its title and the sentence that says what to see."""
-
-    name: str
-    title: str
-    caption: str
-    drawing: Drawing
-
-    @property
-    def inline(self) -> str:
-        """The drawing, for a page."""
-        return self.drawing.inline(self.title, self.caption)
-
-    @property
-    def standalone(self) -> str:
-        """The drawing, for a file of its own."""
-        return self.drawing.standalone(self.title, self.caption)
-
-
-def draw_all(runs: Runs, summary: Mapping[str, Any]) -> dict[str, Figure]:
-    """Draw every figure for which the runs hold data.
+def draw_all(runs: Runs, summary: Mapping[str, Any]) -> dict[str, Plot]:
+    """Draw every plot for which the runs hold data.
 
     Returns
     -------
-    Figures by name: accuracy, steps, waiting, background, drops, loss_by_class, loss_by_layer, bound, and layers if the
+    Plots by name: accuracy, steps, waiting, background, drops, loss_by_class, loss_by_layer, bound, and layers if the
     runs say when layers were complete.
     """
-    figures = [
-        _accuracy(runs, summary),
-        _steps(runs, summary),
-        _waiting(runs, summary),
-        _background(runs, summary),
-        _drops(runs, summary),
-        _loss_by_class(runs),
-        _loss_by_layer(runs),
-        _bound(runs, summary),
-    ]
-    if "dlcp" in layer_medians(runs):
-        figures.append(_layers(runs))
-    return {figure.name: figure for figure in figures}
+    with look():
+        plots = [
+            _accuracy(runs, summary),
+            _steps(runs, summary),
+            _waiting(runs, summary),
+            _background(runs),
+            _drops(runs),
+            _loss_by_class(runs),
+            _loss_by_layer(runs),
+            _bound(runs, summary),
+        ]
+        if "dlcp" in layer_medians(runs):
+            plots.append(_layers(runs))
+    return {plot.name: plot for plot in plots}
 
 
 def layer_medians(runs: Runs) -> dict[str, dict[int, float]]:
@@ -77,107 +70,108 @@ def layer_medians(runs: Runs) -> dict[str, dict[int, float]]:
     }
 
 
-def _lossy(runs: Runs) -> dict[str, Run]:
-    return {name: runs[name] for name in ("dlcp", "dlcp_priority")}
-
-
-def _legend(drawing: Drawing, runs: Runs) -> None:
-    drawing.legend(56 if drawing.width == WIDE else 8, 18, [(name, SHORT_NAMES[name]) for name in runs])
-
-
-def _accuracy(runs: Runs, summary: Mapping[str, Any]) -> Figure:
-    drawing = Drawing(WIDE, 416)
+def _accuracy(runs: Runs, summary: Mapping[str, Any]) -> Plot:
+    figure, (axes,) = blank(WIDE, 416)
     end = max(run["curve"][-1]["seconds"] for run in runs.values())
-    x = Scale(0, end * 1.02, 56, WIDE - 16)
-    y = Scale(0, 1, 370, 60)
-    drawing.axes(x, y, _plain, lambda a: percent(a, 0), "seconds of training, without evaluation")
-    _legend(drawing, runs)
-    figure = Figure("accuracy", "Accuracy over training time", wording.accuracy_sentence(summary), drawing)
+    axes.set(xlim=(0, end * 1.02), ylim=(0, 1.04), xlabel="seconds of training, without evaluation")
+    _percent_axis(axes)
+    _name_runs(figure, runs, 4)
     for name in reversed(list(runs)):
-        drawing.path(
-            [(x(point["seconds"]), y(point["accuracy"])) for point in runs[name]["curve"]],
-            name,
-            DASHES[name],
-        )
-        for point in runs[name]["curve"]:
-            tip = f"{percent(point['accuracy'])} after {duration(point['seconds'])}, step {point['step']}"
-            drawing.dot(x(point["seconds"]), y(point["accuracy"]), name, 2, f"{SHORT_NAMES[name]}: {tip}")
+        curve = runs[name]["curve"]
+        seconds, accuracies = [point["seconds"] for point in curve], [point["accuracy"] for point in curve]
+        axes.plot(seconds, accuracies, color=_colour(name), linestyle=_DASHES[name])
+        for point in curve:
+            text = f"{percent(point['accuracy'])} after {duration(point['seconds'])}, step {point['step']}"
+            dot = axes.plot(point["seconds"], point["accuracy"], "o", color=_colour(name), markersize=4)
+            tip(dot[0], f"{SHORT_NAMES[name]}: {text}")
     target = summary["target_accuracy"]
-    if target is None:
-        return figure
-    drawing.line(x.start, y(target), x.stop, y(target), "limit")
-    drawing.text(x.stop, y(target) + 19, f"target {percent(target)}", "strong halo", "end")
+    if target is not None:
+        _mark_target(axes, runs, summary, target, end)
+    return finish(figure, "accuracy", "Accuracy over training time", wording.accuracy_sentence(summary))
+
+
+def _mark_target(axes: Axes, runs: Runs, summary: Mapping[str, Any], target: float, end: float) -> None:
+    axes.axhline(target, **_LIMIT)
+    axes.annotate(
+        f"target {percent(target)}",
+        (end * 1.02, target),
+        (0, -16),
+        textcoords="offset points",
+        ha="right",
+        weight="bold",
+    )
     reached = sorted((summary[name]["seconds_to_target"], name) for name in runs)
-    for seconds, name in reached:
-        drawing.line(x(seconds), y(target), x(seconds), y.start, "axis", name)
-        drawing.dot(x(seconds), y(target), name, 5)
     for index, (seconds, name) in enumerate(reached):
+        axes.vlines(seconds, 0, target, color=_colour(name), linewidth=1)
+        axes.plot(seconds, target, "o", color=_colour(name), markersize=10)
         # Labels stand one below the other, so that runs of about the same time stay readable.
-        height = y.start - 14 - 20 * (len(reached) - 1 - index)
-        label = f"{SHORT_NAMES[name]}: {duration(seconds)}"
-        fits = x(seconds) + 8 + text_width(label) < x.stop
-        drawing.text(x(seconds) + (6 if fits else -6), height, label, "strong halo", "start" if fits else "end", name)
-    return figure
+        height, right = 14 + 20 * (len(reached) - 1 - index), seconds > 0.75 * end
+        axes.annotate(
+            f"{SHORT_NAMES[name]}: {duration(seconds)}",
+            (seconds, 0),
+            (-6 if right else 8, height),
+            textcoords="offset points",
+            ha="right" if right else "left",
+            color=_colour(name),
+            weight="bold",
+            bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1},
+        )
 
 
-def _steps(runs: Runs, summary: Mapping[str, Any]) -> Figure:
-    drawing = Drawing(HALF, 306)
+def _steps(runs: Runs, summary: Mapping[str, Any]) -> Plot:
+    figure, (axes,) = blank(HALF, 306)
     steps = {name: np.sort(np.asarray(run["steps"], np.float64)) for name, run in runs.items()}
-    low, high = min(s[0] for s in steps.values()), max(s[-1] for s in steps.values())
-    wide_range = high > 8 * low
-    x = Scale(low / 1.1 if wide_range else 0, high * 1.05, 48, HALF - 12, wide_range)
-    y = Scale(0, 1, 262, 58)
-    label = "seconds a step" + (", logarithmic" if wide_range else "")
-    drawing.axes(x, y, _plain, lambda a: percent(a, 0), label, (6, 5))
-    _legend_in_rows(drawing, runs)
+    low, high = min(values[0] for values in steps.values()), max(values[-1] for values in steps.values())
+    logarithmic = high > 8 * low
+    if logarithmic:
+        axes.set_xscale("log")
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+    axes.set(xlim=(low / 1.1 if logarithmic else 0, high * 1.05), ylim=(0, 1))
+    axes.set_xlabel("seconds a step" + (", logarithmic" if logarithmic else ""))
+    _percent_axis(axes)
+    _name_runs(figure, runs, 2)
     for name in reversed(list(runs)):
         shares = np.linspace(0, 1, min(MOST_POINTS, len(steps[name])))
-        values = np.quantile(steps[name], shares)
-        drawing.path([(x(v), y(s)) for v, s in zip(values, shares, strict=True)], name, DASHES[name], SHORT_NAMES[name])
-    return Figure("steps", "How long steps take", wording.step_sentence(summary), drawing)
+        line = axes.plot(np.quantile(steps[name], shares), shares, color=_colour(name), linestyle=_DASHES[name])
+        tip(line[0], SHORT_NAMES[name])
+    return finish(figure, "steps", "How long steps take", wording.step_sentence(summary))
 
 
-def _waiting(runs: Runs, summary: Mapping[str, Any]) -> Figure:
-    drawing = Drawing(HALF, 52 + 60 * len(runs))
-    longest = max(summary[name]["step_seconds"]["mean"] for name in runs)
-    x = Scale(0, longest, 8, HALF - 76)
-    drawing.rect(8, 8, 13, 13, "neutral")
-    drawing.text(27, 19, "computing")
-    drawing.rect(112, 8, 13, 13, "dlcp")
-    drawing.text(131, 19, "waiting for gradients (mean of all steps)")
-    for index, (name, run) in enumerate(runs.items()):
-        top = 52 + index * 60
+def _waiting(runs: Runs, summary: Mapping[str, Any]) -> Plot:
+    figure, (axes,) = blank(HALF, 60 + 52 * len(runs))
+    _rows(axes, [SHORT_NAMES[name] for name in runs])
+    legend(figure, {"computing": {"color": _GREY}, "waiting for gradients": {"color": _colour("dlcp")}}, 2)
+    for row, (name, run) in enumerate(runs.items()):
         mean = summary[name]["step_seconds"]["mean"]
         compute = min(mean, float(np.mean(run["compute_seconds"]))) if run["compute_seconds"] else 0.0
-        drawing.text(8, top, SHORT_NAMES[name], "strong")
-        drawing.rect(8, top + 8, x(compute) - 8, 22, "neutral", f"computing {duration(compute)}")
-        drawing.rect(x(compute), top + 8, x(mean) - x(compute), 22, name, f"waiting {duration(mean - compute)}")
-        drawing.text(x(mean) + 7, top + 24, duration(mean))
-    return Figure("waiting", "Where a step's time goes", wording.waiting_sentence(runs), drawing)
+        _bar(axes, row, 0, compute, _GREY, f"computing {duration(compute)}")
+        _bar(axes, row, compute, mean - compute, _colour(name), f"waiting {duration(mean - compute)}")
+        _label(axes, row, mean, duration(mean))
+    axes.set_xlim(0, 1.22 * max(summary[name]["step_seconds"]["mean"] for name in runs))
+    return finish(figure, "waiting", "Where a step's time goes (mean of all steps)", wording.waiting_sentence(runs))
 
 
-def _background(runs: Runs, summary: Mapping[str, Any]) -> Figure:
-    drawing = Drawing(WIDE, 58 + 104 * len(runs))
+def _background(runs: Runs) -> Plot:
+    figure, panels = blank(WIDE, 58 + 104 * len(runs), len(runs), sharex=True, sharey=True)
     end = max([1.0, *(sample[0] for run in runs.values() for sample in run["background"]["samples"])])
-    rates = {name: binned(run["background"]["samples"], end) for name, run in runs.items()}
-    fair_shares = [run["background"]["fair_share_bps"] for run in runs.values()]
-    most = max([1.0, *fair_shares, *(bps for points in rates.values() for _, bps in points)])
-    drawing.text(64, 18, "Background traffic in Mbit/s; dashed: its fair share; shaded: while a burst was on", "soft")
-    for index, (name, run) in enumerate(runs.items()):
-        top = 58 + index * 104
+    for axes, (name, run) in zip(panels, runs.items(), strict=True):
         background = run["background"]
-        x, y = Scale(0, end * 1.01, 64, WIDE - 16), Scale(0, most * 1.1 / 1e6, top + 66, top)
-        last = index == len(runs) - 1
         for start, stop, *_ in background["bursts"]:
-            drawing.rect(x(start), top, x(min(stop, end)) - x(start), 66)
-        drawing.axes(x, y, _plain if last else _nothing, _plain, "seconds since the start" if last else "", (8, 2))
-        drawing.path([(x(t), y(bps / 1e6)) for t, bps in rates[name]], name)
-        fair = y(background["fair_share_bps"] / 1e6)
-        drawing.line(x.start, fair, x.stop, fair, "limit")
+            axes.axvspan(min(start, end), min(stop, end), color=SOFT, alpha=0.16, linewidth=0)
+        points = binned(background["samples"], end)
+        axes.plot([when for when, _ in points], [bps / 1e6 for _, bps in points], color=_colour(name))
+        axes.axhline(background["fair_share_bps"] / 1e6, **_LIMIT)
         ratio = percent(wording.fair_share_ratio(run), 0)
         title = f"beside {SHORT_NAMES[name]}: {bit_rate(background['bps'])}, {ratio} of its fair share"
-        drawing.text(64, top - 8, title, "strong", colour=name)
-    return Figure("background", "What the others got", wording.background_sentence(runs), drawing)
+        axes.set_title(title, color=_colour(name))
+        axes.yaxis.set_major_locator(MaxNLocator(2))
+    panels[-1].set(xlim=(0, end * 1.01), ylim=(0, None), xlabel="seconds since the start")
+    figure.supylabel("Mbit/s", fontsize=13, color=SOFT)
+    legend(figure, {"fair share": _LIMIT, "while a burst is on": {"color": SOFT, "alpha": 0.16, "linewidth": 0}}, 2)
+    return finish(figure, "background", "What the other traffic got", wording.background_sentence(runs))
 
 
 def binned(samples: Sequence[tuple[float, float]], end_s: float) -> list[tuple[float, float]]:
@@ -198,29 +192,25 @@ def binned(samples: Sequence[tuple[float, float]], end_s: float) -> list[tuple[f
     return [((index + 0.5) * interval * per_bin, float(total) / per_bin) for index, total in enumerate(sums)]
 
 
-def _drops(runs: Runs, summary: Mapping[str, Any]) -> Figure:
-    drawing = Drawing(WIDE, 54 + 54 * len(runs))
-    kinds = ("dlcp", "gloo", "neutral")
-    names = ("chosen: least valuable gradients", "queue full: gradients", "queue full: ordinary traffic")
-    left = 64.0
-    for kind, text in zip(kinds, names, strict=True):
-        drawing.rect(left, 8, 13, 13, kind)
-        drawing.text(left + 19, 19, text)
-        left += 45 + text_width(text)
+def _drops(runs: Runs) -> Plot:
+    figure, (axes,) = blank(WIDE, 60 + 44 * len(runs))
+    kinds = {
+        "chosen: least valuable gradients": _colour("dlcp"),
+        "queue full: gradients": _colour("gloo"),
+        "queue full: ordinary traffic": _GREY,
+    }
+    legend(figure, {text: {"color": colour} for text, colour in kinds.items()}, 3)
+    _rows(axes, [f"while {SHORT_NAMES[name]} ran" for name in runs])
     shares = {name: drop_shares(run) for name, run in runs.items()}
-    x = Scale(0, max(1e-6, *(sum(parts) for parts in shares.values())), 64, WIDE - 250)
-    for index, (name, parts) in enumerate(shares.items()):
-        top = 54 + index * 54
-        switch = runs[name]["switch"]
-        drawing.text(64, top, f"while {SHORT_NAMES[name]} ran", "strong")
+    for row, (name, parts) in enumerate(shares.items()):
         start = 0.0
-        for kind, text, share in zip(kinds, names, parts, strict=True):
-            tip = f"{text}: {percent(share, 2)} of the packets that reached the switch"
-            drawing.rect(x(start), top + 8, x(start + share) - x(start), 22, kind, tip)
+        for (text, colour), share in zip(kinds.items(), parts, strict=True):
+            _bar(axes, row, start, share, colour, f"{text}: {percent(share, 2)} of the packets that reached the switch")
             start += share
-        count = switch["policy_drops"] + switch["tail_drops"]
-        drawing.text(x(start) + 8, top + 24, f"{percent(start, 2)} of packets, {count:,} dropped")
-    return Figure("drops", "What the switch dropped, and why", wording.drops_sentence(runs), drawing)
+        count = runs[name]["switch"]["policy_drops"] + runs[name]["switch"]["tail_drops"]
+        _label(axes, row, start, f"{percent(start, 2)} of packets, {count:,} dropped")
+    axes.set_xlim(0, 1.5 * max(1e-6, *(sum(parts) for parts in shares.values())))
+    return finish(figure, "drops", "What the switch dropped, and why", wording.drops_sentence(runs))
 
 
 def drop_shares(run: Run) -> tuple[float, float, float]:
@@ -235,119 +225,136 @@ def drop_shares(run: Run) -> tuple[float, float, float]:
     return switch["policy_drops"] / arrived, (switch["tail_drops"] - ordinary) / arrived, ordinary / arrived
 
 
-def _loss_by_class(runs: Runs) -> Figure:
-    drawing = Drawing(HALF, 290)
+def _loss_by_class(runs: Runs) -> Plot:
+    figure, (axes,) = blank(HALF, 290)
     lossy = _lossy(runs)
-    rates = {
-        name: [lost / packets if packets else 0.0 for packets, lost in run["ledger"]["by_class"]]
-        for name, run in lossy.items()
-    }
-    x = Scale(0, 8, 48, HALF - 8)
-    y = Scale(0, 1.08 * max(0.01, *(max(values) for values in rates.values())), 240, 46)
-    for tick in y.ticks(5):
-        drawing.line(x.start, y(tick), x.stop, y(tick))
-        drawing.text(x.start - 8, y(tick) + 4, percent(tick), "soft", "end")
-    _squares(drawing, lossy)
-    width = (x(1) - x(0)) * 0.36
-    for drop_class in range(8):
-        drawing.text(x(drop_class + 0.5), 259, str(drop_class), "soft", "middle")
-        for index, (name, values) in enumerate(rates.items()):
-            packets, lost = lossy[name]["ledger"]["by_class"][drop_class]
-            tip = f"{SHORT_NAMES[name]}, class {drop_class}: {lost:,} of {packets:,} packets lost"
-            top = y(values[drop_class])
-            left = x(drop_class + 0.5) + (index - 1) * width
-            drawing.rect(left, top, width - 2, y.start - top, name, tip)
-    drawing.line(x.start, y.start, x.stop, y.start, "axis")
-    drawing.text(x.start, 280, "never dropped", "soft")
-    drawing.text(x.stop, 280, "least valuable", "soft", "end")
-    return Figure("loss_by_class", "Loss by drop class", wording.class_sentence(runs), drawing)
+    _name_bars(figure, lossy)
+    highest = 0.01
+    for index, (name, run) in enumerate(lossy.items()):
+        for drop_class, (packets, lost) in enumerate(run["ledger"]["by_class"]):
+            rate = lost / packets if packets else 0.0
+            bars = axes.bar(drop_class + (index - 0.5) * 0.38, rate, 0.36, color=_colour(name))
+            tip(bars[0], f"{SHORT_NAMES[name]}, class {drop_class}: {lost:,} of {packets:,} packets lost")
+            highest = max(highest, rate)
+    axes.set(xlim=(-0.6, DROP_CLASSES - 0.4), ylim=(0, 1.08 * highest), xticks=range(DROP_CLASSES))
+    axes.set_xlabel("drop class, from 0, never dropped, to 7, the least valuable")
+    _percent_axis(axes)
+    return finish(figure, "loss_by_class", "Loss by drop class", wording.class_sentence(runs))
 
 
-def _loss_by_layer(runs: Runs) -> Figure:
+def _loss_by_layer(runs: Runs) -> Plot:
     lossy = _lossy(runs)
     tables = {name: run["ledger"]["by_layer"] for name, run in lossy.items()}
     positions = sorted({int(position) for table in tables.values() for position in table})
-    row = _row_height(len(positions))
-    drawing = Drawing(HALF, 50 + row * len(positions))
-    rates = {
-        name: [table.get(str(p), [0, 0])[1] / max(1, table.get(str(p), [0, 0])[0]) for p in positions]
-        for name, table in tables.items()
-    }
-    x = Scale(0, max(0.01, *(max(values, default=0) for values in rates.values())), 110, HALF - 60)
-    _squares(drawing, lossy)
-    for index, position in enumerate(positions):
-        middle = 44 + (index + 0.5) * row
-        drawing.text(102, middle + 4, _layer_name(runs["dlcp"], position), "soft", "end")
-        for number, (name, values) in enumerate(rates.items()):
-            packets, lost = tables[name].get(str(position), [0, 0])
-            tip = f"{SHORT_NAMES[name]}, {_layer_name(runs['dlcp'], position)}: {lost:,} of {packets:,} packets lost"
-            top = middle + (number - 1) * row * 0.38
-            drawing.rect(x.start, top, x(values[index]) - x.start, row * 0.38 - 1, name, tip)
-            if row >= 30:
-                drawing.text(x(values[index]) + 5, top + row * 0.19 + 4, percent(values[index]), "soft")
-    return Figure("loss_by_layer", "Loss by layer", wording.layer_sentence(runs), drawing)
+    row_height = _row_height(len(positions))
+    figure, (axes,) = blank(HALF, 60 + row_height * len(positions))
+    layers = [_layer_name(runs["dlcp"], position) for position in positions]
+    _rows(axes, layers)
+    _name_bars(figure, lossy)
+    highest = 0.01
+    for row, position in enumerate(positions):
+        for index, (name, table) in enumerate(tables.items()):
+            packets, lost = table.get(str(position), [0, 0])
+            rate = lost / max(1, packets)
+            text = f"{SHORT_NAMES[name]}, {layers[row]}: {lost:,} of {packets:,} packets lost"
+            height = row + (index - 0.5) * 0.4
+            _bar(axes, height, 0, rate, _colour(name), text, 0.38)
+            if row_height >= 30:
+                _label(axes, height, rate, percent(rate), color=SOFT, size=11)
+            highest = max(highest, rate)
+    axes.set_xlim(0, 1.2 * highest)
+    return finish(figure, "loss_by_layer", "Loss by layer", wording.layer_sentence(runs))
 
 
-def _bound(runs: Runs, summary: Mapping[str, Any]) -> Figure:
-    drawing = Drawing(HALF, 226)
+def _bound(runs: Runs, summary: Mapping[str, Any]) -> Plot:
+    figure, (axes,) = blank(HALF, 226)
     bound = runs["dlcp"]["ledger"]["bound"]
-    worst = max(run["ledger"]["max_message_ratio"] for run in _lossy(runs).values())
-    x = Scale(0, 1.12 * max(bound, worst, 0.01), 8, HALF - 8)
-    drawing.line(x(bound), 30, x(bound), drawing.height - 6, "limit")
-    drawing.text(x(bound) - 6, 24, f"bound {percent(bound)}", "strong", "end")
-    for index, (name, run) in enumerate(_lossy(runs).items()):
-        top = 52 + index * 92
+    rows: list[tuple[str, float]] = []
+    for name, run in _lossy(runs).items():
         ledger = run["ledger"]
         mean = ledger["lost"] / max(1, ledger["lost"] + ledger["delivered"])
-        drawing.text(8, top, SHORT_NAMES[name], "strong")
-        for offset, text, share in ((8, "worst message", ledger["max_message_ratio"]), (34, "all messages", mean)):
-            label = f"{text}: {percent(share, 2)}"
-            drawing.rect(8, top + offset, max(1, x(share) - 8), 22, name, label)
-            inside = x(share) - 16 > text_width(label)
-            drawing.text(x(share) + 8 if not inside else 16, top + offset + 16, label, "on" if inside else "halo")
-    return Figure("bound", "The bound", wording.bound_sentence(summary), drawing)
+        for what, share in (("worst message", ledger["max_message_ratio"]), ("all messages", mean)):
+            label = f"{what}: {percent(share, 2)}"
+            _bar(axes, len(rows), 0, share, _colour(name), label)
+            inside = share > 0.4 * bound
+            _label(axes, len(rows), share, percent(share, 2), inside=inside, color=PAPER if inside else INK)
+            rows.append((f"{SHORT_NAMES[name]}\n{what}", share))
+    _rows(axes, [text for text, _ in rows])
+    axes.axvline(bound, zorder=0.5, **_LIMIT)
+    axes.set_xlim(0, 1.3 * max(bound, 0.01, *(share for _, share in rows)))
+    axes.set_title(f"bound {percent(bound)}", x=bound / axes.get_xlim()[1], ha="center")
+    return finish(figure, "bound", "The bound", wording.bound_sentence(summary))
 
 
-def _layers(runs: Runs) -> Figure:
+def _layers(runs: Runs) -> Plot:
     timed = {name: run for name, run in runs.items() if run["layer_seconds"]}
-    positions = sorted({int(p) for run in timed.values() for p in run["layer_seconds"]})
-    ranges = {
-        (name, position): np.percentile(run["layer_seconds"][str(position)], (10, 50, 90))
-        for name, run in timed.items()
-        for position in positions
-        if run["layer_seconds"].get(str(position))
-    }
-    row = _row_height(len(positions)) + 4
-    bottom = 44 + row * len(positions)
-    drawing = Drawing(WIDE, bottom + 48)
-    x = Scale(0, 1.04 * max(float(values[2]) for values in ranges.values()), 130, WIDE - 16)
-    _legend(drawing, timed)
-    for tick in x.ticks(8):
-        drawing.line(x(tick), 40, x(tick), bottom)
-        drawing.text(x(tick), bottom + 19, f"{tick * 1e3:g}", "soft", "middle")
-    drawing.text(
-        (x.start + x.stop) / 2,
-        bottom + 38,
-        "ms since the step's first packet; dots: medians, lines: 8 of 10 steps",
-        "soft",
-        "middle",
-    )
-    for index, position in enumerate(positions):
-        middle = 44 + (index + 0.5) * row
-        drawing.text(122, middle + 4, _layer_name(runs["dlcp"], position), "soft", "end")
-        for number, name in enumerate(timed):
-            if (name, position) not in ranges:
+    positions = sorted({int(position) for run in timed.values() for position in run["layer_seconds"]})
+    figure, (axes,) = blank(WIDE, 92 + (_row_height(len(positions)) + 4) * len(positions))
+    _rows(axes, [_layer_name(runs["dlcp"], position) for position in positions])
+    _name_runs(figure, timed, 4, dashes=False)
+    for row, position in enumerate(positions):
+        for index, (name, run) in enumerate(timed.items()):
+            if not run["layer_seconds"].get(str(position)):
                 continue
-            low, median, high = (float(value) for value in ranges[name, position])
-            height = middle + (number - (len(timed) - 1) / 2) * row * 0.27
-            tip = f"{SHORT_NAMES[name]}: median {duration(median)}, 8 of 10 steps {duration(low)} to {duration(high)}"
-            drawing.path([(x(low), height), (x(high), height)], name, tip=tip)
-            drawing.dot(x(median), height, name, 4.5, tip)
-    return Figure(
-        "layers",
-        "When each layer is complete",
-        wording.order_sentence({name: list(layers.values()) for name, layers in layer_medians(runs).items()}),
-        drawing,
+            low, median, high = np.percentile(run["layer_seconds"][str(position)], (10, 50, 90)).tolist()
+            height = row + (index - (len(timed) - 1) / 2) * 0.27
+            text = f"{SHORT_NAMES[name]}: median {duration(median)}, 8 of 10 steps {duration(low)} to {duration(high)}"
+            line = axes.plot([1e3 * low, 1e3 * high], [height, height], color=_colour(name))
+            dot = axes.plot(1e3 * median, height, "o", color=_colour(name), markersize=9)
+            for drawn in (*line, *dot):
+                tip(drawn, text)
+    axes.set(
+        xlim=(0, 1.04 * axes.get_xlim()[1]),
+        xlabel="ms since the step's first packet; dots: medians, lines: 8 of 10 steps",
+    )
+    axes.xaxis.set_visible(True)
+    axes.grid(visible=True, axis="x")
+    medians = {name: list(layers.values()) for name, layers in layer_medians(runs).items()}
+    return finish(figure, "layers", "When each layer is complete", wording.order_sentence(medians))
+
+
+def _colour(name: str) -> str:
+    return COLOURS[HUES[name]][0]
+
+
+def _lossy(runs: Runs) -> dict[str, Run]:
+    return {name: runs[name] for name in ("dlcp", "dlcp_priority")}
+
+
+def _name_runs(figure: Figure, runs: Runs, columns: int, *, dashes: bool = True) -> None:
+    legend(
+        figure,
+        {SHORT_NAMES[n]: {"color": _colour(n), "linestyle": _DASHES[n] if dashes else "-"} for n in runs},
+        columns,
+    )
+
+
+def _name_bars(figure: Figure, runs: Runs) -> None:
+    legend(figure, {SHORT_NAMES[name]: {"color": _colour(name)} for name in runs}, 2)
+
+
+def _percent_axis(axes: Axes) -> None:
+    axes.yaxis.set_major_formatter(lambda share, _: percent(share))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+
+
+def _rows(axes: Axes, names: Sequence[str]) -> None:
+    """Make the axes rows from top to bottom, for horizontal bars."""
+    axes.set(ylim=(len(names) - 0.5, -0.5))
+    axes.set_yticks(range(len(names)), names)
+    axes.xaxis.set_visible(False)
+    axes.spines["bottom"].set_visible(False)
+    axes.grid(visible=False)
+
+
+def _bar(axes: Axes, row: float, start: float, width: float, colour: str, text: str, height: float = 0.6) -> None:
+    tip(axes.barh(row, width, height, start, color=colour)[0], text)
+
+
+def _label(axes: Axes, row: float, end: float, text: str, *, inside: bool = False, **options: Any) -> None:
+    side: dict[str, Any] = {"ha": "right"} if inside else {}
+    axes.annotate(
+        text, (end, row), (-6 if inside else 6, 0), textcoords="offset points", va="center", **side, **options
     )
 
 
@@ -357,25 +364,3 @@ def _layer_name(run: Run, position: int) -> str:
 
 def _row_height(rows: int) -> float:
     return max(16.0, min(36.0, 500 / max(1, rows)))
-
-
-def _plain(value: float) -> str:
-    return f"{value:g}"
-
-
-def _nothing(value: float) -> str:
-    return ""
-
-
-def _squares(drawing: Drawing, runs: Runs) -> None:
-    left = 8.0
-    for name in runs:
-        drawing.rect(left, 8, 13, 13, name)
-        drawing.text(left + 19, 19, SHORT_NAMES[name])
-        left += 45 + text_width(SHORT_NAMES[name])
-
-
-def _legend_in_rows(drawing: Drawing, runs: Runs) -> None:
-    names = list(runs)
-    for row, part in enumerate((names[:2], names[2:])):
-        drawing.legend(8, 16 + 20 * row, [(name, SHORT_NAMES[name]) for name in part])

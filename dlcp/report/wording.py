@@ -66,7 +66,7 @@ def headline(summary: Mapping[str, Any]) -> str:
     if target is None:
         return "No accuracy was held by every run, so these runs say nothing about time."
     parts = []
-    for name, other in (("gloo", "Gloo"), ("plain", "its own transport used plainly")):
+    for name, other in (("gloo", "Gloo"), ("plain", "its plain transport")):
         ratio = summary[f"speedup_over_{name}"]
         if ratio is not None:
             parts.append(f"{versus(ratio, other)} ({duration(summary[name]['seconds_to_target'])})")

@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``report.html``: one page that needs nothing but itself, with a CSV file and an SVG beside it for every figure."""
+"""``report.html``: one page that needs nothing but itself; a CSV file and an SVG for every figure are beside it."""
 
 import csv
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-import jinja2
 from dlcp.sim.convergence.curves import curves
 from dlcp.sim.experiment import Figure
 from dlcp.sim.reading import Described
-from dlcp.sim.report.plots import STYLE, draw, number
+from dlcp.sim.report.plots import draw, number
 from dlcp.sim.report.results import Results, Spread, load, series_of
-from dlcp.sim.report.summary import Finding, write_summary
+from dlcp.sim.report.summary import ClaimFinding, write_summary
 from dlcp.sim.sources import sources_digest
 
 from dlcp import __version__
-from dlcp.report.page import page_style
+from dlcp.report.drawing import Plot
+from dlcp.report.page import render
 
 _NAMES: Final = {
     "dlcp": "DLCP",
@@ -33,21 +32,12 @@ _NAMES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plot:
-    """A figure as it stands on the page."""
-
-    title: str
-    svg: str
-    csv: str
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
+class ExperimentSection:
     """An experiment on the page."""
 
     results: Results
     plots: tuple[Plot, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[ClaimFinding, ...]
 
 
 def write_report(described: Sequence[Described], out: Path) -> Path:
@@ -73,13 +63,13 @@ def write_report(described: Sequence[Described], out: Path) -> Path:
         if results.documents:
             _write_table(out / "figures" / f"{results.experiment.name}.csv", list(results.rows()))
             own = tuple(item for item in found if item.experiment == results.experiment.name)
-            sections.append(Section(results, tuple(_plots(results, out / "figures")), own))
+            sections.append(ExperimentSection(results, tuple(_plots(results, out / "figures")), own))
     page = out / "report.html"
-    page.write_text(render(sections, [item for item in every if not item.documents]), encoding="utf-8")
+    page.write_text(page_of(sections, [item for item in every if not item.documents]), encoding="utf-8")
     return page
 
 
-def render(sections: Sequence[Section], empty: Sequence[Results] = ()) -> str:
+def page_of(sections: Sequence[ExperimentSection], empty: Sequence[Results] = ()) -> str:
     """Return the page.
 
     Parameters
@@ -87,17 +77,12 @@ def render(sections: Sequence[Section], empty: Sequence[Results] = ()) -> str:
     empty
         Experiments that nothing was run of.
     """
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"number": _cell, "signed": _signed, "measured": _measured, "range": _range, "words": _words}
-    template = environment.from_string((resources.files("dlcp.sim.report") / "page.html").read_text(encoding="utf-8"))
     documents = [document for section in sections for _, document in section.results.documents]
-    return template.render(
+    return render(
+        Path(__file__).parent / "experiments.html",
+        {"number": _cell, "signed": _signed, "measured": _measured, "range": _range, "words": _words},
         sections=sections,
         empty=empty,
-        style=STYLE,
-        page_style=page_style(),
         version=__version__,
         sources=sources_digest(),
         seeds=sorted({document["seed"] for document in documents}),
@@ -116,12 +101,10 @@ def _plots(results: Results, folder: Path) -> list[Plot]:
         if not any(series.values()):
             continue
         name = f"{results.experiment.name}_{index}"
-        drawing = draw(figure, series)
-        caption = _describe(figure)
-        standalone = drawing.standalone(figure.title, caption).replace("</style>", f"{STYLE}</style>", 1)
-        (folder / f"{name}.svg").write_text(standalone, encoding="utf-8")
+        plot = draw(figure, series, name, _describe(figure))
+        (folder / f"{name}.svg").write_text(plot.standalone, encoding="utf-8")
         _write_series(folder / f"{name}.csv", figure, series)
-        plots.append(Plot(figure.title, drawing.inline(figure.title, caption), f"figures/{name}.csv"))
+        plots.append(plot)
     return plots
 
 
@@ -162,13 +145,13 @@ def _columns(results: Results) -> dict[str, str]:
     return {name: heading for name, heading in wanted.items() if name in there}
 
 
-def _sources(sections: Sequence[Section]) -> list[str]:
+def _sources(sections: Sequence[ExperimentSection]) -> list[str]:
     """Return where published figures are from, each once."""
     every = [finding.claim.source for section in sections for finding in section.findings]
     return list(dict.fromkeys(source for source in every if source))
 
 
-def _curves(sections: Sequence[Section]) -> list[Any]:
+def _curves(sections: Sequence[ExperimentSection]) -> list[Any]:
     used = {section.results.experiment.convergence for section in sections}
     return [item for name, item in curves().items() if name in used or item.measured]
 
@@ -205,6 +188,6 @@ def _words(name: str) -> str:
     return " ".join([words[0][0].upper() + words[0][1:] if words[0] not in _NAMES.values() else words[0], *words[1:]])
 
 
-def _reasons(findings: Sequence[Finding]) -> list[str]:
+def _reasons(findings: Sequence[ClaimFinding]) -> list[str]:
     """Return what is said to why figures differ, each once."""
     return list(dict.fromkeys(finding.claim.reason for finding in findings if finding.claim.reason))

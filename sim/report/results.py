@@ -12,7 +12,7 @@ from dlcp.sim.experiment import Experiment, Figure, Run
 from dlcp.sim.reading import Described
 from dlcp.sim.sweep import existing
 
-Place: TypeAlias = tuple[tuple[str, str], ...]
+Combination: TypeAlias = tuple[tuple[str, str], ...]
 """Points by axis."""
 
 
@@ -57,9 +57,9 @@ class Results:
         names = next(known.points for known in self.experiment.axes if known.name == axis)
         return [point.name for point in names if point.name in there]
 
-    def values(self, metric: str, where: Mapping[str, str]) -> dict[Place, dict[int, float]]:
+    def values(self, metric: str, where: Mapping[str, str]) -> dict[Combination, dict[int, float]]:
         """Return a metric of all runs at ``where``: by their points on the other axes, then by seed."""
-        found: dict[Place, dict[int, float]] = {}
+        found: dict[Combination, dict[int, float]] = {}
         for run, document in self.documents:
             if all(run.point.get(axis) == name for axis, name in where.items()) and metric in document["metrics"]:
                 rest = tuple((axis, name) for axis, name in run.point.items() if axis not in where)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dlcp.sim.experiment import Claim
-from dlcp.sim.report.results import Place, Results, Spread
+from dlcp.sim.report.results import Combination, Results, Spread
 from dlcp.sim.sources import sources_digest
 
 from dlcp import __version__
@@ -20,7 +20,7 @@ class ReportError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ClaimFinding:
     """A claim with what was measured; None where the runs for it are missing.
 
     Parameters
@@ -53,16 +53,16 @@ class Finding:
         return found | {name: text for name, text in words.items() if text}
 
 
-def findings(results: Results) -> list[Finding]:
+def findings(results: Results) -> list[ClaimFinding]:
     """Return what an experiment's runs say to its claims."""
     return [_finding(results, claim) for claim in results.experiment.claims]
 
 
-def _finding(results: Results, claim: Claim) -> Finding:
+def _finding(results: Results, claim: Claim) -> ClaimFinding:
     ours = results.values(claim.metric, claim.ours)
     if claim.form == "value":
         return _chosen(results, claim, ours)
-    found: dict[Place, dict[int, float]] = {}
+    found: dict[Combination, dict[int, float]] = {}
     for rest, values in ours.items():
         # The other axes stay what they are; an axis that only ``theirs`` names is where the two differ.
         where = {axis: name for axis, name in rest if axis not in claim.theirs} | _shared(claim) | claim.theirs
@@ -87,24 +87,24 @@ def _rounded(value: float, unit: str) -> float:
     return round(value, 3) if unit == "%" else float(f"{value:.4g}")
 
 
-def _chosen(results: Results, claim: Claim, found: Mapping[Place, Mapping[int, float]]) -> Finding:
+def _chosen(results: Results, claim: Claim, found: Mapping[Combination, Mapping[int, float]]) -> ClaimFinding:
     """Return the best combination by its mean over seeds, or every seed's mean over the combinations."""
     name = results.experiment.name
     if not found:
-        return Finding(claim, name, None)
+        return ClaimFinding(claim, name, None)
     if claim.over == "mean":
         seeds = set.intersection(*(set(values) for values in found.values()))
         if not seeds:
-            return Finding(claim, name, None)
+            return ClaimFinding(claim, name, None)
         means = [math.fsum(values[seed] for values in found.values()) / len(found) for seed in sorted(seeds)]
-        return Finding(claim, name, Spread.of(means))
+        return ClaimFinding(claim, name, Spread.of(means))
     spreads = {rest: Spread.of(list(values.values())) for rest, values in found.items()}
     pick = min if claim.form == "change_percent" else max
     rest = pick(spreads, key=lambda key: spreads[key].mean)
-    return Finding(claim, name, spreads[rest], ", ".join(f"{axis} {point}" for axis, point in rest))
+    return ClaimFinding(claim, name, spreads[rest], ", ".join(f"{axis} {point}" for axis, point in rest))
 
 
-def write_summary(every: Sequence[Results], path: Path) -> list[Finding]:
+def write_summary(every: Sequence[Results], path: Path) -> list[ClaimFinding]:
     """Write ``summary.json`` and return the findings.
 
     Raises

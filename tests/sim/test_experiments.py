@@ -228,7 +228,7 @@ def test_claims_are_judged_seed_by_seed_and_figures_show_the_range(tmp_path) -> 
     assert findings(results)[0].as_json()["spread"] == [50.0, 100.0]
     figure = results.experiment.figures[1]
     assert series_of(results, figure)["DLCP"]["slow"] == Spread(5.5 / 3, 1.5, 2.0, 3)
-    assert "2, 3 seeds)" in draw(figure, series_of(results, figure)).inline("", "")
+    assert "2, 3 seeds)" in draw(figure, series_of(results, figure), "plot", "").inline
 
 
 def test_results_are_compared(swept, tmp_path, capsys) -> None:

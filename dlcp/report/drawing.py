@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One look for all plots: Matplotlib draws them, and they come out as SVG that follows the reader's light or dark mode.
+
+Matplotlib is loaded with this module, which takes a second: import it where something is drawn.
+"""
+
+import io
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import matplotlib
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+COLOURS: Final[Mapping[str, tuple[str, str]]] = {
+    "paper": ("#ffffff", "#14181d"),
+    "raised": ("#f6f7f9", "#1d2229"),
+    "ink": ("#1c2128", "#e8ebee"),
+    "soft": ("#59636e", "#a3adb8"),
+    "grid": ("#dde1e6", "#343b44"),
+    "grey": ("#8b949e", "#7d8894"),
+    "orange": ("#c04a00", "#ff8f4d"),
+    "ochre": ("#8a6d00", "#e3c04b"),
+    "blue": ("#0067b0", "#5cb6f2"),
+    "green": ("#00805b", "#3fcf9f"),
+    "purple": ("#8250a8", "#c79af0"),
+    "pink": ("#a3345f", "#f285ab"),
+}
+"""Light and dark. Hues after Okabe and Ito, whom readers with colour blindness tell apart."""
+STYLE: Final = (
+    ":root { color-scheme: light dark; "
+    + " ".join(f"--{name}: {light};" for name, (light, _) in COLOURS.items())
+    + " }\n@media (prefers-color-scheme: dark) { :root { "
+    + " ".join(f"--{name}: {dark};" for name, (_, dark) in COLOURS.items())
+    + " } }\n"
+    'svg text { font-family: system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: var(--ink); }\n'
+    "svg path, svg use { stroke-linejoin: round; stroke-linecap: butt; }\n"
+)
+"""What a page, or a file with a single plot, has to define for the plots."""
+PAPER, INK, SOFT, GRID = (COLOURS[name][0] for name in ("paper", "ink", "soft", "grid"))
+WIDE: Final = 920
+HALF: Final = 448
+"""Widths of a plot, in px."""
+
+_SVG: Final = "{http://www.w3.org/2000/svg}"
+_NAMESPACES: Final = (' xmlns="http://www.w3.org/2000/svg"', ' xmlns:xlink="http://www.w3.org/1999/xlink"')
+_TIP: Final = "tip:"
+_LONG: Final = re.compile(r"-?\d+\.\d{3,}")
+_VARIABLES: Final = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
+_SETTINGS: Final[Any] = {
+    "svg.fonttype": "none",
+    "figure.dpi": 72,  # so that a point is a pixel
+    "savefig.dpi": 72,
+    "figure.constrained_layout.use": True,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": "none",
+    # The widest of the faces that a reader may see, so that texts have room; Matplotlib brings it.
+    "font.family": "DejaVu Sans",
+    "font.size": 13,
+    "text.color": INK,
+    "text.parse_math": False,
+    "axes.edgecolor": SOFT,
+    "axes.labelcolor": SOFT,
+    "axes.labelsize": 13,
+    "axes.titlesize": 13,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.xmargin": 0,
+    "grid.color": GRID,
+    "grid.linewidth": 1,
+    "xtick.bottom": False,
+    "ytick.left": False,
+    "xtick.labelcolor": SOFT,
+    "ytick.labelcolor": SOFT,
+    "lines.linewidth": 2.25,
+    "lines.scale_dashes": False,
+    "legend.frameon": False,
+    "legend.borderaxespad": 0,
+    "legend.borderpad": 0.2,
+    "legend.handlelength": 2,
+    "legend.columnspacing": 1.6,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A plot with its title and the sentence that says what to see."""
+
+    name: str
+    title: str
+    caption: str
+    inline: str
+    """SVG for a page that has ``STYLE``."""
+
+    @property
+    def standalone(self) -> str:
+        """The SVG as a file of its own."""
+        opened = self.inline.replace("<svg", "<svg" + "".join(_NAMESPACES), 1)
+        return opened.replace(">", f"><title>{_escape(self.title)}</title><style>{STYLE}</style>", 1)
+
+
+@contextmanager
+def look() -> Iterator[None]:
+    """Let figures that are made meanwhile have the common look."""
+    with matplotlib.rc_context(_SETTINGS):
+        yield
+
+
+def blank(width: float, height: float, rows: int = 1, **options: Any) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure of a size in px, with axes one below the other."""
+    figure = Figure(figsize=(width / 72, height / 72))
+    FigureCanvasSVG(figure)
+    return figure, figure.subplots(rows, 1, squeeze=False, **options)[:, 0].tolist()
+
+
+def finish(figure: Figure, name: str, title: str, caption: str) -> Plot:
+    """Return a figure as a plot. The same figure gives the same text on every machine."""
+    text = io.BytesIO()
+    # The salt keeps the names of marks apart that several plots of one page define.
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    root = ElementTree.fromstring(text.getvalue())
+    for child in [*root.iterfind(f"{_SVG}metadata"), *root.iterfind(f"{_SVG}defs")]:
+        root.remove(child)  # about Matplotlib, and a style that would be the whole page's
+    width, height = root.get("viewBox", "").split()[2:]
+    for key in ("width", "height", "version"):
+        root.attrib.pop(key)
+    root.attrib |= {"role": "img", "aria-label": title, "width": width, "height": height}
+    for element in root.iter():
+        _clean(element)
+    description = ElementTree.Element(f"{_SVG}desc")
+    description.text = caption
+    root.insert(0, description)
+    ElementTree.register_namespace("", _SVG[1:-1])
+    inline = ElementTree.tostring(root, encoding="unicode")
+    for namespace in _NAMESPACES:
+        inline = inline.replace(namespace, "")
+    return Plot(name, title, caption, re.sub(r"\n\s*", "\n", inline))
+
+
+def tip(artist: Artist, text: str) -> None:
+    """Show a text where the pointer rests on something drawn."""
+    artist.set_gid(_TIP + text)
+
+
+def legend(figure: Figure, entries: Mapping[str, Mapping[str, Any]], columns: int, **options: Any) -> None:
+    """Explain colours and lines above a figure.
+
+    Parameters
+    ----------
+    entries
+        By text: what a line (``color``, ``linestyle``) or, without ``linestyle``, a filled square looks like.
+    """
+    handles = [
+        Line2D([], [], label=text, **style) if "linestyle" in style else Patch(label=text, **style)
+        for text, style in entries.items()
+    ]
+    squares = {} if any("linestyle" in style for style in entries.values()) else {"handlelength": 1, "handleheight": 1}
+    figure.legend(handles=handles, loc="outside upper left", ncols=columns, **squares, **options)
+
+
+def _clean(element: ElementTree.Element) -> None:
+    """Put variables in place of colours and tips in place of names, and leave out what pages say once."""
+    style = element.get("style", "")
+    if style:
+        style = re.sub(r"#[0-9a-f]{6}", lambda found: _VARIABLES.get(found.group(), found.group()), style)
+        element.set("style", style.replace("font-family: 'DejaVu Sans'; ", ""))
+    if element.tag == f"{_SVG}text" and "rotate(-0" in element.get("transform", ""):
+        element.attrib.pop("transform")
+    name = element.attrib.pop("id", "") if element.tag == f"{_SVG}g" else ""
+    if name.startswith(_TIP):
+        title = ElementTree.Element(f"{_SVG}title")
+        title.text = name.removeprefix(_TIP)
+        element.insert(0, title)
+    element.attrib.pop("clip-path", None)  # nothing is drawn beyond the axes
+    for key, value in list(element.attrib.items()):
+        if key in ("d", "x", "y"):
+            element.set(key, _LONG.sub(lambda found: f"{float(found.group()):.2f}", value))
+        elif key.endswith("}href"):
+            element.set("href", element.attrib.pop(key))
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")
