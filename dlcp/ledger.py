@@ -25,8 +25,8 @@ us."""
 class MessageRecord:
     """One message in the ledger of its sender. Counts are in packets; ``bound`` is the share that may be lost.
 
-    ``resent`` counts transmissions after a packet's first, ``recovered`` the packets that arrived thanks to them,
-    ``lost`` those that never did.
+    ``retransmitted`` counts transmissions after a packet's first, ``recovered`` the packets that arrived thanks to
+    them, ``lost`` those that never did.
     """
 
     step: int
@@ -35,7 +35,7 @@ class MessageRecord:
     layers: str
     packets: int
     sent: int
-    resent: int
+    retransmitted: int
     delivered: int
     recovered: int
     lost: int
@@ -102,7 +102,7 @@ class Ledger:
             self.records.append(entry)
             self.violations += broken
             self.max_message_ratio = max(self.max_message_ratio, lost / packets)
-            counts = entry.sent, entry.delivered, lost, entry.resent
+            counts = entry.sent, entry.delivered, lost, entry.retransmitted
             self._totals = [total + count for total, count in zip(self._totals, counts, strict=True)]
             self._uncounted.append((tags.layer, tags.drop_class))
             self._uncounted_packets += packets
@@ -139,15 +139,15 @@ class Ledger:
             return np.array(self._by_class)
 
     def summary(self) -> dict[str, Any]:
-        """Return the totals: packets sent, delivered, lost and resent, the worst message and the violations."""
+        """Return the totals: packets sent, delivered, lost and retransmitted, the worst message and the violations."""
         with self._lock:
             self._count()
-            sent, delivered, lost, resent = self._totals
+            sent, delivered, lost, retransmitted = self._totals
             return {
                 "sent": sent,
                 "delivered": delivered,
                 "lost": lost,
-                "retransmitted": resent,
+                "retransmitted": retransmitted,
                 "max_message_ratio": self.max_message_ratio,
                 "violations": self.violations,
                 "by_class": self._by_class.tolist(),

@@ -104,13 +104,21 @@ def test_records_say_what_became_of_each_message():
         "layers": "fc",
         "packets": PACKETS,
         "sent": PACKETS + 2,
-        "resent": 2,
+        "retransmitted": 2,
         "delivered": PACKETS - 1,
         "recovered": 2,
         "lost": 1,
         "bound": 0.1,
         "seconds": 0.25,
     }
+
+
+def test_records_and_summary_call_one_thing_by_one_name():
+    ledger = Ledger()
+    record = ledger.record(MessageKey(0, 0), 1, "fc", tags(), LossBound(0.1), delivery(resent=2))
+    shared = set(as_json(record)) & set(ledger.summary())
+    assert shared == {"sent", "delivered", "lost", "retransmitted"}
+    assert all(as_json(record)[name] == ledger.summary()[name] for name in shared)
 
 
 def test_entries_from_several_threads_are_all_counted():

@@ -12,7 +12,7 @@ from functools import partial
 from dlcp.backend.arithmetic import Arithmetic
 from dlcp.backend.process_group import EAGER_BYTES, AllowedLoss, Channel, Run, copy_bytes
 from dlcp.backend.reduce import GATHER, SCATTER, Summing
-from dlcp.collectives.shards import shard_bounds
+from dlcp.collectives.shards import binomial_tree, shard_bounds
 
 
 class Exchange(Channel):
@@ -53,18 +53,14 @@ class Exchange(Channel):
         return self._run(run, partial(way, run, data, root))
 
     def _broadcast_by_tree(self, run: Run, data: memoryview, root: int) -> None:
-        place = (self.rank - root) % self.ranks
-        reach = place & -place if place else 1 << (self.ranks - 1).bit_length()
+        parent, children = binomial_tree(self.rank, root, self.ranks)
 
         def pass_on() -> None:
-            distance = reach >> 1
-            while distance:
-                if place + distance < self.ranks:
-                    self.send_part(run, (self.rank + distance) % self.ranks, SCATTER, data)
-                distance >>= 1
+            for child in children:
+                self.send_part(run, child.rank, SCATTER, data)
 
-        if place:
-            self.receive_part(run, (self.rank - reach) % self.ranks, SCATTER, data, pass_on)
+        if parent:
+            self.receive_part(run, parent.rank, SCATTER, data, pass_on)
         else:
             pass_on()
 

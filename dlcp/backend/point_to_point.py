@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import lru_cache, partial
+from functools import partial
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from dlcp.backend.operation import Operation
-from dlcp.tags import PacketTags
+from dlcp.collectives.message_numbers import POINT_TO_POINT, POINT_TO_POINT_SLOTS, point_to_point_number
+from dlcp.tags import plain_tags
 from dlcp.transport import (
     RELIABLE,
     Arrival,
@@ -30,11 +29,7 @@ from dlcp.transport import (
     MessageMismatchError,
     TransportError,
 )
-from dlcp.wire import Queue
 
-FIRST_NUMBER: Final = 1 << 15
-"""Messages of the mailbox have this number within their step, or a higher one: envelopes even, contents odd ones."""
-PER_STEP: Final = 1 << 14
 WATCH_EVERY_S: Final = 1.0
 """How often somebody who waits asks whether the other is alive. Chosen by us, to be small against ``silence_s``."""
 FORGET_AFTER_S: Final = 30.0
@@ -198,7 +193,7 @@ class Mailbox:
         step, slot = outbox.stamp
         if self._step() > step:
             step, slot = self._step(), 0
-        elif slot == PER_STEP:
+        elif slot == POINT_TO_POINT_SLOTS:
             step, slot = step + 1, 0
         stamp = _Stamp(step, slot)
         outbox.stamp = _Stamp(step, slot + 1)
@@ -215,14 +210,14 @@ class Mailbox:
             if not outbox.unconfirmed[stamp]:
                 del outbox.unconfirmed[stamp]
 
-        key = MessageKey(stamp.step, FIRST_NUMBER + 2 * stamp.slot + part)
+        key = MessageKey(stamp.step, point_to_point_number(stamp.slot, part))
         tags = plain_tags(-(-len(data) // self._endpoint.options.payload_bytes))
         operation.wait_for(self._endpoint.send(peer, key, data, tags, RELIABLE, label), on_confirmed)
 
     # Receiving --------------------------------------------------------------------------------------------------------
 
     def _on_unawaited(self, source: int, key: MessageKey) -> None:
-        if key.message < FIRST_NUMBER or key.message % 2:
+        if key.message < POINT_TO_POINT.first or key.message % 2:
             return
         arriving = self._endpoint.receive(source, key, None, RELIABLE, f"envelope from rank {source}")
         operation = Operation(f"{self._where}: envelope from rank {source}", self._on_failure)
@@ -318,14 +313,6 @@ class Mailbox:
         operation.done.add_done_callback(lambda _: setattr(outbox, "watching", False))
         with operation:
             self._post(peer, outbox, operation, _ENVELOPE.pack(_Kind.WATCH, 0, 0, 0), f"a message from rank {peer}")
-
-
-@lru_cache(64)
-def plain_tags(packets: int) -> PacketTags:
-    """Return the tags of a message that has no layer and may lose nothing; for all who ask, so not to be changed."""
-    queue = Queue.LAST_GRADIENT if packets == 1 else (Queue.FIRST_GRADIENT + Queue.LAST_GRADIENT) // 2
-    nothing = np.zeros(packets, np.uint8)
-    return PacketTags(np.full(packets, queue, np.uint8), nothing, nothing, nothing.astype(np.bool_))
 
 
 def _pass_error(answer: "Future[int]", done: "Future[None]") -> None:

@@ -13,18 +13,17 @@ import numpy as np
 
 from dlcp.backend.arithmetic import Arithmetic
 from dlcp.backend.operation import Operation
-from dlcp.backend.point_to_point import FIRST_NUMBER as MAILBOX_FIRST_NUMBER
-from dlcp.backend.point_to_point import Mailbox, plain_tags
+from dlcp.backend.point_to_point import Mailbox
+from dlcp.collectives.message_numbers import collective_number, horizon_number
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
-from dlcp.tags import Layer, PacketTags, Segment, Tagger
+from dlcp.tags import Layer, PacketTags, Segment, Tagger, plain_tags
 from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey, TransportError
 
 EAGER_BYTES = 16 << 10
 """What is as small as this is sent from a copy, and need not be confirmed for a collective to end. Chosen by us."""
 HORIZON_EVERY = 256
 """Every so many collectives the ranks tell each other which messages are over for good. Chosen by us."""
-HORIZON_NUMBER = MAILBOX_FIRST_NUMBER - 1
 RANKS_MAX = 2048
 """So many have a message number of their own in every round of a collective."""
 
@@ -186,7 +185,7 @@ class Channel:
         copied = size <= EAGER_BYTES and not (own or then or lossy)
         if copied:
             data = memoryview(bytes(data))
-        key = MessageKey(run.number, phase * self.ranks + peer)
+        key = MessageKey(run.number, collective_number(phase, peer, self.ranks))
         tags, bound = (self._lossy_tags(run, data), run.loss.bound) if lossy and run.loss else (None, RELIABLE)
         sending = self.endpoint.send(peer, key, data, tags or self._plain_tags(size), bound, run.label)
         self._unconfirmed += 1
@@ -234,7 +233,7 @@ class Channel:
         ``place`` says where it goes, as in :meth:`Endpoint.receive`.
         """
         if not run.operation.done.done():
-            key = MessageKey(run.number, phase * self.ranks + self.rank)
+            key = MessageKey(run.number, collective_number(phase, self.rank, self.ranks))
             run.operation.wait_for(self.endpoint.receive(peer, key, size, bound, run.label, **place), then)
 
     def _on_confirmed(self, _: object) -> None:
@@ -265,7 +264,7 @@ class Channel:
         What is older than all say is refused from then on, and need not be remembered any longer.
         """
         operation = Operation(f"group {self.name}, rank {self.rank}: horizon {number}", self._fail)
-        key = MessageKey(number, HORIZON_NUMBER)
+        key = MessageKey(number, horizon_number())
         label = f"the horizon of group {self.name}"
 
         def learn(peer: int, arrival: Arrival) -> None:

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Final
 
 from dlcp.backend.arithmetic import Arithmetic
-from dlcp.backend.point_to_point import FIRST_NUMBER as MAILBOX_FIRST_NUMBER
 from dlcp.backend.process_group import Channel, Run
 from dlcp.backend.totals import FoldedTotal, Total
+from dlcp.collectives.message_numbers import COLLECTIVES
 from dlcp.collectives.shards import shard_bounds
 
 SMALL_BYTES: Final = 16 << 10
@@ -125,7 +125,7 @@ class Summing:
 
     def _pieces(self, shard: memoryview) -> list[memoryview]:
         """Cut a shard at packet borders, into no more pieces than can be numbered."""
-        most = max(1, MAILBOX_FIRST_NUMBER // (2 * self.channel.ranks) - 1)
+        most = max(1, COLLECTIVES.stop // (2 * self.channel.ranks) - 1)
         packet = self.channel.endpoint.options.payload_bytes
         packets = max(PIECE_BYTES // packet, -(-len(shard) // (packet * most)), 1)
         packets += packets % 2  # a packet need not hold whole values of 16 bytes, two do

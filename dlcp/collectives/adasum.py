@@ -16,16 +16,16 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.backend.point_to_point import plain_tags
 from dlcp.collectives.bucket import Bucket, ReduceOptions
 from dlcp.collectives.combining import coefficients, combine_with, scalar_products
 from dlcp.collectives.feedback import ErrorFeedback
-from dlcp.collectives.push_pull import PULL, PUSH, message_number
+from dlcp.collectives.message_numbers import two_hop_number
+from dlcp.collectives.push_pull import PULL, PUSH
 from dlcp.collectives.reducer import Course, Reducer
 from dlcp.collectives.shards import shard_bounds
 from dlcp.compress.compressor import Values
 from dlcp.ledger import Ledger
-from dlcp.tags import PacketTags, Tagger
+from dlcp.tags import PacketTags, Tagger, plain_tags
 from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey, TransportError
 
 PRODUCT = np.dtype("<f8")
@@ -248,4 +248,4 @@ class _Run(Course):
 
     def _key(self, number: int, phase: int, receiver: int) -> MessageKey:
         ranks = max(self.reducer.ranks) + 1
-        return MessageKey(self.step, message_number(NUMBERS * self.sequence + number, phase, receiver, ranks))
+        return MessageKey(self.step, two_hop_number(NUMBERS * self.sequence + number, phase, receiver, ranks))

@@ -14,9 +14,6 @@ from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
 from dlcp.transport import RELIABLE, LossBound
 
-MESSAGES_PER_STEP = 1 << 16
-"""How many messages of a step the header can number."""
-
 
 @dataclass(frozen=True, slots=True)
 class ReduceOptions:

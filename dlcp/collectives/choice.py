@@ -39,9 +39,10 @@ from dlcp.collectives.compressed import CompressedReducer
 from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.feedback import ErrorFeedback
 from dlcp.collectives.gathered import GatheredReducer
+from dlcp.collectives.message_numbers import RING as RING_RANGE
+from dlcp.collectives.message_numbers import ring_buckets
 from dlcp.collectives.reducer import Reducer, Salvageable
 from dlcp.collectives.ring import RingAllReduce
-from dlcp.collectives.ring_plan import FIRST_NUMBER, buckets_allowed
 from dlcp.collectives.salvage import Salvage
 from dlcp.collectives.shards import inbound_rates, weights_for_rates
 from dlcp.collectives.summed import SummedReducer
@@ -259,9 +260,9 @@ class AutoAllReduce:
             The step has more buckets than messages can be numbered for.
         """
         kind = choose(bucket.values.nbytes, self.ranks, self.topology, self.costs)
-        if kind == RING and sequence >= buckets_allowed(len(self.ranks)):
+        if kind == RING and sequence >= ring_buckets(len(self.ranks)):
             kind = DIRECT
-        if kind != RING and sequence >= FIRST_NUMBER // (2 * (len(self.ranks) + 1)):
+        if kind != RING and sequence >= RING_RANGE.first // (2 * (len(self.ranks) + 1)):
             raise ValueError(
                 f"step {step}: bucket {sequence} among {len(self.ranks)} ranks finds no message number left beside the "
                 "ring's; use larger buckets, or the collective 'direct'"

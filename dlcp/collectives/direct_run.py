@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from dlcp.backend.operation import COPY_BYTES_PER_S, PATIENCE_S
 from dlcp.collectives.bucket import Bucket
 from dlcp.collectives.layer_bounds import protect_all_but
-from dlcp.collectives.push_pull import PULL, PUSH, RATE, average, message_number
+from dlcp.collectives.message_numbers import two_hop_number
+from dlcp.collectives.push_pull import PULL, PUSH, RATE, average
 from dlcp.collectives.salvage import Salvage
 from dlcp.collectives.samples import divisors, held_samples
 from dlcp.collectives.shards import shard_bounds
@@ -402,7 +403,7 @@ class DirectRun:
         return on_done
 
     def _key(self, phase: int, receiver: int) -> MessageKey:
-        return MessageKey(self.step, message_number(self.sequence, phase, receiver, self.reducer.ranks))
+        return MessageKey(self.step, two_hop_number(self.sequence, phase, receiver, self.reducer.ranks))
 
     def _tags(self, start: int, stop: int, size: int = 0) -> PacketTags:
         """Return the tags of a shard's packets; of one more, like the last, if ``size`` bytes need it."""

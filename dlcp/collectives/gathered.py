@@ -18,15 +18,15 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.backend.point_to_point import plain_tags
 from dlcp.collectives.bucket import Bucket
 from dlcp.collectives.coding import CodedRun, CodingReducer, left_out
-from dlcp.collectives.push_pull import PULL, PUSH, message_number
+from dlcp.collectives.message_numbers import two_hop_number
+from dlcp.collectives.push_pull import PULL, PUSH
 from dlcp.compress.compressor import Feedback, Values, average
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.magnitudes import packet_magnitudes
-from dlcp.tags import PacketTags, Segment, Tagger
+from dlcp.tags import PacketTags, Segment, Tagger, plain_tags
 from dlcp.transport import RELIABLE, Arrival, Delivery, LossBound, MessageKey, TransportError
 
 Combine = Callable[[Sequence[Callable[[], Values]], Sequence[Segment]], Values]
@@ -193,7 +193,7 @@ class _Run(CodedRun):
         return self.compressor.decode(self.encoded, content, present)
 
     def _key(self, phase: int, receiver: int) -> MessageKey:
-        return MessageKey(self.step, message_number(self.sequence, phase, receiver, max(self.reducer.ranks) + 1))
+        return MessageKey(self.step, two_hop_number(self.sequence, phase, receiver, max(self.reducer.ranks) + 1))
 
 
 def _each(parts: Iterable[Callable[[], Values]]) -> Iterator[Values]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import MESSAGES_PER_STEP
 from dlcp.collectives.samples import divisors, held_samples
 from dlcp.dtypes import ValueType
 
@@ -14,25 +13,6 @@ RATE = np.dtype(">f4")
 """What follows the values of a result: the rates at which its sender reaches each contributor, in bit/s."""
 PUSH = 0
 PULL = 1
-
-
-def message_number(sequence: int, phase: int, receiver: int, ranks: int) -> int:
-    """Return the number of a message within its step.
-
-    It differs between receivers, for a switch knows a message by job, step, number and sender.
-
-    Raises
-    ------
-    ValueError
-        The step has more messages than the header can number.
-    """
-    number = (sequence * 2 + phase) * ranks + receiver
-    if number >= MESSAGES_PER_STEP:
-        raise ValueError(
-            f"bucket {sequence} among {ranks} ranks needs message number {number}, the header has {MESSAGES_PER_STEP}; "
-            "use larger buckets"
-        )
-    return number
 
 
 def average(

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from dlcp.collectives.bucket import Bucket, ReduceOptions
 from dlcp.collectives.feedback import ErrorFeedback
-from dlcp.collectives.ring_plan import PARTIAL, RESULT, Piece, cut_in_pieces, ring_message_number
+from dlcp.collectives.message_numbers import ring_number
+from dlcp.collectives.ring_plan import PARTIAL, RESULT, Piece, cut_in_pieces
 from dlcp.collectives.ring_sums import COUNT, SAMPLES, clear_missing, held_by, mean_of, sent_over, total_at
 from dlcp.collectives.salvage import Salvage
 from dlcp.ledger import Ledger
@@ -346,7 +347,7 @@ class _Run:
         return self.bounds[piece] if phase == PARTIAL else RELIABLE
 
     def _key(self, piece: Piece, phase: int, hop: int) -> MessageKey:
-        number = ring_message_number(self.sequence, piece.number, phase, hop, self.reducer.ranks)
+        number = ring_number(self.sequence, piece.number, phase, hop, self.reducer.ranks)
         return MessageKey(self.step, number)
 
     def _label(self, piece: Piece) -> str:

@@ -9,8 +9,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.collectives.message_numbers import two_hop_number
 from dlcp.collectives.notice import read_notices, samples_of
-from dlcp.collectives.push_pull import PULL, RATE, average, message_number
+from dlcp.collectives.push_pull import PULL, RATE, average
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, queue_of_layer
@@ -122,7 +123,7 @@ class ParameterServer:
         tags = _tags_of(bucket, -(-len(result) // self.endpoint.options.payload_bytes))
         sequence = key.message // self._ranks // 2
         for worker in self.workers:
-            reply = MessageKey(key.step, message_number(sequence, PULL, worker, self._ranks))
+            reply = MessageKey(key.step, two_hop_number(sequence, PULL, worker, self._ranks))
             sending = self.endpoint.send(worker, reply, result, tags, RELIABLE, self._label(key))
             sending.add_done_callback(partial(self._on_sent, worker, reply, tags))
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a buffer is divided among the ranks that add it up."""
+"""How work is divided among ranks: the shards of a buffer, and the branches of a broadcast."""
 
 import math
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,3 +92,19 @@ def weights_for_rates(rates_bps: Mapping[int, float]) -> dict[int, float]:
             break
         owners.pop()
     return {rank: (time * speed[rank] - 1) / (count - 2) if rank in owners else 0.0 for rank in rates_bps}
+
+
+class Branch(NamedTuple):
+    """An edge of a binomial tree: to ``rank``, over 2**hop ranks."""
+
+    rank: int
+    hop: int
+
+
+def binomial_tree(rank: int, root: int, ranks: int) -> tuple[Branch | None, list[Branch]]:
+    """Return the parent of a rank in a broadcast of ``root``, None for that, and its children, the farthest first."""
+    position = (rank - root) % ranks
+    reach = position & -position if position else 1 << (ranks - 1).bit_length()
+    parent = Branch((rank - reach) % ranks, reach.bit_length() - 1) if position else None
+    hops = range(reach.bit_length() - 2, -1, -1)
+    return parent, [Branch((rank + (1 << hop)) % ranks, hop) for hop in hops if position + (1 << hop) < ranks]

@@ -8,7 +8,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.backend.point_to_point import plain_tags
+from dlcp.collectives.message_numbers import broadcast_number
+from dlcp.collectives.shards import binomial_tree
+from dlcp.tags import plain_tags
 from dlcp.transport import RELIABLE, DeadlineError, Endpoint, MessageKey
 
 PART_BYTES: Final = 1 << 24
@@ -31,34 +33,32 @@ def broadcast(endpoint: Endpoint, size: int, step: int, data: NDArray[np.uint8],
 
     Raises
     ------
+    ValueError
+        The array has more parts than messages of a step can be numbered for; the message says what to do.
     TransportError
         A rank did not answer, or not in time; the message names it.
     """
-    place = (endpoint.rank - root) % size
-    reach = place & -place if place else 1 << (size - 1).bit_length()
-    children = []
-    while reach > 1:
-        reach >>= 1
-        if place + reach < size:
-            children.append((endpoint.rank + reach) % size)
-    parent = (endpoint.rank - (place & -place)) % size
+    parent, children = binomial_tree(endpoint.rank, root, size)
     label = f"broadcast of rank {root}"
     parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
+    if parts:
+        broadcast_number(len(parts) - 1, max(0, (size - 1).bit_length() - 1), size)  # refused before anything is sent
     arriving = []
-    if place:
+    if parent is not None:
         for index, part in enumerate(parts):
-            key = MessageKey(step, index * size + endpoint.rank)
-            arriving.append(endpoint.receive(parent, key, len(part), RELIABLE, label, into=part))
+            key = MessageKey(step, broadcast_number(index, parent.hop, size))
+            arriving.append(endpoint.receive(parent.rank, key, len(part), RELIABLE, label, into=part))
     sending = []
     for index, part in enumerate(parts):
-        if place:
-            _wait(arriving[index], step, f"rank {parent}", label, deadline_s)
+        if parent is not None:
+            _wait(arriving[index], step, f"rank {parent.rank}", label, deadline_s)
         tags = plain_tags(-(-len(part) // endpoint.options.payload_bytes))
         for child in children:
-            key = MessageKey(step, index * size + child)
-            sending.append((child, endpoint.send(child, key, memoryview(part.data), tags, RELIABLE, label)))
-    for child, sent in sending:
-        _wait(sent, step, f"rank {child}", label, deadline_s)
+            key = MessageKey(step, broadcast_number(index, child.hop, size))
+            sent = endpoint.send(child.rank, key, memoryview(part.data), tags, RELIABLE, label)
+            sending.append((child.rank, sent))
+    for receiver, sent in sending:
+        _wait(sent, step, f"rank {receiver}", label, deadline_s)
 
 
 def _wait(message: "Future[Any]", step: int, whom: str, label: str, deadline_s: float) -> None:

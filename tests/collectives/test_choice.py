@@ -22,8 +22,9 @@ from dlcp.collectives.choice import (
     ring_seconds,
     server_seconds,
 )
+from dlcp.collectives.message_numbers import RING as RING_NUMBERS
+from dlcp.collectives.message_numbers import ring_buckets
 from dlcp.collectives.ring import RingAllReduce
-from dlcp.collectives.ring_plan import FIRST_NUMBER, buckets_allowed
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import Segment
@@ -149,7 +150,7 @@ def test_a_collective_asked_for_by_name_is_used(collective):
     assert all(type(reducer) is kinds[collective] for reducer in ranks.reducers)
     for step in range(2):
         averages_are_right(ranks, step, THREE_BUCKETS)
-    numbers = {record.message >= FIRST_NUMBER for ledger in ranks.ledgers for record in ledger.records}
+    numbers = {record.message >= RING_NUMBERS.first for ledger in ranks.ledgers for record in ledger.records}
     receivers = {record.receiver for ledger in ranks.ledgers for record in ledger.records}
     assert numbers == {collective == "ring"}
     assert receivers == ({3} if server else {0, 1, 2})
@@ -214,7 +215,7 @@ def test_where_the_numbers_of_the_ring_end_the_rest_goes_direct():
     auto = AutoAllReduce({"direct": direct, "ring": ring}, range(16), topology=Topology(hosts_of(16, 8)))
     auto.begin_step(5)
     assert direct.step == ring.step == 5
-    last = buckets_allowed(16) - 1
+    last = ring_buckets(16) - 1
     for sequence in (0, last, last + 1):
         auto.start(5, sequence, bucket_of(25 * MB))
     assert ring.started == [(5, 0), (5, last)]

@@ -10,7 +10,7 @@ from virtual_ranks import NOTHING_PROTECTED, ONE_BUCKET, SMALL_SIZES, SmallRanks
 
 from dlcp.collectives import Bucket
 from dlcp.collectives.direct_run import DirectRun
-from dlcp.collectives.push_pull import average, message_number
+from dlcp.collectives.push_pull import average
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
@@ -294,18 +294,6 @@ def test_a_dead_rank_ends_the_step_on_all_others():
     for rank in (0, 1):
         with pytest.raises(PeerSilentError, match=r"step 6: rank 2 has been silent .*conv"):
             started[rank][0].result()
-
-
-def test_message_numbers_are_all_different_and_fit_the_header():
-    numbers = [
-        message_number(sequence, phase, receiver, 7)
-        for sequence in range(50)
-        for phase in range(2)
-        for receiver in range(7)
-    ]
-    assert len(set(numbers)) == len(numbers)
-    with pytest.raises(ValueError, match="use larger buckets"):
-        message_number(5000, 1, 6, 7)
 
 
 def test_averages_sum_in_the_order_of_ranks_whatever_the_order_of_arrival():

@@ -10,8 +10,9 @@ from virtual_ring import RingRanks
 
 from dlcp import wire
 from dlcp.collectives import Bucket, ring_plan
+from dlcp.collectives.message_numbers import RING as RING_NUMBERS
 from dlcp.collectives.ring import RingAllReduce, bound_of_hop
-from dlcp.collectives.ring_plan import FIRST_NUMBER, PARTIAL, RESULT
+from dlcp.collectives.ring_plan import PARTIAL, RESULT
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
@@ -192,9 +193,9 @@ def lose_partial_sum(hop_lost, packets, source_lost):
 
     def lose(network, source, header):
         count = len(network.ranks)
-        if header.type is not PacketType.DATA or header.message < FIRST_NUMBER or header.step != 0:
+        if header.type is not PacketType.DATA or header.message < RING_NUMBERS.first or header.step != 0:
             return False
-        phase, hop = divmod((header.message - FIRST_NUMBER) % (2 * count), count)
+        phase, hop = divmod((header.message - RING_NUMBERS.first) % (2 * count), count)
         return source == source_lost and phase == PARTIAL and hop == hop_lost and header.index in packets
 
     return lose

@@ -3,8 +3,8 @@
 
 from virtual_ranks import Ranks
 
+from dlcp.collectives.message_numbers import RING
 from dlcp.collectives.ring import RingAllReduce
-from dlcp.collectives.ring_plan import FIRST_NUMBER
 
 
 class RingRanks(Ranks):
@@ -29,7 +29,7 @@ class RingRanks(Ranks):
         """All messages in the ledgers, as (rank that sent, phase, hop, record)."""
         self.network.run(lambda: all(protocol.settled for protocol in self.network.ranks))
         return [
-            (rank, *divmod((record.message - FIRST_NUMBER) % (2 * self.count), self.count), record)
+            (rank, *divmod((record.message - RING.first) % (2 * self.count), self.count), record)
             for rank, ledger in enumerate(self.ledgers)
             for record in ledger.records
         ]

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that gives out message numbers: who may number which messages of a step, and how.
+
+A switch knows a message by job, step, number and sender, so messages of one sender in one step need different numbers,
+whoever their receivers are. The header holds 16 bits. :data:`STEPS` says who shares a step with whom; that no two
+ranges of one step meet is checked when this module is imported.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+MESSAGES_PER_STEP: Final = 1 << 16
+"""How many messages of a step the header can number."""
+HALF: Final = MESSAGES_PER_STEP // 2
+
+RING_PIECES_MAX: Final = 16
+"""The most pieces that a block of the ring is cut into."""
+RING_PIECES: Final = 64
+"""Of a bucket, in all its blocks together: more pieces than this neither hide latency nor leave numbers for buckets."""
+
+
+class MessageNumbersExhaustedError(ValueError):
+    """A step has more messages than its header can number. The message says which, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRange:
+    """The numbers ``first`` to before ``stop``, which belong to ``user``."""
+
+    user: str
+    first: int
+    stop: int
+
+    def number(self, offset: int, what: str, remedy: str) -> int:
+        """Return the number at an offset of the range.
+
+        Raises
+        ------
+        MessageNumbersExhaustedError
+            It lies behind the range.
+        """
+        number = self.first + offset
+        if not self.first <= number < self.stop:
+            raise MessageNumbersExhaustedError(
+                f"{what} needs message number {number}, but {self.user} has the numbers {self.first} to "
+                f"{self.stop - 1} of a step; {remedy}"
+            )
+        return number
+
+
+TWO_HOPS_ALONE: Final = NumberRange("two hops", 0, MESSAGES_PER_STEP)
+TWO_HOPS: Final = NumberRange("two hops beside a ring", 0, HALF)
+RING: Final = NumberRange("ring", HALF, MESSAGES_PER_STEP)
+COLLECTIVES: Final = NumberRange("collectives", 0, HALF - 1)
+HORIZON: Final = NumberRange("horizon", HALF - 1, HALF)
+POINT_TO_POINT: Final = NumberRange("point to point", HALF, MESSAGES_PER_STEP)
+BROADCAST: Final = NumberRange("broadcast", 0, MESSAGES_PER_STEP)
+
+STEPS: Final[Mapping[str, Sequence[NumberRange]]] = {
+    "gradients, without a ring": (TWO_HOPS_ALONE,),
+    "gradients, with a ring": (TWO_HOPS, RING),
+    "collectives of a process group": (COLLECTIVES, HORIZON, POINT_TO_POINT),
+    "a session's broadcast": (BROADCAST,),
+}
+"""Who shares the numbers of a step. Two hops are direct all-reduce, parameter server, Adasum and compressed
+all-gather: they number by bucket, so that the buckets of a step may go different ways."""
+
+
+def check_ranges(steps: Mapping[str, Sequence[NumberRange]]) -> None:
+    """Raise AssertionError if two users of one kind of step have a number in common, or one that no header holds."""
+    for step, ranges in steps.items():
+        for each in ranges:
+            if not 0 <= each.first < each.stop <= MESSAGES_PER_STEP:
+                raise AssertionError(f"{step}: the header cannot number {each}")
+        for one, other in pairwise(sorted(ranges, key=lambda each: each.first)):
+            if other.first < one.stop:
+                raise AssertionError(f"{step}: the ranges of {one.user} and {other.user} meet")
+
+
+check_ranges(STEPS)
+
+
+def two_hop_number(bucket: int, phase: int, receiver: int, ranks: int, *, shared: bool = False) -> int:
+    """Return the number of a message of two hops: reduce-scatter (phase 0) or all-gather (phase 1).
+
+    Parameters
+    ----------
+    bucket
+        Number of the bucket within the step.
+    ranks
+        One more than the highest rank that takes part in any bucket of the step.
+    shared
+        Whether a ring may take buckets of the same step.
+    """
+    remedy = "use larger buckets" + (", or the collective 'direct', which shares no step" if shared else "")
+    numbers = TWO_HOPS if shared else TWO_HOPS_ALONE
+    return numbers.number((bucket * 2 + phase) * ranks + receiver, f"bucket {bucket} among {ranks} ranks", remedy)
+
+
+def ring_number(bucket: int, piece: int, phase: int, hop: int, ranks: int) -> int:
+    """Return the number of a message around a ring.
+
+    Parameters
+    ----------
+    bucket, piece
+        Number of the bucket within the step, and of the piece within its block, see :func:`pieces_allowed`.
+    phase, hop
+        Reduce-scatter (0) or all-gather (1), and how many hops that phase of the piece has behind it.
+    """
+    most = _ring_pieces(ranks)
+    cut = _ring_buckets_in_pieces(ranks)
+    index = bucket * most + piece if bucket < cut else cut * most + bucket - cut
+    return RING.number(
+        (index * 2 + phase) * ranks + hop,
+        f"bucket {bucket} around a ring of {ranks} ranks",
+        "use larger buckets, or the collective 'direct'",
+    )
+
+
+def pieces_allowed(bucket: int, ranks: int) -> int:
+    """Return how many pieces the blocks of a ring's bucket may have: late buckets of a step with very many go in one.
+
+    Half of the numbers are for buckets in pieces, the rest for those that come after.
+    """
+    return _ring_pieces(ranks) if bucket < _ring_buckets_in_pieces(ranks) else 1
+
+
+def ring_buckets(ranks: int) -> int:
+    """Return how many buckets of a step may go around a ring: those with lower numbers than this."""
+    return (RING.stop - RING.first) // (2 * ranks) - _ring_buckets_in_pieces(ranks) * (_ring_pieces(ranks) - 1)
+
+
+def collective_number(phase: int, receiver: int, ranks: int) -> int:
+    """Return the number of a part of a process group's collective, which is a step of its own."""
+    return COLLECTIVES.number(
+        phase * ranks + receiver, f"phase {phase} of a collective among {ranks} ranks", "use smaller tensors"
+    )
+
+
+def horizon_number() -> int:
+    """Return the number of the messages by which the ranks of a process group say what is over."""
+    return HORIZON.first
+
+
+def point_to_point_number(slot: int, part: int) -> int:
+    """Return the number of a point-to-point message: part 0 is its header, part 1 its content."""
+    return POINT_TO_POINT.number(2 * slot + part, f"point-to-point message {slot} of a step", "send it in another step")
+
+
+POINT_TO_POINT_SLOTS: Final = (POINT_TO_POINT.stop - POINT_TO_POINT.first) // 2
+"""How many point-to-point messages a step can number."""
+
+
+def broadcast_number(part: int, hop: int, ranks: int) -> int:
+    """Return the number of a part of a broadcast down a binomial tree, over a hop that spans 2**hop ranks."""
+    return BROADCAST.number(
+        part * max(1, (ranks - 1).bit_length()) + hop,
+        f"part {part} of a broadcast to {ranks} ranks",
+        "divide the array among several broadcasts",
+    )
+
+
+def _ring_pieces(ranks: int) -> int:
+    return max(2, min(RING_PIECES_MAX, RING_PIECES // ranks))
+
+
+def _ring_buckets_in_pieces(ranks: int) -> int:
+    return (RING.stop - RING.first) // (2 * ranks) // (2 * _ring_pieces(ranks))
