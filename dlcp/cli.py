@@ -1,32 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``dlcp COMMAND``. Each command lives with what it is about and is imported when it is called."""
+"""The command line: ``dlcp COMMAND``. A command's module is imported when it is called."""
 
 import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from dlcp import __version__
 
-COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "train": ("dlcp.commands.train", "run a training script with DLCP, unchanged, as torchrun would"),
-    "launch": ("dlcp.commands.launch", "start a script once per rank, whatever framework it uses"),
-    "doctor": ("dlcp.commands.doctor", "say what works here, what is in force, and what DLCP can win"),
-    "advise": ("dlcp.commands.advise", "measure a training script, and say which settings suit it here, and why"),
-    "bench": ("dlcp.commands.bench", "measure DLCP against its peers, in turns, and print one JSON document"),
-    "demo": ("dlcp.commands.demo", "train over a congested switch, with and without DLCP, and write a report page"),
-    "server": ("dlcp.commands.server", "run a parameter server"),
-    "switch": ("dlcp.commands.switch", "run the built-in switch"),
-    "sim": ("dlcp.commands.sim", "simulate training on a cluster you do not have, and reproduce the paper's figures"),
-    "fabric": ("dlcp.commands.fabric", "tell the switches of a fabric what to do, and keep them so"),
-    "testbed": ("dlcp.commands.testbed", "train over real switches in Mininet, and compare (root)"),
-}
-"""Module and purpose of each command. A module has ``add_arguments(parser)`` and ``run(arguments) -> exit status``.
 
-If it sets ``PASSES_ON``, ``arguments.torchrun`` gets the options before ``--`` that it does not know, and
-``arguments.script`` what stands after it.
-"""
+class Command(NamedTuple):
+    """A command: ``dlcp.commands.NAME`` has ``add_arguments(parser)`` and ``run(arguments) -> exit status``.
+
+    If it wraps another program, ``arguments.torchrun`` gets the options before ``--`` that it does not know, and
+    ``arguments.script`` what follows.
+    """
+
+    purpose: str
+    wraps: bool = False
+
+
+COMMANDS: Final = {
+    "train": Command("run an unchanged training script with DLCP, as torchrun would", True),
+    "launch": Command("start a command once per rank, whatever framework it uses", True),
+    "doctor": Command("report what works here, which options are in force, and what DLCP can gain", True),
+    "advise": Command("measure a training script and recommend settings for it here, with reasons", True),
+    "bench": Command("measure DLCP against its peers, in turns, and print one JSON document"),
+    "demo": Command("train over a congested switch, with and without DLCP, and write a report page"),
+    "server": Command("run a parameter server"),
+    "switch": Command("run the built-in switch"),
+    "sim": Command("simulate training on a cluster you do not have, and reproduce the paper's figures"),
+    "fabric": Command("program the switches of a fabric, and keep them so"),
+    "testbed": Command("train over real switches in Mininet, and compare (needs root)"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,23 +43,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dlcp", description="Data-parallel training over congested networks.")
     parser.add_argument("--version", action="version", version=f"dlcp {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    passes_on = False
-    for name, (module_name, purpose) in COMMANDS.items():
+    for name, command in COMMANDS.items():
+        purpose = f"{command.purpose[0].upper()}{command.purpose[1:]}."
         # Abbreviations would take options that are meant for torchrun.
-        command = commands.add_parser(
-            name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", allow_abbrev=False
-        )
+        subparser = commands.add_parser(name, help=command.purpose, description=purpose, allow_abbrev=False)
         if name == wanted:
-            module = importlib.import_module(module_name)
-            module.add_arguments(command)
-            command.set_defaults(run=module.run)
-            passes_on = getattr(module, "PASSES_ON", False)
-    if not passes_on:
-        arguments = parser.parse_args(argv)
-    else:
+            module = importlib.import_module(f"dlcp.commands.{name}")
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    if wanted in COMMANDS and COMMANDS[wanted].wraps:
         end = argv.index("--") if "--" in argv else len(argv)
         arguments, unknown = parser.parse_known_args(argv[:end])
         arguments.torchrun, arguments.script = unknown, argv[end + 1 :]
+    else:
+        arguments = parser.parse_args(argv)
     status: int = arguments.run(arguments)
     return status
 

@@ -2,44 +2,18 @@
 """``dlcp demo``: train over a congested switch, with and without DLCP, and write a report page."""
 
 import argparse
-import sys
 from functools import partial
 from pathlib import Path
 
+from dlcp.commands.common import add_link, add_training, refuse
 from dlcp.switch import namespace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what ``dlcp demo`` takes."""
-    add_training_arguments(parser, Path("out/demo"))
-    parser.add_argument(
-        "--rate-mbps", type=float, default=32, metavar="RATE", help="rate of each port (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--depth", type=int, default=32, metavar="PACKETS", help="depth of each queue (default: %(default)s)"
-    )
+    add_training(parser, Path("out/demo"))
+    add_link(parser, 32, 32)
     parser.add_argument("--loopback", action="store_true", help="do without network namespaces, and so without Gloo")
-
-
-def add_training_arguments(parser: argparse._ActionsContainer, out: Path) -> None:
-    """Declare what ``dlcp demo`` and ``dlcp testbed run`` both take."""
-    parser.add_argument("--collective", choices=["direct", "ps"], help="all-reduce (the default) or parameter server")
-    parser.add_argument("--seed", type=int, default=1, help="seed of everything (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=24, help="training steps (default: %(default)s)")
-    parser.add_argument(
-        "--loss-bound",
-        type=float,
-        default=0.1,
-        metavar="SHARE",
-        help="share of a message that may be lost (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="RUN",
-        help="only these runs: gloo plain dlcp dlcp_priority; there is a page once the folder holds all of them",
-    )
-    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="where to write (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,8 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         run_series(console, arguments.out, chosen, setup.steps, partial(execute, network, setup))
         report(console, arguments.out, complete=not arguments.only)
     except (DemoError, ValueError) as error:
-        print(f"dlcp demo: {error}", file=sys.stderr)
-        return 1
+        return refuse("demo", error, 1)
     return 0
 
 

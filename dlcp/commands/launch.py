@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dlcp launch -n 4 -- python script.py``: four processes, which know their rank and where to meet."""
+"""``dlcp launch -n 4 -- python script.py``: start a command once per rank, without any framework."""
 
 import argparse
 import os
 import shutil
 import socket
-import sys
 from typing import Final
 
-from dlcp.launch.processes import Place, Processes
+from dlcp.commands.common import refuse
+from dlcp.launch import JobLayout, Processes
 
-PASSES_ON = True
-"""What stands after ``--`` is the command to run."""
-
-LONE_HOST: Final = "127.0.0.1"
+_LOCALHOST: Final = "127.0.0.1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,42 +23,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-n", "--processes", type=int, required=True, help="processes on this machine")
     parser.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
-    parser.add_argument("--node", type=int, default=0, help="which of them this is, from 0 (default: 0)")
+    parser.add_argument("--node", type=int, default=0, help="index of this machine (default: 0)")
     parser.add_argument(
-        "--master", metavar="HOST:PORT", help="where rank 0 is to be found (default, for one machine: a free port)"
+        "--master", metavar="HOST:PORT", help="address of rank 0 (default for one machine: a free port)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the processes; return the exit status of the first that failed, or 0."""
     try:
-        place = _place(arguments)
+        layout = _layout(arguments)
         command = _command(arguments)
     except ValueError as error:
-        print(f"dlcp launch: {error}", file=sys.stderr)
-        return 2
-    with Processes(place, command, os.environ) as processes:
+        return refuse("launch", error)
+    with Processes(layout, command, os.environ) as processes:
         return processes.run()
 
 
-def _place(arguments: argparse.Namespace) -> Place:
+def _layout(arguments: argparse.Namespace) -> JobLayout:
     if arguments.processes < 1 or arguments.nodes < 1:
-        raise ValueError("there must be one process on one machine at least")
+        raise ValueError("at least one process and one machine are needed")
     if not 0 <= arguments.node < arguments.nodes:
         raise ValueError(f"--node must lie in 0..{arguments.nodes - 1}, got {arguments.node}")
     if arguments.master is None:
         if arguments.nodes > 1:
             raise ValueError("several machines need --master HOST:PORT, an address of machine 0 and a free port there")
-        return Place(arguments.processes, 1, 0, LONE_HOST, _free_port())
+        return JobLayout(arguments.processes, 1, 0, _LOCALHOST, _free_port())
     host, _, port = arguments.master.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"--master takes HOST:PORT, got {arguments.master!r}")
-    return Place(arguments.processes, arguments.nodes, arguments.node, host, int(port))
+    return JobLayout(arguments.processes, arguments.nodes, arguments.node, host, int(port))
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
     if arguments.torchrun:
-        raise ValueError(f"there is no option {arguments.torchrun[0]}; the command stands after --")
+        raise ValueError(f"there is no option {arguments.torchrun[0]}; put the command after --")
     command = list(arguments.script)
     if not command:
         raise ValueError("no command: dlcp launch -n 4 -- python script.py")
@@ -72,5 +68,5 @@ def _command(arguments: argparse.Namespace) -> list[str]:
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind((LONE_HOST, 0))
+        probe.bind((_LOCALHOST, 0))
         return int(probe.getsockname()[1])

@@ -4,11 +4,11 @@
 import argparse
 import json
 import signal
-import sys
 import threading
 from pathlib import Path
 
 from dlcp.collectives.server import ParameterServer, ServerOptions
+from dlcp.commands.common import add_loss_bound, refuse
 from dlcp.dtypes import ValueType
 from dlcp.transport import Endpoint, LossBound, TransportError, TransportOptions, bind_socket, parse_address
 from dlcp.transport.options import CONGESTION
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", nargs="+", required=True, metavar="HOST:PORT", help="the workers, rank 0 first")
     parser.add_argument("--token", type=int, required=True, help="session token; DLCP_TOKEN of the workers")
     parser.add_argument("--job", type=int, default=0, help="job number; DLCP_JOB of the workers")
-    parser.add_argument("--loss-bound", type=float, default=0.1, help="DLCP_LOSS_BOUND of the workers (default: 0.1)")
+    add_loss_bound(parser)
     parser.add_argument("--immediate", action="store_true", help="stop at the bound even without congestion")
     parser.add_argument("--rescale", action="store_true", help="divide by what was delivered; without error feedback")
     parser.add_argument("--weighted", action="store_true", help="workers say samples=...: let --rescale count them")
@@ -61,7 +61,5 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.report.write_text(json.dumps({"ledger": server.ledger.summary()}), encoding="utf-8")
     if isinstance(error, TransportError) or error is None:
         # Workers that are through leave; the server cannot tell that from a failure, so it only says what it saw.
-        if error:
-            print(f"dlcp server: {error}", file=sys.stderr)
-        return 0 if error is None else 1
+        return refuse("server", error, 1) if error else 0
     raise error

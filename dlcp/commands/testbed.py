@@ -2,11 +2,10 @@
 """``dlcp testbed``: Mininet's hosts and links with real switches between them; train over them, and compare."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dlcp.commands.demo import add_training_arguments
+from dlcp.commands.common import add_link, add_training, refuse
 from dlcp.controller.testbed.errors import TestbedError
 from dlcp.controller.testbed.requirements import SwitchKind
 
@@ -15,15 +14,14 @@ if TYPE_CHECKING:
     from dlcp.controller.testbed.state import TestbedState
     from dlcp.demo.testbed import TestbedSetup
 
-NAME: Final = "dlcp"
-RATE_BPS: Final = 32_000_000
-"""A port's rate unless told otherwise, as in the demo."""
-DEPTH_PACKETS: Final[dict[SwitchKind, int]] = {"builtin": 32, "bmv2": 64}
-"""Depth of each queue unless told otherwise: the demo's, and BMv2's own."""
-STAR_HOSTS: Final = 7
+_NAME: Final = "dlcp"
+_RATE_BPS: Final = 32_000_000
+"""A port's rate by default, as in the demo."""
+_DEPTH_PACKETS: Final[dict[SwitchKind, int]] = {"builtin": 32, "bmv2": 64}
+"""Depth of each queue by default: the demo's, and BMv2's own."""
+_STAR_HOSTS: Final = 7
 """Four workers, a parameter server and two sources of background traffic."""
-LEAF_HOSTS: Final = 4
-SHAPES: Final = ("star", "leaf-spine")
+_LEAF_HOSTS: Final = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     status = commands.add_parser("status", help="say what is up")
     down = commands.add_parser("down", help="remove it, also what a crash has left")
     for each in (up, run, status, down):
-        each.add_argument("--name", default=NAME, help="prefix of its namespaces and files (default: %(default)s)")
+        each.add_argument("--name", default=_NAME, help="prefix of its namespaces and files (default: %(default)s)")
     for each in (up, run):
         _add_shape(each)
-    add_training_arguments(run.add_argument_group("what to train"), Path("out/testbed"))
+    add_training(run.add_argument_group("what to train"), Path("out/testbed"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,16 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return actions[arguments.action](arguments)
     except (TestbedError, OSError, ValueError) as error:
-        print(f"dlcp testbed: {error}", file=sys.stderr)
-        return 2
+        return refuse("testbed", error)
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to build")
     group.add_argument("--fabric", metavar="star|leaf-spine|FILE", help="shape, or a fabric as YAML (default: star)")
     group.add_argument("--switch", choices=["builtin", "bmv2"], help="what the switches are (default: builtin)")
-    group.add_argument("--rate-mbps", type=float, metavar="RATE", help="rate of each link (default: 32)")
-    group.add_argument("--depth", type=int, metavar="PACKETS", help="depth of each queue (default: 32; BMv2: 64)")
+    add_link(group, None, None, "32; BMv2: 64")
 
 
 def _up(arguments: argparse.Namespace) -> int:
@@ -133,8 +129,7 @@ def _train(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric
         chosen = select(variants(setup), arguments.only, arguments.out)
         run_series(console, arguments.out, chosen, setup.steps, train_variant)
     except DemoError as error:
-        print(f"dlcp testbed: {error}", file=sys.stderr)
-        return 1
+        return refuse("testbed", error, 1)
     wrong = disagreements(report(console, arguments.out, complete=not arguments.only))
     for line in wrong:
         console.print(f"[bold]hosts and switches disagree[/] {line}")
@@ -157,13 +152,13 @@ def _fabric(arguments: argparse.Namespace, kind: SwitchKind) -> "Fabric":
     from dlcp.switch.queues import PortQueueing
 
     shape = arguments.fabric or "star"
-    rate = RATE_BPS if arguments.rate_mbps is None else round(arguments.rate_mbps * 1e6)
-    depth = DEPTH_PACKETS[kind] if arguments.depth is None else arguments.depth
+    rate = _RATE_BPS if arguments.rate_mbps is None else round(arguments.rate_mbps * 1e6)
+    depth = _DEPTH_PACKETS[kind] if arguments.depth is None else arguments.depth
     queueing = PortQueueing(rate_bps=rate, depth_packets=depth)
     if shape == "star":
-        return star(STAR_HOSTS, ports="packet", queueing=queueing)
+        return star(_STAR_HOSTS, ports="packet", queueing=queueing)
     if shape == "leaf-spine":
-        return leaf_spine(2, 2, LEAF_HOSTS, queueing=queueing)
+        return leaf_spine(2, 2, _LEAF_HOSTS, queueing=queueing)
     fabric = load(Path(shape))
     if arguments.rate_mbps is None and arguments.depth is None:
         return fabric

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a measurement says: how much of a step is communication, what DLCP wins, and what it could win at most."""
+"""What a measurement shows: how much of a step is communication, what DLCP gains, and what it could gain at most."""
 
 from collections.abc import Sequence
 from statistics import median, quantiles
@@ -17,7 +17,20 @@ WARM_UP_ROUNDS: Final = 3
 STEPS: Final = 60
 FEWEST_STEPS: Final = 9
 LITTLE: Final = 0.05
-"""A share of a step that is not worth winning; chosen here."""
+"""A share of a step too small to be worth gaining. Chosen by us."""
+
+
+def checked_steps(steps: int) -> int:
+    """Return the number of steps to measure, if it is large enough.
+
+    Raises
+    ------
+    ValueError
+        It is not.
+    """
+    if steps < FEWEST_STEPS:
+        raise ValueError(f"--steps must be at least {FEWEST_STEPS}, got {steps}")
+    return steps
 
 
 def evaluate(reports: Sequence[Report]) -> dict[str, Any] | None:
@@ -60,7 +73,7 @@ def slowest_steps(reports: Sequence[Report]) -> dict[str, list[float]]:
 
 
 def as_lines(found: dict[str, Any]) -> list[str]:
-    """Say it in a few lines."""
+    """Return the result in a few lines."""
     ways, backend = found["ways"], found["backend"]
     floor, framework = ways[NONE], ways[FRAMEWORK]
     noise_s = max(floor["spread_s"], framework["spread_s"])
@@ -69,7 +82,7 @@ def as_lines(found: dict[str, Any]) -> list[str]:
         f"DLCP measured {found['model']}, {found['gradient_bytes'] / 1e6:,.1f} MB of gradients, "
         f"{found['ranks']} ranks, {framework['steps']} steps each way, in turn; ms a step",
         _line("no communication", floor, "the floor: nothing can be faster"),
-        _line(f"{backend}, as it is", framework, f"{found['communication_share']:.0%} of a step is communication"),
+        _line(f"{backend}, unchanged", framework, f"{found['communication_share']:.0%} of a step is communication"),
     ]
     possible_s = framework["step_s"] - floor["step_s"]
     if DLCP in ways:
@@ -78,16 +91,16 @@ def as_lines(found: dict[str, Any]) -> list[str]:
     else:
         lines.append(f"  DLCP was not measured: {found['why_not']}")
     lines.append(f"  {_verdict(found, possible_s, noise_s)}")
-    return [*lines, "  This was a measurement: the model was not trained properly. Throw away what the script saved."]
+    return [*lines, "  This was a measurement: the model was not trained properly. Discard what the script saved."]
 
 
 def nothing_measured(reports: Sequence[Report]) -> str:
-    """Say why there is nothing to say."""
+    """Return why there is no result."""
     if not reports:
-        return "dlcp: no rank came to its end: nothing was measured"
+        return "no rank finished: nothing was measured"
     if not any(report["measured"] for report in reports):
-        return "dlcp: the script trained no DistributedDataParallel model: nothing was measured"
-    return "dlcp: the script ended before enough steps were measured; let it train longer, or ask for fewer --steps"
+        return "the script trained no DistributedDataParallel model: nothing was measured"
+    return "the script ended before enough steps were measured: train longer, or pass fewer --steps"
 
 
 def _line(name: str, way: dict[str, float], remark: str) -> str:
@@ -96,17 +109,17 @@ def _line(name: str, way: dict[str, float], remark: str) -> str:
 
 def _verdict(found: dict[str, Any], possible_s: float, noise_s: float) -> str:
     if found["communication_share"] < LITTLE and noise_s < LITTLE * found["ways"][FRAMEWORK]["step_s"]:
-        return "Steps hardly wait for the network here and now: DLCP cannot win much until others congest it."
+        return "Steps hardly wait for the network here: DLCP cannot gain much until other traffic congests it."
     if possible_s <= noise_s / 2:
-        return "Steps vary by more than communication takes: ask a quieter machine, or for more --steps."
-    return f"DLCP can win at most {found['speedup_at_most']:.2f}x here and now, more while others congest the network."
+        return "Steps vary by more than communication takes: use a quieter machine, or more --steps."
+    return f"DLCP can gain at most {found['speedup_at_most']:.2f}x here, more while other traffic congests the network."
 
 
 def _gain(speedup: float, gained_s: float, possible_s: float) -> str:
     if gained_s <= 0:
         return f"{speedup:.2f}x: slower by {-gained_s * 1e3:.1f} ms"
-    share = f", {min(1.0, gained_s / possible_s):.0%} of what can be won" if possible_s > 0 else ""
-    return f"{speedup:.2f}x: wins {gained_s * 1e3:.1f} ms{share}"
+    share = f", {min(1.0, gained_s / possible_s):.0%} of what can be saved" if possible_s > 0 else ""
+    return f"{speedup:.2f}x: saves {gained_s * 1e3:.1f} ms{share}"
 
 
 def _slowest(ranks: Sequence[Sequence[float]]) -> list[float]:

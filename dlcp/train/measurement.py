@@ -2,13 +2,16 @@
 """Times the steps of an unchanged script with three ways to average gradients in turn: the framework's, DLCP's, none.
 
 Steps without averaging let every rank keep its own gradients, so the replicas drift apart: this is a measurement and no
-training, and it ends the script after the last step.
+training, and it ends the script after the last step. :class:`AdvisedMeasurement` goes on to choose settings by what it
+measured, and times steps with them too: rules say what to try, the trial decides.
 """
 
 import random
 import time
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from statistics import median
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -18,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp import configuration
-from dlcp.train.headroom import DLCP, FRAMEWORK, NONE, WARM_UP_ROUNDS
+from dlcp.train.headroom import ADVISED, DLCP, FRAMEWORK, NONE, WARM_UP_ROUNDS
+from dlcp.tuning.rules import Advice, Settings, decide
+from dlcp.tuning.survey import Survey, figures_of_surveys
 
 
 class MeasurementDoneError(SystemExit):
@@ -132,3 +137,63 @@ def in_turn(ways: list[str], steps: int) -> Iterator[tuple[str, bool]]:
     for number in range(WARM_UP_ROUNDS + rounds):
         for way in rng.sample(ways, len(ways)):
             yield way, number >= WARM_UP_ROUNDS
+
+
+class AdvisedMeasurement(Measurement):
+    """The measurement of one model, and of the settings that follow from it; all ranks make one.
+
+    Attributes
+    ----------
+    advice
+        What was chosen; None before, and where DLCP could not be used.
+    """
+
+    advice: Advice | None = None
+
+    def order(self, steps: int) -> Iterator[tuple[str, bool]]:
+        """Yield the way of each step and whether it counts; choose settings between the two parts."""
+        yield from in_turn([NONE, FRAMEWORK, *self._states], steps)
+        state = self._states.get(DLCP)
+        if state is None or not state.active:
+            return
+        self.advice = self._decide(state)
+        if self.advice.changes and self.join(ADVISED, _with_settings(state.options, self.advice.settings)):
+            yield from in_turn([DLCP, ADVISED], 2 * steps // 3)
+
+    def report(self) -> dict[str, Any]:
+        """Return the report for the launcher."""
+        return super().report() | {"advice": None if self.advice is None else self.advice.as_json()}
+
+    def _decide(self, state: dlcp.torch.State) -> Advice:
+        group = self.model.process_group
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        assert state.endpoint
+        mine = Survey.of(rank, ranks, state.ledger, state.endpoint)
+        surveyed: list[Any] = [None] * ranks
+        dist.all_gather_object(surveyed, (mine, self.seconds[DLCP], self.seconds[NONE]), group=group)
+        step_s, floor_s = (
+            median(max(step) for step in zip(*(each[which] for each in surveyed), strict=False)) for which in (1, 2)
+        )
+        figures = figures_of_surveys(
+            [each[0] for each in surveyed],
+            state.hosts,
+            gradient_bytes=self.gradient_bytes,
+            step_s=step_s,
+            waited_s=max(0.0, step_s - floor_s),
+        )
+        return decide(figures, _settings_of(state.options))
+
+
+_CHOSEN: Final = ("loss_bound", "protected_share", "compression", "collective")
+
+
+def _settings_of(options: dlcp.torch.Options) -> Settings:
+    """Return those of some options that are chosen."""
+    return Settings(**{name: getattr(options, name) for name in _CHOSEN})
+
+
+def _with_settings(options: dlcp.torch.Options, settings: Settings) -> dlcp.torch.Options:
+    """Return options with the chosen settings; the socket takes another port, for the first State holds its own."""
+    host = options.bind.rpartition(":")[0]
+    chosen: dict[str, Any] = {name: getattr(settings, name) for name in _CHOSEN}
+    return replace(options, **chosen, bind=f"{host}:0" if host else "")

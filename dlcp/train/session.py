@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp import configuration
-from dlcp.advise.measurement import AdvisedMeasurement
-from dlcp.train.measurement import Measurement, MeasurementDoneError
+from dlcp.train.measurement import AdvisedMeasurement, Measurement, MeasurementDoneError
 from dlcp.train.plan import Plan
 from dlcp.train.report import Report, write_report
 from dlcp.train.watch import Watch

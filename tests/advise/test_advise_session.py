@@ -12,8 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from scripts import in_session, make, train
 from workers import launch, values
 
-from dlcp.advise import page
-from dlcp.train import headroom
+from dlcp.train import advice, headroom
 from dlcp.train.plan import Plan
 from dlcp.tuning.rules import Figures, Settings, decide
 
@@ -49,7 +48,7 @@ def test_settings_are_chosen_by_what_is_measured_and_then_tried():
     steps = headroom.slowest_steps(reports)
     if first["changes"]:
         assert len(steps[headroom.ADVISED]) == STEPS // 3
-        tried = page.judge(decide(figures), steps[headroom.DLCP][-3:], steps[headroom.ADVISED])["tried"]
+        tried = advice.judge(decide(figures), steps[headroom.DLCP][-3:], steps[headroom.ADVISED])["tried"]
         assert tried["steps"] == 3
         assert tried["ratio"] > 0
 

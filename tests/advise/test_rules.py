@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dlcp.advise import page
 from dlcp.cli import main
 from dlcp.commands import advise as command
+from dlcp.train import advice
 from dlcp.tuning.rules import BOUNDS, COMPRESSION, FEW_PROTECTED, Figures, Settings, decide
 
 CLEAN = Figures(4, 4, 20_000_000, 0.1, 0.002, packets=100_000, protected=0.45, rates_bps=dict.fromkeys(range(4), 9e9))
@@ -109,12 +109,12 @@ def test_figures_that_cannot_be_are_refused():
 
 
 def test_a_trial_has_the_last_word():
-    advice = decide(CONGESTED)
-    assert page.judge(advice, [2.0] * 5, [1.0] * 5)["settings"] == advice.changes
-    assert page.judge(advice, [2.0] * 5, [2.01] * 5)["settings"] == advice.changes, "noise"
-    refused = page.judge(advice, [1.0] * 5, [1.3] * 5)
+    chosen = decide(CONGESTED)
+    assert advice.judge(chosen, [2.0] * 5, [1.0] * 5)["settings"] == chosen.changes
+    assert advice.judge(chosen, [2.0] * 5, [2.01] * 5)["settings"] == chosen.changes, "noise"
+    refused = advice.judge(chosen, [1.0] * 5, [1.3] * 5)
     assert refused["settings"] == {}
-    assert "leave everything as it is" in page.as_lines(refused)[-1]
+    assert "leave everything as it is" in advice.as_lines(refused)[-1]
 
 
 def test_advice_from_a_saved_measurement(tmp_path, capsys, monkeypatch):
@@ -131,7 +131,7 @@ def test_advice_from_a_saved_measurement(tmp_path, capsys, monkeypatch):
         assert Figures.of_json(found[name]["figures"]) == figures
         assert main(["advise", "--measured", str(again)]) == 0
         text = capsys.readouterr().out
-        assert "DLCP advises, for 4 ranks on 4 hosts with 20.0 MB" in text
+        assert "DLCP's advice for 4 ranks on 4 hosts with 20.0 MB" in text
         for option, value in found[name]["settings"].items():
             assert f"--option {option}={value:g}" in text if option == "loss_bound" else option in text
     assert found["clean"]["settings"] == {"loss_bound": 0.0}
@@ -162,14 +162,14 @@ def test_a_file_that_is_no_measurement_is_status_2(tmp_path, capsys):
 
 
 def test_a_script_is_measured_and_its_advice_told(monkeypatch, capsys):
-    advice = decide(CONGESTED).as_json()
+    chosen = decide(CONGESTED).as_json()
     seconds = {"none": [0.2] * 6, "framework": [2.5] * 6, "dlcp": [2.0] * 6, "advised": [1.2] * 4}
     measured = {"model": "Net", "gradient_bytes": 20_000_000, "backend": "gloo", "seconds": seconds, "why_not": None}
     asked = {}
 
     def launch(torchrun, script, options, plan):
         asked.update(torchrun=torchrun, script=script, options=options, plan=plan)
-        return 0, [{"rank": 0, "ranks": 4, "measured": measured | {"advice": advice}}]
+        return 0, [{"rank": 0, "ranks": 4, "measured": measured | {"advice": chosen}}]
 
     monkeypatch.setattr(command, "launch", launch)
     assert main(["advise", "--json", "--steps", "30", "--nproc-per-node", "4", "--", "script.py", "--lr", "1"]) == 0

@@ -121,7 +121,7 @@ def test_the_same_runs_give_the_same_page(runs, tmp_path):
 
 
 def test_only_what_draws_loads_matplotlib():
-    commands = [name for name, _ in COMMANDS.values()]
+    commands = [f"dlcp.commands.{name}" for name in COMMANDS]
     script = (
         f"import sys, {', '.join(commands)}, dlcp.demo.series, dlcp.demo.worker; print('matplotlib' in sys.modules)"
     )

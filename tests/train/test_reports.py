@@ -140,8 +140,8 @@ def test_what_can_be_won_is_said():
     text = lines([0.060] * 4, [0.100] * 4, [0.080] * 4)
     assert "no communication        60.0" in text
     assert "40% of a step is communication" in text
-    assert "1.25x: wins 20.0 ms, 50% of what can be won" in text
-    assert "DLCP can win at most 1.67x here" in text
+    assert "1.25x: saves 20.0 ms, 50% of what can be saved" in text
+    assert "DLCP can gain at most 1.67x here" in text
     assert "was not trained properly" in text
 
 
@@ -151,7 +151,7 @@ def test_a_loss_is_said_as_plainly_as_a_win():
 
 def test_no_head_room_is_no_promise():
     text = lines([0.099] * 4, [0.100] * 4, why_not="parameter x is complex64")
-    assert "DLCP cannot win much" in text
+    assert "DLCP cannot gain much" in text
     assert "at most" not in text
     assert "DLCP was not measured: parameter x is complex64" in text
 
@@ -168,4 +168,4 @@ def test_without_enough_steps_nothing_is_claimed():
     assert "ended before enough steps" in headroom.nothing_measured([short])
     assert headroom.evaluate([report(0)]) is None
     assert "no DistributedDataParallel model" in headroom.nothing_measured([report(0)])
-    assert "no rank came to its end" in headroom.nothing_measured([])
+    assert "no rank finished" in headroom.nothing_measured([])

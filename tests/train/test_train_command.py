@@ -11,6 +11,7 @@ import pytest
 
 from dlcp.cli import main
 from dlcp.commands import train as command
+from dlcp.train import launcher
 from dlcp.train.plan import Plan
 
 pytest.importorskip("torch")
@@ -127,11 +128,11 @@ def test_calls_that_cannot_work_are_refused_before_anything_starts(capsys, monke
 def test_torchrun_finds_a_free_port_unless_told_how_to_meet(monkeypatch):
     for name in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(name)
-    assert not command._has_rendezvous(["--nproc-per-node", "4", "--max-restarts=2"])
+    assert not launcher.has_rendezvous(["--nproc-per-node", "4", "--max-restarts=2"])
     for word in ("--nnodes=2", "--rdzv-endpoint=host:1", "--rdzv_backend", "--master-port", "--standalone"):
-        assert command._has_rendezvous([word])
+        assert launcher.has_rendezvous([word])
     monkeypatch.setenv("PET_NNODES", "2")
-    assert command._has_rendezvous([])
+    assert launcher.has_rendezvous([])
 
 
 @pytest.mark.parametrize(
@@ -144,4 +145,4 @@ def test_torchrun_finds_a_free_port_unless_told_how_to_meet(monkeypatch):
     ],
 )
 def test_modules_and_scripts_are_told_apart(torchrun, script, target):
-    assert command._target(torchrun, script) == target
+    assert launcher.target_of(torchrun, script) == target

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a job on this machine: they start together, and one that fails ends all."""
+"""``dlcp launch``: the processes of a job on this machine. They start together, and one that fails ends all."""
 
 import contextlib
 import os
@@ -14,19 +14,19 @@ from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Final
 
-STOP_DEADLINE_S: Final = 10.0
-"""So long processes have to end when they are asked to, before they are killed. Chosen by us."""
+_STOP_DEADLINE_S: Final = 10.0
+"""How long processes have to end after a signal, before they are killed. Chosen by us."""
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class JobLayout:
     """Where a job runs.
 
     Parameters
     ----------
     here, nodes, node
-        How many processes each machine runs, how many machines there are, and which of them this is.
+        How many processes each machine runs, how many machines there are, and the index of this one.
     host, port
         Where rank 0 serves the store.
     """
@@ -38,7 +38,7 @@ class Place:
     port: int
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """Return what a process is told of its place, by the names that other launchers use, too."""
+        """Return the variables that tell a process its rank and where to meet, as other launchers name them."""
         return {
             "RANK": str(self.node * self.here + local_rank),
             "LOCAL_RANK": str(local_rank),
@@ -54,24 +54,24 @@ class Processes:
 
     Parameters
     ----------
-    place
+    layout
         Where the job runs.
     command
         What each process runs.
     environment
-        Their environment, but for what tells them their place.
+        Their environment, but for what tells them their layout.
     """
 
-    def __init__(self, place: Place, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, layout: JobLayout, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self._children: list[subprocess.Popen[bytes]] = []
         self._over: list[threading.Event] = []
-        self._first_rank = place.node * place.here
+        self._first_rank = layout.node * layout.here
         try:
-            for local_rank in range(place.here):
-                told = {**environment, **place.environment(local_rank)}
+            for local_rank in range(layout.here):
+                variables = {**environment, **layout.environment(local_rank)}
                 # In a session of its own, so that what it starts can be ended with it.
-                child = subprocess.Popen(list(command), env=told, start_new_session=True)
+                child = subprocess.Popen(list(command), env=variables, start_new_session=True)
                 self._children.append(child)
                 self._over.append(threading.Event())
                 threading.Thread(target=self._await, args=(local_rank, child.pid), daemon=True).start()
@@ -80,7 +80,7 @@ class Processes:
             raise
 
     def _await(self, local_rank: int, pid: int) -> None:
-        # It stays a zombie until the end, so that nobody else gets its number, by which what it started is ended.
+        # It stays a zombie until the end: stop() kills its process group by number, which nobody else must get before.
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         status = 0 if end is None else end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         self._over[local_rank].set()
@@ -110,17 +110,17 @@ class Processes:
         return 0
 
     def stop(self, first: signal.Signals) -> None:
-        """End what still runs, and what it has started: with a signal first, and after a while for good."""
+        """End what still runs, and what that has started: with a signal first, and by force after a while."""
         for number in (first, signal.SIGKILL):
             for child in self._children:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, number)
-            end_s = time.monotonic() + STOP_DEADLINE_S
+            end_s = time.monotonic() + _STOP_DEADLINE_S
             for over in self._over:
                 over.wait(max(0.0, end_s - time.monotonic()))
         for child in self._children:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(STOP_DEADLINE_S)
+                child.wait(_STOP_DEADLINE_S)
         self._children.clear()
         self._over.clear()
 

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The advice of ``dlcp advise``: what to set, the figures that it rests on, and how a trial of it went."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from dlcp import configuration
+from dlcp.train import headroom
+from dlcp.train.report import Report
+from dlcp.tuning.rules import Advice, Figures, Settings, decide
+
+SLOWER: Final = 0.98
+"""Settings that make steps this much longer are not advised. Chosen by us: steps vary by as much on a quiet machine."""
+
+
+class NothingMeasuredError(RuntimeError):
+    """The ranks reported nothing that advice could rest on; the message says why."""
+
+
+def from_reports(reports: Sequence[Report]) -> dict[str, Any]:
+    """Return the advice that follows from a measurement, as :func:`judge` does.
+
+    Raises
+    ------
+    NothingMeasuredError
+        Nothing was measured, or DLCP could not be.
+    """
+    if headroom.evaluate(reports) is None:
+        raise NothingMeasuredError(headroom.nothing_measured(reports))
+    measured = next(report["measured"] for report in reports if report["measured"])
+    if measured["advice"] is None:
+        raise NothingMeasuredError(f"DLCP was not measured: {measured['why_not']}")
+    figures = Figures.of_json(measured["advice"]["figures"])
+    given = Settings(**{choice["option"]: choice["was"] for choice in measured["advice"]["choices"]})
+    steps = headroom.slowest_steps(reports)
+    advised_s = steps[headroom.ADVISED]
+    default_s = steps[headroom.DLCP][-len(advised_s) :] if advised_s else []
+    return judge(decide(figures, given), default_s, advised_s)
+
+
+def from_file(file: Path) -> dict[str, Any]:
+    """Return the advice on the figures of a document that ``dlcp advise --save`` has written.
+
+    Raises
+    ------
+    ValueError
+        It is no such document.
+    """
+    # Only the options are needed, and no PyTorch.
+    from dlcp.session.options import Options
+
+    try:
+        document = json.loads(file.read_text())
+        figures = Figures.of_json(document.get("figures", document))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{file}: {error}") from None
+    options = configuration.build(Options)
+    given = Settings(options.loss_bound, options.protected_share, options.compression, options.collective)
+    return judge(decide(figures, given))
+
+
+def judge(advice: Advice, default_s: Sequence[float] = (), advised_s: Sequence[float] = ()) -> dict[str, Any]:
+    """Return the advice as one document.
+
+    Parameters
+    ----------
+    default_s, advised_s
+        How long steps took, in turn, with the settings in force and with the advised ones; none if these are the same,
+        or were not tried.
+
+    Returns
+    -------
+    ``figures`` and ``choices``; ``tried``, with the median of the ratios of steps next to each other, or None;
+    ``settings``, what to set: nothing if the trial went against the advice.
+    """
+    pairs = list(zip(default_s, advised_s, strict=False))
+    tried = None
+    if pairs:
+        tried = {
+            "steps": len(pairs),
+            "default_step_s": median(default for default, _ in pairs),
+            "advised_step_s": median(advised for _, advised in pairs),
+            "ratio": median(default / advised for default, advised in pairs),
+        }
+    follow = tried is None or tried["ratio"] >= SLOWER
+    return {**advice.as_json(), "tried": tried, "settings": advice.changes if follow else {}}
+
+
+def as_lines(found: Mapping[str, Any]) -> list[str]:
+    """Return the advice in a few lines."""
+    figures, tried = found["figures"], found["tried"]
+    waiting = figures["waited_s"] / figures["step_s"]
+    hosts = f"{figures['hosts']} host{'s' * (figures['hosts'] != 1)}"
+    lines = [
+        "",
+        f"DLCP's advice for {figures['ranks']} ranks on {hosts} with {figures['gradient_bytes'] / 1e6:,.1f} MB of "
+        "gradients:",
+        f"  a step takes {1e3 * figures['step_s']:.1f} ms, of which {waiting:.0%} is waiting for communication; "
+        f"round trips take {1e3 * figures['rtt_s']:.1f} ms",
+        "",
+    ]
+    for choice in found["choices"]:
+        change = "unchanged" if choice["value"] == choice["was"] else f"instead of {_quoted(choice['was'])}"
+        lines += [f"  {choice['option']} = {_quoted(choice['value'])}  ({change})", f"      {choice['why']}"]
+    lines.append("")
+    if tried:
+        lines.append(
+            f"  In a trial of {tried['steps']} steps each, in turn, a step took {1e3 * tried['default_step_s']:.1f} ms "
+            f"as it was, {1e3 * tried['advised_step_s']:.1f} ms as advised: {tried['ratio']:.2f} times as fast."
+        )
+    if found["settings"]:
+        words = ", ".join(f"{name} = {_quoted(value)}" for name, value in found["settings"].items())
+        options = " ".join(f"--option {name}={_bare(value)}" for name, value in found["settings"].items())
+        lines += [f"  To apply it, put in dlcp.toml: {words}", f"  or run: dlcp train {options} ..."]
+    elif tried:
+        lines.append("  That is slower: leave everything as it is.")
+    else:
+        lines.append("  Nothing needs to change.")
+    return lines
+
+
+def _quoted(value: float | str) -> str:
+    return f'"{value}"' if isinstance(value, str) else f"{value:g}"
+
+
+def _bare(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"

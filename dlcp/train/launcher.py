@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs an unchanged training script under torchrun, with DLCP switched on from within each rank."""
+
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from dlcp import configuration
+from dlcp.suggestion import closest
+from dlcp.train.plan import Plan
+from dlcp.train.report import Report, read_reports
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+_ONE_MACHINE: Final = ("--standalone", "--local-addr", "127.0.0.1")
+"""Options for torchrun when the user gives none about a rendezvous: one machine, and a free port."""
+_RENDEZVOUS: Final = ("nnodes", "node-rank", "rdzv", "master", "standalone", "local-addr")
+_MODULE: Final = ("-m", "--module")
+_REFUSED: Final = {
+    "--no-python": "DLCP is switched on from within Python",
+    "--run-path": "dlcp train runs the script that way already",
+}
+
+
+class UsageError(ValueError):
+    """The command line is wrong; the message says how."""
+
+
+def launch(
+    torchrun: Sequence[str], script: Sequence[str], options: Sequence[str], plan: Plan
+) -> tuple[int, list[Report]]:
+    """Run a script and return its exit status, as a shell would, and the reports of this machine's ranks.
+
+    Parameters
+    ----------
+    torchrun
+        Options of torchrun.
+    script
+        The script and its arguments; ``-m`` and a module's name will do.
+    options
+        Options of DLCP, ``NAME=VALUE`` each.
+    plan
+        What the ranks do beside running the script.
+
+    Raises
+    ------
+    UsageError
+        Something of this cannot be run.
+    """
+    target = target_of(torchrun, script)
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("PyTorch is not installed; pip install 'dlcp[torch]'")
+    _set_options(options)
+    passed = [word for word in torchrun if word not in _MODULE]
+    if not has_rendezvous(passed):
+        passed = [*_ONE_MACHINE, *passed]
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    status = 0
+    with tempfile.TemporaryDirectory(prefix="dlcp-train-") as folder:
+        os.environ.update(plan.as_environment(Path(folder)))
+        try:
+            main([*passed, "-m", "dlcp.train.worker", *target])
+        except ChildFailedError as error:
+            print(error, file=sys.stderr)
+            status = _status_of(error)
+        except SignalException as signal:  # Ctrl-C, or a scheduler that wants its machine back
+            status = 128 + signal.sigval
+        return status, read_reports(Path(folder))
+
+
+def target_of(torchrun: Sequence[str], script: Sequence[str]) -> list[str]:
+    """Return what the ranks run: ``script.py arguments`` or ``-m module arguments``.
+
+    Raises
+    ------
+    UsageError
+        There is no script, or torchrun has an option that cannot be combined with DLCP.
+    """
+    if not script:
+        raise UsageError("no script: dlcp train [options] -- script.py [the script's arguments]")
+    for word, why in _REFUSED.items():
+        if word in torchrun or word.replace("-", "_").replace("__", "--", 1) in torchrun:
+            raise UsageError(f"{word} cannot be used here: {why}")
+    if any(word in torchrun for word in _MODULE):
+        return ["-m", *script]
+    if script[0] == "-m":
+        if len(script) == 1:
+            raise UsageError("-m without a module's name")
+    elif not Path(script[0]).is_file():
+        raise UsageError(f"there is no script {script[0]}")
+    return list(script)
+
+
+def has_rendezvous(torchrun: Sequence[str]) -> bool:
+    """Say whether the user chose how the machines meet, as an option or as torchrun's ``PET_*`` variables."""
+    words = [word.lstrip("-").replace("_", "-") for word in torchrun if word.startswith("--")]
+    words += [name[4:].lower().replace("_", "-") for name in os.environ if name.startswith("PET_")]
+    return any(word.startswith(_RENDEZVOUS) for word in words)
+
+
+def _set_options(words: Sequence[str]) -> None:
+    """Pass ``NAME=VALUE`` words on to the ranks, and refuse here what they would refuse."""
+    from dlcp.session.options import Options
+
+    known = configuration.simple_options(Options)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise UsageError(f"--option takes NAME=VALUE, got {word!r}")
+        if name not in known:
+            raise UsageError(f"there is no option {name!r}{closest(name, known)}")
+        os.environ[configuration.PREFIX + name.upper()] = value
+    try:
+        configuration.build(Options)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _status_of(error: "ChildFailedError") -> int:
+    """Return the exit status of the first process that failed, as a shell would."""
+    _, failure = error.get_first_failure()
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
