@@ -9,7 +9,7 @@ from typing import Final
 from dlcp.controller.deadlines import within
 from dlcp.controller.fabric import Switch
 
-from dlcp.switch.queues import PortQueueing
+from dlcp.switch import PortQueueing
 
 COMMAND: Final = "simple_switch_CLI"
 DEADLINE_S: Final = 20.0

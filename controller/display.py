@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from dlcp.switch.entries import Entries
+from dlcp.switch import Entries
 
 _CHANGES_SHOWN = 20
 _STYLES = {"insert": "green", "modify": "yellow", "delete": "red"}

@@ -9,8 +9,7 @@ from dlcp.controller.fabric import Fabric, Job, Port
 from dlcp.controller.paths import next_hop_mac, next_hops, spray_groups
 from dlcp.controller.policy import Remap
 
-from dlcp.switch.entries import Entries, MeterRates, Profile, ProfileGroup, ProfileMember, TableEntry, Value
-from dlcp.switch.queues import QUEUES
+from dlcp.switch import QUEUES, Entries, MeterConfig, Profile, ProfileGroup, ProfileMember, TableEntry, Value
 from dlcp.wire import DROP_CLASSES, PacketType, Queue
 
 _OTHER_JOBS: Final = 1
@@ -161,9 +160,9 @@ def _shares(fabric: Fabric, ports: Sequence[Port]) -> list[TableEntry]:
     ]
 
 
-def _meter(fabric: Fabric, port: Port, job: Job, share: float) -> MeterRates:
+def _meter(fabric: Fabric, port: Port, job: Job, share: float) -> MeterConfig:
     """Return the meter of a share. Both rates are the same: a job is within its share or it is not."""
     port_bytes_per_s = fabric.queueing_at(port).rate_bps / 8
     rate = max(1, int(share * port_bytes_per_s))
     burst = max(int(job.burst_s * port_bytes_per_s), _BURST_PACKETS_MIN * fabric.mtu_bytes)
-    return MeterRates(rate, burst, rate, burst)
+    return MeterConfig(rate, burst, rate, burst)

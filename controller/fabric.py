@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 from dlcp.controller.policy import Policy
 
 from dlcp.document import Document, PlaceError
-from dlcp.switch.queues import PortQueueing
+from dlcp.switch import PortQueueing
 from dlcp.wire import UDP_PORT_BASE
 
 PORT_MAX: Final = 63
@@ -137,7 +137,7 @@ class Link:
         Its ends, ``HOST`` or ``SWITCH:PORT``.
     rate_bps, depth_packets, limit_packets, limit_bytes, delay_s, loss
         How the ports at its ends queue and send, where that differs from the fabric's ``queueing``; see
-        :class:`dlcp.switch.queues.PortQueueing`.
+        :class:`dlcp.switch.PortQueueing`.
     """
 
     a: str

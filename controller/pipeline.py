@@ -11,8 +11,7 @@ from finsy.proto import p4r
 from google.protobuf import text_format
 
 from dlcp.suggestion import nearest
-from dlcp.switch.artifacts import PROGRAM_FOLDER
-from dlcp.switch.entries import Entries, Profile, TableEntry, Value, match_value, number, written
+from dlcp.switch import PROGRAM_FOLDER, Entries, Profile, TableEntry, Value, format_match, parse_match, parse_number
 
 _MATCHES: Final = {2: "exact", 3: "lpm", 4: "ternary", 5: "range"}
 """``MatchField.MatchType`` of p4info."""
@@ -167,7 +166,8 @@ class Pipeline:
             raise PipelineError(f"action {name}: parameter {missing[0]} is missing")
         encoded = [
             p4r.Action.Param(
-                param_id=param.id, value=_octets(number(params[param.name]), param.bitwidth, f"{name}.{param.name}")
+                param_id=param.id,
+                value=_octets(parse_number(params[param.name]), param.bitwidth, f"{name}.{param.name}"),
             )
             for param in known.values()
         ]
@@ -198,7 +198,9 @@ class Pipeline:
         for param in action.params:
             known = params.get(param.param_id)
             value = _int(param.value)
-            parts.append(f"{known.name}={written(value, 'exact', known.bitwidth)}" if known is not None else str(value))
+            parts.append(
+                f"{known.name}={format_match(value, 'exact', known.bitwidth)}" if known is not None else str(value)
+            )
         return f"{self.name_of(action.action_id)}({', '.join(parts)})"
 
 
@@ -225,7 +227,7 @@ def _add_match(entry: p4r.TableEntry, key: Any, value: Value, table: str) -> Non
     where = f"{table}.{key.name}"
     if kind is None:
         raise PipelineError(f"{where}: a match of type {key.match_type} of p4info cannot be written")
-    found = match_value(value, kind, key.bitwidth)
+    found = parse_match(value, kind, key.bitwidth)
     if isinstance(found, int):
         entry.match.add(field_id=key.id).exact.value = _octets(found, key.bitwidth, where)
         return
@@ -245,12 +247,12 @@ def _add_match(entry: p4r.TableEntry, key: Any, value: Value, table: str) -> Non
 def _written_match(match: p4r.FieldMatch, key: Any) -> Value:
     kind = match.WhichOneof("field_match_type")
     if kind == "exact":
-        return written(_int(match.exact.value), kind, key.bitwidth)
+        return format_match(_int(match.exact.value), kind, key.bitwidth)
     if kind == "lpm":
-        return written((_int(match.lpm.value), match.lpm.prefix_len), kind, key.bitwidth)
+        return format_match((_int(match.lpm.value), match.lpm.prefix_len), kind, key.bitwidth)
     if kind == "ternary":
-        return written((_int(match.ternary.value), _int(match.ternary.mask)), kind, key.bitwidth)
-    return written((_int(match.range.low), _int(match.range.high)), "range", key.bitwidth)
+        return format_match((_int(match.ternary.value), _int(match.ternary.mask)), kind, key.bitwidth)
+    return format_match((_int(match.range.low), _int(match.range.high)), "range", key.bitwidth)
 
 
 def _int(octets: bytes) -> int:

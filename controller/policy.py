@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dlcp.document import PlaceError
-from dlcp.switch.queues import QUEUES
+from dlcp.switch import QUEUES
 from dlcp.wire import DROP_CLASSES
 
 _DROP_AT: Final = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)

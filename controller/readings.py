@@ -12,8 +12,7 @@ from dlcp.controller.session import ControlError, Session
 from finsy import GRPCStatusCode
 from finsy.proto import p4r
 
-from dlcp.switch.counters import EVENT_COUNTERS, EgressEvent, EventCount, IngressEvent, decode_events, event_index
-from dlcp.switch.queues import QUEUES
+from dlcp.switch import EVENT_COUNTERS, QUEUES, EgressEvent, EventCount, IngressEvent, decode_events, event_index
 from dlcp.wire import DROP_CLASSES
 
 COUNTERS: Final[dict[str, type[IntEnum]]] = {"ingress_events": IngressEvent, "egress_events": EgressEvent}

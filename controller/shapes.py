@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dlcp.controller.fabric import RATE_BPS, Fabric, FabricError, Host, Job, Link, PortKind, Switch
 from dlcp.controller.policy import Policy
 
-from dlcp.switch.queues import PortQueueing
+from dlcp.switch import PortQueueing
 
 
 def star(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 import dlcp
-from dlcp.switch.artifacts import PROGRAM_PATH
+from dlcp.switch import PROGRAM_PATH
 
 _SIMULATOR: Final = Path(__file__).resolve().parent
 _DLCP: Final = Path(dlcp.__file__).resolve().parent

@@ -13,7 +13,7 @@ from dlcp.controller.testbed.errors import TestbedError
 from dlcp.controller.testbed.layout import HOST_INTERFACE, HostPlan
 from dlcp.controller.testbed.namespaces import NamedNamespace
 
-from dlcp.switch.counters import EventCount
+from dlcp.switch import EventCount
 
 SETTLE_S: Final = 0.4
 """How long nothing may have been counted for everything to count as having arrived: longer than a full port takes to

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from dlcp.controller.testbed.errors import TestbedError
 
-from dlcp.switch.namespace import enter
+from dlcp.namespace import enter
 
 FOLDER: Final = Path("/run/netns")
 """Where iproute2 keeps the names."""

@@ -12,7 +12,7 @@ from dlcp.controller.testbed.shaping import limit_rate
 from dlcp.controller.testbed.state import ProcessId, StateFile, SwitchState
 from dlcp.controller.testbed.switches import SwitchProgram, make
 
-from dlcp.switch.namespace import CONGESTION_CONTROL, turn_off_offloads
+from dlcp.namespace import CONGESTION_CONTROL, turn_off_offloads
 
 if TYPE_CHECKING:
 

@@ -19,7 +19,7 @@ from dlcp.controller.testbed.layout import Layout
 from dlcp.controller.watch import Watcher
 
 from dlcp.closing import Closing
-from dlcp.switch.counters import EventCount
+from dlcp.switch import EventCount
 
 PROGRAM_DEADLINE_S: Final = 30.0
 READ_DEADLINE_S: Final = 20.0

@@ -11,7 +11,7 @@ from dlcp.controller.testbed.accounts import nic_counts
 from dlcp.controller.testbed.layout import HostPlan, Layout
 from dlcp.controller.testbed.namespaces import NamedNamespace
 
-from dlcp.switch.queues import QUEUES
+from dlcp.switch import QUEUES
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType
 
 FRAME_BYTES: Final = 1_442

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from dlcp.closing import Closing, end
-from dlcp.switch.namespace import Namespace
+from dlcp.namespace import Namespace
 
 START_DEADLINE_S: Final = 20.0
 STOP_DEADLINE_S: Final = 5.0

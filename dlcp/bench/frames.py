@@ -4,18 +4,19 @@
 import threading
 import time
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp import native
 from dlcp.closing import Closing
-from dlcp.switch.namespace import StarNetwork
-from dlcp.switch.ports.loopback import udp_headers
-from dlcp.switch.ports.packet import PacketPort
-from dlcp.switch.ports.ring import Numbers, Rows
+from dlcp.namespace import StarNetwork
+from dlcp.switch import PacketPort, udp_headers
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE, Header, PacketType
+
+Rows: TypeAlias = NDArray[np.uint8]
+Numbers: TypeAlias = NDArray[np.int64]
 
 FRAME_BYTES: Final = 1042
 """A gradient packet of 242 floats: what the comparison was first made with."""

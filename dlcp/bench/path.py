@@ -13,7 +13,7 @@ from pathlib import Path as File
 from types import TracebackType
 from typing import Final
 
-from dlcp.switch.namespace import Namespace, NamespaceError, turn_off_offloads
+from dlcp.namespace import Namespace, NamespaceError, turn_off_offloads
 
 CONGESTION_CONTROLS: Final = ("cubic", "bbr")
 """What TCP is measured with where the kernel has it: Linux's default, and the one that bears random loss best."""

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Final
 
-from dlcp.switch.namespace import enter
+from dlcp.namespace import enter
 
 CALL_DEADLINE_S: Final = 120.0
 """How long a call may take on the slowest rank, unless told otherwise. Chosen by us: far above any run's time."""

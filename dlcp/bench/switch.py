@@ -23,9 +23,8 @@ from dlcp.bench import bmv2
 from dlcp.bench.frames import FRAME_BYTES, NEXT_HOP, Traffic
 from dlcp.bench.interleave import interleave, median
 from dlcp.bench.report import Result, result, significant
-from dlcp.switch.artifacts import PROGRAM_PATH
-from dlcp.switch.namespace import NetworkHost, StarNetwork
-from dlcp.switch.process import SwitchProcess
+from dlcp.namespace import NetworkHost, StarNetwork
+from dlcp.switch import PROGRAM_PATH, SwitchProcess
 
 DEPTH_PACKETS: Final = 1000
 """Of every queue: what simple_switch does best with."""

@@ -8,7 +8,7 @@ from typing import Final
 
 from dlcp.bench.path import Path, RoutedPath, VethPair, loopback
 from dlcp.bench.report import Result, say, show
-from dlcp.switch.namespace import NamespaceError, become_root
+from dlcp.namespace import NamespaceError, become_root
 
 LOSSES_PERCENT: Final = (0.0, 0.1, 1.0, 3.0)
 BYTES_PER_VALUE: Final = 4

@@ -5,8 +5,8 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from dlcp import namespace
 from dlcp.commands.common import add_link, add_training, refuse
-from dlcp.switch import namespace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,22 +14,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from dlcp import native
-from dlcp.switch.artifacts import PROGRAM_PATH
-from dlcp.switch.entries import Entries
-from dlcp.switch.p4runtime import options as p4runtime
-from dlcp.switch.ports import PortGroup
-from dlcp.switch.program import BACKENDS
-from dlcp.switch.queues import PortQueueing
+from dlcp.switch import (
+    BACKENDS,
+    PROGRAM_PATH,
+    READY,
+    Backend,
+    EgressEvent,
+    EmptyProgram,
+    Entries,
+    IngressEvent,
+    LoopbackHost,
+    LoopbackPorts,
+    PacketPort,
+    PortGroup,
+    PortQueueing,
+    Program,
+    Switch,
+    apply_entries,
+    decode_events,
+    event_totals,
+    read_entries,
+    write_entries,
+)
 from dlcp.wire import UDP_PORT_BASE
 
 if TYPE_CHECKING:
-    from dlcp.switch.p4runtime.device import Device
-    from dlcp.switch.program import Backend, Program
-    from dlcp.switch.switch import Switch
+    from dlcp.switch.p4runtime import P4RuntimeDevice, P4RuntimeServer, TlsFiles
 
-READY: Final = "switch ready"
-"""How the line begins that is printed when packets are taken."""
-
+_INSTALL_P4RUNTIME: Final = "pip install 'dlcp[p4runtime]'"
 
 Setting: TypeAlias = tuple[int | None, float]
 """What the command line says of a port, or of all ports (None)."""
@@ -80,7 +92,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plain Python, or compiled by Numba, of use from some 20,000 packets/s on (default: numba for network "
         "interfaces, if Numba and the compiled library are there)",
     )
-    p4runtime.add_arguments(parser)
+    control = parser.add_argument_group("controlled over P4Runtime")
+    control.add_argument(
+        "--p4runtime",
+        metavar="[HOST:]PORT",
+        help="take program and entries from a controller; listens on 127.0.0.1 unless HOST is given. Without --entries "
+        "or --fabric the switch has no program, and drops everything, until the controller sends one",
+    )
+    control.add_argument("--device-id", type=int, default=1, metavar="N", help="what it calls this switch (default: 1)")
+    control.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate of the switch, PEM")
+    control.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM")
+    control.add_argument(
+        "--tls-ca",
+        type=Path,
+        metavar="FILE",
+        help="whose certificates controllers must have, PEM; all others are refused",
+    )
+    control.add_argument(
+        "--insecure", action="store_true", help="talk plain text, to whoever can reach the address, instead of TLS"
+    )
     look = parser.add_argument_group("looking at it")
     look.add_argument("--counters", type=Path, metavar="FILE", help="write all counters there, as JSON")
     look.add_argument("--counters-every", type=float, default=1.0, metavar="SECONDS", help="how often (default: 1)")
@@ -104,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def build(arguments: argparse.Namespace) -> "tuple[Switch, Device | None]":
+def build(arguments: argparse.Namespace) -> "tuple[Switch, P4RuntimeDevice | None]":
     """Return a switch that is ready to run, and how controllers see it if they may.
 
     Raises
@@ -112,18 +142,14 @@ def build(arguments: argparse.Namespace) -> "tuple[Switch, Device | None]":
     ValueError, OSError
         A file is wrong, or a port cannot be opened; nothing stays open.
     """
-    from dlcp.switch.p4runtime.empty import EmptyProgram
-    from dlcp.switch.program import Program
-    from dlcp.switch.switch import Switch
-
-    p4runtime.check(arguments)
+    _check_p4runtime(arguments)
     backend = _backend(arguments)
     # Loaded even by a switch that waits for a controller to send one: most likely it will be this one, and what has
     # been compiled once is taken from disk then.
     program: Program | None = Program.load(arguments.program, backend=backend)
-    if p4runtime.starts_empty(arguments):
+    if _starts_empty(arguments):
         program = None
-    device: Device | None = None
+    device: P4RuntimeDevice | None = None
     plan = _plan(arguments, program)
     try:
         switch = Switch(
@@ -133,7 +159,7 @@ def build(arguments: argparse.Namespace) -> "tuple[Switch, Device | None]":
             describe_program=lambda: describe(program if device is None else device.program),
         )
         if arguments.p4runtime is not None:
-            device = p4runtime.device(arguments, switch, program, backend)
+            device = _device(arguments, switch, program, backend)
     except (ValueError, OSError):
         for group in plan.groups:
             group.close()
@@ -141,10 +167,8 @@ def build(arguments: argparse.Namespace) -> "tuple[Switch, Device | None]":
     return switch, device
 
 
-def describe(program: "Program | None") -> dict[str, Any]:
+def describe(program: Program | None) -> dict[str, Any]:
     """Return what a program has counted, with the events named, as a dict that JSON can hold; empty for no program."""
-    from dlcp.switch.counters import EgressEvent, IngressEvent, decode_events, totals
-
     if program is None:
         return {}
     found = {}
@@ -153,11 +177,11 @@ def describe(program: "Program | None") -> dict[str, Any]:
         if name in program.counters:
             counted = program.counters[name].values()
             decoded = decode_events(events, counted[:, 0], counted[:, 1])
-            found[name] = {"totals": totals(decoded), "by_queue": [event._asdict() for event in decoded]}
+            found[name] = {"totals": event_totals(decoded), "by_queue": [event._asdict() for event in decoded]}
     return {"digest": program.digest, "backend": program.backend, **found}
 
 
-def _backend(arguments: argparse.Namespace) -> "Backend":
+def _backend(arguments: argparse.Namespace) -> Backend:
     """Return how programs are to be run."""
     if arguments.backend != "auto":
         chosen: Backend = arguments.backend
@@ -171,23 +195,21 @@ def _backend(arguments: argparse.Namespace) -> "Backend":
     return "numba" if interfaces and compiled else "python"
 
 
-def _plan(arguments: argparse.Namespace, program: "Program | None") -> Plan:
+def _plan(arguments: argparse.Namespace, program: Program | None) -> Plan:
     """Load the entries into the program, if there is one, and open the ports."""
-    from dlcp.switch import entries as entry_files
-
     fabric = _fabric(arguments)
     entries, document = Entries(), None
     if program is None:
         if not (arguments.port or arguments.hosts):
             raise ValueError("nothing to connect: give --port, once for each port, or --hosts N")
     elif arguments.entries is not None:
-        entries, document = entry_files.read(arguments.entries)
+        entries, document = read_entries(arguments.entries)
     elif fabric is not None:
         entries = _policy_entries(fabric, arguments.name)
     else:
         raise ValueError("nothing to connect: give --fabric FILE, --hosts N, or --port and --entries")
     if program is not None:
-        entry_files.apply(entries, program, document)
+        apply_entries(entries, program, document)
     groups = _open_fabric(fabric, arguments.name) if fabric is not None else _open_ports(arguments.port or [])
     ports = [port for group in groups for port in group.counters]
     try:
@@ -258,7 +280,6 @@ def _open_fabric(fabric: Any, name: str | None) -> list[PortGroup]:
     neighbours = fabric.neighbours[switch.name]
     if switch.ports == "packet":
         return _open_packet_ports({port: switch.interface(port) for port in neighbours})
-    from dlcp.switch.ports.loopback import LoopbackHost, LoopbackPorts
 
     hosts = [
         replace(LoopbackHost.numbered(port - 1), address=neighbour.host.address, mac=neighbour.host.mac)
@@ -269,8 +290,6 @@ def _open_fabric(fabric: Any, name: str | None) -> list[PortGroup]:
 
 def _open_ports(words: Sequence[str]) -> list[PortGroup]:
     """Open what --port asks for."""
-    from dlcp.switch.ports.loopback import LoopbackHost, LoopbackPorts
-
     loopback, interfaces = [], {}
     for word in words:
         number, _, kind = word.partition("=")
@@ -285,7 +304,6 @@ def _open_ports(words: Sequence[str]) -> list[PortGroup]:
 
 
 def _open_packet_ports(interfaces: dict[int, str]) -> list[PortGroup]:
-    from dlcp.switch.ports.packet import PacketPort
 
     opened: list[PortGroup] = []
     try:
@@ -298,10 +316,73 @@ def _open_packet_ports(interfaces: dict[int, str]) -> list[PortGroup]:
     return opened
 
 
+def _starts_empty(arguments: argparse.Namespace) -> bool:
+    """Whether the switch waits for a controller to send a program."""
+    return arguments.p4runtime is not None and arguments.entries is None and arguments.fabric is None
+
+
+def _check_p4runtime(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for options that do not go together, before anything is opened."""
+    files = [arguments.tls_cert, arguments.tls_key, arguments.tls_ca]
+    if arguments.p4runtime is None:
+        if arguments.insecure or any(files):
+            raise ValueError("--tls-cert, --tls-key, --tls-ca and --insecure are about --p4runtime, which is not given")
+        return
+    if arguments.insecure and any(files):
+        raise ValueError("--insecure and TLS files are given; which of the two is meant?")
+    if not arguments.insecure and not all(files):
+        raise ValueError("--p4runtime needs --tls-cert, --tls-key and --tls-ca, or --insecure for plain text")
+    if arguments.device_id < 1:
+        raise ValueError(f"--device-id {arguments.device_id}: give 1 or more")
+
+
+def _device(
+    arguments: argparse.Namespace, switch: Switch, program: Program | None, backend: Backend
+) -> "P4RuntimeDevice":
+    """Return the switch as controllers will see it.
+
+    Parameters
+    ----------
+    program
+        What it runs already, from the file ``--program``; its p4info is read from beside that file.
+
+    Raises
+    ------
+    ValueError
+        The package for P4Runtime, or the p4info, is missing, or is of another program.
+    """
+    try:
+        from dlcp.switch.p4runtime import ForwardingPipeline, P4RuntimeDevice, Refused
+    except ImportError as error:
+        raise ValueError(f"--p4runtime: {error}; install what it needs with: {_INSTALL_P4RUNTIME}") from None
+    if program is None:
+        return P4RuntimeDevice(switch, backend)
+    try:
+        return P4RuntimeDevice(switch, backend, ForwardingPipeline.of(program, arguments.program))
+    except Refused as refusal:
+        raise ValueError(f"{arguments.program}: {refusal}") from None
+
+
+def _p4runtime_server(arguments: argparse.Namespace, device: "P4RuntimeDevice") -> "P4RuntimeServer":
+    """Start the server; raises ValueError for an address that is none, OSError if it cannot listen there."""
+    from dlcp.switch.p4runtime import P4RuntimeServer, make_way_for_packets, parse_address
+
+    make_way_for_packets()
+    return P4RuntimeServer(device, parse_address(arguments.p4runtime), arguments.device_id, _tls(arguments))
+
+
+def _tls(arguments: argparse.Namespace) -> "TlsFiles | None":
+    from dlcp.switch.p4runtime import TlsFiles
+
+    if arguments.insecure:
+        return None
+    return TlsFiles(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
+
+
 def _serve(arguments: argparse.Namespace, counters: Path | None) -> None:
     """Run the switch until a signal says stop."""
     switch, device = build(arguments)
-    server = None if device is None else p4runtime.serve(arguments, device)
+    server = None if device is None else _p4runtime_server(arguments, device)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: switch.stop())
     # What is alive now stays alive; the collector need not look at it again while packets wait.
@@ -320,18 +401,17 @@ def _serve(arguments: argparse.Namespace, counters: Path | None) -> None:
 
 
 def _write_entries(arguments: argparse.Namespace) -> int:
-    from dlcp.switch.entries import write
 
     fabric = _fabric(arguments)
     if fabric is None:
         raise ValueError("--write-entries needs --fabric or --hosts")
-    write(arguments.write_entries, _policy_entries(fabric, arguments.name))
+    write_entries(arguments.write_entries, _policy_entries(fabric, arguments.name))
     return 0
 
 
 def _watch(arguments: argparse.Namespace) -> int:
     """Show counters; the switch runs in another process, for drawing takes longer than a packet may wait."""
-    from dlcp.switch.watch import watch
+    from dlcp.commands.switch_watch import watch
 
     if arguments.fabric is None and arguments.hosts is None and arguments.port is None:
         if arguments.counters is None:

@@ -149,7 +149,7 @@ def _fabric(arguments: argparse.Namespace, kind: SwitchKind) -> "Fabric":
 
     from dlcp.controller.fabric import load
     from dlcp.controller.shapes import leaf_spine, star
-    from dlcp.switch.queues import PortQueueing
+    from dlcp.switch import PortQueueing
 
     shape = arguments.fabric or "star"
     rate = _RATE_BPS if arguments.rate_mbps is None else round(arguments.rate_mbps * 1e6)

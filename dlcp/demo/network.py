@@ -15,10 +15,8 @@ from dlcp.closing import Closing
 from dlcp.controller.fabric import Host, Job
 from dlcp.controller.shapes import star
 from dlcp.demo.background import SINK_PORT
-from dlcp.switch.namespace import HOST_INTERFACE, StarNetwork
-from dlcp.switch.ports.loopback import LoopbackHost
-from dlcp.switch.process import SwitchProcess
-from dlcp.switch.queues import PortQueueing
+from dlcp.namespace import HOST_INTERFACE, StarNetwork
+from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 if TYPE_CHECKING:

@@ -187,7 +187,7 @@ class WorkerProcess(DemoProcess):
 def _work(namespace: str | None, environment: dict[str, str], arguments: list[str], channel: Connection) -> None:
     """Run a worker in this process, which has just been forked."""
     from dlcp.demo import worker
-    from dlcp.switch.namespace import enter
+    from dlcp.namespace import enter
 
     if namespace is not None:
         enter(namespace)

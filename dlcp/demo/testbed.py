@@ -31,7 +31,7 @@ from dlcp.demo.background import BackgroundBurst
 from dlcp.demo.network import DemoNetwork, Shares
 from dlcp.demo.run import DemoSetup, Progress, Variant, execute
 from dlcp.report.runs import Run
-from dlcp.switch.artifacts import PROGRAM_PATH
+from dlcp.switch import PROGRAM_PATH
 from dlcp.wire import Queue
 
 _BMV2_ENVIRONMENT: Final = {"DLCP_CONGESTION": "marks"}

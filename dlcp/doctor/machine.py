@@ -134,7 +134,7 @@ def _two_meet() -> bool:
 
 def examine_namespaces() -> Finding:
     """Say whether ``dlcp demo`` can give each worker a network namespace; training needs none."""
-    from dlcp.switch import namespace
+    from dlcp import namespace
 
     works, reason = namespace.available()
     root = os.geteuid() == 0

@@ -1,25 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The built-in switch: runs the compiled P4 program without root, BMv2 or hardware."""
+"""The built-in switch: runs the compiled P4 program on sockets, without root, BMv2 or hardware.
 
-from dlcp.switch.cells import CounterCell, MeterConfig
+This is its public face, beside the packages `dlcp.switch.p4runtime` (control over P4Runtime; needs finsy) and
+`dlcp.switch.stf` (packet tests). Inside, ``executor`` turns a program into code and holds its tables and state,
+``ports`` has queues and sockets, and ``forwarding`` and ``switch`` move packets between them.
+"""
+
+from dlcp.switch.entries import (
+    DefaultAction,
+    Entries,
+    EntriesError,
+    Profile,
+    ProfileGroup,
+    ProfileMember,
+    TableEntry,
+    Value,
+    apply_entries,
+    dump_entries,
+    format_match,
+    parse_match,
+    parse_number,
+    read_entries,
+    write_entries,
+)
 from dlcp.switch.errors import EntryError, ProgramError, UnknownName, UnsupportedFeature
-from dlcp.switch.profiles import Action, Group, Member
-from dlcp.switch.program import DROP_PORT, Carry, Program, Snapshot
-from dlcp.switch.tables import Entry
+from dlcp.switch.events import (
+    EVENT_COUNTERS,
+    EgressEvent,
+    EventCount,
+    IngressEvent,
+    decode_events,
+    event_index,
+    event_totals,
+)
+from dlcp.switch.executor.bmv2_json import load_definition
+from dlcp.switch.executor.cells import CounterCell, MeterConfig
+from dlcp.switch.executor.model import ProgramDef
+from dlcp.switch.executor.profiles import Action, GroupRef, MemberRef
+from dlcp.switch.executor.program import (
+    BACKENDS,
+    PROGRAM_FOLDER,
+    PROGRAM_PATH,
+    Backend,
+    Carry,
+    Program,
+    Snapshot,
+    cache_directory,
+)
+from dlcp.switch.executor.source import DROP_PORT
+from dlcp.switch.executor.tables import Entry
+from dlcp.switch.forwarding import EmptyProgram
+from dlcp.switch.ports import PortGroup
+from dlcp.switch.ports.loopback import LoopbackHost, LoopbackPorts, internet_checksum, udp_headers
+from dlcp.switch.ports.packet import PacketPort
+from dlcp.switch.ports.queues import DEPTH_PACKETS, QUEUES, PortQueueing, PortQueues
+from dlcp.switch.process import READY, SwitchProcess, SwitchProcessError
+from dlcp.switch.switch import Switch
 
 __all__ = [
+    "BACKENDS",
+    "DEPTH_PACKETS",
     "DROP_PORT",
+    "EVENT_COUNTERS",
+    "PROGRAM_FOLDER",
+    "PROGRAM_PATH",
+    "QUEUES",
+    "READY",
     "Action",
+    "Backend",
     "Carry",
     "CounterCell",
+    "DefaultAction",
+    "EgressEvent",
+    "EmptyProgram",
+    "Entries",
+    "EntriesError",
     "Entry",
     "EntryError",
-    "Group",
-    "Member",
+    "EventCount",
+    "GroupRef",
+    "IngressEvent",
+    "LoopbackHost",
+    "LoopbackPorts",
+    "MemberRef",
     "MeterConfig",
+    "PacketPort",
+    "PortGroup",
+    "PortQueueing",
+    "PortQueues",
+    "Profile",
+    "ProfileGroup",
+    "ProfileMember",
     "Program",
+    "ProgramDef",
     "ProgramError",
     "Snapshot",
+    "Switch",
+    "SwitchProcess",
+    "SwitchProcessError",
+    "TableEntry",
     "UnknownName",
     "UnsupportedFeature",
+    "Value",
+    "apply_entries",
+    "cache_directory",
+    "decode_events",
+    "dump_entries",
+    "event_index",
+    "event_totals",
+    "format_match",
+    "internet_checksum",
+    "load_definition",
+    "parse_match",
+    "parse_number",
+    "read_entries",
+    "udp_headers",
+    "write_entries",
 ]

@@ -22,26 +22,28 @@ An example, with every kind of thing in it::
 Names are those of p4info, or the short ones if only one thing has it. Values are numbers, or strings: ``"0x1f"``,
 ``"10.0.0.1"``, ``"02:00:00:00:00:01"``; ``"VALUE/LENGTH"`` for longest-prefix fields, ``"VALUE&&&MASK"`` for ternary
 ones, ``"LOW..HIGH"`` for ranges. A field of these three kinds that is left out matches anything. Meter rates are in
-bytes/s and bursts in bytes, as in P4Runtime.
+bytes/s and bursts in bytes, as in P4Runtime (packets/s and packets for a meter of packets).
 """
 
 import dataclasses
 import ipaddress
 import json
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from dlcp.document import Document
-from dlcp.switch.cells import MeterConfig
 from dlcp.switch.errors import EntryError
-from dlcp.switch.profiles import Action, Group, Member
-from dlcp.switch.program import Program
-from dlcp.switch.queues import PortQueueing
-from dlcp.switch.tables import Entry, Table
+from dlcp.switch.executor.cells import MeterConfig
+from dlcp.switch.executor.profiles import Action, GroupRef, MemberRef, Target
+from dlcp.switch.executor.program import Program
+from dlcp.switch.executor.tables import Entry, Table
+from dlcp.switch.ports.queues import PortQueueing
 
-Value = int | str
+Value: TypeAlias = int | str
 """A number as people write it."""
 
 _MAC: Final = re.compile(r"[0-9a-fA-F]{2}(:[0-9a-fA-F]{2}){5}")
@@ -53,18 +55,8 @@ class EntriesError(ValueError):
 
 
 @dataclass(frozen=True)
-class MeterRates:
-    """Rates of a two-rate three-colour meter: bytes/s, bursts in bytes (packets/s and packets for a packet meter)."""
-
-    cir: int
-    cburst: int
-    pir: int
-    pburst: int
-
-
-@dataclass(frozen=True)
 class ProfileMember:
-    """An action with its parameters that entries and groups refer to by ``id``."""
+    """An action with its parameters; entries and groups refer to it by ``id``."""
 
     id: int
     action: str
@@ -108,13 +100,23 @@ class TableEntry:
     member: int | None = None
     group: int | None = None
     priority: int = 0
-    meter: MeterRates | None = None
+    meter: MeterConfig | None = None
 
     def __post_init__(self) -> None:
         """Refuse an entry that does nothing or two things."""
         given = [name for name in ("action", "member", "group") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"an entry has one of action, member and group; this one has {given or 'none'}")
+
+    @property
+    def target(self) -> Target:
+        """The action, member or group as a program's table takes it; raises EntriesError for a parameter."""
+        if self.action is not None:
+            return parse_action(self.action, self.params)
+        if self.member is not None:
+            return MemberRef(self.member)
+        assert self.group is not None
+        return GroupRef(self.group)
 
 
 @dataclass(frozen=True)
@@ -127,65 +129,11 @@ class Entries:
     ports: dict[int, PortQueueing] = field(default_factory=dict)
 
 
-def read(path: Path) -> tuple[Entries, Document]:
-    """Read a file of entries; the document is for :func:`apply`, which names lines of it in its errors.
-
-    Raises
-    ------
-    DocumentError
-        The file cannot be read, or is not of the form shown above.
-    """
-    document = Document(path)
-    return document.convert(Entries), document
+# ----------------------------------------------------------------------------------------------------------- values
 
 
-def write(path: Path, entries: Entries) -> None:
-    """Write a file that :func:`read` understands, one entry a line."""
-    parts = []
-    for name in ("profiles", "defaults", "entries"):
-        items = [json.dumps(_plain(item)) for item in getattr(entries, name)]
-        parts.append(f'  "{name}": [\n    ' + ",\n    ".join(items) + "\n  ]" if items else f'  "{name}": []')
-    ports = [f'"{port}": {json.dumps(_plain(queueing))}' for port, queueing in sorted(entries.ports.items())]
-    parts.append('  "ports": {\n    ' + ",\n    ".join(ports) + "\n  }" if ports else '  "ports": {}')
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
-
-
-def apply(entries: Entries, program: Program, document: Document | None = None) -> None:
-    """Make these the entries of a program, in place of those it has. The ports are for the switch, not the program.
-
-    Raises
-    ------
-    DocumentError, EntriesError
-        An entry does not fit the program; the former with file and line, when ``document`` is given.
-    """
-    program.clear_entries()
-    for index, profile in enumerate(entries.profiles):
-        with _Place(document, "profiles", index):
-            _apply_profile(profile, program)
-    for index, default in enumerate(entries.defaults):
-        with _Place(document, "defaults", index):
-            program.tables[default.table].set_default(_action(default.action, default.params))
-    for index, entry in enumerate(entries.entries):
-        with _Place(document, "entries", index):
-            _apply_entry(entry, program)
-
-
-def dump(program: Program, ports: dict[int, PortQueueing] | None = None) -> Entries:
-    """Return the entries, members and groups that a program has now; default actions are not among them."""
-    profiles = []
-    for name, profile in program.profiles.items():
-        members = tuple(ProfileMember(id, action.name, dict(action.params)) for id, action in profile.members().items())
-        groups = tuple(ProfileGroup(id, tuple(group)) for id, group in profile.groups().items())
-        if members:
-            profiles.append(Profile(name, members, groups))
-    entries = tuple(
-        _dump_entry(name, table, entry) for name, table in program.tables.items() for entry in table.entries()
-    )
-    return Entries(tuple(profiles), (), entries, dict(ports or {}))
-
-
-def number(value: Value) -> int:
-    """Return the number that was meant by ``5``, ``"5"``, ``"0x1f"``, ``"10.0.0.1"`` or ``"02:00:00:00:00:01"``.
+def parse_number(value: Value) -> int:
+    """Return the number that ``5``, ``"5"``, ``"0x1f"``, ``"10.0.0.1"`` or ``"02:00:00:00:00:01"`` means.
 
     Raises
     ------
@@ -202,20 +150,13 @@ def number(value: Value) -> int:
         raise EntriesError(f"{value!r} is no number, IPv4 address or Ethernet address") from None
 
 
-def written(value: int | tuple[int, int], match: str, width: int) -> Value:
-    """Return a match of a program's table as it is written in a file: the way back from :func:`match_value`."""
-    if isinstance(value, int):
-        return _written_number(value, width)
-    low, second = value
-    if match_value(low, match, width) == value:
-        return _written_number(low, width)
-    separator = _SEPARATORS[match]
-    right = hex(second) if match == "ternary" else second
-    return f"{_written_number(low, width)}{separator}{right}"
+def parse_action(name: str, params: Mapping[str, Value]) -> Action:
+    """Return an action as a program's tables take it."""
+    return Action(name, {param: parse_number(value) for param, value in params.items()})
 
 
-def match_value(value: Value, match: str, width: int) -> int | tuple[int, int]:
-    """Return a match as a program's tables take it.
+def parse_match(value: Value, match: str, width: int) -> int | tuple[int, int]:
+    """Return the match of one field as a program's tables take it.
 
     Parameters
     ----------
@@ -232,74 +173,33 @@ def match_value(value: Value, match: str, width: int) -> int | tuple[int, int]:
     itself only.
     """
     if match == "exact":
-        return number(value)
+        return parse_number(value)
     first, separator, second = str(value).partition(_SEPARATORS[match])
-    low = number(first) if separator else number(value)
+    low = parse_number(first) if separator else parse_number(value)
     if separator:
-        return low, number(second)
+        return low, parse_number(second)
     return low, {"lpm": width, "ternary": (1 << width) - 1, "range": low}[match]
 
 
-class _Place:
-    """Names the file, line and entry in whatever goes wrong inside the ``with`` block."""
-
-    def __init__(self, document: Document | None, part: str, index: int) -> None:
-        self._document, self._part, self._index = document, part, index
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, EntryError | EntriesError):
-            if self._document is not None:
-                raise self._document.error(str(error), (self._part, self._index)) from None
-            raise EntriesError(f"{self._part}[{self._index}]: {error}") from None
-
-
-def _apply_profile(profile: Profile, program: Program) -> None:
-    known = program.profiles[profile.profile]
-    for member in profile.members:
-        known.add_member(member.id, _action(member.action, member.params))
-    for group in profile.groups:
-        known.add_group(group.id, list(group.members))
-
-
-def _apply_entry(entry: TableEntry, program: Program) -> None:
-    table = program.tables[entry.table]
+def parse_matches(table: Table, match: Mapping[str, Value]) -> dict[str, int | tuple[int, int]]:
+    """Return the matches of all fields as `parse_match` does; one that the table lacks is left for it to refuse."""
     fields = {key.name: (key.match, key.width) for key in table.definition.keys}
-    match = {
-        # A field that the table has not got is for the table to refuse.
-        name: match_value(value, *fields[name]) if name in fields else 0
-        for name, value in entry.match.items()
-    }
-    target: Action | Member | Group
-    if entry.action is not None:
-        target = _action(entry.action, entry.params)
-    elif entry.member is not None:
-        target = Member(entry.member)
-    else:
-        assert entry.group is not None  # a TableEntry has one of the three
-        target = Group(entry.group)
-    table.insert(match, target, entry.priority)
-    if entry.meter is not None:
-        table.set_meter(match, MeterConfig(*dataclasses.astuple(entry.meter)), entry.priority)
+    return {name: parse_match(value, *fields[name]) if name in fields else 0 for name, value in match.items()}
 
 
-def _dump_entry(name: str, table: Table, entry: Entry) -> TableEntry:
-    fields = {key.name: (key.match, key.width) for key in table.definition.keys}
-    match = {field: written(value, *fields[field]) for field, value in entry.match.items()}
-    config = table.get_meter(entry.match, entry.priority) if table.definition.meter else None
-    meter = MeterRates(config.cir, config.cburst, config.pir, config.pburst) if config else None
-    target = entry.target
-    if isinstance(target, Action):
-        return TableEntry(name, match, target.name, dict(target.params), priority=entry.priority, meter=meter)
-    if isinstance(target, Member):
-        return TableEntry(name, match, member=target.id, priority=entry.priority, meter=meter)
-    return TableEntry(name, match, group=target.id, priority=entry.priority, meter=meter)
+def format_match(value: int | tuple[int, int], match: str, width: int) -> Value:
+    """Return the match of a field as a file has it: the inverse of `parse_match`."""
+    if isinstance(value, int):
+        return _format_number(value, width)
+    low, second = value
+    if parse_match(low, match, width) == value:
+        return _format_number(low, width)
+    right = hex(second) if match == "ternary" else second
+    return f"{_format_number(low, width)}{_SEPARATORS[match]}{right}"
 
 
-def _written_number(value: int, width: int) -> Value:
-    """Return addresses in the way people know them, other numbers as they are."""
+def _format_number(value: int, width: int) -> Value:
+    """Return addresses in the usual notation, other numbers as they are."""
     if width == 32:
         return str(ipaddress.IPv4Address(value))
     if width == 48:
@@ -307,19 +207,114 @@ def _written_number(value: int, width: int) -> Value:
     return value
 
 
-def _action(name: str, params: dict[str, Value]) -> Action:
-    return Action(name, {param: number(value) for param, value in params.items()})
+# ------------------------------------------------------------------------------------------------------------ files
 
 
-def _plain(item: Any) -> dict[str, Any]:
-    """Return a dataclass as a dict without what is as it would be anyway."""
-    plain = {}
+def read_entries(path: Path) -> tuple[Entries, Document]:
+    """Read a file of entries; give the document to `apply_entries`, which names its lines in errors.
+
+    Raises
+    ------
+    DocumentError
+        The file cannot be read, or does not have the form shown above.
+    """
+    document = Document(path)
+    return document.convert(Entries), document
+
+
+def write_entries(path: Path, entries: Entries) -> None:
+    """Write a file for `read_entries`, one entry a line."""
+    parts = []
+    for name in ("profiles", "defaults", "entries"):
+        items = [json.dumps(_without_defaults(item)) for item in getattr(entries, name)]
+        parts.append(f'  "{name}": [\n    ' + ",\n    ".join(items) + "\n  ]" if items else f'  "{name}": []')
+    ports = [f'"{port}": {json.dumps(_without_defaults(item))}' for port, item in sorted(entries.ports.items())]
+    parts.append('  "ports": {\n    ' + ",\n    ".join(ports) + "\n  }" if ports else '  "ports": {}')
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+
+def _without_defaults(item: Any) -> dict[str, Any]:
+    """Return a dataclass as a dict without the fields that have their default value."""
+    found = {}
     for part in dataclasses.fields(item):
         value = getattr(item, part.name)
         default = part.default_factory() if callable(part.default_factory) else part.default
         if value == default:
             continue
         if isinstance(value, tuple):
-            value = [_plain(inner) if dataclasses.is_dataclass(inner) else inner for inner in value]
-        plain[part.name] = _plain(value) if dataclasses.is_dataclass(value) else value
-    return plain
+            value = [_without_defaults(inner) if dataclasses.is_dataclass(inner) else inner for inner in value]
+        found[part.name] = _without_defaults(value) if dataclasses.is_dataclass(value) else value
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------- programs
+
+
+def apply_entries(entries: Entries, program: Program, document: Document | None = None) -> None:
+    """Replace the entries of a program by these. The ports are for the switch, not the program.
+
+    Raises
+    ------
+    DocumentError, EntriesError
+        An entry does not fit the program; the former with file and line, when ``document`` is given.
+    """
+    program.clear_entries()
+    for index, profile in enumerate(entries.profiles):
+        with _errors_at(document, "profiles", index):
+            known = program.profiles[profile.profile]
+            for member in profile.members:
+                known.add_member(member.id, parse_action(member.action, member.params))
+            for group in profile.groups:
+                known.add_group(group.id, list(group.members))
+    for index, default in enumerate(entries.defaults):
+        with _errors_at(document, "defaults", index):
+            program.tables[default.table].set_default(parse_action(default.action, default.params))
+    for index, entry in enumerate(entries.entries):
+        with _errors_at(document, "entries", index):
+            insert_entry(entry, program)
+
+
+def insert_entry(entry: TableEntry, program: Program) -> None:
+    """Insert one entry with its meter; raises EntryError or EntriesError if it does not fit the program."""
+    table = program.tables[entry.table]
+    match = parse_matches(table, entry.match)
+    table.insert(match, entry.target, entry.priority)
+    if entry.meter is not None:
+        table.set_meter(match, entry.meter, entry.priority)
+
+
+def dump_entries(program: Program, ports: dict[int, PortQueueing] | None = None) -> Entries:
+    """Return the entries, members and groups that a program has now, without the default actions."""
+    profiles = []
+    for name, profile in program.profiles.items():
+        members = tuple(ProfileMember(id, action.name, dict(action.params)) for id, action in profile.members().items())
+        groups = tuple(ProfileGroup(id, tuple(group)) for id, group in profile.groups().items())
+        if members:
+            profiles.append(Profile(name, members, groups))
+    entries = tuple(
+        _dump_entry(name, table, entry) for name, table in program.tables.items() for entry in table.entries()
+    )
+    return Entries(tuple(profiles), (), entries, dict(ports or {}))
+
+
+def _dump_entry(name: str, table: Table, entry: Entry) -> TableEntry:
+    fields = {key.name: (key.match, key.width) for key in table.definition.keys}
+    match = {field: format_match(value, *fields[field]) for field, value in entry.match.items()}
+    meter = table.get_meter(entry.match, entry.priority) if table.definition.meter else None
+    target = entry.target
+    if isinstance(target, Action):
+        return TableEntry(name, match, target.name, dict(target.params), priority=entry.priority, meter=meter)
+    if isinstance(target, MemberRef):
+        return TableEntry(name, match, member=target.id, priority=entry.priority, meter=meter)
+    return TableEntry(name, match, group=target.id, priority=entry.priority, meter=meter)
+
+
+@contextmanager
+def _errors_at(document: Document | None, part: str, index: int) -> Iterator[None]:
+    """Name the file, line and entry in the errors of the ``with`` block."""
+    try:
+        yield
+    except (EntryError, EntriesError) as error:
+        if document is not None:
+            raise document.error(str(error), (part, index)) from None
+        raise EntriesError(f"{part}[{index}]: {error}") from None

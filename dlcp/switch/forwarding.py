@@ -1,24 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to packets between ports: packet by packet in plain Python, or batch by batch under Numba.
+"""Forwarding between ports: packet by packet in plain Python, or batch by batch under Numba.
 
-Both treat what comes in together one packet after the other: what was due before a packet came departs before it is
-looked at. Packets of the same instant compete for the line, `SERVE_EVERY_PACKETS` of them at a time. What has reached
-the far end of its line is handed to the ports when all that came in has been looked at.
+Both treat what comes in together one packet after the other: whatever was due before a packet came departs before the
+program sees it. Packets of the same instant compete for the line, `SERVE_EVERY_PACKETS` of them at a time. Packets that
+have reached the far end of their line go to the ports once all that came in has been treated.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from dlcp.switch.codegen import DROP_PORT
-from dlcp.switch.ports import PortGroup
-from dlcp.switch.queues import NEVER_NS, SERVE_EVERY_PACKETS, PortQueueing, PortQueues, QueueCounters
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dlcp.switch.executor.program import CompiledMachine
+from dlcp.switch.executor.source import DROP_PORT
+from dlcp.switch.ports import PortGroup, ReceivedFrames
+from dlcp.switch.ports.packet import Numbers, PacketPort, Rows
+from dlcp.switch.ports.queues import NEVER_NS, SERVE_EVERY_PACKETS, PortQueueing, PortQueues, QueueCounters
+from dlcp.switch.ports.scheduler import (
+    ARRIVED_CELLS,
+    BYTES,
+    CAME_NS,
+    INGRESS_DROPS,
+    LATE_NS,
+    LENGTH,
+    NO_PORT,
+    OUT,
+    PLACE,
+    READY,
+    SLOT,
+    SLOT_CELLS,
+    TOTAL_CELLS,
+    WAKE_NS,
+    PortColumns,
+    new_port,
+)
 
 BURST_PACKETS: Final = 32
 """Frames taken from a socket before the others have their turn. Chosen by us: a burst takes less than 1 ms."""
 
 
-class Pipeline(Protocol):
-    """What the switch asks of a program; ``dlcp.switch.program.Program`` is one."""
+class PacketProgram(Protocol):
+    """What the switch asks of a program; ``dlcp.switch.Program`` is one."""
 
     def ingress(self, packet: bytearray, port: int, now_us: int) -> tuple[int, int, Any]:
         """Return egress port, queue (priority), and what egress needs to know; the packet stays as it is."""
@@ -73,6 +97,18 @@ class Forwarding(Protocol):
         """Go on counting where another one has stopped."""
 
 
+class EmptyProgram:
+    """Drops every packet: the program of a switch to which no controller has sent one yet."""
+
+    def ingress(self, packet: bytearray, port: int, now_us: int) -> tuple[int, int, Any]:
+        """Drop a packet."""
+        return DROP_PORT, 0, ()
+
+    def egress(self, packet: bytearray, carry: Any, *columns: int) -> bool:
+        """Drop a packet; none gets this far."""
+        return False
+
+
 class PlainForwarding:
     """One packet at a time.
 
@@ -90,7 +126,7 @@ class PlainForwarding:
 
     def __init__(
         self,
-        program: Pipeline,
+        program: PacketProgram,
         group_of: Mapping[int, PortGroup],
         queueing: Mapping[int, PortQueueing],
         now_ns: Callable[[], int],
@@ -187,3 +223,202 @@ class PlainForwarding:
             elif wake_ns < next_ns:
                 next_ns = wake_ns
         self.wake_ns = next_ns
+
+
+BATCH_PACKETS: Final = 256
+"""Frames taken from a port at once. Chosen by us: a batch takes less than 2 ms, and larger ones gain nothing."""
+SLOTS: Final = 1024
+"""Packets that there is room for at first; it grows as queues fill."""
+PORTS_MAX: Final = 512
+_ROW_BYTES_MIN: Final = 1514
+_LINE_BYTES: Final = 64
+
+
+class BatchForwarding:
+    """All that has come in at once; arguments as for `dlcp.switch.forwarding.PlainForwarding`."""
+
+    def __init__(
+        self,
+        machine: CompiledMachine,
+        group_of: Mapping[int, PortGroup],
+        queueing: Mapping[int, PortQueueing],
+        now_ns: Callable[[], int],
+    ) -> None:
+        self._machine = machine
+        self._group_of = group_of
+        self._group_of_fileno = {fileno: group for group in group_of.values() for fileno in group.filenos()}
+        self._now_ns = now_ns
+        numbers = sorted(group_of)
+        self._ports: Numbers = np.stack([new_port(port, queueing.get(port, PortQueueing())) for port in numbers])
+        self.queues = {
+            port: PortColumns(row, queueing.get(port, PortQueueing()))
+            for port, row in zip(numbers, self._ports, strict=True)
+        }
+        self._numbers = numbers
+        self._place_of = {port: place for place, port in enumerate(numbers)}
+        self._places: Numbers = np.full(PORTS_MAX, -1)
+        self._places[numbers] = np.arange(len(numbers))
+        self._totals: Numbers = np.zeros(TOTAL_CELLS + len(numbers), np.int64)
+        self._totals[WAKE_NS] = NEVER_NS
+        longest = [group.frame_max_bytes for group in group_of.values() if isinstance(group, PacketPort)]
+        self._rows: Rows = np.empty((0, _row_bytes(max(longest, default=0))), np.uint8)
+        self._slots: Numbers = np.empty((0, SLOT_CELLS), np.int64)
+        self._carry: Numbers = np.empty((0, machine.carry_cells), np.int64)
+        self._spare: Numbers = np.zeros(1, np.int64)
+        self._out: Numbers = np.empty((len(numbers), 0), np.int64)
+        self._grow(SLOTS)
+        self._arrived: Numbers = np.empty((2 * BATCH_PACKETS, ARRIVED_CELLS), np.int64)
+        self._lengths: Numbers = np.empty(BATCH_PACKETS, np.int64)
+        self._stamps_ns: Numbers = np.empty(BATCH_PACKETS, np.int64)
+
+    @property
+    def wake_ns(self) -> int:
+        """When there is something to do; NEVER_NS when all is empty."""
+        return int(self._totals[WAKE_NS])
+
+    @property
+    def no_port(self) -> int:
+        """Packets that the program sent to a port that does not exist."""
+        return int(self._totals[NO_PORT])
+
+    @property
+    def late_max_ns(self) -> int:
+        """How late the caller has come at worst."""
+        return int(self._totals[LATE_NS])
+
+    @property
+    def ingress_drops(self) -> dict[int, int]:
+        """Packets that the program dropped in ingress, by the port they came in on."""
+        return dict(zip(self._numbers, self._ports[:, INGRESS_DROPS].tolist(), strict=True))
+
+    def take_in(self, filenos: Sequence[int]) -> None:
+        """Fetch what waits at file descriptors and treat it, and whatever is due meanwhile."""
+        count = 0
+        for fileno in filenos:
+            group = self._group_of_fileno[fileno]
+            if isinstance(group, PacketPort) and group.ring is not None:
+                count += self._fetch(group, count)
+            else:
+                count += self._copy_in(group.receive(fileno, BATCH_PACKETS), count)
+        if len(filenos) > 1:
+            order = np.argsort(self._arrived[:count, CAME_NS], kind="stable")
+            self._arrived[:count] = self._arrived[:count][order]
+        self._run(self._now_ns(), count)
+
+    def serve(self, now_ns: int) -> None:
+        """Let everything depart and arrive that is due."""
+        self._run(now_ns, 0)
+
+    def finish(self) -> None:
+        """Drop what waits, which counts as dropped in egress, and hand over what is on a line; the end of this object.
+
+        The slots of what waits are lost with it.
+        """
+        for queues in self.queues.values():
+            queues.clear()
+        self._run(NEVER_NS - 1, 0)
+
+    def adopt(self, before: Forwarding) -> None:
+        """Go on counting where another one has stopped."""
+        for port, dropped in before.ingress_drops.items():
+            self._ports[self._place_of[port], INGRESS_DROPS] = dropped
+        self._totals[NO_PORT], self._totals[LATE_NS] = before.no_port, before.late_max_ns
+        for port, queues in self.queues.items():
+            queues.adopt(before.queues[port])
+
+    def _fetch(self, port: PacketPort, count: int) -> int:
+        """Take frames from a ring behind the first ``count`` of the batch, and return how many."""
+        slots = self._free_slots(BATCH_PACKETS)
+        taken = port.take(self._rows, slots, self._lengths, self._stamps_ns)
+        if taken:
+            # The kernel's stamps are of real time, which may be set; the switch's clock goes on evenly. In this order
+            # a pause between the two makes packets later, never earlier.
+            real_ns = time.time_ns()
+            now_ns = self._now_ns()
+            came_ns = self._stamps_ns[:taken] + (now_ns - real_ns)
+            self._note(slots[:taken], self._place_of[port.port], came_ns, self._lengths[:taken], count)
+        return taken
+
+    def _copy_in(self, burst: ReceivedFrames, count: int) -> int:
+        """Copy packets behind the first ``count`` of the batch, and return how many."""
+        packets = burst.packets
+        if not packets:
+            return 0
+        lengths = [len(packet) for packet in packets]
+        if max(lengths) > self._rows.shape[1]:
+            self._widen(_row_bytes(max(lengths)))
+        slots = self._free_slots(len(packets))
+        for slot, packet, length in zip(slots.tolist(), packets, lengths, strict=True):
+            self._rows[slot, :length] = np.frombuffer(packet, np.uint8)
+        self._note(slots, [self._place_of[port] for port in burst.ports], self._now_ns(), lengths, count)
+        return len(packets)
+
+    def _note(self, slots: Numbers, places: ArrayLike, came_ns: ArrayLike, lengths: ArrayLike, count: int) -> None:
+        """Write down what came in behind the first ``count`` of the batch, and take its slots off the stack."""
+        end = count + len(slots)
+        if end > len(self._arrived):
+            self._arrived = np.concatenate([self._arrived[:count], np.empty((2 * end, ARRIVED_CELLS), np.int64)])
+        rows = self._arrived[count:end]
+        rows[:, SLOT], rows[:, PLACE], rows[:, CAME_NS], rows[:, BYTES] = slots, places, came_ns, lengths
+        self._spare[0] -= len(slots)
+
+    def _run(self, now_ns: int, count: int) -> None:
+        """Treat the first ``count`` that came in and all that is due by now, and send what has arrived."""
+        totals = self._totals
+        pool: tuple[NDArray[np.uint8] | Numbers, ...]
+        pool = (self._rows, self._slots, self._carry, self._spare, self._ports, totals, self._out)
+        self._machine.forward(now_ns, self._arrived, count, self._places, *pool)
+        ready = int(totals[READY])
+        if ready:
+            for place in totals[READY + 1 : READY + 1 + ready].tolist():
+                self._send(place)
+            totals[READY] = 0
+
+    def _send(self, place: int) -> None:
+        """Give a port the packets that have reached the far end of its line."""
+        number = self._numbers[place]
+        group = self._group_of[number]
+        count = int(self._ports[place, OUT])
+        slots = self._out[place, :count]
+        lengths = self._slots[slots, LENGTH]
+        if isinstance(group, PacketPort) and group.ring is not None:
+            group.send_rows(number, self._rows, slots, lengths)
+        else:
+            rows = self._rows
+            pairs = zip(slots.tolist(), lengths.tolist(), strict=True)
+            group.send(number, [bytearray(rows[slot, :length].data) for slot, length in pairs])
+        top = int(self._spare[0]) + 1
+        self._spare[top : top + count] = slots
+        self._spare[0] += count
+        self._ports[place, OUT] = 0
+
+    def _free_slots(self, count: int) -> Numbers:
+        """Return free slots, which stay on the stack until they are used, in the order in which to use them."""
+        if self._spare[0] < count:
+            self._grow(max(len(self._rows), count))
+        top = int(self._spare[0])
+        free: Numbers = self._spare[top - count + 1 : top + 1][::-1].copy()
+        return free
+
+    def _grow(self, count: int) -> None:
+        """Make room for ``count`` packets more."""
+        before = len(self._rows)
+        self._rows = np.concatenate([self._rows, np.zeros((count, self._rows.shape[1]), np.uint8)])
+        self._slots = np.concatenate([self._slots, np.zeros((count, SLOT_CELLS), np.int64)])
+        self._carry = np.concatenate([self._carry, np.zeros((count, self._carry.shape[1]), np.int64)])
+        self._out = np.zeros((len(self._out), before + count), np.int64)
+        self._spare = np.concatenate([self._spare, np.zeros(count, np.int64)])
+        top = int(self._spare[0]) + 1
+        self._spare[top : top + count] = np.arange(before + count - 1, before - 1, -1)
+        self._spare[0] += count
+
+    def _widen(self, row_bytes: int) -> None:
+        """Make room for longer packets."""
+        rows = np.zeros((len(self._rows), row_bytes), np.uint8)
+        rows[:, : self._rows.shape[1]] = self._rows
+        self._rows = rows
+
+
+def _row_bytes(frame_bytes: int) -> int:
+    """Return whole cache lines for a frame; an odd number, or all rows would begin at the same places of a cache."""
+    return (-(-max(frame_bytes, _ROW_BYTES_MIN) // _LINE_BYTES) | 1) * _LINE_BYTES

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlcp.closing import Closing, end
-from dlcp.commands.switch import READY
-from dlcp.switch.namespace import Namespace
+from dlcp.namespace import Namespace
 
-START_DEADLINE_S: Final = 180.0
+READY: Final = "switch ready"
+"""How the line begins that `dlcp switch` prints once it takes packets."""
+_START_DEADLINE_S: Final = 180.0
 """Longer than any program takes to load, Numba's compilation included."""
-STOP_DEADLINE_S: Final = 10.0
+_STOP_DEADLINE_S: Final = 10.0
 
 
 class SwitchProcessError(RuntimeError):
@@ -79,12 +80,12 @@ class SwitchProcess(Closing):
     def stop(self) -> dict[str, Any]:
         """Stop the switch and return its last counters."""
         self._process.terminate()
-        self._process.wait(STOP_DEADLINE_S)
+        self._process.wait(_STOP_DEADLINE_S)
         return self.snapshot()
 
     def close(self) -> None:
         """Stop the switch, if it runs, and remove what it wrote."""
-        end(self._process, STOP_DEADLINE_S)
+        end(self._process, _STOP_DEADLINE_S)
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._errors.close()
@@ -92,13 +93,13 @@ class SwitchProcess(Closing):
 
     def _await_ready(self) -> None:
         """Wait for the line that says that packets are taken, and for the first counters."""
-        deadline = time.monotonic() + START_DEADLINE_S
+        deadline = time.monotonic() + _START_DEADLINE_S
         output = self._process.stdout
         assert output is not None
-        if not select.select([output], [], [], START_DEADLINE_S)[0]:
-            raise SwitchProcessError(f"the switch is not ready after {START_DEADLINE_S:.0f} s: {self._printed()}")
+        if not select.select([output], [], [], _START_DEADLINE_S)[0]:
+            raise SwitchProcessError(f"the switch is not ready after {_START_DEADLINE_S:.0f} s: {self._printed()}")
         if not output.readline().decode().startswith(READY):
-            self._process.wait(STOP_DEADLINE_S)
+            self._process.wait(_STOP_DEADLINE_S)
             raise SwitchProcessError(f"the switch did not start: {self._printed()}")
         while not self._counters.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:

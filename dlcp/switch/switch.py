@@ -14,11 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from dlcp.switch.compiled import CompiledMachine
-from dlcp.switch.forwarding import Forwarding, Pipeline, PlainForwarding
+from dlcp.switch.executor.program import DROP_PORT, CompiledMachine, Program
+from dlcp.switch.forwarding import Forwarding, PacketProgram, PlainForwarding
 from dlcp.switch.ports import PortGroup
-from dlcp.switch.program import DROP_PORT, Program
-from dlcp.switch.queues import NEVER_NS, QUEUES, PortQueueing, QueueCounters
+from dlcp.switch.ports.queues import NEVER_NS, QUEUES, PortQueueing, QueueCounters
 
 T = TypeVar("T")
 
@@ -54,7 +53,7 @@ class Switch:
 
     def __init__(
         self,
-        program: Pipeline,
+        program: PacketProgram,
         groups: Sequence[PortGroup],
         queueing: Mapping[int, PortQueueing] | None = None,
         *,
@@ -137,7 +136,7 @@ class Switch:
         self._wake()
         return future
 
-    def replace(self, program: Pipeline) -> None:
+    def replace(self, program: PacketProgram) -> None:
         """Go on with another program; for a function that :meth:`call` has the loop call.
 
         Packets that wait in queues are dropped, for only their own program knows what it noted about them; what is on a
@@ -257,11 +256,11 @@ class Switch:
             ],
         }
 
-    def _make(self, program: Pipeline, queueing: Mapping[int, PortQueueing]) -> Forwarding:
+    def _make(self, program: PacketProgram, queueing: Mapping[int, PortQueueing]) -> Forwarding:
         """Return what runs a program: batches for one that is compiled."""
         machine = program.machine if isinstance(program, Program) else None
         if isinstance(machine, CompiledMachine):
-            from dlcp.switch.batches import BatchForwarding
+            from dlcp.switch.forwarding import BatchForwarding
 
             return BatchForwarding(machine, self._group_of, queueing, self.now_ns)
         return PlainForwarding(program, self._group_of, queueing, self.now_ns)

@@ -13,8 +13,7 @@ from typing import Final, NamedTuple
 from dlcp.controller.entries import entries as entries_of
 from dlcp.controller.fabric import Fabric, Port
 
-from dlcp.switch.entries import Entries, MeterRates, Profile, TableEntry, match_value, number
-from dlcp.switch.queues import QUEUES, PortQueueing
+from dlcp.switch import QUEUES, Entries, MeterConfig, PortQueueing, Profile, TableEntry, parse_match, parse_number
 
 CELL_BYTES: Final = 80
 """The traffic manager of a Tofino stores packets in cells of this size, and counts the depth of a queue in them."""
@@ -228,7 +227,7 @@ def _lowest_thresholds(entries: Entries) -> dict[int, int]:
     found: dict[int, int] = {}
     for entry in entries.entries:
         if entry.table == "drop_threshold":
-            queue, depth = number(entry.match["queue"]), number(entry.params["depth"])
+            queue, depth = parse_number(entry.match["queue"]), parse_number(entry.params["depth"])
             found[queue] = min(depth, found.get(queue, depth))
     return found
 
@@ -275,7 +274,7 @@ def _rate(port: DevicePort, queueing: PortQueueing, mtu_bytes: int) -> list[Writ
 def _profile(profile: Profile) -> Iterator[Write]:
     """Yield members, then groups. On a Tofino the members are a table of their own, beside the selector's."""
     for member in profile.members:
-        params: dict[str, Data] = {name: number(value) for name, value in member.params.items()}
+        params: dict[str, Data] = {name: parse_number(value) for name, value in member.params.items()}
         yield Write("route_members", (Key("$ACTION_MEMBER_ID", member.id),), params, member.action)
     for group in profile.groups:
         data: dict[str, Data] = {
@@ -287,9 +286,9 @@ def _profile(profile: Profile) -> Iterator[Write]:
 
 
 def _entry(entry: TableEntry, mtu_bytes: int) -> Write:
-    params: dict[str, Data] = {name: number(value) for name, value in entry.params.items()}
+    params: dict[str, Data] = {name: parse_number(value) for name, value in entry.params.items()}
     if entry.table in _DEPTHS:
-        params["depth"] = cells(number(entry.params["depth"]), mtu_bytes)
+        params["depth"] = cells(parse_number(entry.params["depth"]), mtu_bytes)
     if entry.group is not None:
         params["$SELECTOR_GROUP_ID"] = entry.group
     if entry.member is not None:
@@ -302,15 +301,15 @@ def _entry(entry: TableEntry, mtu_bytes: int) -> Write:
 def _keys(entry: TableEntry) -> Iterator[Key]:
     for name, value in entry.match.items():
         if entry.table in _TERNARY:
-            found = match_value(value, "ternary", _TERNARY[entry.table][name])
+            found = parse_match(value, "ternary", _TERNARY[entry.table][name])
             assert not isinstance(found, int)
             yield Key(name, found[0], mask=found[1])
         elif name in _MATCHES:
-            found = match_value(value, *_MATCHES[name])
+            found = parse_match(value, *_MATCHES[name])
             assert not isinstance(found, int)
             yield Key(name, found[0], prefix_len=found[1])
         else:
-            yield Key(name, number(value))
+            yield Key(name, parse_number(value))
     if entry.table in _TERNARY:
         for name in _TERNARY[entry.table]:
             if name not in entry.match:
@@ -318,7 +317,7 @@ def _keys(entry: TableEntry) -> Iterator[Key]:
         yield Key("$MATCH_PRIORITY", MATCH_PRIORITY_MAX - entry.priority)
 
 
-def _meter(rates: MeterRates) -> dict[str, Data]:
+def _meter(rates: MeterConfig) -> dict[str, Data]:
     """Return rates in kbit/s and bursts in kbit, rounded up: a share is not made smaller."""
     return {
         "$METER_SPEC_CIR_KBPS": math.ceil(rates.cir * 8 / 1000),

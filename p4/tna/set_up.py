@@ -40,7 +40,7 @@ from bfrt_writes import (
 from dlcp.controller.entries import entries as entries_of
 from dlcp.controller.fabric import Fabric, load
 
-from dlcp.switch.queues import QUEUES
+from dlcp.switch import QUEUES
 
 PROGRAM: Final = "dlcp"
 ALL_PIPES: Final = 0xFFFF

@@ -46,7 +46,7 @@ def _cache_folder() -> Iterator[bool]:
 
     By itself Numba looks at the file of the compiled function only, not at those of the functions that it calls.
     """
-    from dlcp.switch.compiled import cache_directory
+    from dlcp.switch import cache_directory
 
     base = cache_directory()
     if base is None or not AVAILABLE:

@@ -10,10 +10,7 @@ from dlcp.sim.arithmetic import PS_PER_US
 from dlcp.sim.plan import BY_HASH, CONTROL_QUEUE, DLCP, OTHER_PORT, QUEUES, Plan, source_port
 from dlcp.sim.reference.parts import Kind, Packet
 
-from dlcp.switch import DROP_PORT, Action, Group, Program
-from dlcp.switch.artifacts import PROGRAM_PATH
-from dlcp.switch.bmv2_json import load
-from dlcp.switch.model import ProgramDef
+from dlcp.switch import DROP_PORT, PROGRAM_PATH, Action, GroupRef, Program, ProgramDef, load_definition
 from dlcp.wire import UDP_PORT_BASE
 
 if TYPE_CHECKING:
@@ -38,7 +35,7 @@ def fits(plan: Plan) -> bool:
 
 @cache
 def _definition() -> ProgramDef:
-    return load(PROGRAM_PATH)
+    return load_definition(PROGRAM_PATH)
 
 
 def load_switches(engine: "ReferenceEngine") -> None:
@@ -92,7 +89,7 @@ class ProgramSwitch:
                     numbers.append(members)
                 groups[links] = len(groups) + 1
                 profile.add_group(groups[links], numbers)
-            tables["ipv4_route"].insert({"ipv4_dst": (ADDRESS + host, 32)}, Group(groups[links]))
+            tables["ipv4_route"].insert({"ipv4_dst": (ADDRESS + host, 32)}, GroupRef(groups[links]))
 
     def ingress(self, packet: Packet, links: list[int]) -> int:
         """Return the link that the program sends a packet to; ``refused`` tells whether it drops it there."""

@@ -37,7 +37,7 @@ from dlcp.demo.background import schedule
 from dlcp.demo.network import NamespaceNetwork
 from dlcp.demo.processes import Program
 from dlcp.demo.run import DemoSetup
-from dlcp.switch.namespace import NamespaceError, become_root
+from dlcp.namespace import NamespaceError, become_root
 from dlcp.tuning.rules import Advice, Settings, decide
 from dlcp.tuning.survey import Survey, figures_of_surveys
 

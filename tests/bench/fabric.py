@@ -29,7 +29,7 @@ from dlcp.controller.shapes import leaf_spine
 
 from dlcp.bench.interleave import median, spread
 from dlcp.bench.report import Result, say, show
-from dlcp.switch.process import SwitchProcess
+from dlcp.switch import SwitchProcess
 
 LEAVES, SPINES, HOSTS_PER_LEAF, JOBS = 63, 2, 61, 20
 LIMIT_S = 2.0

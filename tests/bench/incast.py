@@ -24,9 +24,7 @@ import numpy as np
 from dlcp.controller.shapes import star
 
 from dlcp.bench.report import Result, result, say, show
-from dlcp.switch.ports.loopback import LoopbackHost
-from dlcp.switch.process import SwitchProcess
-from dlcp.switch.queues import PortQueueing
+from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess
 from dlcp.tags import PacketTags
 from dlcp.transport import RELIABLE, Endpoint, LossBound, MessageKey, TransportOptions, bind_socket
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE

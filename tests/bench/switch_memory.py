@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from dlcp.bench.interleave import interleave
 from dlcp.bench.report import result, show
-from dlcp.switch import DROP_PORT, Action, Group, MeterConfig, Program
+from dlcp.switch import DROP_PORT, Action, GroupRef, MeterConfig, Program
 from dlcp.wire import UDP_PORT_BASE
 
 PROGRAM = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
@@ -37,13 +37,13 @@ def populate(program: Program) -> None:
         tables["port_trust"].insert({"ig_port": port}, Action("trust"))
         profile.add_member(port, Action("to_next_hop", {"port": port, "mac": 0x020000000000 + port}))
         profile.add_group(port, [port])
-        tables["ipv4_route"].insert({"ipv4_dst": (0x0A000000 + port, 32)}, Group(port))
+        tables["ipv4_route"].insert({"ipv4_dst": (0x0A000000 + port, 32)}, GroupRef(port))
     uplinks = [1000 + i for i in range(UPLINKS)]
     for i, member in enumerate(uplinks):
         profile.add_member(member, Action("to_next_hop", {"port": HOSTS + 1 + i, "mac": 0x02FF00000000 + i}))
     profile.add_group(1000, uplinks)
     for rack in range(1, RACKS):
-        tables["ipv4_route"].insert({"ipv4_dst": (0x0A000000 + (rack << 8), 24)}, Group(1000))
+        tables["ipv4_route"].insert({"ipv4_dst": (0x0A000000 + (rack << 8), 24)}, GroupRef(1000))
     share = MeterConfig(cir=1_250_000_000, cburst=1_500_000, pir=1_250_000_000, pburst=1_500_000)
     for job in range(1, JOBS + 1, 2):
         for port in range(1, HOSTS + UPLINKS + 1):

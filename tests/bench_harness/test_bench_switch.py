@@ -11,10 +11,8 @@ import pytest
 from dlcp import native
 from dlcp.bench import frames
 from dlcp.bench.switch import FASTEST_PPS, SLOWEST_PPS, STEPS, best_paced, processor_s
-from dlcp.switch.namespace import StarNetwork
-from dlcp.switch.ports.packet import PacketPort
-from dlcp.switch.queues import PortQueueing
-from dlcp.switch.switch import Switch
+from dlcp.namespace import StarNetwork
+from dlcp.switch import PacketPort, PortQueueing, Switch
 
 
 class Wire:

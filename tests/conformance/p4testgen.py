@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from recording import Markers, Packet, SetEntries, Step
 from simple_switch import SwitchError
 
-from dlcp.switch.entries import written
+from dlcp.switch import format_match
 
 SEED = 1
 PACKET_BITS_MAX = 1200
@@ -131,10 +131,10 @@ class Info:
                 continue
             if kind == "lpm":
                 length = int(parts["prefix_len"][0])
-                match[name] = written((value & (full ^ full >> length), length), kind, width)
+                match[name] = format_match((value & (full ^ full >> length), length), kind, width)
             else:
                 mask = int.from_bytes(parts["mask"][0], "big") & full
-                match[name] = written((value & mask, mask), kind, width)
+                match[name] = format_match((value & mask, mask), kind, width)
         return match
 
     def _action(self, action: Message) -> dict[str, Any]:

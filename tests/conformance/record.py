@@ -27,8 +27,8 @@ def main() -> int:
     import scenarios
     from recorder import record
 
-    from dlcp.switch.namespace import become_root
-    from dlcp.switch.program import Program
+    from dlcp.namespace import become_root
+    from dlcp.switch import Program
 
     names = [*scenarios.SCENARIOS, "p4testgen"]
     parser = argparse.ArgumentParser(description="record what simple_switch answers, and compare the built-in switch")

@@ -23,11 +23,19 @@ from recording import (
     WriteRegister,
 )
 
-from dlcp.switch import entries
-from dlcp.switch.cells import MeterConfig
-from dlcp.switch.profiles import Action, Group, Member, Target
-from dlcp.switch.program import DROP_PORT, Program
-from dlcp.switch.queues import DEPTH_PACKETS, PortQueueing, PortQueues
+from dlcp.switch import (
+    DEPTH_PACKETS,
+    DROP_PORT,
+    Action,
+    GroupRef,
+    MemberRef,
+    MeterConfig,
+    PortQueueing,
+    PortQueues,
+    Program,
+    entries,
+)
+from dlcp.switch.executor.profiles import Target
 
 START_US, PACKET_US = 2_000_000, 1_000
 """The clock of `answered`: when it starts, and how far a packet moves it."""
@@ -205,7 +213,7 @@ class _Queues:
 def _prepare(step: Step, program: Program) -> None:
     match step:
         case SetEntries(document):
-            entries.apply(msgspec.convert(document, entries.Entries), program)
+            entries.apply_entries(msgspec.convert(document, entries.Entries), program)
         case Change(operation, document):
             _change(operation, msgspec.convert(document, entries.TableEntry), program)
         case SetGroup(profile, group, members):
@@ -219,7 +227,7 @@ def _prepare(step: Step, program: Program) -> None:
 def _change(operation: str, entry: entries.TableEntry, program: Program) -> None:
     table = program.tables[entry.table]
     fields = {key.name: (key.match, key.width) for key in table.definition.keys}
-    match = {name: entries.match_value(value, *fields[name]) for name, value in entry.match.items()}
+    match = {name: entries.parse_match(value, *fields[name]) for name, value in entry.match.items()}
     if operation == "delete":
         table.delete(match, entry.priority)
         return
@@ -230,8 +238,8 @@ def _change(operation: str, entry: entries.TableEntry, program: Program) -> None
 
 def _target(entry: entries.TableEntry) -> Target:
     if entry.action is not None:
-        return Action(entry.action, {name: entries.number(value) for name, value in entry.params.items()})
-    return Member(entry.member) if entry.member is not None else Group(entry.group or 0)
+        return Action(entry.action, {name: entries.parse_number(value) for name, value in entry.params.items()})
+    return MemberRef(entry.member) if entry.member is not None else GroupRef(entry.group or 0)
 
 
 def _describe(packet: Packet, answer: Answer) -> str:

@@ -21,8 +21,8 @@ from packet_socket import PacketSocket
 from recording import State
 
 from dlcp.closing import Closing, end
-from dlcp.switch.entries import match_value, number
-from dlcp.switch.namespace import Namespace
+from dlcp.namespace import Namespace
+from dlcp.switch import parse_match, parse_number
 
 DEADLINE_S = 15.0
 STOP_DEADLINE_S = 5.0
@@ -259,7 +259,7 @@ class SimpleSwitch(Closing):
         for key in self.layout.tables[table]["key"]:
             kind, width = key["match_type"], key["width"]
             size = (width + 7) // 8
-            given = match_value(match.get(key["name"], 0), kind, width) if key["name"] in match else (0, 0)
+            given = parse_match(match.get(key["name"], 0), kind, width) if key["name"] in match else (0, 0)
             if kind == "exact":
                 exact = types.BmMatchParamExact(given.to_bytes(size, "big"))
                 params.append(types.BmMatchParam(kinds.EXACT, exact=exact))
@@ -276,7 +276,7 @@ class SimpleSwitch(Closing):
     def _action(self, name: str, params: Mapping[str, Any]) -> tuple[str, list[bytes]]:
         full = self.layout.full(name, self.layout.actions)
         arguments = [
-            number(params[parameter]).to_bytes((width + 7) // 8, "big")
+            parse_number(params[parameter]).to_bytes((width + 7) // 8, "big")
             for parameter, width in self.layout.actions[full]
         ]
         return full, arguments

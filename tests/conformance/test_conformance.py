@@ -22,8 +22,8 @@ import simple_switch
 from recorder import Uncertain, record
 from recording import Burst, Markers, Packet, Recording
 
-from dlcp.switch import namespace
-from dlcp.switch.program import Program
+from dlcp import namespace
+from dlcp.switch import Program
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"

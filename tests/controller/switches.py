@@ -14,7 +14,7 @@ import pytest
 from dlcp.controller.fabric import Switch, Tls
 from free_ports import free_port
 
-from dlcp.switch.p4runtime.device import Device
+from dlcp.switch.p4runtime.device import P4RuntimeDevice
 from dlcp.switch.p4runtime.server import P4RuntimeServer, TlsFiles
 
 START_DEADLINE_S = 20.0
@@ -45,7 +45,7 @@ class Builtin:
     def __init__(self, tls=None):
         self._tls = tls
         self.loop = IdleLoop()
-        self._server = P4RuntimeServer(Device(self.loop), ("127.0.0.1", 0), tls=tls)
+        self._server = P4RuntimeServer(P4RuntimeDevice(self.loop), ("127.0.0.1", 0), tls=tls)
         self.address = self._server.address
 
     def stop(self):
@@ -55,7 +55,7 @@ class Builtin:
         host, _, port = self.address.rpartition(":")
         self.stop()
         self.loop = IdleLoop()
-        self._server = P4RuntimeServer(Device(self.loop), (host, int(port)), tls=self._tls)
+        self._server = P4RuntimeServer(P4RuntimeDevice(self.loop), (host, int(port)), tls=self._tls)
 
 
 class Bmv2:

@@ -9,7 +9,7 @@ from dlcp.controller.policy import Policy
 from dlcp.controller.shapes import leaf_spine, star
 
 from dlcp.document import DocumentError
-from dlcp.switch.queues import PortQueueing
+from dlcp.switch import PortQueueing
 
 EXAMPLES = Path(__file__).parents[2] / "controller/examples"
 LEAF_SPINE = (EXAMPLES / "leaf-spine.yaml").read_text()

@@ -8,9 +8,7 @@ from dlcp.controller.fabric import Job, load
 from dlcp.controller.policy import Policy, PolicyError, Remap, Thresholds
 from dlcp.controller.shapes import leaf_spine, star
 
-from dlcp.switch import Program
-from dlcp.switch.entries import apply
-from dlcp.switch.queues import PortQueueing
+from dlcp.switch import PortQueueing, Program, apply_entries
 from dlcp.wire import PacketType, Queue
 
 REPOSITORY = Path(__file__).parents[2]
@@ -177,7 +175,7 @@ def test_entries_of_every_switch_of_the_examples_fit_the_program():
     for path in sorted((REPOSITORY / "controller/examples").glob("*.yaml")):
         fabric = load(path)
         for switch in fabric.switches:
-            apply(entries(fabric, switch.name), program)
+            apply_entries(entries(fabric, switch.name), program)
             assert len(program.tables["ipv4_route"].entries()) == len(fabric.hosts)
 
 

@@ -15,7 +15,7 @@ from finsy.proto import p4r
 from free_ports import free_port
 from switches import described, running
 
-from dlcp.switch.entries import Entries, TableEntry
+from dlcp.switch import Entries, TableEntry
 
 DEADLINE_S = 60
 

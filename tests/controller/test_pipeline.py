@@ -7,11 +7,11 @@ from dlcp.controller.difference import Action, difference, key_of
 from dlcp.controller.pipeline import Pipeline, PipelineError
 from finsy.proto import p4r
 
-from dlcp.switch.entries import Entries, MeterRates, Profile, ProfileGroup, ProfileMember, TableEntry
+from dlcp.switch import Entries, MeterConfig, Profile, ProfileGroup, ProfileMember, TableEntry
 
 ROUTE = TableEntry("ipv4_route", {"ipv4_dst": "10.0.1.77/24"}, group=3)
 SHARE = TableEntry(
-    "job_share", {"job": 7, "control": 0, "eg_port": 300}, "metered", meter=MeterRates(1000, 200, 1000, 200)
+    "job_share", {"job": 7, "control": 0, "eg_port": 300}, "metered", meter=MeterConfig(1000, 200, 1000, 200)
 )
 CLASSIFY = TableEntry(
     "classify", {"job": "0x1f&&&0xf0", "type": 1}, "set_class", {"queue": 3, "drop_class": 0}, priority=4

@@ -12,11 +12,16 @@ from dlcp.controller.fabric import Job
 from dlcp.controller.shapes import star
 from traffic_of_a_host import frame
 
-from dlcp.switch import Program
-from dlcp.switch.artifacts import PROGRAM_PATH
-from dlcp.switch.counters import IngressEvent, decode_events, totals
-from dlcp.switch.entries import apply
-from dlcp.switch.queues import PortQueueing, PortQueues
+from dlcp.switch import (
+    PROGRAM_PATH,
+    IngressEvent,
+    PortQueueing,
+    PortQueues,
+    Program,
+    apply_entries,
+    decode_events,
+    event_totals,
+)
 from dlcp.wire import Flag, PacketType
 
 FRAME_BYTES = 1000
@@ -40,7 +45,7 @@ def fabric(*, trusted=True, jobs=()):
 
 def share_delivered(program, described, honest, flood):
     """Run the flood beside the honest traffic, and return which part of each arrives, and the events counted."""
-    apply(entries(described, "switch"), program)
+    apply_entries(entries(described, "switch"), program)
     for counter in program.counters.values():
         counter.reset()
     queues = PortQueues(described.queueing)
@@ -62,7 +67,7 @@ def share_delivered(program, described, honest, flood):
     for delivered in queues.arrivals(end):
         arrived[sender_of(delivered)] += 1
     counted = program.counters["ingress_events"].values()
-    events = totals(decode_events(IngressEvent, counted[:, 0], counted[:, 1]))
+    events = event_totals(decode_events(IngressEvent, counted[:, 0], counted[:, 1]))
     return arrived[HONEST] / sent[HONEST], arrived[FLOODING] / sent[FLOODING], events
 
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dlcp.switch import namespace
-from dlcp.switch.process import SwitchProcess
+from dlcp import namespace
+from dlcp.switch import SwitchProcess
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType
 
 GRPC, METRICS = "127.0.0.1:9559", "127.0.0.1:9464"

@@ -21,8 +21,7 @@ from free_ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from switches import described
 
-from dlcp.switch.counters import EgressEvent, EventCount, IngressEvent, decode_events, event_index
-from dlcp.switch.queues import PortQueueing
+from dlcp.switch import EgressEvent, EventCount, IngressEvent, PortQueueing, decode_events, event_index
 
 DEADLINE_S = 30
 

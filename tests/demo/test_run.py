@@ -5,11 +5,11 @@ import dataclasses
 
 import pytest
 
+from dlcp import namespace
 from dlcp.commands import demo as command
 from dlcp.demo.background import BackgroundBurst
 from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
 from dlcp.demo.run import DemoSetup, execute, variants
-from dlcp.switch import namespace
 
 
 def run(setup, name, *, namespaces=False):

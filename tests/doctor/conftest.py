@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from dlcp.switch import namespace
+from dlcp import namespace
 
 
 @pytest.fixture(autouse=True)

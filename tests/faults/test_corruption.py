@@ -12,7 +12,7 @@ import struct
 
 import pytest
 
-from dlcp.switch.ports.loopback import internet_checksum
+from dlcp.switch import internet_checksum
 from dlcp.wire import Header, PacketType
 
 WAIT_S = 0.5

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fault_training import train
 from workers import launch, values
 
-from dlcp.switch.process import SwitchProcess
+from dlcp.switch import SwitchProcess
 from dlcp.torch import Options
 
 pytestmark = pytest.mark.timeout(110)

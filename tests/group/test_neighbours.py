@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from group_ranks import on_ranks, together
 
-from dlcp import native
+from dlcp import namespace, native
 from dlcp.session import Options
-from dlcp.switch import namespace
 from dlcp.transport import shared_memory
 from dlcp.transport.shared_memory import Doorstep
 

@@ -18,8 +18,8 @@ from packet_socket import PacketSocket
 from simple_switch import mortal
 
 from dlcp.closing import end
-from dlcp.switch.namespace import Namespace, available
-from dlcp.switch.ports.loopback import LoopbackHost
+from dlcp.namespace import Namespace, available
+from dlcp.switch import LoopbackHost
 from dlcp.wire import UDP_PORT_BASE
 
 DEVICE_ID = 7

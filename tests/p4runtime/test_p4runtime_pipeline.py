@@ -9,7 +9,7 @@ from finsy import P4Client, P4ClientError
 from finsy.proto import p4r
 from loops import Loop
 
-from dlcp.switch.p4runtime.device import Device
+from dlcp.switch.p4runtime.device import P4RuntimeDevice
 from dlcp.switch.p4runtime.server import P4RuntimeServer
 
 ALL, COOKIE, P4INFO, PROGRAM = 0, 1, 2, 3
@@ -178,7 +178,7 @@ def test_no_action_and_no_config(control):
 
 def test_finsy_knows_that_a_pipeline_is_missing():
     """Finsy looks for BMv2's words, not only for the code."""
-    with P4RuntimeServer(Device(Loop()), ("127.0.0.1", 0)) as server:
+    with P4RuntimeServer(P4RuntimeDevice(Loop()), ("127.0.0.1", 0)) as server:
 
         async def ask():
             async with P4Client(server.address) as client:

@@ -18,18 +18,18 @@ from finsy.proto import p4r
 from loops import DeadLoop, Loop
 from targets import DEVICE_ID, BuiltIn, wait_until
 
+from dlcp.commands import switch as switch_command
+from dlcp.switch import LoopbackHost
 from dlcp.switch.p4runtime import device as device_module
-from dlcp.switch.p4runtime import options
-from dlcp.switch.p4runtime.device import Device, SetAction
-from dlcp.switch.p4runtime.refusal import DEADLINE_EXCEEDED, UNAVAILABLE, Refused
+from dlcp.switch.p4runtime.device import P4RuntimeDevice, SetAction
+from dlcp.switch.p4runtime.messages import DEADLINE_EXCEEDED, UNAVAILABLE, Refused
 from dlcp.switch.p4runtime.server import P4RuntimeServer, parse_address
-from dlcp.switch.ports.loopback import LoopbackHost
 from dlcp.wire import UDP_PORT_BASE
 
 
 def test_packets_wait_for_slices_only():
     loop = Loop()
-    device = Device(loop)
+    device = P4RuntimeDevice(loop)
     device.set_pipeline(SetAction.VERIFY_AND_COMMIT, config())
     assert loop.programs == [device.program]
     before = loop.calls
@@ -41,7 +41,7 @@ def test_packets_wait_for_slices_only():
 
 def test_a_packet_loop_that_does_not_run(monkeypatch):
     monkeypatch.setattr(device_module, "DEADLINE_S", 0.05)
-    device = Device(DeadLoop())
+    device = P4RuntimeDevice(DeadLoop())
     with pytest.raises(Refused, match="does the switch run") as caught:
         device.set_pipeline(SetAction.VERIFY_AND_COMMIT, config())
     assert caught.value.code == DEADLINE_EXCEEDED
@@ -52,7 +52,7 @@ def test_a_packet_loop_that_does_not_run(monkeypatch):
 
 def test_closing_ends_the_wait():
     loop = DeadLoop()
-    device = Device(loop)
+    device = P4RuntimeDevice(loop)
     caught = []
 
     def wait():
@@ -73,7 +73,10 @@ def test_closing_ends_the_wait():
 def test_a_call_that_nobody_waits_for_ends_without_a_word(caplog):
     """The controller has gone away, and the switch is stopped before it got to the call."""
     loop = DeadLoop()
-    with P4RuntimeServer(Device(loop), ("127.0.0.1", 0), DEVICE_ID) as server, Control(server.address) as control:
+    with (
+        P4RuntimeServer(P4RuntimeDevice(loop), ("127.0.0.1", 0), DEVICE_ID) as server,
+        Control(server.address) as control,
+    ):
         control.arbitrate(1)
         request = control.signed(SetAction(action=SetAction.VERIFY_AND_COMMIT, config=config()))
         call = control.stub.SetForwardingPipelineConfig.future(request, timeout=20)
@@ -91,11 +94,11 @@ def test_an_address_that_is_taken():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(OSError, match="cannot listen on"):
-            P4RuntimeServer(Device(Loop()), taken.getsockname())
+            P4RuntimeServer(P4RuntimeDevice(Loop()), taken.getsockname())
 
 
 def test_a_server_is_closed_while_its_thread_ends():
-    with P4RuntimeServer(Device(Loop()), ("127.0.0.1", 0)) as server:
+    with P4RuntimeServer(P4RuntimeDevice(Loop()), ("127.0.0.1", 0)) as server:
         loop = server._loop
 
         def linger(close=loop.close):
@@ -110,12 +113,12 @@ def test_a_server_is_closed_while_its_thread_ends():
 
 
 def test_a_server_takes_a_free_port_and_gives_it_back():
-    with P4RuntimeServer(Device(Loop()), ("127.0.0.1", 0)) as server, Control(server.address) as control:
+    with P4RuntimeServer(P4RuntimeDevice(Loop()), ("127.0.0.1", 0)) as server, Control(server.address) as control:
         assert not server.address.endswith(":0")
         version = control.stub.Capabilities(p4r.CapabilitiesRequest(), timeout=5)
         assert version.p4runtime_api_version == "1.4.1"
     host, port = parse_address(server.address)
-    with P4RuntimeServer(Device(Loop()), (host, port)) as again:
+    with P4RuntimeServer(P4RuntimeDevice(Loop()), (host, port)) as again:
         assert again.address == server.address
 
 
@@ -143,7 +146,7 @@ def test_addresses_that_are_none(text):
 
 def parsed(*arguments):
     parser = argparse.ArgumentParser()
-    options.add_arguments(parser)
+    switch_command.add_arguments(parser)
     return parser.parse_args(arguments)
 
 
@@ -159,7 +162,7 @@ def parsed(*arguments):
 )
 def test_options_that_do_not_go_together(arguments, message):
     with pytest.raises(ValueError, match=message):
-        options.check(parsed(*arguments))
+        switch_command.build(parsed(*arguments))
 
 
 def test_nothing_of_p4runtime_is_loaded_unless_asked_for():
@@ -176,7 +179,7 @@ def test_a_switch_with_entries_serves_them(tmp_path):
     member = entry_files.ProfileMember(1, "to_next_hop", {"port": 1, "mac": 2})
     profile = entry_files.Profile("route_selector", (member,), (entry_files.ProfileGroup(4, (1,)),))
     route = entry_files.TableEntry("ipv4_route", {"ipv4_dst": "10.0.0.0/8"}, group=4)
-    entry_files.write(file, entry_files.Entries((profile,), (), (trusted, route)))
+    entry_files.write_entries(file, entry_files.Entries((profile,), (), (trusted, route)))
     switch = BuiltIn("--entries", str(file))
     switch.start()
     try:

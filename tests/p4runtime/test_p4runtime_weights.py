@@ -12,8 +12,8 @@ from loops import Loop
 from simple_switch import available
 from targets import Bmv2, PacketBmv2
 
-from dlcp.switch.p4runtime.device import Device, SetAction
-from dlcp.switch.program import BACKENDS, DROP_PORT
+from dlcp.switch import BACKENDS, DROP_PORT
+from dlcp.switch.p4runtime.device import P4RuntimeDevice, SetAction
 
 SOURCE, DESTINATION = 0x0A000101, 0x0A000005
 
@@ -27,7 +27,7 @@ class Ours:
     """The built-in switch without a server."""
 
     def __init__(self, backend):
-        self._device = Device(Loop(), backend)
+        self._device = P4RuntimeDevice(Loop(), backend)
         self._device.set_pipeline(SetAction.VERIFY_AND_COMMIT, config())
 
     def write(self, kind, entity):

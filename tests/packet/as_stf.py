@@ -9,7 +9,7 @@ import msgspec
 from recording import AgeSlot, Burst, Change, Markers, Packet, SetEntries, SetGroup, Sleep, Step, WriteRegister
 
 from dlcp.switch import entries
-from dlcp.switch.stf import statements as stf
+from dlcp.switch.stf import script as stf
 from dlcp.switch.stf.frames import Pattern
 
 MARKERS = [entry["match"] for entry in Markers.ENTRIES]
@@ -38,7 +38,7 @@ def statements(steps: Sequence[Step]) -> Iterator[stf.Statement]:
                     yield stf.Slow(0, port, depth)
                 for lead in leads:
                     yield from _packet(lead)
-                yield from (stf.Packet(0, packet.port, packet.data) for packet in packets)
+                yield from (stf.SendPacket(0, packet.port, packet.data) for packet in packets)
                 for port in depths:
                     yield stf.Release(0, port)
                     yield from (expect(*p.answer) for p in packets if p.answer and p.answer[0] == port)
@@ -78,5 +78,5 @@ def _change(operation: str, document: dict[str, Any]) -> Iterator[stf.Statement]
 
 
 def _packet(packet: Packet) -> Iterator[stf.Statement]:
-    yield stf.Packet(0, packet.port, packet.data)
+    yield stf.SendPacket(0, packet.port, packet.data)
     yield expect(*packet.answer) if packet.answer else stf.NoPacket(0)

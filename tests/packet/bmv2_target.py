@@ -11,7 +11,7 @@ from recording import Markers
 from simple_switch import DEADLINE_S, SimpleSwitch
 from sites import GREEN
 
-from dlcp.switch.entries import MeterRates, TableEntry, Value
+from dlcp.switch import MeterConfig, TableEntry, Value
 
 MARKED = [TableEntry(**entry) for entry in Markers.ENTRIES]
 
@@ -70,7 +70,7 @@ class Bmv2:
     def set_group(self, profile: str, number: int, members: tuple[int, ...]) -> None:
         self.switch.set_group(profile, number, list(members))
 
-    def set_meter(self, table: str, match: Mapping[str, Value], priority: int, rates: MeterRates) -> None:
+    def set_meter(self, table: str, match: Mapping[str, Value], priority: int, rates: MeterConfig) -> None:
         self.switch.set_meter(table, match, priority, dataclasses.asdict(rates))
 
     # -------------------------------------------------------------------------------------------------------- state

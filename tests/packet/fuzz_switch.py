@@ -26,8 +26,8 @@ import replay  # noqa: E402
 from recorder import Uncertain, record  # noqa: E402
 from recording import Burst, Markers, Packet, Recording, SetEntries, Step  # noqa: E402
 
-from dlcp.switch.program import BACKENDS, Program  # noqa: E402
-from dlcp.switch.stf import statements as stf  # noqa: E402
+from dlcp.switch import BACKENDS, Program  # noqa: E402
+from dlcp.switch.stf import script as stf  # noqa: E402
 from dlcp.switch.stf import text  # noqa: E402
 
 SEQUENCE_PACKETS = 2000
@@ -182,7 +182,7 @@ def _found(steps: Sequence[Step], reference: Reference, compare: Compare) -> lis
 
 def main() -> int:
     """Fuzz; return how many sequences differ."""
-    from dlcp.switch.namespace import become_root
+    from dlcp.namespace import become_root
 
     parser = argparse.ArgumentParser(description="compare the built-in switch with simple_switch on random packets")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is random (1)")

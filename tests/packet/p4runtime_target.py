@@ -19,15 +19,23 @@ from simple_switch import SimpleSwitch
 from sites import GREEN
 from targets import DEVICE_ID
 
-from dlcp.switch.entries import Entries, MeterRates, Profile, ProfileGroup, ProfileMember, TableEntry, Value
-from dlcp.switch.errors import EntryError
-from dlcp.switch.p4runtime.device import Device
+from dlcp.switch import (
+    Backend,
+    Entries,
+    EntryError,
+    MeterConfig,
+    Profile,
+    ProfileGroup,
+    ProfileMember,
+    TableEntry,
+    Value,
+)
+from dlcp.switch.p4runtime.device import P4RuntimeDevice
 from dlcp.switch.p4runtime.server import P4RuntimeServer
-from dlcp.switch.program import Backend
 from dlcp.switch.stf import BuiltIn
 
 PIPELINE = Pipeline()
-GREEN_RATES = MeterRates(**GREEN)
+GREEN_RATES = MeterConfig(**GREEN)
 
 
 class ByP4Runtime:
@@ -85,7 +93,7 @@ class ByP4Runtime:
         self._write(kind, Entries(profiles=(Profile(_alias(profile), (), (ProfileGroup(number, members),)),)))
         self._groups.add((profile, number))
 
-    def set_meter(self, table: str, match: Mapping[str, Value], priority: int, rates: MeterRates) -> None:
+    def set_meter(self, table: str, match: Mapping[str, Value], priority: int, rates: MeterConfig) -> None:
         self.modify(dataclasses.replace(self._written[_identity(table, match, priority)], meter=rates))
 
     def read_counter(self, name: str, index: int) -> tuple[int, int]:
@@ -101,7 +109,7 @@ class BuiltInByP4Runtime(ByP4Runtime, BuiltIn):
     """The P4Runtime server of a built-in switch."""
 
     def __init__(self, backend: Backend) -> None:
-        device = Device(Loop(), backend)
+        device = P4RuntimeDevice(Loop(), backend)
         self._server = P4RuntimeServer(device, ("127.0.0.1", 0), DEVICE_ID)
         self.connect(self._server.address)
         assert device.program is not None

@@ -9,25 +9,21 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from dlcp.switch.bmv2_json import load
-from dlcp.switch.cells import MeterConfig
-from dlcp.switch.model import (
+from dlcp.switch import Action, GroupRef, MemberRef, MeterConfig, Program, ProgramDef, load_definition
+from dlcp.switch.executor.model import (
     ActionDef,
     Conditional,
     Const,
+    Control,
     Count,
     CounterDef,
     Extract,
     Field,
-    Pipeline,
-    ProgramDef,
-    State,
+    ParserState,
     TableDef,
 )
-from dlcp.switch.profiles import Action, Group, Member
-from dlcp.switch.program import Program
+from dlcp.switch.executor.tables import Table
 from dlcp.switch.stf import BuiltIn
-from dlcp.switch.tables import Table
 
 COUNTER = "coverage"
 
@@ -36,7 +32,7 @@ class Covered(BuiltIn):
     """The built-in switch with its program made to tell where a packet went."""
 
     def __init__(self, path: str) -> None:
-        definition = load(path)
+        definition = load_definition(path)
         counted, self._points = _counted(definition)
         self._parser = _Parser(definition)
         self.program = Program(counted)
@@ -81,7 +77,7 @@ def _counted(definition: ProgramDef) -> tuple[ProgramDef, list[str]]:
         points.append(what)
         return Count(COUNTER, Const(len(points) - 1))
 
-    def pipeline(item: Pipeline) -> Pipeline:
+    def pipeline(item: Control) -> Control:
         nodes: dict[str, Any] = {}
         for name, node in item.nodes.items():
             if isinstance(node, Conditional):
@@ -180,11 +176,11 @@ def _kinds_of(table: Table, place: int) -> Iterator[str]:
     match target:
         case Action():
             actions.append(target)
-        case Member(number):
+        case MemberRef(number):
             assert table.profile is not None
             yield f"{where}: member"
             actions.append(table.profile.members()[number])
-        case Group(number):
+        case GroupRef(number):
             assert table.profile is not None
             members = table.profile.groups()[number]
             yield f"{where}: group of {'one' if len(members) == 1 else 'several'}"
@@ -220,7 +216,7 @@ class _Parser:
         return {point for state in self._definition.states.values() for point in self._points(state)}
 
     @staticmethod
-    def _points(state: State) -> Iterator[str]:
+    def _points(state: ParserState) -> Iterator[str]:
         yield from (f"parser {state.name}: to {case.next or 'accept'}, {case.values}" for case in state.cases)
         yield f"parser {state.name}: default"
         yield from (f"parser {state.name}: too short for {one.header}" for one in _extracted(state))
@@ -251,5 +247,5 @@ class _Parser:
                 name = state.default
 
 
-def _extracted(state: State) -> list[Extract]:
+def _extracted(state: ParserState) -> list[Extract]:
     return [one for one in state.operations if isinstance(one, Extract)]

@@ -16,8 +16,8 @@ import replay
 import simple_switch
 from recording import Burst, Packet
 
-from dlcp.switch import namespace, stf
-from dlcp.switch.program import Program
+from dlcp import namespace
+from dlcp.switch import Program, stf
 
 SEQUENCES, PACKETS, FAULT_PACKETS = 2, 600, 200
 SHORT = 300

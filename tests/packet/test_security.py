@@ -14,11 +14,8 @@ pytest.importorskip("msgspec", reason="entries are read with msgspec: pip instal
 
 from fake_program import FakePorts
 
-from dlcp.switch import stf
-from dlcp.switch.program import Program
-from dlcp.switch.queues import PortQueueing
+from dlcp.switch import PortQueueing, Program, Switch, stf
 from dlcp.switch.stf.runner import prepare
-from dlcp.switch.switch import Switch
 from dlcp.wire import dscp
 
 PROGRAM = Path(__file__).resolve().parents[2] / "p4" / "build" / "dlcp.json"
@@ -200,7 +197,7 @@ DEEP = "register_write queue_depth(3,5) 60\n"
 MESSAGE = "queue=5, drop_class=6, job=7, step=1"
 
 
-def run(text: str) -> stf.Outcome:
+def run(text: str) -> stf.StfOutcome:
     return stf.run(stf.parse(f"{ENTRIES}{THRESHOLDS}{text}"), stf.BuiltIn(Program.load(PROGRAM)))
 
 

@@ -19,11 +19,10 @@ import simple_switch
 from bmv2_target import Bmv2
 from recorder import Uncertain
 
-from dlcp.switch import namespace, stf
-from dlcp.switch.errors import EntryError
-from dlcp.switch.program import Program
+from dlcp import namespace
+from dlcp.switch import EntryError, Program, stf
 from dlcp.switch.stf import __main__ as command
-from dlcp.switch.stf.statements import RemoveAll, Slow
+from dlcp.switch.stf.script import RemoveAll, Slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "tests" / "conformance"))
 import as_stf  # noqa: E402
 import p4testgen  # noqa: E402
 
-from dlcp.switch.stf import statements as stf  # noqa: E402
+from dlcp.switch.stf import script as stf  # noqa: E402
 from dlcp.switch.stf import text  # noqa: E402
 
 
@@ -42,7 +42,7 @@ def main() -> int:
 def _statements(info: p4testgen.Info, case: p4testgen.Message, number: int) -> Iterator[stf.Statement]:
     yield from as_stf.of_entries(info.document(case.get("entities", []), number))
     sent = case["input_packet"][0]
-    yield stf.Packet(0, int(sent["port"][0]), sent["packet"][0])
+    yield stf.SendPacket(0, int(sent["port"][0]), sent["packet"][0])
     expected = case.get("expected_output_packet", [])
     for packet in expected:
         yield as_stf.expect(int(packet["port"][0]), packet["packet"][0], packet["packet_mask"][0])

@@ -3,7 +3,7 @@
 
 import pytest
 
-from dlcp.switch import namespace
+from dlcp import namespace
 
 
 @pytest.fixture(scope="session")

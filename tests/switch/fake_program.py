@@ -3,8 +3,8 @@
 
 import os
 
-from dlcp.switch.ports import Burst, PortCounters
-from dlcp.switch.ports.loopback import LoopbackHost, internet_checksum, udp_headers
+from dlcp.switch import LoopbackHost, internet_checksum, udp_headers
+from dlcp.switch.ports import PortCounters, ReceivedFrames
 
 
 class FakeProgram:
@@ -37,7 +37,7 @@ class FakePorts:
     def __init__(self, *ports):
         self.counters = {port: PortCounters() for port in ports}
         self.sent = []
-        self._waiting = Burst()
+        self._waiting = ReceivedFrames()
         self._read, self._write = os.pipe()
 
     def describe(self, port):
@@ -52,7 +52,7 @@ class FakePorts:
         os.write(self._write, b"x" * len(packets))
 
     def receive(self, fileno, limit):
-        burst, waiting = Burst(), self._waiting
+        burst, waiting = ReceivedFrames(), self._waiting
         burst.ports, waiting.ports = waiting.ports[:limit], waiting.ports[limit:]
         burst.packets, waiting.packets = waiting.packets[:limit], waiting.packets[limit:]
         os.read(fileno, len(burst.packets))

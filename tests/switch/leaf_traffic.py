@@ -5,7 +5,7 @@ import struct
 
 import numpy as np
 
-from dlcp.switch import Action, Group, Member, MeterConfig
+from dlcp.switch import Action, GroupRef, MemberRef, MeterConfig
 
 PORTS = 6
 ROUTES = [(0x0A000000 + i, 32, "member", i) for i in range(1, 5)] + [(0x0A010000, 16, "group", 1), (0, 0, "group", 2)]
@@ -29,7 +29,7 @@ def populate(program):
     for number, members in GROUPS.items():
         profile.add_group(number, members)
     for value, length, kind, number in ROUTES:
-        target = Member(number) if kind == "member" else Group(number)
+        target = MemberRef(number) if kind == "member" else GroupRef(number)
         tables["ipv4_route"].insert({"ipv4_dst": (value, length)}, target)
     for port in range(1, PORTS + 1):
         tables["ethernet_route"].insert({"ethernet_dst": 0x020000000000 + port}, Action("to_port", {"port": port}))

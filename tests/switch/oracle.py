@@ -7,7 +7,7 @@ Nothing is shared with dlcp.switch but the hash algorithms over bytes, which hav
 import json
 from dataclasses import dataclass, field
 
-from dlcp.switch import hashes
+from dlcp.switch.executor import hashes
 
 
 @dataclass

@@ -4,7 +4,7 @@
 import numpy as np
 from mini import Mini, arg, assign, c, call, f, op, ref, valid
 
-from dlcp.switch import Action, Member, MeterConfig
+from dlcp.switch import Action, MemberRef, MeterConfig
 
 HEADERS = {
     "a": {"kind": 3, "odd": 13, "wide": 48, "low": 8},
@@ -133,7 +133,7 @@ def populate(program):
     for wide, length, kind, port in MIXED:
         program.tables["mixed"].insert({"wide": (wide, length), "kind": kind}, Action("send", {"port": port}))
     program.profiles["prof"].add_member(4, Action("send", {"port": 99}))
-    program.tables["profile"].insert({"low": 0x11}, Member(4))
+    program.tables["profile"].insert({"low": 0x11}, MemberRef(4))
     program.meters["mtr"][1] = METER
     program.meters["mtr"][2] = METER
 

@@ -13,11 +13,17 @@ import pytest
 from fake_program import FakePorts, FakeProgram, frame
 
 from dlcp import native
-from dlcp.switch import Action, Group, Member, Program, batches
-from dlcp.switch.ports.packet import PacketPort
-from dlcp.switch.process import SwitchProcess
-from dlcp.switch.queues import PortQueueing
-from dlcp.switch.switch import Switch
+from dlcp.switch import (
+    Action,
+    GroupRef,
+    MemberRef,
+    PacketPort,
+    PortQueueing,
+    Program,
+    Switch,
+    SwitchProcess,
+    forwarding,
+)
 from dlcp.wire import Header, PacketType
 
 JSON = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
@@ -112,7 +118,7 @@ def test_changes_of_entries_and_queues_are_seen_by_the_next_batch(rigs):
     for number, packet in enumerate(packets):
         for rig in rigs:
             if number == 200:
-                rig.program.tables["ipv4_route"].modify({"ipv4_dst": (0x0A000001, 32)}, Member(6))
+                rig.program.tables["ipv4_route"].modify({"ipv4_dst": (0x0A000001, 32)}, MemberRef(6))
                 rig.program.tables["drop_threshold"].delete({"queue": 2, "drop_class": 7})
                 rig.switch.queues[3].configure(PortQueueing(rate_bps=1_000_000, depth_packets=3))
             if number == 400:
@@ -159,7 +165,7 @@ def test_room_grows_with_what_waits():
         rig.ports.come_in(1, [bytearray(data) for _ in range(200)])
         rig.advance(1)
     two = rig.counted()["ports"][0]
-    assert sum(queue["depth"] for queue in two["queues"]) == 3000 > batches.SLOTS
+    assert sum(queue["depth"] for queue in two["queues"]) == 3000 > forwarding.SLOTS
     assert sum(queue["tail_drops"] for queue in two["queues"]) == 1000 - 1
     rig.clock.now_ns += 10**18
     rig.switch.turn(0)
@@ -183,7 +189,7 @@ def test_interfaces_carry_their_rate_and_no_more_whatever_the_queues(network):
     profile = program.profiles["route_selector"]
     profile.add_member(3, Action("to_next_hop", {"port": 3, "mac": 0x020000000103}))
     profile.add_group(3, [3])
-    program.tables["ipv4_route"].insert({"ipv4_dst": (0x0A000003, 32)}, Group(3))
+    program.tables["ipv4_route"].insert({"ipv4_dst": (0x0A000003, 32)}, GroupRef(3))
     for port in (1, 2):
         program.tables["port_trust"].insert({"ig_port": port}, Action("trust"))
     ports = network.switch.call(lambda: [PacketPort(host.port, host.switch_interface) for host in network.hosts])

@@ -16,9 +16,10 @@ import mini
 import oracle as oracles
 import sink
 
-from dlcp.switch import DROP_PORT, Action, EntryError, Member, Program, UnsupportedFeature, bmv2_json
-from dlcp.switch.codegen.expressions import Expressions, fit
-from dlcp.switch.model import Const, Field, Op
+from dlcp.switch import DROP_PORT, Action, EntryError, MemberRef, Program, UnsupportedFeature
+from dlcp.switch.executor import bmv2_json
+from dlcp.switch.executor.model import Const, Field, Op
+from dlcp.switch.executor.text import Expressions, fit
 
 COUNT = 3000
 
@@ -118,7 +119,7 @@ def test_a_default_can_be_set_and_reset(path):
     before = port()
     program.tables["keyless"].set_default(Action("send", {"port": 77}))
     assert port() == 77
-    program.tables["profile"].set_default(Member(4))
+    program.tables["profile"].set_default(MemberRef(4))
     assert port() == 99
     program.tables["profile"].reset_default()
     assert port() == 77
@@ -227,5 +228,5 @@ def test_bounds_hold_for_random_expressions():
 
 
 def test_the_builder_is_read_as_p4c_writes_it(path):
-    program = bmv2_json.load(path)
+    program = bmv2_json.load_definition(path)
     assert mini.STANDARD["deq_qdepth"] == program.standard["queueing_metadata.deq_qdepth"].width

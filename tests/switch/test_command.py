@@ -15,10 +15,8 @@ import pytest
 
 from dlcp.cli import main
 from dlcp.commands import switch as command
-from dlcp.switch.entries import read
-from dlcp.switch.process import SwitchProcess, SwitchProcessError
-from dlcp.switch.queues import PortQueueing
-from dlcp.switch.watch import render
+from dlcp.commands.switch_watch import render
+from dlcp.switch import PortQueueing, SwitchProcess, SwitchProcessError, read_entries
 from dlcp.wire import Flag, Header, PacketType, dscp
 
 REPOSITORY = Path(__file__).parents[2]
@@ -186,7 +184,7 @@ def entries_file(tmp_path):
 
 
 def test_entries_of_a_fabric_can_be_written_and_read(tmp_path):
-    entries, _ = read(entries_file(tmp_path))
+    entries, _ = read_entries(entries_file(tmp_path))
     assert len([entry for entry in entries.entries if entry.table == "ipv4_route"]) == 2
 
 

@@ -7,9 +7,22 @@ from dlcp.controller.fabric import Job
 from dlcp.controller.shapes import star
 
 from dlcp.document import DocumentError
-from dlcp.switch import Action, Group, MeterConfig, Program
-from dlcp.switch.entries import Entries, EntriesError, TableEntry, apply, dump, match_value, number, read, write
-from dlcp.switch.queues import PortQueueing
+from dlcp.switch import (
+    Action,
+    Entries,
+    EntriesError,
+    GroupRef,
+    MeterConfig,
+    PortQueueing,
+    Program,
+    TableEntry,
+    apply_entries,
+    dump_entries,
+    parse_match,
+    parse_number,
+    read_entries,
+    write_entries,
+)
 
 PROGRAM = Path(__file__).parents[2] / "p4/build/dlcp.json"
 STAR = star(3, queueing=PortQueueing(rate_bps=10**8), jobs=[Job(1, share=0.5), Job(2, share=0.3)])
@@ -45,50 +58,50 @@ def example(tmp_path):
 
 
 def test_file_ends_up_in_the_tables(program, example):
-    apply(*read_for(example, program))
+    apply_entries(*read_for(example, program))
     assert program.profiles["route_selector"].members() == {
         1: Action("to_next_hop", {"port": 1, "mac": 0x020000000001})
     }
-    assert program.tables["ipv4_route"].get({"ipv4_dst": (0x0A000000, 24)}).target == Group(1)
+    assert program.tables["ipv4_route"].get({"ipv4_dst": (0x0A000000, 24)}).target == GroupRef(1)
     share = {"job": 7, "control": 0, "eg_port": 1}
     assert program.tables["job_share"].get_meter(share) == MeterConfig(12500000, 50000, 12500000, 60000)
     [override] = program.tables["classify"].entries()
     assert (override.match["job"], override.match["type"], override.priority) == ((0x10, 0xF0), (1, 0xF), 5)
-    assert read(example)[0].ports == {1: PortQueueing(rate_bps=100_000_000)}
+    assert read_entries(example)[0].ports == {1: PortQueueing(rate_bps=100_000_000)}
 
 
 def read_for(path, program):
-    entries, document = read(path)
+    entries, document = read_entries(path)
     return entries, program, document
 
 
 def test_applying_replaces_what_was_there(program, example):
-    apply(fabric_entries(STAR, "switch"), program)
-    apply(*read_for(example, program))
+    apply_entries(fabric_entries(STAR, "switch"), program)
+    apply_entries(*read_for(example, program))
     assert len(program.tables["ipv4_route"].entries()) == 1
     assert program.tables["port_trust"].entries() == []
 
 
 @pytest.mark.parametrize("source", ["policy", "example"])
 def test_dump_is_what_was_applied(program, example, tmp_path, source):
-    entries = fabric_entries(STAR, "switch") if source == "policy" else read(example)[0]
-    apply(entries, program)
-    dumped = dump(program, entries.ports)
-    write(tmp_path / "again.json", dumped)
-    again = read(tmp_path / "again.json")[0]
+    entries = fabric_entries(STAR, "switch") if source == "policy" else read_entries(example)[0]
+    apply_entries(entries, program)
+    dumped = dump_entries(program, entries.ports)
+    write_entries(tmp_path / "again.json", dumped)
+    again = read_entries(tmp_path / "again.json")[0]
     assert again == dumped
-    apply(again, program)
-    assert dump(program, entries.ports) == dumped
+    apply_entries(again, program)
+    assert dump_entries(program, entries.ports) == dumped
     assert len(dumped.entries) == len(entries.entries)
     assert dumped.ports == entries.ports
 
 
 def test_policy_file_is_read_back_as_it_was(tmp_path):
     entries = fabric_entries(STAR, "switch")
-    write(tmp_path / "star.json", entries)
-    assert read(tmp_path / "star.json")[0] == entries
-    write(tmp_path / "empty.json", Entries())
-    assert read(tmp_path / "empty.json")[0] == Entries()
+    write_entries(tmp_path / "star.json", entries)
+    assert read_entries(tmp_path / "star.json")[0] == entries
+    write_entries(tmp_path / "empty.json", Entries())
+    assert read_entries(tmp_path / "empty.json")[0] == Entries()
 
 
 @pytest.mark.parametrize(
@@ -113,13 +126,13 @@ def test_errors_name_line_place_and_nearest_name(program, example, old, new, say
     assert EXAMPLE.count(old) == 1
     example.write_text(EXAMPLE.replace(old, new))
     with pytest.raises(DocumentError, match=f"example.json{says}"):
-        apply(*read_for(example, program))
+        apply_entries(*read_for(example, program))
 
 
 def test_without_a_file_errors_name_the_entry(program):
     wrong = Entries(entries=(TableEntry("port_trust", {"ig_port": 1}, "trust"), TableEntry("nowhere", action="trust")))
     with pytest.raises(EntriesError, match=r"entries\[1\]: the program has no table 'nowhere'"):
-        apply(wrong, program)
+        apply_entries(wrong, program)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +146,13 @@ def test_without_a_file_errors_name_the_entry(program):
     ],
 )
 def test_numbers_as_people_write_them(written, meant):
-    assert number(written) == meant
+    assert parse_number(written) == meant
 
 
 @pytest.mark.parametrize("wrong", ["", "ten", "10.0.0.256", "02:00", "1.5"])
 def test_what_is_no_number(wrong):
     with pytest.raises(EntriesError, match="is no number"):
-        number(wrong)
+        parse_number(wrong)
 
 
 @pytest.mark.parametrize(
@@ -155,4 +168,4 @@ def test_what_is_no_number(wrong):
     ],
 )
 def test_matches_as_people_write_them(value, match, meant):
-    assert match_value(value, match, 32) == meant
+    assert parse_match(value, match, 32) == meant

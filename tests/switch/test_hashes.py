@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from dlcp.switch import hashes
+from dlcp.switch.executor import hashes
 
 CHECK = b"123456789"
 KNOWN = {

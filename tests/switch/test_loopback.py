@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from dlcp.switch.ports.loopback import LoopbackHost, LoopbackPorts, internet_checksum, udp_headers
+from dlcp.switch import LoopbackHost, LoopbackPorts, internet_checksum, udp_headers
 
 UDP_PORT = 41696  # outside DLCP's own block, so that a switch that runs meanwhile is in nobody's way
 HOSTS = [LoopbackHost.numbered(index) for index in range(3)]

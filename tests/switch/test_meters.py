@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 
-from dlcp.switch.cells import MeterCells, MeterConfig
-from dlcp.switch.kernels import TOKEN_CELLS, run_meter
+from dlcp.switch import MeterConfig
+from dlcp.switch.executor.cells import TOKEN_CELLS, MeterCells, run_meter
 
 
 @pytest.fixture(params=["lists", "arrays"])

@@ -74,7 +74,7 @@ def test_unknown_congestion_control_is_refused_with_those_there_are(namespaces):
 
 def test_nothing_survives_a_crash(namespaces):
     program = (
-        "import os\nfrom dlcp.switch.namespace import StarNetwork\nnetwork = StarNetwork(1)\n"
+        "import os\nfrom dlcp.namespace import StarNetwork\nnetwork = StarNetwork(1)\n"
         "print(os.readlink(network.switch.path), flush=True)\nos.kill(os.getpid(), 9)"
     )
     crashed = subprocess.run(
@@ -100,7 +100,7 @@ def test_a_user_namespace_is_root_enough(namespaces):
     if subprocess.run([*powerless, "unshare", "--user", "--map-root-user", "true"], check=False).returncode:
         pytest.skip("user namespaces are not allowed here")
     program = (
-        "from dlcp.switch import namespace\nprint(namespace.available()[0])\nnamespace.become_root()\n"
+        "from dlcp import namespace\nprint(namespace.available()[0])\nnamespace.become_root()\n"
         "with namespace.StarNetwork(2) as network:\n"
         "    print(network.hosts[1].namespace.run(['id', '-u'], capture_output=True, text=True).stdout)"
     )

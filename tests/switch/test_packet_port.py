@@ -10,9 +10,7 @@ import pytest
 from fake_program import FakeProgram, frame
 
 from dlcp import native
-from dlcp.switch.ports.packet import PacketPort
-from dlcp.switch.queues import PortQueueing
-from dlcp.switch.switch import Switch
+from dlcp.switch import PacketPort, PortQueueing, Switch
 
 ETH_P_ALL = 3
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import leaf_traffic
 import oracle as oracles
 
-from dlcp.switch import DROP_PORT, Action, Member, Program, ProgramError, UnknownName
+from dlcp.switch import DROP_PORT, Action, MemberRef, Program, ProgramError, UnknownName
 
 JSON = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
 
@@ -173,10 +173,10 @@ def test_a_change_of_routes_is_seen(plain, compiled):
         host = {"ipv4_dst": (int.from_bytes(packet[30:34], "big"), 32)}
         program.profiles["route_selector"].modify_member(4, Action("to_next_hop", {"port": 33, "mac": 7}))
         assert program.ingress(bytearray(packet), 1, 10**9)[0] == 33
-        program.tables["ipv4_route"].modify(host, Member(2))
+        program.tables["ipv4_route"].modify(host, MemberRef(2))
         assert program.ingress(bytearray(packet), 1, 10**9)[0] == 2
         program.profiles["route_selector"].modify_member(4, Action("to_next_hop", {"port": 4, "mac": 0x020000000004}))
-        program.tables["ipv4_route"].modify(host, Member(4))
+        program.tables["ipv4_route"].modify(host, MemberRef(4))
         assert program.ingress(bytearray(packet), 1, 10**9)[0] == 4
 
 
@@ -234,7 +234,7 @@ def test_a_missing_back_end_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize("mode", [0o700, 0o770])
 def test_compiled_code_is_kept_only_where_nobody_else_writes(mode, tmp_path, monkeypatch):
-    from dlcp.switch.compiled import cache_directory
+    from dlcp.switch import cache_directory
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "dlcp" / "switch"
@@ -245,7 +245,7 @@ def test_compiled_code_is_kept_only_where_nobody_else_writes(mode, tmp_path, mon
 
 def test_old_programs_do_not_pile_up_on_disk(tmp_path, monkeypatch):
     pytest.importorskip("numba")
-    from dlcp.switch import compiled as back_end
+    from dlcp.switch.executor import program as back_end
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for number in range(back_end.KEPT_PROGRAMS + 3):

@@ -3,7 +3,8 @@ import random
 
 import pytest
 
-from dlcp.switch.queues import NEVER_NS, PortQueueing, PortQueues
+from dlcp.switch import PortQueueing, PortQueues
+from dlcp.switch.ports.queues import NEVER_NS
 
 
 def drain(queues, now_ns):

@@ -7,8 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from dlcp.switch import scheduler
-from dlcp.switch.queues import NEVER_NS, PortQueueing, PortQueues
+from dlcp.switch import PortQueueing, PortQueues
+from dlcp.switch.ports import scheduler
+from dlcp.switch.ports.queues import NEVER_NS
 
 SLOTS = 400
 

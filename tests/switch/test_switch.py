@@ -11,21 +11,19 @@ import numpy as np
 import pytest
 from fake_program import FakePorts, FakeProgram, frame
 
-from dlcp.switch.counters import (
-    CLASS_BITS,
-    EVENT_BITS,
+from dlcp.switch import (
     EVENT_COUNTERS,
-    PORT_BITS,
-    QUEUE_BITS,
     EgressEvent,
     IngressEvent,
+    LoopbackHost,
+    LoopbackPorts,
+    PortQueueing,
+    Switch,
     decode_events,
     event_index,
-    totals,
+    event_totals,
 )
-from dlcp.switch.ports.loopback import LoopbackHost, LoopbackPorts
-from dlcp.switch.queues import PortQueueing
-from dlcp.switch.switch import Switch
+from dlcp.switch.events import CLASS_BITS, EVENT_BITS, PORT_BITS, QUEUE_BITS
 
 MBIT = PortQueueing(rate_bps=8_000_000, depth_packets=50)  # a frame of 1000 bytes takes 1 ms
 
@@ -221,4 +219,4 @@ def test_events_are_decoded_into_names():
     events = decode_events(IngressEvent, packets, octets)
     assert {(e.port, e.queue, e.drop_class, IngressEvent[e.event]): e.packets for e in events} == expected
     assert all(e.bytes == 3 * e.packets for e in events)
-    assert sum(totals(events).values()) == sum(expected.values())
+    assert sum(event_totals(events).values()) == sum(expected.values())

@@ -11,14 +11,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import mini
 
-from dlcp.switch import Action, EntryError, Group, Member, MeterConfig, Program, UnknownName, kernels
+from dlcp.switch import Action, EntryError, GroupRef, MemberRef, MeterConfig, Program, UnknownName
+from dlcp.switch.executor import tables
 
 JSON = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
 LOOKUP = {
-    "exact": kernels.lookup_exact,
-    "lpm": kernels.lookup_lpm,
-    "ternary": kernels.lookup_ternary,
-    "range": kernels.lookup_range,
+    "exact": tables.lookup_exact,
+    "lpm": tables.lookup_lpm,
+    "ternary": tables.lookup_ternary,
+    "range": tables.lookup_range,
 }
 
 
@@ -157,16 +158,16 @@ BAD = {
     "negative value": ("port_trust", {"ig_port": -1}, Action("trust"), 0, "does not fit"),
     "text value": ("port_trust", {"ig_port": "1"}, Action("trust"), 0, "takes a number, not '1'"),
     "pair for exact": ("port_trust", {"ig_port": (1, 2)}, Action("trust"), 0, "ig_port is exact"),
-    "number for lpm": ("ipv4_route", {"ipv4_dst": 1}, Member(1), 0, r"give \(value, prefix length\), not 1"),
-    "long prefix": ("ipv4_route", {"ipv4_dst": (0, 33)}, Member(1), 0, "32 bits, not a prefix of 33"),
-    "bits behind the prefix": ("ipv4_route", {"ipv4_dst": (1, 8)}, Member(1), 0, "outside 0xff000000; set them to 0"),
+    "number for lpm": ("ipv4_route", {"ipv4_dst": 1}, MemberRef(1), 0, r"give \(value, prefix length\), not 1"),
+    "long prefix": ("ipv4_route", {"ipv4_dst": (0, 33)}, MemberRef(1), 0, "32 bits, not a prefix of 33"),
+    "bits behind the prefix": ("ipv4_route", {"ipv4_dst": (1, 8)}, MemberRef(1), 0, "outside 0xff000000; set"),
     "bits outside the mask": ("classify", {"job": (3, 1)}, Action("as_tagged"), 1, "outside 0x1"),
     "no priority": ("classify", {"job": (3, 3)}, Action("as_tagged"), 0, "needs a priority above 0"),
     "a priority": ("port_trust", TRUST, Action("trust"), 1, "takes no priority"),
-    "no such member": ("ipv4_route", {"ipv4_dst": (0, 0)}, Member(9), 0, "no member 9; it has none"),
-    "no such group": ("ipv4_route", {"ipv4_dst": (0, 0)}, Group(9), 0, "no group 9; it has none"),
+    "no such member": ("ipv4_route", {"ipv4_dst": (0, 0)}, MemberRef(9), 0, "no member 9; it has none"),
+    "no such group": ("ipv4_route", {"ipv4_dst": (0, 0)}, GroupRef(9), 0, "no group 9; it has none"),
     "action for a profile": ("ipv4_route", {"ipv4_dst": (0, 0)}, Action("NoAction"), 0, "give a Member or a Group"),
-    "member for an action": ("port_trust", TRUST, Member(1), 0, "has no action profile; give an Action"),
+    "member for an action": ("port_trust", TRUST, MemberRef(1), 0, "has no action profile; give an Action"),
 }  # fmt: skip
 
 
@@ -208,7 +209,7 @@ def test_members_and_groups(program):
         profile.add_member(number, hop)
     profile.add_group(1, [12, 10])
     everything = {"ipv4_dst": (0, 0)}
-    table.insert(everything, Group(1))
+    table.insert(everything, GroupRef(1))
     assert profile.groups() == {1: [12, 10]}
     for change, message in (
         (lambda: profile.add_member(10, hop), "has a member 10 already"),
@@ -219,18 +220,18 @@ def test_members_and_groups(program):
         (lambda: profile.delete_group(1), "group 1 is used by 1 entries"),
         (lambda: profile.modify_group(1, []), "it needs a member"),
         (lambda: profile.add_member(13, Action("to_next_hop", {"port": 512, "mac": 0})), "has 9 bits"),
-        (lambda: table.set_default(Group(1)), "a group cannot be the default"),
+        (lambda: table.set_default(GroupRef(1)), "a group cannot be the default"),
     ):
         with pytest.raises(EntryError, match=message):
             change()
-    table.modify(everything, Member(11))
+    table.modify(everything, MemberRef(11))
     profile.delete_group(1)
     profile.delete_member(10)
     with pytest.raises(EntryError, match="member 11 is used by 1 entries"):
         profile.delete_member(11)
     profile.add_group(5)
     with pytest.raises(EntryError, match="group 5 is empty"):
-        table.insert({"ipv4_dst": (0, 1)}, Group(5))
+        table.insert({"ipv4_dst": (0, 1)}, GroupRef(5))
     table.clear()
     profile.clear()
     assert not profile.members()
@@ -245,7 +246,7 @@ def test_a_group_keeps_its_members_in_the_order_of_their_handles(program):
     profile.delete_member(20)
     profile.add_member(40, Action("to_next_hop", {"port": 40, "mac": 0}))
     profile.add_group(1, [10, 40, 30])
-    count, start = profile.group_cells[profile.place(Group(1)) :][:2]
+    count, start = profile.group_cells[profile.place(GroupRef(1)) :][:2]
     ports = [profile.rows[place + 1] for place in profile.choices[start : start + count]]
     assert ports == [30, 40, 10]
 
@@ -258,9 +259,9 @@ def test_many_changes_leave_no_rubbish(program):
     for step in range(3000):
         profile.modify_group(1, [step % 4, (step + 1) % 4])
     assert len(profile.choices) < 2000
-    count, start = profile.group_cells[profile.place(Group(1)) :][:2]
+    count, start = profile.group_cells[profile.place(GroupRef(1)) :][:2]
     assert [profile.rows[place + 1] for place in profile.choices[start : start + count]] == [0, 3]
-    _, start = profile.group_cells[profile.place(Member(2)) :][:2]
+    _, start = profile.group_cells[profile.place(MemberRef(2)) :][:2]
     assert profile.rows[profile.choices[start] + 1] == 2
 
 

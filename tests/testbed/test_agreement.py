@@ -15,7 +15,7 @@ from dlcp.controller.testbed.agreement import compare, uncounted_tails
 from dlcp.controller.testbed.layout import lay_out
 
 from dlcp.demo.testbed import as_counters
-from dlcp.switch.queues import PortQueueing
+from dlcp.switch import PortQueueing
 
 RATE_BPS = 32_000_000
 LAYOUT = lay_out(star(3, ports="packet", queueing=PortQueueing(rate_bps=RATE_BPS)), "builtin", "t")

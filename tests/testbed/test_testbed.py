@@ -24,7 +24,7 @@ from dlcp.controller.testbed.state import RUN_FOLDER, StateFile
 from dlcp.commands import testbed as command
 from dlcp.demo.run import variants
 from dlcp.demo.testbed import TestbedSetup, check, train
-from dlcp.switch.queues import PortQueueing
+from dlcp.switch import PortQueueing
 
 RATE_BPS = 32_000_000
 KINDS = ["builtin", "bmv2"]

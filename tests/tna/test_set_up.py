@@ -12,7 +12,7 @@ from dlcp.controller.fabric import load
 from fake_bfrt import FakeClient, FakeInfo, Refused, device_with_ports
 from p4text import P4
 
-from dlcp.switch.queues import QUEUES, PortQueueing
+from dlcp.switch import QUEUES, PortQueueing
 
 sys.path.insert(0, str(P4 / "tna"))
 

@@ -25,8 +25,7 @@ import replay  # noqa: E402
 from recording import Burst, Packet, Step  # noqa: E402
 from tna_program import CELLS, DEPTH_MAX, SOURCE, TnaProgram  # noqa: E402
 
-from dlcp.switch import stf  # noqa: E402
-from dlcp.switch.program import Program  # noqa: E402
+from dlcp.switch import Program, stf  # noqa: E402
 
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"
 ENDS_WITHIN_A_HEADER, SENT_AGAIN = "a packet that ends within a header", "the `entropy` of a packet that is sent again"

@@ -16,9 +16,7 @@ from p4externs import Bucket, Counter, Hash, PacketIn, PacketOut, Register, TooS
 from p4machine import Entry, Machine
 from p4values import Struct, Value
 
-from dlcp.switch.cells import MeterConfig
-from dlcp.switch.profiles import Action, Member
-from dlcp.switch.program import DROP_PORT, Program
+from dlcp.switch import DROP_PORT, Action, MemberRef, MeterConfig, Program
 
 SOURCE = Path(__file__).parents[2] / "p4" / "tna" / "dlcp.p4"
 CELLS: Final = 20
@@ -48,7 +46,7 @@ EGRESS: Final = (
 
 
 class TnaProgram:
-    """The program, its entries and its state, with the members of :class:`dlcp.switch.program.Program` that tests use.
+    """The program, its entries and its state, with the members of :class:`dlcp.switch.Program` that tests use.
 
     Parameters
     ----------
@@ -243,7 +241,7 @@ class _Table:
     def _target(self, target: Any) -> tuple[str, Any]:
         if isinstance(target, Action):
             return "action", _numbers(self._program, target)
-        return ("member" if isinstance(target, Member) else "group"), target.id
+        return ("member" if isinstance(target, MemberRef) else "group"), target.id
 
 
 def _numbers(program: TnaProgram, action: Action) -> tuple[str, list[int]]:
@@ -266,8 +264,8 @@ class _Profile:
         self._program, self._beside = program, beside
         self._handles: dict[int, int] = {}
 
-    def groups(self) -> Any:
-        return self._beside.groups()
+    def has_group(self, number: int) -> bool:
+        return self._beside.has_group(number)
 
     def add_member(self, number: int, action: Action) -> None:
         self._beside.add_member(number, action)

@@ -11,7 +11,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from finsy.proto import p4r
 
-from dlcp.switch.p4runtime.refusal import (
+from dlcp.switch.p4runtime.messages import (
     ALREADY_EXISTS,
     FAILED_PRECONDITION,
     INVALID_ARGUMENT,
@@ -26,14 +26,14 @@ CONNECTIONS_MAX: Final = 16
 """Controllers at a time, as in BMv2."""
 
 
-class Listener(Protocol):
+class ControllerStream(Protocol):
     """One controller's stream."""
 
     def send(self, response: p4r.StreamMessageResponse) -> None:
         """Send a message some time soon."""
 
 
-ListenerT = TypeVar("ListenerT", bound=Listener)
+ListenerT = TypeVar("ListenerT", bound=ControllerStream)
 
 
 @dataclass(slots=True)

@@ -1,31 +1,199 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One switch as P4Runtime sees it: its pipeline, and changes that go in between bursts of packets.
+"""One switch as P4Runtime sees it: its forwarding pipeline, and changes made between bursts of packets.
 
-Nothing here knows of gRPC or of who may write. Calls block; one at a time, please, but from any thread.
+Nothing here knows of gRPC or of who may write. Calls block; make one at a time, from any thread.
 """
 
+import hashlib
+import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from finsy.proto import p4r
+from google.protobuf import text_format
 
-from dlcp.switch.errors import EntryError
-from dlcp.switch.p4runtime.pipeline import Pipeline
-from dlcp.switch.p4runtime.refusal import (
+from dlcp.switch.errors import EntryError, UnsupportedFeature
+from dlcp.switch.executor import bmv2_json
+from dlcp.switch.executor.program import Backend, Program
+from dlcp.switch.p4runtime.entities import (
+    DELETE,
+    INSERT,
+    MODIFY,
+    Ask,
+    Change,
+    Counters,
+    Meters,
+    Profiles,
+    Registers,
+    Tables,
+)
+from dlcp.switch.p4runtime.messages import (
     DEADLINE_EXCEEDED,
     FAILED_PRECONDITION,
     INVALID_ARGUMENT,
     NOT_FOUND,
     OK,
     UNAVAILABLE,
+    UNIMPLEMENTED,
     Refused,
 )
-from dlcp.switch.p4runtime.tables import Change
-from dlcp.switch.program import Backend, Program
+from dlcp.switch.p4runtime.schema import Schema
+
+_FORWARDING_STATE: Final = (
+    p4r.Entity(action_profile_member=p4r.ActionProfileMember()),
+    p4r.Entity(action_profile_group=p4r.ActionProfileGroup()),
+    p4r.Entity(table_entry=p4r.TableEntry(meter_config=p4r.MeterConfig())),
+    p4r.Entity(meter_entry=p4r.MeterEntry()),
+)
+"""What is read to carry entries over to another pipeline, in the order in which it can be written."""
+
+
+T = TypeVar("T")
+
+
+class ForwardingPipeline:
+    """A program with the p4info by which a controller speaks of it.
+
+    Parameters
+    ----------
+    config
+        p4info and the compiled program: what ``p4c-bm2-ss`` writes with ``-o``, as it is.
+    program
+        That program, running.
+
+    Raises
+    ------
+    Refused
+        p4info does not describe the program.
+    """
+
+    def __init__(self, config: p4r.ForwardingPipelineConfig, program: Program) -> None:
+        self.config, self.program = config, program
+        schema = Schema(config.p4info, program)
+        tables, profiles, counters = Tables(schema), Profiles(schema), Counters(schema)
+        meters, registers = Meters(schema), Registers(schema)
+        self._change: dict[str, Callable[[int, Any], Change]] = {
+            "table_entry": tables.change_entry,
+            "direct_meter_entry": tables.change_meter,
+            "direct_counter_entry": tables.change_counter,
+            "action_profile_member": profiles.change_member,
+            "action_profile_group": profiles.change_group,
+            "counter_entry": counters.change,
+            "meter_entry": meters.change,
+            "register_entry": registers.change,
+        }
+        self._read: dict[str, Callable[[Any, Ask], Iterator[p4r.Entity]]] = {
+            "table_entry": lambda wanted, ask: tables.read_entries(wanted),
+            "direct_meter_entry": lambda wanted, ask: tables.read_meters(wanted),
+            "direct_counter_entry": lambda wanted, ask: tables.read_counters(wanted),
+            "action_profile_member": lambda wanted, ask: profiles.read_members(wanted),
+            "action_profile_group": lambda wanted, ask: profiles.read_groups(wanted),
+            "counter_entry": counters.read,
+            "meter_entry": meters.read,
+            "register_entry": registers.read,
+        }
+
+    @classmethod
+    def build(cls, config: p4r.ForwardingPipelineConfig, backend: Backend) -> "ForwardingPipeline":
+        """Make the program of a configuration run.
+
+        Raises
+        ------
+        Refused
+            The configuration is incomplete or damaged, or the built-in switch cannot run the program.
+        """
+        data = config.p4_device_config
+        if not data or not config.HasField("p4info"):
+            raise Refused(INVALID_ARGUMENT, "a pipeline takes p4info and the JSON that p4c-bm2-ss writes with -o")
+        try:
+            definition = bmv2_json.parse(json.loads(data), hashlib.sha256(data).hexdigest(), "the device config")
+            program = Program(definition, backend)
+        except UnsupportedFeature as error:
+            raise Refused(INVALID_ARGUMENT, str(error)) from None
+        # Whatever a damaged file makes go wrong, it is the file's fault and not ours.
+        except Exception as error:
+            raise Refused(INVALID_ARGUMENT, f"the device config cannot be run: {error}") from error
+        return cls(config, program)
+
+    @classmethod
+    def of(cls, program: Program, path: Path) -> "ForwardingPipeline":
+        """Return a pipeline of a program that runs already, with the p4info that lies beside its file.
+
+        Raises
+        ------
+        OSError
+            There is none.
+        Refused
+            It is no p4info, or that of another program.
+        """
+        beside = path.with_suffix(".p4info.txtpb")
+        config = p4r.ForwardingPipelineConfig(p4_device_config=path.read_bytes())
+        try:
+            text_format.Parse(beside.read_text(encoding="utf-8"), config.p4info)
+        except text_format.ParseError as error:
+            raise Refused(INVALID_ARGUMENT, f"{beside} is no p4info: {error}") from None
+        return cls(config, program)
+
+    def change(self, update: p4r.Update) -> Change:
+        """Return what the packet loop is to call for one update; raises Refused for what is wrong at first sight."""
+        if update.type not in (INSERT, MODIFY, DELETE):
+            raise Refused(INVALID_ARGUMENT, f"an update inserts, modifies or deletes; its type is {update.type}")
+        kind, item = _part(update.entity)
+        return self._handler(self._change, kind)(update.type, item)
+
+    def read(self, wanted: p4r.Entity, ask: Ask) -> Iterator[p4r.Entity]:
+        """Return what a request selects; raises Refused, and EntryError for an entry that is not there."""
+        kind, item = _part(wanted)
+        return self._handler(self._read, kind)(item, ask)
+
+    @staticmethod
+    def _handler(handlers: dict[str, T], kind: str) -> T:
+        if kind not in handlers:
+            raise Refused(UNIMPLEMENTED, f"the built-in switch has no {kind}")
+        return handlers[kind]
+
+    def adopt(self, other: "ForwardingPipeline", ask: Ask) -> None:
+        """Take over the entries, members, groups and meters of another pipeline; this one must not run yet.
+
+        Raises
+        ------
+        Refused
+            Something of it does not fit this program.
+        """
+        for wanted in _FORWARDING_STATE:
+            for entity in other.read(wanted, ask):
+                if entity.table_entry.is_const:
+                    continue
+                kind = MODIFY if entity.HasField("meter_entry") else INSERT
+                self._carry_over(p4r.Update(type=kind, entity=entity))
+        for entity in other.read(p4r.Entity(table_entry=p4r.TableEntry(is_default_action=True)), ask):
+            if other.default_can_change(entity.table_entry.table_id):
+                self._carry_over(p4r.Update(type=MODIFY, entity=entity))
+
+    def default_can_change(self, table_id: int) -> bool:
+        """Whether a controller may set the default action of a table."""
+        tables = (item for item in self.config.p4info.tables if item.preamble.id == table_id)
+        return all(not item.const_default_action_id and not item.implementation_id for item in tables)
+
+    def _carry_over(self, update: p4r.Update) -> None:
+        try:
+            self.change(update)()
+        except (Refused, EntryError) as error:
+            raise Refused(INVALID_ARGUMENT, f"the new program cannot have what the old one has: {error}") from None
+
+
+def _part(entity: p4r.Entity) -> tuple[str, Any]:
+    """Return the kind of an entity and the message of that kind."""
+    kind = entity.WhichOneof("entity")
+    if kind is None:
+        raise Refused(INVALID_ARGUMENT, "no entity is given")
+    return kind, getattr(entity, kind)
+
 
 SLICE_S: Final = 0.5e-3
 """How long packets wait for changes at most. Chosen by us: less than a burst of packets takes."""
@@ -36,8 +204,6 @@ RESPONSE_ENTITIES: Final = 2_000
 
 SetAction = p4r.SetForwardingPipelineConfigRequest
 GetResponse = p4r.GetForwardingPipelineConfigRequest
-
-T = TypeVar("T")
 
 
 class PacketLoop(Protocol):
@@ -50,7 +216,7 @@ class PacketLoop(Protocol):
         """Go on with another program; called by the packet loop."""
 
 
-class Device:
+class P4RuntimeDevice:
     """A switch, with or without a pipeline.
 
     Parameters
@@ -63,7 +229,9 @@ class Device:
         What the switch runs already; None if it drops everything.
     """
 
-    def __init__(self, switch: PacketLoop, backend: Backend = "python", pipeline: Pipeline | None = None) -> None:
+    def __init__(
+        self, switch: PacketLoop, backend: Backend = "python", pipeline: ForwardingPipeline | None = None
+    ) -> None:
         self._switch, self._backend = switch, backend
         self._pipeline = pipeline
         """What reads and writes refer to: the last pipeline that was saved."""
@@ -106,7 +274,7 @@ class Device:
             raise Refused(INVALID_ARGUMENT, f"no action {action} for a pipeline")
         if config is None:
             raise Refused(INVALID_ARGUMENT, "this action needs a config")
-        pipeline = Pipeline.build(config, self._backend)
+        pipeline = ForwardingPipeline.build(config, self._backend)
         if action == SetAction.VERIFY:
             return
         if action == SetAction.VERIFY_AND_SAVE:
@@ -129,11 +297,11 @@ class Device:
             found.cookie.CopyFrom(config.cookie)
         return found
 
-    def _commit(self, pipeline: Pipeline) -> None:
+    def _commit(self, pipeline: ForwardingPipeline) -> None:
         self._ask(lambda: self._switch.replace(pipeline.program))
         self._pipeline, self._saved, self._program = pipeline, False, pipeline.program
 
-    def _running(self) -> Pipeline:
+    def _running(self) -> ForwardingPipeline:
         if self._pipeline is None:
             # Controllers know this by BMv2's words; finsy looks for them.
             raise Refused(

@@ -8,10 +8,10 @@ from typing import Final, Protocol, TypeVar
 from finsy.proto import p4i
 
 from dlcp.switch.errors import EntryError
-from dlcp.switch.p4runtime.refusal import INVALID_ARGUMENT, UNIMPLEMENTED, Refused
-from dlcp.switch.profiles import ActionProfile, Actions
-from dlcp.switch.program import Program
-from dlcp.switch.tables import Table
+from dlcp.switch.executor.profiles import ActionProfile, Actions
+from dlcp.switch.executor.program import Program
+from dlcp.switch.executor.tables import Table
+from dlcp.switch.p4runtime.messages import INVALID_ARGUMENT, UNIMPLEMENTED, ActionInfo, FieldInfo, ParamInfo, Refused
 
 MATCH_KINDS: Final[Mapping[int, str]] = {
     p4i.MatchField.EXACT: "exact",
@@ -25,34 +25,6 @@ _UNSUPPORTED: Final = ("externs", "value_sets", "digests", "direct_counters")
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Sized)
-
-
-@dataclass(frozen=True, slots=True)
-class FieldInfo:
-    """A field of a table's key; ``width`` in bits."""
-
-    id: int
-    name: str
-    kind: str
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class ParamInfo:
-    """A parameter of an action; ``width`` in bits."""
-
-    id: int
-    name: str
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class ActionInfo:
-    """An action, with its parameters by number and in order."""
-
-    id: int
-    name: str
-    params: Mapping[int, ParamInfo]
 
 
 @dataclass(frozen=True, slots=True)

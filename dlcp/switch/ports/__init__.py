@@ -36,7 +36,7 @@ class PortCounters:
 
 
 @dataclass(slots=True)
-class Burst:
+class ReceivedFrames:
     """Frames that came in together, and the port each came in on."""
 
     ports: list[int] = field(default_factory=list)
@@ -56,7 +56,7 @@ class PortGroup(Protocol):
     def filenos(self) -> list[int]:
         """Return the file descriptors that turn readable when frames wait."""
 
-    def receive(self, fileno: int, limit: int) -> Burst:
+    def receive(self, fileno: int, limit: int) -> ReceivedFrames:
         """Fetch about ``limit`` frames from one file descriptor without blocking."""
 
     def send(self, port: int, packets: list[bytearray]) -> None:

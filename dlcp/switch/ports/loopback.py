@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dlcp.switch.ports import ETHERNET_BYTES, Burst, PortCounters, enlarge_buffers
+from dlcp.switch.ports import ETHERNET_BYTES, PortCounters, ReceivedFrames, enlarge_buffers
 from dlcp.wire import UDP_PORT_BASE
 
 MTU_BYTES: Final = 9000
@@ -105,10 +105,10 @@ class LoopbackPorts:
         """Return the file descriptors of the aliases."""
         return list(self._inbound)
 
-    def receive(self, fileno: int, limit: int) -> Burst:
+    def receive(self, fileno: int, limit: int) -> ReceivedFrames:
         """Fetch datagrams sent to one alias and give them the headers they would have had on a network."""
         sock, target, udp_port = self._inbound[fileno]
-        burst = Burst()
+        burst = ReceivedFrames()
         packets = burst.packets
         while len(packets) < limit:
             try:
@@ -199,7 +199,7 @@ class LoopbackPorts:
 
     def _split(
         self,
-        burst: Burst,
+        burst: ReceivedFrames,
         source: LoopbackHost,
         target: LoopbackHost,
         udp_ports: tuple[int, int],

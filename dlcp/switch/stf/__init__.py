@@ -3,33 +3,30 @@
 
 ``python -m dlcp.switch.stf p4/stf/*.stf`` runs them on the built-in switch. In Python::
 
-    from dlcp.switch import stf
-    from dlcp.switch.program import Program
+    from dlcp.switch import Program, stf
 
     outcome = stf.run(stf.read(path), stf.BuiltIn(Program.load("p4/build/dlcp.json")))
     assert outcome.passed, outcome.failures
 
-Whatever has the methods of `Target` can be tested in the place of `BuiltIn`.
+Anything with the methods of `StfTarget` can take the place of `BuiltIn`.
 """
 
-from dlcp.switch.stf.builtin import BuiltIn
 from dlcp.switch.stf.frames import FrameError, Pattern, frame
-from dlcp.switch.stf.parser import parse, read
-from dlcp.switch.stf.runner import Outcome, Target, run
-from dlcp.switch.stf.statements import Script, Statement, StfError
-from dlcp.switch.stf.text import text
+from dlcp.switch.stf.runner import BuiltIn, StfOutcome, StfTarget, prepare, run
+from dlcp.switch.stf.script import Script, Statement, StfError, parse, read, text
 
 __all__ = [
     "BuiltIn",
     "FrameError",
-    "Outcome",
     "Pattern",
     "Script",
     "Statement",
     "StfError",
-    "Target",
+    "StfOutcome",
+    "StfTarget",
     "frame",
     "parse",
+    "prepare",
     "read",
     "run",
     "text",

@@ -6,9 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlcp.switch.artifacts import PROGRAM_PATH
-from dlcp.switch.program import BACKENDS, Program
-from dlcp.switch.stf import BuiltIn, Target, read, run
+from dlcp.switch.executor.program import BACKENDS, PROGRAM_PATH, Program
+from dlcp.switch.stf import BuiltIn, StfTarget, read, run
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -27,7 +26,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
 
 
-def run_files(files: Sequence[Path], target: Target) -> int:
+def run_files(files: Sequence[Path], target: StfTarget) -> int:
     """Run files and print a line for each; return 1 if one failed.
 
     Raises

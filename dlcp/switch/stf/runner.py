@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs packet tests on a switch: every packet that comes out must be expected, and every expected one must come.
-
-After each packet the switch settles, so what the following ``expect`` statements name is the answer to that packet; on
-a slow port it is what ``release`` let out. Nothing is skipped: a statement that a switch cannot carry out is an error.
-"""
+"""The built-in switch as a target of packet tests: program and queues, with a clock that only the test moves."""
 
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
-from dlcp.switch.entries import MeterRates, TableEntry, Value
-from dlcp.switch.stf.statements import (
+from dlcp.switch.entries import TableEntry, Value, insert_entry, parse_action, parse_matches
+from dlcp.switch.errors import EntryError
+from dlcp.switch.executor.cells import MeterConfig
+from dlcp.switch.executor.program import DROP_PORT, Program
+from dlcp.switch.ports.queues import DEPTH_PACKETS, PortQueueing, PortQueues
+from dlcp.switch.stf.script import (
     AddMember,
     CheckCounter,
     CheckRegister,
     Expect,
     NoPacket,
-    Packet,
     Release,
     Remove,
     RemoveAll,
     Script,
+    SendPacket,
     SetDefault,
     SetGroup,
     SetMeter,
@@ -42,7 +42,7 @@ _COMPARISONS: Final[Mapping[str, Callable[[int, int], bool]]] = {
 }
 
 
-class Target(Protocol):
+class StfTarget(Protocol):
     """A switch under test."""
 
     def restart(self) -> None:
@@ -69,7 +69,7 @@ class Target(Protocol):
     def set_group(self, profile: str, number: int, members: tuple[int, ...]) -> None:
         """Make a group, or give it other members."""
 
-    def set_meter(self, table: str, match: Mapping[str, Value], priority: int, rates: MeterRates) -> None:
+    def set_meter(self, table: str, match: Mapping[str, Value], priority: int, rates: MeterConfig) -> None:
         """Set an entry's meter; its buckets are full."""
 
     def write_register(self, name: str, index: int, value: int) -> None:
@@ -101,7 +101,7 @@ class Target(Protocol):
 
 
 @dataclass
-class Outcome:
+class StfOutcome:
     """What came of a test."""
 
     packets: int = 0
@@ -117,7 +117,7 @@ class Outcome:
         return not self.failures
 
 
-def run(script: Script, target: Target) -> Outcome:
+def run(script: Script, target: StfTarget) -> StfOutcome:
     """Run a test from a fresh start.
 
     Raises
@@ -129,10 +129,10 @@ def run(script: Script, target: Target) -> Outcome:
 
 
 class _Run:
-    def __init__(self, script: Script, target: Target) -> None:
+    def __init__(self, script: Script, target: StfTarget) -> None:
         self._script, self._target = script, target
-        self.outcome = Outcome()
-        self._sent: Packet | Release | None = None
+        self.outcome = StfOutcome()
+        self._sent: SendPacket | Release | None = None
         self._awaited: list[Expect] = []
         target.restart()
         for statement in script.statements:
@@ -143,7 +143,7 @@ class _Run:
 
     def _do(self, statement: Statement) -> None:
         match statement:
-            case Packet(_, port, data):
+            case SendPacket(_, port, data):
                 self.outcome.packets += 1
                 self._sent = statement
                 self._target.send(port, data)
@@ -204,7 +204,7 @@ def _fits(expect: Expect, port: int, data: bytes) -> bool:
     return port == expect.port and (expect.pattern is None or expect.pattern.matches(data, longer=expect.longer))
 
 
-def prepare(statement: Statement, target: Target) -> None:
+def prepare(statement: Statement, target: StfTarget) -> None:
     """Carry out a statement that neither sends nor compares anything."""
     match statement:
         case Write(_, "add", entry):
@@ -231,3 +231,137 @@ def prepare(statement: Statement, target: Target) -> None:
             target.slow(port, depth_packets)
         case _:
             raise AssertionError(f"{statement} is no preparation")
+
+
+START_US: Final = 2_000_000
+"""The clock at the start: budget slots that nobody used yet count as last used at 0, which must be long ago."""
+PACKET_US: Final = 1_000
+"""How far a packet moves the clock."""
+
+
+class BuiltIn:
+    """A program with a queue for each port and priority.
+
+    Each queue has a line of its own, as in BMv2, so what one queue holds back does not hold back another.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._now_us = START_US
+        self._slow: dict[int, dict[int, PortQueues]] = {}
+        self._depths: dict[int, int] = {}
+        self._out: list[tuple[int, bytes]] = []
+
+    def restart(self) -> None:
+        """Remove all entries, and set registers and counters to zero."""
+        self._program.clear_entries()
+        self._program.reset_state()
+        self._now_us = START_US
+        self._slow.clear()
+        self._out.clear()
+
+    # ------------------------------------------------------------------------------------------------------ entries
+
+    def insert(self, entry: TableEntry) -> None:
+        """Add an entry."""
+        insert_entry(entry, self._program)
+
+    def modify(self, entry: TableEntry) -> None:
+        """Give an entry another action, member or group."""
+        table = self._program.tables[entry.table]
+        table.modify(parse_matches(table, entry.match), entry.target, entry.priority)
+
+    def remove(self, table: str, match: Mapping[str, Value], priority: int) -> None:
+        """Remove an entry."""
+        known = self._program.tables[table]
+        known.delete(parse_matches(known, match), priority)
+
+    def remove_all(self) -> None:
+        """Remove all entries, members and groups."""
+        self._program.clear_entries()
+
+    def set_default(self, table: str, action: str, params: Mapping[str, Value]) -> None:
+        """Set a default action."""
+        self._program.tables[table].set_default(parse_action(action, params))
+
+    def add_member(self, profile: str, number: int, action: str, params: Mapping[str, Value]) -> None:
+        """Add a member to an action profile."""
+        self._program.profiles[profile].add_member(number, parse_action(action, params))
+
+    def set_group(self, profile: str, number: int, members: tuple[int, ...]) -> None:
+        """Make a group, or give it other members."""
+        known = self._program.profiles[profile]
+        (known.modify_group if known.has_group(number) else known.add_group)(number, members)
+
+    def set_meter(self, table: str, match: Mapping[str, Value], priority: int, rates: MeterConfig) -> None:
+        """Set an entry's meter; its buckets are full."""
+        known = self._program.tables[table]
+        known.set_meter(parse_matches(known, match), rates, priority)
+
+    # -------------------------------------------------------------------------------------------------------- state
+
+    def write_register(self, name: str, index: int, value: int) -> None:
+        """Write a cell."""
+        self._program.registers[name][index] = value
+
+    def read_register(self, name: str, index: int) -> int:
+        """Read a cell."""
+        return self._program.registers[name][index]
+
+    def read_counter(self, name: str, index: int) -> tuple[int, int]:
+        """Return packets and bytes of a cell."""
+        return self._program.counters[name][index]
+
+    def now_us(self) -> int:
+        """Return the clock that packets are stamped with."""
+        return self._now_us
+
+    def wait(self, seconds: float) -> None:
+        """Move the clock."""
+        self._now_us += round(seconds * 1e6)
+
+    # ------------------------------------------------------------------------------------------------------ packets
+
+    def slow(self, port: int, depth_packets: int) -> None:
+        """Let each queue of a port send one packet, then hold up to ``depth_packets``."""
+        self._slow[port], self._depths[port] = {}, depth_packets
+
+    def release(self, port: int) -> None:
+        """Let out what the queues of a port hold, the most urgent first."""
+        if port not in self._slow:
+            raise EntryError(f"release: port {port} is not slow")
+        for _, queues in sorted(self._slow.pop(port).items(), reverse=True):
+            self._drain(port, queues)
+
+    def send(self, port: int, data: bytes) -> None:
+        """Run a packet through ingress, its queue and, unless that is slow, egress."""
+        self._now_us += PACKET_US
+        packet = bytearray(data)
+        out_port, queue, carry = self._program.ingress(packet, port, self._now_us)
+        if out_port == DROP_PORT:
+            return
+        waiting = self._slow.get(out_port)
+        if waiting is None:
+            queues = PortQueues(PortQueueing(depth_packets=DEPTH_PACKETS))
+        else:
+            queues = waiting.get(queue) or PortQueues(PortQueueing(depth_packets=self._depths[out_port]))
+        queues.enqueue(packet, carry, queue, self._now_us * 1000)
+        if waiting is None or queue not in waiting:
+            self._drain(out_port, queues)
+        if waiting is not None:
+            waiting[queue] = queues
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """Return what came out since the last call."""
+        came, self._out = self._out, []
+        return came
+
+    def _drain(self, port: int, queues: PortQueues) -> None:
+        while departure := queues.dequeue(self._now_us * 1000):
+            carry: Any = departure.carry
+            enqueued_us = departure.enqueued_ns // 1000
+            waited_us = self._now_us - enqueued_us
+            depths = departure.enq_depth, departure.deq_depth
+            if self._program.egress(departure.packet, carry, port, enqueued_us, waited_us, *depths, self._now_us):
+                self._out.append((port, bytes(departure.packet)))
+            queues.transmit(departure.packet, departure.queue)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traffic managers of all ports over arrays: what `dlcp.switch.queues` does with objects, for Numba.
+"""The traffic managers of all ports over arrays: what `dlcp.switch.ports.queues` does with objects, for Numba.
 
-All functions are plain Python that Numba can compile, and `dlcp.switch.compiled` takes their source. A packet is a row
-of bytes; its number is its *slot*. One array holds a row of numbers for each slot, another one for each port; the
-names below are the columns. Waiting packets are chained from slot to slot, and so is what is on the line.
+All functions are plain Python that Numba can compile; `dlcp.switch.executor.source` takes their source. A packet is a
+row of bytes; its number is its *slot*. One array holds a row of numbers for each slot, another one for each port; the
+names below are the columns. Waiting packets are chained from slot to slot, and so are packets on the line.
 
-Where the two differ in any packet, time or counter, one of them is wrong: a test compares them.
+Both must agree in every packet, time and counter; a test compares them.
 """
 
 from typing import Any, Final
@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.switch.queues import (
+from dlcp.switch.ports.queues import (
     LOSS_MODULUS,
     LOSS_MULTIPLIER,
     NEVER_NS,
@@ -250,7 +250,7 @@ def configure(port: Numbers, queueing: PortQueueing) -> None:
 
 
 class PortColumns:
-    """The counters of one port as `dlcp.switch.queues.PortQueues` names them.
+    """The counters of one port as `dlcp.switch.ports.queues.PortQueues` names them.
 
     Parameters
     ----------

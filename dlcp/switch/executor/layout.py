@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dlcp.switch.errors import UnsupportedFeature
-from dlcp.switch.model import Key, Pipeline, ProgramDef, TableDef
+from dlcp.switch.executor.model import Control, Key, ProgramDef, TableDef
 
 FLAT: Final = ("registers", "packets_counted", "bytes_counted", "meter_rates", "meter_tokens")
 """The arrays for what is no table."""
@@ -86,7 +86,7 @@ class ProfileSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StateLayout:
     """All slots, where each object starts within the flat arrays, and how many cells those have."""
 
     tables: Mapping[str, TableSlot]
@@ -106,7 +106,7 @@ class Layout:
 
 def visible_tables(program: ProgramDef) -> list[TableDef]:
     """Return the tables that have entries or a default that can be changed."""
-    pipelines: tuple[Pipeline, ...] = (program.ingress, program.egress)
+    pipelines: tuple[Control, ...] = (program.ingress, program.egress)
     return [
         node
         for pipeline in pipelines
@@ -115,7 +115,7 @@ def visible_tables(program: ProgramDef) -> list[TableDef]:
     ]
 
 
-def lay_out(program: ProgramDef) -> Layout:
+def lay_out(program: ProgramDef) -> StateLayout:
     """Give everything its place."""
     tables = {}
     users: dict[str, int] = {}
@@ -131,7 +131,7 @@ def lay_out(program: ProgramDef) -> Layout:
     registers, register_cells = _bases({item.name: item.size for item in program.registers.values()})
     counters, counter_cells = _bases({item.name: item.size for item in program.counters.values()})
     meters, meter_cells = _bases({item.name: item.size for item in program.meters.values()})
-    return Layout(tables, profiles, registers, counters, meters, register_cells, counter_cells, meter_cells)
+    return StateLayout(tables, profiles, registers, counters, meters, register_cells, counter_cells, meter_cells)
 
 
 def _bases(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:

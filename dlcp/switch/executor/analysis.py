@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program reads and writes where, and which headers a packet can have."""
+"""What a program reads and writes where, which headers a packet can have, and shortcuts through its controls."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
 from dlcp.switch.errors import UnsupportedFeature
-from dlcp.switch.model import (
+from dlcp.switch.executor.model import (
     ActionDef,
     Assign,
     Bits,
     Checksum,
     Conditional,
+    Const,
+    Control,
     Count,
     ExecuteMeter,
+    Expr,
     Extract,
     Field,
     Hash,
-    Pipeline,
+    Node,
+    Op,
+    ParserState,
     ProgramDef,
     RegisterRead,
     RegisterWrite,
-    State,
     Statement,
     TableDef,
     Valid,
@@ -179,7 +183,7 @@ class Usage:
             found |= input_reads(self.program.profiles[table.profile].inputs)
         return found
 
-    def pipeline_live(self, pipeline: Pipeline, after: frozenset[Variable]) -> frozenset[Variable]:
+    def pipeline_live(self, pipeline: Control, after: frozenset[Variable]) -> frozenset[Variable]:
         """Return what a pipeline needs at its start when ``after`` is needed behind it."""
         live: dict[str | None, frozenset[Variable]] = {None: after}
 
@@ -232,7 +236,7 @@ class Usage:
         return found
 
     @staticmethod
-    def state_reads(state: State) -> set[Variable]:
+    def state_reads(state: ParserState) -> set[Variable]:
         """Return what one parser state reads."""
         found: set[Variable] = set(state.keys)
         for operation in state.operations:
@@ -276,7 +280,7 @@ def successors(node: Conditional | TableDef) -> list[str | None]:
     return list(dict.fromkeys(found))
 
 
-def followers_first(pipeline: Pipeline) -> list[str]:
+def followers_first(pipeline: Control) -> list[str]:
     """Return the nodes that can be reached, each behind all that can follow it.
 
     Raises
@@ -303,7 +307,7 @@ def followers_first(pipeline: Pipeline) -> list[str]:
     return order
 
 
-def joins(pipeline: Pipeline) -> dict[str, str | None]:
+def joins(pipeline: Control) -> dict[str, str | None]:
     """Return for every node the node (None: the end) where all ways from it meet again: its postdominator."""
     result: dict[str, str | None] = {}
     depth: dict[str | None, int] = {None: 0}
@@ -361,3 +365,54 @@ def constant_fields(program: ProgramDef, usage: Usage) -> set[Field]:
         for item in header.fields.values()
         if item not in given and item not in written
     }
+
+
+def shorten(pipeline: Control) -> Control:
+    """Return the pipeline with such conditions skipped, and without the nodes that nobody reaches."""
+    nodes = dict(pipeline.nodes)
+    for name in followers_first(pipeline):
+        node = nodes[name]
+        if isinstance(node, TableDef) and node.hidden:
+            nodes[name] = _threaded(node, nodes)
+    shorter = replace(pipeline, nodes=nodes)
+    reached = set(followers_first(shorter))
+    return replace(shorter, nodes={name: node for name, node in nodes.items() if name in reached})
+
+
+def _threaded(table: TableDef, nodes: Mapping[str, Node]) -> TableDef:
+    action = Usage.default_action(table)
+    if action.exits or not all(isinstance(statement, Assign) for statement in action.body):
+        return table
+    known: dict[Field, int] = {}
+    for statement in action.body:
+        assert isinstance(statement, Assign)
+        if isinstance(value := constant(statement.value, known), int):
+            known[statement.target] = value & ((1 << statement.target.width) - 1)
+        else:
+            known.pop(statement.target, None)
+    following = table.next_of(action.id, hit=False)
+    while following is not None:
+        node = nodes[following]
+        decided = constant(node.condition, known) if isinstance(node, Conditional) else None
+        if decided is None:
+            break
+        assert isinstance(node, Conditional)
+        following = node.then if decided else node.otherwise
+    return replace(table, next={action.id: following}, on_hit=(False, None), on_miss=(False, None))
+
+
+def constant(expression: Expr, known: Mapping[Field, int]) -> int | None:
+    """Return the value of an expression over constants and ``known`` fields, or None if it takes more than that."""
+    if isinstance(expression, Const):
+        return expression.value
+    if isinstance(expression, Field):
+        return known.get(expression)
+    if isinstance(expression, Op):
+        values = [constant(arg, known) for arg in expression.args]
+        if expression.op in ("d2b", "b2d") and values[0] is not None:
+            return int(values[0] != 0)
+        if expression.op == "not" and values[0] is not None:
+            return int(values[0] == 0)
+        if expression.op == "==" and values[0] is not None and values[1] is not None:
+            return int(values[0] == values[1])
+    return None

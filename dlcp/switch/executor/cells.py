@@ -14,6 +14,9 @@ Store: TypeAlias = Any
 """Lists or arrays of numbers, for meters of rows of numbers; the generated text uses both alike."""
 
 MICROSECONDS: Final = 1_000_000.0
+TOKEN_CELLS: Final = 7
+"""Numbers of one meter's row of tokens: whether it is configured, then tokens now, tokens gained since the origin of
+time, and burst, for the peak and for the committed bucket. A row of rates: peak and committed tokens a microsecond."""
 
 
 class _Window:
@@ -117,6 +120,37 @@ class MeterConfig:
     cburst: int
     pir: int
     pburst: int
+
+
+def run_meter(rates: Any, tokens: Any, cell: int, amount: int, now_us: int) -> int:
+    """Return the colour (0 green, 1 yellow, 2 red) of ``amount`` bytes or packets at time ``now_us``.
+
+    The arithmetic of BMv2's Meter::execute: two buckets, peak first, colour-blind; what a bucket has gained is reckoned
+    from the origin of time, so that rounding never adds up; a packet that is red takes nothing.
+    """
+    row = tokens[cell]
+    if row[0] == 0:
+        return 0
+    rate = rates[cell]
+    gained = int(now_us * rate[0])
+    have = row[1] + gained - row[2]
+    row[2] = gained
+    if have > row[3]:
+        have = row[3]
+    if have < amount:
+        row[1] = have
+        return 2
+    row[1] = have - amount
+    gained = int(now_us * rate[1])
+    have = row[4] + gained - row[5]
+    row[5] = gained
+    if have > row[6]:
+        have = row[6]
+    if have < amount:
+        row[4] = have
+        return 1
+    row[4] = have - amount
+    return 0
 
 
 class MeterCells(_Window):

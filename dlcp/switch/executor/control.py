@@ -5,19 +5,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dlcp.switch.codegen.analysis import Stacks, Usage, joins, successor, successors, summed_range
-from dlcp.switch.codegen.expressions import Expressions, Value, fit, number
-from dlcp.switch.codegen.layout import Layout, TableSlot
-from dlcp.switch.codegen.packets import Stores
-from dlcp.switch.codegen.writer import HashOf, Helpers, Load, Names, Writer, bare
 from dlcp.switch.errors import UnsupportedFeature
-from dlcp.switch.model import (
+from dlcp.switch.executor.analysis import Stacks, Usage, joins, successor, successors, summed_range
+from dlcp.switch.executor.layout import StateLayout, TableSlot
+from dlcp.switch.executor.model import (
     ActionDef,
     Assign,
     Bits,
     Calculation,
     Checksum,
     Conditional,
+    Control,
     Count,
     ExecuteMeter,
     Exit,
@@ -27,7 +25,6 @@ from dlcp.switch.model import (
     Key,
     MeterDef,
     Op,
-    Pipeline,
     ProgramDef,
     RegisterRead,
     RegisterWrite,
@@ -36,6 +33,8 @@ from dlcp.switch.model import (
     Valid,
     Variable,
 )
+from dlcp.switch.executor.parsing import Stores
+from dlcp.switch.executor.text import Expressions, HashOf, Helpers, LoadBytes, Names, Value, Writer, bare, fit, number
 
 HASH_BITS = {"crc16": 16, "crc32": 32, "csum16": 16, "xor16": 16}
 
@@ -47,7 +46,7 @@ class Context:
     program: ProgramDef
     stacks: Stacks
     usage: Usage
-    layout: Layout
+    layout: StateLayout
     names: Names
     helpers: Helpers
     expressions: Expressions
@@ -84,7 +83,7 @@ def negative_facts(condition: Expr) -> frozenset[str]:
 class ControlText:
     """Emits one pipeline."""
 
-    def __init__(self, context: Context, pipeline: Pipeline, write: Writer) -> None:
+    def __init__(self, context: Context, pipeline: Control, write: Writer) -> None:
         self.context, self.pipeline, self.write = context, pipeline, write
         self.names, self.expressions = context.names, context.expressions
         self.joins = joins(pipeline)
@@ -413,7 +412,7 @@ class ControlText:
             return self._hash(checksum.calculation, frozenset({checksum.target.header}))
         # 65536 is 1 modulo 65535, and so is its square: a sum of words of two or four bytes modulo 65535 is the one's
         # complement sum of all 16-bit words, but that 0 stands for 65535 unless everything is zero.
-        load = self.context.helpers.name(Load(word_units(*covered)))
+        load = self.context.helpers.name(LoadBytes(word_units(*covered)))
         header = checksum.target.header
         starts = self.context.stacks.offsets.get(header, frozenset({0}))
         start = str(next(iter(starts))) if len(starts) == 1 else f"{self.names(Valid(header))} - 1"

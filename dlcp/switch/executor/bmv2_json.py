@@ -7,38 +7,298 @@ so whatever else a program uses is found here, and not while packets are under w
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from dlcp.switch.bmv2_actions import ActionReader
-from dlcp.switch.bmv2_words import MAX_WIDTH, Json, Words, number, where_is
 from dlcp.switch.errors import ProgramError, UnsupportedFeature
-from dlcp.switch.model import (
+from dlcp.switch.executor.model import (
+    COMPARISONS,
+    ActionDef,
     Assign,
+    Bits,
+    Calculation,
     Case,
     Checksum,
     Conditional,
+    Const,
     ConstEntry,
+    Control,
+    Count,
     CounterDef,
+    ExecuteMeter,
+    Exit,
+    Expr,
     Extract,
     Field,
+    Hash,
+    HeaderDef,
     Key,
     MeterDef,
     Node,
-    Pipeline,
+    Op,
+    Param,
+    Parameter,
+    ParserState,
     ProfileDef,
     ProgramDef,
     RegisterDef,
-    State,
+    RegisterRead,
+    RegisterWrite,
+    Statement,
     TableDef,
     Valid,
     Variable,
     Verify,
 )
 
+Json: TypeAlias = Mapping[str, Any]
 
-def load(path: str | Path) -> ProgramDef:
+MAX_WIDTH: Final = 63
+"""Widest value that can be computed with: what a signed 64-bit integer holds without a sign."""
+
+HASHES: Final = frozenset({"crc16", "crc32", "csum16", "identity", "xor16"})
+_DATA_OPS: Final = frozenset({"+", "-", "*", "/", "%", "<<", ">>", "&", "|", "^"})
+_BINARY: Final = _DATA_OPS | COMPARISONS | {"and", "or", "usat_cast"}
+_UNARY: Final = frozenset({"~", "not", "d2b", "b2d"})
+
+
+def where_is(item: Json, fallback: str) -> str:
+    """Return the line of the P4 source that an object comes from, if the compiler says so."""
+    info = item.get("source_info") or {}
+    return f"{info['filename']}:{info['line']}" if "filename" in info and "line" in info else fallback
+
+
+def number(text: str) -> int:
+    """Return the value of a hexadecimal number."""
+    return int(text, 16)
+
+
+class Words:
+    """Reads fields, expressions and hashes of one document; ``where`` says where they stand, for errors.
+
+    Attributes
+    ----------
+    headers
+        All headers, metadata included.
+    calculations
+        The hashes and checksums that have been asked for.
+    """
+
+    def __init__(self, document: Json) -> None:
+        self._document = document
+        self._calculations = {item["name"]: item for item in document.get("calculations", [])}
+        self.headers = self._read_headers()
+        self.calculations: dict[str, Calculation] = {}
+
+    def _read_headers(self) -> dict[str, HeaderDef]:
+        types = {item["name"]: item for item in self._document["header_types"]}
+        headers = {}
+        for item in self._document["headers"]:
+            fields: dict[str, Field] = {}
+            signed = set()
+            offset = 0
+            for name, width, *rest in types[item["header_type"]]["fields"]:
+                if width == "*":
+                    raise UnsupportedFeature("varbit fields", f"{item['name']}.{name}")
+                if rest and rest[0]:
+                    signed.add(name)
+                fields[name] = Field(item["name"], name, width, offset, bool(item.get("metadata")))
+                offset += width
+            headers[item["name"]] = HeaderDef(item["name"], bool(item.get("metadata")), fields, frozenset(signed))
+        return headers
+
+    def header(self, name: str, where: str) -> HeaderDef:
+        """Return a header; raises ProgramError if there is none of this name."""
+        if name not in self.headers:
+            raise ProgramError(f"{where}: no header {name!r} in the program")
+        return self.headers[name]
+
+    def field(self, value: Sequence[str], where: str) -> Field:
+        """Return a field; raises UnsupportedFeature if it cannot be computed with."""
+        header = self.header(value[0], where)
+        found = header.fields[value[1]]
+        if value[1] in header.signed:
+            raise UnsupportedFeature(f"signed fields ({value[0]}.{value[1]})", where)
+        if found.width > MAX_WIDTH:
+            raise UnsupportedFeature(f"fields wider than {MAX_WIDTH} bits ({value[0]}.{value[1]})", where)
+        return found
+
+    def variable(self, value: Sequence[str], where: str) -> Variable:
+        """Return a field, or whether a header is valid."""
+        if value[1] == "$valid$":
+            return Valid(self.header(value[0], where).name)
+        return self.field(value, where)
+
+    def target(self, parameter: Json, where: str) -> Field:
+        """Return the field that something is assigned to."""
+        if parameter["type"] != "field":
+            raise UnsupportedFeature(f"assignment to a {parameter['type']}", where)
+        return self.field(parameter["value"], where)
+
+    def errors(self) -> dict[str, int]:
+        """Return the numbers of the parser's errors, by name."""
+        errors: dict[str, int] = dict(self._document.get("errors", []))
+        # BMv2 numbers the core errors that a program does not list after those that it does.
+        for name in ("NoError", "PacketTooShort"):
+            if name not in errors:
+                errors[name] = max(errors.values(), default=-1) + 1
+        return errors
+
+    def expression(self, item: Json, where: str, parameters: Sequence[Parameter] = ()) -> Expr:
+        """Read an expression; ``parameters`` are those of the action that it stands in."""
+        kind, value = item["type"], item["value"]
+        if kind == "expression":
+            return self.expression(value, where, parameters) if "type" in value else self._op(value, where, parameters)
+        if kind == "field":
+            return self.variable(value, where)
+        if kind == "hexstr":
+            return Const(number(value))
+        if kind == "bool":
+            return Const(int(value))
+        if kind in ("runtime_data", "local"):
+            return Param(value, parameters[value].width)
+        raise UnsupportedFeature(f"expressions on a {kind}", where)
+
+    def _op(self, value: Json, where: str, parameters: Sequence[Parameter]) -> Expr:
+        op = value["op"]
+        if op == "valid":
+            if value["right"]["type"] != "header":
+                raise UnsupportedFeature(f"isValid on a {value['right']['type']}", where)
+            return Valid(self.header(value["right"]["value"], where).name)
+        if op == "?":
+            names: tuple[str, ...] = ("cond", "left", "right")
+        elif op in _UNARY:
+            names = ("right",)
+        elif op in _BINARY:
+            names = ("left", "right")
+        else:
+            raise UnsupportedFeature(f"the operation {op}", where)
+        return Op(op, tuple(self.expression(value[name], where, parameters) for name in names))
+
+    def calculation(self, name: str, where: str) -> Calculation:
+        """Return a hash by its name."""
+        if name not in self.calculations:
+            item = self._calculations[name]
+            where = where_is(item, where)
+            self.calculations[name] = Calculation(
+                name, self.algorithm(item["algo"], where), self.inputs(item["input"], where), where
+            )
+        return self.calculations[name]
+
+    @staticmethod
+    def algorithm(name: str, where: str) -> str:
+        """Return the name of a hash algorithm; raises UnsupportedFeature for one that is not run."""
+        if name not in HASHES:
+            raise UnsupportedFeature(f"the hash {name}", where)
+        return name
+
+    def inputs(self, items: Sequence[Json], where: str) -> tuple[Field | Bits, ...]:
+        """Return what is hashed: fields, and constant bits."""
+        inputs: list[Field | Bits] = []
+        for item in items:
+            if item["type"] == "field":
+                inputs.append(self.field(item["value"], where))
+            elif item["type"] == "hexstr":
+                inputs.append(Bits(number(item["value"]), item["bitwidth"]))
+            else:
+                raise UnsupportedFeature(f"a hash over a {item['type']}", where)
+        return tuple(inputs)
+
+
+_PRIMITIVES: Final = {
+    "add_header": "setValid on a header",
+    "remove_header": "setInvalid on a header",
+    "clone_ingress_pkt_to_egress": "clone",
+    "clone_egress_pkt_to_egress": "clone",
+    "generate_digest": "digest",
+    "truncate": "truncate",
+    "modify_field_rng_uniform": "random",
+    "assign_header": "assignment of whole headers",
+    "push": "push on a header stack",
+    "pop": "pop on a header stack",
+    "_jump": "if inside an action",
+    "_jump_if_zero": "if inside an action",
+}
+"""What a programmer calls the primitives that are refused; others are refused by their own name."""
+
+
+class ActionReader:
+    """Reads actions.
+
+    Parameters
+    ----------
+    words
+        The document's fields and expressions.
+    counters, registers, meters
+        The names of the arrays that there are.
+    """
+
+    def __init__(
+        self, words: Words, counters: Container[str], registers: Container[str], meters: Container[str]
+    ) -> None:
+        self._words = words
+        self.counters, self.registers, self.meters = counters, registers, meters
+
+    def action(self, item: Json) -> ActionDef:
+        """Read an action; raises UnsupportedFeature or ProgramError."""
+        where = where_is(item, f"action {item['name']}")
+        parameters = tuple(Parameter(entry["name"], entry["bitwidth"]) for entry in item["runtime_data"])
+        for parameter in parameters:
+            if parameter.width > MAX_WIDTH:
+                raise UnsupportedFeature(
+                    f"action parameters wider than {MAX_WIDTH} bits ({parameter.name})", f"action {item['name']}"
+                )
+        body: list[Statement] = []
+        for call in item["primitives"]:
+            body += self._primitive(call, where_is(call, where), parameters)
+        return ActionDef(item["id"], item["name"], parameters, tuple(body), where)
+
+    def _primitive(self, call: Json, where: str, parameters: Sequence[Parameter]) -> list[Statement]:
+        op, given = call["op"], call["parameters"]
+
+        def expression(index: int) -> Expr:
+            return self._words.expression(given[index], where, parameters)
+
+        match op:
+            case "no_op":
+                return []
+            case "exit":
+                return [Exit()]
+            case "assign" | "modify_field":
+                target = self._words.target(given[0], where)
+                if (target.header, target.name) == ("standard_metadata", "mcast_grp") and expression(1) != Const(0):
+                    raise UnsupportedFeature("multicast", where)
+                return [Assign(target, expression(1))]
+            case "mark_to_drop" | "drop":
+                return [Assign(self._words.field(("standard_metadata", "egress_spec"), where), Const(511))]
+            case "count":
+                return [Count(self._named(self.counters, given[0], where), expression(1))]
+            case "register_read":
+                name = self._named(self.registers, given[1], where)
+                return [RegisterRead(self._words.target(given[0], where), name, expression(2))]
+            case "register_write":
+                return [RegisterWrite(self._named(self.registers, given[0], where), expression(1), expression(2))]
+            case "execute_meter":
+                name = self._named(self.meters, given[0], where)
+                return [ExecuteMeter(self._words.target(given[2], where), name, expression(1))]
+            case "modify_field_with_hash_based_offset":
+                size = expression(3)
+                if not isinstance(size, Const):
+                    raise UnsupportedFeature("hash with a maximum that is not a constant", where)
+                calculation = self._words.calculation(given[2]["value"], where)
+                return [Hash(self._words.target(given[0], where), expression(1), calculation.name, size.value)]
+        raise UnsupportedFeature(_PRIMITIVES.get(op, f"the primitive {op}"), where)
+
+    @staticmethod
+    def _named(known: Container[str], parameter: Json, where: str) -> str:
+        name = str(parameter["value"])
+        if name not in known:
+            raise ProgramError(f"{where}: no {parameter['type']} {name!r} in the program")
+        return name
+
+
+def load_definition(path: str | Path) -> ProgramDef:
     """Read a program.
 
     Raises
@@ -57,7 +317,7 @@ def load(path: str | Path) -> ProgramDef:
 
 
 def parse(document: Any, digest: str = "", source: str = "program") -> ProgramDef:
-    """Build the model from a decoded JSON document; errors as `load`."""
+    """Build the model from a decoded JSON document; errors as `load_definition`."""
     if not isinstance(document, Mapping) or "pipelines" not in document:
         raise ProgramError(f"{source} has no pipelines: not a BMv2 JSON; give the file that p4c-bm2-ss writes with -o")
     version = document.get("__meta__", {}).get("version", [2, 0])
@@ -164,7 +424,7 @@ class _Reader:
 
     # ---------------------------------------------------------------------------------------------------- parser
 
-    def _state(self, item: Json) -> State:
+    def _state(self, item: Json) -> ParserState:
         where = f"parser state {item['name']}"
         operations = tuple(self._operation(entry, where) for entry in item["parser_ops"])
         keys = []
@@ -180,7 +440,7 @@ class _Reader:
                 default = entry["next_state"]
             else:
                 cases.append(_case(entry, keys))
-        return State(item["name"], operations, tuple(keys), tuple(cases), default)
+        return ParserState(item["name"], operations, tuple(keys), tuple(cases), default)
 
     def _operation(self, item: Json, where: str) -> Extract | Assign | Verify:
         given = item["parameters"]
@@ -195,7 +455,7 @@ class _Reader:
 
     # ------------------------------------------------------------------------------------------------- pipelines
 
-    def _pipeline(self, item: Json) -> Pipeline:
+    def _pipeline(self, item: Json) -> Control:
         nodes: dict[str, Node] = {}
         if item.get("action_calls"):
             raise UnsupportedFeature("action calls outside tables", f"control {item['name']}")
@@ -205,7 +465,7 @@ class _Reader:
             nodes[entry["name"]] = Conditional(entry["name"], condition, entry["true_next"], entry["false_next"], where)
         for entry in item.get("tables", []):
             nodes[entry["name"]] = self._table(entry)
-        return Pipeline(item["name"], item["init_table"], nodes)
+        return Control(item["name"], item["init_table"], nodes)
 
     def _table(self, item: Json) -> TableDef:
         where = f"table {item['name']}"

@@ -1,41 +1,216 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads packet tests: the statements of p4c's STF, and a few for what that cannot say. p4/stf/README.md describes them.
+"""Packet tests as text: the statements of p4c's STF, and a few that it lacks. p4/stf/README.md describes them.
 
-A statement ends with its line, unless the next line begins with a blank. ``#`` begins a comment. A statement that is
-not known is an error, never skipped.
+A statement ends with its line, unless the next line begins with a blank. ``#`` begins a comment. An unknown statement
+is an error, never skipped.
 """
 
 import gzip
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from dlcp.suggestion import nearest
-from dlcp.switch.counters import EgressEvent, IngressEvent, event_index
-from dlcp.switch.entries import MeterRates, TableEntry, Value
+from dlcp.switch.entries import TableEntry, Value
+from dlcp.switch.events import EgressEvent, IngressEvent, event_index
+from dlcp.switch.executor.cells import MeterConfig
 from dlcp.switch.stf.frames import FrameError, Pattern, frame
-from dlcp.switch.stf.statements import (
-    AddMember,
-    CheckCounter,
-    CheckRegister,
-    Expect,
-    NoPacket,
-    Packet,
-    Release,
-    Remove,
-    RemoveAll,
-    Script,
-    SetDefault,
-    SetGroup,
-    SetMeter,
-    Slow,
-    Statement,
-    StfError,
-    Wait,
-    Write,
-    WriteRegister,
+
+
+class StfError(ValueError):
+    """A test that cannot be run; the message names file, line and what is wrong."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """Add or modify a table entry."""
+
+    line: int
+    operation: str
+    """``add`` or ``modify``."""
+    entry: TableEntry
+
+
+@dataclass(frozen=True)
+class Remove:
+    """Remove an entry."""
+
+    line: int
+    table: str
+    match: Mapping[str, Value]
+    priority: int
+
+
+@dataclass(frozen=True)
+class RemoveAll:
+    """Remove all entries, members and groups."""
+
+    line: int
+
+
+@dataclass(frozen=True)
+class SetDefault:
+    """Set a table's default action."""
+
+    line: int
+    table: str
+    action: str
+    params: Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class AddMember:
+    """Add a member to an action profile."""
+
+    line: int
+    profile: str
+    id: int
+    action: str
+    params: Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class SetGroup:
+    """Give a group these members; a new group if there is none of this number."""
+
+    line: int
+    profile: str
+    id: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SetMeter:
+    """Set the direct meter of an entry."""
+
+    line: int
+    table: str
+    match: Mapping[str, Value]
+    priority: int
+    rates: MeterConfig
+
+
+@dataclass(frozen=True)
+class WriteRegister:
+    """Write a cell of a register."""
+
+    line: int
+    register: str
+    index: int
+    value: int
+    ago: bool = False
+    """The value is what the clock showed ``value`` microseconds ago."""
+
+
+@dataclass(frozen=True)
+class CheckRegister:
+    """Compare a cell of a register."""
+
+    line: int
+    register: str
+    index: int
+    comparison: str
+    value: int
+
+
+@dataclass(frozen=True)
+class CheckCounter:
+    """Compare a cell of a counter."""
+
+    line: int
+    counter: str
+    index: int
+    unit: str
+    """``packets`` or ``bytes``."""
+    comparison: str
+    value: int
+
+
+@dataclass(frozen=True)
+class SendPacket:
+    """A packet comes in."""
+
+    line: int
+    port: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Expect:
+    """A packet comes out."""
+
+    line: int
+    port: int
+    pattern: Pattern | None
+    """None: any packet."""
+    longer: bool = False
+
+
+@dataclass(frozen=True)
+class NoPacket:
+    """Nothing comes out; without an ``expect`` this is so anyway, said or not."""
+
+    line: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Let time pass, for meters and whatever else ages."""
+
+    line: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Make the queues of a port slow: each lets one packet out and then none until ``release``."""
+
+    line: int
+    port: int
+    depth_packets: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """Let out what waits in the queues of a port."""
+
+    line: int
+    port: int
+
+
+Statement: TypeAlias = (
+    Write
+    | Remove
+    | RemoveAll
+    | SetDefault
+    | AddMember
+    | SetGroup
+    | SetMeter
+    | WriteRegister
+    | CheckRegister
+    | CheckCounter
+    | SendPacket
+    | Expect
+    | NoPacket
+    | Wait
+    | Slow
+    | Release
 )
+
+
+@dataclass(frozen=True)
+class Script:
+    """A file of statements."""
+
+    path: Path
+    statements: tuple[Statement, ...] = field(default=())
+
+    def packets(self) -> int:
+        """Return how many packets are sent."""
+        return sum(isinstance(statement, SendPacket) for statement in self.statements)
+
 
 _COMMENT: Final = re.compile(r'#.*|"')
 _CALL: Final = re.compile(r"^(?P<before>.*?)(?P<name>[A-Za-z_$][\w.$]*)\s*\((?P<arguments>[^()]*)\)\s*$", re.DOTALL)
@@ -179,7 +354,7 @@ def _meter(line: int, rest: str) -> Statement:
     *words, committed, peak = rest.split()
     table, priority, match = _matched(words)
     (cir, cburst), (pir, pburst) = (map(int, pair.split(":")) for pair in (committed, peak))
-    return SetMeter(line, table, match, priority, MeterRates(cir, cburst, pir, pburst))
+    return SetMeter(line, table, match, priority, MeterConfig(cir, cburst, pir, pburst))
 
 
 # -------------------------------------------------------------------------------------------------------------- state
@@ -244,7 +419,7 @@ def _packet(line: int, rest: str) -> Statement:
     pattern = frame(text)
     if any(byte != 0xFF for byte in pattern.mask):
         raise ValueError("a packet that is sent leaves nothing open; * is for expect")
-    return Packet(line, int(port, 0), pattern.value)
+    return SendPacket(line, int(port, 0), pattern.value)
 
 
 def _expect(line: int, rest: str) -> Statement:
@@ -295,3 +470,74 @@ _READERS: Final[dict[str, Callable[[int, str], Statement]]] = {
     "slow": _slow,
     "release": _release,
 }
+
+
+def text(statements: Iterable[Statement]) -> str:
+    """Return the text of statements, a line each."""
+    return "".join(f"{_line(statement)}\n" for statement in statements)
+
+
+def _line(statement: Statement) -> str:
+    match statement:
+        case Write(_, operation, entry):
+            return f"{operation} {_place(entry.table, entry.match, entry.priority)} {_does(entry)}"
+        case Remove(_, table, match_, priority):
+            return f"remove {_place(table, match_, priority)}"
+        case RemoveAll():
+            return "remove all"
+        case SetDefault(_, table, action, params):
+            return f"setdefault {table} {_call(action, params)}"
+        case AddMember(_, profile, number, action, params):
+            return f"member {profile} {number} {_call(action, params)}"
+        case SetGroup(_, profile, number, members):
+            return " ".join(["group", profile, str(number), *map(str, members)])
+        case SetMeter(_, table, match_, priority, rates):
+            pairs = f"{rates.cir}:{rates.cburst} {rates.pir}:{rates.pburst}"
+            return f"meter_set_rates {_place(table, match_, priority)} {pairs}"
+        case WriteRegister(_, register, index, value, ago):
+            return f"register_write {register} {index} {'now-' if ago else ''}{value}"
+        case CheckRegister(_, register, index, comparison, value):
+            return f"check_register {register}({index}) {comparison} {value}"
+        case CheckCounter(_, counter, index, unit, comparison, value):
+            return f"check_counter {counter}({index}) {unit} {comparison} {value}"
+        case _:
+            return _packet_line(statement)
+
+
+def _packet_line(statement: Statement) -> str:
+    match statement:
+        case SendPacket(_, port, data):
+            return f"packet {port} {data.hex()}"
+        case Expect(_, port, None):
+            return f"expect {port}"
+        case Expect(_, port, pattern, longer):
+            assert pattern is not None
+            digits = zip(pattern.value.hex(), pattern.mask.hex(), strict=True)
+            return f"expect {port} {''.join(digit if bits == 'f' else '*' for digit, bits in digits)}" + "$" * (
+                not longer
+            )
+        case NoPacket():
+            return "no_packet"
+        case Wait(_, seconds):
+            return f"wait {seconds}"
+        case Slow(_, port, depth_packets):
+            return f"slow {port} {depth_packets}"
+        case Release(_, port):
+            return f"release {port}"
+        case _:
+            raise AssertionError(f"{statement} has no text")
+
+
+def _place(table: str, match: Mapping[str, Value], priority: int) -> str:
+    fields = [f"{name}:{value}" for name, value in match.items()]
+    return " ".join([table, *([str(priority)] if priority else []), *fields])
+
+
+def _does(entry: TableEntry) -> str:
+    if entry.action is not None:
+        return _call(entry.action, entry.params)
+    return f"member {entry.member}" if entry.member is not None else f"group {entry.group}"
+
+
+def _call(action: str, params: Mapping[str, Value]) -> str:
+    return f"{action}({', '.join(f'{name}:{value}' for name, value in params.items())})"

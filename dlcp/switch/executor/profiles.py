@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from dlcp.switch.codegen.layout import ProfileSlot
 from dlcp.switch.errors import DuplicateError, EntryError, FullError, InUseError, MissingError, Named, UnknownName
-from dlcp.switch.model import ActionDef, ProfileDef
+from dlcp.switch.executor.layout import ProfileSlot
+from dlcp.switch.executor.model import ActionDef, ProfileDef
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +21,20 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class MemberRef:
     """A member of the table's action profile."""
 
     id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupRef:
     """A group of the table's action profile; every packet chooses one of its members by a hash."""
 
     id: int
 
 
-Target: TypeAlias = Action | Member | Group
+Target: TypeAlias = Action | MemberRef | GroupRef
 
 GROUP_SIZE_MAX: Final = 65_536
 """The most places that a group may have, members times weights. Chosen by us, so that no weight fills the memory."""
@@ -120,7 +120,7 @@ class ActionProfile:
     Attributes
     ----------
     group_cells, choices, rows
-        What plain generated text reads; see `dlcp.switch.codegen.layout`.
+        What plain generated text reads; see `dlcp.switch.executor.layout`.
     changed
         Set by every change.
     """
@@ -230,25 +230,25 @@ class ActionProfile:
 
     # ----------------------------------------------------------------------------------------------- for entries
 
-    def place(self, target: Member | Group) -> int:
+    def place(self, target: MemberRef | GroupRef) -> int:
         """Return the cell that stands for a member or a group; raises EntryError if an entry cannot refer to it."""
-        if isinstance(target, Member):
+        if isinstance(target, MemberRef):
             return self._member(target.id).place
         group = self._group(target.id)
         if not group.members:
             raise InUseError(f"{self.where}: group {target.id} is empty; add a member before an entry uses it")
         return group.place
 
-    def hold(self, target: Member | Group) -> None:
+    def hold(self, target: MemberRef | GroupRef) -> None:
         """Note that an entry uses ``target``."""
         self._used(target).users += 1
 
-    def release(self, target: Member | Group) -> None:
+    def release(self, target: MemberRef | GroupRef) -> None:
         """Note that an entry no longer uses ``target``."""
         self._used(target).users -= 1
 
-    def _used(self, target: Member | Group) -> _Member | _Group:
-        return self._member(target.id) if isinstance(target, Member) else self._group(target.id)
+    def _used(self, target: MemberRef | GroupRef) -> _Member | _Group:
+        return self._member(target.id) if isinstance(target, MemberRef) else self._group(target.id)
 
     # --------------------------------------------------------------------------------------------------- storage
 

@@ -92,7 +92,7 @@ def decode_events(events: type[IntEnum], packets: ArrayLike, octets: ArrayLike) 
     return found
 
 
-def totals(events: Sequence[EventCount]) -> dict[str, int]:
+def event_totals(events: Sequence[EventCount]) -> dict[str, int]:
     """Return packets by event, over all ports, queues and classes."""
     total: Counter[str] = Counter()
     for event in events:

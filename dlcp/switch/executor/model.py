@@ -134,7 +134,7 @@ Statement: TypeAlias = Assign | Count | RegisterRead | RegisterWrite | Hash | Ex
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class HeaderDef:
     """A header or metadata instance. ``signed`` and ``varbit`` name fields that may exist but not be used."""
 
     name: str
@@ -253,7 +253,7 @@ class ProfileDef:
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class Control:
     """The control ``ingress`` or ``egress`` as a graph of nodes."""
 
     name: str
@@ -343,7 +343,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ParserState:
     """A parser state. Without a matching case the parser goes to ``default`` (None: accept)."""
 
     name: str
@@ -358,13 +358,13 @@ class ProgramDef:
     """A whole program. ``standard`` maps the target's field names to the program's fields."""
 
     digest: str
-    headers: Mapping[str, Header]
+    headers: Mapping[str, HeaderDef]
     errors: Mapping[str, int]
     first_state: str
-    states: Mapping[str, State]
+    states: Mapping[str, ParserState]
     emitted: tuple[str, ...]
-    ingress: Pipeline
-    egress: Pipeline
+    ingress: Control
+    egress: Control
     profiles: Mapping[str, ProfileDef]
     calculations: Mapping[str, Calculation]
     checksums: tuple[Checksum, ...]

@@ -2,7 +2,8 @@
 """A whole program as text: one body each for ingress and egress, in two flavours that differ only in their frame.
 
 Plain: ``ingress(p, ingress_port, now_us)`` and ``egress(p, carry, port, ...)`` over bytearrays, with lists and
-dictionaries as globals. Compiled: the same bodies over arrays that are handed in, and loops over batches.
+dictionaries as globals. Compiled: the same bodies over arrays passed in, with loops over batches, and ``forward``,
+which takes a batch through ingress, queues, egress and lines; `dlcp.switch.ports.scheduler` has the queues and lines.
 """
 
 import inspect
@@ -12,16 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from dlcp.switch import kernels
-from dlcp.switch.codegen.analysis import Usage, constant_fields, stacks, target_of
-from dlcp.switch.codegen.control import Context, ControlText
-from dlcp.switch.codegen.expressions import Expressions
-from dlcp.switch.codegen.layout import FLAT, Layout, lay_out
-from dlcp.switch.codegen.parsing import ParserText
-from dlcp.switch.codegen.shortcuts import shorten
-from dlcp.switch.codegen.writer import Helpers, Load, Names, Store, Writer
-from dlcp.switch.hashes import compiled_source, compiled_tables, plain_source
-from dlcp.switch.model import Assign, Field, Pipeline, ProgramDef, Variable
+from dlcp.switch.executor import cells, tables
+from dlcp.switch.executor.analysis import Usage, constant_fields, shorten, stacks, target_of
+from dlcp.switch.executor.control import Context, ControlText
+from dlcp.switch.executor.hashes import compiled_source, compiled_tables, plain_source
+from dlcp.switch.executor.layout import FLAT, StateLayout, lay_out
+from dlcp.switch.executor.model import Assign, Control, Field, ProgramDef, Variable
+from dlcp.switch.executor.parsing import ParserText
+from dlcp.switch.executor.text import Expressions, Helpers, LoadBytes, Names, StoreBytes, Writer
+from dlcp.switch.ports import scheduler
+from dlcp.switch.ports.queues import SERVE_EVERY_PACKETS
 
 DROP_PORT: Final = 511
 """BMv2's default drop port; packets that leave ingress or egress with it are dropped."""
@@ -61,7 +62,7 @@ class Generated:
     """
 
     program: ProgramDef
-    layout: Layout
+    layout: StateLayout
     helpers: Helpers
     carry: tuple[str, ...]
     ingress: tuple[str, ...]
@@ -70,15 +71,15 @@ class Generated:
     def plain(self, namespace: dict[str, Any]) -> str:
         """Return the plain text, and put what it calls into ``namespace``."""
         namespace.update(
-            run_meter=kernels.run_meter,
+            run_meter=cells.run_meter,
         )
         # Every lookup structure is a dictionary that knows by itself what to answer for a key that is not there.
         namespace.update({f"lookup_{match}": dict.__getitem__ for match in ("exact", "lpm", "ternary", "range")})
         functions = []
         for helper, name in self.helpers.names.items():
-            if isinstance(helper, Load):
+            if isinstance(helper, LoadBytes):
                 namespace[name] = struct.Struct(_load_format(helper)).unpack_from
-            elif isinstance(helper, Store):
+            elif isinstance(helper, StoreBytes):
                 namespace[name] = struct.Struct(">" + "".join(_CODES[size] for size in helper.units)).pack_into
             else:
                 functions.append(plain_source(name, helper.algorithm, helper.widths, namespace))
@@ -109,11 +110,11 @@ class Generated:
     def compiled(self) -> str:
         """Return the text for Numba: a whole module with ``ingress_batch`` and ``egress_batch``."""
         ingress_state, egress_state = self.used(self.ingress), self.used(self.egress)
-        functions: list[str] = [inspect.getsource(function) for function in kernels.COMPILED]
+        functions: list[str] = [inspect.getsource(function) for function in (cells.run_meter, *tables.LOOKUPS)]
         for helper, name in self.helpers.names.items():
-            if isinstance(helper, Load):
+            if isinstance(helper, LoadBytes):
                 functions.append(_array_load(name, helper))
-            elif isinstance(helper, Store):
+            elif isinstance(helper, StoreBytes):
                 functions.append(_array_store(name, helper))
             else:
                 functions.append(compiled_source(name, helper.algorithm, helper.widths))
@@ -162,7 +163,7 @@ def _more(names: list[str]) -> str:
 _CODES: Final = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
-def _load_format(helper: Load) -> str:
+def _load_format(helper: LoadBytes) -> str:
     text, position = ">", 0
     for offset, size in helper.units:
         if offset > position:
@@ -172,7 +173,7 @@ def _load_format(helper: Load) -> str:
     return text
 
 
-def _array_load(name: str, helper: Load) -> str:
+def _array_load(name: str, helper: LoadBytes) -> str:
     values = []
     for offset, size in helper.units:
         terms = []
@@ -184,7 +185,7 @@ def _array_load(name: str, helper: Load) -> str:
     return f"def {name}(p, o):\n    return (\n        " + ",\n        ".join(values) + ",\n    )\n"
 
 
-def _array_store(name: str, helper: Store) -> str:
+def _array_store(name: str, helper: StoreBytes) -> str:
     arguments = [f"v{i}" for i in range(len(helper.units))]
     lines = [f"def {name}(p, o, {', '.join(arguments)}):"]
     position = 0
@@ -282,7 +283,7 @@ class _Generator:
     def _updates(self) -> list[Any]:
         return [checksum for checksum in self.program.checksums if checksum.update]
 
-    def _can_drop(self, pipeline: Pipeline) -> bool:
+    def _can_drop(self, pipeline: Control) -> bool:
         spec = self._given("standard_metadata.egress_spec")
         return any(
             target_of(statement) == spec
@@ -363,3 +364,106 @@ def functions(text: str, namespace: dict[str, Any], filename: str) -> tuple[Call
     """Run plain text; return its ingress and egress."""
     exec(compile(text, filename, "exec"), namespace)
     return namespace["ingress"], namespace["egress"]
+
+
+_POOL: Final = "rows, slots, carry, spare, ports, totals, out"
+
+_SERVE: Final = """
+@njit(nogil=True)
+def serve(now_ns, {pool}{egress_more}):
+    wake = NEVER_NS
+    for place in range(ports.shape[0]):
+        port = ports[place]
+        if port[BUSY] == 0 and port[LINE_HEAD] < 0:
+            continue
+        slot = dequeue(port, slots, now_ns)
+        while slot >= 0:
+            # FREE_NS still is when the packet left its queue.
+            start_us, enq_us = port[FREE_NS] // 1000, slots[slot, ENQUEUED_NS] // 1000
+            depth = port[WAITING + slots[slot, QUEUE]]
+            if not egress(
+                rows[slot], slots[slot, LENGTH], ({carried},),
+                port[NUMBER], enq_us, start_us - enq_us, slots[slot, ENQ_DEPTH], depth, start_us{egress_more}
+            ):
+                discard(port, slots, slot)
+                give_back(spare, slot)
+            elif not transmit(port, slots, slot):
+                give_back(spare, slot)
+            slot = dequeue(port, slots, now_ns)
+        if hand_over(port, slots, out[place], now_ns):
+            totals[READY] += 1
+            totals[READY + totals[READY]] = place
+        due = wake_ns(port, slots)
+        if due < wake:
+            wake = due
+    totals[WAKE_NS] = wake
+    if now_ns > totals[TREATED_NS]:
+        totals[TREATED_NS] = now_ns
+
+
+@njit(nogil=True, cache=CACHE)
+def forward(until_ns, arrived, count, places, {pool}, {state}):
+{unfold}    if until_ns - totals[WAKE_NS] > totals[LATE_NS]:
+        totals[LATE_NS] = until_ns - totals[WAKE_NS]
+    for i in range(count + 1):
+        now_ns = until_ns
+        if i < count:
+            now_ns = max(min(arrived[i, CAME_NS], until_ns), totals[TREATED_NS])
+        # One call for all, or all that is behind it would be compiled once more.
+        if totals[WAKE_NS] < now_ns or totals[WAKE_NS] == now_ns and (i == count or i % {serve_every} == 0):
+            serve(now_ns, {pool}{egress_more})
+        if i == count:
+            break
+        totals[TREATED_NS] = now_ns
+        slot = arrived[i, SLOT]
+        slots[slot, LENGTH] = arrived[i, BYTES]
+        port = ports[arrived[i, PLACE]]
+        if port[LOSS] and loses(port):
+            port[LOST_ARRIVING] += 1
+            give_back(spare, slot)
+            continue
+        egress_port, queue, kept = ingress(
+            rows[slot], slots[slot, LENGTH], port[NUMBER], now_ns // 1000{ingress_more}
+        )
+        if egress_port == {drop_port}:
+            port[INGRESS_DROPS] += 1
+            give_back(spare, slot)
+            continue
+        place = places[egress_port]
+        if place < 0:
+            totals[NO_PORT] += 1
+            give_back(spare, slot)
+            continue
+        if not enqueue(ports[place], slots, slot, queue, now_ns):
+            give_back(spare, slot)
+            continue
+{keep}        due = wake_ns(ports[place], slots)
+        if due < totals[WAKE_NS]:
+            totals[WAKE_NS] = due
+"""
+
+
+def forwarding(generated: Generated) -> str:
+    """Return the text of ``forward``, which goes behind ``generated.compiled()``.
+
+    ``forward(until_ns, arrived, count, places, ..., state)`` takes in the first ``count`` rows of ``arrived`` in order,
+    and lets everything depart that is due, up to ``until_ns``. A packet that came before the one in front of it, or
+    before what has been treated already, is treated as if it had come then. ``places`` leads from a port's number to
+    its place, -1 for no such port.
+    """
+    ingress, egress = generated.used(generated.ingress), generated.used(generated.egress)
+    indices = range(len(generated.carry))
+    constants = "".join(f"{name} = {value}\n" for name, value in scheduler.CONSTANTS.items())
+    functions = "\n".join(f"@njit(nogil=True)\n{inspect.getsource(item)}\n" for item in scheduler.COMPILED)
+    text = _SERVE.format(
+        pool=_POOL,
+        state=", ".join(("structures", *FLAT)),
+        unfold=generated.unfold([*ingress, *(name for name in egress if name not in ingress)]),
+        carried=", ".join(f"carry[slot, {k}]" for k in indices),
+        keep="".join(f"        carry[slot, {k}] = kept[{k}]\n" for k in indices),
+        ingress_more="".join(f", {name}" for name in ingress),
+        egress_more="".join(f", {name}" for name in egress),
+        drop_port=DROP_PORT,
+        serve_every=SERVE_EVERY_PACKETS,
+    )
+    return f"\n\n{constants}\n\n{functions}\n{text}"

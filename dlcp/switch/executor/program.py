@@ -1,0 +1,540 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A compiled P4 program that can be run: packets in, decisions out.
+
+One packet::
+
+    program = Program.load("dlcp.json")
+    port, priority, carry = program.ingress(packet, ingress_port, now_us)
+    if port != DROP_PORT:
+        ...  # the packet waits in queue `priority` of `port`
+        sent = program.egress(packet, carry, port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us)
+
+``packet`` is a bytearray and is edited in place by both halves: it always is what the deparser would send at that
+point. What is dropped has unspecified bytes. ``carry`` is what egress needs from ingress and means nothing to others.
+``now_us`` counts microseconds from any fixed origin and never goes back. ``ingress`` and ``egress`` are functions made
+for the program; arguments by position are the fastest.
+
+Everything has its p4info name, or the end of it where that is enough: ``program.tables["ipv4_route"]``,
+``program.profiles``, ``program.registers``, ``program.counters``, ``program.meters`` (indirect ones; direct meters
+belong to entries). See `dlcp.switch.executor.tables`, `dlcp.switch.executor.profiles` and `dlcp.switch.executor.cells`.
+
+A program is used by one thread at a time, and entries are changed between packets or batches; the compiled back end
+lets go of the interpreter lock during a batch. Both back ends see changes at the next packet or batch, without
+compiling again.
+"""
+
+import hashlib
+import importlib.util
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dlcp.switch.errors import Named, ProgramError
+from dlcp.switch.executor import bmv2_json
+from dlcp.switch.executor.cells import TOKEN_CELLS, Counter, MeterCells, Register
+from dlcp.switch.executor.layout import visible_tables
+from dlcp.switch.executor.model import ProgramDef
+from dlcp.switch.executor.profiles import ActionProfile, Actions
+from dlcp.switch.executor.source import DROP_PORT, Generated, forwarding, functions, generate
+from dlcp.switch.executor.tables import Table
+from dlcp.switch.ports.scheduler import TOTAL_CELLS
+
+Numbers: TypeAlias = NDArray[np.int64]
+
+
+class PlainMachine:
+    """State in lists and dictionaries, read by the generated functions as their globals."""
+
+    def __init__(self, generated: Generated) -> None:
+        layout = generated.layout
+        self.registers = [0] * layout.register_cells
+        self.packets_counted = [0] * layout.counter_cells
+        self.bytes_counted = [0] * layout.counter_cells
+        self.meter_rates = [[0.0, 0.0] for _ in range(layout.meter_cells)]
+        self.meter_tokens = [[0] * TOKEN_CELLS for _ in range(layout.meter_cells)]
+        self._generated = generated
+        self._namespace: dict[str, Any] = {
+            "registers": self.registers,
+            "packets_counted": self.packets_counted,
+            "bytes_counted": self.bytes_counted,
+            "meter_rates": self.meter_rates,
+            "meter_tokens": self.meter_tokens,
+        }
+        self.source = generated.plain(self._namespace)
+        self.ingress: Any = None
+        self.egress: Any = None
+
+    def attach(self, tables: Mapping[str, Table], profiles: Mapping[str, ActionProfile]) -> None:
+        """Let the text read these tables and profiles; it sees later changes as they are made."""
+        for table in tables.values():
+            self._namespace[table.slot.index] = table.index
+            self._namespace[table.slot.rows] = table.rows
+        for profile in profiles.values():
+            self._namespace[profile.slot.groups] = profile.group_cells
+            self._namespace[profile.slot.choices] = profile.choices
+            self._namespace[profile.slot.members] = profile.rows
+        name = f"<generated from {self._generated.program.digest[:12]}>"
+        self.ingress, self.egress = functions(self.source, self._namespace, name)
+
+    def defer(self) -> None:
+        """Do nothing: packets see every change at once, and none costs them time."""
+
+    def prepare(self) -> None:
+        """Prepare nothing."""
+
+    def commit(self, prepared: Numbers | None) -> None:
+        """Do nothing."""
+
+    def ingress_batch(
+        self, packets: NDArray[np.uint8], lengths: Numbers, ports: Numbers, now_us: Numbers
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """Run ingress on every row; see `dlcp.switch.Program.ingress_batch`."""
+        out = np.empty((len(lengths), 2), np.int64)
+        carried = np.empty((len(lengths), len(self._generated.carry)), np.int64)
+        arguments = zip(packets, lengths.tolist(), ports.tolist(), now_us.tolist(), strict=True)
+        for i, (row, length, port, now) in enumerate(arguments):
+            packet = bytearray(row[:length])
+            out[i, 0], out[i, 1], carried[i] = self.ingress(packet, port, now)
+            row[:length] = packet
+        return out[:, 0].copy(), out[:, 1].copy(), carried
+
+    def egress_batch(
+        self, packets: NDArray[np.uint8], lengths: Numbers, carry: Numbers, *arguments: Numbers
+    ) -> NDArray[np.bool_]:
+        """Run egress on every row; see `dlcp.switch.Program.egress_batch`."""
+        sent = np.empty(len(lengths), np.bool_)
+        columns = zip(*(column.tolist() for column in arguments), strict=True)
+        rows = zip(packets, lengths.tolist(), carry.tolist(), columns, strict=True)
+        for i, (row, length, carried, values) in enumerate(rows):
+            packet = bytearray(row[:length])
+            sent[i] = self.egress(packet, carried, *values)
+            row[:length] = packet
+        return sent
+
+
+INSTALL: Final = "pip install 'dlcp[switch]'"
+KEPT_PROGRAMS: Final = 16
+"""Programs whose compiled form stays on disk, about 1 MB each. Chosen by us."""
+
+
+class CompiledMachine:
+    """State in arrays that are handed to compiled functions with every batch."""
+
+    def __init__(self, generated: Generated) -> None:
+        layout = generated.layout
+        self.registers = np.zeros(layout.register_cells, np.int64)
+        self.packets_counted = np.zeros(layout.counter_cells, np.int64)
+        self.bytes_counted = np.zeros(layout.counter_cells, np.int64)
+        self.meter_rates = np.zeros((layout.meter_cells, 2), np.float64)
+        self.meter_tokens = np.zeros((layout.meter_cells, TOKEN_CELLS), np.int64)
+        self._generated = generated
+        self.source = generated.compiled() + forwarding(generated)
+        self._module = load_compiled(self.source)
+        self._tables: list[Table] = []
+        self._profiles: list[ActionProfile] = []
+        self._parts: dict[str, list[Numbers]] = {}
+        self._structures = np.zeros(1, np.int64)
+        self._deferred = False
+
+    def attach(self, tables: Mapping[str, Table], profiles: Mapping[str, ActionProfile]) -> None:
+        """Use these tables and profiles; their arrays are made anew at the first batch after a change."""
+        self._tables, self._profiles = list(tables.values()), list(profiles.values())
+        # A switch without packets compiles everything that it needs now, or takes it from disk.
+        empty, rows = np.zeros((0, 1), np.int64), np.zeros((0, 64), np.uint8)
+        totals = np.zeros(TOTAL_CELLS, np.int64)
+        self.forward(-1, empty, 0, totals, rows, empty, empty, totals, empty, totals, empty)
+
+    def _state(self) -> tuple[Any, ...]:
+        """Return the arrays for compiled functions: all tables and profiles in one, made anew after a change."""
+        if not self._deferred and self._changed():
+            self._structures = self.prepare()
+        return (
+            self._structures,
+            self.registers,
+            self.packets_counted,
+            self.bytes_counted,
+            self.meter_rates,
+            self.meter_tokens,
+        )
+
+    def _changed(self) -> bool:
+        return any(table.changed for table in self._tables) or any(profile.changed for profile in self._profiles)
+
+    def defer(self) -> None:
+        """Keep changes of entries from packets until :meth:`commit`."""
+        self._deferred = True
+
+    def prepare(self) -> Numbers:
+        """Return the tables and profiles as packets are to see them; in any thread, while nobody changes them."""
+        parts: list[Numbers] = []
+        for table in self._tables:
+            if table.changed:
+                self._parts[table.name] = [table.encode(), np.array(table.rows, np.int64)]
+                table.changed = False
+            parts += self._parts[table.name]
+        for profile in self._profiles:
+            cells = (profile.group_cells, profile.choices, profile.rows)
+            parts += [np.array(item, np.int64) for item in cells]
+            profile.changed = False
+        ends = np.cumsum([len(parts) + 1, *(len(part) for part in parts)])
+        return np.concatenate([ends.astype(np.int64), *parts])
+
+    def commit(self, prepared: Numbers | None) -> None:
+        """Let packets see what was prepared, and changes at once again; between two batches."""
+        self._deferred = False
+        if prepared is not None:
+            self._structures = prepared
+
+    def ingress_batch(
+        self, packets: NDArray[np.uint8], lengths: Numbers, ports: Numbers, now_us: Numbers
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """Run ingress on every row; see `dlcp.switch.Program.ingress_batch`."""
+        out, priorities = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
+        carry = np.empty((len(lengths), len(self._generated.carry)), np.int64)
+        self._module.ingress_batch(packets, lengths, ports, now_us, out, priorities, carry, *self._state())
+        return out, priorities, carry
+
+    def egress_batch(
+        self, packets: NDArray[np.uint8], lengths: Numbers, carry: Numbers, *arguments: Numbers
+    ) -> NDArray[np.bool_]:
+        """Run egress on every row; see `dlcp.switch.Program.egress_batch`."""
+        sent = np.empty(len(lengths), np.bool_)
+        self._module.egress_batch(packets, lengths, carry, *arguments, sent, *self._state())
+        return sent
+
+    @property
+    def carry_cells(self) -> int:
+        """How many numbers egress needs from ingress."""
+        return len(self._generated.carry)
+
+    def forward(self, until_ns: int, arrived: Numbers, count: int, places: Numbers, *pool: NDArray[Any]) -> None:
+        """Take packets in and let depart what is due; see `dlcp.switch.executor.source`.
+
+        Parameters
+        ----------
+        pool
+            Rows of packets, columns of slots, carries, stack of free slots, columns of ports, numbers of the switch,
+            and lists of what has arrived; see `dlcp.switch.forwarding`.
+        """
+        self._module.forward(until_ns, arrived, count, places, *pool, *self._state())
+
+    def ingress(self, p: bytearray, ingress_port: int, now_us: int) -> tuple[int, int, tuple[int, ...]]:
+        """Run ingress on one packet, at the price of a batch."""
+        row = np.frombuffer(p, np.uint8)[None, :]
+        ports, priorities, carry = self.ingress_batch(row, _one(len(p)), _one(ingress_port), _one(now_us))
+        return int(ports[0]), int(priorities[0]), tuple(carry[0].tolist())
+
+    def egress(
+        self,
+        p: bytearray,
+        carry: tuple[int, ...],
+        port: int,
+        enq_us: int,
+        deq_delta_us: int,
+        enq_depth: int,
+        deq_depth: int,
+        now_us: int,
+    ) -> bool:
+        """Run egress on one packet, at the price of a batch."""
+        row = np.frombuffer(p, np.uint8)[None, :]
+        columns = (_one(value) for value in (port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us))
+        return bool(self.egress_batch(row, _one(len(p)), np.array([carry], np.int64), *columns)[0])
+
+
+def _one(value: int) -> Numbers:
+    return np.array([value], np.int64)
+
+
+def load_compiled(source: str) -> ModuleType:
+    """Import generated source, from the user's cache directory if that is safe, for Numba to keep what it compiles.
+
+    Raises
+    ------
+    ProgramError
+        If Numba is not installed.
+    """
+    if importlib.util.find_spec("numba") is None:
+        raise ProgramError(
+            f'the back end "numba" needs Numba; install it with: {INSTALL}, or use the back end "python"'
+        )
+    # What Numba keeps does not tell bounds checking on from off, nor one release from another, so the name does.
+    import numba
+
+    checked = os.environ.get("NUMBA_BOUNDSCHECK", "")
+    text = f"# Generated; numba {numba.__version__}, bounds checking {checked or 'off'}.\n{source}"
+    name = f"dlcp_program_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    directory = cache_directory()
+    if directory is None:
+        module = ModuleType(name)
+        exec(compile(text, f"<{name}>", "exec"), module.__dict__)
+        return module
+    path = directory / f"{name}.py"
+    text = text.replace("CACHE = False", "CACHE = True")
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        _write(path, text)
+        _prune(directory)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _write(path: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+        file.write(text)
+    Path(file.name).replace(path)
+
+
+def _prune(directory: Path) -> None:
+    """Remove all but the latest programs, and what Numba compiled from them."""
+    programs = sorted(directory.glob("dlcp_program_*.py"), key=lambda item: item.stat().st_mtime, reverse=True)
+    for program in programs[KEPT_PROGRAMS:]:
+        for compiled in (directory / "__pycache__").glob(f"{program.stem}.*"):
+            compiled.unlink(missing_ok=True)
+        program.unlink(missing_ok=True)
+
+
+def cache_directory() -> Path | None:
+    """Return the directory for compiled programs, or None if it is not this user's alone.
+
+    Compiled code is loaded from there and run, so nobody else may be able to write to it.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        path = (Path(base) if base else Path.home() / ".cache") / "dlcp" / "switch"
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = path.lstat()
+    except (OSError, RuntimeError):
+        return None
+    foreign = status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return None if foreign or not stat.S_ISDIR(status.st_mode) or not os.access(path, os.W_OK) else path
+
+
+_INSTALLED: Final = Path(__file__).parents[1] / "p4"
+PROGRAM_FOLDER: Final = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[3] / "p4" / "build"
+"""Holds ``dlcp.json`` and ``dlcp.p4info.txtpb``: ``dlcp/switch/p4`` once installed, ``p4/build`` in a checkout."""
+PROGRAM_PATH: Final = PROGRAM_FOLDER / "dlcp.json"
+"""The program as BMv2 and the built-in switch run it."""
+Backend = Literal["python", "numba"]
+BACKENDS: Final = ("python", "numba")
+Carry: TypeAlias = tuple[int, ...]
+Packets: TypeAlias = NDArray[np.uint8]
+
+__all__ = ["BACKENDS", "DROP_PORT", "Backend", "Carry", "Program", "Snapshot"]
+
+
+class Snapshot(NamedTuple):
+    """Registers (int64, cells) and counters (int64, cells x (packets, bytes)) by name, at one moment."""
+
+    registers: dict[str, Numbers]
+    counters: dict[str, Numbers]
+
+
+class Program:
+    """A program, its entries and its state.
+
+    Attributes
+    ----------
+    digest
+        SHA-256 of the JSON, hexadecimal.
+    backend
+        ``python`` or ``numba``.
+    source
+        The generated text.
+    definition
+        The program as read.
+    ingress
+        ``ingress(packet, ingress_port, now_us)`` returns egress port (`DROP_PORT`: dropped), priority 0-7 and carry.
+    egress
+        ``egress(packet, carry, port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us)`` returns whether the packet
+        is to be sent. Depths are in packets, as BMv2 tells them: of the queue when the packet came, without it, and
+        when it left, without it.
+    """
+
+    def __init__(self, definition: ProgramDef, backend: Backend = "python") -> None:
+        if backend not in BACKENDS:
+            raise ProgramError(f"no back end {backend!r}; there are {' and '.join(BACKENDS)}")
+        generated = generate(definition)
+        layout = generated.layout
+        self.definition, self.digest, self.backend = definition, definition.digest, backend
+        if backend == "numba":
+            machine: PlainMachine | CompiledMachine = CompiledMachine(generated)
+        else:
+            machine = PlainMachine(generated)
+        self._machine = machine
+        self.source = machine.source
+        self.registers = Named(
+            "register",
+            {
+                item.name: Register(item.name, layout.registers[item.name], item.size, item.width, machine.registers)
+                for item in definition.registers.values()
+            },
+        )
+        self.counters = Named(
+            "counter",
+            {
+                name: Counter(name, layout.counters[name], item.size, machine.packets_counted, machine.bytes_counted)
+                for name, item in definition.counters.items()
+            },
+        )
+        cells = {
+            name: MeterCells(name, layout.meters[name], item.size, machine.meter_rates, machine.meter_tokens)
+            for name, item in definition.meters.items()
+        }
+        self._meters = cells
+        self.meters = Named(
+            "meter", {name: item for name, item in cells.items() if definition.meters[name].target is None}
+        )
+        tables = visible_tables(definition)
+        profiles = {
+            table.profile: ActionProfile(
+                definition.profiles[table.profile],
+                layout.profiles[table.profile],
+                Actions(table.actions, f"action profile {table.profile}"),
+            )
+            for table in tables
+            if table.profile is not None
+        }
+        self.profiles = Named("action profile", profiles)
+        self.tables = Named(
+            "table",
+            {
+                table.name: Table(
+                    table,
+                    layout.tables[table.name],
+                    profiles[table.profile] if table.profile is not None else None,
+                    cells[table.meter] if table.meter is not None else None,
+                )
+                for table in tables
+            },
+        )
+        machine.attach(self.tables, self.profiles)
+        self.ingress: Callable[[bytearray, int, int], tuple[int, int, Carry]] = machine.ingress
+        self.egress: Callable[..., bool] = machine.egress
+
+    @property
+    def machine(self) -> PlainMachine | CompiledMachine:
+        """What holds the state and runs the text."""
+        return self._machine
+
+    @classmethod
+    def load(cls, path: str | Path, *, backend: Backend = "python") -> "Program":
+        """Read the JSON that ``p4c-bm2-ss`` writes and make it run.
+
+        Parameters
+        ----------
+        backend
+            ``python`` needs nothing and is made for one packet at a time; ``numba`` is made for batches, and compiles
+            for some seconds the first time.
+
+        Raises
+        ------
+        UnsupportedFeature
+            If the program uses what the built-in switch does not run; the message says what and where.
+        ProgramError
+            If the file is no BMv2 JSON, or Numba is missing.
+        """
+        return cls(bmv2_json.load_definition(path), backend)
+
+    def ingress_batch(
+        self, packets: Packets, lengths: ArrayLike, ingress_ports: ArrayLike, now_us: ArrayLike
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """Run ingress on many packets, in order.
+
+        Parameters
+        ----------
+        packets
+            uint8 (n, stride), C order, edited in place.
+        lengths
+            Bytes of each packet, int (n,).
+        ingress_ports, now_us
+            int (n,) or one number for all.
+
+        Returns
+        -------
+        Egress ports, priorities: int64 (n,). Carry: int64 (n, k).
+        """
+        sizes = self._sizes(packets, lengths)
+        return self._machine.ingress_batch(packets, sizes, _column(ingress_ports, sizes), _column(now_us, sizes))
+
+    def egress_batch(
+        self,
+        packets: Packets,
+        lengths: ArrayLike,
+        carry: Numbers,
+        ports: ArrayLike,
+        enq_us: ArrayLike,
+        deq_delta_us: ArrayLike,
+        enq_depth: ArrayLike,
+        deq_depth: ArrayLike,
+        now_us: ArrayLike,
+    ) -> NDArray[np.bool_]:
+        """Run egress on many packets, in order; arguments as `egress`, int (n,).
+
+        Returns
+        -------
+        Which are to be sent: bool (n,).
+        """
+        sizes = self._sizes(packets, lengths)
+        columns = (ports, enq_us, deq_delta_us, enq_depth, deq_depth, now_us)
+        carried = np.ascontiguousarray(carry, np.int64)
+        if len(carried) != len(sizes):
+            raise ValueError(f"carry of {len(carried)} packets for {len(sizes)}")
+        return self._machine.egress_batch(packets, sizes, carried, *(_column(column, sizes) for column in columns))
+
+    @staticmethod
+    def _sizes(packets: Packets, lengths: ArrayLike) -> Numbers:
+        sizes = np.ascontiguousarray(lengths, np.int64)
+        if packets.ndim != 2 or packets.dtype != np.uint8 or not packets.flags.c_contiguous:
+            raise ValueError(f"packets must be uint8 (n, stride) in C order, not {packets.dtype} {packets.shape}")
+        if sizes.shape != (len(packets),):
+            raise ValueError(f"{sizes.shape} lengths for {len(packets)} packets")
+        if sizes.size and (sizes.min() < 0 or sizes.max() > packets.shape[1]):
+            raise ValueError(f"lengths {sizes.min()}..{sizes.max()} do not fit rows of {packets.shape[1]} bytes")
+        return sizes
+
+    def snapshot(self) -> Snapshot:
+        """Return all registers and counters."""
+        return Snapshot(
+            {name: register.values() for name, register in self.registers.items()},
+            {name: counter.values() for name, counter in self.counters.items()},
+        )
+
+    def reset_state(self) -> None:
+        """Set registers and counters to zero and fill the meters' buckets; entries and configurations stay."""
+        for register in self.registers.values():
+            register.reset()
+        for counter in self.counters.values():
+            counter.reset()
+        for meter in self._meters.values():
+            meter.refill()
+
+    def clear_entries(self) -> None:
+        """Remove all entries, members and groups, and go back to the program's default actions."""
+        for table in self.tables.values():
+            table.clear()
+            if not table.definition.default_const:
+                table.reset_default()
+        for profile in self.profiles.values():
+            profile.clear()
+
+
+def _column(values: ArrayLike, sizes: Numbers) -> Numbers:
+    """Return ``values`` as a column that can be written to, for compiled functions know no other."""
+    column = np.ascontiguousarray(values, np.int64)
+    if column.shape != sizes.shape or not column.flags.writeable:
+        column = np.array(
+            np.broadcast_to(column if column.ndim and column.size != 1 else column.reshape(()), sizes.shape)
+        )
+    return column
