@@ -110,18 +110,19 @@ def layers_in_order(names: Sequence[str], shapes: Mapping[str, Sequence[int]] | 
     return {name: Layer(name, position[name.rpartition(".")[0] or name], tuple(shapes.get(name, ()))) for name in names}
 
 
-class Turn(NamedTuple):
-    """Which part of a message is sent first: the one ``place`` of ``places`` equal parts after the one its seed says.
+class ChunkOrder(NamedTuple):
+    """Which part of a message is sent first: of ``chunks`` equal parts, ``chunk`` parts after the one its seed says.
 
-    Ranks that send to the same one take turns with the parts, so that what it adds up does not come from all at once.
+    Ranks that send to the same one begin with different chunks, so that the receiver, which adds them up in a fixed
+    order, finds all of them useful at once.
     """
 
-    place: int = 0
-    places: int = 1
+    chunk: int = 0
+    chunks: int = 1
 
 
-AS_SEEDED: Final = Turn()
-"""The part that the seed says."""
+AS_SEEDED: Final = ChunkOrder()
+"""The chunk that the seed says comes first."""
 
 
 def queue_of_layer(position: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -131,7 +132,7 @@ def queue_of_layer(position: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def send_order(
-    queue: NDArray[np.uint8], droppable: NDArray[np.bool_] | NDArray[np.uint8], seed: int, turn: Turn = AS_SEEDED
+    queue: NDArray[np.uint8], droppable: NDArray[np.bool_] | NDArray[np.uint8], seed: int, order: ChunkOrder = AS_SEEDED
 ) -> NDArray[np.uint32]:
     """Return the order in which the packets of a message are sent.
 
@@ -147,7 +148,7 @@ def send_order(
         Which packets may be dropped, shape (packets,).
     seed
         Chooses the block that begins: block ``seed`` modulo the number of blocks, in each queue. 32 bits.
-    turn
+    order
         By which part of the blocks it begins later.
 
     Returns
@@ -156,13 +157,13 @@ def send_order(
     """
     library = native.library()
     if library is None:
-        return _send_order_numpy(queue, droppable, seed, turn)
-    order = np.empty(len(queue), np.uint32)
+        return _send_order_numpy(queue, droppable, seed, order)
+    indices = np.empty(len(queue), np.uint32)
     queues, droppables = np.ascontiguousarray(queue, np.uint8), np.ascontiguousarray(droppable, np.bool_)
     _compiled(library).dlcp_send_order(
-        address(queues), address(droppables), len(queue), seed & 0xFFFFFFFF, *turn, address(order)
+        address(queues), address(droppables), len(queue), seed & 0xFFFFFFFF, *order, address(indices)
     )
-    return order
+    return indices
 
 
 def encode_tags(
@@ -216,13 +217,13 @@ def _encode_tags_numpy(
 
 
 def _send_order_numpy(
-    queue: NDArray[np.uint8], droppable: NDArray[np.bool_] | NDArray[np.uint8], seed: int, turn: Turn
+    queue: NDArray[np.uint8], droppable: NDArray[np.bool_] | NDArray[np.uint8], seed: int, order: ChunkOrder
 ) -> NDArray[np.uint32]:
     parts = [np.empty(0, np.uint32)]
     for number in np.unique(queue)[::-1]:
         indices = np.flatnonzero(queue == number).astype(np.uint32)
         blocks = -(-len(indices) // BLOCK_PACKETS)
-        start = (seed & 0xFFFFFFFF) % blocks + blocks * turn.place // turn.places
+        start = (seed & 0xFFFFFFFF) % blocks + blocks * order.chunk // order.chunks
         when = (np.arange(len(indices)) // BLOCK_PACKETS - start) % blocks
         parts.append(indices[np.argsort(2 * when + (droppable[indices] != 0), kind="stable")])
     return np.concatenate(parts)

@@ -27,6 +27,8 @@ from dlcp.transport import (
     Endpoint,
     MessageKey,
     MessageMismatchError,
+    ReceiveRequest,
+    SendRequest,
     TransportError,
 )
 
@@ -126,7 +128,7 @@ class Mailbox:
         self._under_way: set[Operation] = set()
         self._watching = False
         self._failure: TransportError | None = None
-        endpoint.call(partial(setattr, endpoint.protocol, "on_unawaited", self._on_unawaited))
+        endpoint.call(partial(setattr, endpoint, "on_unexpected", self._on_unexpected))
 
     def send(self, data: memoryview, peer: int, tag: int) -> "Future[None]":
         """Send a message; done when the other has taken it. Until then ``data`` must not change."""
@@ -212,14 +214,14 @@ class Mailbox:
 
         key = MessageKey(stamp.step, point_to_point_number(stamp.slot, part))
         tags = plain_tags(-(-len(data) // self._endpoint.options.payload_bytes))
-        operation.wait_for(self._endpoint.send(peer, key, data, tags, RELIABLE, label), on_confirmed)
+        operation.wait_for(self._endpoint.send(SendRequest(peer, key, data, tags, RELIABLE, label)), on_confirmed)
 
     # Receiving --------------------------------------------------------------------------------------------------------
 
-    def _on_unawaited(self, source: int, key: MessageKey) -> None:
+    def _on_unexpected(self, source: int, key: MessageKey) -> None:
         if key.message < POINT_TO_POINT.first or key.message % 2:
             return
-        arriving = self._endpoint.receive(source, key, None, RELIABLE, f"envelope from rank {source}")
+        arriving = self._endpoint.receive(ReceiveRequest(source, key, None, RELIABLE, f"envelope from rank {source}"))
         operation = Operation(f"{self._where}: envelope from rank {source}", self._on_failure)
         with operation:
             operation.wait_for(arriving, partial(self._on_envelope, source, key))
@@ -268,8 +270,9 @@ class Mailbox:
             if len(letter.content) == letter.size:
                 wanted.data[:] = letter.content
             else:
+                content = ReceiveRequest(letter.source, letter.key, letter.size, RELIABLE, label, into=wanted.data)
                 wanted.operation.wait_for(
-                    self._endpoint.receive(letter.source, letter.key, letter.size, RELIABLE, label, into=wanted.data),
+                    self._endpoint.receive(content),
                     lambda _: self._note_taken(letter.source, letter.key),
                 )
 
@@ -279,14 +282,14 @@ class Mailbox:
         self._taken.append((now_s, source, key))
         while self._taken and self._taken[0][0] < now_s - FORGET_AFTER_S:
             _, peer, old = self._taken.popleft()
-            self._endpoint.protocol.forget(peer, old)
+            self._endpoint.forget(peer, old)
 
     # Waiting ----------------------------------------------------------------------------------------------------------
 
     def _keep_watch(self) -> None:
         if not self._watching:
             self._watching = True
-            self._endpoint.protocol.call_later(WATCH_EVERY_S, self._watch)
+            self._endpoint.call_later(WATCH_EVERY_S, self._watch)
 
     def _watch(self) -> None:
         """Ask those who are waited for whether they live: one who does not confirm it is found to be silent."""

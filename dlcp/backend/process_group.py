@@ -18,7 +18,17 @@ from dlcp.collectives.message_numbers import collective_number, horizon_number
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import Layer, PacketTags, Segment, Tagger, plain_tags
-from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey, TransportError
+from dlcp.transport import (
+    RELIABLE,
+    Arrival,
+    Delivery,
+    Endpoint,
+    LossBound,
+    MessageKey,
+    ReceiveRequest,
+    SendRequest,
+    TransportError,
+)
 
 EAGER_BYTES = 16 << 10
 """What is as small as this is sent from a copy, and need not be confirmed for a collective to end. Chosen by us."""
@@ -187,7 +197,7 @@ class Channel:
             data = memoryview(bytes(data))
         key = MessageKey(run.number, collective_number(phase, peer, self.ranks))
         tags, bound = (self._lossy_tags(run, data), run.loss.bound) if lossy and run.loss else (None, RELIABLE)
-        sending = self.endpoint.send(peer, key, data, tags or self._plain_tags(size), bound, run.label)
+        sending = self.endpoint.send(SendRequest(peer, key, data, tags or self._plain_tags(size), bound, run.label))
         self._unconfirmed += 1
 
         def on_delivery(delivery: Delivery) -> None:
@@ -201,7 +211,7 @@ class Channel:
         elif own or copied:
             operation.watch(sending)
         else:
-            operation.lend(sending, size, partial(self.endpoint.protocol.detach, peer, key))
+            operation.lend(sending, size, partial(self.endpoint.detach, peer, key))
         sending.add_done_callback(self._on_confirmed)
 
     def receive_part(
@@ -230,17 +240,18 @@ class Channel:
     ) -> None:
         """Wait for a part of a collective, and call ``then`` with what arrived of it.
 
-        ``place`` says where it goes, as in :meth:`Endpoint.receive`.
+        ``place`` says where it goes, as in :class:`ReceiveRequest`.
         """
         if not run.operation.done.done():
             key = MessageKey(run.number, collective_number(phase, self.rank, self.ranks))
-            run.operation.wait_for(self.endpoint.receive(peer, key, size, bound, run.label, **place), then)
+            request = ReceiveRequest(peer, key, size, bound, run.label, **place)
+            run.operation.wait_for(self.endpoint.receive(request), then)
 
     def _on_confirmed(self, _: object) -> None:
         self._unconfirmed -= 1
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
-        self.call(partial(self.endpoint.protocol.call_later, delay_s, action))
+        self.call(partial(self.endpoint.call_later, delay_s, action))
 
     def _plain_tags(self, size: int) -> PacketTags:
         return plain_tags(-(-size // self.endpoint.options.payload_bytes))
@@ -271,15 +282,17 @@ class Channel:
             with self._lock:
                 self._floors[peer] = int(arrival.payload.view(">u4")[0])
                 horizon = min([*self._floors.values(), *self._under_way, self._next])
-            self.call(partial(self.endpoint.protocol.forget_before, horizon))
+            self.call(partial(self.endpoint.begin_step, horizon))
 
         with operation:
             for peer in self.peers:
                 floor = np.array([self.mailbox.floor(peer)], ">u4").tobytes()
                 operation.wait_for(
-                    self.endpoint.send(peer, key, memoryview(floor), self._plain_tags(4), RELIABLE, label)
+                    self.endpoint.send(SendRequest(peer, key, memoryview(floor), self._plain_tags(4), RELIABLE, label))
                 )
-                operation.wait_for(self.endpoint.receive(peer, key, 4, RELIABLE, label), partial(learn, peer))
+                operation.wait_for(
+                    self.endpoint.receive(ReceiveRequest(peer, key, 4, RELIABLE, label)), partial(learn, peer)
+                )
 
     def _end(self, number: int) -> None:
         with self._lock:
@@ -293,8 +306,8 @@ class Channel:
             under_way = list(self._under_way.values())
 
         def tell() -> None:
-            self.endpoint.protocol.abort(str(error))
-            self.endpoint.protocol.fail(error)
+            self.endpoint.abort(str(error))
+            self.endpoint.fail(error)
 
         self.call(tell)
         cause = error.__cause__ or error

@@ -62,7 +62,7 @@ class Summing:
         if rank == root:
             self._add_up(shards[rank], shards[rank], [])
         elif len(shards[rank]):
-            scratch = self.channel.endpoint.protocol.scratch
+            scratch = self.channel.endpoint.buffers
             room = scratch.take(len(shards[rank]))
             self._add_up(shards[rank], room.data, [root])
             # By then all that was sent from there is confirmed, or has been copied.
@@ -91,7 +91,7 @@ class Summing:
 
     def _everywhere(self, data: memoryview) -> None:
         """Send everything to everybody; each adds up by itself, in the order of ranks."""
-        channel, scratch = self.channel, self.channel.endpoint.protocol.scratch
+        channel, scratch = self.channel, self.channel.endpoint.buffers
         own = memoryview(bytes(data))
         rooms = {peer: scratch.take(len(data)) for peer in channel.peers}
         missing = len(rooms)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dlcp.backend.arithmetic import Arithmetic, ReduceOp
 from dlcp.backend.process_group import Channel, Run, copy_bytes
-from dlcp.transport import RELIABLE, Arrival, Summation
+from dlcp.transport import RELIABLE, Arrival, StreamingReduction
 
 ADD_ASIDE_BYTES = 64 << 10
 """Additions of more than this are no business of the endpoint's thread. Chosen by us: 10 us of work."""
@@ -47,7 +47,7 @@ class Total:
     ) -> None:
         self.channel, self.run, self.arithmetic = channel, run, arithmetic
         self.own, self.out, self.then = own, out, then
-        self.scratch = channel.endpoint.protocol.scratch
+        self.scratch = channel.endpoint.buffers
         self.delivered: dict[int, NDArray[np.bool_]] = {}
         self._rooms: dict[int, Room] = {}
 
@@ -123,14 +123,16 @@ class FoldedTotal(Total):
         """Wait for the contributions; with none to come, this rank's is the result."""
         divisor = self.channel.ranks if self.arithmetic.op is ReduceOp.MEAN else 1
         if self.channel.peers:
-            self._summation: Summation = self.channel.endpoint.summation(self._values, len(self.channel.peers), divisor)
+            self._reduction: StreamingReduction = self.channel.endpoint.reduction(
+                self._values, len(self.channel.peers), divisor
+            )
         super().begin(phase)
 
     def _place(self, position: int) -> dict[str, Any]:
-        return {"summation": self._summation, "position": position}
+        return {"reduction": self._reduction, "position": position}
 
     def _complete(self) -> None:
-        self._summation.finish(self.arithmetic.op is ReduceOp.MEAN)
+        self._reduction.finish(self.arithmetic.op is ReduceOp.MEAN)
         held = self._held()
         if held is not None and self.arithmetic.op is ReduceOp.SUM:
             self._stand_for_all(held)

@@ -29,7 +29,7 @@ from dlcp.bench.member import (
 from dlcp.bench.path import Path
 from dlcp.bench.ranks import Ranks
 from dlcp.bench.report import Result, against_best, significant
-from dlcp.transport import native, shared_memory
+from dlcp.transport import shared_memory
 from dlcp.transport.path_mtu import payload_for_mtu
 
 VALUE_BYTES: Final = 4
@@ -121,7 +121,7 @@ def measure(
         A rank failed.
     """
     count = len(path.namespaces)
-    memory = len(set(path.namespaces)) == 1 and native.available() and shared_memory.available()
+    memory = len(set(path.namespaces)) == 1 and shared_memory.available()
     with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder:
         plan = Plan(
             count,

@@ -26,7 +26,7 @@ from dlcp.transport import (
     TransportOptions,
     bind_socket,
 )
-from dlcp.transport.shared_memory import Doorstep, SharedMemory
+from dlcp.transport.shared_memory import SharedMemory, SharedMemoryRendezvous
 
 BUCKETS: Final = 4
 """Into how many buckets the buffer is divided where it is: of 100 MB, each has DDP's 25."""
@@ -103,10 +103,10 @@ class Plan:
 
 
 class Place(NamedTuple):
-    """Where a rank is: its addresses, by whether there is memory beside, and the name of its doorstep, or ``""``."""
+    """Where a rank is: its addresses, by whether there is memory beside, and the name of its rendezvous, or ``""``."""
 
     addresses: dict[bool, Address]
-    doorstep: str
+    rendezvous: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Member:
         # Of the two endpoints only one has something to do at a time; the other one's thread sleeps.
         ways = {contender.memory for contender in plan.contenders if contender.bound is not None}
         self._sockets = {memory: bind_socket(plan.addresses[rank], [0]) for memory in sorted(ways)}
-        self._doorstep = Doorstep() if True in ways else None
+        self._rendezvous = SharedMemoryRendezvous() if True in ways else None
         self._endpoints: dict[bool, Endpoint] = {}
         """By whether packets go through memory."""
         self._reducers: dict[str, DirectAllReduce] = {}
@@ -140,7 +140,7 @@ class Member:
     def where(self) -> Place:
         """Return where the others find this rank."""
         addresses = {memory: sock.getsockname() for memory, sock in self._sockets.items()}
-        return Place(addresses, self._doorstep.name if self._doorstep else "")
+        return Place(addresses, self._rendezvous.name if self._rendezvous else "")
 
     def join(self, places: Sequence[Place], token: int) -> None:
         """Meet the other ranks.
@@ -152,10 +152,10 @@ class Member:
         """
         peers = {rank: place for rank, place in enumerate(places) if rank != self.rank}
         shared: SharedMemory | None = None
-        if self._doorstep:
-            names = {rank: place.doorstep for rank, place in peers.items()}
-            with self._doorstep:
-                shared = self._doorstep.meet(self.rank, names, job=0, token=token, timeout_s=MEET_S)
+        if self._rendezvous:
+            names = {rank: place.rendezvous for rank, place in peers.items()}
+            with self._rendezvous:
+                shared = self._rendezvous.connect(self.rank, names, job=0, token=token, timeout_s=MEET_S)
             if shared.ranks != names.keys():
                 raise TransportError(f"rank {self.rank} shares memory only with ranks {sorted(shared.ranks)}")
         options = TransportOptions(payload_bytes=self.plan.payload_bytes)

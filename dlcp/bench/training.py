@@ -185,7 +185,7 @@ class Trainee:
         hook = self.ways[HOOK]
         assert isinstance(hook, Hook)
         assert hook.state.endpoint
-        return len(hook.state.endpoint.protocol.neighbours)
+        return len(hook.state.endpoint.local_peers)
 
     def block(self, name: str, steps: int) -> float:
         """Do some steps in one way and return the time for each, in seconds."""

@@ -26,7 +26,17 @@ from dlcp.collectives.shards import shard_bounds
 from dlcp.compress.compressor import Values
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, Tagger, plain_tags
-from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey, TransportError
+from dlcp.transport import (
+    RELIABLE,
+    Arrival,
+    Delivery,
+    Endpoint,
+    LossBound,
+    MessageKey,
+    ReceiveRequest,
+    SendRequest,
+    TransportError,
+)
 
 PRODUCT = np.dtype("<f8")
 SHARES, RESULTS, PRODUCTS = (0, PUSH), (0, PULL), (1, PUSH)
@@ -239,11 +249,12 @@ class _Run(Course):
                 then(delivery)
             self._look_whether_done()
 
-        sending = self.reducer.endpoint.send(peer, self._key(*name), content.data, tags, bound, self.label)
+        sending = self.reducer.endpoint.send(SendRequest(peer, self._key(*name), content.data, tags, bound, self.label))
         sending.add_done_callback(self.guard(on_sent))
 
     def _receive(self, peer: int, kind: tuple[int, int], size: int, bound: LossBound, then: "partial[None]") -> None:
-        arriving = self.reducer.endpoint.receive(peer, self._key(*kind, self.rank), size, bound, self.label)
+        request = ReceiveRequest(peer, self._key(*kind, self.rank), size, bound, self.label)
+        arriving = self.reducer.endpoint.receive(request)
         arriving.add_done_callback(self.guard(then))
 
     def _key(self, number: int, phase: int, receiver: int) -> MessageKey:

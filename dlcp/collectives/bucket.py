@@ -49,9 +49,9 @@ class Bucket:
     """A buffer of gradients: flat ``values`` in the storage of ``value_type``, and the layers in it.
 
     The average is written back into ``values``. Where these are ``lent`` to ranks of this host, in memory of
-    ``Protocol.lent``, the caller has them back only when none of those reads there any more. ``magnitudes`` are those
-    of its packets, shape (packets,), if somebody has found them already, as :func:`dlcp.magnitudes.packet_magnitudes`
-    would.
+    ``Endpoint.exported``, the caller has them back only when none of those reads there any more. ``magnitudes`` are
+    those of its packets, shape (packets,), if somebody has found them already, as
+    :func:`dlcp.magnitudes.packet_magnitudes` would.
 
     What follows is the same on all ranks. ``bound`` is what this bucket may lose, if not what all may. ``exact`` says
     that it is no gradient: whatever may be lost, rounded or left out of those, it arrives as it is. ``samples`` are how

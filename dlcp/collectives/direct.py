@@ -104,12 +104,9 @@ class DirectAllReduce:
         if self.adaptive and len(self.rates_bps) == len(self.weights):
             self.weights = weights_for_rates(inbound_rates(self.rates_bps))
         self.rates_bps, self.rated_by = {}, {}
-        self.endpoint.call(partial(self._forget_before, step))
+        self.endpoint.call(partial(self.endpoint.begin_step, step))
 
     def rates(self) -> NDArray[np.generic]:
         """Return the rates at which this rank reaches each contributor, in bit/s; 0 where it does not know."""
-        protocol, rank = self.endpoint.protocol, self.endpoint.rank
-        return np.array([0 if peer == rank else protocol.rate_to(peer) for peer in self.contributors], RATE)
-
-    def _forget_before(self, step: int) -> None:
-        self.endpoint.protocol.forget_before(step)
+        rank, rate_to = self.endpoint.rank, self.endpoint.rate_to
+        return np.array([0 if peer == rank else rate_to(peer) for peer in self.contributors], RATE)

@@ -19,17 +19,19 @@ from dlcp.collectives.samples import divisors, held_samples
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
-from dlcp.tags import PacketTags, Tagger, Turn
+from dlcp.tags import ChunkOrder, PacketTags, Tagger
 from dlcp.transport import (
     RELIABLE,
     Arrival,
+    BufferPool,
     Delivery,
+    ExportedMemory,
     LossBound,
     MessageKey,
-    Summation,
+    ReceiveRequest,
+    SendRequest,
+    StreamingReduction,
 )
-from dlcp.transport.lent_memory import LentMemory
-from dlcp.transport.scratch import Scratch
 
 if TYPE_CHECKING:
     from dlcp.collectives.direct import DirectAllReduce
@@ -51,7 +53,7 @@ class DirectRun:
         self.tags = self._tag(reducer.tagger)
         self.owed: list[tuple[NDArray[np.int64], NDArray[np.floating]]] = []
         """What error feedback will owe: places in the bucket, and values."""
-        self.summation: Summation | None = None
+        self.reduction: StreamingReduction | None = None
         self.arrived: dict[int, NDArray[np.uint8]] = {}
         self.delivered: dict[int, NDArray[np.bool_]] = {}
         self.averaged = False
@@ -64,7 +66,7 @@ class DirectRun:
         self.copy: NDArray[np.generic] | None = None
         """The own result apart from the bucket: from the beginning for ranks of this host to read, else once the
         framework has the bucket back although some have not confirmed it."""
-        self.copy_from: LentMemory | Scratch = reducer.endpoint.protocol.lent
+        self.copy_from: ExportedMemory | BufferPool = reducer.endpoint.exported
         """Whence the room for it comes."""
         self.unconfirmed: set[int] = set()
         """Who has not confirmed this rank's result."""
@@ -74,7 +76,7 @@ class DirectRun:
 
     def _tag(self, tagger: Tagger) -> PacketTags:
         bucket, layers = self.bucket, self.reducer.options.layers
-        neighbours = self.reducer.endpoint.protocol.neighbours
+        neighbours = self.reducer.endpoint.local_peers
         by_network = [owner for owner in self.shards if owner != self.rank and owner not in neighbours]
         if not by_network or (not self.bound.ratio and (bucket.exact or not layers)):
             return tagger.tag_whole(len(self.values), bucket.segments, self.values_per_packet)
@@ -125,22 +127,24 @@ class DirectRun:
         self.delivered[self.rank] = np.ones(-(-(stop - start) // self.values_per_packet), np.bool_)
         if self.bucket.value_type is ValueType.FLOAT32:
             own = cast(NDArray[np.float32], self.values[start:stop])
-            self.summation = endpoint.summation(own, len(others), key=key)
+            self.reduction = endpoint.reduction(own, len(others), key=key)
             room = self._room_for_copy(size)
             if room is not None:
                 self.copy = copy = room.view(np.float32)
-                self.summation.fold.copy_into(copy)
+                self.reduction.copy_into(copy)
         for position, peer in enumerate(others):
-            arrival = endpoint.receive(peer, key, size, bound, label, summation=self.summation, position=position)
+            arrival = endpoint.receive(
+                ReceiveRequest(peer, key, size, bound, label, reduction=self.reduction, position=position)
+            )
             arrival.add_done_callback(self._guard(partial(self._on_share, peer)))
         if not others:
             self._average(start, stop)
 
     def _room_for_copy(self, size: int) -> NDArray[np.uint8] | None:
         """Return where neighbours may read the own result: one copy for all, made while it is in the caches."""
-        protocol = self.reducer.endpoint.protocol
-        readers = protocol.neighbours.intersection(self.reducer.contributors)
-        return protocol.lent.take(size) if readers and not self.bucket.lent else None
+        endpoint = self.reducer.endpoint
+        readers = endpoint.local_peers.intersection(self.reducer.contributors)
+        return endpoint.exported.take(size) if readers and not self.bucket.lent else None
 
     def _on_share(self, peer: int, arrival: Arrival) -> None:
         self.delivered[peer] = arrival.delivered
@@ -150,8 +154,8 @@ class DirectRun:
 
     def _average(self, start: int, stop: int) -> None:
         options = self.reducer.options
-        if self.summation is not None:
-            self._finish_sum(self.summation, start, stop)
+        if self.reduction is not None:
+            self._finish_sum(self.reduction, start, stop)
         else:
             dtype = self.values.dtype
             shares = {peer: payload.view(dtype) for peer, payload in self.arrived.items()}
@@ -172,7 +176,7 @@ class DirectRun:
         self._send_result(start, stop)
         self._one_done()
 
-    def _finish_sum(self, summation: Summation, start: int, stop: int) -> None:
+    def _finish_sum(self, summation: StreamingReduction, start: int, stop: int) -> None:
         options = self.reducer.options
         whole = all(delivered.all() for delivered in self.delivered.values())
         owing = options.error_feedback and options.rescale and not whole
@@ -186,7 +190,7 @@ class DirectRun:
         if self.copy is not None and not whole:
             self.copy[:] = self.values[start:stop]
         for room in self.arrived.values():
-            self.reducer.endpoint.protocol.scratch.give(room)
+            self.reducer.endpoint.buffers.give(room)
         if error is not None:
             missing = ~np.logical_and.reduce(list(self.delivered.values()))
             self._owe(start, self._values_of(missing, stop - start), error)
@@ -223,7 +227,9 @@ class DirectRun:
         start, stop = self.shards[self.rank]
         key, (tail, tags) = self._key(PULL, peer), self.result
         payload = self._bytes(start, stop) if self.copy is None else memoryview(self.copy.view(np.uint8).data)
-        sending = self.reducer.endpoint.send(peer, key, payload, tags, RELIABLE, self._label(self.rank), tail)
+        sending = self.reducer.endpoint.send(
+            SendRequest(peer, key, payload, tags, RELIABLE, self._label(self.rank), tail)
+        )
         sending.add_done_callback(self._guard(partial(self._on_result_sent, key, peer, tags)))
 
     def _on_result_sent(self, key: MessageKey, peer: int, tags: PacketTags, delivery: Delivery) -> None:
@@ -255,20 +261,22 @@ class DirectRun:
                 protect_all_but(tags, np.arange(len(tags.queue)), bound.ratio, self.step)
             tags.protected[-1] = True  # tells it the size
         sending = reducer.endpoint.send(
-            owner,
-            self._key(PUSH, owner),
-            self._bytes(start, stop),
-            tags,
-            bound,
-            self._label(owner),
-            turn=self._turn(owner),
+            SendRequest(
+                owner,
+                self._key(PUSH, owner),
+                self._bytes(start, stop),
+                tags,
+                bound,
+                self._label(owner),
+                order=self._chunk_order(owner),
+            )
         )
         sending.add_done_callback(self._guard(partial(self._on_pushed, owner, tags)))
 
-    def _turn(self, owner: int) -> Turn:
+    def _chunk_order(self, owner: int) -> ChunkOrder:
         """Return which part of its shard an owner gets first from this rank: from each of the others another one."""
         others = [rank for rank in self.reducer.contributors if rank != owner]
-        return Turn(-others.index(self.rank) % len(others), len(others))
+        return ChunkOrder(-others.index(self.rank) % len(others), len(others))
 
     def _on_pushed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
         start, stop = self.shards[owner]
@@ -281,7 +289,9 @@ class DirectRun:
         tail = np.zeros(len(self.reducer.contributors) * RATE.itemsize, np.uint8)
         into = np.frombuffer(self._bytes(start, stop), np.uint8)
         result = self.reducer.endpoint.receive(
-            owner, self._key(PULL, self.rank), len(into) + len(tail), RELIABLE, label, into=into, tail=tail
+            ReceiveRequest(
+                owner, self._key(PULL, self.rank), len(into) + len(tail), RELIABLE, label, into=into, tail=tail
+            )
         )
         result.add_done_callback(self._guard(partial(self._on_result, owner, tail)))
         self.pushing.discard(owner)
@@ -329,10 +339,10 @@ class DirectRun:
         if self.averaged:
             return self.delivered
         whole = np.ones(mine.stop - mine.start, np.bool_)
-        if self.summation is None:
+        if self.reduction is None:
             return {self.rank: whole}
         others = [rank for rank in self.reducer.contributors if rank != self.rank]
-        folded = {peer: self.summation.fold.included(position) for position, peer in enumerate(others)}
+        folded = {peer: self.reduction.included(position) for position, peer in enumerate(others)}
         return {self.rank: whole, **folded}
 
     def _packets(self, start: int, stop: int) -> slice:
@@ -360,7 +370,7 @@ class DirectRun:
         if self.unconfirmed and self.copy is None:
             start, stop = self.shards[self.rank]
             copying_s = (stop - start) * self.values.itemsize / COPY_BYTES_PER_S
-            self.reducer.endpoint.protocol.call_later(PATIENCE_S + copying_s, self._detach)
+            self.reducer.endpoint.call_later(PATIENCE_S + copying_s, self._detach)
         else:
             self._finish()
 
@@ -370,16 +380,16 @@ class DirectRun:
         Not while a rank may be reading the result where it is.
         """
         self.impatient = True
-        protocol = self.reducer.endpoint.protocol
-        if self.done.done() or not self.unconfirmed or (self.bucket.lent and self.unconfirmed & protocol.neighbours):
+        endpoint = self.reducer.endpoint
+        if self.done.done() or not self.unconfirmed or (self.bucket.lent and self.unconfirmed & endpoint.local_peers):
             return
         start, stop = self.shards[self.rank]
-        self.copy_from = protocol.scratch
-        room = self.copy_from.take((stop - start) * self.values.itemsize)
+        self.copy_from = endpoint.buffers
+        room = endpoint.buffers.take((stop - start) * self.values.itemsize)
         self.copy = room.view(self.values.dtype)
         self.copy[:] = self.values[start:stop]
         for peer in self.unconfirmed:
-            protocol.detach(peer, self._key(PULL, peer), room)
+            endpoint.detach(peer, self._key(PULL, peer), room)
         self._finish()
 
     def _finish(self) -> None:

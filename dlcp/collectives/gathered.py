@@ -27,7 +27,16 @@ from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.tags import PacketTags, Segment, Tagger, plain_tags
-from dlcp.transport import RELIABLE, Arrival, Delivery, LossBound, MessageKey, TransportError
+from dlcp.transport import (
+    RELIABLE,
+    Arrival,
+    Delivery,
+    LossBound,
+    MessageKey,
+    ReceiveRequest,
+    SendRequest,
+    TransportError,
+)
 
 Combine = Callable[[Sequence[Callable[[], Values]], Sequence[Segment]], Values]
 """Makes one of what all ranks' decode to, in the order of ranks; each can be decoded as often as it is needed."""
@@ -101,16 +110,16 @@ class _Run(CodedRun):
         # Each rank begins with another peer, to overrun nobody.
         for peer in [*reducer.ranks[place + 1 :], *reducer.ranks[:place]]:
             arriving = reducer.endpoint.receive(
-                peer, self._key(PUSH, self.rank), len(self.content), self.bound, self.label
+                ReceiveRequest(peer, self._key(PUSH, self.rank), len(self.content), self.bound, self.label)
             )
             arriving.add_done_callback(self.guard(partial(self._on_content, peer)))
             if self.bound.ratio:
                 hearing = reducer.endpoint.receive(
-                    peer, self._key(PULL, self.rank), -(-self.packets // 8), RELIABLE, self.label
+                    ReceiveRequest(peer, self._key(PULL, self.rank), -(-self.packets // 8), RELIABLE, self.label)
                 )
                 hearing.add_done_callback(self.guard(partial(self._on_verdict, peer)))
             sending = reducer.endpoint.send(
-                peer, self._key(PUSH, peer), self.content.data, self.tags, self.bound, self.label
+                SendRequest(peer, self._key(PUSH, peer), self.content.data, self.tags, self.bound, self.label)
             )
             sending.add_done_callback(self.guard(partial(self._on_sent, peer)))
         if not self.peers:
@@ -169,7 +178,8 @@ class _Run(CodedRun):
             endpoint, bits = self.reducer.endpoint, np.packbits(self.everywhere)
             tags = plain_tags(-(-len(bits) // endpoint.options.payload_bytes))
             for peer in self.peers:
-                telling = endpoint.send(peer, self._key(PULL, peer), bits.data, tags, RELIABLE, self.label)
+                verdict = SendRequest(peer, self._key(PULL, peer), bits.data, tags, RELIABLE, self.label)
+                telling = endpoint.send(verdict)
                 telling.add_done_callback(self.guard(lambda _: None))
         else:
             self.verdicts.update(dict.fromkeys(self.peers, self.everywhere))

@@ -35,7 +35,17 @@ from dlcp.collectives.salvage import Salvage
 from dlcp.ledger import Ledger
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.tags import PacketTags, Tagger
-from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey, TransportError
+from dlcp.transport import (
+    RELIABLE,
+    Arrival,
+    Delivery,
+    Endpoint,
+    LossBound,
+    MessageKey,
+    ReceiveRequest,
+    SendRequest,
+    TransportError,
+)
 
 
 def bound_of_hop(bound: LossBound, ranks: int) -> LossBound:
@@ -90,7 +100,7 @@ class RingAllReduce:
 
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on."""
-        self.endpoint.call(partial(self._forget_before, step))
+        self.endpoint.call(partial(self.endpoint.begin_step, step))
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Average a bucket over the contributors; the future's result is ``bucket.values``, written in place.
@@ -127,10 +137,7 @@ class RingAllReduce:
         """Tell the other ranks, once: most are not next to whoever failed, and would wait out their deadline."""
         if not self._gave_up:
             self._gave_up = True
-            self.endpoint.protocol.abort(reason)
-
-    def _forget_before(self, step: int) -> None:
-        self.endpoint.protocol.forget_before(step)
+            self.endpoint.abort(reason)
 
 
 class _Run:
@@ -172,7 +179,7 @@ class _Run:
 
     def _tag(self, tagger: Tagger) -> PacketTags:
         bucket, values, per_packet = self.bucket, len(self.bucket.values), self.values_per_packet
-        if bucket.exact or self.reducer.next in self.reducer.endpoint.protocol.neighbours:
+        if bucket.exact or self.reducer.next in self.reducer.endpoint.local_peers:
             return tagger.tag_whole(values, bucket.segments, per_packet)
         if bucket.magnitudes is None:
             tags = tagger.tag(bucket.values, self.value_type, bucket.segments, per_packet)
@@ -198,7 +205,7 @@ class _Run:
                 self._send_partial(piece, self._bytes(piece))
                 continue
             packets, size = self._packets(piece), self._value_bytes(piece)
-            sum_bytes = self.reducer.endpoint.protocol.scratch.take(size + packets * self.count.itemsize * self.counted)
+            sum_bytes = self.reducer.endpoint.buffers.take(size + packets * self.count.itemsize * self.counted)
             expected = sum_bytes if hop else sum_bytes[:size]
             self._receive(piece, PARTIAL, hop, expected, partial(self._on_partial, piece, sum_bytes))
 
@@ -225,7 +232,7 @@ class _Run:
         if error is not None:
             self._owe(piece, error)
         own[:] = self.value_type.narrow(mean)
-        self.reducer.endpoint.protocol.scratch.give(sum_bytes)
+        self.reducer.endpoint.buffers.give(sum_bytes)
         self._note_final(piece)
         self._send_result(piece, 0)
 
@@ -250,7 +257,7 @@ class _Run:
         if distance == 0:
             self._receive_result(piece)  # not before: what was sent lay where the result goes
         else:
-            self.reducer.endpoint.protocol.scratch.give(sum_bytes)
+            self.reducer.endpoint.buffers.give(sum_bytes)
 
     # The second way around: results -----------------------------------------------------------------------------------
 
@@ -290,7 +297,7 @@ class _Run:
             then(delivery)
 
         self.waiting += 1
-        sending = reducer.endpoint.send(reducer.next, key, payload.data, tags, bound, label)
+        sending = reducer.endpoint.send(SendRequest(reducer.next, key, payload.data, tags, bound, label))
         sending.add_done_callback(self._guard(on_sent))
 
     def _receive(
@@ -299,7 +306,7 @@ class _Run:
         reducer, key, label = self.reducer, self._key(piece, phase, hop), self._label(piece)
         bound = self._bound(piece, phase)
         self.waiting += 1
-        arriving = reducer.endpoint.receive(reducer.previous, key, len(into), bound, label, into=into)
+        arriving = reducer.endpoint.receive(ReceiveRequest(reducer.previous, key, len(into), bound, label, into=into))
         if phase == RESULT:
             arriving.add_done_callback(partial(self._note_final, piece))  # even if all is in vain by now
         arriving.add_done_callback(self._guard(then))

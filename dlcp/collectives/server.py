@@ -15,7 +15,7 @@ from dlcp.collectives.push_pull import PULL, RATE, average
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, queue_of_layer
-from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey
+from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey, ReceiveRequest, SendRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,10 @@ class ParameterServer:
         self._buckets: dict[MessageKey, dict[int, Arrival]] = {}
         self._samples: tuple[int, dict[int, int]] = (-1, {})
         """The latest step of which samples have been told, and how many each worker has."""
-        endpoint.call(partial(setattr, endpoint.protocol, "on_unawaited", self._open))
+        endpoint.call(partial(setattr, endpoint, "on_unexpected", self._open))
 
     def _open(self, worker: int, key: MessageKey) -> None:
-        waiting = self.endpoint.receive(worker, key, None, self.options.bound, self._label(key))
+        waiting = self.endpoint.receive(ReceiveRequest(worker, key, None, self.options.bound, self._label(key)))
         waiting.add_done_callback(partial(self._on_share, worker, key))
 
     def _on_share(self, worker: int, key: MessageKey, share: "Future[Arrival]") -> None:
@@ -97,7 +97,7 @@ class ParameterServer:
                 del self._buckets[key]
                 self._reduce(key, bucket)
                 # A worker is at most one step behind another: it cannot start the next without this one's result.
-                self.endpoint.protocol.forget_before(key.step - 1)
+                self.endpoint.begin_step(key.step - 1)
         except Exception as error:
             self._fail(error)
 
@@ -124,7 +124,7 @@ class ParameterServer:
         sequence = key.message // self._ranks // 2
         for worker in self.workers:
             reply = MessageKey(key.step, two_hop_number(sequence, PULL, worker, self._ranks))
-            sending = self.endpoint.send(worker, reply, result, tags, RELIABLE, self._label(key))
+            sending = self.endpoint.send(SendRequest(worker, reply, result, tags, RELIABLE, self._label(key)))
             sending.add_done_callback(partial(self._on_sent, worker, reply, tags))
 
     def _on_sent(self, worker: int, key: MessageKey, tags: PacketTags, sending: "Future[Delivery]") -> None:

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weighted", action="store_true", help="workers say samples=...: let --rescale count them")
     parser.add_argument("--value-type", choices=[kind.value for kind in ValueType], default="float32")
     parser.add_argument("--tagged", type=int, choices=[0, 1], default=1, help="DLCP_TAGGED of the workers (default: 1)")
-    parser.add_argument("--congestion", choices=CONGESTION, default="proportional")
+    parser.add_argument("--congestion", choices=CONGESTION, default="dctcp")
     parser.add_argument("--report", type=Path, metavar="FILE", help="at the end, write there what was sent, as JSON")
 
 

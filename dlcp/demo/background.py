@@ -30,6 +30,8 @@ from dlcp.transport import (
     Delivery,
     Endpoint,
     MessageKey,
+    ReceiveRequest,
+    SendRequest,
     TransportOptions,
     bind_socket,
     parse_address,
@@ -103,11 +105,11 @@ def udp_sink(endpoint: Endpoint, count: _Count) -> None:
     """Receive over DLCP's transport until interrupted."""
 
     def on_message(peer: int, key: MessageKey) -> None:
-        arrival = endpoint.receive(peer, key, None, RELIABLE, "background")
+        arrival = endpoint.receive(ReceiveRequest(peer, key, None, RELIABLE, "background"))
         arrival.add_done_callback(lambda done: count(len(done.result().payload)))
-        endpoint.protocol.forget_before(key.step - _MESSAGES_IN_FLIGHT)
+        endpoint.begin_step(key.step - _MESSAGES_IN_FLIGHT)
 
-    endpoint.call(lambda: setattr(endpoint.protocol, "on_unawaited", on_message))
+    endpoint.call(lambda: setattr(endpoint, "on_unexpected", on_message))
     print("ready", flush=True)
     signal.pause()
 
@@ -140,7 +142,9 @@ def udp_send(endpoint: Endpoint, bursts: Iterable[BackgroundBurst], stop: Callab
             if len(sending) < _MESSAGES_IN_FLIGHT:
                 number += 1
                 key = MessageKey(number, 0)
-                sending.append(endpoint.send(burst.target, key, memoryview(_CHUNK), tags, RELIABLE, "background"))
+                sending.append(
+                    endpoint.send(SendRequest(burst.target, key, memoryview(_CHUNK), tags, RELIABLE, "background"))
+                )
                 continue
             with contextlib.suppress(TimeoutError):
                 sending[0].result(left_s)

@@ -34,7 +34,7 @@ from dlcp.report.runs import Run
 from dlcp.switch import PROGRAM_PATH
 from dlcp.wire import Queue
 
-_BMV2_ENVIRONMENT: Final = {"DLCP_CONGESTION": "marks"}
+_BMV2_ENVIRONMENT: Final = {"DLCP_CONGESTION": "ecn"}
 """Options for DLCP over BMv2. What has left BMv2's queues waits, first in first out, in a buffer of 128 packets before
 its transmit thread. TCP keeps that full, so every packet is some 50 ms late at 32 Mbit/s however little DLCP sends;
 control by delay would take that for a queue of its own making and all but stop. Marks tell of its own queue."""

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from dlcp import __version__
 from dlcp.doctor.finding import Finding, Status
-from dlcp.transport import native, shared_memory
-from dlcp.transport.shared_memory import Doorstep
+from dlcp.transport import shared_memory
+from dlcp.transport.shared_memory import SharedMemoryRendezvous
 
 MEET_S: Final = 2.0
 OLDEST_PYTHON: Final = (3, 10)
@@ -99,12 +99,12 @@ def examine_shared_memory() -> Finding:
     """Say whether ranks of this machine can exchange packets through memory, by letting two meet."""
     subject, fix = "shared memory", ""
     try:
-        if not shared_memory.available():
+        if not shared_memory.supported():
             why, fix = (
                 "this Python has no memfd_create, eventfd or seals",
                 "a Python that was built on a recent Linux",
             )
-        elif not native.available():
+        elif not shared_memory.available():
             why, fix = "the engine in C is not here", "see the data path, below"
         elif _two_meet():
             text = "ranks in one network namespace exchange packets through memory"
@@ -119,11 +119,11 @@ def examine_shared_memory() -> Finding:
 
 
 def _two_meet() -> bool:
-    with Doorstep() as first, Doorstep() as second, ThreadPoolExecutor(2) as pool:
+    with SharedMemoryRendezvous() as first, SharedMemoryRendezvous() as second, ThreadPoolExecutor(2) as pool:
         common: dict[str, Any] = {"job": 0, "token": 1, "timeout_s": MEET_S}
         met = [
-            pool.submit(first.meet, 0, {1: second.name}, **common),
-            pool.submit(second.meet, 1, {0: first.name}, **common),
+            pool.submit(first.connect, 0, {1: second.name}, **common),
+            pool.submit(second.connect, 1, {0: first.name}, **common),
         ]
         both = [each.result() for each in met]
     found = all(shared.ranks for shared in both)

@@ -15,9 +15,9 @@ from dlcp.collectives.choice import Topology
 from dlcp.session.addresses import advertised, bind
 from dlcp.session.agreement import Agreement
 from dlcp.session.options import Options
-from dlcp.transport import Address, Endpoint, TransportError, native, parse_address, shared_memory
+from dlcp.transport import Address, Endpoint, TransportError, parse_address, shared_memory
 from dlcp.transport.path_mtu import COMMON_MTUS, PathProbe, candidate_payloads, first_hop_mtu, payload_for_mtu
-from dlcp.transport.shared_memory import LEND_BYTES, Doorstep, SharedMemory
+from dlcp.transport.shared_memory import EXPORT_BYTES, SharedMemory, SharedMemoryRendezvous
 
 USE_DLCP: Final = "use DLCP"
 TURN_S: Final = 0.01
@@ -70,7 +70,7 @@ class Joined(NamedTuple):
 
 
 def join(
-    options: Options, agreement: Agreement, *, call: str, toward: str | None = None, lend_bytes: int = LEND_BYTES
+    options: Options, agreement: Agreement, *, call: str, toward: str | None = None, export_bytes: int = EXPORT_BYTES
 ) -> Joined:
     """Open this rank's endpoint together with all other ranks.
 
@@ -84,9 +84,9 @@ def join(
         What a user calls to come here, for messages about ranks that have not.
     toward
         The host that decides which of its addresses this rank takes, see :func:`dlcp.session.addresses.own_host`.
-    lend_bytes
+    export_bytes
         How much memory this rank wants to send from without copies to ranks of its host
-        (:class:`dlcp.transport.lent_memory.LentMemory`).
+        (:class:`dlcp.transport.buffers.ExportedMemory`).
 
     Raises
     ------
@@ -98,8 +98,8 @@ def join(
             agreement.tell("here", True)
             sock = bind(options, toward)
             undo.callback(sock.close)
-            with _doorstep(options, lend_bytes) as doorstep:
-                joined = _meet(options, agreement, sock, undo, call, doorstep)
+            with _rendezvous(options, export_bytes) as rendezvous:
+                joined = _meet(options, agreement, sock, undo, call, rendezvous)
             agreement.tell("ready", True)
             _hear_all(agreement, "ready", "has not been greeted by every peer")
             verdict = agreement.decide(USE_DLCP)
@@ -122,14 +122,19 @@ def speaks(agreement: Agreement) -> bool:
 
 
 def _meet(
-    options: Options, agreement: Agreement, sock: socket.socket, undo: ExitStack, call: str, doorstep: Doorstep | None
+    options: Options,
+    agreement: Agreement,
+    sock: socket.socket,
+    undo: ExitStack,
+    call: str,
+    rendezvous: SharedMemoryRendezvous | None,
 ) -> Joined:
     rank, size = agreement.rank, agreement.size
     mine = advertised(options, sock)
     terms = {name: getattr(options, name) for name in TERMS}
     token = options.token or (secrets.randbits(64) | 1)
     place = {"address": mine, "host": socket.gethostname(), "token": token, "terms": terms}
-    agreement.tell("place", {**place, "doorstep": doorstep.name if doorstep else ""})
+    agreement.tell("place", {**place, "rendezvous": rendezvous.name if rendezvous else ""})
     places = _hear_all(agreement, "place", f"has not called {call}; call it on every rank, with the same options")
     _compare_terms(places)
     peers: dict[int, Address] = {
@@ -147,9 +152,9 @@ def _meet(
         payload_bytes, remark = _probe(options, agreement, sock, peers, token)
         options = options.with_(payload_bytes=payload_bytes)
     shared = None
-    names = {peer: place["doorstep"] for peer, place in places.items() if place["doorstep"]}
+    names = {peer: place["rendezvous"] for peer, place in places.items() if place["rendezvous"]}
     if len(names) > 1:  # as all ranks find alike
-        shared = _share(agreement, doorstep, names, options.job, token, undo)
+        shared = _share(agreement, rendezvous, names, options.job, token, undo)
     endpoint = Endpoint(
         rank, sock, peers, job=options.job, token=token, options=options.transport(size, topology), shared=shared
     )
@@ -159,25 +164,30 @@ def _meet(
     return Joined(endpoint, options, remark, topology)
 
 
-def _doorstep(options: Options, lend_bytes: int) -> AbstractContextManager[Doorstep | None]:
+def _rendezvous(options: Options, export_bytes: int) -> AbstractContextManager[SharedMemoryRendezvous | None]:
     """Return where ranks of this host find this one; None where it shares no memory."""
     wanted = options.shared_memory and not (options.advertise or options.immediate or options.collective == "server")
-    if wanted and native.available() and shared_memory.available():
+    if wanted and shared_memory.available():
         with suppress(OSError):  # not permitted in this container
-            return Doorstep(lend_bytes)
+            return SharedMemoryRendezvous(export_bytes)
     return nullcontext()
 
 
 def _share(
-    agreement: Agreement, doorstep: Doorstep | None, names: dict[int, str], job: int, token: int, undo: ExitStack
+    agreement: Agreement,
+    rendezvous: SharedMemoryRendezvous | None,
+    names: dict[int, str],
+    job: int,
+    token: int,
+    undo: ExitStack,
 ) -> SharedMemory:
     """Return memory that is shared with those other ranks who share it with this one as well."""
     rank, shared = agreement.rank, SharedMemory()
-    if doorstep:
+    if rendezvous:
         others = {peer: name for peer, name in names.items() if peer != rank}
         timeout_s = REACH_SHARE * agreement.left_s
         with suppress(OSError):  # sockets do as well
-            shared = doorstep.meet(rank, others, job=job, token=token, timeout_s=timeout_s)
+            shared = rendezvous.connect(rank, others, job=job, token=token, timeout_s=timeout_s)
         undo.callback(shared.close)
     agreement.tell("neighbours", sorted(shared.ranks))
     told = _hear_all(agreement, "neighbours", "has not said which ranks are on its host")

@@ -95,7 +95,7 @@ class Options:
     server: str = ""
     job: int = 0
     token: int = 0
-    congestion: str = "proportional"
+    congestion: str = "dctcp"
     flow_weight: float = 0.0
     switch_hops: int = 1
     tagged: bool = True

@@ -43,7 +43,7 @@ def piloted(
         options = joined.options.with_(protected_share=settings.protected_share, collective=settings.collective)
         tagger.policy = options.classes()
         weight = options.transport(len(ranks), joined.topology).flow_weight
-        joined.endpoint.call(partial(joined.endpoint.protocol.weigh_flows, weight))
+        joined.endpoint.call(partial(joined.endpoint.set_flow_weight, weight))
         return make_reducer(
             settings.collective,
             joined.endpoint,

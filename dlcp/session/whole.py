@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dlcp.collectives.message_numbers import broadcast_number
 from dlcp.collectives.shards import binomial_tree
 from dlcp.tags import plain_tags
-from dlcp.transport import RELIABLE, DeadlineError, Endpoint, MessageKey
+from dlcp.transport import RELIABLE, DeadlineError, Endpoint, MessageKey, ReceiveRequest, SendRequest
 
 PART_BYTES: Final = 1 << 24
 """Longer arrays go in messages of this size: what comes before somebody waits for it is held. Chosen by us."""
@@ -47,7 +47,7 @@ def broadcast(endpoint: Endpoint, size: int, step: int, data: NDArray[np.uint8],
     if parent is not None:
         for index, part in enumerate(parts):
             key = MessageKey(step, broadcast_number(index, parent.hop, size))
-            arriving.append(endpoint.receive(parent.rank, key, len(part), RELIABLE, label, into=part))
+            arriving.append(endpoint.receive(ReceiveRequest(parent.rank, key, len(part), RELIABLE, label, into=part)))
     sending = []
     for index, part in enumerate(parts):
         if parent is not None:
@@ -55,8 +55,8 @@ def broadcast(endpoint: Endpoint, size: int, step: int, data: NDArray[np.uint8],
         tags = plain_tags(-(-len(part) // endpoint.options.payload_bytes))
         for child in children:
             key = MessageKey(step, broadcast_number(index, child.hop, size))
-            sent = endpoint.send(child.rank, key, memoryview(part.data), tags, RELIABLE, label)
-            sending.append((child.rank, sent))
+            request = SendRequest(child.rank, key, memoryview(part.data), tags, RELIABLE, label)
+            sending.append((child.rank, endpoint.send(request)))
     for receiver, sent in sending:
         _wait(sent, step, f"rank {receiver}", label, deadline_s)
 

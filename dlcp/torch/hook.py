@@ -146,7 +146,7 @@ class State:
     @property
     def neighbours(self) -> int:
         """With how many other ranks this one exchanges packets through memory."""
-        return len(self._endpoint.protocol.neighbours) if self._endpoint else 0
+        return len(self._endpoint.local_peers) if self._endpoint else 0
 
     @property
     def pilot(self) -> Pilot | None:

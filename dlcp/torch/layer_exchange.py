@@ -21,8 +21,7 @@ from dlcp.torch.agreement import agreement_of
 from dlcp.torch.hook import State
 from dlcp.torch.layergroup import LayerGroup
 from dlcp.torch.staging import Staged, Stager, stager_for
-from dlcp.transport import Endpoint
-from dlcp.transport.lent_memory import LentMemory
+from dlcp.transport import Endpoint, ExportedMemory
 
 log = logging.getLogger("dlcp")
 
@@ -117,8 +116,8 @@ class LayerExchange:
             return
         agreement = agreement_of(group, traffic.options.meet_s)
         try:
-            lend_bytes = LentMemory.needed(layers.host_bytes for layers in groups)
-            joined = join(traffic.options, agreement, call="dlcp.torch.cross_step", lend_bytes=lend_bytes)
+            export_bytes = ExportedMemory.needed(layers.host_bytes for layers in groups)
+            joined = join(traffic.options, agreement, call="dlcp.torch.cross_step", export_bytes=export_bytes)
         except NotJoinedError as problem:
             if not traffic.options.fallback:
                 raise
@@ -131,7 +130,7 @@ class LayerExchange:
             log.warning("DLCP: %s", joined.remark)
         self.endpoint, self._packet_bytes = joined.endpoint, joined.options.payload_bytes
         for layers in groups:
-            memory = joined.endpoint.protocol.lent.take(layers.host_bytes)
+            memory = joined.endpoint.exported.take(layers.host_bytes)
             if memory is not None:
                 layers.lend(memory)
         self._reducer = _direct(traffic, joined, range(dist.get_world_size(group)), groups)

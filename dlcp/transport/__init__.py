@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between ranks of which a bounded share may be lost."""
 
-from dlcp.transport.bound import RELIABLE, LossBound
+from dlcp.transport.buffers import BufferPool, ExportedMemory
 from dlcp.transport.endpoint import Endpoint, bind_socket, parse_address
-from dlcp.transport.engine import Address, MessageKey
 from dlcp.transport.errors import (
     BoundExceededError,
     DeadlineError,
@@ -12,24 +11,40 @@ from dlcp.transport.errors import (
     PeerSilentError,
     TransportError,
 )
-from dlcp.transport.options import TransportOptions
-from dlcp.transport.receiving import Arrival, Summation
-from dlcp.transport.sending import Delivery
+from dlcp.transport.messages import (
+    EMPTY,
+    RELIABLE,
+    Address,
+    Arrival,
+    Delivery,
+    LossBound,
+    MessageKey,
+    ReceiveRequest,
+    SendRequest,
+)
+from dlcp.transport.options import CONGESTION, TransportOptions
+from dlcp.transport.reduction import StreamingReduction
 
 __all__ = [
+    "CONGESTION",
+    "EMPTY",
     "RELIABLE",
     "Address",
     "Arrival",
     "BoundExceededError",
+    "BufferPool",
     "DeadlineError",
     "Delivery",
     "Endpoint",
+    "ExportedMemory",
     "LossBound",
     "MessageKey",
     "MessageMismatchError",
     "PeerAbortedError",
     "PeerSilentError",
-    "Summation",
+    "ReceiveRequest",
+    "SendRequest",
+    "StreamingReduction",
     "TransportError",
     "TransportOptions",
     "bind_socket",

@@ -169,7 +169,7 @@ class Path:
         return finished.rtt_s - self.base_s
 
 
-class Proportional:
+class DctcpWindow:
     """Window control in proportion to what is marked, lost or late; DCTCP's rule (RFC 8257), extended.
 
     Three signs of congestion shrink the window, once a round (a window's worth of packets):
@@ -322,7 +322,7 @@ class Proportional:
             self.window = max(self._smallest, self.window / 2)
 
 
-class Unlimited:
+class NoWindow:
     """No window: there is no network in between that could be congested."""
 
     ecn_capable = False
@@ -338,7 +338,7 @@ class Unlimited:
         """See :meth:`RateControl.on_timeout`."""
 
 
-class Cubic:
+class CubicWindow:
     """CUBIC (RFC 9438), for traffic that shares a drop-tail queue with TCP; reacts to loss, once a round trip.
 
     Parameters

@@ -5,7 +5,8 @@ from collections import Counter
 from typing import Final
 
 from dlcp import wire
-from dlcp.transport.engine import Engine, MessageKey
+from dlcp.transport.engine import Engine
+from dlcp.transport.messages import MessageKey
 from dlcp.wire import Header, PacketType, Queue
 
 NO_MESSAGE: Final = MessageKey(0, 0)

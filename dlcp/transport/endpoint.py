@@ -12,18 +12,11 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dlcp import wire
-from dlcp.tags import AS_SEEDED, PacketTags, Turn
-from dlcp.transport.bound import LossBound
-from dlcp.transport.engine import Address, Bytes, MessageKey
 from dlcp.transport.errors import PeerSilentError, TransportError
+from dlcp.transport.messages import Address, Arrival, Delivery, ReceiveRequest, SendRequest
 from dlcp.transport.options import TransportOptions
 from dlcp.transport.protocol import Protocol
-from dlcp.transport.receiving import NOTHING, Arrival, Summation
-from dlcp.transport.sending import Delivery
 from dlcp.transport.shared_memory import SharedMemory
 
 RECEIVE_BUFFER_BYTES = 8 << 20
@@ -35,8 +28,11 @@ _SO_RCVBUFFORCE = 33
 _UDP_GRO = 104
 
 
-class Endpoint:
-    """One rank's end of all its conversations. Its methods may be called from any thread.
+class Endpoint(Protocol):
+    """One rank's end of all its conversations, over a socket, with a thread of its own.
+
+    Any thread may call :meth:`send`, :meth:`receive`, :meth:`call`, :meth:`greet`, :meth:`flush` and :meth:`close`. The
+    others are for functions given to :meth:`call` and for callbacks, which all run in the endpoint's thread.
 
     Parameters
     ----------
@@ -52,7 +48,7 @@ class Endpoint:
         See :class:`TransportOptions`.
     shared
         Memory through which packets go to and come from ranks of this host, from
-        :meth:`dlcp.transport.shared_memory.Doorstep.meet`; closed with the endpoint.
+        :meth:`dlcp.transport.shared_memory.SharedMemoryRendezvous.meet`; closed with the endpoint.
     """
 
     def __init__(
@@ -66,8 +62,7 @@ class Endpoint:
         options: TransportOptions | None = None,
         shared: SharedMemory | None = None,
     ) -> None:
-        self.rank = rank
-        self.options = options or TransportOptions()
+        options = options or TransportOptions()
         self._socket = sock
         self._addresses = peers
         self._commands: deque[Callable[[], None]] = deque()
@@ -78,74 +73,26 @@ class Endpoint:
         self._idle = False
         with contextlib.suppress(OSError):  # an older kernel hands over datagrams one by one
             sock.setsockopt(socket.IPPROTO_UDP, _UDP_GRO, 1)
-        self.protocol = Protocol(
+        super().__init__(
             rank,
             peers,
             job=job,
             token=token,
-            options=self.options,
-            receive_packets=_receive_packets(sock, self.options.payload_bytes),
-            now_s=time.monotonic(),
+            options=options,
+            receive_packets=_receive_packets(sock, options.payload_bytes),
             sock=sock,
             shared=shared,
         )
         self._thread = threading.Thread(target=self._run, name=f"dlcp-rank{rank}", daemon=True)
         self._thread.start()
 
-    def send(
-        self,
-        peer: int,
-        key: MessageKey,
-        payload: memoryview,
-        tags: PacketTags,
-        bound: LossBound,
-        label: str,
-        tail: Bytes = NOTHING,
-        turn: Turn = AS_SEEDED,
-    ) -> Future[Delivery]:
-        """Send a message; see :meth:`Protocol.send_message`."""
-        return self._ask(
-            lambda: self.protocol.send_message(peer, key, payload, tags, bound, label, time.monotonic(), tail, turn)
-        )
+    def send(self, request: SendRequest) -> Future[Delivery]:
+        """Send a message; the future resolves once the receiver has confirmed it."""
+        return self._ask(lambda: Protocol.send(self, request))
 
-    def receive(
-        self,
-        peer: int,
-        key: MessageKey,
-        message_bytes: int | None,
-        bound: LossBound,
-        label: str,
-        *,
-        into: Bytes | memoryview | None = None,
-        tail: Bytes = NOTHING,
-        summation: Summation | None = None,
-        position: int = 0,
-    ) -> Future[Arrival]:
-        """Wait for a message; see :meth:`Protocol.receive_message`."""
-        return self._ask(
-            lambda: self.protocol.receive_message(
-                peer,
-                key,
-                message_bytes,
-                bound,
-                label,
-                time.monotonic(),
-                into=into,
-                tail=tail,
-                summation=summation,
-                position=position,
-            )
-        )
-
-    def summation(
-        self,
-        values: NDArray[np.float32],
-        members: int,
-        divisor: float | None = None,
-        key: MessageKey | None = None,
-    ) -> Summation:
-        """Return a sum that is formed while messages arrive; see :meth:`Protocol.summation`."""
-        return self.protocol.summation(values, members, divisor, key)
+    def receive(self, request: ReceiveRequest) -> Future[Arrival]:
+        """Receive a message; the future resolves when its bound is met."""
+        return self._ask(lambda: Protocol.receive(self, request))
 
     def call(self, function: Callable[[], None]) -> None:
         """Run a function in the endpoint's thread, in the order of the calls.
@@ -162,7 +109,7 @@ class Endpoint:
             if self._ended:
                 raise TransportError(self._ended)
             self._commands.append(function)
-            self.protocol.engine.wake()
+            self._engine.wake()
 
     def greet(self, timeout_s: float = 30.0) -> None:
         """Wait until every peer has answered.
@@ -173,16 +120,16 @@ class Endpoint:
             Some have not within ``timeout_s``; the message names them and their addresses.
         """
         end_s = time.monotonic() + timeout_s
-        while strangers := self.protocol.strangers:
+        while strangers := self.strangers:
             if time.monotonic() > end_s:
                 where = ", ".join(
                     f"rank {peer} at {self._addresses[peer][0]}:{self._addresses[peer][1]}" for peer in strangers
                 )
                 raise PeerSilentError(
-                    f"job {self.protocol.job}: no answer within {timeout_s:.0f} s from {where}; "
+                    f"job {self.job}: no answer within {timeout_s:.0f} s from {where}; "
                     "is it started, is the port open, and does the session token agree?"
                 )
-            self.call(lambda: self.protocol.greet(time.monotonic()))
+            self.call(self.greet_all)
             time.sleep(0.05)
 
     def close(self, reason: str | None = None) -> None:
@@ -193,13 +140,13 @@ class Endpoint:
             self._linger()
         with contextlib.suppress(TransportError):  # it has failed before, and told the peers
             if reason is not None:
-                self.call(lambda: self.protocol.abort(reason))
+                self.call(partial(self.abort, reason))
             self.call(self._stop)
         self._thread.join(5)
         self._socket.close()
         if not self._thread.is_alive():
             self._closed = True
-            self.protocol.engine.release()
+            self._engine.release()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until peers have confirmed all that was sent, and its senders know; tell whether that came in time.
@@ -212,7 +159,7 @@ class Endpoint:
         end_s = time.monotonic() + timeout_s
         while True:
             answer: Future[bool] = Future()
-            self.call(partial(self._tell_confirmed, answer))  # after all that was asked before
+            self.call(partial(self._report_confirmed, answer))  # after all that was asked before
             with contextlib.suppress(FutureTimeoutError):
                 if answer.result(max(0.0, end_s - time.monotonic())):
                     return True
@@ -220,23 +167,23 @@ class Endpoint:
                 return False
             time.sleep(TURN_S)
 
-    def _tell_confirmed(self, answer: "Future[bool]") -> None:
-        answer.set_result(self.protocol.all_confirmed)
+    def _report_confirmed(self, answer: "Future[bool]") -> None:
+        answer.set_result(self.all_confirmed)
 
     def _linger(self) -> None:
         """Wait until peers have what was sent to them, and for a moment until they know that it is confirmed."""
         with contextlib.suppress(TransportError):
             if not self.flush(self.options.silence_s):
                 return
-            self.call(self.protocol.tell_again)
+            self.call(self.tell_again)
             self.flush(CLOSE_LINGER_S)  # which asks after that was done
         end_s = time.monotonic() + CLOSE_LINGER_S
-        while not self.protocol.settled and self._thread.is_alive() and time.monotonic() < end_s:
+        while not self.settled and self._thread.is_alive() and time.monotonic() < end_s:
             time.sleep(TURN_S)
 
     def _stop(self) -> None:
         self._closing = True
-        self.protocol.fail(TransportError(self._closed_words))
+        self.fail(TransportError(self._closed_words))
 
     @property
     def _closed_words(self) -> str:
@@ -268,8 +215,8 @@ class Endpoint:
             failure = TransportError(f"rank {self.rank}: the endpoint failed: {error!r}")
             failure.__cause__ = error
             with contextlib.suppress(Exception):  # it may be what has failed
-                self.protocol.abort(str(failure))
-            self.protocol.fail(failure)
+                self.abort(str(failure))
+            self.fail(failure)
             self._end(str(failure))
             raise
         self._end(self._closed_words)
@@ -286,11 +233,10 @@ class Endpoint:
         while self._commands:
             self._commands.popleft()()
         now_s = time.monotonic()
-        protocol = self.protocol
-        protocol.on_reports(now_s)
-        if self._idle or now_s >= protocol.due_s:
-            protocol.on_time(now_s, idle=self._idle)
-        self._idle = protocol.engine.turn(protocol.due_s)
+        self.on_reports(now_s)
+        if self._idle or now_s >= self.due_s:
+            self.on_time(now_s, idle=self._idle)
+        self._idle = self._engine.turn(self.due_s)
 
 
 def bind_socket(host: str, ports: Iterable[int]) -> socket.socket:

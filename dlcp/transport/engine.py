@@ -7,16 +7,14 @@ speak the same wire format and differ in speed only.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.transport.congestion import Report
+from dlcp.transport.messages import Address, Bytes, MessageKey
 from dlcp.wire import Header
-
-Address = tuple[str, int]
-Bytes = NDArray[np.uint8]
 
 REPORT_MIN_S = 0.001
 REPORT_CALM_S = 0.01
@@ -46,13 +44,6 @@ ACK_WHOLE = 1 << 31
 """Set in the block of an acknowledgement's entry: the message is done, and all of it has arrived; nobody need ask."""
 ACK_RECENT = 4
 """How many entries of the last acknowledgement the next one repeats, in case it was lost. Chosen by us."""
-
-
-class MessageKey(NamedTuple):
-    """What tells the messages between two ranks apart: training step (generation) and number within it."""
-
-    step: int
-    message: int
 
 
 def first_block_seed(key: MessageKey) -> int:
@@ -149,7 +140,7 @@ class Fold(Protocol):
 
     With a key, the packets are divided into as many regions as there are others, and in region r the others come in the
     order of (position + r) modulo their number: in the order in which they send it, if they take turns
-    (:class:`dlcp.tags.Turn`). The order does not depend on who comes first, so neither does the sum.
+    (:class:`dlcp.tags.ChunkOrder`). The order does not depend on who comes first, so neither does the sum.
     """
 
     def copy_into(self, copy: NDArray[np.float32]) -> None:

@@ -10,23 +10,21 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from dlcp.transport.buffers import BufferPool
 from dlcp.transport.control_packets import MORE, ControlPackets
-from dlcp.transport.engine import MESSAGE_PACKETS_MAX, Engine, Incoming, MessageKey
+from dlcp.transport.engine import MESSAGE_PACKETS_MAX, Engine, Incoming
 from dlcp.transport.errors import DeadlineError, MessageMismatchError, TransportError, at_step
+from dlcp.transport.messages import EMPTY, Arrival, Bytes, MessageKey, ReceiveRequest
 from dlcp.transport.options import TransportOptions
 from dlcp.transport.promise import Promise
 from dlcp.transport.receiving import (
-    NOTHING,
     STOP_REPEAT_MAX_S,
     STOP_REPEAT_S,
-    Arrival,
     Awaited,
     Name,
-    Place,
     Receiving,
     Stopping,
 )
-from dlcp.transport.scratch import Scratch
 from dlcp.wire import Header, PacketType
 
 STEPS_AHEAD_MAX = 1 << 16
@@ -49,7 +47,7 @@ class Inbox:
         Job number, for error messages.
     options
         See :class:`dlcp.transport.TransportOptions`.
-    scratch
+    buffers
         Memory for messages that come early.
     refused, counted
         Where packets that are refused are counted by reason, and other events by name.
@@ -62,11 +60,11 @@ class Inbox:
         *,
         job: int,
         options: TransportOptions,
-        scratch: Scratch,
+        buffers: BufferPool,
         refused: Counter[str],
         counted: Counter[str],
     ) -> None:
-        self.on_unawaited: Callable[[int, MessageKey], None] | None = None
+        self.on_unexpected: Callable[[int, MessageKey], None] | None = None
         """Called with sender and key of a message that comes before anybody waits for it."""
         self.finished: set[Name] = set()
         """Messages that are done, of which late packets may come."""
@@ -74,7 +72,7 @@ class Inbox:
         """Memory for messages that nobody waits for yet."""
         self.oldest_step = 0
         """What is older is over."""
-        self._engine, self._packets, self._job, self._options, self._scratch = engine, packets, job, options, scratch
+        self._engine, self._packets, self._job, self._options, self._buffers = engine, packets, job, options, buffers
         self._refused, self._counted = refused, counted
         self._incoming: dict[Name, Receiving] = {}
         self._awaited: dict[int, dict[Name, Awaited]] = {}
@@ -87,8 +85,9 @@ class Inbox:
 
     # Who waits --------------------------------------------------------------------------------------------------------
 
-    def wait(self, name: Name, awaited: Awaited, place: Place, now_s: float) -> None:
-        """Wait for a message; see :meth:`dlcp.transport.protocol.Protocol.receive_message`."""
+    def wait(self, request: ReceiveRequest, awaited: Awaited, now_s: float) -> None:
+        """Wait for a message; see :class:`dlcp.transport.ReceiveRequest`."""
+        name, into = (request.peer, *request.key), request.checked_into()
         message_bytes = awaited.message_bytes
         receiving = self._incoming.get(name)
         if receiving is None:
@@ -97,21 +96,21 @@ class Inbox:
                     f"{at_step(self._job, name[1])}: nothing of {awaited.label} has come from rank {name[0]}: "
                     "size unknown"
                 )
-            receiving = self._expect(name, message_bytes, place, now_s)
+            receiving = self._expect(request, into, now_s)
         elif not self._agrees(receiving.message, message_bytes):
             self._disagree(receiving, awaited, receiving.message.packets)
             return
         else:
             self.stashed_bytes -= len(receiving.stash)
-            self._unstash(receiving, message_bytes, place)
-        receiving.awaited, receiving.placed = awaited, place.into is not None
+            self._unstash(receiving, request, into)
+        receiving.awaited, receiving.placed = awaited, into is not None
         waited_for = self._awaited.setdefault(name[0], {})
         waited_for.pop(name, None)
         waited_for[name] = awaited
         message = receiving.message
-        if place.summation is not None:
-            receiving.summation = place.summation
-            place.summation.join(message, place.position)
+        if request.reduction is not None:
+            receiving.reduction = request.reduction
+            request.reduction.join(message, request.position)
         last = 0 if message_bytes is None else message_bytes - (message.packets - 1) * self._options.payload_bytes
         bound = awaited.bound
         self._engine.wait(message, bound.required(message.packets), bound.immediate, last, now_s)
@@ -144,7 +143,7 @@ class Inbox:
         """Forget that a message is done, of which no packets will come any more."""
         self.finished.discard((peer, *key))
 
-    def forget_before(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Declare all steps before ``step`` over: packets of them are refused, and who waits for some gets an error."""
         self.oldest_step = max(self.oldest_step, step)
         over = [(name, receiving.awaited) for name, receiving in self._incoming.items() if name[1] < step]
@@ -172,16 +171,17 @@ class Inbox:
 
     # From first packet to last ----------------------------------------------------------------------------------------
 
-    def _expect(self, name: Name, message_bytes: int, place: Place, now_s: float) -> Receiving:
-        into = place.into
-        if into is None and place.summation is None:
-            into = np.empty(message_bytes - len(place.tail), np.uint8)
-        elif place.summation is not None and place.summation.needs_room(place.position):
-            into = self._scratch.take(message_bytes)
+    def _expect(self, request: ReceiveRequest, into: Bytes | None, now_s: float) -> Receiving:
+        name, message_bytes, reduction = (request.peer, *request.key), request.message_bytes, request.reduction
+        assert message_bytes is not None
+        if into is None and reduction is None:
+            into = np.empty(message_bytes - len(request.tail), np.uint8)
+        elif reduction is not None and reduction.needs_buffer(request.position):
+            into = self._buffers.take(message_bytes)
         packets = -(-message_bytes // self._options.payload_bytes)
-        message = self._engine.expect(name[0], MessageKey(*name[1:]), packets, into, place.tail)
-        receiving = self._incoming[name] = Receiving(name, message, now_s, NOTHING)
-        receiving.payload = NOTHING if into is None else into
+        message = self._engine.expect(name[0], MessageKey(*name[1:]), packets, into, request.tail)
+        receiving = self._incoming[name] = Receiving(name, message, now_s, EMPTY)
+        receiving.payload = EMPTY if into is None else into
         message.owner = receiving
         return receiving
 
@@ -190,22 +190,22 @@ class Inbox:
         if not 0 < packets <= MESSAGE_PACKETS_MAX:
             self._refused["malformed"] += 1
             return None
-        if self.stashed_bytes + size > self._options.stash_bytes:
+        if self.stashed_bytes + size > self._options.early_buffer_bytes:
             self._counted["stash_full"] += 1  # nothing is lost: unacknowledged packets are sent again
             return None
-        stash = self._scratch.take(size)
-        message = self._engine.expect(name[0], MessageKey(*name[1:]), packets, stash, NOTHING)
+        stash = self._buffers.take(size)
+        message = self._engine.expect(name[0], MessageKey(*name[1:]), packets, stash, EMPTY)
         receiving = self._incoming[name] = Receiving(name, message, now_s, stash)
         message.owner = receiving
         self.stashed_bytes += size
-        if self.on_unawaited:
-            self.on_unawaited(name[0], MessageKey(*name[1:]))
+        if self.on_unexpected:
+            self.on_unexpected(name[0], MessageKey(*name[1:]))
         return receiving
 
-    def _unstash(self, receiving: Receiving, message_bytes: int | None, place: Place) -> None:
-        into, tail = place.into, place.tail
-        stash, receiving.stash = receiving.stash, NOTHING
-        if place.summation is not None:
+    def _unstash(self, receiving: Receiving, request: ReceiveRequest, into: Bytes | None) -> None:
+        message_bytes, tail = request.message_bytes, request.tail
+        stash, receiving.stash = receiving.stash, EMPTY
+        if request.reduction is not None:
             receiving.payload = stash  # what came is summed from where it is
             return
         if into is None and message_bytes is not None:
@@ -217,7 +217,7 @@ class Inbox:
             receiving.payload = stash  # as long as the sender says, which only its last packet tells
             return
         self._engine.move(receiving.message, into, tail)
-        self._scratch.give(stash)
+        self._buffers.give(stash)
         receiving.payload = into
 
     def _agrees(self, message: Incoming, message_bytes: int | None) -> bool:
@@ -240,7 +240,7 @@ class Inbox:
         message = receiving.message
         self._engine.close(message)
         message.owner = None  # else the two would keep each other, and all they hold, until Python looks for such pairs
-        if receiving.summation is None:
+        if receiving.reduction is None:
             self._engine.free(message)
 
     def _disagree(self, receiving: Receiving, awaited: Awaited, packets: int) -> None:

@@ -4,10 +4,11 @@
 from dataclasses import dataclass
 from typing import Final
 
-from dlcp.transport.congestion import Cubic, Proportional, RateControl
+from dlcp.transport.congestion import CubicWindow, DctcpWindow, RateControl
 
-CONGESTION: Final = ("proportional", "marks", "cubic")
+CONGESTION: Final = ("dctcp", "ecn", "cubic")
 """How a rank may react to congestion."""
+_FORMER: Final = {"proportional": "dctcp", "marks": "ecn"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +22,9 @@ class TransportOptions:
     tagged
         False sends everything as ordinary traffic in one queue: no tags, nothing droppable, no urgent control packets.
     congestion
-        ``proportional`` (reacts to ECN, loss and delay, for tagged traffic), ``marks`` (the same without delay: for a
-        path where packets wait behind other traffic after they have left their queues, as in BMv2), or ``cubic`` (for a
-        queue shared with TCP).
+        ``dctcp`` (DCTCP-like: reacts to ECN, loss and delay, for tagged traffic), ``ecn`` (the same without delay: for
+        a path where packets wait behind other traffic after they have left their queues, as in BMv2), or ``cubic`` (for
+        a queue shared with TCP).
     flow_weight
         The share of one flow that traffic to each peer counts as; None divides one flow among those who send to a rank.
     switch_hops
@@ -32,20 +33,25 @@ class TransportOptions:
         A peer that answers nothing for this long is dead.
     deadline_s
         A message that takes longer than this has failed.
-    stash_bytes
+    early_buffer_bytes
         The most memory for messages that arrive before anybody waits for them.
     """
 
     payload_bytes: int = 1440
     tagged: bool = True
-    congestion: str = "proportional"
+    congestion: str = "dctcp"
     flow_weight: float | None = None
     switch_hops: int = 1
     silence_s: float = 10.0
     deadline_s: float = 120.0
-    stash_bytes: int = 1 << 28
+    early_buffer_bytes: int = 1 << 28
 
     def __post_init__(self) -> None:
+        if self.congestion in _FORMER:
+            raise ValueError(
+                f"congestion {self.congestion!r} is now called {_FORMER[self.congestion]!r}; "
+                f"it must be one of {', '.join(CONGESTION)}"
+            )
         if self.congestion not in CONGESTION:
             raise ValueError(f"congestion must be one of {', '.join(CONGESTION)}, got {self.congestion!r}")
         if not 64 <= self.payload_bytes <= 65000 or self.payload_bytes % 8:
@@ -55,8 +61,8 @@ class TransportOptions:
         """Return the window control of one flow, where ``senders`` ranks send to its receiver."""
         weight = weight_of(self.flow_weight, senders)
         if self.congestion == "cubic":
-            return Cubic(weight)
-        return Proportional(weight, heed_delay=self.congestion == "proportional")
+            return CubicWindow(weight)
+        return DctcpWindow(weight, heed_delay=self.congestion == "dctcp")
 
 
 def weight_of(flow_weight: float | None, senders: int) -> float:

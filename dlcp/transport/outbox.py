@@ -7,15 +7,14 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.tags import PacketTags, Turn
-from dlcp.transport.bound import LossBound
 from dlcp.transport.control_packets import MORE, ControlPackets
-from dlcp.transport.engine import MESSAGE_PACKETS_MAX, Bytes, Engine, MessageKey
+from dlcp.transport.engine import MESSAGE_PACKETS_MAX, Engine
 from dlcp.transport.errors import DeadlineError, TransportError, at_step
+from dlcp.transport.messages import Bytes, Delivery, LossBound, MessageKey, SendRequest
 from dlcp.transport.options import TransportOptions
 from dlcp.transport.peer import Peer
 from dlcp.transport.promise import Promise
-from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S, Delivery, Sending, packets_of, probe_timeout_s
+from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S, Sending, packets_of, probe_timeout_s
 from dlcp.wire import Header, PacketType
 
 LOOK_S = 0.1
@@ -69,28 +68,18 @@ class Outbox:
         if packets != -(-size // payload_bytes) or not 0 < packets <= MESSAGE_PACKETS_MAX:
             raise ValueError(f"{size} bytes need other than {packets} packets of {payload_bytes}")
 
-    def send(
-        self,
-        rank: int,
-        key: MessageKey,
-        payload: memoryview,
-        tags: PacketTags,
-        bound: LossBound,
-        label: str,
-        now_s: float,
-        tail: Bytes,
-        turn: Turn,
-    ) -> Promise[Delivery]:
-        """Send a message; see :meth:`dlcp.transport.protocol.Protocol.send_message`."""
+    def send(self, request: SendRequest, bound: LossBound, now_s: float) -> Promise[Delivery]:
+        """Send a message of which ``bound`` may be lost; see :class:`dlcp.transport.SendRequest`."""
+        rank, key, tags, label = request.peer, request.key, request.tags, request.label
         peer = self._peers[rank]
         packets = packets_of(
             self._packets.header(PacketType.DATA, key, count=len(tags.queue)),
-            np.frombuffer(payload, np.uint8),
-            tail,
+            np.frombuffer(request.payload, np.uint8),
+            request.tail,
             tags,
             bound,
             self._options,
-            turn,
+            request.order,
             ecn_capable=peer.control.ecn_capable,
         )
         message = self._engine.send(rank, key, packets, now_s)
@@ -195,7 +184,7 @@ class Outbox:
         peer, due_s = self._peers[rank], now_s + LOOK_S
         if not idle and now_s < peer.look_s:
             return peer.look_s
-        timeout_s = probe_timeout_s(peer.flow, peer.neighbour)
+        timeout_s = probe_timeout_s(peer.flow, peer.local)
         for sending in peer.sending.values():
             probe_due_s = sending.probe_due_s(timeout_s)
             if now_s >= probe_due_s:

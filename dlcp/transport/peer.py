@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from dlcp.transport.congestion import RateControl
 from dlcp.transport.delivery_rate import DeliveryRate
-from dlcp.transport.engine import Flow, MessageKey
+from dlcp.transport.engine import Flow
+from dlcp.transport.messages import MessageKey
 from dlcp.transport.sending import Sending
 
 USEFUL_WINDOW_BYTES = 2 << 20
@@ -34,7 +35,7 @@ class Peer:
         Bytes of a message per packet.
     room_packets
         What its receive buffer has room for.
-    neighbour
+    local
         Packets go there through memory, which says itself when it is full.
     """
 
@@ -43,7 +44,7 @@ class Peer:
     control: RateControl
     payload_bytes: int
     room_packets: int
-    neighbour: bool = False
+    local: bool = False
     rate: DeliveryRate = field(default_factory=DeliveryRate)
     sending: dict[MessageKey, Sending] = field(default_factory=dict)
     """Messages that it has not confirmed."""
@@ -69,7 +70,7 @@ class Peer:
 
     def limit_window(self, rtt_s: float = 0.0) -> None:
         """Bound the window by what the receiver has room for, and by what may be of use; 0: no new round trip."""
-        if self.neighbour:
+        if self.local:
             self.flow.largest_window = UNLIMITED_PACKETS
             return
         if rtt_s:

@@ -14,37 +14,60 @@ outbox (:mod:`dlcp.transport.outbox`) and the inbox (:mod:`dlcp.transport.inbox`
 
 import heapq
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.tags import AS_SEEDED, PacketTags, Turn
 from dlcp.transport import native
-from dlcp.transport.bound import RELIABLE, LossBound
-from dlcp.transport.congestion import Unlimited
+from dlcp.transport.buffers import BufferPool, ExportedMemory
+from dlcp.transport.congestion import NoWindow
 from dlcp.transport.control_packets import ControlPackets
-from dlcp.transport.engine import Address, Bytes, Emit, Engine, Incoming, MessageKey
+from dlcp.transport.engine import Emit, Engine, Incoming
 from dlcp.transport.errors import PeerAbortedError, TransportError
 from dlcp.transport.inbox import Inbox
-from dlcp.transport.lent_memory import LentMemory
 from dlcp.transport.liveness import HELLO_REPEAT_S, Liveness
+from dlcp.transport.messages import (
+    EMPTY,
+    RELIABLE,
+    Address,
+    Arrival,
+    Bytes,
+    Delivery,
+    LossBound,
+    MessageKey,
+    ReceiveRequest,
+    SendRequest,
+)
 from dlcp.transport.options import TransportOptions, weight_of
 from dlcp.transport.outbox import Outbox
 from dlcp.transport.peer import Peer
 from dlcp.transport.plain import PlainEngine
 from dlcp.transport.promise import Promise
-from dlcp.transport.receiving import NOTHING, STOP_REPEAT_S, Arrival, Awaited, Place, Summation
-from dlcp.transport.scratch import Scratch
-from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S, Delivery
+from dlcp.transport.receiving import STOP_REPEAT_S, Awaited
+from dlcp.transport.reduction import StreamingReduction
+from dlcp.transport.sending import PROBE_TIMEOUT_MIN_S
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.wire import Header, PacketType
 
 
 class Protocol:
-    """All messages of one rank. Not thread-safe: one thread drives it.
+    """All messages of one rank, without a thread. Whoever drives it gives it packets and time.
+
+    Attributes
+    ----------
+    local_peers
+        Ranks to and from which packets go through memory: nothing gets lost there.
+    buffers
+        Memory for what arrives early or out of turn.
+    exported
+        Memory from which local peers read what is sent to them.
+    on_unexpected
+        Called with sender and key of a message that arrives before its receive is posted.
 
     Parameters
     ----------
@@ -56,8 +79,8 @@ class Protocol:
         See :class:`TransportOptions`.
     receive_packets
         How many packets the socket's receive buffer holds; peers divide it among themselves.
-    now_s
-        The time at which the clock of the caller starts.
+    clock
+        The clock of whoever drives it.
     sock
         The socket, if the engine is to use it (:meth:`Engine.turn`).
     emit
@@ -77,7 +100,7 @@ class Protocol:
         token: int,
         options: TransportOptions,
         receive_packets: int,
-        now_s: float,
+        clock: Callable[[], float] = time.monotonic,
         sock: socket.socket | None = None,
         emit: Emit | None = None,
         compiled: bool | None = None,
@@ -87,20 +110,19 @@ class Protocol:
         self.job = job
         self.token = token
         self.options = options
-        self.scratch = Scratch()
-        self.lent = LentMemory(shared.lent if shared else NOTHING)
-        """Memory from which neighbours read what is sent to them."""
+        self.buffers = BufferPool()
+        self.exported = ExportedMemory(shared.exported if shared else EMPTY)
+        self._clock, now_s = clock, clock()
         self._refused: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()
-        self.neighbours = shared.ranks if shared else frozenset[int]()
-        """Ranks to and from which packets go through memory: nothing gets lost there."""
-        self._window = max(1, receive_packets // max(1, len(peers) - len(self.neighbours)))
+        self.local_peers = shared.ranks if shared else frozenset[int]()
+        self._window = max(1, receive_packets // max(1, len(peers) - len(self.local_peers)))
         make: Callable[..., Engine] = PlainEngine
         if native.available() if compiled is None else compiled:
             make = partial(native.NativeEngine, shared=shared)
-        elif self.neighbours:
+        elif self.local_peers:
             raise TransportError(f"rank {rank}: only the engine in C reads memory that ranks share")
-        self.engine = make(
+        self._engine = make(
             rank,
             peers,
             job=job,
@@ -116,7 +138,7 @@ class Protocol:
             now_s=now_s,
         )
         self._packets = ControlPackets(
-            self.engine,
+            self._engine,
             rank,
             job=job,
             token=token,
@@ -127,25 +149,25 @@ class Protocol:
         self._peers = {
             peer: Peer(
                 peer,
-                self.engine.flows[peer],
-                Unlimited() if peer in self.neighbours else options.rate_control(len(peers)),
+                self._engine.flows[peer],
+                NoWindow() if peer in self.local_peers else options.rate_control(len(peers)),
                 options.payload_bytes,
                 self._window,
-                peer in self.neighbours,
+                peer in self.local_peers,
             )
             for peer in peers
         }
-        self.inbox = Inbox(
-            self.engine,
+        self._inbox = Inbox(
+            self._engine,
             self._packets,
             job=job,
             options=options,
-            scratch=self.scratch,
+            buffers=self.buffers,
             refused=self._refused,
             counted=self._counted,
         )
         self._outbox = Outbox(
-            self.engine,
+            self._engine,
             self._packets,
             self._peers,
             job=job,
@@ -158,7 +180,7 @@ class Protocol:
             job,
             self._packets,
             self._peers,
-            self.inbox,
+            self._inbox,
             self._outbox,
             window=self._window,
             options=options,
@@ -172,79 +194,44 @@ class Protocol:
 
     # What the owner asks for ------------------------------------------------------------------------------------------
 
-    def send_message(
-        self,
-        peer: int,
-        key: MessageKey,
-        payload: memoryview,
-        tags: PacketTags,
-        bound: LossBound,
-        label: str,
-        now_s: float,
-        tail: Bytes = NOTHING,
-        turn: Turn = AS_SEEDED,
-    ) -> Promise[Delivery]:
-        """Send a message; the future resolves once it is confirmed. Until then its bytes must not change."""
-        self._outbox.check(len(payload) + len(tail), len(tags.queue))
+    def send(self, request: SendRequest) -> Future[Delivery]:
+        """Send a message; the future resolves once the receiver has confirmed it."""
+        now_s = self._clock()
+        self._outbox.check(len(request.payload) + len(request.tail), len(request.tags.queue))
         if self._failure:
             failed: Promise[Delivery] = Promise()
             failed.set_exception(self._failure)
             return failed
         self._due_by(now_s + PROBE_TIMEOUT_MIN_S)
-        return self._outbox.send(peer, key, payload, tags, self._bound(peer, bound), label, now_s, tail, turn)
+        return self._outbox.send(request, self._bound(request.peer, request.bound), now_s)
 
-    def receive_message(
-        self,
-        peer: int,
-        key: MessageKey,
-        message_bytes: int | None,
-        bound: LossBound,
-        label: str,
-        now_s: float,
-        *,
-        into: Bytes | memoryview | None = None,
-        tail: Bytes = NOTHING,
-        summation: Summation | None = None,
-        position: int = 0,
-    ) -> Promise[Arrival]:
-        """Wait for a message; the future resolves when the bound is met.
-
-        Parameters
-        ----------
-        message_bytes
-            Its size with its tail. None: what the sender says; then the message must have been heard of
-            (``on_unawaited``), and its sender must protect the last packet.
-        into, tail
-            Where its bytes go: first ``into``, then ``tail``.
-        summation, position
-            Add it to a sum instead, as the member at a position. The arrival's ``payload`` is then room of
-            :attr:`scratch` in which waited what came out of turn; whoever finishes the sum gives it back.
-        """
-        awaited = Awaited(message_bytes, self._bound(peer, bound), label, now_s + self.options.deadline_s)
+    def receive(self, request: ReceiveRequest) -> Future[Arrival]:
+        """Receive a message; the future resolves when its bound is met."""
+        now_s = self._clock()
+        bound = self._bound(request.peer, request.bound)
+        awaited = Awaited(request.message_bytes, bound, request.label, now_s + self.options.deadline_s)
         if self._failure:
             awaited.done.set_exception(self._failure)
             return awaited.done
-        if isinstance(into, memoryview):
-            into = np.frombuffer(into, np.uint8)
-        place = Place(into, tail, summation, position)
-        place.check(message_bytes, label)
-        self.inbox.wait((peer, *key), awaited, place, now_s)
+        self._inbox.wait(request, awaited, now_s)
         return awaited.done
 
-    def summation(
+    def reduction(
         self,
         values: NDArray[np.float32],
         members: int,
         divisor: float | None = None,
         key: MessageKey | None = None,
-    ) -> Summation:
-        """Return a sum of ``values`` with what ``members`` others send, to be given to :meth:`receive_message`.
+    ) -> StreamingReduction:
+        """Return a reduction of ``values`` with what ``members`` others send, for their :class:`ReceiveRequest`.
 
-        It is divided by ``divisor``: by default the number of ranks, which gives the average. Others that take turns in
-        sending it all send it as ``key``; the one at position k then has place ``-k % members`` of ``members``.
+        The sum is divided by ``divisor``: by default the number of ranks, which gives the average. Others that begin
+        with different chunks all send it as ``key``; the one at position k then has the order
+        ``ChunkOrder(-k % members, members)``.
         """
         per_packet = self.options.payload_bytes // values.itemsize
-        return Summation(self.engine, values, per_packet, members, members + 1 if divisor is None else divisor, key)
+        divisor = members + 1 if divisor is None else divisor
+        return StreamingReduction(self._engine, values, per_packet, members, divisor, key)
 
     def detach(self, peer: int, key: MessageKey, copy: Bytes | None = None) -> None:
         """Go on sending a message from a copy, so that its payload may change although it is not confirmed.
@@ -253,6 +240,10 @@ class Protocol:
         """
         self._outbox.detach(peer, key, copy)
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a function where the protocol runs: at once."""
+        function()
+
     def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
         """Do something about ``delay_s`` from now."""
         self._later_serial += 1
@@ -260,31 +251,36 @@ class Protocol:
         heapq.heappush(self._later, (self._now_s + delay_s, self._later_serial, action))
 
     @property
-    def on_unawaited(self) -> Callable[[int, MessageKey], None] | None:
-        """Called with sender and key of a message that comes before anybody waits for it."""
-        return self.inbox.on_unawaited
+    def on_unexpected(self) -> Callable[[int, MessageKey], None] | None:
+        """Called with sender and key of a message that arrives before its receive is posted."""
+        return self._inbox.on_unexpected
 
-    @on_unawaited.setter
-    def on_unawaited(self, action: Callable[[int, MessageKey], None] | None) -> None:
-        self.inbox.on_unawaited = action
+    @on_unexpected.setter
+    def on_unexpected(self, action: Callable[[int, MessageKey], None] | None) -> None:
+        self._inbox.on_unexpected = action
 
     def forget(self, peer: int, key: MessageKey) -> None:
-        """Forget that a message has arrived, of which no packets will come any more."""
-        self.inbox.forget(peer, key)
+        """Forget a complete message, of which no packets will come any more."""
+        self._inbox.forget(peer, key)
 
-    def forget_before(self, step: int) -> None:
-        """Declare all steps before ``step`` over: packets of them are refused, and who waits for some gets an error."""
-        self.inbox.forget_before(step)
+    @property
+    def first_step(self) -> int:
+        """The step of the last :meth:`begin_step`."""
+        return self._inbox.oldest_step
+
+    def begin_step(self, step: int) -> None:
+        """Refuse packets of steps before ``step`` from now on; receives that are still posted for them fail."""
+        self._inbox.begin_step(step)
 
     def tell_again(self) -> None:
         """Tell senders again which messages came whole, until they confirm it: before this rank cannot be asked."""
-        self.inbox.tell_again(self._now_s)
+        self._inbox.tell_again(self._now_s)
         self.due_s = self._now_s
 
-    def greet(self, now_s: float) -> None:
+    def greet_all(self) -> None:
         """Announce this rank to all peers."""
         for peer in self._peers.values():
-            self._liveness.greet(peer, now_s)
+            self._liveness.greet(peer, self._clock())
 
     @property
     def strangers(self) -> list[int]:
@@ -299,31 +295,34 @@ class Protocol:
     @property
     def settled(self) -> bool:
         """Whether nothing is on its way and every peer knows it."""
-        return self.inbox.settled and self._outbox.settled
+        return self._inbox.settled and self._outbox.settled
 
     @property
     def refused(self) -> Counter[str]:
         """Packets refused, by reason."""
-        counters = self.engine.counters().items()
+        counters = self._engine.counters().items()
         found = {name.removeprefix("refused_"): value for name, value in counters if name.startswith("refused_")}
         return self._refused + Counter(found)
 
-    @property
-    def counted(self) -> Counter[str]:
-        """Other events, by name."""
-        counters = self.engine.counters().items()
+    def counters(self) -> Counter[str]:
+        """Return what else was counted, by name."""
+        counters = self._engine.counters().items()
         return self._counted + Counter({name: value for name, value in counters if not name.startswith("refused_")})
 
     def rate_to(self, rank: int) -> float:
         """Return how fast a rank has taken in lately what waited to be sent to it, in bit/s; 0 if that is not known.
 
-        Neighbours are not asked: what is told of a rank is how fast its port is.
+        It is not known of local peers: a rank's rate is that of its port.
         """
-        if rank in self.neighbours:
+        if rank in self.local_peers or rank not in self._peers:
             return 0.0
         return self._peers[rank].rate.packets_per_s(self._clock_s) * self.options.payload_bytes * 8
 
-    def weigh_flows(self, flow_weight: float | None) -> None:
+    def rtt_to(self, rank: int) -> float:
+        """Return the smoothed round-trip time to a rank in seconds; 0 if it is not known."""
+        return self._peers[rank].flow.smoothed_rtt_s if rank in self._peers else 0.0
+
+    def set_flow_weight(self, flow_weight: float | None) -> None:
         """Let each flow count as another share of one from now on; see ``TransportOptions.flow_weight``."""
         for peer in self._peers.values():
             peer.control.weight = weight_of(flow_weight, len(self._peers))
@@ -336,7 +335,7 @@ class Protocol:
     def fail(self, error: TransportError) -> None:
         """Give up: everything that waits, and everything asked for from now on, gets ``error``."""
         self._failure = self._failure or error
-        failed: list[Promise[Delivery] | Promise[Arrival]] = [*self._outbox.fail(), *self.inbox.fail()]
+        failed: list[Promise[Delivery] | Promise[Arrival]] = [*self._outbox.fail(), *self._inbox.fail()]
         for future in failed:
             if not future.done():
                 future.set_exception(error)
@@ -344,11 +343,11 @@ class Protocol:
     # What the engine tells --------------------------------------------------------------------------------------------
 
     def _on_unknown(self, rank: int, header: Header, size: int, now_s: float) -> Incoming | None:
-        return self.inbox.on_unknown(rank, header, size, now_s)
+        return self._inbox.on_unknown(rank, header, size, now_s)
 
     def _on_settled(self, message: Incoming, now_s: float) -> None:
         self._due_by(now_s + STOP_REPEAT_S)
-        self.inbox.on_settled(message, now_s)
+        self._inbox.on_settled(message, now_s)
 
     def _on_taken(self, rank: int, key: MessageKey, now_s: float) -> None:
         self._outbox.on_taken(rank, key, now_s)
@@ -357,21 +356,21 @@ class Protocol:
 
     def on_datagram(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
         """Take in one datagram; whatever is wrong with it is counted in ``refused``. For use without a socket."""
-        self.engine.take_in(datagram, tos, source, now_s)
+        self._engine.take_in(datagram, tos, source, now_s)
         self.on_reports(now_s)
 
     def _on_control(self, rank: int, header: Header, payload: memoryview, now_s: float) -> None:
         peer = self._peers[rank]
         kind = header.type
         if kind is PacketType.DATA:
-            self.inbox.on_misfit(rank, header, payload)
+            self._inbox.on_misfit(rank, header, payload)
         elif kind is PacketType.PROBE:
-            self.inbox.on_probe(rank, header, payload, now_s)
+            self._inbox.on_probe(rank, header, payload, now_s)
         elif kind is PacketType.BITMAP or kind is PacketType.STOP:
             self._outbox.on_bitmap(rank, header, payload, now_s)
             self._due_by(peer.look_s)
         elif kind is PacketType.STOP_ACK:
-            self.inbox.on_stop_ack(rank, header)
+            self._inbox.on_stop_ack(rank, header)
         elif kind is PacketType.ABORT:
             reason = bytes(payload[:1000]).decode(errors="replace")
             self.fail(PeerAbortedError(f"job {self.job}: rank {peer.rank} gave up: {reason}"))
@@ -384,16 +383,16 @@ class Protocol:
 
     def acknowledge(self, now_s: float) -> float:
         """Send the acknowledgements that are due; return when the next one will be."""
-        return self.engine.acknowledge(now_s)
+        return self._engine.acknowledge(now_s)
 
     def pump(self, now_s: float) -> bool:
         """Send what the windows admit, a burst to each peer; return whether anything was sent."""
-        return self.engine.pump(now_s) > 0
+        return self._engine.pump(now_s) > 0
 
     def on_reports(self, now_s: float) -> None:
         """Let the windows follow what came back."""
         self._now_s = now_s
-        if now_s >= self.engine.report_due_s():
+        if now_s >= self._engine.report_due_s():
             for peer in self._peers.values():
                 peer.follow_reports(now_s)
 
@@ -414,14 +413,14 @@ class Protocol:
             self._due_by(self._later[0][0])
         for peer in self._peers.values():
             self._due_by(self._watch(peer, now_s, idle=idle))
-        self._due_by(self.inbox.on_time(now_s))
-        late = self.inbox.overdue(now_s)
+        self._due_by(self._inbox.on_time(now_s))
+        late = self._inbox.overdue(now_s)
         if late:
             self.fail(late)
 
     def _bound(self, peer: int, bound: LossBound) -> LossBound:
         """Return what a message may lose, where it may lose ``bound`` in the network."""
-        return RELIABLE if peer in self.neighbours else bound
+        return RELIABLE if peer in self.local_peers else bound
 
     def _due_by(self, at_s: float) -> None:
         self.due_s = min(self.due_s, at_s)

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp import wire
-from dlcp.tags import AS_SEEDED, PacketTags, Turn, encode_tags, send_order
-from dlcp.transport.bound import LossBound
-from dlcp.transport.engine import Bytes, Flow, MessageKey, Outgoing, Packets, first_block_seed
+from dlcp.tags import AS_SEEDED, ChunkOrder, PacketTags, encode_tags, send_order
+from dlcp.transport.engine import Flow, Outgoing, Packets, first_block_seed
+from dlcp.transport.messages import Bytes, Delivery, LossBound, MessageKey
 from dlcp.transport.options import TransportOptions
 from dlcp.transport.promise import Promise
 from dlcp.wire import Header, PacketType, Queue
@@ -28,29 +28,6 @@ _SERVICE = {
     False: np.zeros((8, 2), np.uint8),
 }
 """Type of service by queue and by whether a packet may be dropped, shape (8, 2); of tagged packets, and of others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """What became of a message, as its receiver confirmed it.
-
-    ``delivered`` has shape (packets,); ``sent`` counts every transmission, ``resent`` those after a packet's first.
-    """
-
-    delivered: NDArray[np.bool_]
-    sent: int
-    resent: int
-    seconds: float
-
-    @property
-    def lost(self) -> int:
-        """Packets that never arrived."""
-        return len(self.delivered) - int(np.count_nonzero(self.delivered))
-
-    @property
-    def recovered(self) -> int:
-        """Packets that were lost and arrived when sent again; at most ``resent``."""
-        return min(self.resent, len(self.delivered) - self.lost) if self.resent else 0
 
 
 @dataclass(slots=True)
@@ -113,9 +90,9 @@ class Sending:
             self.done.set_result(Delivery(delivered, message.sent, message.resent, now_s - self.started_s))
 
 
-def probe_timeout_s(flow: Flow, neighbour: bool) -> float:
-    """Return how long to wait for news before asking; a neighbour loses nothing, it is only slow."""
-    if neighbour:
+def probe_timeout_s(flow: Flow, local: bool) -> float:
+    """Return how long to wait for news before asking; a local peer loses nothing, it is only slow."""
+    if local:
         return PROBE_TIMEOUT_MAX_S
     if not flow.smoothed_rtt_s:
         return 4 * PROBE_TIMEOUT_MIN_S
@@ -130,7 +107,7 @@ def packets_of(
     tags: PacketTags,
     bound: LossBound,
     options: TransportOptions,
-    turn: Turn = AS_SEEDED,
+    order: ChunkOrder = AS_SEEDED,
     *,
     ecn_capable: bool,
 ) -> Packets:
@@ -143,7 +120,7 @@ def packets_of(
         tags = tags._replace(queue=np.full(count, Queue.ORDINARY, np.uint8))
     service = _SERVICE[options.tagged] | np.uint8(ECN_CAPABLE if ecn_capable else 0)
     encoded, droppable = encode_tags(tags, options.tagged and bound.ratio > 0, service)
-    order = send_order(tags.queue, droppable, seed, turn)
+    indices = send_order(tags.queue, droppable, seed, order)
     budget = min(0xFFFF, bound.allowed(count) // options.switch_hops)
     head = header._replace(type=PacketType.DATA, budget=budget).encode()
-    return Packets(payload, tail, encoded, order, head, bound.allowed(count))
+    return Packets(payload, tail, encoded, indices, head, bound.allowed(count))

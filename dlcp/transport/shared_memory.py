@@ -1,49 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory through which ranks of one host send each other packets, instead of through their sockets.
 
-Every rank has an inbox: memory with a ring for each rank that may write to it (``dlcp/native/shared.c``), and an
-eventfd that wakes it. Behind the rings there may be memory that it lends: what it sends from there is not copied into
-rings, the others read it where it is. It hands inbox and eventfd to the others through a Unix socket of an abstract
-name. Those names are of a network namespace: whoever gets an answer is where no network lies in between, real or
-emulated, and nobody else gets one.
+Every rank has an inbox: memory with a ring for each rank that may write to it (``dlcp/native/ring.c``), and an eventfd,
+the bell, that wakes it. Behind the rings there may be memory that the rank exports: what it sends from there is not
+copied into rings, the others read it where it is. A rank hands inbox and bell to the others in a handshake over a Unix
+socket with an abstract name. Those names belong to a network namespace: two ranks can connect only where no network
+lies between them, real or emulated.
+
+A process of another user is no peer, whatever it knows: the kernel says who is at the other end (``SO_PEERCRED``).
 """
 
 import fcntl
 import mmap
 import os
 import secrets
-import select
+import selectors
 import socket
 import struct
 import time
-from array import array
 from collections.abc import Collection, Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+import dlcp.native
+from dlcp.transport.messages import EMPTY
+
 RING_BYTES: Final = 1 << 20
 """Of one direction between two ranks; a multiple of the page size. Chosen by us, by time: between 512 KiB and 2 MiB it
 makes no difference, less holds too few bursts for a reader that has to be woken."""
-LEND_BYTES: Final = 64 << 20
-"""What a rank lends by default, for results of buckets that are under way, a shard of each; only what is used takes up
-memory. Chosen by us: those of one tensor of 256 MB over four ranks."""
+EXPORT_BYTES: Final = 64 << 20
+"""What a rank exports by default, for results of buckets that are under way, a shard of each; only what is used takes
+up memory. Chosen by us: those of one tensor of 256 MB over four ranks."""
 _PAGE: Final = mmap.PAGESIZE
-_OFFER: Final = struct.Struct("=QqqqQQ")
-"""Token, job, the rank that offers, which ring of its inbox, bytes of each, bytes that it lends."""
+_HANDSHAKE: Final = struct.Struct("=QqqqQQ")
+"""Token, job, the sender's rank, the receiver's ring in the sender's inbox, bytes of a ring, bytes exported."""
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _SEALS: Final = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 """``F_SEAL_*`` of Linux, which other systems and old builds of Python do not name."""
-_TURN_S: Final = 0.02
-_NOTHING: Final = np.zeros(0, np.uint8)
+_POLL_S: Final = 0.02
+_BACKLOG: Final = 1024
+"""Ranks that may connect before this one accepts; the kernel may grant less."""
+
+
+def supported() -> bool:
+    """Return whether this system and this Python have what it takes."""
+    return all(hasattr(os, name) for name in ("memfd_create", "eventfd")) and hasattr(fcntl, "F_ADD_SEALS")
 
 
 def available() -> bool:
-    """Return whether this system and this Python have what it takes."""
-    return all(hasattr(os, name) for name in ("memfd_create", "eventfd")) and hasattr(fcntl, "F_ADD_SEALS")
+    """Return whether ranks of this host can share memory: that takes the compiled engine, too."""
+    return supported() and dlcp.native.library() is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +92,16 @@ class SharedMemory:
     ----------
     inward, outward
         By rank: where packets come from it, and where they go to it.
-    lent
+    exported
         Memory to send from without copies; empty if there is none.
-    borrowed
-        By rank: what it has lent.
+    imported
+        By rank: what it exports.
     """
 
     inward: dict[int, Ring] = field(default_factory=dict)
     outward: dict[int, Ring] = field(default_factory=dict)
-    lent: NDArray[np.uint8] = field(default_factory=lambda: _NOTHING)
-    borrowed: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
+    exported: NDArray[np.uint8] = field(default_factory=lambda: EMPTY)
+    imported: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -99,66 +109,67 @@ class SharedMemory:
         return frozenset(self.inward.keys() & self.outward.keys())
 
     def keep(self, ranks: Collection[int]) -> None:
-        """Go without the rings to and from all but some ranks: both must want them."""
+        """Drop the rings to and from all but some ranks: both ends must want them."""
         dropped = SharedMemory(
             {rank: ring for rank, ring in self.inward.items() if rank not in ranks},
             {rank: ring for rank, ring in self.outward.items() if rank not in ranks},
         )
         self.inward = {rank: ring for rank, ring in self.inward.items() if rank in ranks}
         self.outward = {rank: ring for rank, ring in self.outward.items() if rank in ranks}
-        self.borrowed = {rank: memory for rank, memory in self.borrowed.items() if rank in ranks}
+        self.imported = {rank: memory for rank, memory in self.imported.items() if rank in ranks}
         if not self.ranks:
-            self.lent = _NOTHING
+            self.exported = EMPTY
         dropped.close(keep=self._bells())
 
     def close(self, keep: Collection[int] = ()) -> None:
         """Close the bells, but for some; memory goes with the arrays."""
         for bell in self._bells().difference(keep):
             os.close(bell)
-        self.inward, self.outward, self.borrowed, self.lent = {}, {}, {}, _NOTHING
+        self.inward, self.outward, self.imported, self.exported = {}, {}, {}, EMPTY
 
     def _bells(self) -> set[int]:
         return {ring.bell for ring in [*self.inward.values(), *self.outward.values()]}
 
 
-class Doorstep:
-    """Where ranks of this host leave their offers for this one; a context manager.
+class SharedMemoryRendezvous:
+    """Where ranks of this host find each other to share memory; a context manager.
 
     Parameters
     ----------
-    lend_bytes
-        How much memory to lend them at least.
+    export_bytes
+        How much memory to export at least.
 
     Attributes
     ----------
     name
-        What the others have to know to find it; drawn at random.
+        What the others have to know to connect; drawn at random.
     """
 
-    def __init__(self, lend_bytes: int = LEND_BYTES) -> None:
-        self._lend_bytes = lend_bytes + -lend_bytes % _PAGE
+    def __init__(self, export_bytes: int = EXPORT_BYTES) -> None:
+        self._export_bytes = export_bytes + -export_bytes % _PAGE
         self.name = f"dlcp-{secrets.token_hex(16)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._socket.bind(f"\0{self.name}")
+        self._socket.listen(_BACKLOG)
 
-    def __enter__(self) -> "Doorstep":
+    def __enter__(self) -> "SharedMemoryRendezvous":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def meet(self, rank: int, names: Mapping[int, str], *, job: int, token: int, timeout_s: float) -> SharedMemory:
-        """Exchange offers with those of the other ranks who are on this host.
+    def connect(self, rank: int, names: Mapping[int, str], *, job: int, token: int, timeout_s: float) -> SharedMemory:
+        """Exchange handshakes with those of the other ranks who are on this host.
 
         Parameters
         ----------
         rank
             This rank.
         names
-            The name of each other rank's doorstep, which must exist already.
+            The name of each other rank's rendezvous, which must exist already.
         job, token
-            Offers of other jobs and sessions are not taken.
+            Handshakes of other jobs and sessions are refused.
         timeout_s
             How long to wait for ranks that are here.
 
@@ -171,88 +182,121 @@ class Doorstep:
         -------
         What came of it: the ranks then tell each other with whom they have a ring in each direction, and keep those.
         """
-        shared = SharedMemory()
-        here = sorted(peer for peer, name in names.items() if _is_there(name))
-        if not here:
-            return shared
-        places = {peer: place for place, peer in enumerate(here)}
+        end_s, shared = time.monotonic() + timeout_s, SharedMemory()
+        with ExitStack() as open_ends:
+            connections: dict[int, socket.socket] = {}
+            missing = set(names)
+            while True:
+                for peer in sorted(missing):
+                    connection = open_ends.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                    connection.setblocking(False)
+                    try:
+                        connection.connect(f"\0{names[peer]}")
+                    except BlockingIOError:
+                        continue  # more ranks connect than it has room for: try again
+                    except ConnectionRefusedError:
+                        missing.discard(peer)  # it is elsewhere
+                        continue
+                    missing.discard(peer)
+                    if _is_own_user(connection):
+                        connections[peer] = connection
+                if not missing or time.monotonic() >= end_s:
+                    break
+                time.sleep(_POLL_S)
+            if connections:
+                self._exchange(shared, rank, connections, job=job, token=token, end_s=end_s)
+        return shared
+
+    def _exchange(
+        self, shared: SharedMemory, rank: int, connections: Mapping[int, socket.socket], *, job: int, token: int,
+        end_s: float,
+    ) -> None:  # fmt: skip
+        """Send each connected rank a handshake, and wait for theirs."""
         bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         memory = -1
         try:
             memory = os.memfd_create("dlcp-inbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(memory, _PAGE + len(here) * (_PAGE + RING_BYTES) + self._lend_bytes)
+            os.ftruncate(memory, _PAGE + len(connections) * (_PAGE + RING_BYTES) + self._export_bytes)
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
             inbox = _mapped(memory)
-            shared.lent = inbox[len(inbox) - self._lend_bytes :]
-            waiting, end_s = dict(places), time.monotonic() + timeout_s
-            while (waiting or shared.inward.keys() - shared.outward) and time.monotonic() < end_s:
-                for peer, place in list(waiting.items()):
-                    offer = _OFFER.pack(token, job, rank, place, RING_BYTES, self._lend_bytes)
-                    there = self._offer(names[peer], offer, memory, bell)
-                    if there is None:
-                        continue  # its queue is full
-                    del waiting[peer]
-                    if there:
-                        shared.inward[peer] = Ring.within(inbox, place, RING_BYTES, bell)
-                self._take(shared, names, job, token)
+            shared.exported = inbox[len(inbox) - self._export_bytes :]
+            for index, (peer, connection) in enumerate(sorted(connections.items())):
+                handshake = _HANDSHAKE.pack(token, job, rank, index, RING_BYTES, self._export_bytes)
+                try:
+                    socket.send_fds(connection, [handshake], [memory, bell])
+                except ConnectionError:
+                    continue  # it left meanwhile
+                shared.inward[peer] = Ring.within(inbox, index, RING_BYTES, bell)
+            self._receive(shared, connections, job=job, token=token, end_s=end_s)
         finally:
             if memory >= 0:
                 os.close(memory)
             if not shared.inward:
                 os.close(bell)
-        return shared
 
-    def _offer(self, name: str, offer: bytes, memory: int, bell: int) -> bool | None:
-        """Leave an offer; return whether anybody is there, or None if that is to be tried again."""
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [memory, bell]))  # send_fds knows no address
-        try:
-            self._socket.sendmsg([offer], [rights], 0, f"\0{name}")
-        except ConnectionRefusedError:
-            return False
-        except BlockingIOError:
+    def _receive(self, shared: SharedMemory, peers: Collection[int], *, job: int, token: int, end_s: float) -> None:
+        """Take the handshakes of those who connect, of this user and this session, until all peers' are there."""
+        with ExitStack() as accepted, selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while shared.inward.keys() - shared.outward and (left_s := end_s - time.monotonic()) > 0:
+                for key, _ in selector.select(left_s):
+                    if key.fileobj is self._socket:
+                        connection = accepted.enter_context(self._socket.accept()[0])
+                        connection.setblocking(False)
+                        if _is_own_user(connection):
+                            selector.register(connection, selectors.EVENT_READ)
+                        continue
+                    assert isinstance(key.fileobj, socket.socket)
+                    selector.unregister(key.fileobj)
+                    try:
+                        handshake, given, _, _ = socket.recv_fds(key.fileobj, _HANDSHAKE.size + 1, 2)
+                    except OSError:
+                        continue
+                    rank = _take_handshake(shared, peers, handshake, given, job, token)
+                    # The mapping outlives its descriptor; the bell is kept.
+                    for descriptor in given if rank is None else given[:1]:
+                        os.close(descriptor)
+
+
+def _is_own_user(connection: socket.socket) -> bool:
+    """Return whether the process at the other end belongs to this one's user: nobody else may write into our memory."""
+    credentials = struct.unpack("=iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(credentials[1] == os.geteuid())
+
+
+def _take_handshake(
+    shared: SharedMemory, peers: Collection[int], handshake: bytes, given: list[int], job: int, token: int
+) -> int | None:
+    """Keep what a handshake gives; return its rank, or None if it is not one of this session or not sound."""
+    try:
+        its_token, its_job, rank, index, ring_bytes, export_bytes = _HANDSHAKE.unpack(handshake)
+        if (its_token, its_job) != (token, job) or rank not in peers or rank in shared.outward:
             return None
-        return True
-
-    def _take(self, shared: SharedMemory, names: Mapping[int, str], job: int, token: int) -> None:
-        """Take the offers that have come, or come in a moment."""
-        select.select([self._socket], [], [], _TURN_S)
-        while True:
-            try:
-                offer, given, _, _ = socket.recv_fds(self._socket, _OFFER.size + 1, 2)
-            except BlockingIOError:
-                return
-            found = rank = None
-            with suppress(OSError, ValueError, struct.error):
-                told_token, told_job, rank, place, ring_bytes, lent_bytes = _OFFER.unpack(offer)
-                if (told_token, told_job) == (token, job) and rank in names and rank not in shared.outward:
-                    found = _offered(given, place, ring_bytes, lent_bytes)
-            if found and rank is not None:
-                shared.outward[rank], shared.borrowed[rank] = found
-                os.close(given[0])
-            else:
-                for descriptor in given:
-                    os.close(descriptor)
+        found = _imported(given, index, ring_bytes, export_bytes)
+    except (OSError, ValueError, struct.error):
+        return None
+    if found is None:
+        return None
+    shared.outward[rank], shared.imported[rank] = found
+    return int(rank)
 
 
-def _is_there(name: str) -> bool:
-    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as visitor:
-        return visitor.connect_ex(f"\0{name}") == 0
+def _imported(
+    given: list[int], index: int, ring_bytes: int, export_bytes: int
+) -> tuple[Ring, NDArray[np.uint8]] | None:
+    """Map the ring that a handshake gives, and what its sender exports.
 
-
-def _offered(given: list[int], place: int, ring_bytes: int, lent_bytes: int) -> tuple[Ring, NDArray[np.uint8]] | None:
-    """Return the ring that was offered, and what is lent.
-
-    None if they are not what was said, or might become smaller under our hands.
+    None if they are not what was said, or might shrink while they are mapped.
     """
     if len(given) != 2 or fcntl.fcntl(given[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         return None
-    if place < 0 or ring_bytes < _PAGE or ring_bytes % _PAGE or lent_bytes % _PAGE:
+    if index < 0 or ring_bytes < _PAGE or ring_bytes % _PAGE or export_bytes % _PAGE:
         return None
     size = os.fstat(given[0]).st_size
-    if size < _PAGE + (place + 1) * (_PAGE + ring_bytes) + lent_bytes:
+    if size < _PAGE + (index + 1) * (_PAGE + ring_bytes) + export_bytes:
         return None
     memory = _mapped(given[0])
-    return Ring.within(memory, place, ring_bytes, given[1]), memory[size - lent_bytes :]
+    return Ring.within(memory, index, ring_bytes, given[1]), memory[size - export_bytes :]
 
 
 def _mapped(memory: int) -> NDArray[np.uint8]:

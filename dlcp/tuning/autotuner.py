@@ -233,10 +233,9 @@ class Pilot:
     def _of_paths(self) -> dict[str, float]:
         if self._endpoint is None or not self._adapt:
             return {}
-        protocol = self._endpoint.protocol
-        peers = [peer for peer in self._contributors if peer != self._rank and peer in protocol.engine.flows]
-        rtts_s = [protocol.engine.flows[peer].smoothed_rtt_s for peer in peers]
-        rates_bps = [rate for rate in map(protocol.rate_to, peers) if rate > 0]
+        peers = [peer for peer in self._contributors if peer != self._rank]
+        rtts_s = [self._endpoint.rtt_to(peer) for peer in peers]
+        rates_bps = [rate for rate in map(self._endpoint.rate_to, peers) if rate > 0]
         return {"rtt_s": max(rtts_s, default=0.0), "rate_bps": min(rates_bps, default=0.0)}
 
     @staticmethod

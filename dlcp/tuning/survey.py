@@ -44,7 +44,6 @@ class Survey:
         records = list(ledger.records)
         shares = [min(record.packets, record.recovered + record.lost) / record.packets for record in records]
         by_class = ledger.loss_by_class()[:, 0]
-        flows, rate_to = endpoint.protocol.engine.flows, endpoint.protocol.rate_to
         return cls(
             rank,
             sum(record.packets for record in records),
@@ -52,8 +51,8 @@ class Survey:
             sum(record.lost for record in records),
             float(np.quantile(shares, WORST_QUANTILE)) if shares else 0.0,
             float(by_class[0] / by_class.sum()) if by_class.sum() else 0.0,
-            max((flow.smoothed_rtt_s for flow in flows.values()), default=0.0),
-            tuple(rate_to(peer) if peer in flows else 0.0 for peer in range(ranks)),
+            max(map(endpoint.rtt_to, range(ranks)), default=0.0),
+            tuple(map(endpoint.rate_to, range(ranks))),
         )
 
     def as_json(self) -> dict[str, Any]:

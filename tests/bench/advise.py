@@ -24,11 +24,11 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from dlcp.advise.measurement import settings_of, with_settings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.advise.measurement import settings_of, with_settings
 from dlcp.bench.interleave import interleave
 from dlcp.bench.path import RoutedPath
 from dlcp.bench.ranks import Ranks

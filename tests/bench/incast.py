@@ -26,7 +26,16 @@ from dlcp.controller.shapes import star
 from dlcp.bench.report import Result, result, say, show
 from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess
 from dlcp.tags import PacketTags
-from dlcp.transport import RELIABLE, Endpoint, LossBound, MessageKey, TransportOptions, bind_socket
+from dlcp.transport import (
+    RELIABLE,
+    Endpoint,
+    LossBound,
+    MessageKey,
+    ReceiveRequest,
+    SendRequest,
+    TransportOptions,
+    bind_socket,
+)
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE
 
 SENDERS = 16
@@ -93,10 +102,14 @@ def once(ranks: list[Endpoint], setting: Incast, step: int, payload: memoryview)
     """Return how many seconds one incast takes, from the first send to the last message's arrival."""
     *senders, receiver = ranks
     key = MessageKey(step, 0)
-    arrivals = [receiver.receive(rank, key, len(payload), setting.bound, "incast") for rank in range(SENDERS)]
+    arrivals = [
+        receiver.receive(ReceiveRequest(rank, key, len(payload), setting.bound, "incast")) for rank in range(SENDERS)
+    ]
     labels = tags(setting.message_packets)
     began_s = time.monotonic()
-    deliveries = [sender.send(SENDERS, key, payload, labels, setting.bound, "incast") for sender in senders]
+    deliveries = [
+        sender.send(SendRequest(SENDERS, key, payload, labels, setting.bound, "incast")) for sender in senders
+    ]
     for arrival in arrivals:
         arrival.result(DEADLINE_S)
     took_s = time.monotonic() - began_s

@@ -13,7 +13,7 @@ from dlcp.bench import allreduce, step
 from dlcp.bench.member import DIVIDED, LOSSY, MEMORY, MEMORY_DIVIDED, RELIABLE, Contender, Outcome
 from dlcp.bench.path import Path, RoutedPath
 from dlcp.commands import bench as command
-from dlcp.transport import native
+from dlcp.transport import shared_memory
 
 pytestmark = pytest.mark.timeout(110)
 MEGABYTE = 250_000
@@ -21,7 +21,7 @@ NO_PACKETS = {"sent": 0, "delivered": 0, "lost": 0, "retransmitted": 0}
 
 
 def names_of(name):
-    memory = [name, f"{name}.buckets"] if native.available() else []
+    memory = [name, f"{name}.buckets"] if shared_memory.available() else []
     sockets = f"{name}.sockets" if memory else name
     return [*memory, sockets, f"{sockets}.reliable", f"{sockets}.buckets"]
 
@@ -37,7 +37,7 @@ def test_on_a_clean_path_nothing_is_lost_and_no_gradient_changes():
         found = allreduce.measure(path, values=MEGABYTE, rounds=2, warm_up=1)
     gloo = [contender.name for contender in found.contenders if contender.control]
     assert len(gloo) == 2 * len(path.controls)
-    through_memory = [MEMORY, MEMORY_DIVIDED] if native.available() else []
+    through_memory = [MEMORY, MEMORY_DIVIDED] if shared_memory.available() else []
     assert set(found.samples) == {LOSSY, RELIABLE, DIVIDED, *through_memory, *gloo}
     assert all(len(times) == 2 and min(times) > 0 for times in found.samples.values())
     for name in (LOSSY, RELIABLE, DIVIDED, *through_memory):

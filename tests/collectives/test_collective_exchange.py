@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from cycles import cycles
-from network import Network, VirtualEndpoint
+from network import Network
 
 from dlcp.backend import point_to_point as mailbox
 from dlcp.backend import reduce as summing
@@ -32,7 +32,7 @@ class Group:
 
     def __init__(self, count, **network):
         self.network = Network(count, **network)
-        self.exchanges = [Exchange(VirtualEndpoint(self.network, rank), count, "test") for rank in range(count)]
+        self.exchanges = [Exchange(self.network.ranks[rank], count, "test") for rank in range(count)]
 
     def run(self, start):
         """Start a collective on every rank and let time pass until all are done."""
@@ -171,7 +171,7 @@ def test_messages_that_have_been_taken_are_not_known_for_ever(monkeypatch):
         data, room = np.full(500, number, np.int32), np.zeros(500, np.int32)
         group.wait([group.exchanges[0].send(view(data), 1, 0), group.exchanges[1].receive(view(room), 0, 0)])
         assert (room == number).all()
-    assert len(group.network.ranks[1].inbox.finished) < 3
+    assert len(group.network.ranks[1]._inbox.finished) < 3
 
 
 @pytest.mark.parametrize("size", [2_000, 60_000])
@@ -230,7 +230,7 @@ def test_memory_for_what_arrives_is_used_again(name, size):
         group.run(
             lambda rank, exchange, data=data: exchange.all_reduce(view(data[rank]), Arithmetic(ReduceOp.SUM, name))
         )
-        free = [protocol.scratch._free for protocol in group.network.ranks]
+        free = [protocol.buffers._free for protocol in group.network.ranks]
         sizes.append([sum(length * len(rooms) for length, rooms in one.items()) for one in free])
     assert min(sizes[2]) > 0
     assert sizes[5] == sizes[2]
@@ -252,7 +252,7 @@ def test_a_failure_names_what_failed_and_ends_what_is_under_way():
 
 def test_a_group_that_cannot_be_numbered_is_refused():
     with pytest.raises(ValueError, match="messages can be numbered for 2048"):
-        Exchange(VirtualEndpoint(Network(2), 0), 3000, "large")
+        Exchange(Network(2).ranks[0], 3000, "large")
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_memory_for_what_comes_early_or_out_of_turn_is_used_again():
     for step in range(6):
         ranks.reduce(step, gradients, delays_s=[0.0, 0.004, 0.008])
         ranks.network.run(lambda: all(protocol.settled for protocol in ranks.network.ranks))
-        free = [protocol.scratch._free.values() for protocol in ranks.network.ranks]
+        free = [protocol.buffers._free.values() for protocol in ranks.network.ranks]
         rooms.append([sorted(id(room) for pieces in one for room in pieces) for one in free])
     assert all(rooms[2])
     assert rooms[5] == rooms[2]

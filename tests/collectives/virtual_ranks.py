@@ -4,7 +4,6 @@
 import numpy as np
 from cycles import cycles
 from exchanges import Selective
-from network import VirtualEndpoint
 
 from dlcp.collectives import Bucket, DirectAllReduce, ParameterServer, ReduceOptions
 from dlcp.dtypes import ValueType
@@ -29,7 +28,7 @@ class Ranks:
                  **fields):  # fmt: skip
         self.count, self.value_type = count, value_type
         self.network = network(count + server, lose or (lambda *_: False), **fields)
-        self.endpoints = [VirtualEndpoint(self.network, rank) for rank in range(count + server)]
+        self.endpoints = self.network.ranks[:]
         options = ReduceOptions(LossBound(bound, immediate), error_feedback, rescale, adaptive_shards)
         self.ledgers = [Ledger(1) for _ in range(count)]
         self.reducers = [

@@ -4,7 +4,7 @@
 from concurrent.futures import Executor
 
 import numpy as np
-from network import Network, VirtualEndpoint
+from network import Network
 
 from dlcp.collectives import Bucket, ErrorFeedback, ReduceOptions, make_reducer
 from dlcp.dtypes import ValueType
@@ -42,7 +42,7 @@ class CodedRanks:
         self.network = network(count, **fields)
         self.ledgers = [Ledger(1) for _ in range(count)]
         self.feedbacks = [ErrorFeedback() for _ in range(count)]
-        self.endpoints = [VirtualEndpoint(self.network, rank) for rank in range(count)]
+        self.endpoints = self.network.ranks[:]
         self.reducers = [
             make_reducer(
                 collective,
@@ -85,7 +85,7 @@ class CodedRanks:
 
     def settle(self):
         """Let all confirmations come in, without which a message is not in the ledger."""
-        self.network.run(lambda: all(endpoint.protocol.all_confirmed for endpoint in self.endpoints))
+        self.network.run(lambda: all(endpoint.all_confirmed for endpoint in self.endpoints))
 
     def owed(self):
         """What all ranks together owe."""

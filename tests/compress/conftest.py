@@ -25,4 +25,4 @@ def released(monkeypatch):
     yield
     for network in made:
         for protocol in network.ranks:
-            protocol.engine.release()
+            protocol._engine.release()

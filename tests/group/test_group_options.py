@@ -109,7 +109,7 @@ def test_another_collective_gives_flows_another_weight():
     """Around a ring one flow goes into each rank, and counts as one; else all into a rank share that."""
 
     def weights(group):
-        protocol = group.endpoint.protocol
+        protocol = group.endpoint
         reducer = group._exchange._reducer
         found = [sorted(peer.control.weight for peer in protocol._peers.values())]
         for collective in ("ring", "direct"):

@@ -10,7 +10,7 @@ from group_ranks import on_ranks, together
 from dlcp import namespace, native
 from dlcp.session import Options
 from dlcp.transport import shared_memory
-from dlcp.transport.shared_memory import Doorstep
+from dlcp.transport.shared_memory import SharedMemoryRendezvous
 
 pytestmark = pytest.mark.skipif(
     native.library() is None or not shared_memory.available(), reason="needs the engine in C, memfd_create and eventfd"
@@ -29,7 +29,7 @@ def average(group, steps=3):
         }
         group.average(gradients)
         kept.append(gradients)
-    return kept, group.endpoint.protocol.neighbours, group.ledger.summary()
+    return kept, group.endpoint.local_peers, group.ledger.summary()
 
 
 def assert_same(found):
@@ -75,13 +75,13 @@ def test_network_namespaces_of_one_host_share_nothing():
 
 def ranks_found(spaces):
     """Let a rank in each of two namespaces look for the other."""
-    doorsteps = [space.call(Doorstep) for space in spaces]
+    rendezvous = [space.call(SharedMemoryRendezvous) for space in spaces]
 
     def meet(rank):
-        shared = doorsteps[rank].meet(rank, {1 - rank: doorsteps[1 - rank].name}, job=0, token=1, timeout_s=10)
+        shared = rendezvous[rank].connect(rank, {1 - rank: rendezvous[1 - rank].name}, job=0, token=1, timeout_s=10)
         found = shared.ranks
         shared.close()
         return found
 
-    with doorsteps[0], doorsteps[1]:
+    with rendezvous[0], rendezvous[1]:
         return on_ranks(2, lambda rank: spaces[rank].call(lambda: meet(rank)))

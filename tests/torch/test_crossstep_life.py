@@ -21,10 +21,10 @@ from workers import WAYS, launch, values
 import dlcp.torch
 from dlcp.tags import TagPolicy
 from dlcp.torch.crossstep import cross_step
-from dlcp.transport import DeadlineError, native, shared_memory
+from dlcp.transport import DeadlineError, shared_memory
 
 pytestmark = pytest.mark.timeout(110)
-MEMORY = native.available() and shared_memory.available()
+MEMORY = shared_memory.available()
 ALL_DROPPABLE = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
 
 

@@ -59,7 +59,7 @@ def test_three_ranks_join_and_average(store):
     results = together(store, [LOCAL] * 3)
     joined = [results[rank][0] for rank in range(3)]
     assert {one.endpoint.options.payload_bytes for one in joined} == {8936}, "loopback passes jumbo frames"
-    assert len({one.endpoint.protocol.token for one in joined}) == 1
+    assert len({one.endpoint.token for one in joined}) == 1
     assert [one.remark for one in joined] == [""] * 3
     buffers = [np.full(5000, rank, np.float32) for rank in range(3)]
     running = [

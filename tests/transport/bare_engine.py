@@ -47,6 +47,7 @@ class BareEngine:
             emit=self._emit,
             now_s=0.0,
         )
+        self._engine = self.engine
         self.ranks = [self]  # for the fixture to release
         if Network.made is not None:
             Network.made.append(self)

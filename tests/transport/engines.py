@@ -29,4 +29,4 @@ def engine(request, monkeypatch):
             yield request.param
     for network in made:
         for protocol in network.ranks:
-            protocol.engine.release()
+            protocol._engine.release()

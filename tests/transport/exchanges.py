@@ -5,7 +5,7 @@ import numpy as np
 from network import TOKEN, Network, all_done, packets_of, plain_tags
 
 from dlcp import wire
-from dlcp.transport import RELIABLE, MessageKey
+from dlcp.transport import RELIABLE, MessageKey, ReceiveRequest, SendRequest
 from dlcp.wire import Header, PacketType
 
 KEY = MessageKey(3, 1)
@@ -33,11 +33,11 @@ def send(network, payload, *, source=0, target=1, key=KEY, bound=RELIABLE, tags=
     protocol = network.ranks[source]
     if tags is None:
         tags = plain_tags(packets_of(len(payload), protocol.options))
-    return protocol.send_message(target, key, memoryview(payload), tags, bound, label, network.now)
+    return protocol.send(SendRequest(target, key, memoryview(payload), tags, bound, label))
 
 
 def receive(network, size, *, source=0, target=1, key=KEY, bound=RELIABLE, label="conv1.weight", **place):
-    return network.ranks[target].receive_message(source, key, size, bound, label, network.now, **place)
+    return network.ranks[target].receive(ReceiveRequest(source, key, size, bound, label, **place))
 
 
 def exchange(network, size, *, bound=RELIABLE, tags=None, key=KEY, seed=0, limit_s=60.0):

@@ -9,8 +9,8 @@ from contextlib import ExitStack, closing, contextmanager
 import numpy as np
 from network import plain_tags
 
-from dlcp.transport import RELIABLE, Endpoint, TransportOptions, bind_socket
-from dlcp.transport.shared_memory import Doorstep
+from dlcp.transport import RELIABLE, Endpoint, ReceiveRequest, SendRequest, TransportOptions, bind_socket
+from dlcp.transport.shared_memory import SharedMemoryRendezvous
 from dlcp.wire import Header, PacketType
 
 LIMIT_S = 20
@@ -39,23 +39,23 @@ def at_once(*actions):
     return results
 
 
-def meet(count, *, lend_bytes=0, **changes):
-    """Let ranks meet, each with the name of each other's doorstep."""
+def meet(count, *, export_bytes=0, **changes):
+    """Let ranks meet, each with the name of each other's rendezvous."""
     with ExitStack() as steps:
-        doorsteps = [steps.enter_context(Doorstep(lend_bytes)) for _ in range(count)]
+        rendezvous = [steps.enter_context(SharedMemoryRendezvous(export_bytes)) for _ in range(count)]
         common = {"job": 0, "token": TOKEN, "timeout_s": LIMIT_S, **changes}
 
         def meet_others(rank):
-            names = {peer: step.name for peer, step in enumerate(doorsteps) if peer != rank}
-            return lambda: doorsteps[rank].meet(rank, names, **common)
+            names = {peer: step.name for peer, step in enumerate(rendezvous) if peer != rank}
+            return lambda: rendezvous[rank].connect(rank, names, **common)
 
         return at_once(*map(meet_others, range(count)))
 
 
 @contextmanager
-def neighbours(count, *, silence_s=10.0, apart=(), lend_bytes=0):
+def neighbours(count, *, silence_s=10.0, apart=(), export_bytes=0):
     """Endpoints that reach each other through memory only, but for pairs ``apart``: other addresses lead nowhere."""
-    shared = meet(count, lend_bytes=lend_bytes)
+    shared = meet(count, export_bytes=export_bytes)
     sockets = [bind_socket("127.0.0.1", [0]) for _ in range(count)]
     with closing(bind_socket("127.0.0.1", [0])) as nowhere, ExitStack() as ends:
         made = []
@@ -76,13 +76,13 @@ def neighbours(count, *, silence_s=10.0, apart=(), lend_bytes=0):
 def start(sender, receiver, key, payload, bound=RELIABLE):
     tags = plain_tags(-(-len(payload) // 1440))
     return (
-        receiver.receive(sender.rank, key, len(payload), bound, "layer"),
-        sender.send(receiver.rank, key, memoryview(payload), tags, bound, "layer"),
+        receiver.receive(ReceiveRequest(sender.rank, key, len(payload), bound, "layer")),
+        sender.send(SendRequest(receiver.rank, key, memoryview(payload), tags, bound, "layer")),
     )
 
 
 def ring_from(end, peer):
-    return end.protocol.engine._shared.inward[peer]
+    return end._engine._shared.inward[peer]
 
 
 def wait_until(condition):

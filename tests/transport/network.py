@@ -47,7 +47,7 @@ class Network:
                 options=options or TransportOptions(),
                 receive_packets=4096,
                 emit=lambda peer, datagram, tos, rank=rank: self.send(rank, peer, datagram, tos),
-                now_s=0.0,
+                clock=lambda: self.now,
                 compiled=self.compiled if compiled is None else compiled,
             )
             for rank in range(ranks)
@@ -139,24 +139,3 @@ def packets_of(size, options=None):
 
 def all_done(*futures: Future):
     return lambda: all(future.done() for future in futures)
-
-
-class VirtualEndpoint:
-    """What a collective needs of an endpoint, over a rank of a Network."""
-
-    def __init__(self, network, rank):
-        self.network, self.rank = network, rank
-        self.protocol = network.ranks[rank]
-        self.options = self.protocol.options
-
-    def send(self, peer, key, payload, tags, bound, label, *tail, **turn):
-        return self.protocol.send_message(peer, key, payload, tags, bound, label, self.network.now, *tail, **turn)
-
-    def receive(self, peer, key, message_bytes, bound, label, **place):
-        return self.protocol.receive_message(peer, key, message_bytes, bound, label, self.network.now, **place)
-
-    def summation(self, values, members, divisor=None, key=None):
-        return self.protocol.summation(values, members, divisor, key)
-
-    def call(self, function):
-        function()

@@ -16,6 +16,8 @@ from dlcp.transport import (
     MessageKey,
     PeerAbortedError,
     PeerSilentError,
+    ReceiveRequest,
+    SendRequest,
     TransportError,
     TransportOptions,
     bind_socket,
@@ -57,8 +59,8 @@ def bytes_of(size, seed=0):
 def start(sender, receiver, key, payload, bound=RELIABLE):
     tags = plain_tags(-(-len(payload) // 1440))
     return (
-        receiver.receive(sender.rank, key, len(payload), bound, "layer"),
-        sender.send(receiver.rank, key, memoryview(payload), tags, bound, "layer"),
+        receiver.receive(ReceiveRequest(sender.rank, key, len(payload), bound, "layer")),
+        sender.send(SendRequest(receiver.rank, key, memoryview(payload), tags, bound, "layer")),
     )
 
 
@@ -69,7 +71,7 @@ def test_a_message_arrives_as_it_was_sent(pair):
     arrival, delivery = start(*pair, MessageKey(0, 0), payload)
     np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
     assert delivery.result(LIMIT_S).delivered.all()
-    assert not pair[1].protocol.refused
+    assert not pair[1].refused
 
 
 def test_who_closes_first_stays_until_the_other_has_all(pair):
@@ -111,9 +113,9 @@ def test_noise_on_the_port_is_refused_and_counted(pair):
     arrival, _ = start(*pair, MessageKey(0, 0), bytes_of(5000))
     arrival.result(LIMIT_S)
     end_s = time.monotonic() + LIMIT_S
-    while pair[1].protocol.refused["malformed"] < 4 and time.monotonic() < end_s:
+    while pair[1].refused["malformed"] < 4 and time.monotonic() < end_s:
         time.sleep(0.01)
-    assert dict(pair[1].protocol.refused) == {"malformed": 4}
+    assert dict(pair[1].refused) == {"malformed": 4}
 
 
 def test_who_does_not_answer_a_greeting_is_named_with_its_address():
@@ -130,11 +132,11 @@ def test_sessions_with_different_tokens_do_not_meet():
     with closing(one), closing(other):
         with pytest.raises(PeerSilentError, match="session token"):
             one.greet(0.3)
-        assert other.protocol.refused["token"] > 0
+        assert other.refused["token"] > 0
 
 
 def test_a_peer_that_closes_with_a_reason_ends_the_wait(pair):
-    waiting = pair[0].receive(1, MessageKey(0, 0), 5000, RELIABLE, "layer")
+    waiting = pair[0].receive(ReceiveRequest(1, MessageKey(0, 0), 5000, RELIABLE, "layer"))
     pair[1].close("rank 1: out of memory")
     with pytest.raises(PeerAbortedError, match="rank 1 gave up: rank 1: out of memory"):
         waiting.result(LIMIT_S)
@@ -147,7 +149,7 @@ def test_a_peer_that_vanishes_ends_the_wait_in_time():
         one.greet(LIMIT_S)
         other.close()
         began_s = time.monotonic()
-        waiting = one.receive(1, MessageKey(5, 0), 5000, RELIABLE, "fc.weight")
+        waiting = one.receive(ReceiveRequest(1, MessageKey(5, 0), 5000, RELIABLE, "fc.weight"))
         with pytest.raises(PeerSilentError, match=r"step 5: rank 1 has been silent .* fc\.weight"):
             waiting.result(LIMIT_S)
         assert time.monotonic() - began_s < 5
@@ -156,10 +158,10 @@ def test_a_peer_that_vanishes_ends_the_wait_in_time():
 def test_closing_ends_what_waits_and_what_is_asked_afterwards():
     one, other = endpoints(2)
     with closing(other):
-        waiting = one.receive(1, MessageKey(0, 0), 5000, RELIABLE, "layer")
+        waiting = one.receive(ReceiveRequest(1, MessageKey(0, 0), 5000, RELIABLE, "layer"))
         one.close()
         one.close()
-        for future in (waiting, one.receive(1, MessageKey(0, 1), 5000, RELIABLE, "layer")):
+        for future in (waiting, one.receive(ReceiveRequest(1, MessageKey(0, 1), 5000, RELIABLE, "layer"))):
             with pytest.raises(TransportError, match="rank 0 has closed"):
                 future.result(LIMIT_S)
 
@@ -176,16 +178,18 @@ def test_closing_lets_peers_finish():
 
 def test_a_question_that_cannot_be_answered_is_the_asker_s_error(pair):
     with pytest.raises(ValueError, match="need other than"):
-        pair[0].send(1, MessageKey(0, 0), memoryview(bytes(10)), plain_tags(5), RELIABLE, "x").result(LIMIT_S)
+        pair[0].send(SendRequest(1, MessageKey(0, 0), memoryview(bytes(10)), plain_tags(5), RELIABLE, "x")).result(
+            LIMIT_S
+        )
     arrival, _ = start(*pair, MessageKey(0, 1), bytes_of(5000))
     assert arrival.result(LIMIT_S).delivered.all(), "the endpoint goes on"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_endpoint_that_breaks_tells_its_peers_and_its_owner(pair):
-    waiting = pair[1].receive(0, MessageKey(0, 0), 5000, RELIABLE, "layer")
-    mine = pair[0].receive(1, MessageKey(0, 1), 5000, RELIABLE, "layer")
-    pair[0].protocol.on_time = None
+    waiting = pair[1].receive(ReceiveRequest(0, MessageKey(0, 0), 5000, RELIABLE, "layer"))
+    mine = pair[0].receive(ReceiveRequest(1, MessageKey(0, 1), 5000, RELIABLE, "layer"))
+    pair[0].on_time = None
     with pytest.raises(TransportError, match="rank 0: the endpoint failed"):
         mine.result(LIMIT_S)
     with pytest.raises(PeerAbortedError, match="rank 0 gave up"):
@@ -203,7 +207,7 @@ def test_an_endpoint_that_has_ended_answers_what_is_asked_of_it(pair):
     pair[0].call(break_down)
     assert started.wait(LIMIT_S)
     # Both wait behind what breaks the endpoint, and so are never begun.
-    asked = pair[0].receive(1, MessageKey(0, 0), 5000, RELIABLE, "layer")
+    asked = pair[0].receive(ReceiveRequest(1, MessageKey(0, 0), 5000, RELIABLE, "layer"))
     reached = []
     pair[0].call(lambda: reached.append(True))
     go_on.set()

@@ -6,7 +6,7 @@ import pytest
 from bare_engine import NOTHING, SIZE, BareEngine
 from engines import is_here
 
-from dlcp.tags import BLOCK_PACKETS, Turn, send_order
+from dlcp.tags import BLOCK_PACKETS, ChunkOrder, send_order
 from dlcp.transport import MessageKey
 
 PER_PACKET = SIZE // 4
@@ -171,7 +171,7 @@ def test_nothing_waits_where_members_take_turns(members):
     for position in range(members):
         folding.expect(position)
         folding.join(position)
-        turn = Turn(-position % members, members)
+        turn = ChunkOrder(-position % members, members)
         orders.append(send_order(np.zeros(packets, np.uint8), np.zeros(packets, bool), seed, turn).tolist())
     for sent_together in zip(*orders, strict=True):
         assert len(set(sent_together)) == members

@@ -13,7 +13,7 @@ import pytest
 from network import plain_tags
 
 from dlcp import wire
-from dlcp.transport import RELIABLE, Endpoint, LossBound, MessageKey, bind_socket
+from dlcp.transport import RELIABLE, Endpoint, LossBound, MessageKey, ReceiveRequest, SendRequest, bind_socket
 from dlcp.wire import Header, PacketType
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -65,7 +65,7 @@ def wait_until(condition):
 
 def test_packets_leave_with_their_type_of_service(pair):
     endpoint, bare = pair
-    endpoint.send(1, KEY, memoryview(bytes(5000)), plain_tags(4), LossBound(0.5), "layer")
+    endpoint.send(SendRequest(1, KEY, memoryview(bytes(5000)), plain_tags(4), LossBound(0.5), "layer"))
     # Queue 4, droppable, ECN-capable: DSCP 100 1 11, ECN 10.
     assert {tos for _, tos in packets(bare, PacketType.DATA, 4)} == {0b10011110}
     assert {tos for _, tos in packets(bare, PacketType.PROBE)} == {wire.dscp(7, False) << 2}
@@ -73,7 +73,7 @@ def test_packets_leave_with_their_type_of_service(pair):
 
 def test_marks_on_the_way_are_counted_and_echoed(pair):
     endpoint, bare = pair
-    arrival = endpoint.receive(1, KEY, 100 * 1440, RELIABLE, "layer")
+    arrival = endpoint.receive(ReceiveRequest(1, KEY, 100 * 1440, RELIABLE, "layer"))
     target = endpoint._socket.getsockname()
     for index in range(10):
         tos = CONGESTED if index < 4 else 2
@@ -92,8 +92,8 @@ def test_marks_on_the_way_are_counted_and_echoed(pair):
 def start(sender, receiver, payload):
     tags = plain_tags(-(-len(payload) // 1440))
     return (
-        receiver.receive(sender.rank, KEY, len(payload), RELIABLE, "layer"),
-        sender.send(receiver.rank, KEY, memoryview(payload), tags, RELIABLE, "layer"),
+        receiver.receive(ReceiveRequest(sender.rank, KEY, len(payload), RELIABLE, "layer")),
+        sender.send(SendRequest(receiver.rank, KEY, memoryview(payload), tags, RELIABLE, "layer")),
     )
 
 
@@ -113,12 +113,12 @@ def test_a_kernel_that_refuses_bursts_gets_packets_one_by_one(refused):
         arrival, delivery = start(*ends, payload)
         np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
         sent = delivery.result(LIMIT_S).sent
-        engine = ends[0].protocol.engine
+        engine = ends[0]._engine
         assert engine.offload == (not refused)
-        assert not ends[0].protocol.counted["send_errors"]
+        assert not ends[0].counters()["send_errors"]
         if not refused:
             assert engine.counters()["sent_bursts"] < sent / 2
-            assert ends[1].protocol.counted["received_bursts"] < sent
+            assert ends[1].counters()["received_bursts"] < sent
 
 
 def segments_go(sender, receiver):
@@ -142,8 +142,8 @@ def test_bursts_that_the_kernel_joined_are_taken_apart(pair, seed):
     rng = np.random.default_rng(seed)
     payloads = [bytes_of(30 * 1440 + 17, seed), bytes_of(40 * 1440, seed + 10), bytes_of(8 * 1440 + 1, seed + 20)]
     into = np.zeros(len(payloads[0]), np.uint8)
-    arrivals = [endpoint.receive(1, MessageKey(0, 0), len(into), RELIABLE, "layer", into=into)]
-    arrivals.append(endpoint.receive(1, MessageKey(0, 1), len(payloads[1]), RELIABLE, "layer"))
+    arrivals = [endpoint.receive(ReceiveRequest(1, MessageKey(0, 0), len(into), RELIABLE, "layer", into=into))]
+    arrivals.append(endpoint.receive(ReceiveRequest(1, MessageKey(0, 1), len(payloads[1]), RELIABLE, "layer")))
     pieces = [(number, index) for number, payload in enumerate(payloads) for index in range(-(-len(payload) // 1440))]
     if seed:
         rng.shuffle(pieces)
@@ -162,19 +162,19 @@ def test_bursts_that_the_kernel_joined_are_taken_apart(pair, seed):
         segment = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("H", 1472))] if len(burst[0]) == 1472 else []
         bare.sendmsg([b"".join(burst)], segment, 0, endpoint._socket.getsockname())
         time.sleep(0.002)
-    wait_until(lambda: endpoint.protocol.counted["data"] == 80)
-    arrivals.append(endpoint.receive(1, MessageKey(0, 2), len(payloads[2]), RELIABLE, "layer"))
+    wait_until(lambda: endpoint.counters()["data"] == 80)
+    arrivals.append(endpoint.receive(ReceiveRequest(1, MessageKey(0, 2), len(payloads[2]), RELIABLE, "layer")))
     for arrival, payload in zip(arrivals, payloads, strict=True):
         got = arrival.result(LIMIT_S)
         assert got.payload.tobytes() == payload.tobytes()
         assert (got.layer == 7).all()
-    counted = endpoint.protocol.counted
+    counted = endpoint.counters()
     assert counted["data"] == 80
     assert counted["duplicate"] + counted["late"] == 25
-    assert dict(endpoint.protocol.refused) == {"malformed": 2, "token": 12}, "two are of the trial with segments"
+    assert dict(endpoint.refused) == {"malformed": 2, "token": 12}, "two are of the trial with segments"
 
 
 def test_an_empty_datagram_is_only_malformed(pair):
     endpoint, bare = pair
     bare.sendto(b"", endpoint._socket.getsockname())
-    wait_until(lambda: endpoint.protocol.refused["malformed"] == 1)
+    wait_until(lambda: endpoint.refused["malformed"] == 1)

@@ -71,10 +71,10 @@ def test_both_engines_send_the_same_packets_at_the_same_times(fields, options):
     for one, other in zip(ours[2], theirs[2], strict=True):
         assert one.tobytes() == other.tobytes()
     for one, other in zip(ours[0].ranks, theirs[0].ranks, strict=True):
-        assert one.counted == other.counted
+        assert one.counters() == other.counters()
         assert one.refused == other.refused
-        for peer, flow in one.engine.flows.items():
-            twin = other.engine.flows[peer]
+        for peer, flow in one._engine.flows.items():
+            twin = other._engine.flows[peer]
             assert (flow.flying, flow.window, flow.heard_s) == (twin.flying, twin.window, twin.heard_s)
             assert (flow.smoothed_rtt_s, flow.rtt_variation_s) == (twin.smoothed_rtt_s, twin.rtt_variation_s)
 

@@ -21,7 +21,7 @@ from exchanges import (
 )
 
 from dlcp.tags import PacketTags
-from dlcp.transport import LossBound, MessageKey, TransportOptions
+from dlcp.transport import LossBound, MessageKey, ReceiveRequest, TransportOptions
 from dlcp.transport.control_packets import MORE
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -131,7 +131,7 @@ def test_loss_duplicates_and_disorder_at_once(seed):
     network = Network(2, loss=0.1, duplicate=0.2, jitter_s=0.02, seed=seed)
     for number in range(3):
         exchange(network, 100_000, key=MessageKey(0, number), bound=LossBound(0.1), tags=mixed_tags(70, seed))
-    assert network.ranks[1].counted["duplicate"] + network.ranks[1].counted["late"] > 0
+    assert network.ranks[1].counters()["duplicate"] + network.ranks[1].counters()["late"] > 0
 
 
 def test_duplicates_alone_cost_nothing():
@@ -139,7 +139,7 @@ def test_duplicates_alone_cost_nothing():
     delivery, arrival = exchange(network, SIZE)
     assert arrival.delivered.all()
     assert delivery.resent == 0
-    assert network.ranks[1].counted["duplicate"] > 0.9 * packets_of(SIZE)
+    assert network.ranks[1].counters()["duplicate"] > 0.9 * packets_of(SIZE)
 
 
 def test_a_little_disorder_is_no_loss():
@@ -354,11 +354,11 @@ def test_a_straggler_is_not_pestered():
 
 
 def test_a_full_stash_loses_nothing_for_good():
-    network = Network(2, options=TransportOptions(stash_bytes=100_000))
+    network = Network(2, options=TransportOptions(early_buffer_bytes=100_000))
     payloads = [payload_of(60_000, seed) for seed in range(3)]
     deliveries = [send(network, payload, key=MessageKey(0, number)) for number, payload in enumerate(payloads)]
     network.run(lambda: network.now > 0.3)
-    assert network.ranks[1].counted["stash_full"] > 0
+    assert network.ranks[1].counters()["stash_full"] > 0
     arrivals = [receive(network, 60_000, key=MessageKey(0, number)) for number in range(3)]
     network.run(all_done(*arrivals, *deliveries))
     for payload, arrival in zip(payloads, arrivals, strict=True):
@@ -368,7 +368,7 @@ def test_a_full_stash_loses_nothing_for_good():
 @pytest.mark.parametrize("burst", [1, 64])
 def test_a_socket_that_is_full_delays_and_loses_nothing(burst):
     network = Network(2, depth=10_000)
-    network.ranks[0].engine.flows[1].burst = burst
+    network.ranks[0]._engine.flows[1].burst = burst
     refusals = [0]
     sending = network.send
 
@@ -392,11 +392,11 @@ def test_a_parameter_server_learns_the_size_from_the_sender():
     heard = []
     arrivals = []
 
-    def on_unawaited(peer, key):
+    def on_unexpected(peer, key):
         heard.append((peer, key))
-        arrivals.append(network.ranks[1].receive_message(peer, key, None, LossBound(0.3), "bucket", network.now))
+        arrivals.append(network.ranks[1].receive(ReceiveRequest(peer, key, None, LossBound(0.3), "bucket")))
 
-    network.ranks[1].on_unawaited = on_unawaited
+    network.ranks[1].on_unexpected = on_unexpected
     payload = payload_of(100_001)
     tags = plain_tags(packets_of(len(payload)))
     tags.protected[-1] = True

@@ -61,7 +61,7 @@ def test_who_waits_for_a_step_that_is_over_is_told():
     network = Network(2)
     over = receive(network, 5000, key=MessageKey(7, 0), label=LAYERS)
     current = receive(network, 5000, key=MessageKey(8, 0))
-    network.ranks[1].forget_before(8)
+    network.ranks[1].begin_step(8)
     assert_names(error_of(over), "job 1, step 7 is over", "rank 0", LAYERS)
     assert not current.done()
 

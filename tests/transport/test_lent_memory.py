@@ -12,8 +12,8 @@ from dlcp import native
 from dlcp.collectives import Bucket, DirectAllReduce, direct_run
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
-from dlcp.transport import RELIABLE, MessageKey, TransportError, shared_memory
-from dlcp.transport.lent_memory import LentMemory
+from dlcp.transport import RELIABLE, MessageKey, ReceiveRequest, SendRequest, TransportError, shared_memory
+from dlcp.transport.buffers import ExportedMemory
 from dlcp.transport.shared_memory import RING_BYTES
 from dlcp.wire import PacketType
 
@@ -26,7 +26,7 @@ BURST_BYTES = 40 * 1440
 
 
 def test_lent_memory_is_given_out_in_pieces_that_do_not_overlap():
-    lent = LentMemory(np.zeros(1000, np.uint8))
+    lent = ExportedMemory(np.zeros(1000, np.uint8))
     rng = np.random.default_rng(1)
     taken = []
     for number in range(500):
@@ -53,9 +53,9 @@ def test_lent_memory_is_given_out_in_pieces_that_do_not_overlap():
 def exchange(sender, receiver, key, payload, tail=b""):
     tail = np.frombuffer(tail, np.uint8)
     size = len(payload) + len(tail)
-    arrival = receiver.receive(sender.rank, key, size, RELIABLE, "layer")
+    arrival = receiver.receive(ReceiveRequest(sender.rank, key, size, RELIABLE, "layer"))
     tags = plain_tags(-(-size // 1440))
-    delivery = sender.send(receiver.rank, key, memoryview(payload), tags, RELIABLE, "layer", tail)
+    delivery = sender.send(SendRequest(receiver.rank, key, memoryview(payload), tags, RELIABLE, "layer", tail))
     np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, np.concatenate([payload, tail]))
     assert delivery.result(LIMIT_S).delivered.all()
 
@@ -70,47 +70,47 @@ def ring_bytes_for(sender, receiver, action):
 
 @pytest.mark.parametrize("size", [1, 1440, 1441, 100_003, 5 * RING_BYTES + 17])
 def test_lent_bytes_arrive_and_are_not_copied_into_the_ring(size):
-    with neighbours(2, lend_bytes=LENT_BYTES) as (first, second):
+    with neighbours(2, export_bytes=LENT_BYTES) as (first, second):
         time.sleep(0.2)  # greetings are through
-        for number, place in enumerate([0, 7, len(first.protocol.lent.memory) - size]):
-            payload = first.protocol.lent.memory[place : place + size]
+        for number, place in enumerate([0, 7, len(first.exported.memory) - size]):
+            payload = first.exported.memory[place : place + size]
             payload[:] = bytes_of(size, number)
             taken = ring_bytes_for(
                 first, second, lambda n=number, p=payload: exchange(first, second, MessageKey(0, n), p)
             )
             assert taken <= (size // BURST_BYTES + 2) * (LENT_ROOM + 64)
-        assert not first.protocol.refused + second.protocol.refused
+        assert not first.refused + second.refused
 
 
 def test_other_bytes_are_copied_also_where_memory_is_lent():
-    with neighbours(2, lend_bytes=LENT_BYTES) as (first, second):
+    with neighbours(2, export_bytes=LENT_BYTES) as (first, second):
         size = 1_000_000
         beside = bytes_of(size)
         assert ring_bytes_for(first, second, lambda: exchange(first, second, MessageKey(0, 0), beside)) > size
-        assert len(second.protocol.lent.memory) >= LENT_BYTES
+        assert len(second.exported.memory) >= LENT_BYTES
         assert ring_bytes_for(second, first, lambda: exchange(second, first, MessageKey(0, 1), beside)) > size
 
 
 @pytest.mark.parametrize("tail", [1, 32, 1440, 5000])
 @pytest.mark.parametrize("size", [1, 1439, 1440, 200_000])
 def test_what_follows_the_lent_bytes_arrives_behind_them(size, tail):
-    with neighbours(2, lend_bytes=LENT_BYTES) as (first, second):
-        payload = first.protocol.lent.memory[:size]
+    with neighbours(2, export_bytes=LENT_BYTES) as (first, second):
+        payload = first.exported.memory[:size]
         payload[:] = bytes_of(size, 1)
         exchange(first, second, MessageKey(0, 0), payload, bytes_of(tail, 2).tobytes())
 
 
 def test_lent_bytes_go_to_others_through_sockets():
-    with neighbours(3, apart=[{0, 2}], lend_bytes=LENT_BYTES) as (first, second, third):
-        payload = first.protocol.lent.memory[:1_000_003]
+    with neighbours(3, apart=[{0, 2}], export_bytes=LENT_BYTES) as (first, second, third):
+        payload = first.exported.memory[:1_000_003]
         payload[:] = bytes_of(len(payload), 3)
         exchange(first, second, MessageKey(0, 0), payload)
         exchange(first, third, MessageKey(0, 1), payload)
 
 
 def test_a_rank_without_neighbours_lends_nothing():
-    with neighbours(2, apart=[{0, 1}], lend_bytes=LENT_BYTES) as ends:
-        assert not any(len(end.protocol.lent.memory) for end in ends)
+    with neighbours(2, apart=[{0, 1}], export_bytes=LENT_BYTES) as ends:
+        assert not any(len(end.exported.memory) for end in ends)
 
 
 @pytest.mark.parametrize(
@@ -123,21 +123,21 @@ def test_a_rank_without_neighbours_lends_nothing():
     ],
 )
 def test_a_header_of_lent_bytes_is_refused_for_what_it_would_be_in_the_network(changes, reason):
-    with neighbours(2, lend_bytes=LENT_BYTES) as (first, _):
+    with neighbours(2, export_bytes=LENT_BYTES) as (first, _):
         time.sleep(0.2)  # greetings are through
         put_record(ring_from(first, 1), 32, 32, data_packet(**changes)[:32], message_bytes=100)
-        wait_until(lambda: first.protocol.refused[reason] == 1)
+        wait_until(lambda: first.refused[reason] == 1)
 
 
 def test_lent_bytes_that_do_not_fit_their_message_are_refused():
-    with neighbours(2, lend_bytes=LENT_BYTES) as (first, _):
+    with neighbours(2, export_bytes=LENT_BYTES) as (first, _):
         time.sleep(0.2)  # greetings are through
-        arrival = first.receive(1, MessageKey(0, 0), 2880, RELIABLE, "layer")
+        arrival = first.receive(ReceiveRequest(1, MessageKey(0, 0), 2880, RELIABLE, "layer"))
         first.flush(LIMIT_S)  # it waits
         put_record(ring_from(first, 1), 32, 32, data_packet(packets=5)[:32], message_bytes=7200)
         with pytest.raises(TransportError, match="layer"):
             arrival.result(LIMIT_S)
-        assert first.protocol.refused["malformed"] == 1
+        assert first.refused["malformed"] == 1
 
 
 @pytest.mark.parametrize(
@@ -158,23 +158,23 @@ def test_lent_bytes_that_do_not_fit_their_message_are_refused():
 def test_a_record_of_bytes_that_are_not_lent_is_refused_and_its_ring_read_no_more(
     place, message_bytes, index, segment, size
 ):
-    with neighbours(2, silence_s=1.0, lend_bytes=LENT_BYTES) as (first, second):
-        assert len(second.protocol.lent.memory) == LENT_BYTES
+    with neighbours(2, silence_s=1.0, export_bytes=LENT_BYTES) as (first, second):
+        assert len(second.exported.memory) == LENT_BYTES
         time.sleep(0.2)  # greetings are through
-        first.receive(1, MessageKey(0, 0), 1440 * 5, RELIABLE, "layer")
+        first.receive(ReceiveRequest(1, MessageKey(0, 0), 1440 * 5, RELIABLE, "layer"))
         header = data_packet(index, max(5, index))[:32]
         put_record(ring_from(first, 1), size, segment, header, place, message_bytes)
-        wait_until(lambda: first.protocol.refused["malformed"] == 1)
+        wait_until(lambda: first.refused["malformed"] == 1)
         with pytest.raises(TransportError):
             exchange(second, first, MessageKey(0, 1), bytes_of(5000))
-        assert first.protocol.refused["malformed"] == 1
+        assert first.refused["malformed"] == 1
 
 
 def test_a_rank_that_lent_nothing_is_not_read_from():
     with neighbours(2, silence_s=1.0) as (first, _):
         time.sleep(0.2)  # greetings are through
         put_record(ring_from(first, 1), 32, 32, data_packet()[:32], message_bytes=100)
-        wait_until(lambda: first.protocol.refused["malformed"] == 1)
+        wait_until(lambda: first.refused["malformed"] == 1)
 
 
 def reduce_and_spoil(ends, steps, *, value_type=ValueType.FLOAT32, lent=False, count=200_000):
@@ -187,10 +187,10 @@ def reduce_and_spoil(ends, steps, *, value_type=ValueType.FLOAT32, lent=False, c
         waiting = []
         for end, reducer, share in zip(ends, reducers, shares, strict=True):
             reducer.begin_step(step)
-            mine = end.protocol.lent.memory[: share.nbytes].view(share.dtype) if lent else np.empty_like(share)
+            mine = end.exported.memory[: share.nbytes].view(share.dtype) if lent else np.empty_like(share)
             mine[:] = share
             for when_s in rng.random(3) * 0.02:
-                end.call(lambda end=end, s=when_s: end.protocol.call_later(s, lambda: time.sleep(0.01)))
+                end.call(lambda end=end, s=when_s: end.call_later(s, lambda: time.sleep(0.01)))
             done = reducer.start(step, 0, Bucket(mine, value_type, segments, lent=lent, exact=True))
             kept = []
 
@@ -211,20 +211,20 @@ def reduce_and_spoil(ends, steps, *, value_type=ValueType.FLOAT32, lent=False, c
 @pytest.mark.parametrize("apart", [[], [{0, 2}]], ids=["all neighbours", "two of them not"])
 def test_a_lent_bucket_that_is_done_may_be_overwritten_at_once(monkeypatch, value_type, apart):
     monkeypatch.setattr(direct_run, "PATIENCE_S", 0.0)
-    with neighbours(3, apart=apart, lend_bytes=LENT_BYTES) as ends:
+    with neighbours(3, apart=apart, export_bytes=LENT_BYTES) as ends:
         reduce_and_spoil(ends, 12, value_type=value_type, lent=True)
 
 
 @pytest.mark.parametrize("apart", [[], [{0, 3}]], ids=["all neighbours", "two of them not"])
 def test_neighbours_read_one_copy_of_a_result_which_is_used_again(apart):
-    with neighbours(4, apart=apart, lend_bytes=LENT_BYTES) as ends:
+    with neighbours(4, apart=apart, export_bytes=LENT_BYTES) as ends:
         reduce_and_spoil(ends, 12)
         for end in ends:
-            wait_until(lambda end=end: end.protocol.all_confirmed and not end.protocol.lent._taken)
-            assert np.flatnonzero(end.protocol.lent.memory)[-1] < 2 * 50_000 * 4, "no more than two steps at a time"
+            wait_until(lambda end=end: end.all_confirmed and not end.exported._taken)
+            assert np.flatnonzero(end.exported.memory)[-1] < 2 * 50_000 * 4, "no more than two steps at a time"
 
 
 def test_where_too_little_is_lent_results_are_copied_for_each():
-    with neighbours(3, lend_bytes=4096) as ends:
+    with neighbours(3, export_bytes=4096) as ends:
         reduce_and_spoil(ends, 2)
-        assert not any(end.protocol.lent.memory.any() for end in ends)
+        assert not any(end.exported.memory.any() for end in ends)

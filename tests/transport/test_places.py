@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from exchanges import KEY, Network, Selective, all_done, packets_of, payload_of, plain_tags, receive, send
 
-from dlcp.transport import RELIABLE, LossBound, MessageKey
+from dlcp.transport import RELIABLE, LossBound, MessageKey, SendRequest
 from dlcp.wire import PacketType
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -19,8 +19,10 @@ def test_a_message_goes_into_the_buffer_and_its_end_into_the_tail(placed, tail_b
     network = Network(2, loss=0.05, seed=3)
     payload = payload_of(SIZE)
     tail_sent = payload[SIZE - tail_bytes :].copy()
-    delivery = network.ranks[0].send_message(
-        1, KEY, memoryview(payload[: SIZE - tail_bytes]), plain_tags(packets_of(SIZE)), RELIABLE, "x", 0.0, tail_sent
+    delivery = network.ranks[0].send(
+        SendRequest(
+            1, KEY, memoryview(payload[: SIZE - tail_bytes]), plain_tags(packets_of(SIZE)), RELIABLE, "x", tail_sent
+        )
     )
     network.run(lambda: network.now >= late_s)
     tail = np.zeros(tail_bytes, np.uint8)
@@ -44,9 +46,9 @@ def test_where_packets_are_missing_a_given_place_is_as_before_and_another_zero(p
     # Memory that has been used before must not show.
     old = receive(network, SIZE, key=MessageKey(0, 0))
     send(network, np.full(SIZE, 0xAA, np.uint8), key=MessageKey(0, 0), bound=LossBound(0.1))
-    used = network.ranks[1].scratch.take(packets_of(SIZE) * 1440)
+    used = network.ranks[1].buffers.take(packets_of(SIZE) * 1440)
     used.fill(0xAA)
-    network.ranks[1].scratch.give(used)
+    network.ranks[1].buffers.give(used)
     payload, bound = payload_of(SIZE), LossBound(0.1)
     send(network, payload, bound=bound)
     network.run(lambda: network.now >= late_s)
@@ -97,10 +99,10 @@ READ_ONLY.flags.writeable = False
 @pytest.mark.parametrize(
     ("message_bytes", "place", "complaint"),
     [
-        (100, {"into": np.zeros(99, np.uint8)}, "100 bytes are to be received into a place of 99"),
-        (100, {"into": np.zeros(101, np.uint8)}, "place of 101"),
-        (100, {"into": np.zeros(100, np.uint8), "tail": np.zeros(1, np.uint8)}, "place of 101"),
-        (100, {"tail": np.zeros(101, np.uint8)}, "place of 101"),
+        (100, {"into": np.zeros(99, np.uint8)}, "message of 100 bytes cannot be received into 99 bytes"),
+        (100, {"into": np.zeros(101, np.uint8)}, "into 101 bytes"),
+        (100, {"into": np.zeros(100, np.uint8), "tail": np.zeros(1, np.uint8)}, "into 101 bytes"),
+        (100, {"tail": np.zeros(101, np.uint8)}, "into 101 bytes"),
         (None, {"into": np.zeros(100, np.uint8)}, "None bytes"),
         (100, {"into": READ_ONLY}, "contiguous, writable uint8"),
         (100, {"into": np.zeros(100, np.int8)}, "contiguous, writable uint8"),
@@ -124,9 +126,9 @@ def test_places_that_a_message_does_not_fit_are_refused(early, message_bytes, pl
 @pytest.mark.parametrize("values", [24, 26])
 def test_a_sum_of_another_size_is_refused(values):
     network = Network(2)
-    summation = network.ranks[1].summation(np.zeros(values, np.float32), 1)
-    with pytest.raises(ValueError, match=f"100 bytes are to be added to {4 * values}"):
-        receive(network, 100, summation=summation)
+    summation = network.ranks[1].reduction(np.zeros(values, np.float32), 1)
+    with pytest.raises(ValueError, match=f"100 bytes cannot be added to {4 * values} bytes"):
+        receive(network, 100, reduction=summation)
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.003, 0.5])
@@ -135,11 +137,11 @@ def test_a_message_is_added_to_a_sum_whenever_somebody_waits_for_it(late_s):
     rng = np.random.default_rng(5)
     shares = rng.standard_normal((3, 20_000)).astype(np.float32)
     values = shares[0].copy()
-    summation = network.ranks[0].summation(values, 2)
+    summation = network.ranks[0].reduction(values, 2)
     futures = [send(network, shares[rank].view(np.uint8), source=rank, target=0) for rank in (1, 2)]
     network.run(lambda: network.now >= late_s)
     for position, rank in enumerate((1, 2)):
-        futures.append(receive(network, 80_000, source=rank, target=0, summation=summation, position=position))
+        futures.append(receive(network, 80_000, source=rank, target=0, reduction=summation, position=position))
     network.run(all_done(*futures))
     assert summation.finish(rescale=False) == 0
     np.testing.assert_array_equal(values, (shares[0] + shares[1] + shares[2]) / np.float32(3))

@@ -6,11 +6,11 @@ import pytest
 from exchanges import Network, PacketType, all_done, datagram, deliver, payload_of, plain_tags, receive, send
 
 from dlcp.transport import LossBound, MessageKey, TransportOptions
-from dlcp.transport.congestion import Cubic, Proportional, Report
+from dlcp.transport.congestion import CubicWindow, DctcpWindow, Report
 from dlcp.transport.delivery_rate import DeliveryRate
 
-CONTROLS = pytest.mark.parametrize("control", [Proportional, Cubic])
-CONGESTION = {Proportional: "proportional", Cubic: "cubic"}
+CONTROLS = pytest.mark.parametrize("control", [DctcpWindow, CubicWindow])
+CONGESTION = {DctcpWindow: "dctcp", CubicWindow: "cubic"}
 
 
 def rival_bytes(control, weights, *, seconds=3.0, rate_bps=40e6):
@@ -51,7 +51,7 @@ def test_more_weight_gets_more(control):
     assert heavy > 1.5 * light
 
 
-@pytest.mark.parametrize("congestion", ["proportional", "cubic"])
+@pytest.mark.parametrize("congestion", ["dctcp", "cubic"])
 @pytest.mark.parametrize("depth", [8, 24])
 def test_sixteen_senders_into_a_shallow_queue_do_not_collapse(congestion, depth):
     senders, size, rate_bps = 16, 60_000, 100e6
@@ -114,7 +114,7 @@ def test_no_more_is_on_the_way_than_the_receiver_has_room_for(window):
 def test_a_greeting_tells_each_peer_its_part_of_the_receive_buffer():
     network = Network(5)
     for protocol in network.ranks:
-        protocol.greet(0.0)
+        protocol.greet_all()
     network.run(lambda: not any(protocol.strangers for protocol in network.ranks))
     for protocol in network.ranks:
         assert {peer.flow.largest_window for peer in protocol._peers.values()} == {4096 // 4}
@@ -212,7 +212,7 @@ def test_the_smallest_window_still_gets_a_message_through(control):
 
 def test_a_flow_is_eager_until_its_window_shrinks_and_after_a_silence():
     network = Network(2, rate_bps=20e6, depth=40)
-    flow, peer = network.ranks[0].engine.flows[1], network.ranks[0]._peers[1]
+    flow, peer = network.ranks[0]._engine.flows[1], network.ranks[0]._peers[1]
     assert flow.eager
     payload = payload_of(1_000_000)
     network.run(all_done(receive(network, len(payload)), send(network, payload)))

@@ -6,7 +6,7 @@ import math
 import pytest
 from bottleneck import ORDINARY, Bottleneck, Flow, jain
 
-from dlcp.transport.congestion import Cubic, Proportional, Report
+from dlcp.transport.congestion import CubicWindow, DctcpWindow, Report
 from dlcp.transport.random_loss import CALM_BLOCK_PACKETS, Finding, RandomLoss
 
 M100, G1, G10 = 8333, 83333, 833333
@@ -17,7 +17,7 @@ MARKED = {"depth": 64, "ecn_depth": 17}
 
 def alone(seconds, *, report_s=0.001, **path):
     """Run one flow, return it and the share of the port that it gets once started."""
-    flow = Flow(Proportional(), report_s=report_s)
+    flow = Flow(DctcpWindow(), report_s=report_s)
     Bottleneck([flow], **path).run(seconds)
     return flow, flow.goodput(seconds / 4, seconds) / path["rate"]
 
@@ -43,7 +43,7 @@ def test_random_loss_does_not_close_the_window(path, loss):
 
 
 def test_losses_that_begin_later_do_not_close_the_window_either():
-    flow = Flow(Proportional())
+    flow = Flow(DctcpWindow())
     port = Bottleneck([flow], rate=M100, rtt_s=0.001, depth=64)
     port.run(1.0)
     port.loss = 0.1
@@ -84,7 +84,7 @@ def test_the_port_is_kept_busy_at_any_round_trip_time(path, seconds):
 
 
 def test_a_window_opens_in_a_few_round_trips():
-    flow = Flow(Proportional(), report_s=0)
+    flow = Flow(DctcpWindow(), report_s=0)
     Bottleneck([flow], rate=G1, rtt_s=0.001, depth=200, ecn_depth=65).run(0.02)
     rounds = next(n for n in range(1, 20) if flow.goodput(n * 0.001, (n + 1) * 0.001) > 0.9 * G1)
     # Ten packets at first (RFC 6928), 83 fill the path: doubling takes log2(8.3) rounds.
@@ -101,20 +101,20 @@ def test_a_shallow_queue_without_marks_is_respected(depth, worst):
 @pytest.mark.parametrize("path", [{"depth": 8}, {"depth": 64}, {"depth": 2000}, MARKED])
 def test_two_training_jobs_get_equal_shares(path):
     # What both see in each other's pauses is how long the path takes when nobody waits.
-    jobs = [Flow(Proportional(), pauses=(0.1, 0.05)), Flow(Proportional(), pauses=(0.12, 0.05), start_s=0.5)]
+    jobs = [Flow(DctcpWindow(), pauses=(0.1, 0.05)), Flow(DctcpWindow(), pauses=(0.12, 0.05), start_s=0.5)]
     assert jain(together(jobs, 6.0, rate=M100, rtt_s=0.0004, **path)) > 0.95
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.5])
 def test_jobs_without_a_pause_get_equal_shares_where_packets_are_marked(late_s):
-    jobs = [Flow(Proportional(0.5), start_s=(index // 2) * late_s) for index in range(4)]
+    jobs = [Flow(DctcpWindow(0.5), start_s=(index // 2) * late_s) for index in range(4)]
     assert jain(together(jobs, 4.0, rate=M100, rtt_s=0.0004, **MARKED)) > 0.95
 
 
 @pytest.mark.parametrize(("ranks", "rivals", "share"), [(3, 1, 0.5), (3, 2, 1 / 3), (1, 1, 0.5)])
 def test_a_job_takes_its_share_of_a_port_and_leaves_tcp_the_rest(ranks, rivals, share):
-    job = [Flow(Proportional(1 / ranks), metered=True) for _ in range(ranks)]
-    tcp = [Flow(Cubic(), queue=ORDINARY, report_s=0, start_s=0.1 * index) for index in range(rivals)]
+    job = [Flow(DctcpWindow(1 / ranks), metered=True) for _ in range(ranks)]
+    tcp = [Flow(CubicWindow(), queue=ORDINARY, report_s=0, start_s=0.1 * index) for index in range(rivals)]
     shares = together([*job, *tcp], 6.0, rate=2700, rtt_s=0.001, share=share * 2700, **MARKED)
     assert sum(shares[:ranks]) == pytest.approx(share, rel=0.1)
     assert sum(shares[ranks:]) == pytest.approx(1 - share, rel=0.1)
@@ -126,7 +126,7 @@ def test_an_incast_is_over_when_the_port_could_have_done(depth, packets):
     path = {"rate": M100, "rtt_s": 0.0004, "depth": depth, "ecn_depth": depth // 4}
     times = []
     for seed in range(5):
-        flows = [Flow(Proportional(1 / 16), packets=packets, start_s=1e-5 * seed * index) for index in range(16)]
+        flows = [Flow(DctcpWindow(1 / 16), packets=packets, start_s=1e-5 * seed * index) for index in range(16)]
         Bottleneck(flows, seed=seed, noise_s=0.00004, **path).run(60)
         times.append(max(flow.done_s for flow in flows))
     bound_s = 16 * packets / M100 + 0.0004
@@ -137,14 +137,14 @@ def test_an_incast_is_over_when_the_port_could_have_done(depth, packets):
 @pytest.mark.parametrize("weights", [[0.5, 0.5, 1.0], [0.25, 0.25, 0.25, 0.25, 1.0]])
 @pytest.mark.parametrize("rtt_s", [0.0004, 0.005])
 def test_light_cubic_flows_count_as_one(weights, rtt_s):
-    flows = [Flow(Cubic(weight), report_s=0, start_s=0.1 * index) for index, weight in enumerate(weights)]
+    flows = [Flow(CubicWindow(weight), report_s=0, start_s=0.1 * index) for index, weight in enumerate(weights)]
     Bottleneck(flows, rate=3333, rtt_s=rtt_s, depth=64, noise_s=rtt_s / 2).run(24)
     got = [flow.goodput(8, 24) for flow in flows]
     assert 0.37 < got[-1] / sum(got) < 0.63
 
 
 def test_a_silence_halves_the_window_only_when_it_lasts():
-    control = Proportional()
+    control = DctcpWindow()
     control.window = 100.0
     control.on_timeout()
     assert control.window == 100
@@ -156,7 +156,7 @@ def test_a_silence_halves_the_window_only_when_it_lasts():
 
 
 def test_a_window_that_held_nothing_back_does_not_grow():
-    control = Proportional()
+    control = DctcpWindow()
     for step in range(100):
         control.on_report(Report(step * 0.01, 10, 0, 0, 0.01, 0.01, limited=False))
     assert control.window == 10

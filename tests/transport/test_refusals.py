@@ -92,7 +92,7 @@ def test_an_answer_to_nothing_is_ignored():
     for kind in (PacketType.BITMAP, PacketType.STOP_ACK):
         deliver(protocol, datagram(kind, sender=1, payload=b"\xff"), source=1)
     deliver(protocol, datagram(PacketType.ACK, sender=1, payload=bytes(20)), source=1)
-    assert protocol.counted["late"] == 1
+    assert protocol.counters()["late"] == 1
     exchange(network, 5000)
 
 
@@ -110,25 +110,25 @@ def test_a_stop_of_a_message_long_done_is_answered_all_the_same():
 def test_packets_of_steps_that_are_over_are_refused():
     network = Network(2)
     receiver = network.ranks[1]
-    receiver.forget_before(4)
+    receiver.begin_step(4)
     deliver(receiver, datagram(PacketType.DATA, step=3, payload=FRAGMENT))
     deliver(receiver, datagram(PacketType.PROBE, step=3, count=1))
     assert dict(receiver.refused) == {"stale": 2}
     deliver(receiver, datagram(PacketType.DATA, step=4, payload=FRAGMENT))
-    assert receiver.counted["data"] == 1
-    receiver.forget_before(2)
+    assert receiver.counters()["data"] == 1
+    receiver.begin_step(2)
     deliver(receiver, datagram(PacketType.DATA, step=3, payload=FRAGMENT))
     assert receiver.refused["stale"] == 3, "what is over stays over"
 
 
 def test_what_was_stashed_of_a_step_that_is_over_is_given_back():
-    network = Network(2, options=TransportOptions(stash_bytes=20_000))
+    network = Network(2, options=TransportOptions(early_buffer_bytes=20_000))
     receiver = network.ranks[1]
     for step in range(20):
         deliver(receiver, datagram(PacketType.DATA, step=step, payload=FRAGMENT, count=10))
-        receiver.forget_before(step + 1)
-    assert not receiver.counted["stash_full"]
-    assert receiver.counted["data"] == 20
+        receiver.begin_step(step + 1)
+    assert not receiver.counters()["stash_full"]
+    assert receiver.counters()["data"] == 20
 
 
 def test_late_packets_of_a_message_that_is_done_change_nothing():
@@ -137,7 +137,7 @@ def test_late_packets_of_a_message_that_is_done_change_nothing():
     before = arrival.payload.copy()
     receiver = network.ranks[1]
     deliver(receiver, datagram(PacketType.DATA, count=4, index=1, payload=b"\xee" * 1440))
-    assert receiver.counted["late"] == 1
+    assert receiver.counters()["late"] == 1
     np.testing.assert_array_equal(arrival.payload, before)
 
 
@@ -146,9 +146,14 @@ def test_a_huge_message_is_no_way_to_a_rank_s_memory():
     for number in range(500):
         deliver(receiver, datagram(PacketType.DATA, message=number, count=1 << 22, payload=FRAGMENT))
         deliver(receiver, datagram(PacketType.PROBE, message=number, count=1 << 17))
-    assert receiver.counted["stash_full"] > 500
-    stashed = sum(len(receiving.stash) for receiving in receiver.inbox._incoming.values())
-    assert receiver.options.stash_bytes / 2 < stashed == receiver.inbox.stashed_bytes <= receiver.options.stash_bytes
+    assert receiver.counters()["stash_full"] > 500
+    stashed = sum(len(receiving.stash) for receiving in receiver._inbox._incoming.values())
+    assert (
+        receiver.options.early_buffer_bytes / 2
+        < stashed
+        == receiver._inbox.stashed_bytes
+        <= receiver.options.early_buffer_bytes
+    )
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(5000, 9000), (9000, 5000), (5000, 5001), (5001, 5000)])
@@ -208,7 +213,7 @@ def test_a_reason_for_giving_up_fits_a_packet():
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"congestion": "reno"}, "proportional"),
+        ({"congestion": "reno"}, "dctcp"),
         ({"payload_bytes": 0}, "payload_bytes"),
         ({"payload_bytes": 1441}, "multiple of 8"),
         ({"payload_bytes": 65008}, "payload_bytes"),

@@ -32,17 +32,19 @@ from dlcp.transport import (
     LossBound,
     MessageKey,
     PeerSilentError,
+    ReceiveRequest,
+    SendRequest,
     TransportError,
     bind_socket,
     shared_memory,
 )
-from dlcp.transport.shared_memory import RING_BYTES, Doorstep
+from dlcp.transport.shared_memory import RING_BYTES, SharedMemoryRendezvous
 
 pytestmark = pytest.mark.skipif(
     native.library() is None or not shared_memory.available(), reason="needs the engine in C, memfd_create and eventfd"
 )
 PAGE = 4096
-OFFER = struct.Struct("=QqqqQQ")
+HANDSHAKE = struct.Struct("=QqqqQQ")
 
 
 def descriptors():
@@ -61,18 +63,18 @@ def test_all_who_are_here_find_each_other_and_leave_nothing_behind(count):
 
 
 def test_who_is_not_here_is_not_waited_for():
-    with Doorstep() as doorstep:
+    with SharedMemoryRendezvous() as rendezvous:
         began_s = time.monotonic()
-        shared = doorstep.meet(0, {1: "dlcp-of-another-host"}, job=0, token=TOKEN, timeout_s=LIMIT_S)
+        shared = rendezvous.connect(0, {1: "dlcp-of-another-host"}, job=0, token=TOKEN, timeout_s=LIMIT_S)
     assert not shared.ranks
     assert time.monotonic() - began_s < LIMIT_S / 2
 
 
 def test_who_is_here_but_says_nothing_is_waited_for_until_the_deadline():
     before = descriptors()
-    with Doorstep() as doorstep, Doorstep() as silent:
+    with SharedMemoryRendezvous() as rendezvous, SharedMemoryRendezvous() as silent:
         began_s = time.monotonic()
-        shared = doorstep.meet(0, {1: silent.name}, job=0, token=TOKEN, timeout_s=0.3)
+        shared = rendezvous.connect(0, {1: silent.name}, job=0, token=TOKEN, timeout_s=0.3)
         assert 0.3 <= time.monotonic() - began_s < LIMIT_S / 2
     assert not shared.ranks
     shared.close()
@@ -91,10 +93,12 @@ def test_rings_that_only_one_side_wants_are_given_up():
     assert descriptors() == before
 
 
-def offered(doorstep, offer, *given):
+def handshake(rendezvous, said, *given):
+    """Connect as a peer would, say something, and leave."""
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", given))
-    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as stranger:
-        stranger.sendmsg([offer], [rights] if given else [], 0, f"\0{doorstep.name}")
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as stranger:
+        stranger.connect(f"\0{rendezvous.name}")
+        stranger.sendmsg([said], [rights] if given else [])
 
 
 def inbox(size=2 * PAGE + RING_BYTES, *, sealed=True):
@@ -105,7 +109,7 @@ def inbox(size=2 * PAGE + RING_BYTES, *, sealed=True):
     return memory
 
 
-BAD_OFFERS = {
+BAD_HANDSHAKES = {
     "another session": ({"token": TOKEN + 1}, {}),
     "another job": ({"job": 1}, {}),
     "an unknown rank": ({"rank": 5}, {}),
@@ -115,36 +119,38 @@ BAD_OFFERS = {
     "a ring of an odd size": ({"size": 5000}, {}),
     "a ring larger than all": ({"size": 1 << 40}, {}),
     "memory that is too small": ({}, {"size": PAGE}),
-    "more lent than there is": ({"lent": PAGE}, {}),
-    "more lent than can be": ({"lent": -PAGE % (1 << 64)}, {}),
-    "lent memory of an odd size": ({"lent": 64}, {"size": 3 * PAGE + RING_BYTES}),
+    "more exported than there is": ({"exported": PAGE}, {}),
+    "more exported than can be": ({"exported": -PAGE % (1 << 64)}, {}),
+    "exported memory of an odd size": ({"exported": 64}, {"size": 3 * PAGE + RING_BYTES}),
     "memory that may shrink": ({}, {"sealed": False}),
 }
 
 
-@pytest.mark.parametrize("wrong", BAD_OFFERS)
-def test_an_offer_that_is_wrong_is_not_taken(wrong):
-    said, made = BAD_OFFERS[wrong]
-    offer = {"token": TOKEN, "job": 0, "rank": 1, "place": 0, "size": RING_BYTES, "lent": 0} | said
+@pytest.mark.parametrize("wrong", BAD_HANDSHAKES)
+def test_a_handshake_that_is_wrong_is_refused(wrong):
+    said, made = BAD_HANDSHAKES[wrong]
+    said_all = {"token": TOKEN, "job": 0, "rank": 1, "place": 0, "size": RING_BYTES, "exported": 0} | said
     before = descriptors()
     memory, bell = inbox(**made), os.eventfd(0)
-    with Doorstep() as doorstep, Doorstep() as other:
-        offered(doorstep, OFFER.pack(*offer.values()), memory, bell)
-        offered(doorstep, b"short", memory, bell)
-        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES, 0) + b"long", memory, bell)
-        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES, 0))
-        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES, 0), memory)
-        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES, 0), bell, bell)
-        shared = doorstep.meet(0, {1: other.name}, job=0, token=TOKEN, timeout_s=0.1)
+    with SharedMemoryRendezvous() as rendezvous, SharedMemoryRendezvous() as other:
+        handshake(rendezvous, HANDSHAKE.pack(*said_all.values()), memory, bell)
+        handshake(rendezvous, b"short", memory, bell)
+        handshake(rendezvous, HANDSHAKE.pack(TOKEN, 0, 1, 0, RING_BYTES, 0) + b"long", memory, bell)
+        handshake(rendezvous, HANDSHAKE.pack(TOKEN, 0, 1, 0, RING_BYTES, 0))
+        handshake(rendezvous, HANDSHAKE.pack(TOKEN, 0, 1, 0, RING_BYTES, 0), memory)
+        handshake(rendezvous, HANDSHAKE.pack(TOKEN, 0, 1, 0, RING_BYTES, 0), bell, bell)
+        shared = rendezvous.connect(0, {1: other.name}, job=0, token=TOKEN, timeout_s=0.1)
         assert not shared.outward
-        offered(doorstep, OFFER.pack(TOKEN, 0, 1, 0, RING_BYTES, 0), inbox(), bell)  # else the test could not fail
+        handshake(
+            rendezvous, HANDSHAKE.pack(TOKEN, 0, 1, 0, RING_BYTES, 0), inbox(), bell
+        )  # else the test could not fail
         shared.close()
-        right = doorstep.meet(0, {1: other.name}, job=0, token=TOKEN, timeout_s=LIMIT_S)
+        right = rendezvous.connect(0, {1: other.name}, job=0, token=TOKEN, timeout_s=LIMIT_S)
         assert right.ranks == {1}
         right.close()
     os.close(memory)
     os.close(bell)
-    assert descriptors() == before + 1  # the memory of the last offer
+    assert descriptors() == before + 1  # the memory of the last handshake
 
 
 @pytest.mark.parametrize("size", [1, 1440, 1441, 100_003, 3 * RING_BYTES + 17])
@@ -159,7 +165,7 @@ def test_messages_go_through_memory_both_ways(size):
             np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
             assert delivery.result(LIMIT_S).delivered.all()
             assert delivery.result(LIMIT_S).resent == 0
-        assert not first.protocol.refused + second.protocol.refused
+        assert not first.refused + second.refused
 
 
 def test_many_messages_between_many_ranks_arrive_in_any_order():
@@ -181,14 +187,16 @@ def test_a_sum_is_formed_from_what_comes_through_memory():
         values = [np.random.default_rng(rank).standard_normal(700_001).astype(np.float32) for rank in range(3)]
         total = values[0].copy()
         key = MessageKey(0, 0)
-        summation = ends[0].summation(total, 2)
+        summation = ends[0].reduction(total, 2)
         arrivals = [
-            ends[0].receive(peer, key, total.nbytes, RELIABLE, "layer", summation=summation, position=peer - 1)
+            ends[0].receive(
+                ReceiveRequest(peer, key, total.nbytes, RELIABLE, "layer", reduction=summation, position=peer - 1)
+            )
             for peer in (1, 2)
         ]
         for peer in (1, 2):
             tags = plain_tags(-(-total.nbytes // 1440))
-            ends[peer].send(0, key, memoryview(values[peer].view(np.uint8)), tags, RELIABLE, "layer")
+            ends[peer].send(SendRequest(0, key, memoryview(values[peer].view(np.uint8)), tags, RELIABLE, "layer"))
         for arrival in arrivals:
             arrival.result(LIMIT_S)
         np.testing.assert_array_equal(total, ((values[0] + values[1]) + values[2]) / np.float32(3))
@@ -217,7 +225,7 @@ def test_what_may_be_lost_in_the_network_is_not_lost_in_memory():
 
 def test_others_are_reached_through_sockets_beside():
     with neighbours(3, apart=[{0, 2}]) as ends:
-        assert [end.protocol.neighbours for end in ends] == [{1}, {0, 2}, {1}]
+        assert [end.local_peers for end in ends] == [{1}, {0, 2}, {1}]
         for number, (sender, receiver) in enumerate([(0, 1), (0, 2), (2, 0), (2, 1), (1, 0), (1, 2)]):
             payload = bytes_of(2_000_001, number)
             arrival, _ = start(ends[sender], ends[receiver], MessageKey(0, number), payload)
@@ -227,7 +235,7 @@ def test_others_are_reached_through_sockets_beside():
 def test_a_neighbour_that_falls_silent_is_named_though_its_memory_is_there():
     with neighbours(2, silence_s=1.0) as (first, second):
         second.call(lambda: time.sleep(4.0))
-        arrival = first.receive(1, MessageKey(3, 0), 5000, RELIABLE, "conv1")
+        arrival = first.receive(ReceiveRequest(1, MessageKey(3, 0), 5000, RELIABLE, "conv1"))
         with pytest.raises(PeerSilentError, match=r"step 3: rank 1 has been silent .* rank 0 waited for conv1"):
             arrival.result(LIMIT_S)
 
@@ -247,7 +255,7 @@ def test_a_datagram_in_memory_is_refused_for_what_it_would_be_in_the_network(con
         written, taken = ring_from(first, 1).marks[:8], ring_from(first, 1).marks[64:72]
         wait_until(lambda: np.array_equal(written, taken))  # greetings are through
         put_record(ring_from(first, 1), len(content), len(content), content)
-        wait_until(lambda: first.protocol.refused[reason] == 1)
+        wait_until(lambda: first.refused[reason] == 1)
 
 
 @pytest.mark.parametrize(("size", "segment"), [(RING_BYTES, 1472), (0xFFFFFFFF, 1472), (3000, 0), (5000, 1472)])
@@ -255,11 +263,11 @@ def test_a_record_that_cannot_be_is_refused_and_its_ring_read_no_more(size, segm
     with neighbours(2, silence_s=1.0) as (first, second):
         time.sleep(0.2)  # greetings are through
         put_record(ring_from(first, 1), size, segment)
-        wait_until(lambda: first.protocol.refused["malformed"] == 1)
+        wait_until(lambda: first.refused["malformed"] == 1)
         arrival, _ = start(second, first, MessageKey(0, 0), bytes_of(5000))
         with pytest.raises(TransportError):
             arrival.result(LIMIT_S)
-        assert first.protocol.refused["malformed"] == 1
+        assert first.refused["malformed"] == 1
 
 
 def test_only_the_engine_in_c_reads_rings():

@@ -15,13 +15,10 @@ from numpy.typing import NDArray
 import dlcp.native
 from dlcp import wire
 from dlcp.transport.engine import (
-    Address,
-    Bytes,
     Emit,
     Flow,
     Fold,
     Incoming,
-    MessageKey,
     OnControl,
     OnSettled,
     OnTaken,
@@ -30,6 +27,7 @@ from dlcp.transport.engine import (
     Packets,
 )
 from dlcp.transport.errors import TransportError
+from dlcp.transport.messages import Address, Bytes, MessageKey
 from dlcp.transport.native.messages import NativeFold, NativeIncoming, NativeOutgoing
 from dlcp.transport.native.mirror import (
     COUNTERS,
@@ -136,9 +134,9 @@ class NativeEngine:
             for peer, ring in rings.items():
                 where = ring.marks.ctypes.data, ring.data.ctypes.data, len(ring.data), ring.asleep.ctypes.data
                 share(self._engine, self._numbers[peer], *where, ring.bell)
-        if len(self._shared.lent):
-            library.dlcp_engine_lend(self._engine, self._shared.lent.ctypes.data, len(self._shared.lent))
-        for peer, memory in self._shared.borrowed.items():
+        if len(self._shared.exported):
+            library.dlcp_engine_lend(self._engine, self._shared.exported.ctypes.data, len(self._shared.exported))
+        for peer, memory in self._shared.imported.items():
             library.dlcp_engine_borrow(self._engine, self._numbers[peer], memory.ctypes.data, len(memory))
 
     def counters(self) -> dict[str, int]:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.transport.engine import Bytes, Packets
+from dlcp.transport.engine import Packets
+from dlcp.transport.messages import Bytes
 from dlcp.transport.native.mirror import IncomingNumbers, OutgoingNumbers
 
 

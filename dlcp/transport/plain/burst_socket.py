@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from dlcp.transport.engine import Address
+from dlcp.transport.messages import Address
 
 BURST_BYTES_MAX: Final = 1 << 16
 _ANCILLARY_BYTES: Final = 128

@@ -15,13 +15,10 @@ from dlcp.transport.engine import (
     ACK_WHOLE,
     BLOCK_PACKETS,
     REORDER_MIN_S,
-    Address,
-    Bytes,
     Emit,
     Flow,
     Fold,
     Incoming,
-    MessageKey,
     OnControl,
     OnSettled,
     OnTaken,
@@ -29,6 +26,7 @@ from dlcp.transport.engine import (
     Outgoing,
     Packets,
 )
+from dlcp.transport.messages import Address, Bytes, MessageKey
 from dlcp.transport.plain.acknowledge import ENTRY, Acknowledgements, indices_of
 from dlcp.transport.plain.burst_socket import Burst, BurstSocket
 from dlcp.transport.plain.flow import PlainFlow

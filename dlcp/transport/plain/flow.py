@@ -11,15 +11,8 @@ from collections.abc import Callable
 import numpy as np
 
 from dlcp.transport.congestion import Report
-from dlcp.transport.engine import (
-    DISORDER_DECAY,
-    DISORDER_MAX,
-    DISORDER_MIN,
-    REPORT_CALM_S,
-    REPORT_MIN_S,
-    SEGMENTS_MAX,
-    MessageKey,
-)
+from dlcp.transport.engine import DISORDER_DECAY, DISORDER_MAX, DISORDER_MIN, REPORT_CALM_S, REPORT_MIN_S, SEGMENTS_MAX
+from dlcp.transport.messages import MessageKey
 from dlcp.transport.plain.outgoing import FLYING, Indices, PlainOutgoing
 
 QUEUES = 8

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.transport.engine import Bytes, MessageKey
+from dlcp.transport.messages import Bytes, MessageKey
 from dlcp.transport.plain.fold import PlainFold
 
 

@@ -8,7 +8,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.transport.engine import MessageKey, Packets
+from dlcp.transport.engine import Packets
+from dlcp.transport.messages import MessageKey
 from dlcp.transport.plain.incoming import are_neighbours
 from dlcp.wire import Flag
 

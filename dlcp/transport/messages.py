@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between ranks: what is sent, what is received, and how much of it may be lost."""
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.tags import AS_SEEDED, ChunkOrder, PacketTags
+
+if TYPE_CHECKING:
+    from dlcp.transport.reduction import StreamingReduction
+
+Address = tuple[str, int]
+Bytes = NDArray[np.uint8]
+EMPTY: Final[Bytes] = np.zeros(0, np.uint8)
+
+
+class MessageKey(NamedTuple):
+    """What tells the messages between two ranks apart: training step (generation) and number within it."""
+
+    step: int
+    message: int
+
+
+@dataclass(frozen=True, slots=True)
+class LossBound:
+    """The loss that a message may suffer.
+
+    A message of n packets is complete when all its protected packets and at least ceil((1 - ratio) n) of all are in.
+
+    Parameters
+    ----------
+    ratio
+        The largest share of packets that may be lost, 0 to 1. It is a ceiling: used when packets were lost or are late,
+        never on an idle network.
+    immediate
+        Stop at the bound even while the rest is on its way, as the DLCP paper does (arXiv 2008.08445). That throws away
+        up to ``ratio`` of every message.
+    """
+
+    ratio: float = 0.0
+    immediate: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio < 1:
+            raise ValueError(f"a loss bound must lie in [0, 1), got {self.ratio}")
+
+    def allowed(self, packets: int) -> int:
+        """Return how many of ``packets`` may be lost."""
+        return math.floor(self.ratio * packets + 1e-9)
+
+    def required(self, packets: int) -> int:
+        """Return how many of ``packets`` must be delivered: ceil((1 - ratio) packets)."""
+        return packets - self.allowed(packets)
+
+
+RELIABLE: Final = LossBound()
+
+
+@dataclass(frozen=True, slots=True)
+class SendRequest:
+    """A message to send.
+
+    Attributes
+    ----------
+    peer, key
+        The receiver, and what tells the message from others to it.
+    payload, tail
+        Its bytes: those of ``tail`` follow those of ``payload``. They must not change until the message is delivered.
+    tags
+        Its packets' tags.
+    bound
+        How much of it may be lost.
+    label
+        What error messages call it, such as the layers that it holds.
+    order
+        Which part of it leaves first.
+    """
+
+    peer: int
+    key: MessageKey
+    payload: memoryview
+    tags: PacketTags
+    bound: LossBound
+    label: str
+    tail: Bytes = field(default_factory=lambda: EMPTY)
+    order: ChunkOrder = AS_SEEDED
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveRequest:
+    """A message to receive: a posted receive.
+
+    Attributes
+    ----------
+    peer, key
+        The sender, and what tells the message from others of it.
+    message_bytes
+        Its size with its tail. None: what the sender says; then something of the message must have arrived
+        (``Endpoint.on_unexpected``), and its sender must protect the last packet.
+    bound, label
+        As in :class:`SendRequest`.
+    into, tail
+        Where its bytes go: first ``into``, then ``tail``. Without ``into`` the transport allocates memory.
+    reduction, position
+        Add the message to a reduction instead, as the contribution at ``position``. The arrival's ``payload`` is then a
+        buffer of ``Endpoint.buffers`` in which packets waited for their turn; whoever finishes the reduction returns
+        it.
+    """
+
+    peer: int
+    key: MessageKey
+    message_bytes: int | None
+    bound: LossBound
+    label: str
+    into: Bytes | memoryview | None = None
+    tail: Bytes = field(default_factory=lambda: EMPTY)
+    reduction: "StreamingReduction | None" = None
+    position: int = 0
+
+    def checked_into(self) -> Bytes | None:
+        """Return ``into`` as an array, once all places fit the message: packets are written without another check.
+
+        Raises
+        ------
+        ValueError
+            ``into`` and ``tail``, or the values of ``reduction``, are not of the message's size or not writable.
+        """
+        into = np.frombuffer(self.into, np.uint8) if isinstance(self.into, memoryview) else self.into
+        places = [place for place in (into, self.tail) if place is not None and len(place)]
+        for place in places:
+            if place.dtype != np.uint8 or not place.flags.c_contiguous or not place.flags.writeable:
+                raise ValueError(f"{self.label}: bytes are received into contiguous, writable uint8 arrays only")
+        size = self.message_bytes
+        room = (0 if into is None else len(into)) + len(self.tail)
+        if places and (size is None or room > size or (into is not None and room < size)):
+            raise ValueError(f"{self.label}: a message of {size} bytes cannot be received into {room} bytes")
+        if self.reduction is not None and (self.reduction.values.nbytes != size or places):
+            raise ValueError(
+                f"{self.label}: a message of {size} bytes cannot be added to {self.reduction.values.nbytes} bytes, or "
+                "is to be stored elsewhere as well"
+            )
+        return into
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What became of a message that was sent, as its receiver confirmed it.
+
+    ``delivered`` has shape (packets,); ``sent`` counts every transmission, ``resent`` those after a packet's first.
+    """
+
+    delivered: NDArray[np.bool_]
+    sent: int
+    resent: int
+    seconds: float
+
+    @property
+    def lost(self) -> int:
+        """Packets that never arrived."""
+        return len(self.delivered) - int(np.count_nonzero(self.delivered))
+
+    @property
+    def recovered(self) -> int:
+        """Packets that were lost and arrived when sent again; at most ``resent``."""
+        return min(self.resent, len(self.delivered) - self.lost) if self.resent else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message as it arrived.
+
+    ``payload`` is where its bytes are, without the tail. Missing packets read as zeros where the transport allocated
+    the memory; elsewhere the memory keeps what it held. For a message that was added to a reduction, ``payload`` is the
+    buffer that its packets waited in, possibly empty, and its content means nothing. ``delivered`` and ``layer``, the
+    layer position in each packet's header, have shape (packets,).
+    """
+
+    payload: Bytes
+    delivered: NDArray[np.bool_]
+    layer: Bytes
+    seconds: float
+
+    @property
+    def whole(self) -> bool:
+        """Whether every packet arrived."""
+        return int(np.count_nonzero(self.delivered)) == len(self.delivered)
