@@ -10,12 +10,12 @@ import time
 
 import numpy as np
 import pytest
-from engines import engine  # noqa: F401 - a fixture
-from exchanges import Network, all_done, datagram, payload_of, plain_tags, receive, send
 
 from dlcp import wire
 from dlcp.transport import LossBound, MessageKey, TransportError, TransportOptions
 from dlcp.wire import PacketType
+from tests.transport.engines import engine  # noqa: F401 - a fixture
+from tests.transport.exchanges import Network, all_done, datagram, payload_of, plain_tags, receive, send
 
 pytestmark = pytest.mark.usefixtures("engine")
 

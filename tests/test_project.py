@@ -51,10 +51,14 @@ def test_every_source_file_names_its_licence():
     assert unnamed == []
 
 
-def test_no_two_test_modules_have_one_name():
-    # pytest imports them by that name alone.
-    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
-    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+def test_tests_import_as_packages():
+    texts = {path: path.read_text() for path in files("tests") if path.suffix == ".py"}
+    modules = [path for path in texts if path.parent.name != "bench"]
+    assert {path.parent for path in modules} == {path.parent for path in modules if path.name == "__init__.py"}
+    own = "|".join(sorted({path.stem for path in modules} - {"__init__"}))
+    wrong = re.compile(rf"^\s*(?:from|import) (?:{own})\b|\bsys\.path\b", re.MULTILINE)
+    found = {path.relative_to(ROOT).as_posix() for path, text in texts.items() if wrong.search(text)}
+    assert found == set(), "write: from tests.folder.module import name"
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script's steps are timed, settings chosen by them and tried: in real ranks over 127.0.0.1."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-
-from scripts import in_session, make, train
-from workers import launch, values
 
 from dlcp.train import advice, headroom
 from dlcp.train.plan import Plan
 from dlcp.tuning.rules import Figures, Settings, decide
+from tests.torch.workers import launch, values
+from tests.train.scripts import in_session, make, train
 
 pytestmark = pytest.mark.timeout(110)
 STEPS = 9

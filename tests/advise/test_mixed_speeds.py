@@ -7,7 +7,8 @@ pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
 import torch
-from workers import launch, values
+
+from tests.torch.workers import launch, values
 
 pytestmark = pytest.mark.timeout(120)
 EPOCHS = 2

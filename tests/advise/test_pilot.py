@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from virtual_ranks import LAYERS, NOTHING_PROTECTED, SMALL_SIZES, SmallRanks, assert_identical
-from virtual_ring import RingRanks
 
 from dlcp.collectives import Bucket, DirectAllReduce, RingAllReduce, ServerOptions
 from dlcp.collectives.layer_bounds import LayerBounds
@@ -19,6 +17,8 @@ from dlcp.tuning.autotuner import NORM_VALUES, Pilot, PilotedReducer, squares_of
 from dlcp.tuning.phases import TIGHT_RATIO, Phases
 from dlcp.tuning.rules import Advice, Choice, Settings
 from dlcp.wire import Flag, PacketType
+from tests.collectives.virtual_ranks import LAYERS, NOTHING_PROTECTED, SMALL_SIZES, SmallRanks, assert_identical
+from tests.collectives.virtual_ring import RingRanks
 
 WARM_UP_STEPS, WINDOW_STEPS = 2, 4
 FIRST_CHOICE = WARM_UP_STEPS + WINDOW_STEPS
@@ -182,10 +182,10 @@ def test_no_layer_loses_more_than_its_own_bound(kind):
 
 def adapting(worker, changes):
     import torch
-    from ddp_models import BUCKET_MB, make, train
     from torch.nn.parallel import DistributedDataParallel
 
     import dlcp.torch
+    from tests.torch.ddp_models import BUCKET_MB, make, train
 
     hurry()
     if changes:
@@ -204,7 +204,7 @@ def adapting(worker, changes):
 @pytest.mark.parametrize("changes", [{}, {"compression": "bf16", "collective": "auto"}], ids=["by figures", "all new"])
 def test_training_adapts_while_it_goes_on(changes):
     pytest.importorskip("torch")
-    from workers import launch, values
+    from tests.torch.workers import launch, values
 
     found = values(launch(2, adapting, changes))
     assert found[0] == found[1]

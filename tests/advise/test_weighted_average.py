@@ -3,8 +3,6 @@
 
 import numpy as np
 import pytest
-from virtual_ranks import LAYERS, NOTHING_PROTECTED, SMALL_SIZES, Ranks, assert_identical
-from virtual_ring import RingRanks
 
 from dlcp.collectives import Bucket, ServerOptions
 from dlcp.collectives.push_pull import average
@@ -13,6 +11,8 @@ from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
 from dlcp.transport import LossBound
 from dlcp.wire import Flag, PacketType
+from tests.collectives.virtual_ranks import LAYERS, NOTHING_PROTECTED, SMALL_SIZES, Ranks, assert_identical
+from tests.collectives.virtual_ring import RingRanks
 
 SAMPLES = [{0: 32, 1: 96, 2: 10}, {0: 32, 1: 96, 2: 10}, {0: 5, 1: 0, 2: 70}, {0: 1, 1: 1, 2: 1}]
 

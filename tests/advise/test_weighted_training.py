@@ -6,10 +6,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from weighted_training import SIZES, by_one, by_ranks
-from workers import launch, values
-
 import dlcp.torch
+from tests.advise.weighted_training import SIZES, by_one, by_ranks
+from tests.torch.workers import launch, values
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -49,8 +48,9 @@ def test_the_framework_weighs_where_dlcp_cannot_be_used():
 
 
 def samples_on_one_rank_only(worker):
-    from ddp_models import make
     from torch.nn.parallel import DistributedDataParallel
+
+    from tests.torch.ddp_models import make
 
     model = DistributedDataParallel(make())
     options = worker.options(samples=8 if worker.rank == 0 else 0, meet_s=4.0)
@@ -71,9 +71,10 @@ def test_ranks_that_do_not_all_weigh_do_not_weigh_differently():
 
 
 def misuse(worker):
-    from ddp_models import BUCKET_MB, batch, make
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
+
+    from tests.torch.ddp_models import BUCKET_MB, batch, make
 
     said = []
     model = DistributedDataParallel(make(), bucket_cap_mb=BUCKET_MB)

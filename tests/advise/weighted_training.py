@@ -5,11 +5,11 @@ import contextlib
 
 import numpy as np
 import torch
-from ddp_models import BUCKET_MB, Net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
+from tests.torch.ddp_models import BUCKET_MB, Net
 
 SIZES = [(6, 18), (6, 18), (12, 12), (0, 24), (5, 3), (6, 18)]
 """Samples of each rank in each step."""

@@ -10,10 +10,10 @@ import time
 from itertools import pairwise
 
 import pytest
-from bench_rank import Rank
 
 from dlcp.bench.path import BURST_BYTES, NamespaceLoopback, Path, RoutedPath, VethPair, known_controls
 from dlcp.bench.ranks import Ranks
+from tests.bench_harness.bench_rank import Rank
 
 UDP_SEGMENT, UDP_GRO = 103, 104
 DATAGRAM_BYTES, BURST, SENT = 1400, 40, 4000

@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from bench_rank import Rank
 
 from dlcp.bench.ranks import RankError, Ranks
+from tests.bench_harness.bench_rank import Rank
+
+ROOT = Path(__file__).parents[2]
 
 
 def gone(pid, within_s=20.0):
@@ -54,9 +56,7 @@ def test_what_goes_wrong_is_named():
 
 
 CRASH = """
-import sys, time
-sys.path.insert(0, {folder!r})
-from bench_rank import Rank
+from tests.bench_harness.bench_rank import Rank
 from dlcp.bench.ranks import Ranks
 if __name__ == "__main__":
     ranks = Ranks(Rank, [""], [None] * 2)
@@ -67,8 +67,9 @@ if __name__ == "__main__":
 
 def test_ranks_end_with_a_program_that_is_killed(tmp_path):
     script = tmp_path / "crash.py"
-    script.write_text(CRASH.format(folder=str(Path(__file__).parent)))
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as program:
+    script.write_text(CRASH)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True) as program:
         pids = [int(word) for word in program.stdout.readline().split()]
         assert len(pids) == 2
         program.send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from engines import engine
+from tests.transport.engines import engine
 
 __all__ = ["engine"]

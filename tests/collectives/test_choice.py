@@ -5,9 +5,6 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from test_direct import THREE_BUCKETS
-from virtual_ranks import LAYERS, ONE_BUCKET, SIZES, assert_identical
-from virtual_ring import RingRanks
 
 from dlcp.collectives import Bucket, DirectAllReduce, ParameterServer, ReduceOptions, ServerOptions
 from dlcp.collectives.choice import (
@@ -29,6 +26,9 @@ from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import Segment
 from dlcp.transport import LossBound
+from tests.collectives.test_direct import THREE_BUCKETS
+from tests.collectives.virtual_ranks import LAYERS, ONE_BUCKET, SIZES, assert_identical
+from tests.collectives.virtual_ring import RingRanks
 
 KB, MB = 1 << 10, 1 << 20
 APART = {}

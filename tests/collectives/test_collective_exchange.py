@@ -5,8 +5,6 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from cycles import cycles
-from network import Network
 
 from dlcp.backend import point_to_point as mailbox
 from dlcp.backend import reduce as summing
@@ -16,6 +14,8 @@ from dlcp.backend.collectives import Exchange
 from dlcp.backend.process_group import AllowedLoss
 from dlcp.tags import Tagger, TagPolicy
 from dlcp.transport import LossBound, TransportError
+from tests.collectives.cycles import cycles
+from tests.transport.network import Network
 
 NOTHING_PROTECTED = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
 SUM = Arithmetic(ReduceOp.SUM, "float32")

@@ -5,8 +5,6 @@ import itertools
 
 import numpy as np
 import pytest
-from exchanges import PacketType
-from virtual_ranks import NOTHING_PROTECTED, ONE_BUCKET, SMALL_SIZES, SmallRanks, assert_identical, is_push
 
 from dlcp.collectives import Bucket
 from dlcp.collectives.direct_run import DirectRun
@@ -15,6 +13,15 @@ from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
 from dlcp.transport import PeerSilentError, TransportOptions
+from tests.collectives.virtual_ranks import (
+    NOTHING_PROTECTED,
+    ONE_BUCKET,
+    SMALL_SIZES,
+    SmallRanks,
+    assert_identical,
+    is_push,
+)
+from tests.transport.exchanges import PacketType
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -3,15 +3,22 @@
 
 import numpy as np
 import pytest
-from exchanges import PacketType
-from meeting_ranks import together
-from test_direct import THREE_BUCKETS, assert_exact
-from virtual_ranks import NOTHING_PROTECTED, ONE_BUCKET, SMALL_SIZES, SmallRanks, assert_identical, is_push
 
 from dlcp.collectives import direct_run
 from dlcp.collectives.salvage import recover
 from dlcp.dtypes import ValueType
 from dlcp.transport import TransportError
+from tests.collectives.meeting_ranks import together
+from tests.collectives.test_direct import THREE_BUCKETS, assert_exact
+from tests.collectives.virtual_ranks import (
+    NOTHING_PROTECTED,
+    ONE_BUCKET,
+    SMALL_SIZES,
+    SmallRanks,
+    assert_identical,
+    is_push,
+)
+from tests.transport.exchanges import PacketType
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -3,13 +3,13 @@
 
 import numpy as np
 import pytest
-from virtual_ranks import LAYERS, SMALL_SIZES, SmallRanks
-from virtual_ring import RingRanks
 
 from dlcp.collectives import Bucket
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
 from dlcp.transport import DeadlineError, TransportOptions
+from tests.collectives.virtual_ranks import LAYERS, SMALL_SIZES, SmallRanks
+from tests.collectives.virtual_ring import RingRanks
 
 pytestmark = [
     pytest.mark.usefixtures("engine"),

@@ -3,10 +3,6 @@
 
 import numpy as np
 import pytest
-from exchanges import PacketType
-from test_direct import THREE_BUCKETS
-from virtual_ranks import LAYERS, NOTHING_PROTECTED, ONE_BUCKET, SIZES, assert_identical
-from virtual_ring import RingRanks
 
 from dlcp import wire
 from dlcp.collectives import Bucket, ring_plan
@@ -17,6 +13,10 @@ from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
 from dlcp.transport import LossBound, PeerAbortedError, PeerSilentError, TransportError, TransportOptions
+from tests.collectives.test_direct import THREE_BUCKETS
+from tests.collectives.virtual_ranks import LAYERS, NOTHING_PROTECTED, ONE_BUCKET, SIZES, assert_identical
+from tests.collectives.virtual_ring import RingRanks
+from tests.transport.exchanges import PacketType
 
 EVERY_FORMAT = pytest.mark.parametrize("value_type", list(ValueType), ids=lambda kind: kind.value)
 WIDE = pytest.mark.parametrize("value_type", [ValueType.FLOAT32, ValueType.FLOAT64], ids=lambda kind: kind.value)

@@ -3,13 +3,13 @@
 
 import numpy as np
 import pytest
-from meeting_ranks import together
-from virtual_ranks import NOTHING_PROTECTED
-from virtual_ring import RingRanks
 
 from dlcp.collectives import ring_plan
 from dlcp.collectives.salvage import recover
 from dlcp.transport import TransportError
+from tests.collectives.meeting_ranks import together
+from tests.collectives.virtual_ranks import NOTHING_PROTECTED
+from tests.collectives.virtual_ring import RingRanks
 
 
 def broken_at(share, *, count=4, bound=0.0, loss=0.0, **fields):

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meeting_ranks import together
 
 from dlcp.collectives.salvage import Salvage, UnsalvageableError, recover
 from dlcp.collectives.shards import shard_bounds
+from tests.collectives.meeting_ranks import together
 
 VALUES_PER_PACKET = 5
 

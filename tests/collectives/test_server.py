@@ -3,15 +3,22 @@
 
 import numpy as np
 import pytest
-from exchanges import PacketType
-from test_direct import THREE_BUCKETS, exact_average
-from virtual_ranks import NOTHING_PROTECTED, ONE_BUCKET, SMALL_SIZES, SmallRanks, assert_identical, is_push
 
 from dlcp import wire
 from dlcp.collectives import ServerOptions
 from dlcp.dtypes import ValueType
 from dlcp.tags import queue_of_layer
 from dlcp.transport import LossBound, TransportError, TransportOptions
+from tests.collectives.test_direct import THREE_BUCKETS, exact_average
+from tests.collectives.virtual_ranks import (
+    NOTHING_PROTECTED,
+    ONE_BUCKET,
+    SMALL_SIZES,
+    SmallRanks,
+    assert_identical,
+    is_push,
+)
+from tests.transport.exchanges import PacketType
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -5,10 +5,8 @@ import itertools
 
 import numpy as np
 import pytest
-from exchanges import Selective
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_ranks import LAYERS, Ranks, assert_identical
 
 from dlcp.collectives import Bucket, shard_bounds
 from dlcp.collectives.direct_run import DirectRun
@@ -16,6 +14,8 @@ from dlcp.collectives.push_pull import RATE
 from dlcp.collectives.shards import inbound_rates, weights_for_rates
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
+from tests.collectives.virtual_ranks import LAYERS, Ranks, assert_identical
+from tests.transport.exchanges import Selective
 
 WEIGHTS = st.lists(st.floats(0, 100, allow_nan=False), min_size=1, max_size=9).filter(lambda weights: sum(weights) > 0)
 

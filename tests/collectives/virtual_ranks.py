@@ -2,14 +2,14 @@
 """Ranks of a job over a network in virtual time, and their gradients by parameter."""
 
 import numpy as np
-from cycles import cycles
-from exchanges import Selective
 
 from dlcp.collectives import Bucket, DirectAllReduce, ParameterServer, ReduceOptions
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import Segment, Tagger, TagPolicy, layers_in_order
 from dlcp.transport import LossBound
+from tests.collectives.cycles import cycles
+from tests.transport.exchanges import Selective
 
 SIZES = {"conv1.weight": 9000, "conv1.bias": 40, "conv2.weight": 20_000, "conv2.bias": 100, "fc.weight": 12_345}
 SMALL_SIZES = {"conv1.weight": 4000, "conv1.bias": 40, "conv2.weight": 8000, "conv2.bias": 100, "fc.weight": 5345}

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of a job in a ring over a network in virtual time."""
 
-from virtual_ranks import Ranks
-
 from dlcp.collectives.message_numbers import RING
 from dlcp.collectives.ring import RingAllReduce
+from tests.collectives.virtual_ranks import Ranks
 
 
 class RingRanks(Ranks):

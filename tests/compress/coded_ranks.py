@@ -4,13 +4,13 @@
 from concurrent.futures import Executor
 
 import numpy as np
-from network import Network
 
 from dlcp.collectives import Bucket, ErrorFeedback, ReduceOptions, make_reducer
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import Segment, Tagger, TagPolicy, layers_in_order
 from dlcp.transport import LossBound, TransportOptions
+from tests.transport.network import Network
 
 SHAPES = {"conv.weight": (48, 80), "conv.bias": (50,), "fc.weight": (60, 64)}
 SIZES = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}

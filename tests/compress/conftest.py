@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-import sys
-from pathlib import Path
-
 import pytest
-from network import Network
 from threadpoolctl import threadpool_limits
 
-for folder in ("collectives", "torch", "faults", "group"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+from tests.transport.network import Network
 
 
 @pytest.fixture(scope="session", autouse=True)

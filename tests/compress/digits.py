@@ -2,10 +2,10 @@
 """scikit-learn's handwritten digits, and a small network in NumPy that learns them."""
 
 import numpy as np
-from coded_ranks import CodedRanks
 from sklearn.datasets import load_digits
 
 from dlcp.tags import Segment, layers_in_order
+from tests.compress.coded_ranks import CodedRanks
 
 SHAPES = {"hidden.weight": (64, 24), "hidden.bias": (24,), "head.weight": (24, 10), "head.bias": (10,)}
 LAYERS = layers_in_order(list(SHAPES), SHAPES)

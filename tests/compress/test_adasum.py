@@ -3,12 +3,12 @@
 
 import numpy as np
 import pytest
-from coded_ranks import SEGMENTS, SIZE, CodedRanks, assert_identical
 
 from dlcp.collectives.choice import check_coding
 from dlcp.collectives.combining import adasum_of, coefficients, scalar_products
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
+from tests.compress.coded_ranks import SEGMENTS, SIZE, CodedRanks, assert_identical
 
 ONE_LAYER = [Segment(Layer("w", 0), 0, 600)]
 

@@ -5,7 +5,6 @@ import pickle
 
 import numpy as np
 import pytest
-from coded_ranks import EVERY, LAYERS, PAYLOAD_BYTES, SEGMENTS, SIZE, CodedRanks, assert_identical
 
 from dlcp.collectives import Bucket
 from dlcp.collectives.coding import SEED
@@ -13,6 +12,7 @@ from dlcp.compress import COMPRESSORS, Feedback, Occasion, make_compressor
 from dlcp.compress.compressor import average
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment, TagPolicy
+from tests.compress.coded_ranks import EVERY, LAYERS, PAYLOAD_BYTES, SEGMENTS, SIZE, CodedRanks, assert_identical
 
 GATHERED = [text for text in EVERY if not COMPRESSORS[text.partition(":")[0]].reduces]
 FED_BACK = [text for text in EVERY if make_compressor(text).feedback is Feedback.ALL]

@@ -5,14 +5,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from coded_ranks import EVERY, SIZE, CodedRanks, assert_identical
-from exchanges import Selective
-from meeting_ranks import together
 
 from dlcp.collectives.choice import Salvageable
 from dlcp.collectives.salvage import recover
 from dlcp.compress import Feedback, make_compressor
 from dlcp.wire import PacketType
+from tests.collectives.meeting_ranks import together
+from tests.compress.coded_ranks import EVERY, SIZE, CodedRanks, assert_identical
+from tests.transport.exchanges import Selective
 
 AVERAGES = [text for text in EVERY if make_compressor(text).feedback is not Feedback.NOTHING]
 

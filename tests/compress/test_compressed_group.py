@@ -3,14 +3,14 @@
 
 import numpy as np
 import pytest
-from bad_network import BadNetwork, Weather
-from coded_ranks import NOTHING_PROTECTED
-from free_ports import free_udp_ports
-from group_ranks import together
 
 from dlcp.session import Options
 from dlcp.session.joining import NotJoinedError
 from dlcp.transport import TransportError
+from tests.compress.coded_ranks import NOTHING_PROTECTED
+from tests.faults.bad_network import BadNetwork, Weather
+from tests.group.group_ranks import together
+from tests.transport.free_ports import free_udp_ports
 
 SHAPES = {"conv.weight": (64, 8, 9), "conv.bias": (64,), "fc.weight": (80, 60)}
 STEPS = 10

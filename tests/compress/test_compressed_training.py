@@ -8,16 +8,16 @@ pytest.importorskip("torch")
 import numpy as np
 import torch
 import torch.distributed as dist
-from bad_network import BadNetwork, Weather, place_of, set_weather
-from fault_training import Said, train
-from free_ports import free_udp_ports
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from workers import launch, values
 
 from dlcp.tags import TagPolicy
 from dlcp.torch import backend
+from tests.faults.bad_network import BadNetwork, Weather, place_of, set_weather
+from tests.faults.fault_training import Said, train
+from tests.torch.workers import launch, values
+from tests.transport.free_ports import free_udp_ports
 
 pytestmark = pytest.mark.timeout(110)
 RANKS = 2

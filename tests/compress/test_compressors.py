@@ -3,7 +3,6 @@
 
 import numpy as np
 import pytest
-from coded import EVERY, LAYERS, SEGMENTS, SHAPES, SIZE, alone, gradient, made, matrix_of
 
 from dlcp.compress import COMPRESSORS, Feedback, Occasion, make_compressor
 from dlcp.compress.atomo import probabilities, systematic
@@ -11,6 +10,7 @@ from dlcp.compress.codes import pack, unpack
 from dlcp.compress.matrices import folded_sum, orthonormal, product, shape_of
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
+from tests.compress.coded import EVERY, LAYERS, SEGMENTS, SHAPES, SIZE, alone, gradient, made, matrix_of
 
 
 def unit_mask(encoded, fraction, seed):

@@ -3,11 +3,11 @@
 
 import numpy as np
 import pytest
-from digits import train
 
 from dlcp.collectives import ErrorFeedback
 from dlcp.compress import Occasion, make_compressor
 from dlcp.tags import Layer, Segment
+from tests.compress.digits import train
 
 STEPS = 50
 RATES = {"signsgd": 0.01}

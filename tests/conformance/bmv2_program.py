@@ -4,7 +4,7 @@
 import importlib
 import json
 import shutil
-import sys
+import site
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -63,6 +63,5 @@ def thrift_modules() -> dict[str, Any]:
         return {name: importlib.import_module(module) for name, module in names.items()}
     installed = Path(shutil.which("simple_switch") or "/usr/bin/simple_switch").resolve().parent.parent / "lib"
     for folder in sorted([*installed.glob("python3*/site-packages"), *installed.glob("python3*/dist-packages")]):
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+        site.addsitedir(str(folder))
     return {name: importlib.import_module(module) for name, module in names.items()}

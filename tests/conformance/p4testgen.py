@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from recording import Markers, Packet, SetEntries, Step
-from simple_switch import SwitchError
-
 from dlcp.switch import format_match
+from tests.conformance.recording import Markers, Packet, SetEntries, Step
+from tests.conformance.simple_switch import SwitchError
 
 SEED = 1
 PACKET_BITS_MAX = 1200

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what simple_switch answers, into tests/data/conformance: ``python tests/conformance/record.py [NAME ...]``.
+"""Records what simple_switch answers, into tests/data/conformance: ``python -m tests.conformance.record [NAME ...]``.
 
 It takes simple_switch with its Thrift modules, p4testgen for the scenario of that name, and the right to make a
 network namespace. Without names it records everything. Afterwards the built-in switch has to answer the same.
@@ -21,14 +21,10 @@ SHOWN = 10
 
 def main() -> int:
     """Record; return how many scenarios differ."""
-    import p4testgen
-    import recording
-    import replay
-    import scenarios
-    from recorder import record
-
     from dlcp.namespace import become_root
     from dlcp.switch import Program
+    from tests.conformance import p4testgen, recording, replay, scenarios
+    from tests.conformance.recorder import record
 
     names = [*scenarios.SCENARIOS, "p4testgen"]
     parser = argparse.ArgumentParser(description="record what simple_switch answers, and compare the built-in switch")

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from recording import (
+from tests.conformance.recording import (
     AgeSlot,
     Answer,
     Burst,
@@ -26,7 +26,7 @@ from recording import (
     Step,
     WriteRegister,
 )
-from simple_switch import DEADLINE_S, SimpleSwitch, SwitchError, version
+from tests.conformance.simple_switch import DEADLINE_S, SimpleSwitch, SwitchError, version
 
 ANSWER_S = 0.005
 """How long a packet may take before a marker is sent after it. Chosen by us: ten times what it takes when idle."""

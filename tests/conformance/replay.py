@@ -7,21 +7,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from recording import (
-    AgeSlot,
-    Answer,
-    Burst,
-    Change,
-    Markers,
-    Packet,
-    Recording,
-    SetEntries,
-    SetGroup,
-    Sleep,
-    State,
-    Step,
-    WriteRegister,
-)
 
 from dlcp.switch import (
     DEPTH_PACKETS,
@@ -36,6 +21,21 @@ from dlcp.switch import (
     entries,
 )
 from dlcp.switch.executor.profiles import Target
+from tests.conformance.recording import (
+    AgeSlot,
+    Answer,
+    Burst,
+    Change,
+    Markers,
+    Packet,
+    Recording,
+    SetEntries,
+    SetGroup,
+    Sleep,
+    State,
+    Step,
+    WriteRegister,
+)
 
 START_US, PACKET_US = 2_000_000, 1_000
 """The clock of `answered`: when it starts, and how far a packet moves it."""

@@ -6,10 +6,10 @@ import random
 import struct
 from collections.abc import Callable, Iterator
 
-import frames
-from recording import AgeSlot, Burst, Change, Packet, SetEntries, SetGroup, Sleep, Step, WriteRegister
-from sites import GREEN, RED, ROUTED, YELLOW, Entry, meter, plain_site, random_site
-from traffic import Message, Traffic, colliding
+from tests.conformance import frames
+from tests.conformance.recording import AgeSlot, Burst, Change, Packet, SetEntries, SetGroup, Sleep, Step, WriteRegister
+from tests.conformance.sites import GREEN, RED, ROUTED, YELLOW, Entry, meter, plain_site, random_site
+from tests.conformance.traffic import Message, Traffic, colliding
 
 MIXED, PASSING = 6, 3
 """Sets of random entries."""

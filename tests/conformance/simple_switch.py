@@ -15,14 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import packet_socket
-from bmv2_program import Layout, thrift_modules
-from packet_socket import PacketSocket
-from recording import State
-
 from dlcp.closing import Closing, end
 from dlcp.namespace import Namespace
 from dlcp.switch import parse_match, parse_number
+from tests.conformance import packet_socket
+from tests.conformance.bmv2_program import Layout, thrift_modules
+from tests.conformance.packet_socket import PacketSocket
+from tests.conformance.recording import State
 
 DEADLINE_S = 15.0
 STOP_DEADLINE_S = 5.0

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import frames
-from recording import Markers
+from tests.conformance import frames
+from tests.conformance.recording import Markers
 
 Entry = dict[str, Any]
 JOBS = (1, 2, 7, 0x1234, 0xFFFF)

@@ -14,16 +14,11 @@ import pytest
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
-import p4testgen
-import recording
-import replay
-import scenarios
-import simple_switch
-from recorder import Uncertain, record
-from recording import Burst, Markers, Packet, Recording
-
 from dlcp import namespace
 from dlcp.switch import Program
+from tests.conformance import p4testgen, recording, replay, scenarios, simple_switch
+from tests.conformance.recorder import Uncertain, record
+from tests.conformance.recording import Burst, Markers, Packet, Recording
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"

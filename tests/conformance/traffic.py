@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import frames
-from recording import Packet
-from sites import JOBS, ROUTED, Site
+from tests.conformance import frames
+from tests.conformance.recording import Packet
+from tests.conformance.sites import JOBS, ROUTED, Site
 
 
 class Traffic:

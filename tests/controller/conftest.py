@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 from dlcp.controller.pipeline import Pipeline
-from switches import Certificates, running
+
+from tests.controller.switches import Certificates, running
 
 
 @pytest.fixture(scope="session")

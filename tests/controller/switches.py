@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from dlcp.controller.fabric import Switch, Tls
-from free_ports import free_port
 
 from dlcp.switch.p4runtime.device import P4RuntimeDevice
 from dlcp.switch.p4runtime.server import P4RuntimeServer, TlsFiles
+from tests.transport.free_ports import free_port
 
 START_DEADLINE_S = 20.0
 

@@ -9,10 +9,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from free_ports import free_port
-from switches import running
 
 from dlcp.cli import main
+from tests.controller.switches import running
+from tests.transport.free_ports import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "controller/examples"
 

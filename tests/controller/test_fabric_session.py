@@ -12,10 +12,10 @@ from dlcp.controller.reconcile import plan, reconcile, wanted
 from dlcp.controller.session import ENDING_S, ControlError, Session
 from dlcp.controller.shapes import leaf_spine, star
 from finsy.proto import p4r
-from free_ports import free_port
-from switches import described, running
 
 from dlcp.switch import Entries, TableEntry
+from tests.controller.switches import described, running
+from tests.transport.free_ports import free_port
 
 DEADLINE_S = 60
 

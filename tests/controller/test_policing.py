@@ -10,7 +10,6 @@ import pytest
 from dlcp.controller.entries import entries
 from dlcp.controller.fabric import Job
 from dlcp.controller.shapes import star
-from traffic_of_a_host import frame
 
 from dlcp.switch import (
     PROGRAM_PATH,
@@ -23,6 +22,7 @@ from dlcp.switch import (
     event_totals,
 )
 from dlcp.wire import Flag, PacketType
+from tests.controller.traffic_of_a_host import frame
 
 FRAME_BYTES = 1000
 RATE_PPS, HONEST_PPS, FLOOD_PPS = 1000, 500, 4000

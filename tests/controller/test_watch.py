@@ -17,11 +17,11 @@ from dlcp.controller.session import Session
 from dlcp.controller.shapes import star
 from dlcp.controller.watch import Watcher
 from finsy.proto import p4r
-from free_ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
-from switches import described
 
 from dlcp.switch import EgressEvent, EventCount, IngressEvent, PortQueueing, decode_events, event_index
+from tests.controller.switches import described
+from tests.transport.free_ports import free_port
 
 DEADLINE_S = 30
 
@@ -186,7 +186,7 @@ def test_metrics_name_switch_port_queue_and_event_and_no_more_of_them_than_there
 
 
 def test_the_depth_of_bmv2s_queues_is_set_and_refusals_are_named(pipeline):
-    from switches import running
+    from tests.controller.switches import running
 
     with running("bmv2") as switch:
         reason = bmv2.unavailable(described(switch, thrift=switch.thrift))
@@ -209,8 +209,8 @@ def test_why_depths_cannot_be_set_is_said(monkeypatch):
 
 def test_what_the_program_counts_is_what_the_controller_reads(pipeline):
     """Packets through the built-in switch's program; its own counters and those read over P4Runtime agree."""
-    from switches import running
-    from traffic_of_a_host import frames
+    from tests.controller.switches import running
+    from tests.controller.traffic_of_a_host import frames
 
     with running("builtin") as switch:
         fabric = fabric_of(switch)

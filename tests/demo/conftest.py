@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
-from synthetic_runs import make_runs
+
+from tests.demo.synthetic_runs import make_runs
 
 
 @pytest.fixture

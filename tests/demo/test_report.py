@@ -8,7 +8,6 @@ import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from synthetic_runs import make_runs
 
 from dlcp.cli import COMMANDS
 from dlcp.report import page as report
@@ -16,6 +15,7 @@ from dlcp.report import wording
 from dlcp.report.drawing import COLOURS
 from dlcp.report.plots import HUES, MOST_POINTS, binned, draw_all, drop_shares
 from dlcp.report.runs import summarize
+from tests.demo.synthetic_runs import make_runs
 
 FIGURES = {
     "accuracy",

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from pathway import Pathway, listening
 
 from dlcp import native
 from dlcp.cli import main
@@ -20,6 +19,7 @@ from dlcp.doctor import machine, page
 from dlcp.doctor.finding import Finding, Section, Status
 from dlcp.doctor.options import examine_payload
 from dlcp.doctor.probe import open_socket
+from tests.doctor.pathway import Pathway, listening
 
 pytest.importorskip("torch")
 REPOSITORY = Path(__file__).parents[2]

@@ -4,13 +4,13 @@
 import socket
 
 import pytest
-from pathway import Pathway, listening
 
 from dlcp import wire
 from dlcp.doctor.finding import Status
 from dlcp.doctor.path import COUNT, PeerError, try_path
 from dlcp.doctor.probe import SMALLEST_BYTES, Probe, decode, open_socket
 from dlcp.doctor.wording import describe
+from tests.doctor.pathway import Pathway, listening
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,8 +17,9 @@ pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
 import torch
-from free_ports import free_ports
-from workers import launch, values
+
+from tests.torch.workers import launch, values
+from tests.transport.free_ports import free_ports
 
 pytestmark = pytest.mark.timeout(240)
 EXAMPLES = Path(__file__).parents[2] / "dlcp" / "examples"

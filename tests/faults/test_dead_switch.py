@@ -11,11 +11,11 @@ pytest.importorskip("torch")
 pytest.importorskip("numba")
 
 import torch.distributed as dist
-from fault_training import train
-from workers import launch, values
 
 from dlcp.switch import SwitchProcess
 from dlcp.torch import Options
+from tests.faults.fault_training import train
+from tests.torch.workers import launch, values
 
 pytestmark = pytest.mark.timeout(110)
 RANKS = 2

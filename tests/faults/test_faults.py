@@ -13,12 +13,12 @@ import pytest
 pytest.importorskip("torch")
 
 import torch.distributed as dist
-from bad_network import BadNetwork, Weather, place_of, set_weather
-from fault_training import Said, train
-from free_ports import free_udp_ports
-from workers import WAYS, launch, values
 
 from dlcp.tags import TagPolicy
+from tests.faults.bad_network import BadNetwork, Weather, place_of, set_weather
+from tests.faults.fault_training import Said, train
+from tests.torch.workers import WAYS, launch, values
+from tests.transport.free_ports import free_udp_ports
 
 pytestmark = pytest.mark.timeout(110)
 RANKS = 3

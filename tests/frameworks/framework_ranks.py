@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from free_ports import free_port
-
 from dlcp.session import Options
+from tests.transport.free_ports import free_port
 
 LIMIT_S = 1200
 READY_LIMIT_S = 200
@@ -27,7 +26,8 @@ SEEDS = (1, 2, 3)
 LEARNT = 0.95
 HALF_A_POINT = 0.005
 """Between means over the seeds: what is lost moves one training by up to three of the 600 test images, either way."""
-OWN = Path(__file__).parents[2] / ".venv" / "bin" / "python"
+ROOT = Path(__file__).parents[2]
+OWN = ROOT / ".venv" / "bin" / "python"
 """The environment that DLCP has for itself, with what the switch needs: a framework's environment need not have it."""
 
 
@@ -66,8 +66,8 @@ def switch(folder, udp_port, *, hosts=2, rate_bps, depth_packets):
             process.wait(30)
 
 
-def run_ranks(script, *arguments, count=2, environments=None, environment=None, limit_s=LIMIT_S):
-    """Run a script on every rank and wait for all; whoever is not done at the limit is killed."""
+def run_ranks(module, *arguments, count=2, environments=None, environment=None, limit_s=LIMIT_S):
+    """Run a module on every rank and wait for all; whoever is not done at the limit is killed."""
     port = free_port()
     plain = {key: value for key, value in os.environ.items() if not key.startswith("DLCP_")}
     began_s = time.monotonic()
@@ -84,7 +84,8 @@ def run_ranks(script, *arguments, count=2, environments=None, environment=None, 
             own = {} if environments is None else environments[rank]
             output, errors = (stack.enter_context((folder / f"{rank}.{end}").open("w+")) for end in ("out", "err"))
             process = subprocess.Popen(
-                [sys.executable, str(script), *map(str, arguments)],
+                [sys.executable, "-m", module, *map(str, arguments)],
+                cwd=ROOT,
                 env={**plain, **where, **own, **(environment or {})},
                 stdout=output,
                 stderr=errors,

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from mirror_group import MirrorGroup
+
+from tests.frameworks.mirror_group import MirrorGroup
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from mirror_group import MirrorGroup
 
 from dlcp.session import Options
 from dlcp.transport import PeerSilentError
+from tests.frameworks.mirror_group import MirrorGroup
 
 LIMIT_S = 20
 

@@ -6,7 +6,8 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from mirror_group import MirrorGroup
+
+from tests.frameworks.mirror_group import MirrorGroup
 
 
 class Tensor(np.ndarray):

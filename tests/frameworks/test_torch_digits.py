@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two processes train the digits example with DDP over the built-in switch, whose narrow ports lose packets."""
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 pytest.importorskip("msgspec", reason="the switch needs it")
 
-from framework_ranks import PATIENT, SEEDS, assert_learnt_alike, run_ranks, switch
+from tests.frameworks.framework_ranks import PATIENT, SEEDS, assert_learnt_alike, run_ranks, switch
 
 pytestmark = pytest.mark.timeout(1500)
-RANK = Path(__file__).with_name("torch_digits_rank.py")
+RANK = "tests.frameworks.torch_digits_rank"
 UDP_PORT = 53698  # others take other ports of DLCP's block
 
 

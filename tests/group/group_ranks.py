@@ -6,10 +6,9 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from free_ports import free_port
-
 import dlcp.session
 from dlcp.session import Options
+from tests.transport.free_ports import free_port
 
 LIMIT_S = 40
 

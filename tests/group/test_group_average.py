@@ -3,9 +3,6 @@
 
 import numpy as np
 import pytest
-from bad_network import BadNetwork, Weather
-from free_ports import free_port, free_udp_ports
-from group_ranks import LIMIT_S, on_ranks, together
 
 import dlcp.session
 from dlcp.dtypes import ValueType
@@ -13,6 +10,9 @@ from dlcp.session import Options, buckets
 from dlcp.session.buckets import Plan
 from dlcp.session.metrics import average_metrics, mean_over_ranks
 from dlcp.tags import TagPolicy, layers_in_order
+from tests.faults.bad_network import BadNetwork, Weather
+from tests.group.group_ranks import LIMIT_S, on_ranks, together
+from tests.transport.free_ports import free_port, free_udp_ports
 
 NAMES = ["conv1.weight", "conv1.bias", "fc.weight", "fc.bias", "scale"]
 SHAPES = {"conv1.weight": (8, 3, 3), "conv1.bias": (8,), "fc.weight": (70, 50), "fc.bias": (70,), "scale": ()}

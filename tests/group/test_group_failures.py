@@ -8,15 +8,15 @@ import time
 
 import numpy as np
 import pytest
-from bad_network import BadNetwork, Weather
-from free_ports import free_port, free_udp_ports
-from group_ranks import LIMIT_S, on_ranks, start_process, together
 
 import dlcp.session
 from dlcp.session import NotJoinedError, Options
 from dlcp.session.recovery import Mode
 from dlcp.session.store import StoreError
 from dlcp.transport import TransportError
+from tests.faults.bad_network import BadNetwork, Weather
+from tests.group.group_ranks import LIMIT_S, on_ranks, start_process, together
+from tests.transport.free_ports import free_port, free_udp_ports
 
 PROCESSES_LIMIT_S = 100
 QUICK = Options(silence_s=1.2, deadline_s=5.0, meet_s=30.0, payload_bytes=1440)

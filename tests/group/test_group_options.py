@@ -3,12 +3,12 @@
 
 import numpy as np
 import pytest
-from bad_network import BadNetwork, Weather
-from free_ports import free_udp_ports
-from group_ranks import together
 
 from dlcp.session import NotJoinedError, Options
 from dlcp.tuning.rules import Settings
+from tests.faults.bad_network import BadNetwork, Weather
+from tests.group.group_ranks import together
+from tests.transport.free_ports import free_udp_ports
 
 SHAPES = {"front.weight": (60, 50), "front.bias": (60,), "back.weight": (40, 60)}
 SAMPLES = [8, 0, 24]

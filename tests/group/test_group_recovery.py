@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from recovery_ranks import FakeEndpoint, FakeReducer, Network, close_while_it_leaves, start_late
 
 from dlcp.collectives import Bucket, ErrorFeedback
 from dlcp.dtypes import ValueType
 from dlcp.session.recovery import Handed, Mode, RecoveringExchange
 from dlcp.tags import Layer, Segment
 from dlcp.transport import DeadlineError, MessageMismatchError, PeerAbortedError, TransportError
+from tests.group.recovery_ranks import FakeEndpoint, FakeReducer, Network, close_while_it_leaves, start_late
 
 LIMIT_S = 20
 VALUES = 100

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from group_ranks import on_ranks
 
 from dlcp.session import channel
 from dlcp.session.agreement import Agreement
 from dlcp.session.channel import StoreChannel, ended_key
 from dlcp.session.store import Store, StoreError, StoreServer, serve
 from dlcp.transport import DeadlineError, PeerSilentError
+from tests.group.group_ranks import on_ranks
 
 
 class Held(NamedTuple):

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from recovery_ranks import FakeEndpoint, FakeReducer, Network, close_while_it_leaves, start_late
+
+from tests.group.recovery_ranks import FakeEndpoint, FakeReducer, Network, close_while_it_leaves, start_late
 
 pytest.importorskip("torch")
 

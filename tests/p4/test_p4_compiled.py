@@ -6,9 +6,9 @@ import re
 import shutil
 
 import pytest
-from p4source import P4, constants, load_compile
 
 from dlcp.wire import FIELD_BITS, UDP_PORT_BASE, UDP_PORT_COUNT
+from tests.p4.p4source import P4, constants, load_compile
 
 p4_compile = load_compile()
 CONFIG = P4 / "build" / p4_compile.CONFIG

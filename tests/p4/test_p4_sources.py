@@ -3,9 +3,9 @@ import re
 import shutil
 
 import pytest
-from p4source import P4, constants, events, load_compile
 
 from dlcp.wire import DROP_CLASSES, FIELD_BITS, HEADER_BYTES, UDP_PORT_BASE, UDP_PORT_COUNT, VERSION, PacketType, Queue
+from tests.p4.p4source import P4, constants, events, load_compile
 
 p4_compile = load_compile()
 

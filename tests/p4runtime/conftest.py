@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import itertools
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-# Frames, and the way to give BMv2 packets without interfaces.
-sys.path.append(str(Path(__file__).parents[1] / "conformance"))
-
-from control import KINDS, Control, config
-from targets import Bmv2, BuiltIn
+from tests.p4runtime.control import KINDS, Control, config
+from tests.p4runtime.targets import Bmv2, BuiltIn
 
 _election_ids = itertools.count(1)
 

@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 from finsy.proto import p4i, p4r, p4r_grpc, rpc_status
 from google.protobuf import text_format
-from targets import DEVICE_ID
 
 from dlcp.closing import Closing
+from tests.p4runtime.targets import DEVICE_ID
 
 CALL_DEADLINE_S = 20.0
 BUILD = Path(__file__).parents[2] / "p4" / "build"

@@ -13,14 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import grpc
-from free_ports import free_port
-from packet_socket import PacketSocket
-from simple_switch import mortal
 
 from dlcp.closing import end
 from dlcp.namespace import Namespace, available
 from dlcp.switch import LoopbackHost
 from dlcp.wire import UDP_PORT_BASE
+from tests.conformance.packet_socket import PacketSocket
+from tests.conformance.simple_switch import mortal
+from tests.transport.free_ports import free_port
 
 DEVICE_ID = 7
 START_DEADLINE_S = 30.0

@@ -3,9 +3,10 @@ import threading
 
 import grpc
 import pytest
-from control import INSERT, Code, Control, config
 from finsy.proto import p4r
-from targets import DEVICE_ID
+
+from tests.p4runtime.control import INSERT, Code, Control, config
+from tests.p4runtime.targets import DEVICE_ID
 
 
 @pytest.fixture

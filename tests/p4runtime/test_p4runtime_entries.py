@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
-from control import DELETE, INSERT, MODIFY, Code, encode
 from finsy.proto import p4r
+
+from tests.p4runtime.control import DELETE, INSERT, MODIFY, Code, encode
 
 METER = {"cir": 12_500_000, "cburst": 50_000, "pir": 12_500_001, "pburst": 60_000}
 

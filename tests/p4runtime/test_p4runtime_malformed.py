@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import grpc
 import pytest
-from control import CALL_DEADLINE_S, INSERT, Code, config, encode
 from finsy.proto import p4r
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from updates import cells, groups, members, table_entries, updates
+
+from tests.p4runtime.control import CALL_DEADLINE_S, INSERT, Code, config, encode
+from tests.p4runtime.updates import cells, groups, members, table_entries, updates
 
 LONG = settings(
     max_examples=25,

@@ -4,13 +4,13 @@ import json
 
 import grpc
 import pytest
-from control import INSERT, KINDS, MODIFY, Code, Control, SetAction, config
 from finsy import P4Client, P4ClientError
 from finsy.proto import p4r
-from loops import Loop
 
 from dlcp.switch.p4runtime.device import P4RuntimeDevice
 from dlcp.switch.p4runtime.server import P4RuntimeServer
+from tests.p4runtime.control import INSERT, KINDS, MODIFY, Code, Control, SetAction, config
+from tests.p4runtime.loops import Loop
 
 ALL, COOKIE, P4INFO, PROGRAM = 0, 1, 2, 3
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
-from control import DELETE, INSERT, MODIFY, Code
 from finsy.proto import p4r
+
+from tests.p4runtime.control import DELETE, INSERT, MODIFY, Code
 
 
 @pytest.fixture

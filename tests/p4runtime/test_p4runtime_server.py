@@ -13,10 +13,7 @@ import time
 
 import grpc
 import pytest
-from control import DELETE, INSERT, Code, Control, config
 from finsy.proto import p4r
-from loops import DeadLoop, Loop
-from targets import DEVICE_ID, BuiltIn, wait_until
 
 from dlcp.commands import switch as switch_command
 from dlcp.switch import LoopbackHost
@@ -25,6 +22,9 @@ from dlcp.switch.p4runtime.device import P4RuntimeDevice, SetAction
 from dlcp.switch.p4runtime.messages import DEADLINE_EXCEEDED, UNAVAILABLE, Refused
 from dlcp.switch.p4runtime.server import P4RuntimeServer, parse_address
 from dlcp.wire import UDP_PORT_BASE
+from tests.p4runtime.control import DELETE, INSERT, Code, Control, config
+from tests.p4runtime.loops import DeadLoop, Loop
+from tests.p4runtime.targets import DEVICE_ID, BuiltIn, wait_until
 
 
 def test_packets_wait_for_slices_only():

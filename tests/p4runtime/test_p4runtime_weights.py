@@ -5,15 +5,15 @@ import random
 from collections import Counter
 
 import pytest
-from control import DELETE, INSERT, MODIFY, Code, Control, Words, config
 from finsy.proto import p4r
-from frames import ethernet, ipv4, udp
-from loops import Loop
-from simple_switch import available
-from targets import Bmv2, PacketBmv2
 
 from dlcp.switch import BACKENDS, DROP_PORT
 from dlcp.switch.p4runtime.device import P4RuntimeDevice, SetAction
+from tests.conformance.frames import ethernet, ipv4, udp
+from tests.conformance.simple_switch import available
+from tests.p4runtime.control import DELETE, INSERT, MODIFY, Code, Control, Words, config
+from tests.p4runtime.loops import Loop
+from tests.p4runtime.targets import Bmv2, PacketBmv2
 
 SOURCE, DESTINATION = 0x0A000101, 0x0A000005
 

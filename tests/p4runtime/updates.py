@@ -4,9 +4,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from control import Words, config, encode
 from finsy.proto import p4i, p4r
 from hypothesis import strategies as st
+
+from tests.p4runtime.control import Words, config, encode
 
 WORDS = Words(config().p4info)
 TABLES = list(WORDS.tables.values())

@@ -6,11 +6,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-from recording import AgeSlot, Burst, Change, Markers, Packet, SetEntries, SetGroup, Sleep, Step, WriteRegister
 
 from dlcp.switch import entries
 from dlcp.switch.stf import script as stf
 from dlcp.switch.stf.frames import Pattern
+from tests.conformance.recording import (
+    AgeSlot,
+    Burst,
+    Change,
+    Markers,
+    Packet,
+    SetEntries,
+    SetGroup,
+    Sleep,
+    Step,
+    WriteRegister,
+)
 
 MARKERS = [entry["match"] for entry in Markers.ENTRIES]
 

@@ -6,12 +6,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from recorder import ANSWER_S, BURST_ENQUEUED_US, BURST_RATE_PPS, MARGIN_US, SLOT_IDLE_US, Uncertain
-from recording import Markers
-from simple_switch import DEADLINE_S, SimpleSwitch
-from sites import GREEN
-
 from dlcp.switch import MeterConfig, TableEntry, Value
+from tests.conformance.recorder import ANSWER_S, BURST_ENQUEUED_US, BURST_RATE_PPS, MARGIN_US, SLOT_IDLE_US, Uncertain
+from tests.conformance.recording import Markers
+from tests.conformance.simple_switch import DEADLINE_S, SimpleSwitch
+from tests.conformance.sites import GREEN
 
 MARKED = [TableEntry(**entry) for entry in Markers.ENTRIES]
 

@@ -7,10 +7,20 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from recording import AgeSlot, Burst, Change, Markers, Packet, SetEntries, SetGroup, Step, WriteRegister
-from scenarios import depth, depth_index
-from sites import GREEN, JOBS, Site, meter, plain_site, random_site
-from traffic import Message, Traffic, colliding
+from tests.conformance.recording import (
+    AgeSlot,
+    Burst,
+    Change,
+    Markers,
+    Packet,
+    SetEntries,
+    SetGroup,
+    Step,
+    WriteRegister,
+)
+from tests.conformance.scenarios import depth, depth_index
+from tests.conformance.sites import GREEN, JOBS, Site, meter, plain_site, random_site
+from tests.conformance.traffic import Message, Traffic, colliding
 
 SITES = 4
 """Sets of entries in a sequence."""

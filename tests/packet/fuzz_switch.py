@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differential fuzzer: random entries, packets, depths and state through simple_switch and the built-in switch.
 
-``python tests/packet/fuzz_switch.py --seed 1 --packets 100000`` compares every packet that comes out, and every
+``python -m tests.packet.fuzz_switch --seed 1 --packets 100000`` compares every packet that comes out, and every
 register and counter in the end, with both back ends of the built-in switch, a packet at a time and in batches. What
 differs is made as small as can be and written as a packet test (STF) that simple_switch passes.
 """
@@ -16,19 +16,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from dlcp.switch import BACKENDS, Program
+from dlcp.switch.stf import script as stf
+from dlcp.switch.stf import text
+from tests.conformance import replay
+from tests.conformance.recorder import Uncertain, record
+from tests.conformance.recording import Burst, Markers, Packet, Recording, SetEntries, Step
+from tests.packet import as_stf, fuzz_steps
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"
-sys.path.insert(0, str(ROOT / "tests" / "conformance"))
 
-import as_stf  # noqa: E402
-import fuzz_steps  # noqa: E402
-import replay  # noqa: E402
-from recorder import Uncertain, record  # noqa: E402
-from recording import Burst, Markers, Packet, Recording, SetEntries, Step  # noqa: E402
-
-from dlcp.switch import BACKENDS, Program  # noqa: E402
-from dlcp.switch.stf import script as stf  # noqa: E402
-from dlcp.switch.stf import text  # noqa: E402
 
 SEQUENCE_PACKETS = 2000
 ANSWER_S = 0.001

@@ -9,15 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from bmv2_target import MARKED, Bmv2
-from control import DELETE, INSERT, MODIFY, Control, config
 from dlcp.controller.difference import difference
 from dlcp.controller.pipeline import Pipeline
 from finsy.proto import p4r
-from loops import Loop
-from simple_switch import SimpleSwitch
-from sites import GREEN
-from targets import DEVICE_ID
 
 from dlcp.switch import (
     Backend,
@@ -33,6 +27,12 @@ from dlcp.switch import (
 from dlcp.switch.p4runtime.device import P4RuntimeDevice
 from dlcp.switch.p4runtime.server import P4RuntimeServer
 from dlcp.switch.stf import BuiltIn
+from tests.conformance.simple_switch import SimpleSwitch
+from tests.conformance.sites import GREEN
+from tests.p4runtime.control import DELETE, INSERT, MODIFY, Control, config
+from tests.p4runtime.loops import Loop
+from tests.p4runtime.targets import DEVICE_ID
+from tests.packet.bmv2_target import MARKED, Bmv2
 
 PIPELINE = Pipeline()
 GREEN_RATES = MeterConfig(**GREEN)

@@ -7,9 +7,8 @@ import pytest
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
-from program_coverage import Covered
-
 from dlcp.switch import stf
+from tests.packet.program_coverage import Covered
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"

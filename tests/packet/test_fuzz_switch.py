@@ -10,14 +10,11 @@ import pytest
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
-import fuzz_steps
-import fuzz_switch
-import replay
-import simple_switch
-from recording import Burst, Packet
-
 from dlcp import namespace
 from dlcp.switch import Program, stf
+from tests.conformance import replay, simple_switch
+from tests.conformance.recording import Burst, Packet
+from tests.packet import fuzz_steps, fuzz_switch
 
 SEQUENCES, PACKETS, FAULT_PACKETS = 2, 600, 200
 SHORT = 300

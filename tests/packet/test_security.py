@@ -12,11 +12,10 @@ import pytest
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
-from fake_program import FakePorts
-
 from dlcp.switch import PortQueueing, Program, Switch, stf
 from dlcp.switch.stf.runner import prepare
 from dlcp.wire import dscp
+from tests.switch.fake_program import FakePorts
 
 PROGRAM = Path(__file__).resolve().parents[2] / "p4" / "build" / "dlcp.json"
 VICTIM_PORT, TENANT_PORT, STRANGER_PORT, OUT_PORT = 1, 2, 9, 3

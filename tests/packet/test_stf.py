@@ -15,14 +15,13 @@ import pytest
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
-import simple_switch
-from bmv2_target import Bmv2
-from recorder import Uncertain
-
 from dlcp import namespace
 from dlcp.switch import EntryError, Program, stf
 from dlcp.switch.stf import __main__ as command
 from dlcp.switch.stf.script import RemoveAll, Slow
+from tests.conformance import simple_switch
+from tests.conformance.recorder import Uncertain
+from tests.packet.bmv2_target import Bmv2
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes p4/stf/p4testgen.stf.gz: ``python tests/packet/testgen_cases.py``; it takes p4testgen, of p4c.
+"""Writes p4/stf/p4testgen.stf.gz: ``python -m tests.packet.testgen_cases``; it takes p4testgen, of p4c.
 
 p4testgen finds a case for every path through the program that it can follow, and says itself what has to come out. So
 its cases test both switches by a third opinion.
@@ -11,15 +11,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from dlcp.switch.stf import script as stf
+from dlcp.switch.stf import text
+from tests.conformance import p4testgen
+from tests.packet import as_stf
+
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "p4" / "stf" / "p4testgen.stf.gz"
-sys.path.insert(0, str(ROOT / "tests" / "conformance"))
-
-import as_stf  # noqa: E402
-import p4testgen  # noqa: E402
-
-from dlcp.switch.stf import script as stf  # noqa: E402
-from dlcp.switch.stf import text  # noqa: E402
 
 
 def main() -> int:

@@ -13,11 +13,11 @@ from dlcp.sim.report.results import Spread, load, series_of
 from dlcp.sim.report.summary import findings
 from dlcp.sim.running import digest, write
 from dlcp.sim.sweep import SweepError, existing, result_file, sweep
-from experiments_small import EXPERIMENT, write_experiment
 
 from dlcp.cli import main
 from dlcp.commands.sim import experiment_files
 from dlcp.document import DocumentError
+from tests.sim.experiments_small import EXPERIMENT, write_experiment
 
 
 @pytest.fixture(scope="module")

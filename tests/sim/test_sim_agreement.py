@@ -18,7 +18,8 @@ from dlcp.sim.reference.program import fits
 from dlcp.sim.simulation import Simulation
 from dlcp.sim.topology.specs import LinkSpec, Star
 from dlcp.sim.transports import NewReno, PFabric
-from sim_scenarios import RARE, draw
+
+from tests.sim.sim_scenarios import RARE, draw
 
 pytest.importorskip("numba")
 CASES = 60
@@ -100,10 +101,8 @@ def test_more_than_an_event_can_name_is_refused(monkeypatch):
 
 
 def test_another_process_gets_the_same():
-    code = "from test_sim_agreement import *; print(outcome(simulate(draw(4), engine='kernel')))"
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parents[1])])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "77"}
+    code = "from tests.sim.test_sim_agreement import *; print(outcome(simulate(draw(4), engine='kernel')))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONHASHSEED": "77"}
     there = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
     assert there.stdout.strip() == str(outcome(simulate(draw(4), engine="kernel"))), there.stderr
 

@@ -2,9 +2,9 @@
 """One program with everything that the DLCP program does not use, its entries, and packets for it."""
 
 import numpy as np
-from mini import Mini, arg, assign, c, call, f, op, ref, valid
 
 from dlcp.switch import Action, MemberRef, MeterConfig
+from tests.switch.mini import Mini, arg, assign, c, call, f, op, ref, valid
 
 HEADERS = {
     "a": {"kind": 3, "odd": 13, "wide": 48, "low": 8},

@@ -7,10 +7,8 @@ import socket
 import time
 from pathlib import Path
 
-import leaf_traffic
 import numpy as np
 import pytest
-from fake_program import FakePorts, FakeProgram, frame
 
 from dlcp import native
 from dlcp.switch import (
@@ -25,6 +23,8 @@ from dlcp.switch import (
     forwarding,
 )
 from dlcp.wire import Header, PacketType
+from tests.switch import leaf_traffic
+from tests.switch.fake_program import FakePorts, FakeProgram, frame
 
 JSON = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
 PORTS = tuple(range(1, leaf_traffic.PORTS + 1))

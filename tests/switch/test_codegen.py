@@ -10,17 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import mini
-import oracle as oracles
-import sink
-
 from dlcp.switch import DROP_PORT, Action, EntryError, MemberRef, Program, UnsupportedFeature
 from dlcp.switch.executor import bmv2_json
 from dlcp.switch.executor.model import Const, Field, Op
 from dlcp.switch.executor.text import Expressions, fit
+from tests.switch import mini, sink
+from tests.switch import oracle as oracles
 
+ROOT = Path(__file__).parents[2]
 COUNT = 3000
 
 
@@ -60,9 +57,7 @@ def test_every_feature_equals_the_oracle(path):
 
 
 COMPARE = """
-import sys
-sys.path[:0] = [{here!r}]
-import test_codegen
+from tests.switch import test_codegen
 test_codegen.compare({path!r})
 """
 
@@ -92,9 +87,15 @@ def compare(path):
 def test_compiled_equals_plain_with_bounds_checked(path):
     pytest.importorskip("numba")
     environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1"}
-    script = COMPARE.format(here=str(Path(__file__).parent), path=str(path))
+    script = COMPARE.format(path=str(path))
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -128,7 +129,7 @@ def test_a_default_can_be_set_and_reset(path):
 
 
 def test_only_what_is_needed_is_read_and_masked(path):
-    source = Program.load(Path(__file__).parents[2] / "p4" / "build" / "dlcp.json").source
+    source = Program.load(ROOT / "p4" / "build" / "dlcp.json").source
     assert "dlcp_token" not in source
     assert "dlcp_count" not in source
     assert "ipv4_total_len" not in source

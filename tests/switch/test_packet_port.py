@@ -7,10 +7,10 @@ import time
 from contextlib import ExitStack, nullcontext
 
 import pytest
-from fake_program import FakeProgram, frame
 
 from dlcp import native
 from dlcp.switch import PacketPort, PortQueueing, Switch
+from tests.switch.fake_program import FakeProgram, frame
 
 ETH_P_ALL = 3
 

@@ -9,14 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import leaf_traffic
-import oracle as oracles
-
 from dlcp.switch import DROP_PORT, Action, MemberRef, Program, ProgramError, UnknownName
+from tests.switch import leaf_traffic
+from tests.switch import oracle as oracles
 
-JSON = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
+ROOT = Path(__file__).parents[2]
+JSON = ROOT / "p4" / "build" / "dlcp.json"
 
 
 @pytest.fixture(scope="module")
@@ -256,9 +254,7 @@ def test_old_programs_do_not_pile_up_on_disk(tmp_path, monkeypatch):
 
 
 CHECKED = """
-import sys
-sys.path[:0] = [{here!r}]
-import leaf_traffic, test_program
+from tests.switch import leaf_traffic, test_program
 from dlcp.switch import Program
 program = Program.load(test_program.JSON, backend="numba")
 leaf_traffic.populate(program)
@@ -269,9 +265,14 @@ print(test_program.batch(program, *test_program.scenario(1500, 9))[0].sum())
 def test_compiled_text_stays_within_its_arrays(plain, tmp_path):
     pytest.importorskip("numba")
     environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1"}
-    script = CHECKED.format(here=str(Path(__file__).parent))
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", CHECKED],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == batch(plain, *scenario(1500, 9))[0].sum()

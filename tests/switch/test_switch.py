@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_program import FakePorts, FakeProgram, frame
 
 from dlcp.switch import (
     EVENT_COUNTERS,
@@ -24,6 +23,7 @@ from dlcp.switch import (
     event_totals,
 )
 from dlcp.switch.events import CLASS_BITS, EVENT_BITS, PORT_BITS, QUEUE_BITS
+from tests.switch.fake_program import FakePorts, FakeProgram, frame
 
 MBIT = PortQueueing(rate_bps=8_000_000, depth_packets=50)  # a frame of 1000 bytes takes 1 ms
 

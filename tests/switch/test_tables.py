@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables, members and groups: what goes in, what is found, and what is refused and how."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import mini
-
 from dlcp.switch import Action, EntryError, GroupRef, MemberRef, MeterConfig, Program, UnknownName
 from dlcp.switch.executor import tables
+from tests.switch import mini
 
 JSON = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
 LOOKUP = {

@@ -6,12 +6,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from p4syntax import Tree
-from p4tokens import P4Error
-from p4values import INTRINSIC, Scope, Struct, Value, Width, joined, to_bytes
+from tests.tna.p4syntax import Tree
+from tests.tna.p4tokens import P4Error
+from tests.tna.p4values import INTRINSIC, Scope, Struct, Value, Width, joined, to_bytes
 
 if TYPE_CHECKING:
-    from p4machine import Machine
+    from tests.tna.p4machine import Machine
 
 
 class TooShortError(Exception):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from p4externs import (
+from tests.tna.p4externs import (
     Bucket,
     Checksum,
     Counter,
@@ -20,9 +20,9 @@ from p4externs import (
     RegisterAction,
     Selector,
 )
-from p4syntax import Block, Reader, Tree
-from p4tokens import P4Error
-from p4values import WIDTHS, Scope, Struct, Value, Width, joined, to_bytes
+from tests.tna.p4syntax import Block, Reader, Tree
+from tests.tna.p4tokens import P4Error
+from tests.tna.p4values import WIDTHS, Scope, Struct, Value, Width, joined, to_bytes
 
 
 @dataclass

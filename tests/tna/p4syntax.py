@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from p4tokens import P4Error, Token, tokens_of
+from tests.tna.p4tokens import P4Error, Token, tokens_of
 
 Tree = tuple[Any, ...]
 

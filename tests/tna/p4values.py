@@ -6,11 +6,11 @@ Numbers are Python's; an operation gives as many bits as its operands have. What
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from p4syntax import Tree
-from p4tokens import P4Error
+from tests.tna.p4syntax import Tree
+from tests.tna.p4tokens import P4Error
 
 if TYPE_CHECKING:
-    from p4machine import Machine
+    from tests.tna.p4machine import Machine
 
 Width = tuple[int, bool]
 """Bits, and whether signed."""

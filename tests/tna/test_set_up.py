@@ -2,23 +2,19 @@
 """The set-up script against a device that knows its tables from what the compiler wrote, and from the driver."""
 
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-from dlcp.controller.entries import entries as entries_of
-from dlcp.controller.fabric import load
-from fake_bfrt import FakeClient, FakeInfo, Refused, device_with_ports
-from p4text import P4
-
-from dlcp.switch import QUEUES, PortQueueing
-
-sys.path.insert(0, str(P4 / "tna"))
-
 import bfrt_writes
+import pytest
 import set_up
 from bfrt_writes import DevicePort, Key, QueuePlace, SetUpError, Write
+from dlcp.controller.entries import entries as entries_of
+from dlcp.controller.fabric import load
+
+from dlcp.switch import QUEUES, PortQueueing
+from tests.tna.fake_bfrt import FakeClient, FakeInfo, Refused, device_with_ports
+from tests.tna.p4text import P4
 
 SCHEMA = P4 / "build" / "tna" / "bf-rt.json"
 EXAMPLES = Path(__file__).parents[2] / "controller" / "examples"

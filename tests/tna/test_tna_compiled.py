@@ -9,7 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from p4text import P4, read
+
+from tests.tna.p4text import P4, read
 
 TNA = P4 / "build" / "tna"
 

@@ -5,28 +5,24 @@ There is no free model of the chip, so ``p4machine`` runs the sources themselves
 the program for v1model makes of a packet only where ``p4/README.md`` says so.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from p4syntax import Reader
-from p4tokens import P4Error
+
+from tests.tna.p4syntax import Reader
+from tests.tna.p4tokens import P4Error
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
+from dlcp.switch import Program, stf
+from tests.conformance import replay
+from tests.conformance.recording import Burst, Packet, Step
+from tests.packet import fuzz_steps
+from tests.tna.tna_program import CELLS, DEPTH_MAX, SOURCE, TnaProgram
+
 ROOT = Path(__file__).resolve().parents[2]
-for folder in ("conformance", "packet"):
-    sys.path.insert(0, str(ROOT / "tests" / folder))
-
-import fuzz_steps  # noqa: E402
-import replay  # noqa: E402
-from recording import Burst, Packet, Step  # noqa: E402
-from tna_program import CELLS, DEPTH_MAX, SOURCE, TnaProgram  # noqa: E402
-
-from dlcp.switch import Program, stf  # noqa: E402
-
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"
 ENDS_WITHIN_A_HEADER, SENT_AGAIN = "a packet that ends within a header", "the `entropy` of a packet that is sent again"
 DIFFERENT = {

@@ -4,7 +4,8 @@
 import re
 
 import pytest
-from p4text import COMMENT, P4, differences, read
+
+from tests.tna.p4text import COMMENT, P4, differences, read
 
 V1MODEL, TNA, SHARED = read("v1model"), read("tna"), read("shared")
 

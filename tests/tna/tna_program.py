@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from p4externs import Bucket, Counter, Hash, PacketIn, PacketOut, Register, TooShortError
-from p4machine import Entry, Machine
-from p4values import Struct, Value
-
 from dlcp.switch import DROP_PORT, Action, MemberRef, MeterConfig, Program
+from tests.tna.p4externs import Bucket, Counter, Hash, PacketIn, PacketOut, Register, TooShortError
+from tests.tna.p4machine import Entry, Machine
+from tests.tna.p4values import Struct, Value
 
 SOURCE = Path(__file__).parents[2] / "p4" / "tna" / "dlcp.p4"
 CELLS: Final = 20

@@ -6,10 +6,10 @@ import pytest
 pytest.importorskip("torch")
 
 import torch.distributed as dist
-from backend_checks import Checks
-from workers import launch, values
 
 import dlcp.torch.backend  # noqa: F401 - makes the backend known
+from tests.torch.backend_checks import Checks
+from tests.torch.workers import launch, values
 
 pytestmark = pytest.mark.timeout(110)
 CHECKS = [name for name in dir(Checks) if name.startswith("check_")]

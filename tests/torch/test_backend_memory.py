@@ -12,8 +12,6 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed as dist
-from backend_checks import Checks
-from workers import launch, values
 
 from dlcp.session import addresses
 from dlcp.torch import Options, backend
@@ -22,6 +20,8 @@ from dlcp.torch.backend.work import Work, joined
 from dlcp.torch.rendezvous import meet
 from dlcp.transport import TransportError
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
+from tests.torch.backend_checks import Checks
+from tests.torch.workers import launch, values
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from workers import WAYS, launch, values
 
 import dlcp.torch
 from dlcp.tags import TagPolicy
 from dlcp.torch import backend
+from tests.torch.workers import WAYS, launch, values
 
 pytestmark = pytest.mark.timeout(110)
 ALL_DROPPABLE = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from workers import WAYS, launch, values
 
 from dlcp.torch import layer_exchange
 from dlcp.torch.crossstep import cross_step
 from dlcp.torch.staging import DeviceStager, stager_for
+from tests.torch.workers import WAYS, launch, values
 
 pytestmark = pytest.mark.timeout(110)
 STEPS = 3

@@ -16,12 +16,12 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import WAYS, launch, values
 
 import dlcp.torch
 from dlcp.tags import TagPolicy
 from dlcp.torch.crossstep import cross_step
 from dlcp.transport import DeadlineError, shared_memory
+from tests.torch.workers import WAYS, launch, values
 
 pytestmark = pytest.mark.timeout(110)
 MEMORY = shared_memory.available()

@@ -12,13 +12,13 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from ddp_models import ALL_DROPPABLE, BUCKET_MB, OPTIMIZERS, assert_same_bits, batch, make, train
-from free_ports import free_udp_ports
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import WAYS, launch, values
 
 import dlcp.torch
+from tests.torch.ddp_models import ALL_DROPPABLE, BUCKET_MB, OPTIMIZERS, assert_same_bits, batch, make, train
+from tests.torch.workers import WAYS, launch, values
+from tests.transport.free_ports import free_udp_ports
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -9,14 +9,14 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed as dist
-from ddp_models import ALL_DROPPABLE, BUCKET_MB, Linear, gradients_of, make
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import launch, values
 
 import dlcp.torch
 from dlcp.tags import TagPolicy
 from dlcp.torch.hook import State
+from tests.torch.ddp_models import ALL_DROPPABLE, BUCKET_MB, Linear, gradients_of, make
+from tests.torch.workers import launch, values
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -12,10 +12,10 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import launch, values
 
 import dlcp.torch
 from dlcp.torch.crossstep import cross_step
+from tests.torch.workers import launch, values
 
 pytestmark = pytest.mark.timeout(110)
 STEPS = 50

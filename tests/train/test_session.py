@@ -2,12 +2,12 @@
 """What ``dlcp train`` does to a script's models, in real ranks over 127.0.0.1."""
 
 import pytest
-from free_ports import free_port, free_udp_ports
-from scripts import in_session, make, plain_script, train
-from workers import launch, values
 
 from dlcp.train import headroom
 from dlcp.train.plan import Plan
+from tests.torch.workers import launch, values
+from tests.train.scripts import in_session, make, plain_script, train
+from tests.transport.free_ports import free_port, free_udp_ports
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(110)

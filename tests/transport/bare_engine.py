@@ -4,7 +4,6 @@
 import struct
 
 import numpy as np
-from network import TOKEN, Network
 
 from dlcp import wire
 from dlcp.tags import PacketTags
@@ -13,6 +12,7 @@ from dlcp.transport.native import NativeEngine
 from dlcp.transport.plain import PlainEngine
 from dlcp.transport.sending import packets_of
 from dlcp.wire import Flag, Header, PacketType
+from tests.transport.network import TOKEN, Network
 
 SIZE = 96
 """Bytes of payload a packet."""

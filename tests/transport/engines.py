@@ -2,10 +2,10 @@
 """Both engines, for tests that must pass with either: ``pytestmark = pytest.mark.usefixtures("engine")``."""
 
 import pytest
-from network import Network
 
 import dlcp.native
 from dlcp.transport import native
+from tests.transport.network import Network
 
 COMPILED = {"C": True, "NumPy": False}
 

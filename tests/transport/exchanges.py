@@ -2,11 +2,11 @@
 """Messages over a network in virtual time, and what must hold of each."""
 
 import numpy as np
-from network import TOKEN, Network, all_done, packets_of, plain_tags
 
 from dlcp import wire
 from dlcp.transport import RELIABLE, MessageKey, ReceiveRequest, SendRequest
 from dlcp.wire import Header, PacketType
+from tests.transport.network import TOKEN, Network, all_done, packets_of, plain_tags
 
 KEY = MessageKey(3, 1)
 

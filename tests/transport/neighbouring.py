@@ -7,11 +7,11 @@ import time
 from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
-from network import plain_tags
 
 from dlcp.transport import RELIABLE, Endpoint, ReceiveRequest, SendRequest, TransportOptions, bind_socket
 from dlcp.transport.shared_memory import SharedMemoryRendezvous
 from dlcp.wire import Header, PacketType
+from tests.transport.network import plain_tags
 
 LIMIT_S = 20
 TOKEN = 77

@@ -8,7 +8,6 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from network import plain_tags
 
 from dlcp.transport import (
     RELIABLE,
@@ -23,6 +22,7 @@ from dlcp.transport import (
     bind_socket,
     parse_address,
 )
+from tests.transport.network import plain_tags
 
 pytestmark = pytest.mark.usefixtures("engine")
 LIMIT_S = 20

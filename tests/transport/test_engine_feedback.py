@@ -3,7 +3,6 @@
 
 import numpy as np
 import pytest
-from bare_engine import KEY, BareEngine, tags_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +10,7 @@ from dlcp import wire
 from dlcp.transport import LossBound, MessageKey
 from dlcp.transport.engine import ACK_WHOLE, REPORT_CALM_S, REPORT_MIN_S
 from dlcp.wire import Flag, PacketType
+from tests.transport.bare_engine import KEY, BareEngine, tags_of
 
 pytestmark = pytest.mark.usefixtures("engine")
 RTT_S = 0.02

@@ -3,11 +3,11 @@
 
 import numpy as np
 import pytest
-from bare_engine import NOTHING, SIZE, BareEngine
-from engines import is_here
 
 from dlcp.tags import BLOCK_PACKETS, ChunkOrder, send_order
 from dlcp.transport import MessageKey
+from tests.transport.bare_engine import NOTHING, SIZE, BareEngine
+from tests.transport.engines import is_here
 
 PER_PACKET = SIZE // 4
 ENGINES = pytest.mark.usefixtures("engine")

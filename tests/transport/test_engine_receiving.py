@@ -5,13 +5,13 @@ import math
 
 import numpy as np
 import pytest
-from bare_engine import KEY, NOTHING, SIZE, BareEngine
-from network import TOKEN
 
 from dlcp import wire
 from dlcp.transport import MessageKey
 from dlcp.transport.engine import ACK_WHOLE
 from dlcp.wire import PacketType
+from tests.transport.bare_engine import KEY, NOTHING, SIZE, BareEngine
+from tests.transport.network import TOKEN
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -3,13 +3,13 @@
 
 import numpy as np
 import pytest
-from bare_engine import KEY, SIZE, BareEngine, tags_of
-from network import TOKEN
 
 from dlcp import wire
 from dlcp.tags import send_order
 from dlcp.transport import LossBound, MessageKey
 from dlcp.wire import Flag, PacketType
+from tests.transport.bare_engine import KEY, SIZE, BareEngine, tags_of
+from tests.transport.network import TOKEN
 
 pytestmark = pytest.mark.usefixtures("engine")
 RTT_S = 0.02

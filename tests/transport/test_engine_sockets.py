@@ -10,11 +10,11 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from network import plain_tags
 
 from dlcp import wire
 from dlcp.transport import RELIABLE, Endpoint, LossBound, MessageKey, ReceiveRequest, SendRequest, bind_socket
 from dlcp.wire import Header, PacketType
+from tests.transport.network import plain_tags
 
 pytestmark = pytest.mark.usefixtures("engine")
 LIMIT_S = 20

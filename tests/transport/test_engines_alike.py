@@ -3,11 +3,11 @@
 
 import numpy as np
 import pytest
-from engines import is_here
-from exchanges import MessageKey, Network, all_done, packets_of, payload_of, receive, send
-from test_exchange import mixed_tags
 
 from dlcp.transport import LossBound, TransportError, TransportOptions
+from tests.transport.engines import is_here
+from tests.transport.exchanges import MessageKey, Network, all_done, packets_of, payload_of, receive, send
+from tests.transport.test_exchange import mixed_tags
 
 pytestmark = pytest.mark.skipif(not is_here("C"), reason="the engine in C is not here")
 

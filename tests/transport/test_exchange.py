@@ -3,7 +3,11 @@
 
 import numpy as np
 import pytest
-from exchanges import (
+
+from dlcp.tags import PacketTags
+from dlcp.transport import LossBound, MessageKey, ReceiveRequest, TransportOptions
+from dlcp.transport.control_packets import MORE
+from tests.transport.exchanges import (
     KEY,
     Network,
     PacketType,
@@ -19,10 +23,6 @@ from exchanges import (
     receive,
     send,
 )
-
-from dlcp.tags import PacketTags
-from dlcp.transport import LossBound, MessageKey, ReceiveRequest, TransportOptions
-from dlcp.transport.control_packets import MORE
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -2,9 +2,20 @@
 """Every wait ends: with an error that names rank, step and layers when a peer is dead, slow or cut off."""
 
 import pytest
-from exchanges import Network, PacketType, Selective, all_done, datagram, deliver, exchange, payload_of, receive, send
 
 from dlcp.transport import DeadlineError, LossBound, MessageKey, PeerSilentError, TransportError, TransportOptions
+from tests.transport.exchanges import (
+    Network,
+    PacketType,
+    Selective,
+    all_done,
+    datagram,
+    deliver,
+    exchange,
+    payload_of,
+    receive,
+    send,
+)
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -5,8 +5,6 @@ import time
 
 import numpy as np
 import pytest
-from neighbouring import LENT_ROOM, LIMIT_S, TOKEN, bytes_of, data_packet, neighbours, put_record, ring_from, wait_until
-from network import plain_tags
 
 from dlcp import native
 from dlcp.collectives import Bucket, DirectAllReduce, direct_run
@@ -16,6 +14,18 @@ from dlcp.transport import RELIABLE, MessageKey, ReceiveRequest, SendRequest, Tr
 from dlcp.transport.buffers import ExportedMemory
 from dlcp.transport.shared_memory import RING_BYTES
 from dlcp.wire import PacketType
+from tests.transport.neighbouring import (
+    LENT_ROOM,
+    LIMIT_S,
+    TOKEN,
+    bytes_of,
+    data_packet,
+    neighbours,
+    put_record,
+    ring_from,
+    wait_until,
+)
+from tests.transport.network import plain_tags
 
 pytestmark = pytest.mark.skipif(
     native.library() is None or not shared_memory.available(), reason="needs the engine in C, memfd_create and eventfd"

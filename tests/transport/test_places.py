@@ -3,10 +3,20 @@
 
 import numpy as np
 import pytest
-from exchanges import KEY, Network, Selective, all_done, packets_of, payload_of, plain_tags, receive, send
 
 from dlcp.transport import RELIABLE, LossBound, MessageKey, SendRequest
 from dlcp.wire import PacketType
+from tests.transport.exchanges import (
+    KEY,
+    Network,
+    Selective,
+    all_done,
+    packets_of,
+    payload_of,
+    plain_tags,
+    receive,
+    send,
+)
 
 pytestmark = pytest.mark.usefixtures("engine")
 SIZE = 50_000

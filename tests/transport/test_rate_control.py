@@ -3,11 +3,21 @@
 
 import numpy as np
 import pytest
-from exchanges import Network, PacketType, all_done, datagram, deliver, payload_of, plain_tags, receive, send
 
 from dlcp.transport import LossBound, MessageKey, TransportOptions
 from dlcp.transport.congestion import CubicWindow, DctcpWindow, Report
 from dlcp.transport.delivery_rate import DeliveryRate
+from tests.transport.exchanges import (
+    Network,
+    PacketType,
+    all_done,
+    datagram,
+    deliver,
+    payload_of,
+    plain_tags,
+    receive,
+    send,
+)
 
 CONTROLS = pytest.mark.parametrize("control", [DctcpWindow, CubicWindow])
 CONGESTION = {DctcpWindow: "dctcp", CubicWindow: "cubic"}

@@ -4,10 +4,10 @@
 import math
 
 import pytest
-from bottleneck import ORDINARY, Bottleneck, Flow, jain
 
 from dlcp.transport.congestion import CubicWindow, DctcpWindow, Report
 from dlcp.transport.random_loss import CALM_BLOCK_PACKETS, Finding, RandomLoss
+from tests.transport.bottleneck import ORDINARY, Bottleneck, Flow, jain
 
 M100, G1, G10 = 8333, 83333, 833333
 """Packets a second at 100 Mbit/s, 1 Gbit/s and 10 Gbit/s."""

@@ -3,7 +3,9 @@
 
 import numpy as np
 import pytest
-from exchanges import (
+
+from dlcp.transport import LossBound, MessageKey, MessageMismatchError, PeerAbortedError, TransportOptions
+from tests.transport.exchanges import (
     KEY,
     TOKEN,
     Network,
@@ -16,8 +18,6 @@ from exchanges import (
     receive,
     send,
 )
-
-from dlcp.transport import LossBound, MessageKey, MessageMismatchError, PeerAbortedError, TransportOptions
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -11,19 +11,6 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from neighbouring import (
-    LIMIT_S,
-    TOKEN,
-    bytes_of,
-    data_packet,
-    meet,
-    neighbours,
-    put_record,
-    ring_from,
-    start,
-    wait_until,
-)
-from network import plain_tags
 
 from dlcp import native
 from dlcp.transport import (
@@ -39,6 +26,19 @@ from dlcp.transport import (
     shared_memory,
 )
 from dlcp.transport.shared_memory import RING_BYTES, SharedMemoryRendezvous
+from tests.transport.neighbouring import (
+    LIMIT_S,
+    TOKEN,
+    bytes_of,
+    data_packet,
+    meet,
+    neighbours,
+    put_record,
+    ring_from,
+    start,
+    wait_until,
+)
+from tests.transport.network import plain_tags
 
 pytestmark = pytest.mark.skipif(
     native.library() is None or not shared_memory.available(), reason="needs the engine in C, memfd_create and eventfd"

@@ -11,9 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from wirebits import join, random_fields
-
 from dlcp.wire import FIELD_BITS, UDP_PORT_BASE, UDP_PORT_COUNT, VERSION, PacketType
+from tests.wire.wirebits import join, random_fields
 
 GOLDEN_PATH = Path(__file__).parents[1] / "data" / "golden.pcap"
 SEED = 84453

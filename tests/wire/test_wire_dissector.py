@@ -5,8 +5,6 @@ import shutil
 import subprocess
 
 import pytest
-from golden import GOLDEN_PATH, Golden, capture, packets
-from wirebits import split
 
 from dlcp.transport import control_packets
 from dlcp.transport.engine import ACK_WHOLE
@@ -23,6 +21,8 @@ from dlcp.wire import (
     dissector,
 )
 from dlcp.wire.dissector import ACK_ENTRY, DISSECTOR_PATH, LABELS, generate
+from tests.wire.golden import GOLDEN_PATH, Golden, capture, packets
+from tests.wire.wirebits import split
 
 TSHARK = shutil.which("tshark")
 needs_tshark = pytest.mark.skipif(TSHARK is None, reason="tshark is not installed")
@@ -57,7 +57,7 @@ def test_a_field_that_lua_cannot_cut_out_is_refused(monkeypatch):
 
 
 def test_the_golden_capture_is_reproducible():
-    assert GOLDEN_PATH.read_bytes() == capture(), "run: python tests/wire/golden.py"
+    assert GOLDEN_PATH.read_bytes() == capture(), "run: python -m tests.wire.golden"
 
 
 def test_the_golden_capture_covers_every_type_port_and_refusal():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wirebits import HEADER_BITS, join, random_fields, split
 
 from dlcp.wire import (
     FIELD_BITS,
@@ -27,6 +26,7 @@ from dlcp.wire import (
     queue_of,
     unpack,
 )
+from tests.wire.wirebits import HEADER_BITS, join, random_fields, split
 
 WIDE_FIELDS = ("layer", "job", "budget", "step", "message", "sender", "index", "count", "token")
 

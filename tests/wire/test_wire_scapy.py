@@ -2,10 +2,10 @@
 from random import Random
 
 import pytest
-from golden import GOLDEN_PATH, frame, packets
-from wirebits import join, random_fields, split
 
 from dlcp.wire import FIELD_BITS, HEADER_BYTES, UDP_PORT_BASE, UDP_PORT_COUNT, VERSION, PacketType, decode
+from tests.wire.golden import GOLDEN_PATH, frame, packets
+from tests.wire.wirebits import join, random_fields, split
 
 pytest.importorskip("scapy", reason="Scapy is not installed")
 

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two processes train the digits example with JAX over the built-in switch, whose narrow ports lose packets."""
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("jax")
 pytest.importorskip("sklearn")
 
-from framework_ranks import PATIENT, SEEDS, assert_death_is_known, assert_learnt_alike, run_ranks, switch
+from tests.frameworks.framework_ranks import (
+    PATIENT,
+    SEEDS,
+    assert_death_is_known,
+    assert_learnt_alike,
+    run_ranks,
+    switch,
+)
 
 pytestmark = pytest.mark.timeout(1500)
-RANK = Path(__file__).parent / "jax_digits_rank.py"
+RANK = "tests.frameworks.with_jax.jax_digits_rank"
 UDP_PORT = 53700  # others take other ports of DLCP's block
 
 

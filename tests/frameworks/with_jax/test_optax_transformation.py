@@ -12,10 +12,10 @@ pytest.importorskip("optax")
 import jax
 import optax
 from jax import numpy as jnp
-from mirror_group import MirrorGroup
 
 from dlcp.jax import average_gradients, average_metrics, broadcast, forward_order, name_of
 from dlcp.transport import PeerSilentError
+from tests.frameworks.mirror_group import MirrorGroup
 
 pytestmark = pytest.mark.timeout(120)
 IMAGES = np.random.default_rng(0).normal(size=(4, 8, 6)).astype(np.float32)

@@ -6,17 +6,16 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("mxnet")
 
-from framework_ranks import LEARNT, PATIENT, SEEDS, assert_as_accurate, run_ranks, switch
-from free_ports import free_ports
+from tests.frameworks.framework_ranks import LEARNT, PATIENT, SEEDS, assert_as_accurate, run_ranks, switch
+from tests.transport.free_ports import free_ports
 
 pytestmark = pytest.mark.timeout(1500)
-SCRIPT = Path(__file__).with_name("gluon_rank.py")
+RANK = "tests.frameworks.with_mxnet.gluon_rank"
 UDP_PORT = 53699
 RATE_BPS, DEPTH_PACKETS = 120e6, 32
 """Narrow enough that the ports overflow."""
@@ -70,7 +69,7 @@ def trained_by_mxnet(workers, seed):
     runs = []
     for _ in range(TRIES):
         with parameter_server(workers) as environments:
-            ranks = run_ranks(SCRIPT, "dist_sync", EPOCHS, seed, count=workers, environments=environments)
+            ranks = run_ranks(RANK, "dist_sync", EPOCHS, seed, count=workers, environments=environments)
         runs += results(ranks)
         if runs[-1][0]["accuracy"] > LEARNT:
             break
@@ -82,9 +81,7 @@ def test_digits_are_learnt_as_with_mxnets_own_sums(workers, seeds, tmp_path):
     theirs = [trained_by_mxnet(workers, seed) for seed in seeds]
     with switch(tmp_path, UDP_PORT, hosts=workers, rate_bps=RATE_BPS, depth_packets=DEPTH_PACKETS) as environments:
         ours = results(
-            run_ranks(
-                SCRIPT, "dist_dlcp", EPOCHS, *seeds, count=workers, environments=environments, environment=PATIENT
-            )
+            run_ranks(RANK, "dist_dlcp", EPOCHS, *seeds, count=workers, environments=environments, environment=PATIENT)
         )
     for replicas in ours:
         assert len({result["weights"] for result in replicas}) == 1, "replicas are identical"
@@ -99,7 +96,7 @@ def test_digits_are_learnt_as_with_mxnets_own_sums(workers, seeds, tmp_path):
 
 
 def test_a_worker_that_dies_ends_the_others_with_its_number():
-    first, second, dead = run_ranks(SCRIPT, "die", count=3, environment=PATIENT)
+    first, second, dead = run_ranks(RANK, "die", count=3, environment=PATIENT)
     assert dead.status == -signal.SIGKILL
     for rank in (first, second):
         assert rank.status == 1

@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("mxnet")
 
 import mxnet as mx
-from mirror_group import MirrorGroup
 from mxnet import autograd, gluon
 
 from dlcp.mxnet import NAME, Dist_DLCP, engine
 from dlcp.transport import PeerSilentError
+from tests.frameworks.mirror_group import MirrorGroup
 
 LIMIT_S = 20
 

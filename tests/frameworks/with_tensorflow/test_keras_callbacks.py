@@ -7,7 +7,6 @@ import pytest
 pytest.importorskip("keras")
 
 import keras
-from mirror_group import MirrorGroup
 
 from dlcp.tensorflow import (
     BroadcastGlobalVariablesCallback,
@@ -17,6 +16,7 @@ from dlcp.tensorflow import (
     average_metrics,
     broadcast_variables,
 )
+from tests.frameworks.mirror_group import MirrorGroup
 
 pytestmark = pytest.mark.timeout(120)
 IMAGES, LABELS = np.ones((8, 4), np.float32), np.zeros((8, 2), np.float32)

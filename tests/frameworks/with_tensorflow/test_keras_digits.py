@@ -2,18 +2,24 @@
 """Two processes train the digits example with Keras over the built-in switch, whose narrow ports lose packets."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("tensorflow")
 pytest.importorskip("sklearn")
 
-from framework_ranks import PATIENT, SEEDS, assert_death_is_known, assert_learnt_alike, run_ranks, switch
-from free_ports import free_ports
+from tests.frameworks.framework_ranks import (
+    PATIENT,
+    SEEDS,
+    assert_death_is_known,
+    assert_learnt_alike,
+    run_ranks,
+    switch,
+)
+from tests.transport.free_ports import free_ports
 
 pytestmark = pytest.mark.timeout(1500)
-RANK = Path(__file__).parent / "digits_rank.py"
+RANK = "tests.frameworks.with_tensorflow.digits_rank"
 UDP_PORT = 53701  # others take other ports of DLCP's block
 
 

@@ -11,11 +11,11 @@ pytest.importorskip("keras")
 
 import keras
 import tensorflow as tf
-from mirror_group import MirrorGroup
 
 import dlcp.tensorflow
 from dlcp.tensorflow import DistributedOptimizer, load_model
 from dlcp.transport import PeerSilentError
+from tests.frameworks.mirror_group import MirrorGroup
 
 pytestmark = pytest.mark.timeout(120)
 RNG = np.random.default_rng(0)
