@@ -10,7 +10,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -21,6 +21,8 @@ from dlcp.suggestion import nearest
 
 _T = TypeVar("_T")
 Step = str | int
+Steps = tuple[Step, ...]
+"""Names and indices that lead from the whole to a part of it."""
 _STEP: Final = re.compile(r"\.(\w+)|\[(\d+)\]")
 _TAG: Final = "tag:yaml.org,2002:"
 
@@ -75,19 +77,22 @@ class Document:
             raise DocumentError(f"{path}: this is no UTF-8 text") from None
         self.content: Any = self._json() if path.suffix == ".json" else self._build(self._compose(), ())
 
-    def convert(self, kind: type[_T]) -> _T:
-        """Return the content as a dataclass.
+    def convert(self, kind: type[_T], *, content: Any = None, origin_of: Callable[[Steps], Steps] = tuple) -> _T:
+        """Return the content as a dataclass or a `msgspec.Struct`.
+
+        Parameters
+        ----------
+        content
+            What to convert instead of the file's whole content.
+        origin_of
+            Returns where in the file something in ``content`` comes from; errors name that place.
 
         Raises
         ------
         DocumentError
-            Unknown fields, missing fields, values of the wrong type or that the dataclass refuses.
+            Unknown fields, missing fields, values of the wrong type or that the record refuses.
         """
-        self._refuse_unknown(self.content, kind, ())
-        try:
-            return msgspec.convert(self.content, kind, str_keys=True)
-        except msgspec.ValidationError as error:
-            raise self._refused(error, self.content, kind, ()) from None
+        return _Conversion(self, origin_of).convert(self.content if content is None else content, kind)
 
     def error(self, message: str, steps: Sequence[Step]) -> DocumentError:
         """Return an error about the place in the document that ``steps`` (names and indices) lead to."""
@@ -170,16 +175,34 @@ class Document:
             return _real(text)
         raise self.error(f"a value marked {node.tag} cannot be read here", steps)
 
-    def _refused(
-        self, error: msgspec.ValidationError, content: Any, kind: Any, steps: tuple[Step, ...]
-    ) -> DocumentError:
+
+class _Conversion:
+    """Turns content into records, and says what is wrong in it, and where."""
+
+    def __init__(self, document: Document, origin_of: Callable[[Steps], Steps]) -> None:
+        self._document, self._origin_of = document, origin_of
+
+    def convert(self, content: Any, kind: type[_T]) -> _T:
+        """Return content as a record, or raise what is wrong with it."""
+        self._refuse_unknown(content, kind, ())
+        try:
+            return msgspec.convert(content, kind, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise self._refused(error, content, kind, ()) from None
+
+    def _error(self, message: str, steps: Steps) -> DocumentError:
+        return self._document.error(message, self._origin_of(steps))
+
+    def _refused(self, error: msgspec.ValidationError, content: Any, kind: Any, steps: Steps) -> DocumentError:
         """Return the error for ``content``, which ``steps`` lead to and which cannot be a ``kind``."""
         message, _, place = str(error).partition(" - at `")
         key, _, place = place.partition("$")
         found, cut, _ = place.rstrip("`").partition("[...]")
         for name, index in _STEP.findall(found):
             step: Step = name or int(index)
-            content, kind, steps = _inner(content, step), _inner_kind(kind, step), (*steps, step)
+            kind = _inner_kind(_kind_of(content, kind), step)
+            content, steps = _inner(content, step), (*steps, step)
+        kind = _kind_of(content, kind)
         arguments = typing.get_args(kind)
         if (cut or key) and isinstance(content, dict) and len(arguments) == 2:
             # msgspec does not say which member of a dict it refuses, so each is tried by itself.
@@ -189,41 +212,54 @@ class Document:
                 except msgspec.ValidationError as refused:
                     return self._refused_member(refused, name, value, arguments, steps)
         if isinstance(error.__cause__, PlaceError):
-            return self.error(message, (*steps, *error.__cause__.steps))
-        if isinstance(content, str) and typing.get_origin(kind) is typing.Literal:
-            message += nearest(content, [str(word) for word in arguments])
-        return self.error(message, steps)
+            return self._error(message, (*steps, *error.__cause__.steps))
+        return self._error(message, steps)
 
     def _refused_member(
-        self, error: msgspec.ValidationError, name: str, value: Any, kinds: Sequence[Any], steps: tuple[Step, ...]
+        self, error: msgspec.ValidationError, name: str, value: Any, kinds: Sequence[Any], steps: Steps
     ) -> DocumentError:
         """Return the error for a member of a dict: of its value if that is refused, else of its name."""
         try:
             msgspec.convert(value, kinds[1], str_keys=True)
         except msgspec.ValidationError as refused:
             return self._refused(refused, value, kinds[1], (*steps, name))
-        return self.error(str(error).partition(" - at `")[0], (*steps, name))
+        return self._error(str(error).partition(" - at `")[0], (*steps, name))
 
-    def _refuse_unknown(self, value: Any, kind: Any, steps: tuple[Step, ...]) -> None:
-        """Refuse fields that a dataclass has not got; msgspec would ignore them."""
-        if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-            hints = {field.name: field.type for field in dataclasses.fields(kind)}
-            hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in hints}
-            for name, inner in value.items():
-                if name not in hints:
-                    raise self.error(f"there is no field {name!r}{nearest(name, hints)}", (*steps, name))
-                self._refuse_unknown(inner, hints[name], (*steps, name))
-            return
+    def _refuse_unknown(self, value: Any, kind: Any, steps: Steps) -> None:
+        """Refuse names of fields and of choices that do not exist. msgspec would ignore them, or not suggest any."""
+        kind = _kind_of(value, kind)
         arguments = typing.get_args(kind)
+        if isinstance(value, dict):
+            self._refuse_unknown_fields(value, kind, steps)
         if typing.get_origin(kind) in (typing.Union, types.UnionType):
+            tags = _tagged(arguments)
+            if tags and isinstance(value, dict):
+                name = value.get("kind")
+                problem = f"there is no kind {name!r}" if name else "kind is missing"
+                raise self._error(problem + nearest(str(name or ""), tags), (*steps, "kind") if name else steps)
             for alternative in arguments:
                 self._refuse_unknown(value, alternative, steps)
+        elif typing.get_origin(kind) is typing.Literal and isinstance(value, str) and value not in arguments:
+            known = nearest(value, [str(word) for word in arguments])
+            raise self._error(f"there is no {steps[-1] if steps else 'choice'} {value!r}{known}", steps)
         elif typing.get_origin(kind) in (tuple, list) and isinstance(value, list):
             for index, inner in enumerate(value):
                 self._refuse_unknown(inner, arguments[0], (*steps, index))
         elif typing.get_origin(kind) is dict and isinstance(value, dict):
             for name, inner in value.items():
                 self._refuse_unknown(inner, arguments[1], (*steps, name))
+
+    def _refuse_unknown_fields(self, value: Mapping[str, Any], kind: Any, steps: Steps) -> None:
+        hints = _fields(kind)
+        if hints is None:
+            return
+        tag = kind.__struct_config__.tag_field if issubclass(kind, msgspec.Struct) else None
+        for name, inner in value.items():
+            if name == tag:
+                continue
+            if name not in hints:
+                raise self._error(f"there is no field {name!r}{nearest(name, hints)}", (*steps, name))
+            self._refuse_unknown(inner, hints[name], (*steps, name))
 
 
 if typing.TYPE_CHECKING:
@@ -271,10 +307,38 @@ def _inner(content: Any, step: Step) -> Any:
     return content[step] if isinstance(content, list) and isinstance(step, int) and step < len(content) else None
 
 
+def _fields(kind: Any) -> dict[str, Any] | None:
+    """Return the types of a record's fields by name; None when it is no record."""
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind)]
+    elif isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        names = list(kind.__struct_fields__)
+    else:
+        return None
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {name: hints[name] for name in names}
+
+
+def _tagged(kinds: Sequence[Any]) -> dict[str, Any]:
+    """Return those of some types that are told apart by a tag, by their tags."""
+    structs = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+    return {str(kind.__struct_config__.tag): kind for kind in structs if kind.__struct_config__.tag is not None}
+
+
+def _kind_of(value: Any, kind: Any) -> Any:
+    """Return a type without annotations; of a union the alternative that a value's tag names, if it names one."""
+    while typing.get_origin(kind) is typing.Annotated:
+        kind = typing.get_args(kind)[0]
+    if typing.get_origin(kind) in (typing.Union, types.UnionType) and isinstance(value, dict):
+        return _tagged(typing.get_args(kind)).get(str(value.get("kind")), kind)
+    return kind
+
+
 def _inner_kind(kind: Any, step: Step) -> Any:
     """Return the type of a member of a type; None when that is not clear."""
-    if dataclasses.is_dataclass(kind):
-        return typing.get_type_hints(kind).get(str(step))
+    fields = _fields(kind)
+    if fields is not None:
+        return fields.get(str(step))
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         known = [_inner_kind(alternative, step) for alternative in arguments]

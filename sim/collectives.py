@@ -1,21 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges as graphs: ring, direct and parameter server, each from given nodes to the nodes that end it."""
+"""All-reduces as graphs: ring, direct, parameter server, halving and doubling, tree, and two levels.
 
+Each function adds one all-reduce to a graph. It starts from one node per rank (``after``), which has to be done before
+the rank takes part, and returns one node per rank, int64 (ranks,), which is done when the rank has the result.
+
+Messages on the way to be reduced (contributions: reduce-scatter, and a tree's way up) may lose what the loss bound
+allows. Results on their way back (all-gather, and a tree's way down) are always delivered whole.
+"""
+
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from dlcp.sim.graph import GraphBuilder, Nodes
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-PULL_MESSAGE: Final = 0x8000
-"""Set in the number of a message that carries results, so that it is another message to a switch."""
+RESULT_MESSAGE: Final = 0x8000
+"""Set in the number of a message that carries a result, so that switches take it for another message."""
+SHARD_MESSAGES: Final = 64
+"""Distance between the message numbers of two shards. Chosen by us: a job has some 64 all-reduces in a step."""
+
+CollectiveName = Literal["parameter_server", "ring", "direct", "halving_doubling", "tree", "hierarchical"]
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """What the messages of an exchange have in common.
+class AllReduceSpec:
+    """An all-reduce, whatever the algorithm.
 
     Parameters
     ----------
@@ -25,10 +37,12 @@ class Exchange:
         Of the buffer.
     transport
         Number of the transport in the simulation.
+    queue, order, lane, class_shares, layer, job, step
+        As of `GraphBuilder.messages`.
     loss_bound
-        Of what is being reduced; results are delivered whole.
+        Of contributions.
     message
-        Number of the exchange within the step, below 2^15.
+        Number of the all-reduce within the step, below `RESULT_MESSAGE`.
     """
 
     hosts: Sequence[int]
@@ -44,18 +58,82 @@ class Exchange:
     step: int = 0
     message: int = 0
 
-    def common(self) -> dict[str, int]:
-        """Return the arguments of `GraphBuilder.messages` that are the same for all messages."""
-        return {
-            "transport": self.transport,
-            "queue": self.queue,
-            "order": self.order,
-            "lane": self.lane,
-            "class_shares": self.class_shares,
-            "layer": self.layer,
-            "job": self.job,
-            "step": self.step,
-        }
+    def shard_message(self, shard: int) -> int:
+        """Return the message number of a shard."""
+        return (self.message + shard * SHARD_MESSAGES) & (RESULT_MESSAGE - 1)
+
+    def messages(
+        self,
+        builder: GraphBuilder,
+        source: ArrayLike,
+        target: ArrayLike,
+        size_bytes: ArrayLike,
+        *,
+        sender: ArrayLike,
+        result: bool,
+        message: int | None = None,
+    ) -> Nodes:
+        """Add messages of the all-reduce.
+
+        Parameters
+        ----------
+        sender
+            Tells messages of one number apart, for switches.
+        result
+            Whether they carry results.
+        message
+            Their number, if it is not that of the all-reduce.
+        """
+        number = self.message if message is None else message
+        return builder.messages(
+            source,
+            target,
+            size_bytes,
+            transport=self.transport,
+            queue=self.queue,
+            order=self.order,
+            lane=self.lane,
+            class_shares=self.class_shares,
+            layer=self.layer,
+            job=self.job,
+            step=self.step,
+            message=number | RESULT_MESSAGE if result else number,
+            sender=sender,
+            loss_bound=0.0 if result else self.loss_bound,
+        )
+
+
+def all_reduce(
+    builder: GraphBuilder,
+    collective: CollectiveName,
+    spec: AllReduceSpec,
+    after: Nodes | None = None,
+    *,
+    servers: Sequence[int] = (),
+    group: int = 1,
+) -> Nodes:
+    """Add an all-reduce by the name of its algorithm.
+
+    Parameters
+    ----------
+    servers
+        Hosts that hold parameters, for ``parameter_server``.
+    group
+        Ranks that are close to each other, for ``hierarchical``.
+    """
+    if collective == "parameter_server":
+        return parameter_server(builder, spec, servers, after)
+    if collective == "ring":
+        return ring(builder, spec, after)
+    if collective == "direct":
+        return direct(builder, spec, after)
+    if after is None:
+        after = builder.delays(np.zeros(len(spec.hosts), np.int64))
+    if collective == "halving_doubling":
+        return halving_doubling(builder, spec, after)
+    if collective == "tree":
+        return tree(builder, spec, after)
+    return hierarchical(builder, spec, group, after)
 
 
 def shard_sizes(size_bytes: int, shards: int) -> NDArray[np.int64]:
@@ -65,41 +143,28 @@ def shard_sizes(size_bytes: int, shards: int) -> NDArray[np.int64]:
     return np.maximum(sizes, 1)
 
 
-def ring(builder: GraphBuilder, exchange: Exchange, after: Nodes | None = None) -> Nodes:
-    """Add a ring all-reduce: 2 (n - 1) rounds, in which each rank sends a shard to the next one.
-
-    Parameters
-    ----------
-    after
-        One node per rank that has to be done before the rank takes part.
-
-    Returns
-    -------
-    One node per rank that is done when the rank has the result, int64 (n,).
-    """
-    hosts = np.asarray(exchange.hosts, np.int64)
+def ring(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes | None = None) -> Nodes:
+    """Add a ring: 2 (n - 1) rounds, in which each rank sends a shard to the next rank."""
+    hosts = np.asarray(spec.hosts, np.int64)
     count = len(hosts)
     if count < 2:
         raise ValueError(f"a ring needs at least two hosts, and has {count}")
-    sizes = shard_sizes(exchange.size_bytes, count)
+    sizes = shard_sizes(spec.size_bytes, count)
     ranks = np.arange(count)
     previous: Nodes | None = None
     results: list[Nodes] = []
     for turn in range(2 * (count - 1)):
-        shard = (ranks - turn) % count
-        reducing = turn < count - 1
-        nodes = builder.messages(
+        nodes = spec.messages(
+            builder,
             hosts,
             np.roll(hosts, -1),
-            sizes[shard],
-            message=exchange.message | (0 if reducing else PULL_MESSAGE),
-            # A switch has to tell the rounds apart, and there is no other field left to do it with.
+            sizes[(ranks - turn) % count],
+            # A switch has to tell the rounds apart, and the sender is the only field left to do it with.
             sender=(ranks + turn * count) & 0xFFFF,
-            loss_bound=exchange.loss_bound if reducing else 0.0,
-            **exchange.common(),
+            result=turn >= count - 1,
         )
         if after is not None and turn < count:
-            # First a rank sends its own shard, then n - 1 times what has come with its own values added.
+            # A rank sends its own shard first, then n - 1 times what came with its own values added.
             builder.follow(after, nodes)
         if previous is not None:
             builder.follow(previous, np.roll(nodes, -1))
@@ -108,69 +173,140 @@ def ring(builder: GraphBuilder, exchange: Exchange, after: Nodes | None = None) 
         previous = nodes
     ends = builder.delays(np.zeros(count, np.int64))
     for nodes in results:
-        # The last of the sums completes a rank's own shard; the others come whole. They may overtake each other.
+        # The last sum completes a rank's own shard; the others arrive complete. They may overtake each other.
         builder.follow(np.roll(nodes, 1), ends)
     return ends
 
 
-def direct(builder: GraphBuilder, exchange: Exchange, after: Nodes | None = None) -> Nodes:
-    """Add a direct all-reduce: every rank sends each other one its shard, and gets the results from each.
-
-    Parameters and result as of `ring`.
-    """
-    return _through_owners(builder, exchange, list(range(len(exchange.hosts))), after)
+def direct(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes | None = None) -> Nodes:
+    """Add a direct all-reduce: every rank sends each other rank its shard, and gets the averaged shards back."""
+    return _through_owners(builder, spec, range(len(spec.hosts)), after, owners_are_ranks=True)
 
 
 def parameter_server(
-    builder: GraphBuilder, exchange: Exchange, servers: Sequence[int], after: Nodes | None = None
+    builder: GraphBuilder, spec: AllReduceSpec, servers: Sequence[int], after: Nodes | None = None
 ) -> Nodes:
-    """Add an exchange over parameter servers: ``servers`` are hosts, each with an equal shard; ranks are the workers.
-
-    Parameters and result as of `ring`.
-    """
-    hosts = list(exchange.hosts)
-    overlap = sorted(set(hosts) & set(servers))
+    """Add an exchange through parameter servers: ``servers`` are hosts with equal shards; ranks are the workers."""
+    overlap = sorted(set(spec.hosts) & set(servers))
     if overlap:
-        raise ValueError(f"hosts {overlap} are workers and servers at once; use the direct exchange for that")
-    return _through_owners(builder, exchange, list(servers), after, owners_are_hosts=True)
+        raise ValueError(f"hosts {overlap} are workers and servers at once; use the direct all-reduce for that")
+    return _through_owners(builder, spec, servers, after, owners_are_ranks=False)
 
 
 def _through_owners(
-    builder: GraphBuilder,
-    exchange: Exchange,
-    owners: Sequence[int],
-    after: Nodes | None,
-    *,
-    owners_are_hosts: bool = False,
+    builder: GraphBuilder, spec: AllReduceSpec, owners: Sequence[int], after: Nodes | None, *, owners_are_ranks: bool
 ) -> Nodes:
-    hosts = np.asarray(exchange.hosts, np.int64)
-    count = len(hosts)
-    ranks = np.arange(count)
-    sizes = shard_sizes(exchange.size_bytes, len(owners))
-    ends = builder.delays(np.zeros(count, np.int64))
+    hosts = np.asarray(spec.hosts, np.int64)
+    ranks = np.arange(len(hosts))
+    sizes = shard_sizes(spec.size_bytes, len(owners))
+    ends = builder.delays(np.zeros(len(hosts), np.int64))
     for shard, owner in enumerate(owners):
-        others = ranks if owners_are_hosts else ranks[ranks != owner]
-        home = owner if owners_are_hosts else int(hosts[owner])
-        number = (exchange.message + shard * 64) & (PULL_MESSAGE - 1)
-        pushes = builder.messages(
-            hosts[others],
-            home,
-            sizes[shard],
-            message=number,
-            sender=others,
-            loss_bound=exchange.loss_bound,
-            **exchange.common(),
+        others = ranks[ranks != owner] if owners_are_ranks else ranks
+        home = int(hosts[owner]) if owners_are_ranks else owner
+        number = spec.shard_message(shard)
+        contributions = spec.messages(
+            builder, hosts[others], home, sizes[shard], sender=others, result=False, message=number
         )
         if after is not None:
-            builder.follow(after[others], pushes)
-        gathered = builder.barrier(pushes)
-        if not owners_are_hosts:
+            builder.follow(after[others], contributions)
+        reduced = builder.barrier(contributions)
+        if owners_are_ranks:
             if after is not None:
-                builder.follow(after[owner], gathered)
-            builder.follow(gathered, ends[owner])
-        pulls = builder.messages(
-            home, hosts[others], sizes[shard], message=number | PULL_MESSAGE, sender=others, **exchange.common()
-        )
-        builder.follow(gathered, pulls)
-        builder.follow(pulls, ends[others])
+                builder.follow(after[owner], reduced)
+            builder.follow(reduced, ends[owner])
+        results = spec.messages(builder, home, hosts[others], sizes[shard], sender=others, result=True, message=number)
+        builder.follow(reduced, results)
+        builder.follow(results, ends[others])
     return ends
+
+
+def halving_doubling(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes) -> Nodes:
+    """Add Rabenseifner's all-reduce: halves with ever nearer partners, then back; ranks are a power of two."""
+    hosts = np.asarray(spec.hosts, np.int64)
+    count = len(hosts)
+    ranks = np.arange(count)
+    ready = after
+    distances = [1 << bit for bit in reversed(range(count.bit_length() - 1))]
+    turns = [(distance, False) for distance in distances] + [(distance, True) for distance in reversed(distances)]
+    for turn, (distance, result) in enumerate(turns):
+        partners = ranks ^ distance
+        messages = spec.messages(
+            builder,
+            hosts,
+            hosts[partners],
+            max(1, spec.size_bytes * distance // count),
+            sender=(ranks + turn * count) & 0xFFFF,
+            result=result,
+        )
+        builder.follow(ready, messages)
+        ends = builder.delays(np.zeros(count, np.int64))
+        builder.follow(ready, ends)
+        builder.follow(messages[np.argsort(partners)], ends)
+        ready = ends
+    return ready
+
+
+def tree(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes) -> Nodes:
+    """Add a binary tree: contributions go up to rank 0, the result comes down. Rank r is below (r - 1) / 2."""
+    hosts = np.asarray(spec.hosts, np.int64)
+    ranks = np.arange(len(hosts))
+    parents = (ranks[1:] - 1) // 2
+    ready = builder.delays(np.zeros(len(hosts), np.int64))
+    builder.follow(after, ready)
+    ups = spec.messages(builder, hosts[1:], hosts[parents], spec.size_bytes, sender=ranks[1:], result=False)
+    builder.follow(ready[1:], ups)
+    builder.follow(ups, ready[parents])
+    downs = spec.messages(builder, hosts[parents], hosts[1:], spec.size_bytes, sender=ranks[1:], result=True)
+    builder.follow(ready[0], downs[parents == 0])
+    builder.follow(downs[parents[parents > 0] - 1], downs[parents > 0])
+    return np.concatenate([ready[:1], downs])
+
+
+def hierarchical(builder: GraphBuilder, spec: AllReduceSpec, group: int, after: Nodes) -> Nodes:
+    """Add two levels: reduce-scatter within a group, rings across the groups, all-gather within a group."""
+    hosts = np.asarray(spec.hosts, np.int64)
+    groups = len(hosts) // group
+    if groups == 1 or group == 1:
+        return (direct if groups == 1 else ring)(builder, spec, after)
+    grid = np.arange(len(hosts)).reshape(groups, group)
+    sizes = shard_sizes(spec.size_bytes, group)
+    reduced = builder.delays(np.zeros(len(hosts), np.int64))
+    builder.follow(after, reduced)
+    ends = builder.delays(np.zeros(len(hosts), np.int64))
+    for offset in range(1, group):
+        owners = np.roll(grid, -offset, axis=1)
+        contributions = _within(builder, spec, grid, owners, sizes, result=False)
+        builder.follow(after[grid].ravel(), contributions)
+        builder.follow(contributions, reduced[owners].ravel())
+    for shard in range(group):
+        across = dataclasses.replace(
+            spec,
+            hosts=hosts[grid[:, shard]].tolist(),
+            size_bytes=int(sizes[shard]),
+            message=spec.shard_message(shard + 1),
+        )
+        reduced[grid[:, shard]] = ring(builder, across, reduced[grid[:, shard]])
+    builder.follow(reduced, ends)
+    for offset in range(1, group):
+        targets = np.roll(grid, -offset, axis=1)
+        results = _within(builder, spec, grid, targets, sizes, result=True)
+        builder.follow(reduced[grid].ravel(), results)
+        builder.follow(results, ends[targets].ravel())
+    return ends
+
+
+def _within(
+    builder: GraphBuilder, spec: AllReduceSpec, sources: Nodes, targets: Nodes, sizes: Nodes, *, result: bool
+) -> Nodes:
+    """Add messages within groups: contributions to the owners of shards, or results from the owners."""
+    hosts = np.asarray(spec.hosts, np.int64)
+    group = sources.shape[1]
+    shards = (sources if result else targets) % group
+    return spec.messages(
+        builder,
+        hosts[sources].ravel(),
+        hosts[targets].ravel(),
+        sizes[shards].ravel(),
+        sender=(sources * group + shards).ravel() & 0xFFFF,
+        result=result,
+    )

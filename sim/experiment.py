@@ -1,34 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An experiment: what is the same in all of its runs, what is varied, and what is asked of the results."""
+"""Experiments: what all runs share, what is varied, and what is asked of the results; and how their files are read.
 
-from collections.abc import Mapping
+Every combination of points is checked before anything runs. Errors name the line of the file and the nearest valid
+name.
+"""
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from dlcp.sim.scenario import FailureSpec, Scenario
 from dlcp.sim.switches import SwitchSpec
-from dlcp.sim.topology.specs import Star, TopologySpec
+from dlcp.sim.topology import Star, TopologyError, TopologySpec, build_topology
 from dlcp.sim.traffic import TrafficSpec
-from dlcp.sim.training.job import TrainingJob
-from dlcp.sim.transports import TRANSPORTS_MAX, Dctcp, TransportSpec
+from dlcp.sim.training.job import TrainingJob, place_jobs
+from dlcp.sim.training.steps import profile_of
+from dlcp.sim.transports import TRANSPORTS_MAX, DctcpTransport, TransportSpec
 from msgspec import Meta
 
+from dlcp.document import Document, DocumentError, Step, Steps
+from dlcp.suggestion import nearest
 
-class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+
+class RunSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Everything that one run needs.
 
     Parameters
     ----------
     transports
-        By the names that training and traffic refer to.
+        By the names that training and traffic use.
     stop_s
-        When a run ends at the latest, whatever is still on its way; simulated time.
+        When a run ends at the latest, whatever is still in flight; simulated time.
     """
 
     topology: TopologySpec = msgspec.field(default_factory=Star)
     switches: SwitchSpec = msgspec.field(default_factory=SwitchSpec)
     transports: Annotated[dict[str, TransportSpec], Meta(max_length=TRANSPORTS_MAX)] = msgspec.field(
-        default_factory=lambda: {"dctcp": Dctcp()}
+        default_factory=lambda: {"dctcp": DctcpTransport()}
     )
     training: tuple[TrainingJob, ...] = ()
     traffic: tuple[TrafficSpec, ...] = ()
@@ -37,7 +49,7 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     stop_s: Annotated[float, Meta(gt=0)] = 3600.0
 
     def scenario(self) -> Scenario:
-        """Return what the engine has to know."""
+        """Return what packets need to know of it; training jobs are processes of their own."""
         return Scenario(
             topology=self.topology,
             switches=self.switches,
@@ -50,9 +62,9 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A value of an axis: ``set`` says what it changes, by dotted names such as ``switches.discipline``.
+    """A value of an axis: ``set`` has what it changes, by dotted names such as ``switches.discipline``.
 
-    A number in a name is a place in a list (``training.0.model``), ``*`` means all places.
+    A number in a name is an index into a list (``training.0.model``), and ``*`` stands for all of them.
     """
 
     name: str
@@ -60,7 +72,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Something that is varied; an experiment runs all combinations of its axes' points."""
+    """Something that is varied. An experiment runs all combinations of its axes' points."""
 
     name: str
     points: Annotated[tuple[Point, ...], Meta(min_length=1)]
@@ -72,11 +84,11 @@ class Quick(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     Parameters
     ----------
     set
-        Changes of the base, as of a point.
+        Changes of the setting, as of a point.
     only
-        Points by axis; all where nothing is said.
+        Points by axis; axes that are not named keep all.
     skip
-        Whether the experiment is left out.
+        Whether to leave out the whole experiment.
     """
 
     set: dict[str, Any] = {}
@@ -90,13 +102,13 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     Parameters
     ----------
     metric
-        A name in the results; see `dlcp.sim.measures`.
+        A name in the results; see `sim/experiments/README.md`.
     x, series
-        Axes. Other axes have to be fixed by ``where``.
+        Axes. ``where`` has to fix all others.
     relative_to
-        A point of ``series`` (or of ``x`` without ``series``) by whose value each is divided.
+        A point of ``series`` (of ``x`` without ``series``), by whose value each value is divided.
     inverse
-        With ``relative_to``: the quotient the other way round, as for speed-ups from times.
+        With ``relative_to``: divide the other way around, as for speed-ups from times.
     """
 
     title: str
@@ -111,20 +123,20 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A published figure and what stands against it.
+    """A published figure, and what is compared with it.
 
     Parameters
     ----------
     paper, source
-        What was published, in ``unit``, and where; no number where only a trend was, neither where nothing was.
+        What was published, in ``unit``, and where. No number if only a trend was published, neither if nothing was.
     ours, theirs
-        Points by axis. Of several combinations the best is taken with ``over: best``, else the mean.
+        Points by axis. Of several combinations ``over`` takes the best or the mean.
     form
         ``change_percent``: 100 (ours / theirs - 1). ``speedup_percent``: 100 (theirs / ours - 1). ``value``: ours.
     against
-        Whom the number stands against, where a reader could take that for more than it is; it is shown beside it.
+        The peer, where a reader could take it for a stronger one; the report shows it beside the number.
     reason
-        Why it differs, as far as an experiment of ours has shown it; what has not been tried is said to be a guess.
+        Why it differs, as far as an experiment of ours has shown; a guess is called one.
     """
 
     name: str
@@ -141,20 +153,20 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file.
+    """An experiment as its file describes it.
 
     Parameters
     ----------
     name
-        Of its folder of results.
+        Of the folder of its results.
     question
         What it answers, in a sentence.
     setting
-        What runs have in common, in the form of `Setting`; it is checked with each point's changes in it.
+        What runs have in common, in the form of `RunSetting`. It is checked with each point's changes applied.
     seeds
-        Every combination is run with each of them; the setting's own alone if none is given.
+        Of which each combination runs with each; by default the setting's own.
     convergence
-        The curve of `dlcp.sim.convergence` by which steps are turned into time to accuracy.
+        The curve of `dlcp.sim.convergence` that turns loss into additional steps.
     """
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9_]+$")]
@@ -169,8 +181,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     convergence: str = "published"
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One combination of points.
+class ExperimentRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One combination of points, with a seed.
 
     Parameters
     ----------
@@ -180,16 +192,216 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     experiment: str
     point: Mapping[str, str]
-    setting: Setting
+    setting: RunSetting
     convergence: str
 
     @property
     def name(self) -> str:
-        """Return the name of its file: the points', in the order of axes, and the seed."""
-        words = [_word(name) for name in self.point.values()] or ["run"]
+        """Return the name of its file: its points', in the order of axes, and the seed."""
+        words = [_file_word(name) for name in self.point.values()] or ["run"]
         return "-".join([*words, f"seed{self.setting.seed}"])
 
 
-def _word(name: str) -> str:
+def _file_word(name: str) -> str:
     kept = "".join(letter if letter.isalnum() or letter in "._" else "_" for letter in name.lower())
     return kept.strip("_") or "_"
+
+
+# -------------------------------------------------------------------------------------------------------- reading files
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedExperiment:
+    """An experiment with its runs."""
+
+    experiment: Experiment
+    runs: tuple[ExperimentRun, ...]
+
+
+def read(path: Path, *, quick: bool = False, seeds: Sequence[int] = ()) -> PlannedExperiment:
+    """Read an experiment, and check each of its runs.
+
+    Parameters
+    ----------
+    quick
+        Whether to take its quick selection only.
+    seeds
+        Instead of the file's.
+
+    Raises
+    ------
+    DocumentError
+        The message names the file, the line, and what is wrong there.
+    """
+    document = Document(path)
+    experiment = document.convert(Experiment)
+    _check_names(document, experiment)
+    runs = tuple(_runs(document, experiment, quick, seeds or experiment.seeds or (None,)))
+    names = [run.name for run in runs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise document.error(f"two combinations of points are both called {twice[0]!r}", ("axes",))
+    return PlannedExperiment(experiment, runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A value that the file sets, where in the setting, and where in the file it says so."""
+
+    target: Steps
+    value: Any
+    origin: Steps
+
+
+@dataclass(frozen=True, slots=True)
+class _ChangedSetting:
+    """The file's setting with changes applied. An error in it has to be blamed on the file."""
+
+    document: Document
+    content: dict[str, Any]
+    changes: Sequence[_Change]
+
+    def origin_of(self, steps: Steps) -> Steps:
+        """Return where the file sets what ``steps`` lead to: in the last change of it, or in the setting itself."""
+        for change in reversed(self.changes):
+            depth = len(change.target)
+            if depth <= len(steps) and all(
+                mine in ("*", step) for mine, step in zip(change.target, steps, strict=False)
+            ):
+                return (*change.origin, *steps[depth:])
+        return ("setting", *steps)
+
+    def error(self, message: str, *steps: Step) -> DocumentError:
+        """Return an error about a place in the setting."""
+        return self.document.error(message, self.origin_of(steps))
+
+    def apply(self, change: _Change) -> None:
+        """Set a value, in all places that the change names."""
+        places: list[Any] = [self.content]
+        *way, last = change.target
+        for depth, step in enumerate(way):
+            following = change.target[depth + 1]
+            inner: list[Any] = []
+            for place in places:
+                if step == "*" and isinstance(place, list):
+                    inner += place
+                elif isinstance(place, dict) and isinstance(step, str):
+                    inner.append(place.setdefault(step, [] if isinstance(following, int) else {}))
+                elif isinstance(place, list) and isinstance(step, int) and step < len(place):
+                    inner.append(place[step])
+                else:
+                    raise self.document.error(f"the setting has no place {step!r} to set something in", change.origin)
+            places = inner
+        for place in places:
+            in_list = isinstance(place, list) and isinstance(last, int) and last < len(place)
+            if not in_list and not (isinstance(place, dict) and isinstance(last, str)):
+                raise self.document.error(f"the setting has no place {last!r} to set", change.origin)
+            place[last] = copy.deepcopy(change.value)
+
+    def convert(self) -> RunSetting:
+        """Return the setting, checked."""
+        setting = self.document.convert(RunSetting, content=self.content, origin_of=self.origin_of)
+        try:
+            topology = build_topology(setting.topology)
+        except TopologyError as error:
+            raise self.error(str(error), "topology") from None
+        try:
+            place_jobs(setting.training, topology.hosts, setting.seed)
+        except ValueError as error:
+            raise self.error(str(error), "training") from None
+        for number, failing in enumerate(setting.failures):
+            try:
+                topology.between(*failing.nodes)
+            except TopologyError as error:
+                raise self.error(str(error), "failures", number, "nodes") from None
+        for number, job in enumerate(setting.training):
+            try:
+                profile_of(job)
+            except DocumentError:
+                raise
+            except ValueError as error:
+                raise self.error(str(error), "training", number, "model") from None
+        self._check_senders(setting)
+        return setting
+
+    def _check_senders(self, setting: RunSetting) -> None:
+        senders = [("training", number, job.name, job.transport) for number, job in enumerate(setting.training)]
+        senders += [("traffic", number, flows.name, flows.transport) for number, flows in enumerate(setting.traffic)]
+        for key, number, _, transport in senders:
+            if transport not in setting.transports:
+                known = nearest(transport, setting.transports)
+                raise self.error(f"there is no transport {transport!r}{known}", key, number, "transport")
+        names = [name for _, _, name, _ in senders]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            message = f"two jobs or kinds of traffic are called {twice!r}; names have to differ"
+            raise self.document.error(message, ("setting",))
+
+
+def _runs(
+    document: Document, experiment: Experiment, quick: bool, seeds: Sequence[int | None]
+) -> Iterator[ExperimentRun]:
+    selection = experiment.quick
+    base = [_change(key, value, ("quick", "set")) for key, value in selection.set.items() if quick]
+    choices = []
+    for number, axis in enumerate(experiment.axes):
+        only = selection.only.get(axis.name) if quick else None
+        choices.append([(number, index) for index, point in enumerate(axis.points) if not only or point.name in only])
+    for chosen in itertools.product(*choices):
+        changes = list(base)
+        for number, index in chosen:
+            origin = ("axes", number, "points", index, "set")
+            values = experiment.axes[number].points[index].set
+            changes += [_change(key, value, origin) for key, value in values.items()]
+        changed = _ChangedSetting(document, copy.deepcopy(experiment.setting), changes)
+        for change in changes:
+            changed.apply(change)
+        point = {experiment.axes[number].name: experiment.axes[number].points[index].name for number, index in chosen}
+        for seed in seeds:
+            if seed is not None:
+                changed.content["seed"] = seed
+            yield ExperimentRun(
+                experiment=experiment.name, point=point, setting=changed.convert(), convergence=experiment.convergence
+            )
+
+
+def _change(key: str, value: Any, origin: Steps) -> _Change:
+    target = tuple(int(word) if word.isdigit() else word for word in key.split("."))
+    return _Change(target, value, (*origin, key))
+
+
+def _check_names(document: Document, experiment: Experiment) -> None:
+    """Refuse names of axes and points, in figures, claims and the quick selection, that do not exist."""
+    axes = {axis.name: axis for axis in experiment.axes}
+
+    def point(axis: str, name: str | None, steps: Steps) -> None:
+        if axis not in axes:
+            raise document.error(f"there is no axis {axis!r}{nearest(axis, axes)}", steps)
+        names = [known.name for known in axes[axis].points]
+        if name is not None and name not in names:
+            raise document.error(f"axis {axis} has no point {name!r}{nearest(name, names)}", steps)
+
+    for axis, names in experiment.quick.only.items():
+        for name in names:
+            point(axis, name, ("quick", "only", axis))
+    for number, figure in enumerate(experiment.figures):
+        for key in ("x", "series"):
+            if getattr(figure, key) is not None:
+                point(getattr(figure, key), None, ("figures", number, key))
+        if figure.relative_to is not None:
+            point(figure.series or figure.x, figure.relative_to, ("figures", number, "relative_to"))
+        for axis, name in figure.where.items():
+            point(axis, name, ("figures", number, "where", axis))
+        _check_fixed(document, axes, figure.where, {figure.x, figure.series}, number)
+    for number, claim in enumerate(experiment.claims):
+        for key in ("ours", "theirs"):
+            for axis, name in getattr(claim, key).items():
+                point(axis, name, ("claims", number, key, axis))
+
+
+def _check_fixed(
+    document: Document, axes: Mapping[str, Axis], where: Mapping[str, str], shown: set[str | None], number: int
+) -> None:
+    for name, axis in axes.items():
+        if name not in shown and name not in where and len(axis.points) > 1:
+            raise document.error(f"axis {name} is neither shown nor fixed by where", ("figures", number))

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of messages and of computing, each node begun when those before it are done: what an engine is given.
+"""Graphs of messages and computing, in which a node begins when those before it are done: what an engine is given.
 
-A node without bytes is computing, or a barrier if it takes no time. A message node begins at its source when all nodes
-before it are done and its delay is over, and is done when its target has what it needs. Nodes and edges are added by
-thousands at a time, for a ring of 1,024 ranks has two million of them.
+A node without bytes is computing, or a barrier if it takes no time. A message begins at its source when all nodes
+before it are done and its delay is over, and is done when its target has what it needs. Nodes and edges are added in
+bulk: a ring of 1,024 ranks has two million of them.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 Nodes = NDArray[np.int64]
 OWN_LANE = -1
 
-NODE = np.dtype(
+NODE_ROW = np.dtype(
     [
         ("source", np.int32),
         ("target", np.int32),
@@ -36,9 +37,9 @@ NODE = np.dtype(
     ],
     align=True,
 )
-"""What is asked of a node; see `GraphBuilder.messages`."""
+"""A node as it is described; see `GraphBuilder.messages`."""
 
-RECORD = np.dtype(
+NODE_RECORD = np.dtype(
     [
         ("begin_ps", np.int64),
         ("end_ps", np.int64),
@@ -47,8 +48,8 @@ RECORD = np.dtype(
         ("sent_packets", np.int32),
     ]
 )
-"""What became of a node: when it began (packets could be sent) and ended, packets of the message, those that its target
-did without, and packets sent, repetitions included."""
+"""What became of a node: when it began (packets could be sent) and ended, how many packets the message has, how many of
+them its target did without, and how many were sent, retransmissions included."""
 
 
 class GraphBuilder:
@@ -83,7 +84,7 @@ class GraphBuilder:
         sender: ArrayLike | None = None,
         watched: ArrayLike = False,
     ) -> Nodes:
-        """Add messages; what is given as one number holds for all.
+        """Add messages. A parameter that is one number holds for all of them.
 
         Parameters
         ----------
@@ -95,20 +96,20 @@ class GraphBuilder:
             0 to 7, 7 the most urgent; -1 takes the transport's.
         lane
             Messages of the same job, hosts, transport and lane share a stream: its window, and its order of sending.
-            `OWN_LANE` gives the message a stream of its own, as a flow of the background has.
+            `OWN_LANE` gives each message a stream of its own, as flows of background traffic have.
         order
-            Within a stream the message of the smallest order goes first, and of equal ones the one that began first;
-            one that has begun to be sent is not interrupted.
+            Within a stream the message of the smallest order goes first, and of equal ones the one that began first.
+            A message that has begun to be sent is not interrupted.
         delay_ps
-            From when all before it are done to when it begins.
+            Between the end of the last node before it and its own beginning.
         loss_bound
             Share of its packets that may be lost, with a transport that bounds loss.
         class_shares
             Number of a distribution of drop classes, from `Simulation.class_shares`; -1 takes the transport's.
         job, step, message, sender
-            What the header tells of it; together they name the message to a switch.
+            Fields of the header. Together they identify the message to a switch.
         watched
-            Whether its end is told to whoever submits the graph.
+            Whether whoever submits the graph can wait for its end.
 
         Returns
         -------
@@ -133,14 +134,14 @@ class GraphBuilder:
             "sender": source if sender is None else sender,
         }
         count = max(np.size(values) for values in given.values())
-        nodes = np.zeros(count, NODE)
+        nodes = np.zeros(count, NODE_ROW)
         for name, values in given.items():
             nodes[name] = values
         return self._add(nodes)
 
     def delays(self, delay_ps: ArrayLike, *, watched: ArrayLike = False) -> Nodes:
         """Add nodes that take time and send nothing: computing."""
-        nodes = np.zeros(max(np.size(delay_ps), np.size(watched)), NODE)
+        nodes = np.zeros(max(np.size(delay_ps), np.size(watched)), NODE_ROW)
         nodes["source"] = nodes["target"] = -1
         nodes["delay_ps"], nodes["watched"] = delay_ps, watched
         return self._add(nodes)
@@ -152,7 +153,7 @@ class GraphBuilder:
         return node
 
     def follow(self, before: ArrayLike, after: ArrayLike) -> None:
-        """Let each of ``after`` begin no earlier than its one of ``before`` is done; shapes are broadcast."""
+        """Let each of ``after`` wait for its one of ``before``; shapes are broadcast."""
         first, second = np.broadcast_arrays(np.asarray(before, np.int64), np.asarray(after, np.int64))
         self._befores.append(first.ravel())
         self._afters.append(second.ravel())
@@ -169,7 +170,7 @@ class GraphBuilder:
         Raises
         ------
         ValueError
-            It is empty, or an edge leads to or from a node that there is not.
+            It is empty, or an edge names a node that does not exist.
         """
         if not self._count:
             raise ValueError("a graph needs a node")
@@ -185,23 +186,24 @@ class GraphBuilder:
         return Graph(nodes, waits, starts, after[np.argsort(before, kind="stable")].astype(np.int32))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """Nodes and who waits for whom.
+    """Nodes, and which of them wait for which.
 
     Attributes
     ----------
     nodes
-        `NODE` (n,).
+        `NODE_ROW` (n,).
     waits
-        int32 (n,): for how many nodes each has to wait.
+        int32 (n,): how many nodes each one waits for.
     starts, followers
-        Those who wait for node i are ``followers[starts[i]:starts[i + 1]]``.
+        The nodes that wait for node i are ``followers[starts[i]:starts[i + 1]]``.
     """
 
-    def __init__(
-        self, nodes: NDArray[Any], waits: NDArray[np.int32], starts: Nodes, followers: NDArray[np.int32]
-    ) -> None:
-        self.nodes, self.waits, self.starts, self.followers = nodes, waits, starts, followers
+    nodes: NDArray[Any]
+    waits: NDArray[np.int32]
+    starts: Nodes
+    followers: NDArray[np.int32]
 
     def __len__(self) -> int:
         return len(self.nodes)

@@ -1,108 +1,226 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scenario in the numbers that both engines work with: picoseconds, bytes, packets and tables."""
+"""A scenario in the numbers that both packet engines work with: picoseconds, bytes, packets and tables.
 
+`TransportRules` and `SwitchRules` are what the reference reads. The kernel gets the same records as rows of structured
+arrays (`as_rows`), so a number has one name in both engines.
+"""
+
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Final
 
 import numpy as np
 from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_US, ps_per_kibibyte
-from dlcp.sim.switches import BUFFERS, DISCIPLINES, SPRAYINGS, SwitchSpec
-from dlcp.sim.topology.network import Network, Routes
+from dlcp.sim.switches import SwitchSpec
+from dlcp.sim.topology import Routes, Topology
 from dlcp.sim.transports import (
-    KINDS,
     TRANSPORTS_MAX,
-    Dctcp,
-    Dlcp,
-    Ndp,
-    PFabric,
-    Pias,
-    Swift,
+    CubicTransport,
+    DctcpTransport,
+    DlcpTransport,
+    NdpTransport,
+    NewRenoTransport,
+    PFabricTransport,
+    PiasTransport,
+    SwiftTransport,
     TransportSpec,
-    WithTailProbe,
 )
 from numpy.typing import NDArray
 
-QUEUES: Final = 8
-CONTROL_QUEUE: Final = 7
-ORDINARY_QUEUE: Final = 1
-NEVER: Final = 1 << 40
+from dlcp.wire import Queue
+
+PORT_QUEUES: Final = 8
+NO_LIMIT: Final = 1 << 40
 """A limit that no queue reaches."""
 PROFILE_CELLS: Final = 256
-BLOCK_PACKETS: Final = 64
-"""`dlcp.tags.BLOCK_PACKETS`."""
-OTHER_PORT: Final = 5001
-"""Destination port of what is not DLCP."""
-
-NEW_RENO, CUBIC, DCTCP, SWIFT, PIAS, PFABRIC, NDP, DLCP = range(8)
-FIFO, PRIORITY, SELECTIVE, SMALLEST_FIRST, TRIM = range(5)
-PER_QUEUE, PER_PORT, PER_SWITCH = range(3)
-BY_HASH, AT_RANDOM, IN_TURNS, LEAST_QUEUE = range(4)
-
-TRANSPORT: Final = np.dtype(
-    [
-        ("kind", np.int32),
-        ("payload", np.int32),
-        ("header", np.int32),
-        ("ack", np.int32),
-        ("reorder", np.int32),
-        ("queue", np.int32),
-        ("control_queue", np.int32),
-        ("sprayed", np.int32),
-        ("ecn", np.int32),
-        ("immediate", np.int32),
-        ("tail_probe", np.int32),
-        ("silences", np.int32),
-        ("profile", np.int32),
-        ("hops", np.int32),
-        ("levels", np.int32),
-        ("window", np.float64),
-        ("window_max", np.float64),
-        ("gain", np.float64),
-        ("beta", np.float64),
-        ("additive", np.float64),
-        ("decrease_max", np.float64),
-        ("timeout_ps", np.int64),
-        ("target_ps", np.int64),
-        ("demotion", np.int64, (8,)),
-    ],
-    align=True,
-)
+"""Cells of a drop-class profile. A packet's hash picks a cell, so a class gets packets in proportion to its cells."""
+PROTECTED_BLOCK_PACKETS: Final = 64
+"""In each block of so many packets those of class 0 are sent first, as `dlcp.tags.send_order` does. DLCP's hosts have
+since gone to blocks of 256 (`dlcp.tags.BLOCK_PACKETS`). The simulator stays at 64, with which all of its published
+results were computed."""
+BACKOFF_MAX: Final = 6
+"""How often a timeout doubles at most. Chosen by us."""
+DLCP_BACKOFF_MAX: Final = 1
+"""The same for DLCP, where a silence may only mean that a stream waits in a lower queue. With six doublings, one step
+in several took 20 ms longer; see `sim/experiments/README.md`."""
+CUBIC_SCALE: Final = 0.4
+"""C of RFC 9438, packets per second cubed."""
+CUBIC_KEEP: Final = 0.7
+"""beta of RFC 9438: the share of the window that a loss leaves."""
+DLCP_LOSS_KEEP: Final = 0.75
+"""The share of the window that a loss leaves DLCP: 1 - `dlcp.transport.congestion.LOSS_CUT`."""
+TRIMMED_BYTES: Final = 64
+"""What is left of a packet that lost its payload (NDP)."""
 
 
-(
-    R_DISCIPLINE,
-    R_BUFFER,
-    R_LIMIT_BYTES,
-    R_LIMIT_PACKETS,
-    R_ALPHA,
-    R_ECN_MIN,
-    R_ECN_MAX,
-    R_ECN_PROBABILITY,
-    R_DROP_INCAPABLE,
-    R_TRIM_PACKETS,
-    R_SPRAYING,
-    R_MARK_ABOVE,
-) = range(12)
-R_DROP_ABOVE: Final = 16
-R_CELLS: Final = 24
+class TransportKind(IntEnum):
+    """How a stream's window grows and shrinks, and what tells it of losses."""
+
+    NEW_RENO = 0
+    CUBIC = 1
+    DCTCP = 2
+    SWIFT = 3
+    PIAS = 4
+    PFABRIC = 5
+    NDP = 6
+    DLCP = 7
+
+
+_KINDS: Final[dict[type, TransportKind]] = {
+    NewRenoTransport: TransportKind.NEW_RENO,
+    CubicTransport: TransportKind.CUBIC,
+    DctcpTransport: TransportKind.DCTCP,
+    SwiftTransport: TransportKind.SWIFT,
+    PiasTransport: TransportKind.PIAS,
+    PFabricTransport: TransportKind.PFABRIC,
+    NdpTransport: TransportKind.NDP,
+    DlcpTransport: TransportKind.DLCP,
+}
+
+
+class Discipline(IntEnum):
+    """How ports queue and drop; names are those of `dlcp.sim.switches.SwitchSpec.discipline`."""
+
+    FIFO = 0
+    PRIORITY = 1
+    DLCP = 2
+    PFABRIC = 3
+    TRIM = 4
+
+
+class BufferScope(IntEnum):
+    """Whose room the buffer is."""
+
+    QUEUE = 0
+    PORT = 1
+    SWITCH = 2
+
+
+class PathChoice(IntEnum):
+    """How a sprayed packet chooses among equal paths; all others go by the hash of their flow."""
+
+    HASH = 0
+    RANDOM = 1
+    ROUND_ROBIN = 2
+    LEAST_QUEUE = 3
+
+
+class PacketKind(IntEnum):
+    """What a packet is. PULL is NDP's; a PROBE asks a receiver what it still needs, and PROBE_REPLY says so."""
+
+    DATA = 0
+    ACK = 1
+    NACK = 2
+    PULL = 3
+    PROBE = 4
+    PROBE_REPLY = 5
+
+
+@dataclass(frozen=True, slots=True)
+class TransportRules:
+    """A transport in numbers; see the records of `dlcp.sim.transports` for what each means.
+
+    Parameters
+    ----------
+    payload, header, ack
+        Bytes of a packet, and of an acknowledgement.
+    probe_mode_after
+        pFabric: timeouts in a row after which a flow sends probes instead of data.
+    profile
+        Number of the drop-class profile of messages that name none.
+    levels, demotion
+        PIAS: how many of the sizes in ``demotion`` count.
+    """
+
+    kind: TransportKind
+    payload: int
+    header: int
+    ack: int
+    reorder: int
+    queue: int
+    control_queue: int
+    sprayed: bool
+    ecn: bool
+    immediate: bool
+    tail_probe: bool
+    probe_mode_after: int
+    profile: int
+    hops: int
+    levels: int
+    window: float
+    window_max: float
+    gain: float
+    beta: float
+    additive: float
+    decrease_max: float
+    timeout_ps: int
+    target_ps: int
+    demotion: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spec: TransportSpec, switches: SwitchSpec, profile: int) -> "TransportRules":
+        """Return a transport's rules on these switches; ``profile`` is that of its drop classes."""
+        # The P4 program puts everything but DLCP into one queue, and keeps a flow on one path.
+        ordinary = switches.discipline == "dlcp" and not isinstance(spec, DlcpTransport)
+        # Packets of pFabric and NDP overtake each other; a timer or a NACK tells of their losses.
+        overtaken = isinstance(spec, PFabricTransport | NdpTransport)
+        # What a transport does not have is 0, or () for thresholds.
+        demotion = getattr(spec, "demotion_bytes", ())
+        return cls(
+            kind=_KINDS[type(spec)],
+            payload=spec.packet_bytes - spec.header_bytes,
+            header=spec.header_bytes,
+            ack=spec.ack_bytes,
+            reorder=1 << 30 if overtaken else spec.reorder_packets,
+            queue=Queue.ORDINARY if ordinary else spec.queue,
+            control_queue=Queue.ORDINARY if ordinary else Queue.CONTROL,
+            sprayed=spec.balancing == "packet" and not ordinary,
+            ecn=isinstance(spec, DctcpTransport | PiasTransport | DlcpTransport),
+            immediate=getattr(spec, "immediate", False),
+            tail_probe=getattr(spec, "tail_probe", False),
+            probe_mode_after=getattr(spec, "probe_after_timeouts", 0),
+            profile=profile,
+            hops=getattr(spec, "switch_hops", 1),
+            levels=0 if ordinary else len(demotion),
+            window=spec.initial_window_packets,
+            window_max=spec.max_window_packets,
+            gain=getattr(spec, "gain", 0.0),
+            beta=getattr(spec, "beta", 0.0),
+            additive=getattr(spec, "additive_packets", 0.0),
+            decrease_max=getattr(spec, "max_decrease", 0.0),
+            timeout_ps=round(spec.min_timeout_us * PS_PER_US),
+            target_ps=round(getattr(spec, "target_us", 0.0) * PS_PER_US),
+            demotion=(*demotion, *[0] * (8 - len(demotion))),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchRules:
-    """`dlcp.sim.switches.SwitchSpec` in numbers; a share of ``alpha`` is in 1/1024."""
+    """`dlcp.sim.switches.SwitchSpec` in numbers.
 
-    discipline: int
-    buffer: int
+    Parameters
+    ----------
+    alpha_1024
+        ``alpha`` in 1/1024.
+    ecn_probability
+        Of `DRAW_LIMIT`.
+    mark_above, drop_above
+        Depths of a queue in packets, the latter by drop class.
+    """
+
+    discipline: Discipline
+    buffer: BufferScope
     limit_bytes: int
     limit_packets: int
     alpha_1024: int
     ecn_min: int
     ecn_max: int
     ecn_probability: int
-    drop_incapable: int
+    drop_incapable: bool
     trim_packets: int
-    spraying: int
+    path_choice: PathChoice
     mark_above: int
     drop_above: tuple[int, ...]
 
@@ -112,33 +230,43 @@ class SwitchRules:
         ecn = spec.ecn
         marks = ecn is not None and spec.discipline in ("fifo", "priority")
         return cls(
-            discipline=DISCIPLINES.index(spec.discipline),
-            buffer=BUFFERS.index(spec.buffer),
+            discipline=Discipline[spec.discipline.upper()],
+            buffer=BufferScope[spec.buffer.upper()],
             limit_bytes=spec.buffer_packets * spec.packet_bytes,
             limit_packets=spec.buffer_packets,
             alpha_1024=round(spec.alpha * 1024),
-            ecn_min=ecn.min_packets if ecn is not None and marks else NEVER,
-            ecn_max=ecn.max_packets if ecn is not None and marks else NEVER,
+            ecn_min=ecn.min_packets if ecn is not None and marks else NO_LIMIT,
+            ecn_max=ecn.max_packets if ecn is not None and marks else NO_LIMIT,
             ecn_probability=round(ecn.max_probability * DRAW_LIMIT) if ecn is not None else 0,
-            drop_incapable=int(ecn is not None and ecn.drop_incapable),
+            drop_incapable=ecn is not None and ecn.drop_incapable,
             trim_packets=spec.trim_packets,
-            spraying=SPRAYINGS.index(spec.spraying),
+            path_choice=PathChoice[spec.spraying.upper()],
             mark_above=int(spec.mark_at * spec.buffer_packets),
-            drop_above=(NEVER, *(int(share * spec.buffer_packets) for share in spec.drop_at)),
+            drop_above=(NO_LIMIT, *(int(share * spec.buffer_packets) for share in spec.drop_at)),
         )
 
-    def cells(self) -> NDArray[np.int64]:
-        """Return them in the order of the ``R_`` constants."""
-        cells = np.zeros(R_CELLS, np.int64)
-        values = [getattr(self, name) for name in self.__slots__]
-        cells[: R_MARK_ABOVE + 1] = values[: R_MARK_ABOVE + 1]
-        cells[R_DROP_ABOVE:] = self.drop_above
-        return cells
+
+def _row_type(record: type[TransportRules | SwitchRules]) -> np.dtype[Any]:
+    """Return the row that holds a record: numbers of 64 bits, and eight of them for a tuple."""
+    columns: list[Any] = []
+    for column in dataclasses.fields(record):
+        size = (8,) if column.type == tuple[int, ...] else ()
+        columns.append((column.name, np.float64 if column.type is float else np.int64, size))
+    return np.dtype(columns)
+
+
+TRANSPORT_ROW: Final = _row_type(TransportRules)
+SWITCH_RULES_ROW: Final = _row_type(SwitchRules)
+
+
+def as_rows(records: Sequence[TransportRules | SwitchRules]) -> NDArray[Any]:
+    """Return records of one type as a structured array for the kernel."""
+    return np.array([dataclasses.astuple(record) for record in records], _row_type(type(records[0])))
 
 
 @dataclass(frozen=True, slots=True)
-class LinkNumbers:
-    """One direction of a link: picoseconds for 1,024 bytes and of delay, loss of `DRAW_LIMIT`, state of its dice."""
+class LinkRules:
+    """One direction of a link: picoseconds for 1,024 bytes and of delay, loss of `DRAW_LIMIT`, random state."""
 
     source: int
     target: int
@@ -149,45 +277,40 @@ class LinkNumbers:
 
 
 @dataclass(slots=True)
-class Plan:
-    """Everything that does not change while packets fly, but for the routes.
+class EnginePlan:
+    """Everything that stays the same while packets fly, except for the routes.
 
     Attributes
     ----------
     node_random, node_salt
-        State of the dice, and salt of the hash, of every node.
-    divisors
-        Of every node, by what the hash is divided before a path is chosen by it; see `dlcp.sim.topology`.
-    transports
-        `TRANSPORT` (n,).
+        Random state and salt of the hash, by node.
     profiles
-        uint8 (n, 256): drop classes, from which the hash of a packet chooses.
+        uint8 (n, `PROFILE_CELLS`): drop classes, from which the hash of a packet chooses.
     """
 
-    network: Network
-    links: list[LinkNumbers]
+    topology: Topology
+    links: list[LinkRules]
     routes: Routes
-    rules: SwitchRules
+    switches: SwitchRules
     node_random: NDArray[np.int64]
     node_salt: NDArray[np.int64]
-    divisors: NDArray[np.int32]
-    transports: NDArray[Any]
+    transports: tuple[TransportRules, ...]
     profiles: NDArray[np.uint8]
     seed: int
 
     @property
     def hosts(self) -> int:
         """Return how many of the nodes are hosts."""
-        return self.network.hosts
+        return self.topology.hosts
 
 
 def make_plan(
-    network: Network,
+    topology: Topology,
     switches: SwitchSpec,
     transports: Mapping[str, TransportSpec],
     class_shares: Sequence[Sequence[float]],
     seed: int,
-) -> Plan:
+) -> EnginePlan:
     """Return the plan of a network; ``seed`` feeds one stream of random numbers per node and per link.
 
     Raises
@@ -198,14 +321,13 @@ def make_plan(
     if len(transports) > TRANSPORTS_MAX:
         raise ValueError(f"there are {len(transports)} transports; a scenario has at most {TRANSPORTS_MAX}")
     root = np.random.SeedSequence(seed)
+    nodes = len(topology.names)
     link_seeds, node_seeds, salts = (
         child.generate_state(count, np.uint64).view(np.int64) | 1
-        for child, count in zip(
-            root.spawn(3), (len(network.links), len(network.names), len(network.names)), strict=True
-        )
+        for child, count in zip(root.spawn(3), (len(topology.links), nodes, nodes), strict=True)
     )
     links = [
-        LinkNumbers(
+        LinkRules(
             link.source,
             link.target,
             ps_per_kibibyte(link.spec.rate_gbps),
@@ -213,70 +335,33 @@ def make_plan(
             round(link.spec.loss_ratio * DRAW_LIMIT),
             int(link_seeds[number]),
         )
-        for number, link in enumerate(network.links)
+        for number, link in enumerate(topology.links)
     ]
     shares: list[Sequence[float]] = list(class_shares)
-    rows = np.zeros(len(transports), TRANSPORT)
-    for row, spec in zip(rows, transports.values(), strict=True):
-        _fill(row, spec, switches)
-        if isinstance(spec, Dlcp):
-            row["profile"] = len(shares)
+    rules = []
+    for spec in transports.values():
+        profile = 0
+        if isinstance(spec, DlcpTransport):
+            profile = len(shares)
             shares.append(spec.class_shares)
-    profiles = np.array([_profile(item) for item in shares or [(1.0,)]], np.uint8)
-    return Plan(
-        network,
+        rules.append(TransportRules.of(spec, switches, profile))
+    return EnginePlan(
+        topology,
         links,
-        network.routes(),
+        topology.routes(),
         SwitchRules.of(switches),
         node_seeds,
         salts,
-        np.array(network.divisors, np.int32),
-        rows,
-        profiles,
+        tuple(rules),
+        np.array([_profile(item) for item in shares or [(1.0,)]], np.uint8),
         seed,
     )
 
 
-def _fill(row: Any, spec: TransportSpec, switches: SwitchSpec) -> None:
-    row["kind"] = KINDS.index(type(spec))
-    row["payload"] = spec.packet_bytes - spec.header_bytes
-    row["header"], row["ack"], row["reorder"] = spec.header_bytes, spec.ack_bytes, spec.reorder_packets
-    row["queue"], row["sprayed"] = spec.queue, spec.balancing == "packet"
-    row["control_queue"] = CONTROL_QUEUE
-    row["ecn"] = isinstance(spec, Dctcp | Pias | Dlcp)
-    row["window"], row["window_max"] = spec.initial_window_packets, spec.max_window_packets
-    row["timeout_ps"] = round(spec.min_timeout_us * PS_PER_US)
-    row["hops"] = 1
-    row["tail_probe"] = isinstance(spec, WithTailProbe) and spec.tail_probe
-    if isinstance(spec, Dctcp | Pias | Dlcp):
-        row["gain"] = spec.gain
-    if isinstance(spec, Swift):
-        row["target_ps"], row["beta"] = round(spec.target_us * PS_PER_US), spec.beta
-        row["additive"], row["decrease_max"] = spec.additive_packets, spec.max_decrease
-    if isinstance(spec, Pias):
-        row["levels"] = len(spec.demotion_bytes)
-        row["demotion"][: len(spec.demotion_bytes)] = spec.demotion_bytes
-    if isinstance(spec, Dlcp):
-        row["immediate"], row["hops"] = spec.immediate, spec.switch_hops
-    if isinstance(spec, PFabric):
-        row["silences"] = spec.probe_after_timeouts
-    if switches.discipline == "dlcp" and not isinstance(spec, Dlcp):
-        # The P4 program puts everything but DLCP into one queue, and keeps a flow on one path.
-        row["queue"] = row["control_queue"] = ORDINARY_QUEUE
-        row["sprayed"] = row["levels"] = 0
-    if isinstance(spec, PFabric | Ndp):
-        row["reorder"] = 1 << 30  # a timer or a NACK tells, for packets overtake each other
-
-
 def _profile(shares: Sequence[float]) -> NDArray[np.uint8]:
-    """Return the classes in proportion to their shares, by largest remainder, in 256 cells."""
+    """Return drop classes in proportion to their shares, by largest remainder, in `PROFILE_CELLS` cells."""
     exact = np.asarray(shares, float) * PROFILE_CELLS
     cells = np.floor(exact).astype(np.int64)
     short = PROFILE_CELLS - int(cells.sum())
     cells[np.argsort(cells - exact, kind="stable")[:short]] += 1
     return np.repeat(np.arange(len(cells), dtype=np.uint8), cells)
-
-
-def source_port(serial: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the UDP source ports of streams: they tell streams between the same hosts apart."""
-    return 49152 + serial % 4096

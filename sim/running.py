@@ -1,87 +1,188 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of an experiment, from its setting to the numbers in its file."""
+"""One run of an experiment: what is measured in it, and the numbers in its file."""
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+from dlcp.sim.collectives import RESULT_MESSAGE
 from dlcp.sim.convergence.curves import curve
-from dlcp.sim.counters import NAMES
-from dlcp.sim.engine import EngineName
-from dlcp.sim.experiment import Run, Setting
-from dlcp.sim.graph import Graph
-from dlcp.sim.jobs import background, failure
-from dlcp.sim.measures import Messages, significant
-from dlcp.sim.simulation import Process, Running, Simulation
-from dlcp.sim.sources import sources_digest
-from dlcp.sim.training.placement import place
-from dlcp.sim.training.process import Progress, profile_of, training
+from dlcp.sim.experiment import ExperimentRun
+from dlcp.sim.packet_engine import EngineCounter, EngineName, counts_by_name, drops_by_class
+from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, start_background_and_failures
+from dlcp.sim.training.job import place_jobs
 from dlcp.sim.training.schedulers import class_shares
+from dlcp.sim.training.steps import Progress, profile_of, training
+from numpy.typing import NDArray
 
-from dlcp import __version__
+import dlcp
+from dlcp.switch import PROGRAM_PATH
 
-FORMAT: Final = 2
-"""Of result files; another number makes a sweep run again."""
+FORMAT: Final = 3
+"""Of result files. With another number a sweep runs everything again."""
 
-_PREFIXES: Final = {"all": "fct", "push": "push", "pull": "pull", "other": "other", "other_small": "small"}
-_DROPS: Final = ("drops_policy", "drops_tail", "drops_early", "drops_link", "drops_route")
+_SIMULATOR: Final = Path(__file__).resolve().parent
+_DLCP: Final = Path(dlcp.__file__).resolve().parent
+_INDIFFERENT: Final = ("report/", "experiments/", "sweep.py")
+"""Parts of the simulator that only start runs, show their results, or describe what to run."""
+_SHARED: Final = ("tags.py", "wire/__init__.py", "wire/header.py")
+"""Sources of DLCP itself that define packets and their tags."""
+
+_PREFIXES: Final = {
+    "all": "fct",
+    "contribution": "contribution",
+    "result": "result",
+    "other": "other",
+    "other_small": "small",
+}
+"""Prefixes of metrics, by what the times are of."""
+_DROPS: Final = (
+    EngineCounter.DROPS_POLICY,
+    EngineCounter.DROPS_TAIL,
+    EngineCounter.DROPS_EARLY,
+    EngineCounter.DROPS_LINK,
+    EngineCounter.DROPS_ROUTE,
+)
+
+PRECISION: Final = 0.002
+"""Relative error of quantiles at most. Chosen by us."""
+QUANTILES: Final = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)
+SMALL_FLOW_BYTES: Final = 100_000
+"""Flows up to this size are small ones, as in the figures of pFabric and PIAS."""
+_BASE: Final = math.log1p(PRECISION)
+
+
+@dataclass(slots=True)
+class TimeDistribution:
+    """Times in picoseconds, counted in buckets that grow by `PRECISION`, for memory's sake; the mean is exact."""
+
+    count: int = 0
+    total_ps: int = 0
+    least_ps: int = 0
+    most_ps: int = 0
+    _buckets: dict[int, int] = field(default_factory=dict)
+
+    def add(self, times_ps: NDArray[np.int64]) -> None:
+        """Count times, int64 (n,)."""
+        if not len(times_ps):
+            return
+        least, most = int(times_ps.min()), int(times_ps.max())
+        self.least_ps = least if not self.count else min(self.least_ps, least)
+        self.most_ps = max(self.most_ps, most)
+        self.count += len(times_ps)
+        self.total_ps += int(times_ps.sum())
+        numbers = np.floor(np.log(np.maximum(times_ps, 1)) / _BASE).astype(np.int64)
+        for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):
+            self._buckets[int(number)] = self._buckets.get(int(number), 0) + int(count)
+
+    @property
+    def mean_s(self) -> float:
+        """Return the mean in seconds, 0 without any."""
+        return self.total_ps / self.count / 1e12 if self.count else 0.0
+
+    def quantile_s(self, share: float) -> float:
+        """Return the time in seconds that ``share`` of all do not exceed, 0 without any."""
+        wanted, seen = share * self.count, 0
+        for number in sorted(self._buckets):
+            seen += self._buckets[number]
+            if seen >= wanted:
+                middle = math.exp((number + 0.5) * _BASE)
+                return min(max(middle, self.least_ps), self.most_ps) / 1e12
+        return 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return count, mean and quantiles."""
+        return {
+            "count": self.count,
+            "mean_s": significant(self.mean_s),
+            "quantiles_s": [[share, significant(self.quantile_s(share))] for share in QUANTILES],
+        }
+
+
+@dataclass(slots=True)
+class MessageMeasures:
+    """Completion times and losses of messages: contributions and results of training, and other traffic.
+
+    A message's time runs from when its sender had it to when its target had what it needed, and includes waiting for
+    other messages of the same sender.
+
+    Parameters
+    ----------
+    traffic
+        Names of the other traffic.
+    """
+
+    traffic: frozenset[str] = frozenset()
+    times: dict[str, TimeDistribution] = field(default_factory=lambda: {name: TimeDistribution() for name in _PREFIXES})
+    packets: int = 0
+    missing: int = 0
+    sent: int = 0
+
+    def __call__(self, submitted: SubmittedGraph, records: NDArray[Any]) -> None:
+        """Take in the records of a graph. Messages that are not done do not count."""
+        nodes = submitted.graph.nodes
+        sends = (nodes["size_bytes"] > 0) & (records["end_ps"] > 0)
+        nodes, records = nodes[sends], records[sends]
+        took = records["end_ps"] - records["begin_ps"]
+        if submitted.label[0] in self.traffic:
+            self.times["other"].add(took)
+            self.times["other_small"].add(took[nodes["size_bytes"] <= SMALL_FLOW_BYTES])
+            return
+        results = (nodes["message"] & RESULT_MESSAGE) != 0
+        self.times["all"].add(took)
+        self.times["contribution"].add(took[~results])
+        self.times["result"].add(took[results])
+        self.packets += int(records["packets"][~results].sum())
+        self.missing += int(records["missing_packets"][~results].sum())
+        self.sent += int(records["sent_packets"].sum())
+
+    @property
+    def loss_ratio(self) -> float:
+        """Return the share of contributions' packets that never arrived."""
+        return self.missing / self.packets if self.packets else 0.0
+
+
+def significant(value: float, digits: int = 9) -> float:
+    """Return a number with that many significant digits, which is all that a file needs."""
+    return float(f"{value:.{digits}g}")
 
 
 class _TrainingOver(Exception):  # noqa: N818 - not an error
     """All jobs have finished their steps, and what others still send is of no interest."""
 
 
-class _Recorded(Simulation):
-    """A simulation that knows which graphs are still open, for a run may end while others' flows are on their way."""
-
-    def __init__(self, item: Run, engine: EngineName, messages: Messages) -> None:
-        super().__init__(
-            item.setting.scenario(), engine=engine, class_shares=class_shares(), on_records=self._take_records
-        )
-        self._open: dict[int, Running] = {}
-        self._messages = messages
-
-    def submit(self, graph: Graph, label: Any = None) -> Running:
-        """Let a graph begin now."""
-        running = super().submit(graph, label)
-        self._open[running.number] = running
-        return running
-
-    def take_open(self) -> None:
-        """Count what is over of graphs that are not."""
-        for number, running in sorted(self._open.items()):
-            self._messages(running, self.engine.records(number))
-        self._open.clear()
-
-    def _take_records(self, running: Running, records: Any) -> None:
-        del self._open[running.number]
-        self._messages(running, records)
-
-
-def run(item: Run, engine: EngineName = "auto", heartbeat: Callable[[str], None] | None = None) -> dict[str, Any]:
+def run(
+    item: ExperimentRun, engine: EngineName = "auto", heartbeat: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     """Run one combination of points.
 
     Parameters
     ----------
     heartbeat
-        Is told now and then how far the run is.
+        Called now and then with how far the run is.
 
     Returns
     -------
-    What goes into the run's file: plain values, the same in every process and on every machine for the same seed. An
+    The contents of the run's file: plain values, the same in every process and on every machine for the same seed. An
     interrupted run returns what it has, with ``complete`` false.
     """
     setting = item.setting
-    messages = Messages(traffic=frozenset(traffic.name for traffic in setting.traffic))
-    simulation = _Recorded(item, engine, messages)
-    jobs = [
-        Progress(job, profile_of(job.spec)) for job in place(setting.training, simulation.network.hosts, setting.seed)
-    ]
-    _start(simulation, setting, jobs)
+    messages = MessageMeasures(traffic=frozenset(traffic.name for traffic in setting.traffic))
+    simulation = Simulation(setting.scenario(), engine=engine, class_shares=class_shares(), on_records=messages)
+    placed = place_jobs(setting.training, simulation.topology.hosts, setting.seed)
+    jobs = [Progress(job, profile_of(job.spec)) for job in placed]
+    started = [simulation.process(training(simulation, job)) for job in jobs]
+    start_background_and_failures(simulation)
+    if started:
+        simulation.process(_end(simulation, started))
     if heartbeat is not None:
         simulation.process(_beat(simulation, jobs, heartbeat))
     complete = True
@@ -92,14 +193,14 @@ def run(item: Run, engine: EngineName = "auto", heartbeat: Callable[[str], None]
         pass
     except KeyboardInterrupt:
         complete = False
-    simulation.take_open()
+    simulation.flush_records()
     return _document(item, simulation, jobs, messages, complete)
 
 
-def digest(item: Run) -> str:
-    """Return what a run's file has to carry to be that run's: a hash of its setting and of what it was run by."""
-    said = msgspec.json.encode([FORMAT, sources_digest(), item.setting, item.convergence], order="sorted")
-    return hashlib.sha256(said).hexdigest()[:16]
+def digest(item: ExperimentRun) -> str:
+    """Return a hash of a run's setting and of the sources that run it, by which its file is known to be its own."""
+    described = msgspec.json.encode([FORMAT, sources_digest(), item.setting, item.convergence], order="sorted")
+    return hashlib.sha256(described).hexdigest()[:16]
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:
@@ -108,17 +209,6 @@ def write(document: Mapping[str, Any], path: Path) -> None:
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     part.replace(path)
-
-
-def _start(simulation: Simulation, setting: Setting, jobs: list[Progress]) -> None:
-    scenario = simulation.scenario
-    started = [simulation.process(training(simulation, job)) for job in jobs]
-    for number, spec in enumerate(scenario.background):
-        simulation.process(background(simulation, spec, number))
-    for wrong in scenario.failures:
-        simulation.process(failure(simulation, wrong))
-    if started:
-        simulation.process(_end(simulation, started))
 
 
 def _end(simulation: Simulation, started: list[Any]) -> Process:
@@ -135,17 +225,16 @@ def _beat(simulation: Simulation, jobs: list[Progress], heartbeat: Callable[[str
 
 
 def _document(
-    item: Run, simulation: Simulation, jobs: list[Progress], messages: Messages, complete: bool
+    item: ExperimentRun, simulation: Simulation, jobs: list[Progress], messages: MessageMeasures, complete: bool
 ) -> dict[str, Any]:
     counts = simulation.engine.counts
-    first = NAMES["drops_by_class"]
     metrics = _metrics(simulation, jobs, messages)
     metrics |= _convergence(item.convergence, messages.loss_ratio, metrics)
     return {
         "experiment": item.experiment,
         "point": dict(item.point),
         "seed": item.setting.seed,
-        "version": __version__,
+        "version": dlcp.__version__,
         "digest": digest(item),
         "sources": sources_digest(),
         "complete": complete,
@@ -160,14 +249,14 @@ def _document(
             }
             for job in jobs
         ],
-        "counts": {name: int(counts[cell]) for name, cell in NAMES.items() if name != "drops_by_class"},
-        "drops_by_class": counts[first : first + 8].tolist(),
+        "counts": counts_by_name(counts),
+        "drops_by_class": drops_by_class(counts),
         "setting": msgspec.to_builtins(item.setting),
     }
 
 
-def _metrics(simulation: Simulation, jobs: list[Progress], messages: Messages) -> dict[str, float]:
-    """Return what figures and claims can ask for; see README.md."""
+def _metrics(simulation: Simulation, jobs: list[Progress], messages: MessageMeasures) -> dict[str, float]:
+    """Return the metrics that figures and claims can name; see `sim/experiments/README.md`."""
     counts = simulation.engine.counts
     found: dict[str, float] = {"simulated_s": int(simulation.engine.now_ps) / 1e12}
     for name, prefix in _PREFIXES.items():
@@ -179,8 +268,8 @@ def _metrics(simulation: Simulation, jobs: list[Progress], messages: Messages) -
             found[f"{prefix}_p999_s"] = times.quantile_s(0.999)
             found[f"{prefix}_max_s"] = times.most_ps / 1e12
     found["loss_ratio"] = messages.loss_ratio
-    found["dropped_packets"] = float(sum(int(counts[NAMES[name]]) for name in _DROPS))
-    # The first step begins with empty queues and small windows.
+    found["dropped_packets"] = float(sum(int(counts[cell]) for cell in _DROPS))
+    # The first step does not count: it begins with empty queues and small windows.
     steady = {job.job.name: job.step_s[1:] or job.step_s for job in jobs if job.step_s}
     if steady:
         every = [seconds for steps in steady.values() for seconds in steps]
@@ -196,8 +285,21 @@ def _metrics(simulation: Simulation, jobs: list[Progress], messages: Messages) -
 
 
 def _convergence(name: str, loss_ratio: float, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return how many times as many steps the loss costs, and a step's time with them: time to accuracy is as that."""
+    """Return how many times as many steps the loss takes, and a step's time multiplied by that."""
     if "step_s" not in metrics:
         return {}
     factor = curve(name).steps_factor(loss_ratio)
     return {"steps_factor": factor, "accuracy_step_s": factor * metrics["step_s"]}
+
+
+@cache
+def sources_digest() -> str:
+    """Return a hash of all sources that may change a run's numbers, the same on every machine."""
+    found = hashlib.sha256()
+    own = (path.relative_to(_SIMULATOR).as_posix() for path in _SIMULATOR.rglob("*") if path.suffix in (".py", ".yaml"))
+    for folder, names in ((_SIMULATOR, sorted(own)), (_DLCP, _SHARED)):
+        for name in names:
+            if folder is _DLCP or not name.startswith(_INDIFFERENT):
+                found.update(f"{name}\0".encode() + (folder / name).read_bytes() + b"\0")
+    found.update(PROGRAM_PATH.read_bytes())
+    return found.hexdigest()[:16]

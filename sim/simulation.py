@@ -2,30 +2,49 @@
 """A scenario that runs: SimPy processes for everything that takes decisions, an engine for packets.
 
 The two share one clock. The engine runs no further than SimPy's next event, and stops at the end of the first instant
-at which something is done that somebody waits for; so neither ever sees the other's past, and no time window is
+at which something completes that a process may wait for. So neither ever sees the other's past, and no time window is
 involved. At one instant packets come first, then processes.
+
+`simulate` runs the jobs, background traffic and failures that a scenario describes. For jobs of another kind make a
+`Simulation` and start processes of your own.
 """
 
+import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 import simpy
-from dlcp.sim.arithmetic import seconds_to_ps
-from dlcp.sim.engine import FOREVER_PS, GRAPH_CLOSED, GRAPH_DONE, EngineName, make_engine
-from dlcp.sim.graph import Graph
+from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_S, seconds_to_ps
+from dlcp.sim.collectives import AllReduceSpec, all_reduce
+from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder
+from dlcp.sim.packet_engine import (
+    FOREVER_PS,
+    Completion,
+    CompletionKind,
+    EngineName,
+    Submitter,
+    counts_by_name,
+    drops_by_class,
+    make_engine,
+)
 from dlcp.sim.plan import make_plan
-from dlcp.sim.scenario import Scenario
-from dlcp.sim.submission import Submitter
-from dlcp.sim.topology.build import build
+from dlcp.sim.scenario import CollectiveJob, FailureSpec, Scenario
+from dlcp.sim.topology import build_topology
+from dlcp.sim.traffic import BackgroundSpec, draw_sizes, mean_size
+from dlcp.sim.transports import DlcpTransport, TransportSpec
 from numpy.typing import NDArray
 
 Process: TypeAlias = Generator[simpy.Event, Any, Any]
-RecordSink: TypeAlias = Callable[["Running", NDArray[Any]], None]
+RecordSink: TypeAlias = Callable[["SubmittedGraph", NDArray[Any]], None]
+
+_BATCH = 512
+"""Background flows that are drawn and submitted at once; each begins at its own time. Chosen by us."""
 
 
-class Running:
-    """A graph that was submitted.
+class SubmittedGraph:
+    """A graph in the hands of the engine.
 
     Attributes
     ----------
@@ -34,9 +53,9 @@ class Running:
     nodes
         SimPy events of watched nodes, by number.
     closed
-        SimPy event: nothing of it is on its way any more, acknowledgements included.
+        SimPy event: nothing of the graph is in flight any more, acknowledgements included.
     label
-        Whatever the submitter wants to find with the records.
+        Whatever its submitter wants to find with its records.
     """
 
     def __init__(self, env: simpy.Environment, graph: Graph, number: int, label: Any) -> None:
@@ -51,10 +70,10 @@ class Simulation:
     Parameters
     ----------
     class_shares
-        Further distributions of drop classes that messages may name, by number.
+        Further distributions of drop classes, which messages name by number.
     on_records
-        Is given the records of every graph, `dlcp.sim.graph.RECORD` (n,), when nothing of it is on its way any more:
-        results leave as they come, so that memory holds only what is in flight.
+        Called with each graph and its records, `dlcp.sim.graph.NODE_RECORD` (n,), when nothing of it is in flight any
+        more. The engine then forgets the graph, so memory holds only what is in flight.
 
     Attributes
     ----------
@@ -75,13 +94,13 @@ class Simulation:
         on_records: RecordSink | None = None,
     ) -> None:
         self.scenario = scenario
-        self.network = build(scenario.topology)
-        self.plan = make_plan(self.network, scenario.switches, scenario.transports, class_shares, scenario.seed)
+        self.topology = build_topology(scenario.topology)
+        self.plan = make_plan(self.topology, scenario.switches, scenario.transports, class_shares, scenario.seed)
         self.engine = make_engine(self.plan, engine)
         self.env = simpy.Environment(0)
         self.transports = {name: number for number, name in enumerate(scenario.transports)}
         self._submitter = Submitter(self.plan)
-        self._running: dict[int, Running] = {}
+        self._open: dict[int, SubmittedGraph] = {}
         self._on_records = on_records
         self.failed_links: set[int] = set()
 
@@ -90,16 +109,16 @@ class Simulation:
         return self.env.process(generator)
 
     def random(self, *concern: int) -> np.random.Generator:
-        """Return random numbers for a concern of its own, which no other draws from: the same in every run."""
+        """Return the random numbers of a concern, which nothing else draws from: the same in every run."""
         return np.random.default_rng(np.random.SeedSequence([self.scenario.seed, 0x51D, *concern]))
 
-    def submit(self, graph: Graph, label: Any = None) -> Running:
+    def submit(self, graph: Graph, label: Any = None) -> SubmittedGraph:
         """Let a graph begin now."""
         submission = self._submitter.prepare(graph, int(self.env.now))
-        running = Running(self.env, graph, submission.number, label)
-        self._running[submission.number] = running
+        submitted = SubmittedGraph(self.env, graph, submission.number, label)
+        self._open[submission.number] = submitted
         self.engine.submit(submission)
-        return running
+        return submitted
 
     def run(self) -> None:
         """Run until nothing is left to happen, or to the scenario's end."""
@@ -109,30 +128,290 @@ class Simulation:
             coming = env.peek()
             limit = end if coming == float("inf") else min(end, int(coming))
             if engine.has_events():
-                notes = engine.run(limit)
-                if notes:
-                    self._tell(notes)
+                completions = engine.run(limit)
+                if completions:
+                    self._wake(completions)
                     continue
             if coming == float("inf") or coming > end:
                 return
-            # Packets of this instant are through; now the processes, one event after the other.
+            # All packets of this instant are through; now the processes, one event after the other.
             env.step()
 
-    def _tell(self, notes: list[Any]) -> None:
-        """Move SimPy's clock to the engine's, and wake those who wait."""
+    def flush_records(self) -> None:
+        """Hand on the records of all graphs that are still open, as they are now; for a run that ends early."""
+        if self._on_records is not None:
+            for number, submitted in sorted(self._open.items()):
+                self._on_records(submitted, self.engine.records(number))
+        self._open.clear()
+
+    def _wake(self, completions: list[Completion]) -> None:
+        """Advance SimPy's clock to the engine's, and wake the processes that wait."""
         env = self.env
         now = self.engine.now_ps
         if now > env.now:
             env.run(until=now)
-        for note in notes:
-            running = self._running[note.graph]
-            if note.kind == GRAPH_DONE:
-                running.done.succeed(now)
-            elif note.kind == GRAPH_CLOSED:
+        for completion in completions:
+            submitted = self._open[completion.graph]
+            if completion.kind == CompletionKind.GRAPH_DONE:
+                submitted.done.succeed(now)
+            elif completion.kind == CompletionKind.GRAPH_CLOSED:
                 if self._on_records is not None:
-                    self._on_records(running, self.engine.records(note.graph))
-                self.engine.forget(note.graph)
-                del self._running[note.graph]
-                running.closed.succeed(now)
+                    self._on_records(submitted, self.engine.records(completion.graph))
+                self.engine.forget(completion.graph)
+                del self._open[completion.graph]
+                submitted.closed.succeed(now)
             else:
-                running.nodes[note.node].succeed(now)
+                submitted.nodes[completion.node].succeed(now)
+
+
+# ----------------------------------------------------------------------------------- processes that a scenario
+# describes
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """When each step of a job began and ended, in picoseconds."""
+
+    name: str
+    begin_ps: list[int] = field(default_factory=list)
+    end_ps: list[int] = field(default_factory=list)
+
+
+def collective_job(simulation: Simulation, spec: CollectiveJob, number: int, times: StepTimes) -> Process:
+    """Compute and all-reduce, step by step. Each rank waits for the all-reduce to end everywhere."""
+    env = simulation.env
+    yield env.timeout(seconds_to_ps(spec.start_s))
+    for step in range(spec.steps):
+        times.begin_ps.append(int(env.now))
+        if spec.compute_s:
+            yield env.timeout(seconds_to_ps(spec.compute_s))
+        builder = GraphBuilder()
+        servers = spec.servers if spec.collective == "parameter_server" else 0
+        all_reduce(
+            builder,
+            spec.collective,
+            AllReduceSpec(
+                spec.hosts[servers:],
+                spec.size_bytes,
+                simulation.transports[spec.transport],
+                queue=spec.queue,
+                loss_bound=spec.loss_bound,
+                job=number,
+                step=step,
+            ),
+            servers=spec.hosts[:servers],
+        )
+        yield simulation.submit(builder.build(), label=(spec.name, step)).done
+        times.end_ps.append(int(env.now))
+
+
+def background(simulation: Simulation, spec: BackgroundSpec, number: int) -> Process:
+    """Submit flows that arrive as a Poisson process, a batch at a time."""
+    env = simulation.env
+    random = simulation.random(1, number)
+    hosts = np.array(spec.hosts or range(simulation.topology.hosts))
+    # A host's first link leads to the network; another one leads only to GPUs in the same server.
+    first = {link.source: link.spec.rate_gbps for link in reversed(simulation.topology.links)}
+    rate_bps = sum(first[host] for host in hosts.tolist()) * 1e9
+    flows_per_s = spec.load * rate_bps / 8 / mean_size(spec.sizes)
+    yield env.timeout(seconds_to_ps(spec.start_s))
+    stop_ps = seconds_to_ps(spec.stop_s)
+    while env.now < stop_ps:
+        times = np.cumsum(random.exponential(PS_PER_S / flows_per_s, _BATCH)).astype(np.int64)
+        span = int(times[-1])
+        times = times[times + int(env.now) < stop_ps]
+        if len(times):
+            _submit_flows(simulation, spec, random, hosts, times)
+        yield env.timeout(span)
+
+
+def _submit_flows(
+    simulation: Simulation,
+    spec: BackgroundSpec,
+    random: np.random.Generator,
+    hosts: NDArray[np.int64],
+    times: NDArray[np.int64],
+) -> None:
+    """Submit one flow for each of ``times``, which are in picoseconds from now."""
+    count = len(times)
+    source = random.integers(len(hosts), size=count)
+    target = (source + random.integers(1, len(hosts), size=count)) % len(hosts)
+    builder = GraphBuilder()
+    builder.messages(
+        hosts[source],
+        hosts[target],
+        draw_sizes(spec.sizes, random.random(count)),
+        transport=simulation.transports[spec.transport],
+        lane=OWN_LANE,
+        delay_ps=times,
+    )
+    simulation.submit(builder.build(), label=(spec.name, 0))
+
+
+def failure(simulation: Simulation, spec: FailureSpec) -> Process:
+    """Let a link lose packets for a while. If it loses all, route around it."""
+    env, engine, topology = simulation.env, simulation.engine, simulation.topology
+    links = topology.between(*spec.nodes)
+    yield env.timeout(seconds_to_ps(spec.start_s))
+    engine.set_loss(links, round(spec.loss_ratio * DRAW_LIMIT))
+    if spec.loss_ratio >= 1:
+        yield env.timeout(seconds_to_ps(spec.reroute_s))
+        simulation.failed_links.update(links)
+        engine.set_routes(topology.routes(simulation.failed_links))
+    if spec.stop_s == float("inf"):
+        return
+    yield env.timeout(max(0, seconds_to_ps(spec.stop_s) - int(env.now)))
+    for link in links:
+        engine.set_loss([link], simulation.plan.links[link].loss)
+    if spec.loss_ratio >= 1:
+        simulation.failed_links.difference_update(links)
+        engine.set_routes(topology.routes(simulation.failed_links))
+
+
+# ----------------------------------------------------------------------------------------------- a scenario and its
+# result
+
+MESSAGE_RECORD: np.dtype[Any] = np.dtype(
+    [
+        ("label", np.int32),
+        ("step", np.int32),
+        ("source", np.int32),
+        ("target", np.int32),
+        ("size_bytes", np.int64),
+        ("begin_ps", np.int64),
+        ("end_ps", np.int64),
+        ("packets", np.int32),
+        ("missing_packets", np.int32),
+        ("sent_packets", np.int32),
+    ]
+)
+"""What became of a message: it began when it could be sent, and ended when its target had what it needed."""
+
+
+@dataclass(slots=True)
+class SimulationResult:
+    """The result of a scenario.
+
+    Attributes
+    ----------
+    end_ps
+        When the last event happened.
+    counts
+        All counts by name; see `dlcp.sim.packet_engine.EngineCounter`.
+    drops_by_class
+        Packets dropped, by drop class 0 to 7.
+    steps
+        Of each job.
+    messages
+        `MESSAGE_RECORD` (n,), in the order in which graphs were closed.
+    labels
+        Names of jobs and background traffic, by the number in ``messages``.
+    lost_packets
+        Of each job: packets whose values were never used. With a transport that has error feedback those of the last
+        step only, because what is missing in a step is added to the next one's values.
+    wall_s
+        How long the run took: the only number here that differs from run to run.
+    """
+
+    end_ps: int
+    counts: dict[str, int]
+    drops_by_class: list[int]
+    steps: list[StepTimes]
+    messages: NDArray[Any]
+    labels: list[str]
+    lost_packets: dict[str, int]
+    wall_s: float
+
+    @property
+    def hops(self) -> int:
+        """Return how many times a packet, data or control, was sent over a link."""
+        return self.counts["hops_data"] + self.counts["hops_control"]
+
+
+@dataclass(slots=True)
+class _Collector:
+    labels: list[str]
+    keep_messages: bool
+    parts: list[NDArray[Any]] = field(default_factory=list)
+    missing: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def __call__(self, submitted: SubmittedGraph, records: NDArray[Any]) -> None:
+        label = submitted.label
+        self.missing[label] = self.missing.get(label, 0) + int(records["missing_packets"].sum())
+        if self.keep_messages:
+            self._keep(submitted, records)
+
+    def lost(self, job: CollectiveJob, transport: TransportSpec) -> int:
+        """Return how many packets of a job have lost their values for good."""
+        steps = [packets for (name, _), packets in sorted(self.missing.items()) if name == job.name]
+        if isinstance(transport, DlcpTransport) and transport.error_feedback:
+            return sum(steps[-1:])
+        return sum(steps)
+
+    def _keep(self, submitted: SubmittedGraph, records: NDArray[Any]) -> None:
+        nodes = submitted.graph.nodes
+        sent = nodes["size_bytes"] > 0
+        rows = np.zeros(int(sent.sum()), MESSAGE_RECORD)
+        name, rows["step"] = submitted.label
+        rows["label"] = self.labels.index(name)
+        for column in ("source", "target", "size_bytes"):
+            rows[column] = nodes[column][sent]
+        for column in ("begin_ps", "end_ps", "packets", "missing_packets", "sent_packets"):
+            rows[column] = records[column][sent]
+        self.parts.append(rows)
+
+
+def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: bool = True) -> SimulationResult:
+    """Run a scenario.
+
+    Parameters
+    ----------
+    keep_messages
+        Whether to collect ``messages``. Without them memory holds only what is in flight.
+
+    Raises
+    ------
+    ValueError
+        The scenario contradicts itself.
+    """
+    senders: list[CollectiveJob | BackgroundSpec] = [*scenario.jobs, *scenario.background]
+    _check_names(scenario, senders)
+    collector = _Collector([spec.name for spec in senders], keep_messages)
+    simulation = Simulation(scenario, engine=engine, on_records=collector)
+    steps = [StepTimes(job.name) for job in scenario.jobs]
+    for number, job in enumerate(scenario.jobs):
+        simulation.process(collective_job(simulation, job, number, steps[number]))
+    start_background_and_failures(simulation)
+    began = time.perf_counter()
+    simulation.run()
+    wall_s = time.perf_counter() - began
+    counts = simulation.engine.counts
+    return SimulationResult(
+        end_ps=simulation.engine.now_ps,
+        counts=counts_by_name(counts),
+        drops_by_class=drops_by_class(counts),
+        steps=steps,
+        messages=np.concatenate(collector.parts) if collector.parts else np.zeros(0, MESSAGE_RECORD),
+        labels=collector.labels,
+        lost_packets={job.name: collector.lost(job, scenario.transports[job.transport]) for job in scenario.jobs},
+        wall_s=wall_s,
+    )
+
+
+def start_background_and_failures(simulation: Simulation) -> None:
+    """Start the processes of a scenario that are not jobs."""
+    for number, flows in enumerate(simulation.scenario.background):
+        simulation.process(background(simulation, flows, number))
+    for failing in simulation.scenario.failures:
+        simulation.process(failure(simulation, failing))
+
+
+def _check_names(scenario: Scenario, senders: list[CollectiveJob | BackgroundSpec]) -> None:
+    names = [spec.name for spec in senders]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"two jobs or backgrounds are called {twice[0]!r}; names have to differ")
+    for spec in senders:
+        if spec.transport not in scenario.transports:
+            known = ", ".join(sorted(scenario.transports))
+            raise ValueError(f"{spec.name}: there is no transport {spec.transport!r}; there are: {known}")

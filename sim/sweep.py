@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All runs of an experiment, in processes here or on a Dask cluster; what is there already is not run again.
+"""All runs of an experiment, in processes here or on a Dask cluster, except for those that have results already.
 
-A run's file is the same whichever process or machine made it. It is written whole, as soon as the run is over, so an
-interrupted sweep keeps what it has and goes on from there.
+A run's file is the same whichever process or machine made it. It is written, whole, as soon as the run is over, so an
+interrupted sweep keeps its results and goes on from there.
 """
 
 import importlib
@@ -17,27 +17,27 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from dlcp.sim.engine import EngineName
-from dlcp.sim.experiment import Run
+from dlcp.sim.experiment import ExperimentRun
+from dlcp.sim.packet_engine import EngineName
 from dlcp.sim.running import digest, run, write
 
 WAIT_S: Final = 24 * 3600.0
-"""For how long a sweep waits for its next result at most. Chosen by us."""
+"""How long a sweep waits for its next result at most. Chosen by us."""
 
 DASK_TIMEOUT_S: Final = 20.0
-"""For how long a Dask scheduler may take to answer. Chosen by us."""
+"""How long a Dask scheduler may take to answer. Chosen by us."""
 
 
 class SweepError(RuntimeError):
-    """A sweep cannot be run as asked."""
+    """A sweep cannot run as asked."""
 
 
-def result_file(folder: Path, item: Run) -> Path:
+def result_file(folder: Path, item: ExperimentRun) -> Path:
     """Return where a run's results go."""
     return folder / f"{item.name}.json"
 
 
-def existing(folder: Path, item: Run) -> dict[str, Any] | None:
+def existing(folder: Path, item: ExperimentRun) -> dict[str, Any] | None:
     """Return the results of a run if they are there, complete, and of the same setting and version."""
     try:
         document: dict[str, Any] = json.loads(result_file(folder, item).read_text(encoding="utf-8"))
@@ -47,7 +47,7 @@ def existing(folder: Path, item: Run) -> dict[str, Any] | None:
 
 
 def sweep(
-    runs: Sequence[Run],
+    runs: Sequence[ExperimentRun],
     folder: Path,
     *,
     processes: int = 1,
@@ -60,15 +60,15 @@ def sweep(
     Parameters
     ----------
     folder
-        Of the result files; made if it does not exist.
+        For the result files; created if needed.
     processes
-        How many run at once here.
+        How many runs go on at once here.
     dask
         Address of a Dask scheduler that runs them instead.
 
     Returns
     -------
-    How many runs had to be run.
+    How many runs had no results yet.
 
     Raises
     ------
@@ -88,7 +88,9 @@ def sweep(
     return len(missing)
 
 
-def _here(missing: Sequence[Run], processes: int, engine: EngineName) -> Iterator[tuple[Run, dict[str, Any]]]:
+def _here(
+    missing: Sequence[ExperimentRun], processes: int, engine: EngineName
+) -> Iterator[tuple[ExperimentRun, dict[str, Any]]]:
     if processes == 1:
         for item in missing:
             document = run(item, engine)
@@ -96,7 +98,7 @@ def _here(missing: Sequence[Run], processes: int, engine: EngineName) -> Iterato
             if not document["complete"] and _was_interrupted(document, item):
                 raise KeyboardInterrupt
         return
-    # A process that begins anew takes nothing from this one but the run, so that results cannot depend on it.
+    # A spawned process gets nothing from this one but the run, so results cannot depend on what happened here before.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(processes, len(missing)), context, initializer=_ignore_interrupts) as pool:
         waiting = {pool.submit(run, item, engine): item for item in missing}
@@ -117,8 +119,8 @@ def _here(missing: Sequence[Run], processes: int, engine: EngineName) -> Iterato
             raise
 
 
-def _stop(pool: ProcessPoolExecutor, waiting: dict[Future[dict[str, Any]], Run]) -> None:
-    """End the pool's processes at once, without waiting for runs that nobody will see."""
+def _stop(pool: ProcessPoolExecutor, waiting: dict[Future[dict[str, Any]], ExperimentRun]) -> None:
+    """End the pool's processes at once, without waiting for their runs."""
     for future in waiting:
         future.cancel()
     for process in list((getattr(pool, "_processes", None) or {}).values()):
@@ -126,16 +128,18 @@ def _stop(pool: ProcessPoolExecutor, waiting: dict[Future[dict[str, Any]], Run])
 
 
 def _ignore_interrupts() -> None:
-    """Leave Ctrl-C to the process that has the pool."""
+    """Leave Ctrl-C to the process that owns the pool."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _was_interrupted(document: dict[str, Any], item: Run) -> bool:
+def _was_interrupted(document: dict[str, Any], item: ExperimentRun) -> bool:
     simulated_s: float = document["metrics"].get("simulated_s", 0.0)
     return simulated_s < item.setting.stop_s
 
 
-def _on_dask(missing: Sequence[Run], address: str, engine: EngineName) -> Iterator[tuple[Run, dict[str, Any]]]:
+def _on_dask(
+    missing: Sequence[ExperimentRun], address: str, engine: EngineName
+) -> Iterator[tuple[ExperimentRun, dict[str, Any]]]:
     try:
         distributed: Any = importlib.import_module("distributed")  # which has no types
     except ImportError:
@@ -173,5 +177,5 @@ def _say(stream: TextIO, text: str) -> None:
 
 
 def default_processes() -> int:
-    """Return how many processes this machine has cores for."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flow sizes of published data-centre workloads, for traffic beside the training."""
+"""Background traffic: random flows whose sizes have the distribution of a published data-centre workload."""
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
-from dlcp.sim.jobs import mean_size
-from dlcp.sim.scenario import BackgroundSpec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
+
+FlowSizes: TypeAlias = tuple[tuple[float, float], ...]
+"""A cumulative distribution: (bytes, probability that a flow is no larger), ascending; the last probability is 1. Sizes
+between are interpolated."""
 
 _PACKET_BYTES: Final = 1460
 _WEB_SEARCH: Final = (
@@ -33,7 +37,7 @@ _DATA_MINING: Final = (
     (66667, 0.99),
     (666667, 1.0),
 )
-SIZES: Final = {
+WORKLOADS: Final = {
     name: tuple((float(packets * _PACKET_BYTES), share) for packets, share in table)
     for name, table in (("web_search", _WEB_SEARCH), ("data_mining", _DATA_MINING))
 }
@@ -41,18 +45,40 @@ SIZES: Final = {
 of 1,460 bytes as PIAS' public simulations tabulate them (PIAS-NS2, ``scripts/CDF_dctcp.tcl`` and ``CDF_vl2.tcl``)."""
 
 
-class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Flows of others between random hosts, arriving as a Poisson process.
+class BackgroundSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Flows between random hosts, arriving as a Poisson process.
 
     Parameters
     ----------
     load
-        Share of the hosts' link rates that they ask for together.
+        Share of the sum of the hosts' link rates that the flows need.
     sizes
-        Whose flow sizes.
+        The distribution of flow sizes.
+    hosts
+        Which hosts take part; all if empty.
+    """
+
+    name: str
+    load: Annotated[float, Meta(gt=0, lt=1)]
+    sizes: FlowSizes
+    transport: str = "dctcp"
+    hosts: tuple[int, ...] = ()
+    start_s: Annotated[float, Meta(ge=0)] = 0.0
+    stop_s: Annotated[float, Meta(ge=0)] = 1.0
+
+
+class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Flows of other applications between random hosts, arriving as a Poisson process.
+
+    Parameters
+    ----------
+    load
+        Share of the sum of the hosts' link rates that the flows need.
+    sizes
+        A workload in `WORKLOADS`.
     most_bytes
-        Larger flows are cut to this size; the load stays, with more flows. 0 leaves them. A run that is shorter than
-        its largest flow tells nothing of it.
+        Larger flows are cut to this size; 0 leaves them. The load stays, with more flows. A run says nothing about
+        flows that take longer than it does.
     """
 
     name: str = "background"
@@ -64,8 +90,8 @@ class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     stop_s: Annotated[float, Meta(gt=0)] = 0.01
 
     def background(self) -> BackgroundSpec:
-        """Return it as the engine's record."""
-        table = SIZES[self.sizes]
+        """Return the flows with the sizes of their workload."""
+        table = WORKLOADS[self.sizes]
         if self.most_bytes:
             table = tuple((min(size, float(self.most_bytes)), share) for size, share in table)
         return BackgroundSpec(
@@ -81,3 +107,17 @@ class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def mean_bytes(self) -> float:
         """Return the mean size of a flow."""
         return mean_size(self.background().sizes)
+
+
+def draw_sizes(sizes: FlowSizes, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return flow sizes in bytes for numbers between 0 and 1, by the inverse of the distribution."""
+    values, probabilities = np.array(sizes, float).T
+    drawn: NDArray[np.int64] = np.maximum(1, np.interp(uniform, probabilities, values)).astype(np.int64)
+    return drawn
+
+
+def mean_size(sizes: FlowSizes) -> float:
+    """Return the mean of a distribution in bytes."""
+    values, probabilities = np.array(sizes, float).T
+    middle = (values[1:] + values[:-1]) / 2
+    return float(values[0] * probabilities[0] + (middle * np.diff(probabilities)).sum())

@@ -8,7 +8,7 @@ Rates are per second of the processor's time, for neither side waits for anythin
 ``sim.nspy``: eight hosts send 10 Gbit/s through one switch to eight others, the same packets here and in ns.py
 (``pip install ns.py``).
 
-Run ``dlcp bench sim`` or, with other sizes, ``python tests/bench/sim.py``; both print one JSON document.
+Run ``python -m dlcp.bench.sim`` or ``python tests/bench/sim.py``; it prints one JSON document.
 """
 
 import argparse
@@ -23,13 +23,14 @@ from collections.abc import Callable
 import numpy as np
 import simpy
 
-from dlcp.bench.results import BenchResult, interleave, result, say, show
+from dlcp.bench.interleave import interleave
+from dlcp.bench.report import Result, result, say, show
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
-from dlcp.sim.counters import HOPS_CONTROL, HOPS_DATA
 from dlcp.sim.graph import GraphBuilder
+from dlcp.sim.packet_engine import EngineCounter
 from dlcp.sim.switches import SwitchSpec
-from dlcp.sim.topology.specs import LeafSpine, LinkSpec, Star
-from dlcp.sim.transports import Dctcp, Dlcp, NewReno
+from dlcp.sim.topology import LeafSpine, LinkSpec, Star
+from dlcp.sim.transports import DctcpTransport, DlcpTransport, NewRenoTransport
 
 SERVERS = tuple(range(0, 64, 8))
 
@@ -49,7 +50,7 @@ def parameter_server(size_bytes: int) -> Scenario:
     return Scenario(
         topology=LeafSpine(leaves=9, spines=4, hosts_per_leaf=8),
         switches=SwitchSpec(discipline="dlcp"),
-        transports={"dlcp": Dlcp(switch_hops=3)},
+        transports={"dlcp": DlcpTransport(switch_hops=3)},
         jobs=(job,),
     )
 
@@ -58,7 +59,9 @@ def ring(ranks: int, size_bytes: int) -> Scenario:
     """Return a ring over racks of 32."""
     job = CollectiveJob(name="job", hosts=tuple(range(ranks)), size_bytes=size_bytes, collective="ring")
     return Scenario(
-        topology=LeafSpine(leaves=ranks // 32, spines=16, hosts_per_leaf=32), transports={"dctcp": Dctcp()}, jobs=(job,)
+        topology=LeafSpine(leaves=ranks // 32, spines=16, hosts_per_leaf=32),
+        transports={"dctcp": DctcpTransport()},
+        jobs=(job,),
     )
 
 
@@ -72,7 +75,8 @@ def hops_per_s(scenario: Scenario) -> float:
 def ours_beside_nspy(packets: int) -> float:
     """Run eight flows of single packets through a switch, return packet-hops a second."""
     scenario = Scenario(
-        topology=Star(hosts=16, host_link=LinkSpec(rate_gbps=10.0)), transports={"t": NewReno(max_window_packets=64.0)}
+        topology=Star(hosts=16, host_link=LinkSpec(rate_gbps=10.0)),
+        transports={"t": NewRenoTransport(max_window_packets=64.0)},
     )
     simulation = Simulation(scenario, engine="kernel")
     builder = GraphBuilder()
@@ -81,7 +85,7 @@ def ours_beside_nspy(packets: int) -> float:
     began = time.process_time()
     simulation.run()
     counts = simulation.engine.counts
-    return float(counts[HOPS_DATA] + counts[HOPS_CONTROL]) / (time.process_time() - began)
+    return float(counts[EngineCounter.HOPS_DATA] + counts[EngineCounter.HOPS_CONTROL]) / (time.process_time() - began)
 
 
 def nspy(packets: int) -> float:
@@ -123,7 +127,7 @@ def measure_ring(ranks: int, size_bytes: int) -> tuple[float, dict[str, float]]:
     return seconds, details
 
 
-def measure(*, rounds: int, size_bytes: int = 25_000_000, ranks: int = 1024, packets: int = 2000) -> list[BenchResult]:
+def measure(*, rounds: int, size_bytes: int = 25_000_000, ranks: int = 1024, packets: int = 2000) -> list[Result]:
     """Measure all three.
 
     Parameters

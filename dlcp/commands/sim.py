@@ -106,7 +106,7 @@ def _where(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.reading import read
+    from dlcp.sim.experiment import read
     from dlcp.sim.running import run as run_one
     from dlcp.sim.running import write
 
@@ -146,7 +146,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _read_all(arguments: argparse.Namespace) -> list[Any]:
-    from dlcp.sim.reading import read
+    from dlcp.sim.experiment import read
 
     paths = experiment_files(arguments.experiments)
     return [read(path, quick=arguments.quick, seeds=arguments.seed or ()) for path in paths]
@@ -186,8 +186,8 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.models.files import write_profile
     from dlcp.sim.models.measure import load_factory, measure
+    from dlcp.sim.models.profiles import write_profile
 
     shape = tuple(int(size) for size in arguments.input.split(","))
     model: Any = load_factory(arguments.factory)()
@@ -199,7 +199,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.reading import read
+    from dlcp.sim.experiment import read
 
     for path in experiment_files([]):
         described = read(path)

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How windows grow and shrink. The formulas' sources are named in `dlcp.sim.transports`."""
+"""How windows grow and shrink. `dlcp.sim.transports` names the sources of the formulas."""
 
 from dlcp.sim.arithmetic import cube_root as _cube_root
 from dlcp.sim.kernel.jit import call
 from dlcp.sim.kernel.state import Number, Rows
-from dlcp.sim.plan import CUBIC, DCTCP, DLCP, NDP, PFABRIC, PIAS, SWIFT
+from dlcp.sim.plan import (
+    BACKOFF_MAX,
+    CUBIC_KEEP,
+    CUBIC_SCALE,
+    DLCP_BACKOFF_MAX,
+    DLCP_LOSS_KEEP,
+    TransportKind,
+)
 
 cube_root = call(_cube_root)
-CUBIC_SCALE = 0.4
-CUBIC_KEEP = 0.7
-DLCP_LOSS_KEEP = 0.75
-"""`dlcp.transport.congestion.LOSS_CUT`."""
-BACKOFF_MAX = 6
-DLCP_BACKOFF_MAX = 1
-"""A silence may mean that a stream waits in a lower queue, which is no collapse. With six doublings one step in several
-took 20 ms longer; see `sim/experiments/README.md`."""
 
 
 @call
 def timeout_ps(s: Rows, t: Rows) -> Number:
-    """Return how long to wait for an answer (RFC 6298), doubled with every time that none came; pFabric's is fixed."""
-    if t.kind == PFABRIC:
+    """Return the timeout (RFC 6298), doubled for each one in a row; pFabric's stays as it is."""
+    if t.kind == TransportKind.PFABRIC:
         return t.timeout_ps
     wait = s.rtt + 4 * s.rtt_var
     if wait < t.timeout_ps:
@@ -29,7 +28,7 @@ def timeout_ps(s: Rows, t: Rows) -> Number:
 
 
 @call
-def measure(s: Rows, t: Rows, rtt: int) -> None:
+def measure_rtt(s: Rows, t: Rows, rtt: int) -> None:
     """Take in a round-trip time in picoseconds (RFC 6298, gains of 1/8 and 1/4)."""
     if s.rtt == 0:
         s.rtt = rtt
@@ -41,17 +40,17 @@ def measure(s: Rows, t: Rows, rtt: int) -> None:
         if difference < 0:
             difference = -difference
         s.rtt_var += (difference - s.rtt_var) >> 2
-        if t.kind == SWIFT and rtt < s.rtt_min:
+        if t.kind == TransportKind.SWIFT and rtt < s.rtt_min:
             s.rtt_min = rtt
 
 
 @call
-def grow(s: Rows, t: Rows, marked: int, rtt: int, number: int, now: int, limited: int) -> None:
-    """Take in that packet ``number`` was acknowledged; ``limited`` tells whether the window held packets back."""
+def on_ack(s: Rows, t: Rows, marked: int, rtt: int, number: int, now: int, limited: int) -> None:
+    """Take in that packet ``number`` was acknowledged; ``limited`` says whether the window held packets back."""
     kind = t.kind
-    if kind == NDP:
+    if kind == TransportKind.NDP:
         return
-    if kind in (DCTCP, PIAS, DLCP):
+    if kind in (TransportKind.DCTCP, TransportKind.PIAS, TransportKind.DLCP):
         s.acked += 1
         s.marked += marked
         if number >= s.round_end:
@@ -65,7 +64,7 @@ def grow(s: Rows, t: Rows, marked: int, rtt: int, number: int, now: int, limited
                 s.threshold = s.window
                 s.reduced = s.number
             return
-    if kind == SWIFT:
+    if kind == TransportKind.SWIFT:
         target = t.target_ps
         if target == 0:
             target = 2 * s.rtt_min
@@ -82,7 +81,7 @@ def grow(s: Rows, t: Rows, marked: int, rtt: int, number: int, now: int, limited
     if s.window < s.threshold:
         s.window = min(t.window_max, s.window + 1.0)
         return
-    if kind == CUBIC:
+    if kind == TransportKind.CUBIC:
         grow_cubic(s, t, now)
     else:
         s.window = min(t.window_max, s.window + 1.0 / s.window)
@@ -90,7 +89,7 @@ def grow(s: Rows, t: Rows, marked: int, rtt: int, number: int, now: int, limited
 
 @call
 def grow_cubic(s: Rows, t: Rows, now: int) -> None:
-    """Grow as RFC 9438 has it; ``alpha`` is its K in seconds."""
+    """Grow in congestion avoidance as RFC 9438 has it; ``alpha`` is its K in seconds."""
     if s.epoch < 0:
         s.epoch = now
         s.reno = s.window
@@ -105,22 +104,22 @@ def grow_cubic(s: Rows, t: Rows, now: int) -> None:
 
 
 @call
-def shrink(s: Rows, t: Rows, number: int, now: int) -> None:
-    """Take in that packet ``number`` was lost: once for all that were on the way together."""
+def on_loss(s: Rows, t: Rows, number: int, now: int) -> None:
+    """Take in that packet ``number`` was lost: once for all that were in flight together."""
     kind = t.kind
-    if number < s.recover or kind == NDP:
+    if number < s.recover or kind == TransportKind.NDP:
         return
     s.recover = s.number
-    if kind == SWIFT:
+    if kind == TransportKind.SWIFT:
         if now - s.cut_at >= s.rtt:
             s.window = max(1.0, s.window * (1.0 - t.decrease_max))
             s.cut_at = now
         return
-    if kind == DLCP:
+    if kind == TransportKind.DLCP:
         s.window = max(1.0, s.window * DLCP_LOSS_KEEP)
         s.threshold = s.window
         return
-    if kind == CUBIC:
+    if kind == TransportKind.CUBIC:
         s.peak = s.window * (1.0 + CUBIC_KEEP) / 2.0 if s.window < s.peak else s.window
         s.window = max(1.0, s.window * CUBIC_KEEP)
         s.threshold = max(2.0, s.window)
@@ -131,23 +130,23 @@ def shrink(s: Rows, t: Rows, number: int, now: int) -> None:
 
 
 @call
-def time_out(s: Rows, t: Rows) -> None:
+def on_timeout(s: Rows, t: Rows) -> None:
     """Take in that nothing was heard for a whole timeout."""
     kind = t.kind
     s.recover = s.number
-    if s.backoff < (DLCP_BACKOFF_MAX if kind == DLCP else BACKOFF_MAX):
+    if s.backoff < (DLCP_BACKOFF_MAX if kind == TransportKind.DLCP else BACKOFF_MAX):
         s.backoff += 1
-    if kind == NDP:
+    if kind == TransportKind.NDP:
         return
-    if kind == PFABRIC and s.backoff >= t.silences:
-        s.asking = 1
-    if kind == DLCP:
+    if kind == TransportKind.PFABRIC and s.backoff >= t.probe_mode_after:
+        s.probe_mode = 1
+    if kind == TransportKind.DLCP:
         s.window = max(1.0, s.window / 2.0)
         s.threshold = s.window
-    elif kind == SWIFT:
+    elif kind == TransportKind.SWIFT:
         s.window = max(1.0, s.window * (1.0 - t.decrease_max))
     else:
-        keep = CUBIC_KEEP if kind == CUBIC else 0.5
+        keep = CUBIC_KEEP if kind == TransportKind.CUBIC else 0.5
         s.threshold = max(2.0, s.window * keep)
         s.peak = s.window
         s.window = 1.0

@@ -1,27 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens next, ordered by time, then by when it was put in.
+"""The event queue: events by time, and in the order of insertion where times are equal.
 
-Three places by how far off an event is. Those of the current bucket of time and before are in a small heap; those of
-the next `BUCKETS` buckets are in a list for each, unordered; those beyond, mostly timers, are in a large heap. When the
-small heap is empty, the next bucket is emptied into it. So most events are put in and moved at a constant cost, and the
-heap that orders them stays a few levels deep.
+An event waits in one of three places, by how far off it is. Those of the current bucket of time and before are in a
+small heap. Those of the next `TIME_BUCKETS` buckets are in an unordered list per bucket. Those beyond, mostly timers,
+are in a large heap. When the small heap is empty, the next bucket is emptied into it. So most events are inserted at a
+constant cost, and the heap that orders them stays a few levels deep.
 """
 
 from typing import Final
 
 from dlcp.sim.kernel.jit import call
 from dlcp.sim.kernel.state import (
-    ARRIVE,
     ID_BITS,
     ID_MASK,
     KIND_MASK,
-    NACK,
-    PORT_FREE,
     SEQUENCE_SHIFT,
+    EventKind,
     Number,
     Rows,
-)
-from dlcp.sim.kernel.world import (
     buckets_of,
     events_of,
     far_keys_of,
@@ -31,22 +27,23 @@ from dlcp.sim.kernel.world import (
     occupied_of,
     packets_of,
     ports_of,
-    records_of,
-    seg_of,
+    states_of,
     streams_of,
     times_of,
+    transmissions_of,
 )
+from dlcp.sim.plan import PacketKind
 
-BUCKETS: Final = 1 << 14
+TIME_BUCKETS: Final = 1 << 14
 LARGE_LINKS: Final = 512
 """Networks of more links than this do not fit the caches. Chosen by us."""
-WORD: Final = 32
-"""Buckets that one number of ``occupied`` tells about."""
+WORD_BITS: Final = 32
+"""Buckets per word of ``occupied``."""
 
 
 @call
 def push(w: Rows, time: int, kind: int, number: int) -> None:
-    """Put in that ``kind`` happens to ``number`` at ``time``."""
+    """Insert an event: ``kind`` happens to ``number`` at ``time``."""
     key = (w.sequence << SEQUENCE_SHIFT) | (kind << ID_BITS) | number
     w.sequence += 1
     w.events_waiting += 1
@@ -54,7 +51,7 @@ def push(w: Rows, time: int, kind: int, number: int) -> None:
     if bucket <= w.bucket_now:
         heap_push(times_of(w), keys_of(w), w.heap_length, time, key)
         w.heap_length += 1
-    elif bucket - w.bucket_now < BUCKETS:
+    elif bucket - w.bucket_now < TIME_BUCKETS:
         events = events_of(w)
         buckets = buckets_of(w)
         event = w.free_event
@@ -62,10 +59,10 @@ def push(w: Rows, time: int, kind: int, number: int) -> None:
         w.free_event = e.next
         e.time = time
         e.key = key
-        place = bucket & (BUCKETS - 1)
-        e.next = buckets[place]
-        buckets[place] = event
-        occupied_of(w)[place // WORD] |= 1 << (place % WORD)
+        slot = bucket & (TIME_BUCKETS - 1)
+        e.next = buckets[slot]
+        buckets[slot] = event
+        occupied_of(w)[slot // WORD_BITS] |= 1 << (slot % WORD_BITS)
         w.bucketed += 1
     else:
         heap_push(far_times_of(w), far_keys_of(w), w.far_length, time, key)
@@ -74,7 +71,7 @@ def push(w: Rows, time: int, kind: int, number: int) -> None:
 
 @call
 def pop(w: Rows) -> None:
-    """Remove the first, which is at 0 of the small heap."""
+    """Remove the first event, which is at 0 of the small heap."""
     w.events_waiting -= 1
     w.heap_length -= 1
     heap_pop(times_of(w), keys_of(w), w.heap_length)
@@ -85,7 +82,7 @@ def advance(w: Rows) -> Number:
     """Fill the small heap, which is empty, with the events of the next bucket that has any; return how many."""
     far_times = far_times_of(w)
     far_keys = far_keys_of(w)
-    bucket = w.bucket_now + 2 * BUCKETS
+    bucket = w.bucket_now + 2 * TIME_BUCKETS
     if w.bucketed > 0:
         bucket = next_bucket(w)
     if w.far_length > 0:
@@ -97,10 +94,11 @@ def advance(w: Rows) -> Number:
     events = events_of(w)
     buckets = buckets_of(w)
     length = 0
-    # The list of a place may belong to a later round only if the bucket is beyond all that may be there.
-    if w.bucketed > 0 and bucket - w.bucket_now < BUCKETS:
-        place = bucket & (BUCKETS - 1)
-        event = buckets[place]
+    # Lists are reused round after round. A bucket farther off than a round can only come from the large heap, and the
+    # list in its slot belongs to an earlier bucket, which would have been found first if it had any events.
+    if w.bucketed > 0 and bucket - w.bucket_now < TIME_BUCKETS:
+        slot = bucket & (TIME_BUCKETS - 1)
+        event = buckets[slot]
         while event >= 0:
             e = events[event]
             heap_push(times, keys, length, e.time, e.key)
@@ -109,8 +107,8 @@ def advance(w: Rows) -> Number:
             e.next = w.free_event
             w.free_event = event
             event = following
-        buckets[place] = -1
-        occupied_of(w)[place // WORD] &= ~(1 << (place % WORD))
+        buckets[slot] = -1
+        occupied_of(w)[slot // WORD_BITS] &= ~(1 << (slot % WORD_BITS))
         w.bucketed -= length
     while w.far_length > 0 and far_times[0] >> w.bucket_shift <= bucket:
         heap_push(times, keys, length, far_times[0], far_keys[0])
@@ -120,51 +118,48 @@ def advance(w: Rows) -> Number:
     w.bucket_now = bucket
     w.heap_length = length
     if ports_of(w).shape[0] > LARGE_LINKS:
-        touch(w)
+        prefetch(w)
     return length
 
 
 @call
-def touch(w: Rows) -> None:
-    """Read a little of what the events in the small heap will need, so that memory answers for all at once.
+def prefetch(w: Rows) -> None:
+    """Read a little of what the events in the small heap will need, so that memory answers for all of them at once.
 
-    One event after the other would wait for each row by itself. ``touched`` means nothing; it keeps the reads alive.
+    Otherwise one event after the other would wait for its rows. ``prefetched`` means nothing; it keeps the compiler
+    from removing the reads.
     """
     keys = keys_of(w)
     ports = ports_of(w)
-    packets = packets_of(w)
-    messages = messages_of(w)
-    streams = streams_of(w)
-    records = records_of(w)
-    seg = seg_of(w)
-    touched = 0
-    for place in range(w.heap_length):
-        number = keys[place] & ID_MASK
-        kind = (keys[place] >> ID_BITS) & KIND_MASK
-        if kind == ARRIVE:
-            x = packets[number]
+    prefetched = 0
+    for position in range(w.heap_length):
+        number = keys[position] & ID_MASK
+        kind = (keys[position] >> ID_BITS) & KIND_MASK
+        if kind == EventKind.ARRIVE:
+            x = packets_of(w)[number]
             node = ports[x.port].target
-            if node < w.hosts and x.kind <= NACK:
-                m = messages[x.node]
-                s = streams[m.stream]
-                touched += m.sent + s.flying + s.own + records[x.record].number + seg[m.offset + x.index]
-        elif kind == PORT_FREE:
-            touched += ports[number].busy
-    w.touched = touched
+            if node < w.hosts and x.kind <= PacketKind.NACK:
+                m = messages_of(w)[x.message]
+                s = streams_of(w)[m.stream]
+                prefetched += m.sent + s.in_flight + s.single_use + transmissions_of(w)[x.transmission].number
+                prefetched += states_of(w)[m.offset + x.index]
+        elif kind == EventKind.PORT_FREE:
+            prefetched += ports[number].busy_until
+    w.prefetched = prefetched
 
 
 @call
 def next_bucket(w: Rows) -> Number:
-    """Return the next bucket after the current one that has events; there is one."""
+    """Return the next bucket with events in its list. There is one within a round: ``bucketed`` is above 0."""
     occupied = occupied_of(w)
     bucket = w.bucket_now + 1
-    place = bucket & (BUCKETS - 1)
-    bits = occupied[place // WORD] >> (place % WORD)
+    slot = bucket & (TIME_BUCKETS - 1)
+    bits = occupied[slot // WORD_BITS] >> (slot % WORD_BITS)
     while bits == 0:
-        step = WORD - place % WORD
+        step = WORD_BITS - slot % WORD_BITS
         bucket += step
-        place = (place + step) & (BUCKETS - 1)
-        bits = occupied[place // WORD]
+        slot = (slot + step) & (TIME_BUCKETS - 1)
+        bits = occupied[slot // WORD_BITS]
     while bits & 255 == 0:
         bits >>= 8
         bucket += 8
@@ -176,7 +171,7 @@ def next_bucket(w: Rows) -> Number:
 
 @call
 def heap_push(times: Rows, keys: Rows, length: int, time: int, key: int) -> None:
-    """Add to a heap of four children per node."""
+    """Add to a heap with four children per node."""
     at = length
     while at > 0:
         parent = (at - 1) >> 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling the kernel, and where what was compiled is kept."""
+"""Compiling the kernel, and keeping the result on disk."""
 
 import hashlib
 import importlib
@@ -15,13 +15,15 @@ from typing import Any, Final, TypeVar
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 AVAILABLE: Final = importlib.util.find_spec("numba") is not None
-"""Whether Numba is installed. Without it the functions stay plain Python, which nobody would want to wait for."""
+"""Whether Numba is installed. Without it the functions stay plain Python, too slow to be of use."""
 _KEPT: Final = 8
 """Versions of the kernel whose compiled form stays on disk. Chosen by us."""
+_CONSTANTS: Final = ("dlcp.sim.arithmetic", "dlcp.sim.packet_engine", "dlcp.sim.plan", "dlcp.wire.header")
+"""Modules outside of the kernel whose constants are compiled in."""
 
 
 def call(function: _F) -> _F:
-    """Let Numba compile a function that other functions of the kernel call."""
+    """Compile a function that other functions of the kernel call."""
     return _jit(function)
 
 
@@ -42,9 +44,9 @@ def _jit(function: _F, **options: Any) -> _F:
 
 @contextmanager
 def _cache_folder() -> Iterator[bool]:
-    """Let Numba keep what it compiles in a folder named after all of the kernel's sources.
+    """Let Numba keep what it compiles in a folder named after all sources of the kernel.
 
-    By itself Numba looks at the file of the compiled function only, not at those of the functions that it calls.
+    On its own Numba would look at the file of the compiled function only, not at those of the functions that it calls.
     """
     from dlcp.switch import cache_directory
 
@@ -56,7 +58,8 @@ def _cache_folder() -> Iterator[bool]:
     numba_version = importlib.metadata.version("numba")
     digest = hashlib.sha256(f"{numba_version} {os.environ.get('NUMBA_BOUNDSCHECK', '')}".encode())
     folder = Path(__file__).parent
-    for source in (*sorted(folder.glob("*.py")), folder.parent / "arithmetic.py", folder.parent / "plan.py"):
+    shared = (Path(str(importlib.import_module(name).__file__)) for name in _CONSTANTS)
+    for source in (*sorted(folder.glob("*.py")), *shared):
         digest.update(source.read_bytes())
     kernels = base.parent / "sim"
     kernels.mkdir(exist_ok=True, mode=0o700)

@@ -1,44 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: one event after the other, until the limit, or until somebody outside has to know."""
+"""The loop: one event after the other, until the limit, or until Python has to act."""
 
-from dlcp.sim.counters import DROPS_BY_CLASS, DROPS_LINK, DROPS_ROUTE, EVENTS, HOPS_CONTROL, HOPS_DATA
-from dlcp.sim.kernel.dice import draw
+from dlcp.sim.arithmetic import RATE_SHIFT
 from dlcp.sim.kernel.events import advance, pop, push
 from dlcp.sim.kernel.jit import call, entry
-from dlcp.sim.kernel.lifetime import bury, finish, release, settle
-from dlcp.sim.kernel.receiving import send_pull, take_ack, take_answer, take_data, take_nack, take_probe
-from dlcp.sim.kernel.sending import begin, bring_smallest_forward, build, level_of, make_ready, may_send, work
+from dlcp.sim.kernel.messages import close_message, complete_node, free_stream_if_dead, remove_packet
+from dlcp.sim.kernel.receiver import receive_data, receive_probe, send_pull
+from dlcp.sim.kernel.sender import (
+    NOTHING,
+    begin_message,
+    make_ready,
+    may_send,
+    move_smallest_first,
+    next_queue,
+    next_transmission,
+    probe_timer,
+    receive_ack,
+    receive_nack,
+    receive_probe_reply,
+    stream_timer,
+    transmit,
+)
 from dlcp.sim.kernel.state import (
-    ACK,
-    ARRIVE,
-    BEGIN,
-    DATA,
-    GROW,
     ID_BITS,
     ID_MASK,
-    IDLE,
     KIND_MASK,
-    LIMIT,
-    NACK,
-    NOTED,
-    PORT_FREE,
-    PROBE,
-    PROBE_DUE,
-    PULL,
-    PULL_DUE,
     SEQUENCE_MAX,
-    SPARE,
-    TIMER,
+    SPARE_ROWS,
+    EventKind,
+    ExitReason,
     Number,
     Rows,
-)
-from dlcp.sim.kernel.switching import SEND_NOW, choose_port, dequeue, enqueue
-from dlcp.sim.kernel.timers import probe_timer, stream_timer
-from dlcp.sim.kernel.world import (
+    completions_of,
     counts_of,
+    draw,
     keys_of,
     messages_of,
-    notes_of,
     packets_of,
     ports_of,
     queues_of,
@@ -48,68 +45,124 @@ from dlcp.sim.kernel.world import (
     times_of,
     transports_of,
 )
-from dlcp.sim.plan import QUEUES, R_DISCIPLINE, SMALLEST_FIRST
+from dlcp.sim.kernel.switching import SEND_NOW, choose_port, dequeue, enqueue
+from dlcp.sim.packet_engine import EngineCounter
+from dlcp.sim.plan import PORT_QUEUES, Discipline, PacketKind
 
 
 @call
-def interface_of(
-    w: Rows,
-    stream: int,
-    host: int,
-) -> Number:
+def interface_of(w: Rows, stream: int, host: int) -> Number:
     """Return the link by which a host at one end of a stream reaches the other end."""
-    streams = streams_of(w)
-    s = streams[stream]
+    s = streams_of(w)[stream]
     if host == s.source:
-        return choose_port(w, host, s.target, s.hash, 0)
-    return choose_port(w, host, s.source, s.hash_back, 0)
+        return choose_port(w, host, s.target, s.path_hash, 0)
+    return choose_port(w, host, s.source, s.reverse_path_hash, 0)
+
+
+@call
+def next_at_interface(w: Rows, interface: int, now: int) -> Number:
+    """Return the packet that leaves a host next by an idle interface; -1 if there is none after all.
+
+    Control packets go first, then streams in turn, the most urgent queue first. Looking for a stream's next packet may
+    make the host send a probe, which then goes before it.
+    """
+    packets = packets_of(w)
+    streams = streams_of(w)
+    transports = transports_of(w)
+    p = ports_of(w)[interface]
+    leaving = -1
+    while leaving < 0 and p.control_head < 0 and p.nonempty != 0:
+        queue = PORT_QUEUES - 1
+        while (p.nonempty >> queue) & 1 == 0:
+            queue -= 1
+        if rules_of(w)[0].discipline == Discipline.PFABRIC:
+            move_smallest_first(w, interface, queue)
+        q = queues_of(w)[interface * PORT_QUEUES + queue]
+        stream = q.head
+        s = streams[stream]
+        q.head = s.next
+        if s.next < 0:
+            p.nonempty &= ~(1 << queue)
+        s.ready = 0
+        what = next_transmission(w, interface, stream, now)
+        if what != NOTHING:
+            leaving = transmit(w, stream, what, now)
+        if may_send(s, transports[s.transport]):
+            make_ready(w, interface, stream, next_queue(w, stream))
+        else:
+            free_stream_if_dead(w, stream)
+    if leaving < 0 and p.control_head >= 0:
+        leaving = p.control_head
+        p.control_head = packets[leaving].next
+    return leaving
+
+
+@call
+def send_packet(w: Rows, port: int, packet: int, now: int) -> None:
+    """Send a packet over a link that is free; it arrives, or gets lost."""
+    counts = counts_of(w)
+    p = ports_of(w)[port]
+    x = packets_of(w)[packet]
+    p.busy_until = now + ((x.size * p.kibibyte_ps) >> RATE_SHIFT)
+    p.sent_bytes += x.size
+    x.port = port
+    if x.kind == PacketKind.DATA:
+        counts[EngineCounter.HOPS_DATA] += 1
+    else:
+        counts[EngineCounter.HOPS_CONTROL] += 1
+    if p.lossy != 0 and draw(p) < p.loss:
+        counts[EngineCounter.DROPS_LINK] += 1
+        counts[EngineCounter.DROPS_BY_CLASS + x.drop_class] += 1
+        remove_packet(w, packet)
+    else:
+        push(w, p.busy_until + p.delay, EventKind.ARRIVE, packet)
+    if p.control_head >= 0 or p.nonempty != 0:
+        p.pending = 1
+        push(w, p.busy_until, EventKind.PORT_FREE, port)
 
 
 @entry
-def run(
-    world: Rows,
-    limit: int,
-) -> Number:
-    """Go on to the first instant at which something is noted, at most to ``limit`` (picoseconds); return why it ended.
+def run(world: Rows, limit: int) -> Number:
+    """Go on to the end of the first instant at which something completes, at most to ``limit``; return why it ended.
 
-    `IDLE`: nothing is left to happen; `LIMIT`; `NOTED`: see ``notes``; `GROW`: an array is full, or the numbers
-    of events are used up, and the next event has not been touched.
+    `ExitReason.IDLE`: nothing is left to happen. `ExitReason.COMPLETED`: see ``completions``. `ExitReason.GROW`: an
+    array is full, or the numbers of events are used up; the next event has not begun.
     """
     w = world[0]
     times = times_of(w)
     keys = keys_of(w)
     ports = ports_of(w)
-    queues = queues_of(w)
     packets = packets_of(w)
     streams = streams_of(w)
     messages = messages_of(w)
-    notes = notes_of(w)
+    completions = completions_of(w)
     transports = transports_of(w)
     route_row = route_row_of(w)
-    rules = rules_of(w)
     counts = counts_of(w)
     hosts = w.hosts
     while True:
         if w.heap_length == 0 and advance(w) == 0:
-            return NOTED if w.noted > 0 else IDLE
+            return ExitReason.COMPLETED if w.completed > 0 else ExitReason.IDLE
         now = times[0]
-        if w.noted > 0 and now > w.now:
-            return NOTED
+        if w.completed > 0 and now > w.now:
+            return ExitReason.COMPLETED
         if now > limit:
-            return LIMIT
-        spare = SPARE + w.flying_max
+            return ExitReason.TIME_LIMIT
+        # Functions below take rows without asking whether there are any, so there has to be room for all that one event
+        # may need: a timeout may probe for every packet in flight of a stream, a node may start all of its followers.
+        spare = SPARE_ROWS + w.in_flight_max
         if (
             w.free_packets < spare
-            or w.free_records < SPARE
+            or w.free_transmissions < SPARE_ROWS
             or w.events_waiting + spare + w.followers_max > times.shape[0]
-            or 2 * (w.noted + spare) > notes.shape[0]
+            or 2 * (w.completed + spare) > completions.shape[0]
             or w.sequence > SEQUENCE_MAX
         ):
-            return GROW
+            return ExitReason.GROW
         key = keys[0]
         pop(w)
         w.now = now
-        counts[EVENTS] += 1
+        counts[EngineCounter.EVENTS] += 1
         kind = (key >> ID_BITS) & KIND_MASK
         number = key & ID_MASK
         active = -1  # a stream that may have something to send
@@ -117,13 +170,13 @@ def run(
         out = -1  # a port that sends ``leaving``
         leaving = -1
         gone = -1  # a packet that leaves the network
-        if kind == ARRIVE:
+        if kind == EventKind.ARRIVE:
             x = packets[number]
             node = ports[x.port].target
             if node >= hosts:
-                port = choose_port(w, node, x.target, x.hash, x.sprayed)
+                port = choose_port(w, node, x.target, x.path_hash, x.sprayed)
                 if port < 0:
-                    counts[DROPS_ROUTE] += 1
+                    counts[EngineCounter.DROPS_ROUTE] += 1
                     gone = number
                 else:
                     verdict = enqueue(w, port, number, now)
@@ -133,149 +186,76 @@ def run(
                     else:
                         gone = verdict
                 if gone >= 0:
-                    counts[DROPS_BY_CLASS + packets[gone].drop_class] += 1
+                    counts[EngineCounter.DROPS_BY_CLASS + packets[gone].drop_class] += 1
             else:
-                stream = messages[x.node].stream
+                stream = messages[x.message].stream
                 interface = -1 - route_row[node]
                 if interface < 0:
                     interface = interface_of(w, stream, node)
-                if x.kind == DATA:
-                    take_data(
-                        w,
-                        interface,
-                        number,
-                        now,
-                    )
-                elif x.kind == PROBE:
-                    take_probe(
-                        w,
-                        interface,
-                        number,
-                        now,
-                    )
+                if x.kind == PacketKind.DATA:
+                    receive_data(w, interface, number, now)
+                elif x.kind == PacketKind.PROBE:
+                    receive_probe(w, interface, number, now)
                 else:
                     active = stream
                     gone = number
-                    if x.kind == ACK:
-                        take_ack(
-                            w,
-                            interface,
-                            number,
-                            now,
-                        )
-                    elif x.kind == NACK:
-                        take_nack(w, interface, number, now)
-                    elif x.kind == PULL:
+                    if x.kind == PacketKind.ACK:
+                        receive_ack(w, interface, number, now)
+                    elif x.kind == PacketKind.NACK:
+                        receive_nack(w, interface, number, now)
+                    elif x.kind == PacketKind.PULL:
                         streams[stream].credit += 1
                     else:
-                        take_answer(w, number)
-        elif kind == PORT_FREE:
+                        receive_probe_reply(w, number)
+        elif kind == EventKind.PORT_FREE:
             ports[number].pending = 0
             if ports[number].node < hosts:
                 interface = number
             else:
                 out = number
                 leaving = dequeue(w, number)
-        elif kind == BEGIN:
+        elif kind == EventKind.BEGIN:
             if messages[number].packets == 0:
                 messages[number].begin = now
-                finish(w, number, now)
-                settle(w, number)
+                complete_node(w, number, now)
+                close_message(w, number)
             else:
-                begin(w, number, now)
+                begin_message(w, number, now)
                 active = messages[number].stream
                 interface = interface_of(w, active, streams[active].source)
-        elif kind == PULL_DUE:
+        elif kind == EventKind.PULL_DUE:
             interface = number
             send_pull(w, number, now)
         else:
-            stream = number if kind == TIMER else messages[number].stream
+            stream = number if kind == EventKind.STREAM_TIMER else messages[number].stream
             interface = interface_of(w, stream, streams[stream].source)
-            if kind == PROBE_DUE:
-                probe_timer(
-                    w,
-                    interface,
-                    number,
-                    now,
-                )
+            if kind == EventKind.PROBE_DUE:
+                probe_timer(w, interface, number, now)
             elif stream_timer(w, interface, stream, now):
                 active = stream
         if active >= 0:
             s = streams[active]
             if s.ready == 0 and may_send(s, transports[s.transport]):
-                make_ready(w, interface, active, level_of(w, active))
+                make_ready(w, interface, active, next_queue(w, active))
         if interface >= 0:
             p = ports[interface]
-            if p.pending == 0 and (p.control_head >= 0 or p.mask != 0):
-                if p.busy > now:
+            if p.pending == 0 and (p.control_head >= 0 or p.nonempty != 0):
+                if p.busy_until > now:
                     p.pending = 1
-                    push(w, p.busy, PORT_FREE, interface)
-                elif p.control_head >= 0:
-                    out = interface
-                    leaving = p.control_head
-                    p.control_head = packets[leaving].next
+                    push(w, p.busy_until, EventKind.PORT_FREE, interface)
                 else:
-                    while leaving < 0 and p.control_head < 0 and p.mask != 0:
-                        level = 7
-                        while (p.mask >> level) & 1 == 0:
-                            level -= 1
-                        if rules[R_DISCIPLINE] == SMALLEST_FIRST:
-                            bring_smallest_forward(w, interface, level)
-                        q = queues[interface * QUEUES + level]
-                        stream = q.head
-                        s = streams[stream]
-                        q.head = s.next
-                        if s.next < 0:
-                            p.mask &= ~(1 << level)
-                        s.ready = 0
-                        what = work(w, interface, stream, now)
-                        if what != 0:
-                            out = interface
-                            leaving = build(
-                                w,
-                                stream,
-                                what,
-                                now,
-                            )
-                        if may_send(s, transports[s.transport]):
-                            make_ready(
-                                w,
-                                interface,
-                                stream,
-                                level_of(w, stream),
-                            )
-                        else:
-                            bury(w, stream)
-                    if leaving < 0 and p.control_head >= 0:
-                        out = interface
-                        leaving = p.control_head
-                        p.control_head = packets[leaving].next
+                    out = interface
+                    leaving = next_at_interface(w, interface, now)
         if leaving >= 0:
-            p = ports[out]
-            x = packets[leaving]
-            p.busy = now + ((x.size * p.kib) >> 10)
-            p.sent_bytes += x.size
-            x.port = out
-            if x.kind == DATA:
-                counts[HOPS_DATA] += 1
-            else:
-                counts[HOPS_CONTROL] += 1
-            if p.lossy != 0 and draw(p) < p.loss:
-                counts[DROPS_LINK] += 1
-                counts[DROPS_BY_CLASS + x.drop_class] += 1
-                release(w, leaving)
-            else:
-                push(w, p.busy + p.delay, ARRIVE, leaving)
-            if p.control_head >= 0 or p.mask != 0:
-                p.pending = 1
-                push(w, p.busy, PORT_FREE, out)
+            send_packet(w, out, leaving, now)
+        # Last, for this may close the graph, and nothing above may find its rows freed.
         if gone >= 0:
-            release(w, gone)
+            remove_packet(w, gone)
 
 
 @entry
-def push_many(world: Rows, begin: Rows, nodes: Rows) -> None:
-    """Let nodes begin at their times; the heap has room for them."""
+def begin_nodes(world: Rows, times: Rows, nodes: Rows) -> None:
+    """Let nodes begin at their times. The event queue has room for them."""
     w = world[0]
-    for place in range(nodes.shape[0]):
-        push(w, begin[place], BEGIN, nodes[place])
+    for position in range(nodes.shape[0]):
+        push(w, times[position], EventKind.BEGIN, nodes[position])

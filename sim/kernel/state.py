@@ -1,15 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays that the kernel works on, and the numbers that mean something in them.
+"""The kernel's memory: arrays of rows, what their numbers mean, and the one record through which functions reach them.
 
-A few structured arrays, handed over one by one: a tuple of seventy made the loop eight times slower. Lists are linked
-through them by index, -1 is the end. Rows fill whole cache lines, what is touched for every packet comes first: with
-a thousand hosts the kernel waits for memory more than for anything else.
+Handing arrays over one by one costs more than most functions do with them, and so does counting references to them. So
+every function is given one record, ``w`` (the world): the addresses and lengths of all arrays, and the numbers of the
+whole network. ``packets_of(w)`` makes an array of such an address, which takes a load or two. Whoever fills the record
+has to keep the arrays alive (`dlcp.sim.kernel.kernel_engine`).
+
+Lists are linked through rows by index, and -1 ends them. Rows fill whole cache lines, and what every packet needs comes
+first in them: with a thousand hosts the kernel waits for memory more than for anything else.
+
+Rows have the same names everywhere: ``x`` a packet, ``r`` a transmission, ``s`` a stream, ``m`` a message, ``t`` the
+rules of a transport, ``p`` a port, ``q`` a queue. ``packet``, ``stream``, ``message`` and so on are their indices.
 """
 
+import importlib
+from enum import IntEnum
 from typing import Any, Final
 
 import numpy as np
-from dlcp.sim.plan import QUEUES
+from dlcp.sim.arithmetic import GOLDEN
+from dlcp.sim.kernel.jit import AVAILABLE, call
+from dlcp.sim.plan import PORT_QUEUES, SWITCH_RULES_ROW, TRANSPORT_ROW
+from numpy.typing import NDArray
+
+from dlcp.wire import Queue
 
 i8, i4, i2, i1, f8 = np.int64, np.int32, np.int16, np.int8, np.float64
 Rows = Any
@@ -17,52 +31,69 @@ Rows = Any
 Number = Any
 """An integer, as Numba or NumPy have it."""
 
-# Kinds of events.
-ARRIVE, PORT_FREE, BEGIN, TIMER, PULL_DUE, PROBE_DUE = range(6)
+
+class EventKind(IntEnum):
+    """What happens; an event's number is a packet, a port, a message, a stream, a port, a message."""
+
+    ARRIVE = 0
+    PORT_FREE = 1
+    BEGIN = 2
+    STREAM_TIMER = 3
+    PULL_DUE = 4
+    PROBE_DUE = 5
+
+
+# An event's key: the number of its insertion, its kind, and the number of what it happens to. So events of one instant
+# are in the order of their insertion, and keys are never equal.
 ID_BITS: Final = 26
 KIND_BITS: Final = 3
 ID_MASK: Final = (1 << ID_BITS) - 1
 KIND_MASK: Final = (1 << KIND_BITS) - 1
 SEQUENCE_SHIFT: Final = ID_BITS + KIND_BITS
 SEQUENCE_MAX: Final = 1 << (62 - SEQUENCE_SHIFT)
-"""Events that have been put in when those that wait are numbered anew; half of what a key has room for."""
+"""Insertions after which the waiting events are renumbered: half of what a key has room for."""
 
-# Kinds of packets.
-DATA, ACK, NACK, PULL, PROBE, ANSWER = range(6)
-
-# State of a packet of a message: drop class in bits 0-2, what its sender knows in bits 3-5, whether it has arrived.
-CLASS_MASK: Final = 7
+# State of a packet of a message: drop class in bits 0-2, what its sender knows in bits 3-5, and whether it has arrived.
+# A hole is lost, and stays lost unless the receiver needs it.
+CLASS_MASK: Final = 0x07
 STATE_MASK: Final = 0x38
-UNSENT, FLYING, ACKED, LOST, HOLE = 0x00, 0x08, 0x10, 0x18, 0x20
-RECEIVED: Final = 0x40
+STATE_UNSENT, STATE_IN_FLIGHT, STATE_ACKED, STATE_LOST, STATE_HOLE = 0x00, 0x08, 0x10, 0x18, 0x20
+STATE_RECEIVED: Final = 0x40
 
-# Why the loop was left.
-IDLE, LIMIT, NOTED, GROW = range(4)
 
-# Kinds of notes: a watched node is done, a graph is done, a graph is forgotten.
-NODE_DONE, GRAPH_DONE, GRAPH_CLOSED = range(3)
+class ExitReason(IntEnum):
+    """Why the loop was left."""
 
-# Room that one event may need at most, besides for a stream's packets on the way and a node's followers.
-SPARE: Final = 16
+    IDLE = 0
+    TIME_LIMIT = 1
+    COMPLETED = 2
+    GROW = 3
 
-SWITCH: Final = np.dtype(
+
+URGENT_QUEUE: Final = int(Queue.CONTROL)
+"""The most urgent queue, a plain integer: Numba cannot unify a member of an Enum with the number of another queue."""
+
+SPARE_ROWS: Final = 16
+"""Rows of each array that one event may need, besides those for a stream's packets in flight and a node's followers."""
+
+SWITCH_ROW: Final = np.dtype(
     [("random", i8), ("salt", i8), ("used", i8), ("turn", i4), ("divisor", i4)],
     align=True,
 )
 
-PORT: Final = np.dtype(
+PORT_ROW: Final = np.dtype(
     [
-        ("busy", i8),
+        ("busy_until", i8),
         ("delay", i8),
         ("sent_bytes", i8),
         ("bytes", i8),
         ("bytes_max", i8),
-        ("kib", i4),
+        ("kibibyte_ps", i4),
         ("node", i4),
         ("target", i4),
         ("control_head", i4),
         ("control_tail", i4),
-        ("mask", np.uint8),
+        ("nonempty", np.uint8),
         ("pending", i1),
         ("lossy", i1),
         ("pulling", i1),
@@ -75,26 +106,26 @@ PORT: Final = np.dtype(
     ],
     align=True,
 )
-"""One direction of a link, with the first cache line for what every packet needs. ``mask`` has a bit for each queue
-that is not empty, ``lossy`` tells whether ``loss`` is above 0."""
+"""One direction of a link; the first cache line has what every packet needs. ``nonempty`` has a bit for each queue,
+``pending`` says that a PORT_FREE waits, ``lossy`` that ``loss`` is above 0."""
 
-QUEUE: Final = np.dtype(
+QUEUE_ROW: Final = np.dtype(
     [("head", i4), ("tail", i4), ("packets", i4), ("depth", i4), ("waiting_bytes", i8), ("unused", i8)],
     align=True,
 )
-"""A queue of a port, at ``port * QUEUES + queue``. At a host, ``head`` to ``tail`` are streams that are ready to send;
-at a switch they are packets. ``depth`` is the register that the P4 program reads: when a packet last left it."""
+"""A queue of a port, at ``port * PORT_QUEUES + queue``. At a host, ``head`` to ``tail`` are streams that are ready to
+send; at a switch they are packets. ``depth`` is the register that the P4 program reads: as of the last departure."""
 
-PACKET: Final = np.dtype(
+PACKET_ROW: Final = np.dtype(
     [
         ("serial", i8),
-        ("node", i4),
+        ("message", i4),
         ("index", i4),
-        ("record", i4),
+        ("transmission", i4),
         ("next", i4),
         ("port", i4),
         ("target", i4),
-        ("hash", np.uint32),
+        ("path_hash", np.uint32),
         ("size", i4),
         ("rank", i4),
         ("kind", i1),
@@ -102,67 +133,70 @@ PACKET: Final = np.dtype(
         ("drop_class", i1),
         ("ecn", i1),
         ("sprayed", i1),
-        ("flag", i1),
-        ("again", i1),
+        ("satisfied", i1),
+        ("retransmission", i1),
         ("trimmed", i1),
-        ("echo", i1),
+        ("ecn_echo", i1),
         ("unused", i8),
     ],
     align=True,
 )
-"""A packet, or where the next unused one is. Of an answer, ``flag`` says that the target needs no more, and ``echo``
-that what it answers came marked."""
+"""A packet in the network, or an unused row. ``satisfied`` (of an ACK or a reply to a probe): the receiver needs no
+more of the message. ``ecn_echo``: what it acknowledges arrived with a mark. ``rank``: packets that its message has
+left."""
 
-RECORD: Final = np.dtype(
+TRANSMISSION_ROW: Final = np.dtype(
     [
         ("serial", i8),
         ("number", i8),
-        ("sent", i8),
-        ("node", i4),
+        ("sent_at", i8),
+        ("message", i4),
         ("index", i4),
         ("previous", i4),
         ("next", i4),
         ("queue", i4),
-        ("again", i4),
+        ("repeated", i4),
     ],
     align=True,
 )
-"""A packet as its sender remembers it: on the way (in a list by stream and queue), or to be sent again. ``again``: it
-was lost before."""
+"""A packet as its sender remembers it: in flight (in a list by stream and queue) or to be retransmitted.
 
-STREAM: Final = np.dtype(
+``serial`` is the packet's while in flight, else -1, so that late acknowledgements do not match. ``number`` counts the
+stream's transmissions. ``repeated``: the packet was lost before."""
+
+STREAM_ROW: Final = np.dtype(
     [
         ("window", f8),
         ("threshold", f8),
         ("number", i8),
         ("deadline", i8),
         ("timer_at", i8),
-        ("tail_at", i8),
+        ("tail_due", i8),
         ("rtt", i8),
         ("rtt_var", i8),
         ("round_end", i8),
         ("source", i4),
         ("target", i4),
-        ("hash", np.uint32),
-        ("hash_back", np.uint32),
-        ("flying", i4),
+        ("path_hash", np.uint32),
+        ("reverse_path_hash", np.uint32),
+        ("in_flight", i4),
         ("next", i4),
         ("head", i4),
-        ("again_head", i4),
+        ("retransmit_head", i4),
         ("repairing", i4),
         ("acked", i4),
         ("marked", i4),
         ("transport", i1),
         ("ready", i1),
-        ("own", i1),
+        ("single_use", i1),
         ("dead", i1),
-        ("asking", i1),
-        ("tail_open", i1),
+        ("probe_mode", i1),
+        ("tail_probing", i1),
         ("spare", i1),
         ("backoff", i1),
         ("unused", i4),
-        ("first", i4, (QUEUES,)),
-        ("last", i4, (QUEUES,)),
+        ("first", i4, (PORT_QUEUES,)),
+        ("last", i4, (PORT_QUEUES,)),
         ("alpha", f8),
         ("recover", i8),
         ("reduced", i8),
@@ -172,47 +206,48 @@ STREAM: Final = np.dtype(
         ("peak", f8),
         ("reno", f8),
         ("tail", i4),
-        ("again_tail", i4),
+        ("retransmit_tail", i4),
         ("timers", i4),
         ("credit", i4),
         ("tail_number", i8),
-        ("tail_node", i4),
+        ("tail_message", i4),
         ("tail_index", i4),
         ("serial", i8),
         ("unused_too", i8, (3,)),
     ],
     align=True,
 )
-"""A flow of messages: its window, those of its messages that have something unsent (``head``), packets to be sent again
-(``again_head``), and packets on the way by queue (``first``).
+"""A stream of messages: its window, its messages with something unsent (``head``), its packets to be retransmitted
+(``retransmit_head``), and its packets in flight by queue (``first``).
 
-``deadline`` is when all on the way is given up, ``tail_at`` when the tail is probed, ``timer_at`` the event that counts
-of the ``timers`` that wait. ``tail_open``: a probe numbered ``tail_number`` has not been answered. ``spare`` packets
-may go beyond the window; ``repairing`` were lost and are not known to have arrived; ``asking``: a question instead of
-data goes out (pFabric)."""
+``deadline``: when all in flight is given up. ``tail_due``: when the tail is probed. ``timer_at``: the one event that
+counts of the ``timers`` that wait. ``tail_probing``: the probe numbered ``tail_number``, which repeats a packet of
+``tail_message`` if that is not -1, has not been acknowledged. ``spare`` packets may go beyond the window. ``repairing``
+packets were lost and are not known to have arrived. ``probe_mode``: probes go out instead of data (pFabric).
+``credit``: packets that NDP's PULLs have asked for."""
 
-MESSAGE: Final = np.dtype(
+MESSAGE_ROW: Final = np.dtype(
     [
         ("offset", i8),
         ("stream", i4),
         ("packets", i4),
         ("last_bytes", i4),
-        ("next", i4),
+        ("next_index", i4),
         ("acked", i4),
         ("received", i4),
-        ("flying", i4),
+        ("in_flight", i4),
         ("refs", i4),
         ("sent", i4),
-        ("waiting", i4),
+        ("retransmits", i4),
         ("holes", i4),
         ("transport", i1),
         ("queue", i1),
         ("bounded", i1),
         ("listed", i1),
         ("done", i1),
-        ("stopped", i1),
-        ("asked", i1),
-        ("resending", i1),
+        ("satisfied", i1),
+        ("probed", i1),
+        ("filling_holes", i1),
         ("probing", i1),
         ("closed", i1),
         ("profile", i2),
@@ -225,7 +260,7 @@ MESSAGE: Final = np.dtype(
         ("follower_count", i4),
         ("waits", i4),
         ("graph", i4),
-        ("link", i4),
+        ("next_in_stream", i4),
         ("owner", i8),
         ("salt", i8),
         ("probe_at", i8),
@@ -242,17 +277,173 @@ MESSAGE: Final = np.dtype(
     ],
     align=True,
 )
-"""A node of a graph. ``next`` is the first packet not sent yet; ``protected`` those of class 0 that have not arrived;
-``waiting`` those to be sent again; ``holes`` those that may stay lost; ``refs`` what refers to the message from
-elsewhere: packets in the network and timers."""
+"""A node of a graph. Its packets' states begin at ``offset``; a node that sends nothing has none.
 
-GRAPH: Final = np.dtype([("remaining", i4), ("open", i4), ("first", i8)], align=True)
+At the sender: ``next_index`` is the first packet not sent yet, ``retransmits`` are to be sent again, ``holes`` may stay
+lost, and ``filling_holes`` says that they may not. ``satisfied``: the receiver needs no more. ``listed``: the message
+is in its stream's list. At the receiver: ``protected`` packets of class 0 have not arrived, ``required`` is what its
+bound demands, ``probed`` says that the sender has sent everything and asked. ``refs`` counts packets in the network and
+timers that refer to the message; its row is free for reuse only without any."""
 
-SLOT: Final = np.dtype([("owner", np.uint32), ("used", np.uint32), ("spent", np.uint32)], align=True)
-"""A drop budget at a switch, as the P4 program's three registers."""
-SLOTS: Final = 1 << 16
-SLOT_OWNED: Final = 0x80000000
-SLOT_IDLE_US: Final = 1_000_000
+GRAPH_ROW: Final = np.dtype([("remaining", i4), ("open", i4), ("first", i8)], align=True)
 
-EVENT: Final = np.dtype([("time", i8), ("key", i8), ("next", i8)])
-"""An event in the list of its bucket, or an unused one."""
+SLOT_ROW: Final = np.dtype([("owner", np.uint32), ("used", np.uint32), ("spent", np.uint32)], align=True)
+"""A slot for a drop budget at a switch: the P4 program's three registers."""
+
+EVENT_ROW: Final = np.dtype([("time", i8), ("key", i8), ("next", i8)])
+"""An event in the list of its bucket, or an unused row."""
+
+_INT: Final = np.dtype(np.int64)
+_INT32: Final = np.dtype(np.int32)
+_BYTE: Final = np.dtype(np.uint8)
+
+ARRAYS: Final = {
+    "times": _INT,
+    "keys": _INT,
+    "far_times": _INT,
+    "far_keys": _INT,
+    "events": EVENT_ROW,
+    "buckets": _INT32,
+    "occupied": _INT,
+    "ports": PORT_ROW,
+    "queues": QUEUE_ROW,
+    "packets": PACKET_ROW,
+    "switches": SWITCH_ROW,
+    "slots": SLOT_ROW,
+    "streams": STREAM_ROW,
+    "messages": MESSAGE_ROW,
+    "graphs": GRAPH_ROW,
+    "followers": _INT32,
+    "completions": _INT,
+    "transmissions": TRANSMISSION_ROW,
+    "states": _BYTE,
+    "transports": TRANSPORT_ROW,
+    "profiles": _BYTE,
+    "route_row": _INT32,
+    "route_table": _INT32,
+    "choices": _INT32,
+    "rules": SWITCH_RULES_ROW,
+    "counts": _INT,
+}
+"""The arrays by name; those of more than one dimension are flat here."""
+
+WORLD: Final = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "now",
+            "sequence",
+            "heap_length",
+            "far_length",
+            "bucketed",
+            "events_waiting",
+            "bucket_now",
+            "bucket_shift",
+            "free_event",
+            "prefetched",
+            "free_packet_head",
+            "free_packets",
+            "free_transmission_head",
+            "free_transmissions",
+            "serial",
+            "completed",
+            "hosts",
+            "free_stream",
+            "in_flight_max",
+            "followers_max",
+            *(f"{name}_at" for name in ARRAYS),
+            *(f"{name}_len" for name in ARRAYS),
+        )
+    ]
+)
+"""Numbers of the whole network, then addresses and lengths of the arrays. ``free_packet_head`` is the first of
+``free_packets`` unused packets, and so on. ``completed`` counts rows of ``completions``. ``in_flight_max`` and
+``followers_max`` bound what one event may need."""
+
+
+def bind(world: Any, name: str, array: NDArray[Any]) -> None:
+    """Point the record at an array, which has to be contiguous and of the right type."""
+    if array.dtype != ARRAYS[name] or not array.flags.c_contiguous:
+        raise TypeError(f"{name} has to be a contiguous array of {ARRAYS[name]}, not of {array.dtype}")
+    world[f"{name}_at"] = array.ctypes.data
+    world[f"{name}_len"] = array.size
+
+
+_carray: Any = None
+_pointer: Any = None
+if AVAILABLE:
+    _numba: Any = importlib.import_module("numba")
+    _ir: Any = importlib.import_module("llvmlite.ir")
+    _carray = _numba.carray
+
+    def _make_pointer(typingctx: Any, address: Any) -> Any:
+        """Make a pointer of an address."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], _ir.IntType(8).as_pointer())
+
+        return _numba.core.types.voidptr(_numba.types.int64), generate
+
+    _pointer = importlib.import_module("numba.extending").intrinsic(_make_pointer)
+
+
+def _accessor(name: str) -> Any:
+    """Return the compiled function that makes an array of the address in the record."""
+    at, length, row = f"{name}_at", f"{name}_len", ARRAYS[name]
+
+    def array_of(w: Rows) -> Rows:
+        return _carray(_pointer(w[at]), w[length], row)
+
+    return call(array_of)
+
+
+times_of = _accessor("times")
+keys_of = _accessor("keys")
+far_times_of = _accessor("far_times")
+far_keys_of = _accessor("far_keys")
+events_of = _accessor("events")
+buckets_of = _accessor("buckets")
+occupied_of = _accessor("occupied")
+ports_of = _accessor("ports")
+queues_of = _accessor("queues")
+packets_of = _accessor("packets")
+switches_of = _accessor("switches")
+slots_of = _accessor("slots")
+streams_of = _accessor("streams")
+messages_of = _accessor("messages")
+graphs_of = _accessor("graphs")
+followers_of = _accessor("followers")
+completions_of = _accessor("completions")
+transmissions_of = _accessor("transmissions")
+states_of = _accessor("states")
+transports_of = _accessor("transports")
+profiles_of = _accessor("profiles")
+route_row_of = _accessor("route_row")
+route_table_of = _accessor("route_table")
+choices_of = _accessor("choices")
+rules_of = _accessor("rules")
+counts_of = _accessor("counts")
+
+_MULTIPLIER: Final = GOLDEN - (1 << 64)
+_BELOW_57: Final = (1 << 57) - 1
+_BELOW_31: Final = (1 << 31) - 1
+
+
+@call
+def draw(row: Rows) -> Number:
+    """Return 31 random bits, and advance the generator in ``row.random``: `dlcp.sim.arithmetic.draw`.
+
+    Numba's integers of 64 bits are signed, so what ``>>`` copies of the sign has to be masked away.
+    """
+    state = row.random
+    state ^= state << 13
+    state ^= (state >> 7) & _BELOW_57
+    state ^= state << 17
+    row.random = state
+    return (state >> 33) & _BELOW_31
+
+
+@call
+def mix(value: int, salt: int) -> Number:
+    """Return 31 bits that depend on both: `dlcp.sim.arithmetic.mix`."""
+    return (((value ^ salt) * _MULTIPLIER) >> 33) & _BELOW_31

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Switches: which way a packet goes, whether it is let in, where it waits, and which one leaves next."""
 
+from typing import Final
+
 from dlcp.sim.arithmetic import PS_PER_US
-from dlcp.sim.counters import BUDGET_SPENT, DROPS_EARLY, DROPS_POLICY, DROPS_TAIL, MARKS, SLOT_TAKEN, TRIMS
-from dlcp.sim.kernel.dice import draw, mix
 from dlcp.sim.kernel.events import push
 from dlcp.sim.kernel.jit import call
-from dlcp.sim.kernel.state import DATA, PORT_FREE, SLOT_IDLE_US, SLOT_OWNED, SLOTS, Number, Rows
-from dlcp.sim.kernel.world import (
+from dlcp.sim.kernel.state import (
+    URGENT_QUEUE,
+    EventKind,
+    Number,
+    Rows,
     choices_of,
     counts_of,
+    draw,
     messages_of,
+    mix,
     packets_of,
     ports_of,
     queues_of,
@@ -20,52 +25,25 @@ from dlcp.sim.kernel.world import (
     slots_of,
     switches_of,
 )
-from dlcp.sim.plan import (
-    AT_RANDOM,
-    BY_HASH,
-    CONTROL_QUEUE,
-    IN_TURNS,
-    PER_PORT,
-    PER_QUEUE,
-    PRIORITY,
-    QUEUES,
-    R_ALPHA,
-    R_BUFFER,
-    R_DISCIPLINE,
-    R_DROP_ABOVE,
-    R_DROP_INCAPABLE,
-    R_ECN_MAX,
-    R_ECN_MIN,
-    R_ECN_PROBABILITY,
-    R_LIMIT_BYTES,
-    R_LIMIT_PACKETS,
-    R_MARK_ABOVE,
-    R_SPRAYING,
-    R_TRIM_PACKETS,
-    SELECTIVE,
-    SMALLEST_FIRST,
-    TRIM,
-)
+from dlcp.sim.packet_engine import EngineCounter
+from dlcp.sim.plan import PORT_QUEUES, TRIMMED_BYTES, BufferScope, Discipline, PacketKind, PathChoice
 
-SEND_NOW, WAITING = -2, -1
+SEND_NOW, WAITS = -2, -1
+"""What `enqueue` did with a packet, unless it dropped one."""
+BUDGET_SLOTS: Final = 1 << 16
+"""The program's SLOT_REGISTER_SIZE."""
+_SLOT_OWNED: Final = 0x80000000
+_SLOT_IDLE_US: Final = 1_000_000
 
 
 @call
-def choose_port(
-    w: Rows,
-    node: int,
-    target: int,
-    path_hash: int,
-    sprayed: int,
-) -> Number:
+def choose_port(w: Rows, node: int, target: int, path_hash: int, sprayed: int) -> Number:
     """Return the link to take from ``node`` to host ``target``; -1 if there is none."""
     ports = ports_of(w)
-    route_row = route_row_of(w)
     route_table = route_table_of(w)
     choices = choices_of(w)
-    switches = switches_of(w)
-    rules = rules_of(w)
-    row = route_row[node]
+    rules = rules_of(w)[0]
+    row = route_row_of(w)[node]
     if row < 0:
         return -1 - row
     cell = (row * w.hosts + target) * 2
@@ -75,15 +53,15 @@ def choose_port(
         return -1
     if count == 1:
         return choices[start]
-    switch = switches[node]
-    if sprayed == 0 or rules[R_SPRAYING] == BY_HASH:
-        if rules[R_DISCIPLINE] == SELECTIVE:
+    switch = switches_of(w)[node]
+    if sprayed == 0 or rules.path_choice == PathChoice.HASH:
+        if rules.discipline == Discipline.DLCP:
             pick = (path_hash // switch.divisor) % count
         else:
             pick = mix(path_hash, switch.salt) % count
-    elif rules[R_SPRAYING] == AT_RANDOM:
+    elif rules.path_choice == PathChoice.RANDOM:
         pick = draw(switch) % count
-    elif rules[R_SPRAYING] == IN_TURNS:
+    elif rules.path_choice == PathChoice.ROUND_ROBIN:
         pick = switch.turn % count
         switch.turn = (switch.turn + 1) & 0x3FFFFFFF
     else:
@@ -100,25 +78,30 @@ def choose_port(
 
 
 @call
-def spend(w: Rows, switch: int, owner: int, budget: int, now: int) -> Number:
-    """Return whether a message has a drop left at a switch, and take it: SelectiveDrop of p4/v1model/drop.p4."""
-    slots = slots_of(w)
+def spend_drop_budget(w: Rows, switch: int, owner: int, budget: int, now: int) -> Number:
+    """Return whether a message has a drop left at a switch, and take it: SelectiveDrop of p4/v1model/drop.p4.
+
+    This repeats the P4 program for speed alone. The generated Numba source of the whole program takes as long for a
+    packet as everything else that the kernel does for a hop. `tests/sim/test_sim_agreement.py` (test_engines_agree,
+    test_shared_slots_are_counted_as_the_program_does) keeps the two equal: the reference runs the compiled program, and
+    every drop, every budget spent and every slot taken has to be the same.
+    """
     counts = counts_of(w)
-    slot = slots[switch * SLOTS + (owner & (SLOTS - 1))]
-    owner |= SLOT_OWNED
+    slot = slots_of(w)[switch * BUDGET_SLOTS + (owner & (BUDGET_SLOTS - 1))]
+    owner |= _SLOT_OWNED
     now_us = (now // PS_PER_US) & 0xFFFFFFFF
     holder = int(slot.owner)
     spent = int(slot.spent)
-    if holder != owner and (holder == 0 or ((now_us - int(slot.used)) & 0xFFFFFFFF) > SLOT_IDLE_US):
+    if holder != owner and (holder == 0 or ((now_us - int(slot.used)) & 0xFFFFFFFF) > _SLOT_IDLE_US):
         holder = owner
         spent = 0
         slot.owner = owner
     if holder != owner:
-        counts[SLOT_TAKEN] += 1
+        counts[EngineCounter.SLOT_TAKEN] += 1
         return False
     slot.used = now_us
     if spent >= budget:
-        counts[BUDGET_SPENT] += 1
+        counts[EngineCounter.BUDGET_SPENT] += 1
         slot.spent = spent
         return False
     slot.spent = spent + 1
@@ -127,9 +110,9 @@ def spend(w: Rows, switch: int, owner: int, budget: int, now: int) -> Number:
 
 @call
 def least_urgent(w: Rows, port: int, arriving: int) -> Number:
-    """Return the packet with the most left behind it, ``arriving`` or one that waits; that one is taken out."""
+    """Return the packet with the most left behind it: ``arriving``, or one that waits, which is taken out."""
     packets = packets_of(w)
-    q = queues_of(w)[port * QUEUES]
+    q = queues_of(w)[port * PORT_QUEUES]
     worst = arriving
     before_worst = -1
     previous = -1
@@ -141,17 +124,16 @@ def least_urgent(w: Rows, port: int, arriving: int) -> Number:
         previous = at
         at = packets[at].next
     if worst != arriving:
-        take_out(w, port, worst, before_worst)
+        remove_from_queue(w, port, worst, before_worst)
     return worst
 
 
 @call
-def take_out(w: Rows, port: int, packet: int, before: int) -> None:
-    """Take a packet out of queue 0; ``before`` stands in front of it, or -1."""
-    ports = ports_of(w)
+def remove_from_queue(w: Rows, port: int, packet: int, before: int) -> None:
+    """Take a packet out of queue 0; ``before`` is the one in front of it, or -1."""
     packets = packets_of(w)
-    p = ports[port]
-    q = queues_of(w)[port * QUEUES]
+    p = ports_of(w)[port]
+    q = queues_of(w)[port * PORT_QUEUES]
     following = packets[packet].next
     if before < 0:
         q.head = following
@@ -160,17 +142,17 @@ def take_out(w: Rows, port: int, packet: int, before: int) -> None:
     if following < 0:
         q.tail = before
         if before < 0:
-            p.mask &= ~1
+            p.nonempty &= ~1
     q.packets -= 1
     p.bytes -= packets[packet].size
     q.waiting_bytes -= packets[packet].size
 
 
 @call
-def take_smallest(w: Rows, port: int) -> Number:
-    """Take the first packet of the message that has the least left; packets without a message go first."""
+def dequeue_smallest(w: Rows, port: int) -> Number:
+    """Take the first packet of the message that has the least left. Control packets go first."""
     packets = packets_of(w)
-    q = queues_of(w)[port * QUEUES]
+    q = queues_of(w)[port * PORT_QUEUES]
     best = q.head
     at = packets[best].next
     while at >= 0:
@@ -179,95 +161,97 @@ def take_smallest(w: Rows, port: int) -> Number:
         at = packets[at].next
     before = -1
     at = q.head
-    if packets[best].kind == DATA:
-        while packets[at].kind != DATA or packets[at].node != packets[best].node:
+    if packets[best].kind == PacketKind.DATA:
+        while packets[at].kind != PacketKind.DATA or packets[at].message != packets[best].message:
             before = at
             at = packets[at].next
     else:
         while at != best:
             before = at
             at = packets[at].next
-    take_out(w, port, at, before)
+    remove_from_queue(w, port, at, before)
     return at
 
 
 @call
-def enqueue(
-    w: Rows,
-    port: int,
-    packet: int,
-    now: int,
-) -> Number:
-    """Let a packet wait at a switch's port; return `WAITING`, `SEND_NOW`, or the packet that was dropped instead."""
-    ports = ports_of(w)
+def waiting_queue(w: Rows, first: int, packet: int, discipline: int) -> Number:
+    """Return the queue in which a packet waits at the port whose queues begin at ``first``; NDP may trim it."""
+    x = packets_of(w)[packet]
+    if discipline == Discipline.PRIORITY or discipline == Discipline.DLCP:
+        return int(x.queue)
+    if discipline != Discipline.TRIM:
+        return 0
+    if x.kind == PacketKind.DATA and x.trimmed == 0:
+        if queues_of(w)[first].packets < rules_of(w)[0].trim_packets:
+            return 0
+        x.trimmed = 1
+        x.size = TRIMMED_BYTES
+        counts_of(w)[EngineCounter.TRIMS] += 1
+    return URGENT_QUEUE
+
+
+@call
+def is_full(w: Rows, p: Rows, q: Rows, size: int) -> Number:
+    """Return whether a queue of a port has no room for ``size`` bytes."""
+    rules = rules_of(w)[0]
+    if rules.discipline == Discipline.PFABRIC:
+        return q.packets >= rules.limit_packets
+    limit = rules.limit_bytes
+    if rules.buffer == BufferScope.QUEUE:
+        return q.waiting_bytes + size > limit
+    if rules.buffer == BufferScope.PORT:
+        return p.bytes + size > limit
+    used = switches_of(w)[p.node].used
+    return used + size > limit or (p.bytes + size) * 1024 > rules.alpha_1024 * (limit - used)
+
+
+@call
+def enqueue(w: Rows, port: int, packet: int, now: int) -> Number:
+    """Let a packet wait at a switch's port. Return `WAITS`, `SEND_NOW`, or the packet that was dropped instead."""
     packets = packets_of(w)
-    messages = messages_of(w)
     switches = switches_of(w)
-    rules = rules_of(w)
+    rules = rules_of(w)[0]
     counts = counts_of(w)
-    p = ports[port]
+    p = ports_of(w)[port]
     queues = queues_of(w)
-    first = port * QUEUES
+    first = port * PORT_QUEUES
     x = packets[packet]
-    discipline = rules[R_DISCIPLINE]
+    discipline = rules.discipline
     queue = int(x.queue)
-    if (
-        discipline == SELECTIVE
-        and x.drop_class > 0
-        and queues[first + queue].depth > rules[R_DROP_ABOVE + x.drop_class]
-    ):
-        message = messages[x.node]
-        if spend(w, p.node - w.hosts, message.owner, message.budget, now):
-            counts[DROPS_POLICY] += 1
+    # The program sees the depth that the last packet left behind, not the depth now, and drops before any queueing.
+    droppable = discipline == Discipline.DLCP and x.drop_class > 0
+    if droppable and queues[first + queue].depth > rules.drop_above[x.drop_class]:
+        m = messages_of(w)[x.message]
+        if spend_drop_budget(w, p.node - w.hosts, m.owner, m.budget, now):
+            counts[EngineCounter.DROPS_POLICY] += 1
             return packet
-    if p.pending == 0 and p.busy <= now:
-        if discipline == SELECTIVE:
+    if p.pending == 0 and p.busy_until <= now:
+        if discipline == Discipline.DLCP:
             queues[first + queue].depth = 0
         return SEND_NOW
-    if discipline == TRIM:
-        if x.kind != DATA or x.trimmed != 0:
-            queue = CONTROL_QUEUE
-        elif queues[first].packets >= rules[R_TRIM_PACKETS]:
-            x.trimmed = 1
-            x.size = 64
-            counts[TRIMS] += 1
-            queue = CONTROL_QUEUE
-        else:
-            queue = 0
-    elif discipline != PRIORITY and discipline != SELECTIVE:
-        queue = 0
+    queue = waiting_queue(w, first, packet, discipline)
     q = queues[first + queue]
     size = x.size
-    limit = rules[R_LIMIT_BYTES]
-    full = False
-    if discipline == SMALLEST_FIRST:
-        full = q.packets >= rules[R_LIMIT_PACKETS]
-    elif rules[R_BUFFER] == PER_QUEUE:
-        full = q.waiting_bytes + size > limit
-    elif rules[R_BUFFER] == PER_PORT:
-        full = p.bytes + size > limit
-    else:
-        used = switches[p.node].used
-        full = used + size > limit or (p.bytes + size) * 1024 > rules[R_ALPHA] * (limit - used)
-    dropped = -1
-    if full:
-        counts[DROPS_TAIL] += 1
-        if discipline != SMALLEST_FIRST:
+    dropped = WAITS
+    if is_full(w, p, q, size):
+        counts[EngineCounter.DROPS_TAIL] += 1
+        if discipline != Discipline.PFABRIC:
             return packet
         dropped = least_urgent(w, port, packet)
         if dropped == packet:
             return packet
         switches[p.node].used -= packets[dropped].size
     waiting = q.packets
-    if waiting >= rules[R_ECN_MIN]:
-        low = rules[R_ECN_MIN]
-        high = rules[R_ECN_MAX]
-        if waiting >= high or draw(p) * (high - low) < (waiting - low) * rules[R_ECN_PROBABILITY]:
+    if waiting >= rules.ecn_min:
+        low = rules.ecn_min
+        high = rules.ecn_max
+        if waiting >= high or draw(p) * (high - low) < (waiting - low) * rules.ecn_probability:
             if x.ecn != 0:
                 x.ecn = 3
-                counts[MARKS] += 1
-            elif rules[R_DROP_INCAPABLE] != 0 and x.kind == DATA:
-                counts[DROPS_EARLY] += 1
+                counts[EngineCounter.MARKS] += 1
+            elif rules.drop_incapable != 0 and x.kind == PacketKind.DATA:
+                # Marks and pFabric exclude each other, so no packet was dropped for this one before.
+                counts[EngineCounter.DROPS_EARLY] += 1
                 return packet
     x.next = -1
     if q.head < 0:
@@ -275,7 +259,7 @@ def enqueue(
     else:
         packets[q.tail].next = packet
     q.tail = packet
-    p.mask |= 1 << queue
+    p.nonempty |= 1 << queue
     q.packets = waiting + 1
     p.bytes += size
     q.waiting_bytes += size
@@ -284,40 +268,39 @@ def enqueue(
     switches[p.node].used += size
     if p.pending == 0:
         p.pending = 1
-        push(w, p.busy, PORT_FREE, port)
+        push(w, p.busy_until, EventKind.PORT_FREE, port)
     return dropped
 
 
 @call
 def dequeue(w: Rows, port: int) -> Number:
     """Take the next packet of a switch's port, which has one."""
-    ports = ports_of(w)
     packets = packets_of(w)
     switches = switches_of(w)
-    rules = rules_of(w)
+    rules = rules_of(w)[0]
     counts = counts_of(w)
-    p = ports[port]
-    if rules[R_DISCIPLINE] == SMALLEST_FIRST:
-        packet = take_smallest(w, port)
+    p = ports_of(w)[port]
+    if rules.discipline == Discipline.PFABRIC:
+        packet = dequeue_smallest(w, port)
         switches[p.node].used -= packets[packet].size
         return packet
-    queue = 7
-    while (p.mask >> queue) & 1 == 0:
+    queue = PORT_QUEUES - 1
+    while (p.nonempty >> queue) & 1 == 0:
         queue -= 1
-    q = queues_of(w)[port * QUEUES + queue]
+    q = queues_of(w)[port * PORT_QUEUES + queue]
     packet = q.head
     x = packets[packet]
     q.head = x.next
     if x.next < 0:
-        p.mask &= ~(1 << queue)
+        p.nonempty &= ~(1 << queue)
     depth = q.packets - 1
     q.packets = depth
     p.bytes -= x.size
     q.waiting_bytes -= x.size
     switches[p.node].used -= x.size
-    if rules[R_DISCIPLINE] == SELECTIVE:
+    if rules.discipline == Discipline.DLCP:
         q.depth = depth
-        if x.ecn != 0 and queue != CONTROL_QUEUE and depth > rules[R_MARK_ABOVE]:
+        if x.ecn != 0 and queue != URGENT_QUEUE and depth > rules.mark_above:
             x.ecn = 3
-            counts[MARKS] += 1
+            counts[EngineCounter.MARKS] += 1
     return packet

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The profile of a PyTorch model, measured: how long each module's forward and backward pass takes."""
+"""Measures the profile of a PyTorch model: how long each module's forward and backward pass takes."""
 
 import importlib
 import statistics
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from dlcp.sim.models.profile import StepProfile, TimedLayer
+from dlcp.sim.models.profiles import StepProfile, TimedLayer
 
 
 class ProfileError(RuntimeError):
@@ -37,20 +37,20 @@ def measure(
 ) -> StepProfile:
     """Return a model's profile.
 
-    Each module that holds parameters itself is a layer. The times of modules without (activations, pooling) count to
-    the layer before them, so that the layers' times add up to the step's.
+    Each module with parameters of its own is a layer. Modules without any (activations, pooling) count towards the
+    layer before them, so that the layers' times add up to the step's.
 
     Parameters
     ----------
     model
-        ``torch.nn.Module``; it is called with random numbers of shape (batch, *sample_shape).
+        ``torch.nn.Module``, called with random numbers of shape (batch, *sample_shape).
     rounds
-        Passes of which the median counts, after one that does not.
+        Passes to take the median of, after one to warm up.
 
     Raises
     ------
     ProfileError
-        No parameters, or no gradient reaches them.
+        The model has no parameters.
     """
     import torch
 

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How windows grow and shrink, one class per kind. The formulas' sources are named in `dlcp.sim.transports`."""
+"""How windows grow and shrink, a class for each kind. `dlcp.sim.transports` names the sources of the formulas."""
 
 from collections.abc import Callable
 
 from dlcp.sim.arithmetic import cube_root
-from dlcp.sim.plan import CUBIC, DCTCP, DLCP, NDP, NEW_RENO, PFABRIC, PIAS, SWIFT
-from dlcp.sim.reference.parts import Transport
-
-BACKOFF_MAX = 6
+from dlcp.sim.plan import (
+    BACKOFF_MAX,
+    CUBIC_KEEP,
+    CUBIC_SCALE,
+    DLCP_BACKOFF_MAX,
+    DLCP_LOSS_KEEP,
+    TransportKind,
+    TransportRules,
+)
 
 
 class Window:
@@ -15,19 +20,19 @@ class Window:
 
     backoff_max = BACKOFF_MAX
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: TransportRules) -> None:
         self.transport = transport
         self.packets = transport.window
         self.rtt_ps = self.variation_ps = self.rtt_min_ps = 0
         self.backoff = 0
         self.recover = 0
-        self.asking = False
+        self.probe_mode = False
 
     def timeout_ps(self) -> int:
-        """Return how long to wait for an answer (RFC 6298)."""
+        """Return the timeout (RFC 6298), doubled for each one in a row."""
         return max(self.rtt_ps + 4 * self.variation_ps, self.transport.timeout_ps) << self.backoff
 
-    def measure(self, rtt_ps: int) -> None:
+    def measure_rtt(self, rtt_ps: int) -> None:
         """Take in a round-trip time (RFC 6298)."""
         if not self.rtt_ps:
             self.rtt_ps = self.rtt_min_ps = rtt_ps
@@ -38,9 +43,9 @@ class Window:
         self.variation_ps += (abs(difference) - self.variation_ps) // 4
         self.rtt_min_ps = min(self.rtt_min_ps, rtt_ps)
 
-    def is_limit(self, flying: int) -> bool:
-        """Return whether the window is what holds packets back, with so many on their way."""
-        return flying + 1 >= int(self.packets)
+    def is_limit(self, in_flight: int) -> bool:
+        """Return whether the window is what holds packets back, with so many in flight."""
+        return in_flight + 1 >= int(self.packets)
 
     def on_ack(self, number: int, marked: bool, rtt_ps: int, now_ps: int, limited: bool, sent: int) -> None:
         """Packet ``number`` of the ``sent`` ones was acknowledged."""
@@ -48,10 +53,10 @@ class Window:
     def on_loss(self, number: int, now_ps: int, sent: int) -> None:
         """Packet ``number`` was lost."""
 
-    def go_on(self) -> None:
-        """Send data again instead of questions."""
-        if self.asking:
-            self.asking, self.backoff = False, 0
+    def leave_probe_mode(self) -> None:
+        """Send data instead of probes again."""
+        if self.probe_mode:
+            self.probe_mode, self.backoff = False, 0
 
     def on_timeout(self, sent: int) -> None:
         """Nothing was heard for a whole timeout."""
@@ -63,18 +68,17 @@ class NewRenoWindow(Window):
     """NewReno."""
 
     keep = 0.5
-    loss_min = 2.0
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: TransportRules) -> None:
         super().__init__(transport)
         self.threshold = transport.window_max
 
-    def is_limit(self, flying: int) -> bool:
-        """Return whether the window holds packets back; in slow start the link may, which must not stop the growth."""
-        return (2 * flying if self.packets < self.threshold else flying + 1) >= int(self.packets)
+    def is_limit(self, in_flight: int) -> bool:
+        """Return whether the window holds packets back. In slow start the link may, which must not stop the growth."""
+        return (2 * in_flight if self.packets < self.threshold else in_flight + 1) >= int(self.packets)
 
     def on_ack(self, number: int, marked: bool, rtt_ps: int, now_ps: int, limited: bool, sent: int) -> None:
-        """Grow, but not while what was on the way with a lost packet is acknowledged."""
+        """Grow, but not while packets are acknowledged that were in flight together with a lost one."""
         if not limited or number < self.recover:
             return
         if self.packets < self.threshold:
@@ -87,7 +91,7 @@ class NewRenoWindow(Window):
         self.packets = min(self.transport.window_max, self.packets + 1.0 / self.packets)
 
     def on_loss(self, number: int, now_ps: int, sent: int) -> None:
-        """Halve, once for all that was on the way together."""
+        """Shrink once for all packets that were in flight together."""
         if number >= self.recover:
             self.recover = sent
             self.cut(now_ps)
@@ -107,10 +111,9 @@ class NewRenoWindow(Window):
 class CubicWindow(NewRenoWindow):
     """CUBIC."""
 
-    keep = 0.7
-    scale = 0.4
+    keep = CUBIC_KEEP
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: TransportRules) -> None:
         super().__init__(transport)
         self.peak = self.reno = self.inflection_s = 0.0
         self.epoch_ps: int | None = None
@@ -120,9 +123,9 @@ class CubicWindow(NewRenoWindow):
         if self.epoch_ps is None:
             self.epoch_ps, self.reno = now_ps, self.packets
             self.peak = max(self.peak, self.packets)
-            self.inflection_s = cube_root((self.peak - self.packets) / self.scale)
+            self.inflection_s = cube_root((self.peak - self.packets) / CUBIC_SCALE)
         since_s = (now_ps - self.epoch_ps + self.rtt_ps) * 1e-12 - self.inflection_s
-        target = self.scale * since_s * since_s * since_s + self.peak
+        target = CUBIC_SCALE * since_s * since_s * since_s + self.peak
         self.reno += 3.0 * (1.0 - self.keep) / (1.0 + self.keep) / self.packets
         goal = max(target, self.reno)
         if goal > self.packets:
@@ -130,7 +133,7 @@ class CubicWindow(NewRenoWindow):
             self.packets = min(self.transport.window_max, self.packets + step)
 
     def cut(self, now_ps: int) -> None:
-        """Shrink, and give room to newcomers if the window had not come back to where it was."""
+        """Shrink, and leave room for new flows if the window had not come back to its last peak."""
         self.peak = self.packets * (1.0 + self.keep) / 2.0 if self.packets < self.peak else self.packets
         self.packets = max(1.0, self.packets * self.keep)
         self.threshold = max(2.0, self.packets)
@@ -146,14 +149,14 @@ class CubicWindow(NewRenoWindow):
 class DctcpWindow(NewRenoWindow):
     """DCTCP."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: TransportRules) -> None:
         super().__init__(transport)
         self.alpha = 1.0
         self.acked = self.marked = 0
         self.round_end = self.reduced = 0
 
     def on_ack(self, number: int, marked: bool, rtt_ps: int, now_ps: int, limited: bool, sent: int) -> None:
-        """Average the marked share over rounds, shrink by half of it once a round."""
+        """Average the marked share over rounds, and shrink by half of it once a round."""
         self.acked += 1
         self.marked += marked
         if number >= self.round_end:
@@ -170,13 +173,13 @@ class DctcpWindow(NewRenoWindow):
 
 
 class DlcpWindow(DctcpWindow):
-    """DLCP: a lost packet is a signal of congestion rather than a fault, a silence may be a wait in a lower queue."""
+    """DLCP: a lost packet is a signal of congestion, not a fault, and a silence may be a wait in a lower queue."""
 
-    backoff_max = 1
+    backoff_max = DLCP_BACKOFF_MAX
 
     def cut(self, now_ps: int) -> None:
         """Shrink by a quarter."""
-        self.packets = max(1.0, self.packets * 0.75)
+        self.packets = max(1.0, self.packets * DLCP_LOSS_KEEP)
         self.threshold = self.packets
 
     def on_timeout(self, sent: int) -> None:
@@ -187,22 +190,22 @@ class DlcpWindow(DctcpWindow):
 
 
 class PFabricWindow(NewRenoWindow):
-    """pFabric: as TCP, with a timeout that stays as it is, and questions instead of data after several."""
+    """pFabric: as TCP, with a timeout that stays as it is, and probes instead of data after several of them."""
 
     def timeout_ps(self) -> int:
-        """Return how long to wait for an answer."""
+        """Return the timeout, which never backs off."""
         return self.transport.timeout_ps
 
     def on_timeout(self, sent: int) -> None:
-        """Start over, or ask."""
+        """Start over, or go into probe mode."""
         super().on_timeout(sent)
-        self.asking = self.asking or self.backoff >= self.transport.silences
+        self.probe_mode = self.probe_mode or self.backoff >= self.transport.probe_mode_after
 
 
 class SwiftWindow(Window):
     """Swift."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: TransportRules) -> None:
         super().__init__(transport)
         self.cut_at_ps = 0
 
@@ -219,7 +222,7 @@ class SwiftWindow(Window):
             self.cut_at_ps = now_ps
 
     def on_loss(self, number: int, now_ps: int, sent: int) -> None:
-        """Shrink as far as is allowed at once."""
+        """Shrink as far as one step may."""
         if number < self.recover:
             return
         self.recover = sent
@@ -228,18 +231,18 @@ class SwiftWindow(Window):
             self.cut_at_ps = now_ps
 
     def on_timeout(self, sent: int) -> None:
-        """Shrink as far as is allowed at once."""
+        """Shrink as far as one step may."""
         super().on_timeout(sent)
         self.packets = max(1.0, self.packets * (1.0 - self.transport.decrease_max))
 
 
-WINDOWS: dict[int, Callable[[Transport], Window]] = {
-    NEW_RENO: NewRenoWindow,
-    CUBIC: CubicWindow,
-    DCTCP: DctcpWindow,
-    SWIFT: SwiftWindow,
-    PIAS: DctcpWindow,
-    PFABRIC: PFabricWindow,
-    NDP: Window,
-    DLCP: DlcpWindow,
+WINDOWS: dict[TransportKind, Callable[[TransportRules], Window]] = {
+    TransportKind.NEW_RENO: NewRenoWindow,
+    TransportKind.CUBIC: CubicWindow,
+    TransportKind.DCTCP: DctcpWindow,
+    TransportKind.SWIFT: SwiftWindow,
+    TransportKind.PIAS: DctcpWindow,
+    TransportKind.PFABRIC: PFabricWindow,
+    TransportKind.NDP: Window,
+    TransportKind.DLCP: DlcpWindow,
 }

@@ -3,73 +3,29 @@
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import TYPE_CHECKING
 
-from dlcp.sim.plan import QUEUES
+from dlcp.sim.arithmetic import ENTROPY_TABLE
+from dlcp.sim.plan import PORT_QUEUES, PacketKind, TransportRules
 
 if TYPE_CHECKING:
     from dlcp.sim.reference.congestion import Window
-    from dlcp.sim.reference.interface import Interface
 
 
-class Kind(IntEnum):
-    """Of packets."""
-
-    DATA = 0
-    ACK = 1
-    NACK = 2
-    PULL = 3
-    PROBE = 4
-    ANSWER = 5
-
-
-class Known(Enum):
-    """What a sender knows of a packet."""
+class PacketState(Enum):
+    """What a sender knows of a packet of a message."""
 
     UNSENT = "not sent yet"
-    FLYING = "on its way"
-    ACKED = "arrived"
-    LOST = "to be sent again"
-    HOLE = "lost, which may be borne"
+    IN_FLIGHT = "in flight"
+    ACKED = "acknowledged"
+    LOST = "to be retransmitted"
+    HOLE = "lost, and stays lost unless the receiver needs it"
 
 
 @dataclass(slots=True, eq=False)
-class Transport:
-    """A row of `dlcp.sim.plan.TRANSPORT` as Python numbers."""
-
-    kind: int
-    payload: int
-    header: int
-    ack: int
-    reorder: int
-    queue: int
-    control_queue: int
-    sprayed: bool
-    ecn: int
-    immediate: bool
-    tail_probe: bool
-    silences: int
-    window: float
-    window_max: float
-    gain: float
-    beta: float
-    additive: float
-    decrease_max: float
-    timeout_ps: int
-    target_ps: int
-    demotion: tuple[int, ...]
-
-    @classmethod
-    def of(cls, row: Any) -> "Transport":
-        """Return the transport of a row."""
-        values = {name: row[name].item() for name in cls.__slots__ if name != "demotion"}
-        return cls(**values, demotion=tuple(row["demotion"][: row["levels"]].tolist()))
-
-
-@dataclass(slots=True, eq=False)
-class Graph:
-    """A graph: how many of its nodes are not done, and how many something still refers to."""
+class GraphState:
+    """A graph: how many of its nodes are not done, and how many are not closed."""
 
     number: int
     nodes: list["Message"]
@@ -79,10 +35,10 @@ class Graph:
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """A node of a graph."""
+    """A node of a graph; fields are those of `dlcp.sim.kernel.state.MESSAGE_ROW`."""
 
-    graph: Graph
-    place: int
+    graph: GraphState
+    node: int
     packets: int
     last_bytes: int
     delay_ps: int
@@ -92,7 +48,6 @@ class Message:
     bounded: bool
     required: int
     budget: int
-    owner: int
     queue: int
     salt: int
     job: int
@@ -100,20 +55,20 @@ class Message:
     number: int
     sender: int
     profile: list[int]
-    transport: Transport
-    stream: "Stream | None"
+    transport: TransportRules
+    stream: "MessageStream | None"
     followers: list["Message"] = field(default_factory=list)
     drop_class: list[int] = field(default_factory=list)
-    known: list[Known] = field(default_factory=list)
+    state: list[PacketState] = field(default_factory=list)
     arrived: list[bool] = field(default_factory=list)
     begin_ps: int = -1
     end_ps: int = -1
-    next: int = 0
+    next_index: int = 0
     acked: int = 0
     received: int = 0
     protected: int = 0
-    flying: int = 0
-    waiting: int = 0
+    in_flight: int = 0
+    retransmits: int = 0
     holes: int = 0
     refs: int = 0
     sent: int = 0
@@ -123,102 +78,163 @@ class Message:
     listed: bool = False
     done: bool = False
     closed: bool = False
-    stopped: bool = False
-    asked: bool = False
+    satisfied: bool = False
+    probed: bool = False
     probing: bool = False
-    resending: bool = False
+    filling_holes: bool = False
     probe_timer: bool = False
     probe_at_ps: int = 0
     probe_backoff: int = 0
 
     @property
-    def flow(self) -> "Stream":
+    def flow(self) -> "MessageStream":
         """Return the stream of a message that sends something."""
         assert self.stream is not None
         return self.stream
 
+    @property
+    def left(self) -> int:
+        """Return how many packets have not been acknowledged."""
+        return self.packets - self.acked
+
+    @property
+    def has_enough(self) -> bool:
+        """Return whether the receiver may do without what has not arrived."""
+        return not self.protected and self.received >= self.required
+
 
 @dataclass(slots=True, eq=False)
-class Sent:
-    """A packet as its sender remembers it; ``again`` if it was lost before."""
+class Transmission:
+    """A packet as its sender remembers it; ``repeated`` if it was lost before."""
 
     message: Message
     index: int
     queue: int = 0
     number: int = 0
     sent_ps: int = 0
-    flying: bool = False
-    again: bool = False
+    in_flight: bool = False
+    repeated: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
-    """A flow of messages.
+class MessageStream:
+    """A stream of messages.
 
     Attributes
     ----------
-    again
-        To be sent again, first come first served.
+    messages
+        Those with something unsent.
+    retransmissions
+        Packets to be retransmitted, first come first served.
+    in_flight_by_queue
+        Packets in flight. A dict keeps the order of sending, and finds a packet at once.
     repairing
         Packets that were lost and are not known to have arrived.
     spare
         How many packets may go beyond the window.
     timer_at_ps
-        When the event comes that counts.
-    deadline_ps, tail_at_ps
-        When all on the way is given up, and when the tail is probed.
+        When the one event comes that counts.
+    deadline_ps, tail_due_ps
+        When all in flight is given up, and when the tail is probed.
     tail_number, tail_of
-        Number of the probe that has not been answered, and what it repeats.
+        Number of the probe that has not been acknowledged, and the packet that it repeats.
     """
 
     serial: int
     source: int
     target: int
-    transport: Transport
-    hash: int
-    hash_back: int
+    transport: TransportRules
+    path_hash: int
+    reverse_path_hash: int
     window: "Window"
-    interface: "Interface | None" = None
     messages: deque[Message] = field(default_factory=deque)
-    again: deque[Sent] = field(default_factory=deque)
-    # Insertion order is sending order, and a packet is found at once.
-    out: list[dict[Sent, None]] = field(default_factory=lambda: [{} for _ in range(QUEUES)])
+    retransmissions: deque[Transmission] = field(default_factory=deque)
+    in_flight_by_queue: list[dict[Transmission, None]] = field(default_factory=lambda: [{} for _ in range(PORT_QUEUES)])
     number: int = 0
-    flying: int = 0
+    in_flight: int = 0
     credit: int = 0
     ready: bool = False
     repairing: int = 0
     spare: int = 0
     timer_at_ps: int | None = None
     deadline_ps: int = 0
-    tail_at_ps: int | None = None
+    tail_due_ps: int | None = None
     tail_number: int | None = None
     tail_of: tuple[Message, int] | None = None
 
+    @property
+    def has_work(self) -> bool:
+        """Return whether the stream seems to have something to send."""
+        return bool(self.retransmissions or self.messages)
+
 
 @dataclass(slots=True, eq=False)
-class Packet:
-    """A packet in the network."""
+class SimulatedPacket:
+    """A packet in the network; the last four fields are the P4 program's."""
 
-    kind: Kind
+    kind: PacketKind
     message: Message
     target: int
     size: int
     queue: int
-    hash: int
+    path_hash: int
     index: int = 0
-    sent: Sent | None = None
+    transmission: Transmission | None = None
     rank: int = -1
     drop_class: int = 0
     ecn: int = 0
     sprayed: bool = False
-    again: bool = False
+    retransmission: bool = False
     trimmed: bool = False
-    enough: bool = False
-    echo: bool = False
-    entropy: int = 0
+    satisfied: bool = False
+    ecn_echo: bool = False
     back: bool = False
-    frame: bytearray | None = None
+    frame: bytearray = field(default_factory=bytearray)
     carry: tuple[int, ...] = ()
     enqueued_us: int = 0
     enqueued_depth: int = 0
+
+
+def data_packet(transmission: Transmission, retransmission: bool) -> SimulatedPacket:
+    """Return the packet of a transmission."""
+    message, index = transmission.message, transmission.index
+    stream, transport = message.flow, message.transport
+    path_hash = stream.path_hash
+    if transport.sprayed:
+        entropy = (index + message.step + retransmission) & 0xFFFFFFFF
+        for position in range(4):
+            path_hash ^= int(ENTROPY_TABLE[position, entropy >> (24 - 8 * position) & 255])
+    return SimulatedPacket(
+        PacketKind.DATA,
+        message,
+        stream.target,
+        transport.header + (message.last_bytes if index == message.packets - 1 else transport.payload),
+        transmission.queue,
+        path_hash,
+        index=index,
+        transmission=transmission,
+        rank=message.left,
+        drop_class=message.drop_class[index] if message.bounded and not retransmission else 0,
+        ecn=transport.ecn,
+        sprayed=transport.sprayed,
+        retransmission=retransmission,
+    )
+
+
+def control_packet(
+    message: Message, kind: PacketKind, *, back: bool, acknowledges: SimulatedPacket | None = None
+) -> SimulatedPacket:
+    """Return a control packet of a message's stream, to its target or ``back`` to its source."""
+    stream, transport = message.flow, message.transport
+    return SimulatedPacket(
+        kind,
+        message,
+        stream.source if back else stream.target,
+        transport.ack,
+        transport.control_queue,
+        stream.reverse_path_hash if back else stream.path_hash,
+        index=acknowledges.index if acknowledges else 0,
+        transmission=acknowledges.transmission if acknowledges else None,
+        ecn=transport.ecn,
+        back=back,
+    )

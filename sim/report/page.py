@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlcp.sim.convergence.curves import curves
-from dlcp.sim.experiment import Figure
-from dlcp.sim.reading import Described
+from dlcp.sim.experiment import Figure, PlannedExperiment
 from dlcp.sim.report.plots import draw, number
 from dlcp.sim.report.results import Results, Spread, load, series_of
 from dlcp.sim.report.summary import ClaimFinding, write_summary
-from dlcp.sim.sources import sources_digest
+from dlcp.sim.running import sources_digest
 
 from dlcp import __version__
 from dlcp.report.drawing import Plot
@@ -40,7 +39,7 @@ class ExperimentSection:
     findings: tuple[ClaimFinding, ...]
 
 
-def write_report(described: Sequence[Described], out: Path) -> Path:
+def write_report(described: Sequence[PlannedExperiment], out: Path) -> Path:
     """Write ``report.html``, ``summary.json``, and ``figures/*.csv`` and ``*.svg``.
 
     Returns

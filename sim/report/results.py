@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dlcp.sim.experiment import Experiment, Figure, Run
-from dlcp.sim.reading import Described
+from dlcp.sim.experiment import Experiment, ExperimentRun, Figure, PlannedExperiment
 from dlcp.sim.sweep import existing
 
 Combination: TypeAlias = tuple[tuple[str, str], ...]
@@ -48,8 +47,8 @@ class Results:
     """
 
     experiment: Experiment
-    documents: tuple[tuple[Run, Mapping[str, Any]], ...]
-    missing: tuple[Run, ...]
+    documents: tuple[tuple[ExperimentRun, Mapping[str, Any]], ...]
+    missing: tuple[ExperimentRun, ...]
 
     def points(self, axis: str) -> list[str]:
         """Return the points of an axis of which there are results, in the file's order."""
@@ -81,7 +80,7 @@ class Results:
             }
 
 
-def load(described: Described, out: Path) -> Results:
+def load(described: PlannedExperiment, out: Path) -> Results:
     """Read what was run of an experiment."""
     folder = out / described.experiment.name
     documents, missing = [], []

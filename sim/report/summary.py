@@ -10,7 +10,7 @@ from typing import Any
 
 from dlcp.sim.experiment import Claim
 from dlcp.sim.report.results import Combination, Results, Spread
-from dlcp.sim.sources import sources_digest
+from dlcp.sim.running import sources_digest
 
 from dlcp import __version__
 

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training job as somebody describes it."""
+"""Training jobs as an experiment describes them, and the hosts that each gets."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
+import numpy as np
+from dlcp.sim.collectives import CollectiveName
 from msgspec import Meta
 
-Count = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(ge=0)]
-
-Collective = Literal["parameter_server", "ring", "direct", "halving_doubling", "tree", "hierarchical"]
+_Count = Annotated[int, Meta(ge=1)]
+_Seconds = Annotated[float, Meta(ge=0)]
 SchedulerName = Literal["fifo", "p3", "bytescheduler", "dlcp"]
-Placement = Literal["packed", "spread", "random"]
 
 
 class StragglerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A worker that computes more slowly.
+    """A worker that is slower than the others.
 
     Parameters
     ----------
@@ -35,60 +36,60 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Parameters
     ----------
     model
-        A name in `dlcp.sim.models.throughput.NETWORKS`, or the file of a profile that ``dlcp sim profile`` has written.
+        A name in `dlcp.sim.models.architectures.MODELS`, or a profile that ``dlcp sim profile`` has written.
     gpu, precision
-        Whose published throughput gives the computing time; a profile of one's own has times of its own.
+        Whose published throughput gives the computing time. A profile has times of its own.
     batch
-        Samples of a worker in a step; the published one if it is not given.
+        Samples of a worker in a step; by default that of the published throughput.
     workers, servers
-        How many hosts compute, and how many more hold parameters; ``servers`` is for ``parameter_server`` alone.
+        How many hosts compute, and how many more hold parameters, for ``parameter_server``.
     placement
-        Which hosts: the next free ones, every n-th of the free ones, or at random.
+        Which hosts: the next free ones, every n-th free one, or random ones.
     copies
-        How many such jobs run side by side, each on hosts of its own.
+        How many such jobs run at once, each on hosts of its own.
     collective
-        How gradients are summed and results come back. ``hierarchical`` sums within ``group`` neighbours first.
+        How gradients are reduced. ``hierarchical`` reduces within ``group`` adjacent workers first.
     scheduler
         In which pieces and in which order gradients are sent; see `dlcp.sim.training.schedulers`.
     piece_bytes
-        The most bytes of a piece; the scheduler's own if it is not given.
+        The most bytes of a piece; by default the scheduler's own.
     transport
-        By the experiment's name for it.
+        Its name in the experiment.
     bytes_per_value
         Of a gradient on the wire.
     flows
         ``shared``: messages between two hosts share a connection (one per queue with ``dlcp``) and go in the
-        scheduler's order. ``own``: every message is a flow of its own that begins when it is ready, as in simulations
-        of flow completion; then hosts have no order.
+        scheduler's order. ``own``: every message is a flow of its own that begins when it is ready, in no order, as in
+        simulations of flow completion.
     compression
         How many times smaller a compressor makes gradients, as a baseline. It costs no computing time here, which
-        flatters it.
+        favours it.
     loss_bound
-        The share of a message's packets on its way to be summed that may be lost, with a transport that bounds loss.
-        What comes back is always delivered whole.
+        The share of a contribution's packets that may be lost, with a transport that bounds loss. Results are always
+        delivered whole.
     layer_queues
-        Whether ``dlcp`` puts front layers into more urgent queues of switches; otherwise all go in the transport's.
+        Whether ``dlcp`` puts front layers into more urgent queues; otherwise all go into the transport's.
     magnitude_classes
         Whether ``dlcp`` gives packets drop classes by layer and magnitude; otherwise all are of class 1.
     jitter
-        Standard deviation of a worker's computing time in a step over its mean, log-normal.
+        Standard deviation of a worker's computing time in a step, relative to its mean; log-normal.
     stagger_s
-        Every copy starts this much after the one before.
+        Each copy starts so much after the one before.
     """
 
     name: str
     model: str = "resnet50"
     gpu: str = "v100"
     precision: Literal["single", "mixed"] = "mixed"
-    batch: Count | None = None
+    batch: _Count | None = None
     workers: Annotated[int, Meta(ge=2)] = 8
     servers: Annotated[int, Meta(ge=0)] = 0
-    placement: Placement = "packed"
-    copies: Count = 1
-    collective: Collective = "ring"
-    group: Count = 8
+    placement: Literal["packed", "spread", "random"] = "packed"
+    copies: _Count = 1
+    collective: CollectiveName = "ring"
+    group: _Count = 8
     scheduler: SchedulerName = "fifo"
-    piece_bytes: Count | None = None
+    piece_bytes: _Count | None = None
     layer_queues: bool = True
     magnitude_classes: bool = True
     transport: str = "dctcp"
@@ -99,11 +100,11 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     steps: Annotated[int, Meta(ge=1, le=1000)] = 3
     jitter: Annotated[float, Meta(ge=0, le=1)] = 0.0
     stragglers: tuple[StragglerSpec, ...] = ()
-    start_s: Seconds = 0.0
-    stagger_s: Seconds = 0.0
+    start_s: _Seconds = 0.0
+    stagger_s: _Seconds = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
+        """Refuse contradictions."""
         if (self.collective == "parameter_server") != bool(self.servers):
             raise ValueError(
                 f"servers is {self.servers} and collective is {self.collective!r}: servers are for parameter_server, "
@@ -115,3 +116,65 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(f"hierarchical: {self.workers} workers do not fill groups of {self.group}")
         if any(straggler.worker >= self.workers for straggler in self.stragglers):
             raise ValueError(f"a straggler's rank lies beyond the {self.workers} workers, 0 to {self.workers - 1}")
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedJob:
+    """A copy of a job with its hosts.
+
+    Parameters
+    ----------
+    name
+        Of this copy.
+    number
+        Among all jobs of the experiment.
+    """
+
+    spec: TrainingJob
+    name: str
+    number: int
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+    start_s: float
+
+
+def place_jobs(jobs: Sequence[TrainingJob], hosts: int, seed: int) -> list[PlacedJob]:
+    """Give every copy of every job hosts of its own.
+
+    Servers are spread among the workers, so that they are not all at the same switch.
+
+    Raises
+    ------
+    ValueError
+        There are not enough hosts.
+    """
+    needed = sum((job.workers + job.servers) * job.copies for job in jobs)
+    if needed > hosts:
+        raise ValueError(f"the jobs need {needed} hosts and the topology has {hosts}")
+    free = list(range(hosts))
+    placed: list[PlacedJob] = []
+    for job in jobs:
+        for copy in range(job.copies):
+            size = job.workers + job.servers
+            taken = _choose(free, size, job, np.random.default_rng([seed, 0x91ACE, len(placed)]))
+            free = [host for host in free if host not in set(taken)]
+            at = {round((index + 0.5) * size / job.servers) % size for index in range(job.servers)}
+            placed.append(
+                PlacedJob(
+                    job,
+                    job.name if job.copies == 1 else f"{job.name}{copy}",
+                    len(placed),
+                    tuple(host for index, host in enumerate(taken) if index not in at),
+                    tuple(host for index, host in enumerate(taken) if index in at),
+                    job.start_s + copy * job.stagger_s,
+                )
+            )
+    return placed
+
+
+def _choose(free: list[int], size: int, job: TrainingJob, random: np.random.Generator) -> list[int]:
+    if job.placement == "packed":
+        return free[:size]
+    if job.placement == "spread":
+        return [free[index * len(free) // size] for index in range(size)]
+    return [free[int(index)] for index in random.permutation(len(free))[:size]]

@@ -1,30 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a job as a graph: backward passes, exchanges and the next forward pass of every worker."""
+"""A training job that runs: steps as graphs of computing and all-reduces, and the process that submits them.
 
-from dataclasses import dataclass
+A step is the backward pass of every worker, the all-reduces of its gradient pieces, and the next forward pass, whose
+layers wait for the pieces that they need.
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import numpy as np
-from dlcp.sim.arithmetic import PS_PER_S
-from dlcp.sim.collectives import PULL_MESSAGE, Exchange
+from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
+from dlcp.sim.collectives import RESULT_MESSAGE, SHARD_MESSAGES, AllReduceSpec, all_reduce
 from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder, Nodes
-from dlcp.sim.models.profile import StepProfile
-from dlcp.sim.training.exchanges import all_reduce
-from dlcp.sim.training.placement import PlacedJob
-from dlcp.sim.training.schedulers import Piece
+from dlcp.sim.models.profiles import StepProfile, read_profile, step_profile
+from dlcp.sim.simulation import Process, Simulation
+from dlcp.sim.training.job import PlacedJob, TrainingJob
+from dlcp.sim.training.schedulers import GradientPiece, piece_limit, pieces
 from numpy.typing import NDArray
 
 STEPS_PER_GRAPH: Final = 4
-"""Steps of one graph, in which workers drift apart freely; between graphs they meet. Chosen by us: memory holds no more
-steps than these, and the meeting costs little, for in every step the fastest has to wait for the slowest."""
+"""Steps of one graph, in which workers drift apart freely; between graphs they synchronize. Chosen by us: memory holds
+only these steps, and synchronizing costs little, since in every step the fastest worker waits for the slowest."""
 
-SHARED_BYTES: Final = 4_000_000
-"""Pieces above this are cut into a shard per server: MXNet's MXNET_KVSTORE_BIGARRAY_BOUND, a million values."""
+SHARDED_PIECE_BYTES: Final = 4_000_000
+"""Larger pieces are cut into a shard per server: MXNet's MXNET_KVSTORE_BIGARRAY_BOUND, a million values."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """Some steps.
+    """A graph of some steps.
 
     Parameters
     ----------
@@ -39,12 +45,12 @@ class StepGraph:
 def step_graph(
     job: PlacedJob,
     profile: StepProfile,
-    parts: list[Piece],
+    parts: list[GradientPiece],
     factors: NDArray[np.float64],
     first_step: int,
     transport: int,
 ) -> StepGraph:
-    """Return backward, exchange and forward of some steps.
+    """Return the backward passes, all-reduces and forward passes of some steps.
 
     Parameters
     ----------
@@ -65,7 +71,7 @@ def step_graph(
         back = _chain(builder, backward[::-1], speed, previous)[::-1]
         needs: list[list[Nodes]] = [[] for _ in profile.layers]
         for number, piece in enumerate(parts):
-            exchange = Exchange(
+            spec = AllReduceSpec(
                 job.workers,
                 piece.size_bytes,
                 transport,
@@ -80,7 +86,9 @@ def step_graph(
                 message=_message_number(number, shards),
             )
             servers = _servers(job.servers, piece.size_bytes, number)
-            done = all_reduce(builder, job.spec.collective, exchange, servers, job.spec.group, back[piece.ready])
+            done = all_reduce(
+                builder, job.spec.collective, spec, back[piece.ready], servers=servers, group=job.spec.group
+            )
             for layer in piece.layers:
                 needs[layer].append(done)
         ahead = _chain(builder, forward, speed, back[0], needs)
@@ -90,13 +98,13 @@ def step_graph(
 
 
 def _message_number(number: int, shards: int) -> int:
-    """Return where the numbers of a piece's messages begin; those of its shards follow in steps of 64."""
-    return (number % 64 + number // 64 * 64 * shards) & (PULL_MESSAGE - 1)
+    """Return the first message number of a piece; those of its shards follow in steps of `SHARD_MESSAGES`."""
+    return (number % SHARD_MESSAGES + number // SHARD_MESSAGES * SHARD_MESSAGES * shards) & (RESULT_MESSAGE - 1)
 
 
 def _servers(servers: tuple[int, ...], size_bytes: int, number: int) -> tuple[int, ...]:
-    """Return who holds a piece: large ones are cut into a shard per server, others go to the servers in turn."""
-    return servers if size_bytes > SHARED_BYTES or not servers else (servers[number % len(servers)],)
+    """Return the servers of a piece: all of them for a large one, which is sharded; else one of them in turn."""
+    return servers if size_bytes > SHARDED_PIECE_BYTES or not servers else (servers[number % len(servers)],)
 
 
 def _chain(
@@ -106,7 +114,7 @@ def _chain(
     before: Nodes | None,
     needs: list[list[Nodes]] | None = None,
 ) -> NDArray[np.int64]:
-    """Add layers one after the other on every worker; return their nodes, int64 (layers, workers)."""
+    """Add layers one after the other for every worker; return their nodes, int64 (layers, workers)."""
     times = np.rint(np.outer(seconds, speed) * PS_PER_S).astype(np.int64)
     nodes = builder.delays(times.ravel()).reshape(times.shape)
     if before is not None:
@@ -116,3 +124,82 @@ def _chain(
         for done in waits:
             builder.follow(done, nodes[layer])
     return nodes
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a job has come.
+
+    Attributes
+    ----------
+    compute_s
+        What a step would take without communication.
+    step_s
+        How long each step took, the forward pass after it included.
+    """
+
+    job: PlacedJob
+    profile: StepProfile
+    step_s: list[float] = field(default_factory=list)
+
+    @property
+    def compute_s(self) -> float:
+        """Return how long a step of one worker computes."""
+        return self.profile.compute_s
+
+
+def profile_of(job: TrainingJob) -> StepProfile:
+    """Return how long a worker of a job computes, layer by layer.
+
+    Raises
+    ------
+    ValueError
+        There is no such model, nothing is published of it on that GPU, or the profile cannot be read.
+    """
+    if job.model.endswith((".yaml", ".yml", ".json")):
+        return read_profile(Path(job.model))
+    return step_profile(job.model, job.gpu, job.precision, job.batch)
+
+
+def training(simulation: Simulation, progress: Progress) -> Process:
+    """Train step by step."""
+    env, job = simulation.env, progress.job
+    spec = job.spec
+    parts = pieces(
+        spec.scheduler,
+        progress.profile.layers,
+        spec.bytes_per_value / spec.compression,
+        piece_limit(spec),
+        layer_queues=spec.layer_queues,
+        magnitude_classes=spec.magnitude_classes,
+    )
+    factors = _factors(simulation, job)
+    yield env.timeout(seconds_to_ps(job.start_s))
+    before = int(env.now)
+    for first in range(0, spec.steps, STEPS_PER_GRAPH):
+        steps = step_graph(
+            job,
+            progress.profile,
+            parts,
+            factors[first : first + STEPS_PER_GRAPH],
+            first,
+            simulation.transports[spec.transport],
+        )
+        running = simulation.submit(steps.graph, label=(job.name, first))
+        for end in steps.ends:
+            yield running.nodes[end]
+            progress.step_s.append((int(env.now) - before) / 1e12)
+            before = int(env.now)
+        yield running.closed if first + STEPS_PER_GRAPH >= spec.steps else running.done
+
+
+def _factors(simulation: Simulation, job: PlacedJob) -> NDArray[np.float64]:
+    """Return how many times as long as in the profile each worker computes, float64 (steps, workers)."""
+    spec = job.spec
+    random = simulation.random(3, job.number)
+    # A log-normal of mean 1 whose deviation is `jitter`.
+    sigma = math.sqrt(math.log1p(spec.jitter**2))
+    factors = random.lognormal(-(sigma**2) / 2, sigma, (spec.steps, spec.workers))
+    for straggler in spec.stragglers:
+        factors[:, straggler.worker] *= straggler.factor
+    return factors

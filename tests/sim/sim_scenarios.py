@@ -4,30 +4,42 @@
 import random
 
 from dlcp.sim import BackgroundSpec, CollectiveJob, FailureSpec, Scenario
-from dlcp.sim.switches import BUFFERS, SPRAYINGS, EcnSpec, SwitchSpec
-from dlcp.sim.topology.build import build
-from dlcp.sim.topology.specs import Dragonfly, FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec
+from dlcp.sim.switches import EcnSpec, SwitchSpec
+from dlcp.sim.topology import Dragonfly, FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec, build_topology
 from dlcp.sim.transports import (
-    Cubic,
-    Dctcp,
-    Dlcp,
-    Ndp,
-    NewReno,
-    PFabric,
-    Pias,
-    Swift,
+    CubicTransport,
+    DctcpTransport,
+    DlcpTransport,
+    NdpTransport,
+    NewRenoTransport,
+    PFabricTransport,
+    PiasTransport,
+    SwiftTransport,
+    TailProbeTransport,
     TransportSpec,
-    WithTailProbe,
 )
 
-TRANSPORTS = (Dlcp, Dctcp, Dlcp, NewReno, Dlcp, Cubic, Swift, Dlcp, Pias, PFabric, Ndp)
-OWN_DISCIPLINE = {PFabric: "pfabric", Ndp: "trim", Pias: "priority"}
+TRANSPORTS = (
+    DlcpTransport,
+    DctcpTransport,
+    DlcpTransport,
+    NewRenoTransport,
+    DlcpTransport,
+    CubicTransport,
+    SwiftTransport,
+    DlcpTransport,
+    PiasTransport,
+    PFabricTransport,
+    NdpTransport,
+)
+
+OWN_DISCIPLINE = {PFabricTransport: "pfabric", NdpTransport: "trim", PiasTransport: "priority"}
 
 
 def draw(seed: int) -> Scenario:
     dice = random.Random(seed)
     topology = _topology(dice)
-    hosts = list(range(build(topology).hosts))
+    hosts = list(range(build_topology(topology).hosts))
     dice.shuffle(hosts)
     kind = TRANSPORTS[seed % len(TRANSPORTS)]
     jobs = [
@@ -60,7 +72,7 @@ def draw(seed: int) -> Scenario:
     return Scenario(
         topology=topology,
         switches=_switches(dice, kind),
-        transports={"t": _transport(dice, kind), "flows": Dctcp()},
+        transports={"t": _transport(dice, kind), "flows": DctcpTransport()},
         jobs=tuple(jobs),
         background=(flows,) if dice.random() < 0.5 else (),
         failures=_failures(dice, topology) if dice.random() < 0.3 else (),
@@ -81,10 +93,11 @@ def _incast(transport: TransportSpec, switches: SwitchSpec, failures: tuple[Fail
 
 RARE = (
     _incast(
-        NewReno(), SwitchSpec(ecn=EcnSpec(min_packets=3, max_packets=40, max_probability=0.2, drop_incapable=True))
+        NewRenoTransport(),
+        SwitchSpec(ecn=EcnSpec(min_packets=3, max_packets=40, max_probability=0.2, drop_incapable=True)),
     ),
     _incast(
-        PFabric(probe_after_timeouts=2),
+        PFabricTransport(probe_after_timeouts=2),
         SwitchSpec(discipline="pfabric", buffer_packets=12),
         (FailureSpec(nodes=("leaf0", "spine0"), loss_ratio=0.9, start_s=2e-5, stop_s=8e-4),),
     ),
@@ -123,16 +136,16 @@ def _topology(dice: random.Random) -> TopologySpec:
 
 def _switches(dice: random.Random, kind: type) -> SwitchSpec:
     discipline = OWN_DISCIPLINE.get(kind) or dice.choice(["fifo", "priority", "dlcp"])
-    if kind is Dlcp and dice.random() < 0.8:
+    if kind is DlcpTransport and dice.random() < 0.8:
         discipline = "dlcp"
     low = dice.randint(2, 20)
     red = EcnSpec(min_packets=low, max_packets=low + 20, max_probability=0.3, drop_incapable=dice.random() < 0.5)
     return SwitchSpec(
         discipline=discipline,
         buffer_packets=dice.choice([12, 30, 100]),
-        buffer=dice.choice(BUFFERS),
+        buffer=dice.choice(("queue", "port", "switch")),
         ecn=dice.choice([None, EcnSpec(min_packets=low, max_packets=low), red]),
-        spraying=dice.choice(["hash", *SPRAYINGS]),
+        spraying=dice.choice(("hash", "hash", "random", "round_robin", "least_queue")),
         mark_at=dice.choice([0.1, 0.3]),
     )
 
@@ -143,21 +156,21 @@ def _transport(dice: random.Random, kind: type) -> TransportSpec:
         options["min_timeout_us"] = dice.choice([60.0, 400.0])
     if dice.random() < 0.3:
         options["packet_bytes"] = 9000
-    if issubclass(kind, WithTailProbe):
+    if issubclass(kind, TailProbeTransport):
         options["tail_probe"] = dice.random() < 0.7
-    if kind is PFabric and dice.random() < 0.5:
+    if kind is PFabricTransport and dice.random() < 0.5:
         options["probe_after_timeouts"] = 2
-    if kind is Dlcp:
+    if kind is DlcpTransport:
         options["immediate"] = dice.random() < 0.4
         options["switch_hops"] = dice.choice([1, 2])
         options["reorder_packets"] = dice.choice([8, 64])
-    if dice.random() < (0.15 if kind is Dlcp else 0.5):
+    if dice.random() < (0.15 if kind is DlcpTransport else 0.5):
         options["balancing"] = dice.choice(["flow", "packet"])
     return kind(**options)
 
 
 def _failures(dice: random.Random, topology: TopologySpec) -> tuple[FailureSpec, ...]:
-    network = build(topology)
+    network = build_topology(topology)
     link = network.links[2 * dice.randrange(len(network.links) // 2)]
     return (
         FailureSpec(

@@ -7,7 +7,7 @@ import io
 import json
 
 import pytest
-from dlcp.sim.reading import read
+from dlcp.sim.experiment import read
 from dlcp.sim.report.plots import draw
 from dlcp.sim.report.results import Spread, load, series_of
 from dlcp.sim.report.summary import findings
@@ -128,7 +128,7 @@ def test_results_of_another_simulator_are_run_again(swept, monkeypatch) -> None:
 
 
 def test_a_change_of_the_simulator_changes_the_digest_and_one_of_the_report_does_not(tmp_path, monkeypatch) -> None:
-    import dlcp.sim.sources as module
+    import dlcp.sim.running as module
 
     copied = [("sim", module._SIMULATOR, name) for name in ("kernel/loop.py", "report/page.py")]
     copied += [("dlcp", module._DLCP, name) for name in module._SHARED]

@@ -4,8 +4,8 @@
 import math
 
 import pytest
-from dlcp.sim.models.files import read_profile, write_profile
-from dlcp.sim.models.throughput import NETWORKS, THROUGHPUTS, network, step_profile
+from dlcp.sim.models.architectures import MODELS, architecture
+from dlcp.sim.models.profiles import THROUGHPUTS, read_profile, step_profile, write_profile
 
 PUBLISHED = {
     "resnet50": 25_557_032,
@@ -20,12 +20,12 @@ GIGA_MACS = {"resnet50": 4.09, "vgg16": 15.47, "inception_v3": 5.71}
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
 def test_parameters(name: str, parameters: int) -> None:
-    assert network(name).parameters == parameters
+    assert architecture(name).parameters == parameters
 
 
 @pytest.mark.parametrize(("name", "giga"), GIGA_MACS.items())
 def test_multiplications(name: str, giga: float) -> None:
-    assert network(name).macs / 1e9 == pytest.approx(giga, abs=0.01)
+    assert architecture(name).macs / 1e9 == pytest.approx(giga, abs=0.01)
 
 
 def test_the_transformer_is_pytorchs() -> None:
@@ -34,12 +34,12 @@ def test_the_transformer_is_pytorchs() -> None:
         model = torch.nn.Transformer(1024, 16, 6, 6, 4096)
     # PyTorch ends encoder and decoder with one more layer norm each.
     count = sum(parameter.numel() for parameter in model.parameters()) - 2 * 2 * 1024
-    described = network("transformer")
+    described = architecture("transformer")
     assert described.parameters == count + 33_708 * 1024
 
 
 def test_the_gpt_has_its_2_7_billion() -> None:
-    assert network("gpt_2_7b").parameters == pytest.approx(2.65e9, rel=0.01)
+    assert architecture("gpt_2_7b").parameters == pytest.approx(2.65e9, rel=0.01)
 
 
 @pytest.mark.parametrize("entry", THROUGHPUTS, ids=lambda entry: f"{entry.model}-{entry.gpu}-{entry.precision}")
@@ -54,13 +54,13 @@ def test_times_add_up(entry) -> None:
 
 
 def test_every_model_has_two_gpus() -> None:
-    for name in NETWORKS:
+    for name in MODELS:
         assert len({entry.gpu for entry in THROUGHPUTS if entry.model == name}) >= 2
 
 
 def test_unknown_names_are_told_with_what_there_is() -> None:
     with pytest.raises(ValueError, match="did you mean vgg16"):
-        network("vgg17")
+        architecture("vgg17")
     with pytest.raises(ValueError, match=r"resnet50 on h100 .* there are: p100 single"):
         step_profile("resnet50", "h100")
 

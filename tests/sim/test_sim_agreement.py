@@ -9,15 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dlcp.sim import CollectiveJob, Result, Scenario, simulate
-from dlcp.sim.counters import NAMES
-from dlcp.sim.kernel.engine import KernelEngine
+from dlcp.sim import CollectiveJob, Scenario, SimulationResult, simulate
+from dlcp.sim.arithmetic import slot_owners
+from dlcp.sim.graph import GraphBuilder
+from dlcp.sim.kernel.kernel_engine import KernelEngine
 from dlcp.sim.kernel.state import SEQUENCE_MAX
-from dlcp.sim.plan import Plan
-from dlcp.sim.reference.program import fits
+from dlcp.sim.kernel.switching import BUDGET_SLOTS
+from dlcp.sim.packet_engine import EngineCounter, counts_by_name
+from dlcp.sim.plan import EnginePlan
+from dlcp.sim.reference.program import chooses_paths
 from dlcp.sim.simulation import Simulation
-from dlcp.sim.topology.specs import LinkSpec, Star
-from dlcp.sim.transports import NewReno, PFabric
+from dlcp.sim.switches import SwitchSpec
+from dlcp.sim.topology import LinkSpec, Star
+from dlcp.sim.transports import DlcpTransport, NewRenoTransport, PFabricTransport
 
 from tests.sim.sim_scenarios import RARE, draw
 
@@ -25,7 +29,7 @@ pytest.importorskip("numba")
 CASES = 60
 
 
-def outcome(result: Result) -> tuple:
+def outcome(result: SimulationResult) -> tuple:
     steps = [(job.name, job.begin_ps, job.end_ps) for job in result.steps]
     return result.end_ps, result.counts, result.drops_by_class, steps
 
@@ -43,18 +47,20 @@ def test_cases_make_everything_happen():
     for scenario in (*map(draw, range(CASES)), *RARE):
         counts = simulate(scenario, engine="kernel", keep_messages=False).counts
         happened.update({name: count for name, count in counts.items() if count})
-        if isinstance(scenario.transports["t"], PFabric):
+        if isinstance(scenario.transports["t"], PFabricTransport):
             happened["pfabric_probes"] += counts["probes"]
-    # Two messages seldom share a budget's slot by chance; tests/switch/test_program.py occupies them.
-    wanted = {*NAMES, "pfabric_probes"} - {"drops_by_class", "slot_taken"}
+    # Two messages seldom share a slot by chance; test_shared_slots_are_counted_as_the_program_does makes them.
+    names = {cell.name.lower() for cell in EngineCounter}
+    wanted = {*names, "pfabric_probes"} - {"drops_by_class", "slot_taken"}
     assert not {name for name in wanted if not happened[name]}
 
 
 def test_cases_cover_what_there_is():
     scenarios = [draw(seed) for seed in range(CASES)]
     dlcp = [case for case in scenarios if case.switches.discipline == "dlcp"]
-    programs = [case for case in dlcp if fits(Simulation(case, engine="kernel").plan)]
-    assert len(programs) >= 8
+    by_program = [case for case in dlcp if chooses_paths(Simulation(case, engine="kernel").plan)]
+    assert len(by_program) >= 8
+    assert len(dlcp) - len(by_program) >= 8
     for values in (
         {type(case.topology) for case in scenarios},
         {type(case.transports["t"]) for case in scenarios},
@@ -63,11 +69,34 @@ def test_cases_cover_what_there_is():
         assert len(values) >= 5
 
 
+def test_shared_slots_are_counted_as_the_program_does():
+    """Messages whose hashes have the same low bits share a switch's slot, which the first of them holds."""
+    steps = np.arange(1 << 20)
+    slots = slot_owners(steps * 0, steps, steps * 0, steps * 0) & (BUDGET_SLOTS - 1)
+    same = np.flatnonzero(slots == slots[0])[:8]
+    scenario = Scenario(
+        topology=Star(hosts=9, host_link=LinkSpec(rate_gbps=10.0)),
+        switches=SwitchSpec(discipline="dlcp", buffer_packets=40),
+        transports={"t": DlcpTransport()},
+    )
+    counts = {}
+    for engine in ("kernel", "reference"):
+        simulation = Simulation(scenario, engine=engine)
+        builder = GraphBuilder()
+        builder.messages(np.arange(1, 9), 0, 288_000, transport=0, loss_bound=0.1, queue=4, step=same, sender=0)
+        simulation.submit(builder.build())
+        simulation.run()
+        counts[engine] = counts_by_name(simulation.engine.counts)
+    assert counts["kernel"] == counts["reference"]
+    assert counts["kernel"]["slot_taken"] > 0
+    assert counts["kernel"]["drops_policy"] > 0
+
+
 def test_arrays_grow_while_packets_fly():
     """More packets on their way than there is room for at first."""
     scenario = Scenario(
         topology=Star(hosts=3, host_link=LinkSpec(rate_gbps=100.0, delay_us=1000.0)),
-        transports={"t": NewReno(initial_window_packets=3000.0, min_timeout_us=20_000.0)},
+        transports={"t": NewRenoTransport(initial_window_packets=3000.0, min_timeout_us=20_000.0)},
         jobs=(CollectiveJob(name="job", hosts=(0, 1, 2), size_bytes=12_000_000, transport="t"),),
     )
     kernel = simulate(scenario, engine="kernel")
@@ -80,22 +109,22 @@ def test_events_are_numbered_anew_before_their_numbers_are_used_up(monkeypatch):
     late: list[KernelEngine] = []
 
     class LateEngine(KernelEngine):
-        def __init__(self, plan: Plan) -> None:
+        def __init__(self, plan: EnginePlan) -> None:
             super().__init__(plan)
             self._w["sequence"] = SEQUENCE_MAX - 500
             late.append(self)
 
     expected = [outcome(simulate(draw(seed), engine="kernel")) for seed in (2, 9)]
-    monkeypatch.setattr("dlcp.sim.kernel.engine.KernelEngine", LateEngine)
+    monkeypatch.setattr("dlcp.sim.kernel.kernel_engine.KernelEngine", LateEngine)
     assert [outcome(simulate(draw(seed), engine="kernel")) for seed in (2, 9)] == expected
     for engine in late:
-        assert engine.counts[NAMES["events"]] > 1000
+        assert engine.counts[EngineCounter.EVENTS] > 1000
         assert engine._w["sequence"] < SEQUENCE_MAX // 2
 
 
 def test_more_than_an_event_can_name_is_refused(monkeypatch):
     monkeypatch.setattr("dlcp.sim.kernel.state.ID_MASK", 100)
-    monkeypatch.setattr("dlcp.sim.kernel.engine._POOL", 64)
+    monkeypatch.setattr("dlcp.sim.kernel.kernel_engine._POOL", 64)
     with pytest.raises(MemoryError, match="at once; the simulator counts to 100: make the setting smaller"):
         simulate(draw(2), engine="kernel")
 

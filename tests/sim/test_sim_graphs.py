@@ -4,15 +4,15 @@
 import numpy as np
 import pytest
 from dlcp.sim import Scenario, Simulation
-from dlcp.sim.collectives import Exchange, direct, parameter_server, ring
+from dlcp.sim.collectives import AllReduceSpec, direct, parameter_server, ring
 from dlcp.sim.graph import GraphBuilder
-from dlcp.sim.topology.specs import LinkSpec, Star
-from dlcp.sim.transports import Dctcp
+from dlcp.sim.topology import LinkSpec, Star
+from dlcp.sim.transports import DctcpTransport
 
 
 def simulation(hosts: int = 4, engine: str = "reference", **options) -> Simulation:
     topology = Star(hosts=hosts, host_link=LinkSpec(rate_gbps=10.0, delay_us=1.0))
-    return Simulation(Scenario(topology=topology, transports={"t": Dctcp()}), engine=engine, **options)
+    return Simulation(Scenario(topology=topology, transports={"t": DctcpTransport()}), engine=engine, **options)
 
 
 def run(builder: GraphBuilder, hosts: int = 4):
@@ -70,7 +70,7 @@ def test_watched_nodes_are_told_of():
 @pytest.mark.parametrize("count", [2, 5])
 def test_ring(count: int):
     builder = GraphBuilder()
-    ends = ring(builder, Exchange(range(count), 100_001, 0), builder.delays(np.zeros(count, int)))
+    ends = ring(builder, AllReduceSpec(range(count), 100_001, 0), builder.delays(np.zeros(count, int)))
     graph = builder.build()
     sizes = graph.nodes["size_bytes"]
     assert (sizes > 0).sum() == 2 * count * (count - 1)
@@ -85,8 +85,8 @@ def test_ring(count: int):
 
 def test_direct_and_parameter_server():
     builder = GraphBuilder()
-    direct(builder, Exchange(range(4), 40_000, 0))
-    parameter_server(builder, Exchange((0, 1, 2), 40_000, 0, message=1), (3,))
+    direct(builder, AllReduceSpec(range(4), 40_000, 0))
+    parameter_server(builder, AllReduceSpec((0, 1, 2), 40_000, 0, message=1), (3,))
     graph = builder.build()
     sends = graph.nodes["size_bytes"] > 0
     assert sends.sum() == 2 * 4 * 3 + 2 * 3
@@ -102,7 +102,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="a graph needs a node"):
         GraphBuilder().build()
     with pytest.raises(ValueError, match=r"hosts \[1\] are workers and servers"):
-        parameter_server(GraphBuilder(), Exchange((0, 1), 10, 0), (1,))
+        parameter_server(GraphBuilder(), AllReduceSpec((0, 1), 10, 0), (1,))
     builder = GraphBuilder()
     builder.messages(0, 9, 100, transport=0)
     with pytest.raises(ValueError, match="hosts 0 to 3"):
@@ -116,7 +116,7 @@ def test_memory_holds_only_what_is_in_flight():
     def steps():
         for _ in range(30):
             builder = GraphBuilder()
-            ring(builder, Exchange(range(4), 30_000, 0))
+            ring(builder, AllReduceSpec(range(4), 30_000, 0))
             yield sim.submit(builder.build()).closed
 
     sim.process(steps())

@@ -4,11 +4,11 @@
 import numpy as np
 import pytest
 from dlcp.sim import CollectiveJob, FailureSpec, Scenario, Simulation, simulate
-from dlcp.sim.counters import NAMES
 from dlcp.sim.graph import GraphBuilder
+from dlcp.sim.packet_engine import EngineCounter
 from dlcp.sim.switches import SwitchSpec
-from dlcp.sim.topology.specs import LeafSpine, LinkSpec, Star
-from dlcp.sim.transports import NewReno
+from dlcp.sim.topology import LeafSpine, LinkSpec, Star
+from dlcp.sim.transports import NewRenoTransport
 
 pytest.importorskip("numba")
 ENGINES = ("kernel", "reference")
@@ -21,7 +21,7 @@ def flood(
     engine: str, switches: SwitchSpec, targets: tuple[int, ...], queues: tuple[int, ...] = (0,), stop_s: float = 2e-3
 ) -> Simulation:
     """Let eight hosts send 80 packets at once to each target, shares of them in each queue."""
-    transports = {"t": NewReno(initial_window_packets=100.0, min_timeout_us=1e5)}
+    transports = {"t": NewRenoTransport(initial_window_packets=100.0, min_timeout_us=1e5)}
     scenario = Scenario(topology=Star(hosts=8 + len(targets)), switches=switches, transports=transports, stop_s=stop_s)
     simulation = Simulation(scenario, engine=engine)
     builder = GraphBuilder()
@@ -35,7 +35,7 @@ def flood(
 
 def at_ports(simulation: Simulation, values: np.ndarray, targets: tuple[int, ...]) -> np.ndarray:
     """Return what holds at the switch's ports to the targets; at the hosts' own end it is 0."""
-    return np.array([values[simulation.network.between("switch0", f"host{target}")].max() for target in targets])
+    return np.array([values[simulation.topology.between("switch0", f"host{target}")].max() for target in targets])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -72,7 +72,7 @@ def uplink_packets(engine: str, spraying: str, balancing: str, fabric_gbps: floa
     scenario = Scenario(
         topology=topology,
         switches=SwitchSpec(spraying=spraying, buffer_packets=1000, ecn=None),
-        transports={"t": NewReno(initial_window_packets=400.0, reorder_packets=1000, balancing=balancing)},
+        transports={"t": NewRenoTransport(initial_window_packets=400.0, reorder_packets=1000, balancing=balancing)},
         seed=3,
     )
     simulation = Simulation(scenario, engine=engine)
@@ -80,12 +80,12 @@ def uplink_packets(engine: str, spraying: str, balancing: str, fabric_gbps: floa
     builder.messages(0, 1, 400 * 1440, transport=0)
     simulation.submit(builder.build())
     simulation.run()
-    assert simulation.engine.counts[NAMES["resent"]] == 0
+    assert simulation.engine.counts[EngineCounter.RETRANSMITTED] == 0
     carried = simulation.engine.link_bytes()
-    names = simulation.network.names
-    ups = [simulation.network.between("leaf0", name) for name in names if name.startswith("spine")]
+    names = simulation.topology.names
+    ups = [simulation.topology.between("leaf0", name) for name in names if name.startswith("spine")]
     source = names.index("leaf0")
-    forth = [next(link for link in pair if simulation.network.links[link].source == source) for pair in ups]
+    forth = [next(link for link in pair if simulation.topology.links[link].source == source) for pair in ups]
     return carried[forth] / PACKET
 
 
@@ -106,7 +106,7 @@ def test_packets_take_paths_as_they_are_told_to(engine: str) -> None:
 def test_a_lossy_link_loses_its_share() -> None:
     topology = Star(hosts=2, host_link=LinkSpec(loss_ratio=0.01))
     job = CollectiveJob(name="job", hosts=(0, 1), size_bytes=60_000_000, collective="ring", transport="t")
-    counts = simulate(Scenario(topology=topology, transports={"t": NewReno()}, jobs=(job,))).counts
+    counts = simulate(Scenario(topology=topology, transports={"t": NewRenoTransport()}, jobs=(job,))).counts
     hops = counts["hops_data"] + counts["hops_control"]
     assert hops > 100_000
     assert counts["drops_link"] == pytest.approx(0.01 * hops, abs=4 * np.sqrt(0.01 * hops))
@@ -118,7 +118,7 @@ def test_packets_go_round_a_failed_link_once_it_is_known(engine: str) -> None:
         failure = FailureSpec(nodes=("leaf0", "spine0"), loss_ratio=1.0, start_s=1e-5, reroute_s=reroute_s)
         scenario = Scenario(
             topology=LeafSpine(leaves=2, spines=2, hosts_per_leaf=2, host_link=LinkSpec(rate_gbps=10.0)),
-            transports={"t": NewReno(balancing="packet", min_timeout_us=200.0)},
+            transports={"t": NewRenoTransport(balancing="packet", min_timeout_us=200.0)},
             jobs=(CollectiveJob(name="job", hosts=(0, 1, 2, 3), size_bytes=400_000, transport="t"),),
             failures=(failure,),
             stop_s=0.5,

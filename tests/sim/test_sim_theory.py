@@ -8,8 +8,16 @@ import pytest
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
 from dlcp.sim.graph import OWN_LANE, GraphBuilder
 from dlcp.sim.switches import EcnSpec, SwitchSpec
-from dlcp.sim.topology.specs import LeafSpine, LinkSpec, Star
-from dlcp.sim.transports import Cubic, Dctcp, Dlcp, Ndp, NewReno, PFabric, Swift
+from dlcp.sim.topology import LeafSpine, LinkSpec, Star
+from dlcp.sim.transports import (
+    CubicTransport,
+    DctcpTransport,
+    DlcpTransport,
+    NdpTransport,
+    NewRenoTransport,
+    PFabricTransport,
+    SwiftTransport,
+)
 
 pytest.importorskip("numba")
 SERVICE_PS = 1_200_000  # 1,500 bytes at 10 Gbit/s
@@ -26,7 +34,7 @@ def waits_ps(load_by_queue: dict[int, float], seed: int) -> dict[int, float]:
         fabric_link=LinkSpec(rate_gbps=10.0, delay_us=0.1),
     )
     switches = SwitchSpec(discipline="priority", buffer_packets=100_000, ecn=None)
-    transports = {"t": NewReno(min_timeout_us=1e6, ack_bytes=64)}
+    transports = {"t": NewRenoTransport(min_timeout_us=1e6, ack_bytes=64)}
     scenario = Scenario(topology=topology, switches=switches, transports=transports, seed=seed)
     means = {}
 
@@ -74,13 +82,13 @@ def test_waits_by_priority_are_those_of_cobham():
 
 
 INCASTS = {
-    "dctcp": (Dctcp(), SwitchSpec()),
-    "swift": (Swift(), SwitchSpec(ecn=None)),
-    "new_reno": (NewReno(), SwitchSpec(buffer_packets=1000, ecn=None)),
-    "cubic": (Cubic(), SwitchSpec(buffer_packets=1000, ecn=None)),
-    "pfabric": (PFabric(), SwitchSpec(discipline="pfabric")),
-    "ndp": (Ndp(), SwitchSpec(discipline="trim")),
-    "dlcp": (Dlcp(), SwitchSpec(discipline="dlcp")),
+    "dctcp": (DctcpTransport(), SwitchSpec()),
+    "swift": (SwiftTransport(), SwitchSpec(ecn=None)),
+    "new_reno": (NewRenoTransport(), SwitchSpec(buffer_packets=1000, ecn=None)),
+    "cubic": (CubicTransport(), SwitchSpec(buffer_packets=1000, ecn=None)),
+    "pfabric": (PFabricTransport(), SwitchSpec(discipline="pfabric")),
+    "ndp": (NdpTransport(), SwitchSpec(discipline="trim")),
+    "dlcp": (DlcpTransport(), SwitchSpec(discipline="dlcp")),
 }
 
 
@@ -111,7 +119,7 @@ def test_dctcp_keeps_its_queue_and_shares_as_published():
     scenario = Scenario(
         topology=Star(hosts=flows + 1, host_link=LinkSpec(rate_gbps=10.0, delay_us=24.0)),
         switches=SwitchSpec(buffer_packets=1000, ecn=EcnSpec(min_packets=mark, max_packets=mark)),
-        transports={"t": Dctcp()},
+        transports={"t": DctcpTransport()},
         stop_s=0.3,
     )
     simulation = Simulation(scenario)
@@ -121,9 +129,9 @@ def test_dctcp_keeps_its_queue_and_shares_as_published():
     samples, received = [], []
 
     def watch():
-        last = simulation.network.between("host0", "switch0")
-        downward = next(link for link in last if simulation.network.links[link].target == 0)
-        upward = [link for link, item in enumerate(simulation.network.links) if item.source in range(1, flows + 1)]
+        last = simulation.topology.between("host0", "switch0")
+        downward = next(link for link in last if simulation.topology.links[link].target == 0)
+        upward = [link for link, item in enumerate(simulation.topology.links) if item.source in range(1, flows + 1)]
         yield simulation.env.timeout(100_000_000_000)
         before = simulation.engine.link_bytes()
         while simulation.env.now < 299_000_000_000:
@@ -153,7 +161,7 @@ def test_budget_is_the_most_that_a_switch_drops():
         loss_bound=0.1,
     )
     scenario = Scenario(
-        topology=Star(hosts=9), switches=SwitchSpec(discipline="dlcp"), transports={"t": Dlcp()}, jobs=(job,)
+        topology=Star(hosts=9), switches=SwitchSpec(discipline="dlcp"), transports={"t": DlcpTransport()}, jobs=(job,)
     )
     result = simulate(scenario)
     allowed = np.floor(0.1 * result.messages["packets"])

@@ -3,9 +3,7 @@
 
 import numpy as np
 import pytest
-from dlcp.sim.topology.build import build
-from dlcp.sim.topology.network import TopologyError
-from dlcp.sim.topology.specs import Dragonfly, FatTree, LeafSpine, RailOptimised, Star
+from dlcp.sim.topology import Dragonfly, FatTree, LeafSpine, RailOptimised, Star, TopologyError, build_topology
 
 SPECS = {
     "star": (Star(hosts=5), 5, 1, 5),
@@ -20,13 +18,13 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_size(name: str):
     spec, hosts, switches, links = SPECS[name]
-    network = build(spec)
+    network = build_topology(spec)
     assert (network.hosts, len(network.names) - network.hosts, len(network.links) // 2) == (hosts, switches, links)
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_every_host_reaches_every_other_by_each_choice(name: str):
-    network = build(SPECS[name][0])
+    network = build_topology(SPECS[name][0])
     routes = network.routes()
     random = np.random.default_rng(1)
     for source in range(network.hosts):
@@ -41,14 +39,14 @@ def test_every_host_reaches_every_other_by_each_choice(name: str):
 
 
 def test_equal_paths():
-    network = build(LeafSpine(leaves=2, spines=4, hosts_per_leaf=2))
+    network = build_topology(LeafSpine(leaves=2, spines=4, hosts_per_leaf=2))
     leaf = network.names.index("leaf0")
     assert len(network.routes().links(leaf, 3)) == 4
     assert len(network.routes().links(leaf, 1)) == 1
 
 
 def test_gpus_of_one_server_do_not_use_the_network():
-    network = build(RailOptimised(servers=2, gpus_per_server=2, servers_per_pod=2, spines=1))
+    network = build_topology(RailOptimised(servers=2, gpus_per_server=2, servers_per_pod=2, spines=1))
     routes = network.routes()
     names = [network.names[network.links[link].target] for link in routes.links(0, 1)]
     assert names == ["server0"]
@@ -56,7 +54,7 @@ def test_gpus_of_one_server_do_not_use_the_network():
 
 
 def test_routes_avoid_a_failed_link():
-    network = build(LeafSpine(leaves=2, spines=2, hosts_per_leaf=1))
+    network = build_topology(LeafSpine(leaves=2, spines=2, hosts_per_leaf=1))
     failed = network.between("leaf0", "spine1")
     routes = network.routes(failed)
     assert len(failed) == 2
@@ -69,7 +67,7 @@ def test_routes_avoid_a_failed_link():
 
 
 def test_unknown_nodes_are_named():
-    network = build(Star(hosts=2))
+    network = build_topology(Star(hosts=2))
     with pytest.raises(TopologyError, match="no node 'spine0'"):
         network.between("host0", "spine0")
     with pytest.raises(TopologyError, match="no link between host0 and host1"):
@@ -82,4 +80,4 @@ def test_impossible_topologies_are_refused():
     with pytest.raises(ValueError, match="do not fill pods"):
         RailOptimised(servers=3, servers_per_pod=2)
     with pytest.raises(TopologyError, match="1 hosts"):
-        build(LeafSpine(leaves=1, hosts_per_leaf=1))
+        build_topology(LeafSpine(leaves=1, hosts_per_leaf=1))

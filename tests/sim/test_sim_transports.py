@@ -7,22 +7,30 @@ import numpy as np
 import pytest
 from dlcp.sim import FailureSpec, Scenario, Simulation
 from dlcp.sim.graph import OWN_LANE, GraphBuilder
-from dlcp.sim.jobs import failure
+from dlcp.sim.packet_engine import EngineCounter
 from dlcp.sim.plan import make_plan
 from dlcp.sim.reference.congestion import CubicWindow, DctcpWindow, DlcpWindow, NewRenoWindow, SwiftWindow
-from dlcp.sim.reference.parts import Transport
+from dlcp.sim.simulation import failure
 from dlcp.sim.switches import EcnSpec, SwitchSpec
-from dlcp.sim.topology.build import build
-from dlcp.sim.topology.specs import LeafSpine, LinkSpec, Star
-from dlcp.sim.transports import Cubic, Dctcp, Dlcp, Ndp, NewReno, PFabric, Pias, Swift
+from dlcp.sim.topology import LeafSpine, LinkSpec, Star, build_topology
+from dlcp.sim.transports import (
+    CubicTransport,
+    DctcpTransport,
+    DlcpTransport,
+    NdpTransport,
+    NewRenoTransport,
+    PFabricTransport,
+    PiasTransport,
+    SwiftTransport,
+)
 
 LINK = LinkSpec(rate_gbps=10.0, delay_us=1.0)
 PACKET_PS = 1_200_000
 
 
 def window(spec, kind):
-    plan = make_plan(build(Star(hosts=2)), SwitchSpec(), {"t": spec}, (), 1)
-    return kind(Transport.of(plan.transports[0]))
+    plan = make_plan(build_topology(Star(hosts=2)), SwitchSpec(), {"t": spec}, (), 1)
+    return kind(plan.transports[0])
 
 
 def run(transport, switches: SwitchSpec, messages, topology=None, seed: int = 1, engine: str = "reference"):
@@ -49,13 +57,15 @@ def took(record) -> int:
 
 def test_slow_start_doubles_every_round_trip():
     link = LinkSpec(rate_gbps=100.0, delay_us=100.0)
-    records, _, _ = run(NewReno(), SwitchSpec(), [(0, 1, 1440 * (10 + 20 + 40 + 80), 0)], Star(hosts=2, host_link=link))
+    records, _, _ = run(
+        NewRenoTransport(), SwitchSpec(), [(0, 1, 1440 * (10 + 20 + 40 + 80), 0)], Star(hosts=2, host_link=link)
+    )
     # Three round trips of 400 us before the last window leaves, which takes half of one.
     assert took(records[0]) == pytest.approx(3.5 * 400_000_000, rel=0.05)
 
 
 def test_new_reno_halves_once_for_all_that_was_lost_together():
-    reno = window(NewReno(initial_window_packets=40), NewRenoWindow)
+    reno = window(NewRenoTransport(initial_window_packets=40), NewRenoWindow)
     for number in (3, 4, 9):
         reno.on_loss(number, 0, 40)
     assert reno.packets == 20
@@ -64,12 +74,12 @@ def test_new_reno_halves_once_for_all_that_was_lost_together():
 
 
 def test_cubic_is_back_at_its_peak_after_k_seconds():
-    cubic = window(Cubic(initial_window_packets=1000), CubicWindow)
+    cubic = window(CubicTransport(initial_window_packets=1000), CubicWindow)
     cubic.on_loss(0, 0, 1000)
     assert cubic.packets == pytest.approx(700)
     cubic.threshold = 0
     rtt_ps = 50_000_000_000  # long enough that Reno would grow more slowly
-    cubic.measure(rtt_ps)
+    cubic.measure_rtt(rtt_ps)
     k_s = math.cbrt(300 / 0.4)
     now = 0
     while now < (k_s + 0.05) * 1e12:
@@ -79,7 +89,7 @@ def test_cubic_is_back_at_its_peak_after_k_seconds():
 
 
 def test_dctcp_averages_the_marked_share():
-    dctcp = window(Dctcp(initial_window_packets=10), DctcpWindow)
+    dctcp = window(DctcpTransport(initial_window_packets=10), DctcpWindow)
     marked = np.random.default_rng(1).random(4000) < 0.2
     for number, mark in enumerate(marked):
         dctcp.on_ack(number, bool(mark), 1, 0, True, number + 10)
@@ -91,7 +101,7 @@ def test_dctcp_averages_the_marked_share():
 
 
 def test_dlcp_takes_loss_as_a_signal_and_a_silence_too():
-    dlcp = window(Dlcp(initial_window_packets=40), DlcpWindow)
+    dlcp = window(DlcpTransport(initial_window_packets=40), DlcpWindow)
     dlcp.on_loss(5, 0, 40)
     dlcp.on_loss(6, 0, 40)
     assert dlcp.packets == 30
@@ -103,8 +113,8 @@ def test_dlcp_takes_loss_as_a_signal_and_a_silence_too():
 
 
 def test_swift_shrinks_in_proportion_to_the_delay_above_its_target():
-    swift = window(Swift(target_us=20.0, initial_window_packets=100), SwiftWindow)
-    swift.measure(10_000_000)
+    swift = window(SwiftTransport(target_us=20.0, initial_window_packets=100), SwiftWindow)
+    swift.measure_rtt(10_000_000)
     swift.on_ack(1, False, 25_000_000, 100_000_000, True, 100)
     assert swift.packets == pytest.approx(100 * (1 - 0.8 * 5 / 25))
     swift.on_ack(2, False, 25_000_000, 100_000_001, True, 100)
@@ -113,28 +123,25 @@ def test_swift_shrinks_in_proportion_to_the_delay_above_its_target():
 
 def test_swift_holds_the_delay_that_it_aims_at():
     messages = [(source, 0, 3_000_000, 0) for source in (1, 2)]
-    _, counts, simulation = run(Swift(target_us=30.0), SwitchSpec(ecn=None), messages)
-    from dlcp.sim.counters import DECLARED_LOST
+    _, counts, simulation = run(SwiftTransport(target_us=30.0), SwitchSpec(ecn=None), messages)
 
-    assert counts[DECLARED_LOST] == 0
+    assert counts[EngineCounter.DECLARED_LOST] == 0
     # 30 us hold some 25 packets, of which 4 us are on the wire.
     assert simulation.engine.queue_bytes_max().max() < 50 * 1500
 
 
-@pytest.mark.parametrize("transport", [NewReno(), Cubic()])
+@pytest.mark.parametrize("transport", [NewRenoTransport(), CubicTransport()])
 def test_tcp_delivers_everything_through_a_small_buffer(transport):
     messages = [(source, 0, 600_000, 0) for source in (1, 2, 3)]
     records, counts, _ = run(transport, SwitchSpec(buffer_packets=20, ecn=None), messages)
-    from dlcp.sim.counters import ARRIVED, DROPS_TAIL, RESENT
 
-    assert counts[DROPS_TAIL] > 0
-    assert counts[RESENT] >= counts[DROPS_TAIL]
-    assert counts[ARRIVED] == records["packets"].sum()
+    assert counts[EngineCounter.DROPS_TAIL] > 0
+    assert counts[EngineCounter.RETRANSMITTED] >= counts[EngineCounter.DROPS_TAIL]
+    assert counts[EngineCounter.ARRIVED] == records["packets"].sum()
 
 
-@pytest.mark.parametrize("transport", [NewReno, Dctcp, Cubic])
+@pytest.mark.parametrize("transport", [NewRenoTransport, DctcpTransport, CubicTransport])
 def test_the_tail_of_a_message_is_repaired_after_two_round_trips(transport):
-    from dlcp.sim.counters import TAIL_PROBES, TIMEOUTS
 
     def repaired(tail_probe: bool) -> tuple[float, int, int]:
         # Three senders overflow a queue of 20 packets with the last packets of what they send.
@@ -154,7 +161,11 @@ def test_the_tail_of_a_message_is_repaired_after_two_round_trips(transport):
         simulation.submit(builder.build())
         simulation.run()
         counts = simulation.engine.counts
-        return float(kept[0]["end_ps"].max()) / 1e9, int(counts[TAIL_PROBES]), int(counts[TIMEOUTS])
+        return (
+            float(kept[0]["end_ps"].max()) / 1e9,
+            int(counts[EngineCounter.TAIL_PROBES]),
+            int(counts[EngineCounter.TIMEOUTS]),
+        )
 
     took_ms, probes, timeouts = repaired(True)
     assert took_ms < 3
@@ -167,14 +178,13 @@ def test_the_tail_of_a_message_is_repaired_after_two_round_trips(transport):
 
 
 def test_pfabric_asks_after_some_timeouts_and_goes_on_when_it_is_answered():
-    from dlcp.sim.counters import PROBES, TIMEOUTS
 
     # The link loses everything at first: timeouts of 45 us, so five of them after 225 us, then a question at each.
     topology = LeafSpine(leaves=2, spines=1, hosts_per_leaf=1, host_link=LINK, fabric_link=LINK)
     scenario = Scenario(
         topology=topology,
         switches=SwitchSpec(discipline="pfabric", buffer_packets=36),
-        transports={"t": PFabric()},
+        transports={"t": PFabricTransport()},
         failures=(FailureSpec(nodes=("leaf0", "spine0"), loss_ratio=0.9999, stop_s=5e-4),),
     )
     kept = []
@@ -187,8 +197,8 @@ def test_pfabric_asks_after_some_timeouts_and_goes_on_when_it_is_answered():
     counts = simulation.engine.counts
     # Data five times at most: a window of 18, then one packet at a time.
     assert kept[0]["sent_packets"][0] <= 100 + 18 + 4 + 4
-    assert 5 <= counts[PROBES] <= 8
-    assert counts[TIMEOUTS] == counts[PROBES] + 4
+    assert 5 <= counts[EngineCounter.PROBES] <= 8
+    assert counts[EngineCounter.TIMEOUTS] == counts[EngineCounter.PROBES] + 4
     assert 500_000_000 < kept[0]["end_ps"][0] < 900_000_000
 
 
@@ -196,8 +206,8 @@ def test_pias_lets_short_messages_overtake_long_ones():
     messages = [(1, 0, 2_000_000, 0), (2, 0, 30_000, 500_000_000)]
     switches = SwitchSpec(discipline="priority")
     demotion = (50_000, 150_000, 450_000, 1_000_000)
-    pias, _, _ = run(Pias(demotion_bytes=demotion), switches, messages)
-    plain, _, _ = run(Dctcp(initial_window_packets=20), SwitchSpec(ecn=None, buffer_packets=4000), messages)
+    pias, _, _ = run(PiasTransport(demotion_bytes=demotion), switches, messages)
+    plain, _, _ = run(DctcpTransport(initial_window_packets=20), SwitchSpec(ecn=None, buffer_packets=4000), messages)
     alone = 21 * PACKET_PS + 3_000_000 + PACKET_PS
     assert took(pias[1]) < 2 * alone + 15_000_000
     assert took(pias[1]) < took(plain[1])
@@ -205,7 +215,7 @@ def test_pias_lets_short_messages_overtake_long_ones():
 
 def test_pfabric_finishes_what_has_least_left_first():
     messages = [(1, 0, 3_000_000, 0), (2, 0, 300_000, 500_000_000), (3, 0, 60_000, 600_000_000)]
-    records, _, _ = run(PFabric(), SwitchSpec(discipline="pfabric", buffer_packets=36), messages)
+    records, _, _ = run(PFabricTransport(), SwitchSpec(discipline="pfabric", buffer_packets=36), messages)
     for place in (1, 2):
         packets = records["packets"][place:].sum()  # the smaller one may come in between
         assert took(records[place]) < 1.25 * (packets * PACKET_PS + 5_000_000)
@@ -213,17 +223,16 @@ def test_pfabric_finishes_what_has_least_left_first():
 
 
 def test_ndp_trims_instead_of_dropping_and_paces_by_pulls():
-    from dlcp.sim.counters import DROPS_TAIL, RESENT, TIMEOUTS, TRIMS
 
     messages = [(source, 0, 150_000, 0) for source in range(1, 9)]
-    records, counts, simulation = run(Ndp(), SwitchSpec(discipline="trim"), messages)
-    assert counts[TRIMS] > 0
-    assert counts[RESENT] == counts[TRIMS]
-    assert counts[TIMEOUTS] == counts[DROPS_TAIL] == 0
+    records, counts, simulation = run(NdpTransport(), SwitchSpec(discipline="trim"), messages)
+    assert counts[EngineCounter.TRIMS] > 0
+    assert counts[EngineCounter.RETRANSMITTED] == counts[EngineCounter.TRIMS]
+    assert counts[EngineCounter.TIMEOUTS] == counts[EngineCounter.DROPS_TAIL] == 0
     bound = records["packets"].sum() * PACKET_PS
     assert records["end_ps"].max() < 1.1 * bound
     # Eight packets whole, and headers of 64 bytes.
-    assert simulation.engine.queue_bytes_max().max() <= 8 * 1500 + 64 * counts[TRIMS]
+    assert simulation.engine.queue_bytes_max().max() <= 8 * 1500 + 64 * counts[EngineCounter.TRIMS]
 
 
 BOUND = {"loss_bound": 0.1, "queue": 4}
@@ -231,25 +240,24 @@ BOUND = {"loss_bound": 0.1, "queue": 4}
 
 def test_dlcp_loses_nothing_on_an_idle_network_unless_it_stops_at_once():
     switches = SwitchSpec(discipline="dlcp")
-    ceiling, _, _ = run(Dlcp(), switches, [(1, 0, 720_000, 0, BOUND)])
-    immediate, _, _ = run(Dlcp(immediate=True), switches, [(1, 0, 720_000, 0, BOUND)])
+    ceiling, _, _ = run(DlcpTransport(), switches, [(1, 0, 720_000, 0, BOUND)])
+    immediate, _, _ = run(DlcpTransport(immediate=True), switches, [(1, 0, 720_000, 0, BOUND)])
     assert ceiling[0]["missing_packets"] == 0
     assert 0 < immediate[0]["missing_packets"] <= 50
     assert took(immediate[0]) < took(ceiling[0])
 
 
 def test_dlcp_loses_under_congestion_within_the_bound_and_only_what_may_be_lost():
-    from dlcp.sim.counters import DROPS_BY_CLASS, DROPS_POLICY
 
     messages = [(source, 0, 288_000, 0, BOUND | {"sender": source}) for source in range(1, 9)]
-    records, counts, _ = run(Dlcp(), SwitchSpec(discipline="dlcp", buffer_packets=100), messages)
+    records, counts, _ = run(DlcpTransport(), SwitchSpec(discipline="dlcp", buffer_packets=100), messages)
     assert records["missing_packets"].sum() > 0
     assert (records["missing_packets"] <= 20).all()
-    assert 0 < counts[DROPS_POLICY] <= 8 * 20
-    assert counts[DROPS_BY_CLASS] == 0
+    assert 0 < counts[EngineCounter.DROPS_POLICY] <= 8 * 20
+    assert counts[EngineCounter.DROPS_BY_CLASS] == 0
     reliable = [(source, 0, 288_000, 0, {"sender": source}) for source in range(1, 9)]
-    records, counts, _ = run(Dlcp(), SwitchSpec(discipline="dlcp", buffer_packets=100), reliable)
-    assert records["missing_packets"].sum() == counts[DROPS_POLICY] == 0
+    records, counts, _ = run(DlcpTransport(), SwitchSpec(discipline="dlcp", buffer_packets=100), reliable)
+    assert records["missing_packets"].sum() == counts[EngineCounter.DROPS_POLICY] == 0
 
 
 def test_dlcp_recovers_beyond_its_bound():
@@ -261,7 +269,7 @@ def test_dlcp_recovers_beyond_its_bound():
         fabric_link=LinkSpec(rate_gbps=10.0, delay_us=1.0, loss_ratio=0.2),
     )
     messages = [(0, 2, 288_000, 0, BOUND), (1, 3, 288_000, 0, BOUND)]
-    records, _, _ = run(Dlcp(min_timeout_us=100.0), SwitchSpec(discipline="dlcp"), messages, topology)
+    records, _, _ = run(DlcpTransport(min_timeout_us=100.0), SwitchSpec(discipline="dlcp"), messages, topology)
     assert (records["missing_packets"] <= 20).all()
     assert (records["sent_packets"] > records["packets"]).all()
 
@@ -279,7 +287,7 @@ def test_dlcp_recovers_beyond_its_bound():
 def test_dlcp_asks_for_what_is_missing_whatever_comes_last(senders, size_bytes, switches, loss_bound, min_timeout_us):
     """The last news may be a late acknowledgement of what waits to be sent again, or that a packet was trimmed."""
     pytest.importorskip("numba")
-    transport = Dlcp(min_timeout_us=min_timeout_us, reorder_packets=8)
+    transport = DlcpTransport(min_timeout_us=min_timeout_us, reorder_packets=8)
     options = {"loss_bound": loss_bound, "queue": 4}
     messages = [(source, 0, size_bytes, 0, options | {"sender": source}) for source in range(1, senders + 1)]
     kernel, _, _ = run(transport, switches, messages, engine="kernel")
@@ -289,13 +297,12 @@ def test_dlcp_asks_for_what_is_missing_whatever_comes_last(senders, size_bytes, 
 
 
 def test_red_drops_what_cannot_be_marked():
-    from dlcp.sim.counters import DROPS_EARLY, MARKS
 
     red = SwitchSpec(ecn=EcnSpec(min_packets=5, max_packets=50, max_probability=0.1, drop_incapable=True))
     messages = [(source, 0, 300_000, 0) for source in (1, 2, 3)]
-    _, counts, _ = run(NewReno(), red, messages)
-    assert counts[DROPS_EARLY] > 0
-    assert counts[MARKS] == 0
-    _, counts, _ = run(Dctcp(), red, messages)
-    assert counts[DROPS_EARLY] == 0
-    assert counts[MARKS] > 0
+    _, counts, _ = run(NewRenoTransport(), red, messages)
+    assert counts[EngineCounter.DROPS_EARLY] > 0
+    assert counts[EngineCounter.MARKS] == 0
+    _, counts, _ = run(DctcpTransport(), red, messages)
+    assert counts[EngineCounter.DROPS_EARLY] == 0
+    assert counts[EngineCounter.MARKS] > 0

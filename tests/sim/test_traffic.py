@@ -3,16 +3,15 @@
 
 import numpy as np
 import pytest
-from dlcp.sim.jobs import draw_sizes, mean_size
-from dlcp.sim.traffic import SIZES, TrafficSpec
+from dlcp.sim.traffic import WORKLOADS, TrafficSpec, draw_sizes, mean_size
 
 
 # ``meanFlowSize`` of run_pias_dctcp.py and run_pias_vl2.py in PIAS-NS2, in packets of 1,460 bytes.
 @pytest.mark.parametrize(("sizes", "mean_packets"), [("web_search", 1138), ("data_mining", 5117)])
 def test_mean_flow_sizes_are_the_published_ones(sizes, mean_packets) -> None:
     assert TrafficSpec(sizes=sizes).mean_bytes / 1460 == pytest.approx(mean_packets, rel=0.003)
-    drawn = draw_sizes(SIZES[sizes], (np.arange(2_000_000) + 0.5) / 2_000_000)
-    assert drawn.mean() == pytest.approx(mean_size(SIZES[sizes]), rel=0.002)
+    drawn = draw_sizes(WORKLOADS[sizes], (np.arange(2_000_000) + 0.5) / 2_000_000)
+    assert drawn.mean() == pytest.approx(mean_size(WORKLOADS[sizes]), rel=0.002)
 
 
 @pytest.mark.parametrize("sizes", ["web_search", "data_mining"])

@@ -3,19 +3,16 @@
 
 import numpy as np
 import pytest
-from dlcp.sim.collectives import PULL_MESSAGE, Exchange, ring
-from dlcp.sim.experiment import Setting
+from dlcp.sim.collectives import RESULT_MESSAGE, AllReduceSpec, all_reduce, ring
+from dlcp.sim.experiment import RunSetting
 from dlcp.sim.graph import Graph, GraphBuilder
-from dlcp.sim.models.profile import StepProfile, TimedLayer
+from dlcp.sim.models.profiles import StepProfile, TimedLayer
 from dlcp.sim.simulation import Simulation
-from dlcp.sim.topology.specs import Star
-from dlcp.sim.training.exchanges import all_reduce
-from dlcp.sim.training.job import StragglerSpec, TrainingJob
-from dlcp.sim.training.placement import place
-from dlcp.sim.training.process import Progress, training
-from dlcp.sim.training.schedulers import ALIKE, class_shares, piece_limit, pieces
-from dlcp.sim.training.steps import step_graph
-from dlcp.sim.transports import Dctcp
+from dlcp.sim.topology import Star
+from dlcp.sim.training.job import StragglerSpec, TrainingJob, place_jobs
+from dlcp.sim.training.schedulers import UNIFORM_PROFILE, class_shares, piece_limit, pieces
+from dlcp.sim.training.steps import Progress, step_graph, training
+from dlcp.sim.transports import DctcpTransport
 
 LAYERS = tuple(TimedLayer(f"layer{i}", 1_000_000 * (i + 1), 0.001, 0.002) for i in range(4))
 
@@ -43,15 +40,15 @@ def test_everybody_gets_everybodys(collective) -> None:
     count = 8
     builder = GraphBuilder()
     after = builder.delays(np.zeros(count, np.int64))
-    exchange = Exchange(list(range(count)), 8_000_000, 0, loss_bound=0.1)
+    exchange = AllReduceSpec(list(range(count)), 8_000_000, 0, loss_bound=0.1)
     servers = (8, 9) if collective == "parameter_server" else ()
-    ends = all_reduce(builder, collective, exchange, servers, 4, after)
+    ends = all_reduce(builder, collective, exchange, after, servers=servers, group=4)
     graph = builder.build()
     before = reached(graph)
     assert len(ends) == count
     for end in ends:
         assert set(range(count)) <= before[int(end)], "a rank's result does not wait for all ranks"
-    pulls = (graph.nodes["message"] & PULL_MESSAGE) != 0
+    pulls = (graph.nodes["message"] & RESULT_MESSAGE) != 0
     assert (graph.nodes["loss_bound"][pulls] == 0).all(), "results may be lost"
     pushes = (graph.nodes["size_bytes"] > 0) & ~pulls
     assert (graph.nodes["loss_bound"][pushes] == 0.1).all()
@@ -61,10 +58,10 @@ def test_a_rank_of_a_ring_adds_its_own_values_to_all_that_it_passes_on() -> None
     count = 5
     builder = GraphBuilder()
     after = builder.delays(np.zeros(count, np.int64))
-    ends = ring(builder, Exchange(list(range(count)), 1_000_000, 0), after)
+    ends = ring(builder, AllReduceSpec(list(range(count)), 1_000_000, 0), after)
     graph = builder.build()
     before = reached(graph)
-    reducing = (graph.nodes["size_bytes"] > 0) & ((graph.nodes["message"] & PULL_MESSAGE) == 0)
+    reducing = (graph.nodes["size_bytes"] > 0) & ((graph.nodes["message"] & RESULT_MESSAGE) == 0)
     results = (graph.nodes["size_bytes"] > 0) & ~reducing
     for rank in range(count):
         own = graph.nodes["source"] == rank
@@ -76,7 +73,7 @@ def test_a_rank_of_a_ring_adds_its_own_values_to_all_that_it_passes_on() -> None
         for node in to_rank:
             assert ends[rank] in graph.followers[graph.starts[node] : graph.starts[node + 1]]
     with pytest.raises(ValueError, match="at least two hosts, and has 1"):
-        ring(GraphBuilder(), Exchange([0], 1000, 0))
+        ring(GraphBuilder(), AllReduceSpec([0], 1000, 0))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +82,7 @@ def test_a_rank_of_a_ring_adds_its_own_values_to_all_that_it_passes_on() -> None
 def test_bytes_are_those_of_theory(collective, share) -> None:
     builder = GraphBuilder()
     after = builder.delays(np.zeros(8, np.int64))
-    all_reduce(builder, collective, Exchange(list(range(8)), 8_000_000, 0), (), 4, after)
+    all_reduce(builder, collective, AllReduceSpec(list(range(8)), 8_000_000, 0), after, group=4)
     nodes = builder.build().nodes
     ranks = 7 if collective == "tree" else 8
     assert nodes["size_bytes"].sum() == 2 * ranks * share * 8_000_000
@@ -94,7 +91,7 @@ def test_bytes_are_those_of_theory(collective, share) -> None:
 def test_two_levels_cross_groups_with_a_shard_only() -> None:
     builder = GraphBuilder()
     after = builder.delays(np.zeros(8, np.int64))
-    all_reduce(builder, "hierarchical", Exchange(list(range(8)), 8_000_000, 0), (), 4, after)
+    all_reduce(builder, "hierarchical", AllReduceSpec(list(range(8)), 8_000_000, 0), after, group=4)
     nodes = builder.build().nodes
     crossing = nodes["source"] // 4 != nodes["target"] // 4
     assert nodes["size_bytes"][crossing].sum() == 2 * 8_000_000  # two groups' rings over shards, 2 (2 - 1) / 2 each way
@@ -115,14 +112,14 @@ def test_pieces_hold_all_and_priority_follows_layers() -> None:
     assert {piece.queue for piece in parts if piece.ready == 0} == {6}
     assert {piece.queue for piece in parts if piece.ready == 3} == {2}
     alike = pieces("dlcp", LAYERS, 4, 10**6, layer_queues=False, magnitude_classes=False)
-    assert {(piece.queue, piece.shares) for piece in alike} == {(-1, ALIKE)}
-    assert len(class_shares()) == ALIKE + 1
+    assert {(piece.queue, piece.shares) for piece in alike} == {(-1, UNIFORM_PROFILE)}
+    assert len(class_shares()) == UNIFORM_PROFILE + 1
     assert all(sum(shares) == pytest.approx(1) for shares in class_shares())
 
 
 def test_a_step_waits_for_what_it_needs() -> None:
     job = TrainingJob(name="j", workers=4, scheduler="p3", transport="t", steps=2)
-    placed = place([job], 4, 1)[0]
+    placed = place_jobs([job], 4, 1)[0]
     parts = pieces("p3", LAYERS, 4, 4_000_000)
     steps = step_graph(placed, StepProfile("m", LAYERS, 1, "-"), parts, np.ones((2, 4)), 0, 0)
     before = reached(steps.graph)
@@ -138,13 +135,13 @@ def test_jobs_get_hosts_of_their_own() -> None:
         TrainingJob(name="a", workers=3, servers=1, collective="parameter_server", copies=2),
         TrainingJob(name="b", workers=4, placement="random"),
     ]
-    placed = place(jobs, 12, 7)
+    placed = place_jobs(jobs, 12, 7)
     hosts = [host for job in placed for host in (*job.workers, *job.servers)]
     assert sorted(hosts) == list(range(12))
-    assert placed == place(jobs, 12, 7)
+    assert placed == place_jobs(jobs, 12, 7)
     assert [job.name for job in placed] == ["a0", "a1", "b"]
     with pytest.raises(ValueError, match="need 12 hosts and the topology has 11"):
-        place(jobs, 11, 7)
+        place_jobs(jobs, 11, 7)
 
 
 @pytest.mark.parametrize(
@@ -166,9 +163,9 @@ def steps_of(*jobs: TrainingJob, seed: int = 1) -> dict[str, list[float]]:
     """Run jobs on links so fast that computing decides; return the steps of each."""
     profile = StepProfile("m", tuple(TimedLayer(f"layer{i}", 500, 0.001, 0.002) for i in range(2)), 1, "-")
     links = Star(hosts=sum((job.workers + job.servers) * job.copies for job in jobs))
-    setting = Setting(topology=links, transports={"t": Dctcp()}, training=jobs, seed=seed)
+    setting = RunSetting(topology=links, transports={"t": DctcpTransport()}, training=jobs, seed=seed)
     simulation = Simulation(setting.scenario(), engine="reference", class_shares=class_shares())
-    progress = [Progress(placed, profile) for placed in place(jobs, links.hosts, seed)]
+    progress = [Progress(placed, profile) for placed in place_jobs(jobs, links.hosts, seed)]
     for item in progress:
         simulation.process(training(simulation, item))
     simulation.run()

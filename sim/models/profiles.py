@@ -1,29 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast GPUs train these networks, as published; each figure with its source."""
+"""How long a worker computes, layer by layer: from published throughput with its source, or from a file."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
-from dlcp.sim.models.attention import bert_large, gpt_2_7b, transformer
-from dlcp.sim.models.convolutional import inception_v3, resnet50, vgg16
-from dlcp.sim.models.profile import BACKWARD_OVER_FORWARD, Network, StepProfile, timed
+import msgspec
+import yaml
+from dlcp.sim.models.architectures import Model, architecture
 
-from dlcp.suggestion import nearest
+from dlcp.document import Document
 
-NETWORKS: Final[dict[str, Callable[[], Network]]] = {
-    "resnet50": resnet50,
-    "vgg16": vgg16,
-    "inception_v3": inception_v3,
-    "transformer": transformer,
-    "bert_large": bert_large,
-    "gpt_2_7b": gpt_2_7b,
-}
+BACKWARD_OVER_FORWARD: Final = 2.0
+"""Backward has two matrix products for each one of forward, for the gradients of inputs and of weights (Narayanan et
+al., SC 2021, arXiv 2104.04473, appendix)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedLayer:
+    """A layer, and how long it computes in one step on one worker."""
+
+    name: str
+    parameters: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """How long a worker computes in one step; layers from the input to the output.
+
+    Parameters
+    ----------
+    batch
+        Samples of a worker in a step.
+    source
+        Where the times are from.
+    """
+
+    name: str
+    layers: tuple[TimedLayer, ...]
+    batch: int
+    source: str
+
+    @property
+    def parameters(self) -> int:
+        """Return how many values are trained."""
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def compute_s(self) -> float:
+        """Return how long a step takes one worker alone."""
+        return sum(layer.forward_s + layer.backward_s for layer in self.layers)
+
+
+def timed(described: Model, batch: int, samples_per_s: float, source: str) -> StepProfile:
+    """Return a step that takes ``batch / samples_per_s``.
+
+    A third of it is forward, and each layer's share of a pass is its share of the multiplications. So memory-bound
+    layers seem faster than they are; their share of a step is small in these models.
+    """
+    forward_s = batch / samples_per_s / (1 + BACKWARD_OVER_FORWARD)
+    layers = []
+    for layer in described.layers:
+        own = forward_s * layer.macs / described.macs
+        layers.append(TimedLayer(layer.name, layer.parameters, own, own * BACKWARD_OVER_FORWARD))
+    return StepProfile(described.name, tuple(layers), batch, source)
+
+
+def read_profile(path: Path) -> StepProfile:
+    """Return a profile, written by `write_profile` or by hand.
+
+    Raises
+    ------
+    dlcp.document.DocumentError
+        It cannot be read, or says something that no profile says; the message names the line.
+    """
+    document = Document(path)
+    profile = document.convert(StepProfile)
+    if not profile.layers:
+        raise document.error("a profile needs at least one layer", ("layers",))
+    return profile
+
+
+def write_profile(profile: StepProfile, path: Path) -> None:
+    """Write a profile as YAML."""
+    path.write_text(
+        "# SPDX-License-Identifier: Apache-2.0\n" + yaml.safe_dump(msgspec.to_builtins(profile), sort_keys=False),
+        encoding="utf-8",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """A published figure.
+    """A published throughput.
 
     Parameters
     ----------
@@ -83,42 +153,29 @@ THROUGHPUTS: Final = (
     Throughput("bert_large", "h100", "mixed", 64, _MEGATRON3, flops_per_s=0.41 * 989e12),
     Throughput("gpt_2_7b", "h100", "mixed", 16, _MEGATRON3, flops_per_s=0.41 * 989e12),
 )
-"""Where a GPT's rate stands for another transformer (A100 and H100), its source says so by naming the GPT. Batches of
-figures in FLOP/s are chosen by us, as memory allows."""
+"""On the A100 and the H100 a GPT's rate stands for other transformers too; the source names the GPT. Where FLOP/s are
+given, the batch is chosen by us, as memory allows."""
 
 
-def network(name: str) -> Network:
-    """Return a network by name.
-
-    Raises
-    ------
-    ValueError
-        There is none of that name.
-    """
-    if name not in NETWORKS:
-        raise ValueError(f"there is no model {name!r}{nearest(name, NETWORKS)}")
-    return NETWORKS[name]()
-
-
-def step_profile(model: str, gpu: str, precision: str = "mixed", batch: int | None = None) -> StepProfile:
+def step_profile(name: str, gpu: str, precision: str = "mixed", batch: int | None = None) -> StepProfile:
     """Return a step of a model on a GPU.
 
     Parameters
     ----------
     batch
-        Samples of a worker in a step; the published one if None. Another batch takes time in proportion.
+        Samples of a worker in a step; None takes the published one. Time is in proportion to it.
 
     Raises
     ------
     ValueError
         Nothing is published of that model on that GPU; the message says of which there is.
     """
-    described = network(model)
+    described = architecture(name)
     for entry in THROUGHPUTS:
-        if (entry.model, entry.gpu, entry.precision) == (model, gpu, precision):
+        if (entry.model, entry.gpu, entry.precision) == (name, gpu, precision):
             rate = entry.samples_per_s or entry.flops_per_s / (2 * described.macs * (1 + BACKWARD_OVER_FORWARD))
             return timed(described, batch or entry.batch, rate, entry.source)
-    known = [f"{entry.gpu} {entry.precision}" for entry in THROUGHPUTS if entry.model == model]
+    known = [f"{entry.gpu} {entry.precision}" for entry in THROUGHPUTS if entry.model == name]
     raise ValueError(
-        f"no throughput is known of {model} on {gpu} in {precision} precision; there are: {', '.join(known)}"
+        f"no throughput is known of {name} on {gpu} in {precision} precision; there are: {', '.join(known)}"
     )

@@ -1,85 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel from outside: arrays that grow, graphs that come and go, links that fail."""
+"""The kernel as Python sees it: arrays that grow, graphs that come and go, links that fail."""
 
 import math
 from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from dlcp.sim.counters import CELLS
-from dlcp.sim.engine import Note
-from dlcp.sim.graph import RECORD as NODE_RECORD
+from dlcp.sim.graph import NODE_RECORD
 from dlcp.sim.kernel import state as k
-from dlcp.sim.kernel.events import BUCKETS, WORD
-from dlcp.sim.kernel.loop import push_many, run
-from dlcp.sim.kernel.world import WORLD, bind
-from dlcp.sim.plan import NDP, QUEUES, R_DISCIPLINE, SELECTIVE, SWIFT, Plan
-from dlcp.sim.submission import Submission
-from dlcp.sim.topology.network import Routes
+from dlcp.sim.kernel.events import TIME_BUCKETS, WORD_BITS
+from dlcp.sim.kernel.loop import begin_nodes, run
+from dlcp.sim.kernel.switching import BUDGET_SLOTS
+from dlcp.sim.packet_engine import COUNTER_CELLS, STREAM_START, Completion, CompletionKind, Submission
+from dlcp.sim.plan import PORT_QUEUES, Discipline, EnginePlan, TransportKind, as_rows
+from dlcp.sim.topology import Routes
 from numpy.typing import NDArray
 
 _POOL: Final = 1 << 12
-"""Packets, records and events that there is room for at first. Chosen by us; arrays double when they are full."""
-_NOTES: Final = 1 << 12
+"""Packets, transmissions and events that there is room for at first. Chosen by us; arrays double when they are full."""
+_COMPLETIONS: Final = 1 << 12
 _LINE_BYTES: Final = 64
 _ROWS_AT_ONCE: Final = 2048
-"""Nodes of a graph that are written at once: their rows fit the second cache. Chosen by us."""
+"""Nodes of a graph that are written at once, so that their rows fit the second-level cache. Chosen by us."""
 
 
 class KernelEngine:
-    """Moves the packets of a plan; see `dlcp.sim.engine.Engine`."""
+    """Moves the packets of a plan; see `dlcp.sim.packet_engine.PacketEngine`."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: EnginePlan) -> None:
         self.plan = plan
-        self._counts = np.zeros(CELLS, np.int64)
-        self._world = np.zeros(1, WORLD)
+        self._counts = np.zeros(COUNTER_CELLS, np.int64)
+        self._world = np.zeros(1, k.WORLD)
         self._w = self._world[0]
         self._w["hosts"] = plan.hosts
         self._w["free_stream"] = -1
         self._times, self._keys = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._far_times, self._far_keys = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self._events = np.zeros(0, k.EVENT)
-        self._buckets = np.full(BUCKETS, -1, np.int32)
-        self._occupied = np.zeros(BUCKETS // WORD, np.int64)
+        self._events = np.zeros(0, k.EVENT_ROW)
+        self._buckets = np.full(TIME_BUCKETS, -1, np.int32)
+        self._occupied = np.zeros(TIME_BUCKETS // WORD_BITS, np.int64)
         self._w["bucket_shift"], self._w["free_event"] = _bucket_shift(plan), -1
         self._grow_events(_POOL)
         self._ports = _make_ports(plan)
-        self._queues = _zeros(len(self._ports) * QUEUES, np.zeros(0, k.QUEUE))
+        self._queues = _zeros(len(self._ports) * PORT_QUEUES, np.zeros(0, k.QUEUE_ROW))
         self._queues["head"] = self._queues["tail"] = -1
-        self._switches = np.zeros(len(plan.network.names), k.SWITCH)
+        self._switches = np.zeros(len(plan.topology.names), k.SWITCH_ROW)
         self._switches["random"], self._switches["salt"] = plan.node_random, plan.node_salt
-        self._switches["divisor"] = plan.divisors
-        rules = plan.rules.cells()
-        switches = len(plan.network.names) - plan.hosts
-        selective = rules[R_DISCIPLINE] == SELECTIVE
-        self._slots = np.zeros((switches, k.SLOTS) if selective else (1, 1), k.SLOT)
-        self._streams = np.zeros(0, k.STREAM)
+        self._switches["divisor"] = plan.topology.divisors
+        switches = len(plan.topology.names) - plan.hosts
+        has_slots = plan.switches.discipline == Discipline.DLCP
+        self._slots = np.zeros((switches, BUDGET_SLOTS) if has_slots else (1, 1), k.SLOT_ROW)
+        self._streams = np.zeros(0, k.STREAM_ROW)
         self._stream_count = 0
-        self._places: dict[int, int] = {-1: -1}
-        self._messages = np.zeros(0, k.MESSAGE)
-        self._graphs = np.zeros(16, k.GRAPH)
+        self._stream_rows: dict[int, int] = {-1: -1}
+        self._messages = np.zeros(0, k.MESSAGE_ROW)
+        self._graphs = np.zeros(16, k.GRAPH_ROW)
         self._followers = np.zeros(0, np.int32)
-        self._notes = np.zeros((_NOTES, 2), np.int64)
-        self._seg = np.zeros(0, np.uint8)
-        self._packets, self._records = np.zeros(0, k.PACKET), np.zeros(0, k.RECORD)
-        self._rules, self._routes = rules, plan.routes
+        self._completions = np.zeros((_COMPLETIONS, 2), np.int64)
+        self._states = np.zeros(0, np.uint8)
+        self._packets, self._transmissions = np.zeros(0, k.PACKET_ROW), np.zeros(0, k.TRANSMISSION_ROW)
+        self._rules, self._transports = as_rows([plan.switches]), as_rows(plan.transports)
+        self._routes = plan.routes
         self._free_graphs = list(range(15, -1, -1))
         self._ranges: dict[int, tuple[slice, slice, slice]] = {}
         self._graph_numbers: dict[int, int] = {}
-        self._message_room, self._seg_room, self._follower_room = _Room(), _Room(), _Room()
+        self._message_room, self._state_room, self._follower_room = _Room(), _Room(), _Room()
         self._bound: dict[str, NDArray[Any]] = {}
         self._grow_packets()
-        self._grow_records()
+        self._grow_transmissions()
 
     # ------------------------------------------------------------------------------------------------------ running
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Return what was counted, in the cells of `dlcp.sim.counters`."""
+        """Return the counts, in the cells of `dlcp.sim.packet_engine.EngineCounter`."""
         return self._counts
 
     def _bind(self) -> None:
-        """Tell the kernel where those arrays are now that have moved."""
+        """Point the record at the arrays that have moved."""
         routes = self._routes
         arrays = {
             "times": self._times,
@@ -98,10 +96,10 @@ class KernelEngine:
             "messages": self._messages,
             "graphs": self._graphs,
             "followers": self._followers,
-            "notes": self._notes,
-            "records": self._records,
-            "seg": self._seg,
-            "transports": self.plan.transports,
+            "completions": self._completions,
+            "transmissions": self._transmissions,
+            "states": self._states,
+            "transports": self._transports,
             "profiles": self.plan.profiles,
             "route_row": routes.row,
             "route_table": routes.table,
@@ -111,7 +109,7 @@ class KernelEngine:
         }
         for name, array in arrays.items():
             if self._bound.get(name) is not array:
-                bind(self._w, name, array)
+                k.bind(self._w, name, array)
                 self._bound[name] = array
 
     @property
@@ -119,24 +117,23 @@ class KernelEngine:
         """Return the time of the latest event."""
         return int(self._w["now"])
 
-    def run(self, limit_ps: int) -> list[Note]:
-        """Go on until something is to be told, at most to ``limit_ps``."""
+    def run(self, limit_ps: int) -> list[Completion]:
+        """Go on to the end of the first instant at which something completes, at most to ``limit_ps``."""
         while True:
             self._bind()
             reason = run(self._world, limit_ps)
-            if reason != k.GROW:
+            if reason != k.ExitReason.GROW:
                 break
             self._grow()
-        notes = [self._note(int(kind), int(number)) for kind, number in self._notes[: self._w["noted"]]]
-        self._w["noted"] = 0
-        return notes
+        rows = self._completions[: self._w["completed"]].tolist()
+        self._w["completed"] = 0
+        return [self._completion(CompletionKind(kind), number) for kind, number in rows]
 
-    def _note(self, kind: int, number: int) -> Note:
-        if kind == k.NODE_DONE:
+    def _completion(self, kind: CompletionKind, number: int) -> Completion:
+        if kind == CompletionKind.NODE_DONE:
             slot = int(self._messages[number]["graph"])
-            nodes = self._ranges[slot][0]
-            return Note(kind, self._graph_numbers[slot], number - nodes.start)
-        return Note(kind, self._graph_numbers[number], -1)
+            return Completion(kind, self._graph_numbers[slot], number - self._ranges[slot][0].start)
+        return Completion(kind, self._graph_numbers[number])
 
     def has_events(self) -> bool:
         """Return whether anything is left to happen."""
@@ -145,21 +142,21 @@ class KernelEngine:
     # ------------------------------------------------------------------------------------------------------- graphs
 
     def submit(self, submission: Submission) -> None:
-        """Take in a graph; what waits for nothing begins after its delay."""
+        """Take in a graph. A node that waits for nothing begins after its delay."""
         graph = submission.graph
         count = len(graph)
         self._add_streams(submission.new_streams)
         nodes = self._message_room.take(count)
-        segments = self._seg_room.take(int(submission.packets.sum()))
+        segments = self._state_room.take(int(submission.packets.sum()))
         edges = self._follower_room.take(len(graph.followers))
-        _refuse_beyond(nodes.stop, "messages that are not over")
+        _refuse_beyond(nodes.stop, "messages in flight")
         self._messages = _enlarged(self._messages, nodes.stop)
-        self._seg = _enlarged(self._seg, segments.stop)
+        self._states = _enlarged(self._states, segments.stop)
         self._followers = _enlarged(self._followers, edges.stop)
         slot = self._take_graph()
         self._ranges[slot], self._graph_numbers[slot] = (nodes, segments, edges), submission.number
         self._graphs[slot] = (count, count, nodes.start)
-        self._seg[segments] = 0
+        self._states[segments] = 0
         self._followers[edges] = graph.followers + nodes.start
         self._fill_messages(submission, slot, nodes, segments.start, edges.start)
         self._w["followers_max"] = max(self._w["followers_max"], np.diff(graph.starts).max())
@@ -169,12 +166,12 @@ class KernelEngine:
     def _fill_messages(self, submission: Submission, slot: int, nodes: slice, segment: int, edge: int) -> None:
         """Write the rows of a graph's nodes, whose packets and followers begin at ``segment`` and ``edge``.
 
-        Some thousands at once: thirty columns one after the other, over more rows than the caches hold, cost three
-        times as much as the rest of taking in a graph of millions.
+        Some thousands at once: to write thirty columns one after the other, over more rows than the caches hold, costs
+        three times as much as everything else about a graph of millions.
         """
         graph = submission.graph
         serials, inverse = np.unique(submission.streams, return_inverse=True)
-        streams = np.array([self._places[serial] for serial in serials.tolist()], np.int32)[inverse]
+        streams = np.array([self._stream_rows[serial] for serial in serials.tolist()], np.int32)[inverse]
         offsets = segment + np.cumsum(submission.packets) - submission.packets
         count = len(graph)
         for start in range(0, count, _ROWS_AT_ONCE):
@@ -195,54 +192,66 @@ class KernelEngine:
             rows["delay"] = described["delay_ps"]
 
     def _begin(self, nodes: NDArray[np.int64], times: NDArray[np.int64]) -> None:
-        self._grow_events(int(self._w["events_waiting"]) + len(nodes) + k.SPARE)
+        self._grow_events(int(self._w["events_waiting"]) + len(nodes) + k.SPARE_ROWS)
         self._bind()
-        push_many(self._world, times, nodes)
+        begin_nodes(self._world, times, nodes)
 
     def records(self, number: int) -> NDArray[Any]:
-        """Return what became of the nodes of a graph that has not been forgotten: `dlcp.sim.graph.RECORD` (n,)."""
-        slot = next(slot for slot, known in self._graph_numbers.items() if known == number)
-        rows = self._messages[self._ranges[slot][0]]
+        """Return the records of a graph that has not been forgotten, `dlcp.sim.graph.NODE_RECORD` (n,)."""
+        rows = self._messages[self._ranges[self._slot_of(number)][0]]
         records = np.zeros(len(rows), NODE_RECORD)
         records["begin_ps"], records["end_ps"], records["packets"] = rows["begin"], rows["end"], rows["packets"]
         records["missing_packets"], records["sent_packets"] = rows["missing"], rows["sent"]
         return records
 
+    def _slot_of(self, number: int) -> int:
+        return next(slot for slot, known in self._graph_numbers.items() if known == number)
+
     def forget(self, number: int) -> None:
-        """Give the room of a closed graph back."""
-        slot = next(slot for slot, known in self._graph_numbers.items() if known == number)
+        """Free the rows of a closed graph."""
+        slot = self._slot_of(number)
         nodes, segments, edges = self._ranges.pop(slot)
         self._message_room.give(nodes)
-        self._seg_room.give(segments)
+        self._state_room.give(segments)
         self._follower_room.give(edges)
         del self._graph_numbers[slot]
         self._free_graphs.append(slot)
 
-    def _add_streams(self, new: NDArray[np.int64]) -> None:
+    def _add_streams(self, new: NDArray[Any]) -> None:
         if not len(new):
             return
-        places = np.empty(len(new), np.int64)
-        for number, serial in enumerate(new[:, 0].tolist()):
-            place = int(self._w["free_stream"])
-            if place >= 0:
-                self._w["free_stream"] = self._streams["next"][place]
-                self._places.pop(int(self._streams["serial"][place]), None)
+        indices = np.empty(len(new), np.int64)
+        for number, serial in enumerate(new["serial"].tolist()):
+            index = int(self._w["free_stream"])
+            if index >= 0:
+                self._w["free_stream"] = self._streams["next"][index]
+                self._stream_rows.pop(int(self._streams["serial"][index]), None)
             else:
-                place = self._stream_count
+                index = self._stream_count
                 self._stream_count += 1
                 _refuse_beyond(self._stream_count, "streams")
                 self._streams = _enlarged(self._streams, self._stream_count)
-            places[number] = self._places[serial] = place
-        rows = np.zeros(len(new), k.STREAM)
-        for name in ("head", "tail", "again_head", "again_tail", "next", "first", "last", "epoch", "timer_at"):
+            indices[number] = self._stream_rows[serial] = index
+        rows = np.zeros(len(new), k.STREAM_ROW)
+        for name in (
+            "head",
+            "tail",
+            "retransmit_head",
+            "retransmit_tail",
+            "next",
+            "first",
+            "last",
+            "epoch",
+            "timer_at",
+        ):
             rows[name] = -1
-        for column, name in enumerate(("serial", "source", "target", "transport", "hash", "hash_back", "own")):
-            rows[name] = new[:, column]
-        chosen = self.plan.transports[new[:, 3]]
-        slow = ~np.isin(chosen["kind"], (SWIFT, NDP))
+        for name in STREAM_START.names or ():
+            rows[name] = new[name]
+        chosen = self._transports[new["transport"]]
+        slow_start = ~np.isin(chosen["kind"], (TransportKind.SWIFT, TransportKind.NDP))
         rows["window"], rows["alpha"] = chosen["window"], 1.0
-        rows["threshold"] = np.where(slow, chosen["window_max"], 0.0)
-        self._streams[places] = rows
+        rows["threshold"] = np.where(slow_start, chosen["window_max"], 0.0)
+        self._streams[indices] = rows
 
     def _take_graph(self) -> int:
         if not self._free_graphs:
@@ -259,7 +268,7 @@ class KernelEngine:
         self._ports["lossy"][list(links)] = loss > 0
 
     def set_routes(self, routes: Routes) -> None:
-        """Let packets go other ways from now on."""
+        """Route packets differently from now on."""
         self._routes = routes
 
     def link_bytes(self) -> NDArray[np.int64]:
@@ -277,18 +286,18 @@ class KernelEngine:
     # ------------------------------------------------------------------------------------------------------- growth
 
     def _grow(self) -> None:
-        spare = k.SPARE + int(self._w["flying_max"])
+        spare = k.SPARE_ROWS + int(self._w["in_flight_max"])
         while self._w["free_packets"] < spare:
             self._grow_packets()
-        while self._w["free_records"] < k.SPARE:
-            self._grow_records()
+        while self._w["free_transmissions"] < k.SPARE_ROWS:
+            self._grow_transmissions()
         self._grow_events(int(self._w["events_waiting"]) + spare + int(self._w["followers_max"]))
-        self._notes = _enlarged(self._notes, int(self._w["noted"]) + spare)
+        self._completions = _enlarged(self._completions, int(self._w["completed"]) + spare)
         if self._w["sequence"] > k.SEQUENCE_MAX:
             self._renumber()
 
     def _renumber(self) -> None:
-        """Give the events that wait new numbers, from 0 on, in the order in which they were put in."""
+        """Renumber the events that wait from 0 on, in the order in which they were inserted."""
         near, far = int(self._w["heap_length"]), int(self._w["far_length"])
         listed = []
         following = self._events["next"]
@@ -305,7 +314,7 @@ class KernelEngine:
         self._w["sequence"] = len(keys)
 
     def _grow_events(self, needed: int) -> None:
-        """Make room for that many events, wherever they wait."""
+        """Make room for so many events, wherever they wait."""
         before = len(self._events)
         self._times, self._keys = _enlarged(self._times, needed), _enlarged(self._keys, needed)
         self._far_times, self._far_keys = _enlarged(self._far_times, needed), _enlarged(self._far_keys, needed)
@@ -316,16 +325,16 @@ class KernelEngine:
             self._w["free_event"] = before
 
     def _grow_packets(self) -> None:
-        self._packets = self._grow_pool(self._packets, "free_packet", "free_packets")
+        self._packets = self._grow_pool(self._packets, "free_packet_head", "free_packets")
 
-    def _grow_records(self) -> None:
-        self._records = self._grow_pool(self._records, "free_record", "free_records")
+    def _grow_transmissions(self) -> None:
+        self._transmissions = self._grow_pool(self._transmissions, "free_transmission_head", "free_transmissions")
 
     def _grow_pool(self, pool: NDArray[Any], first_free: str, free: str) -> NDArray[Any]:
-        """Double a pool, and put its new cells in front of those that are free."""
+        """Double a pool, and put its new rows at the head of the list of unused ones."""
         before = len(pool)
         larger = _enlarged(pool, max(_POOL, 2 * before))
-        _refuse_beyond(len(larger), "packets on their way")
+        _refuse_beyond(len(larger), "packets in flight")
         larger["next"][before:] = np.arange(before + 1, len(larger) + 1)
         larger["serial"][before:] = -1
         if before:
@@ -338,27 +347,27 @@ class KernelEngine:
 
 
 class _Room:
-    """Which ranges of an array that grows are in use."""
+    """Which ranges of a growing array are in use."""
 
     def __init__(self) -> None:
         self._free: list[tuple[int, int]] = []
         self._end = 0
 
     def take(self, count: int) -> slice:
-        """Return an unused range, the first one that is large enough."""
-        for place, (start, stop) in enumerate(self._free):
+        """Return an unused range: the first that is large enough."""
+        for position, (start, stop) in enumerate(self._free):
             if stop - start >= count:
                 if stop - start == count:
-                    del self._free[place]
+                    del self._free[position]
                 else:
-                    self._free[place] = (start + count, stop)
+                    self._free[position] = (start + count, stop)
                 return slice(start, start + count)
         start = self._end
         self._end += count
         return slice(start, self._end)
 
     def give(self, room: slice) -> None:
-        """Give a range back, and join it with its neighbours."""
+        """Free a range, and join it with the free ranges beside it."""
         if room.start == room.stop:
             return
         merged: list[tuple[int, int]] = []
@@ -372,10 +381,15 @@ class _Room:
         self._free = merged
 
 
-def _make_ports(plan: Plan) -> NDArray[Any]:
-    ports = _zeros(len(plan.links), np.zeros(0, k.PORT))
+def _make_ports(plan: EnginePlan) -> NDArray[Any]:
+    ports = _zeros(len(plan.links), np.zeros(0, k.PORT_ROW))
     for row, link in zip(ports, plan.links, strict=True):
-        row["kib"], row["delay"], row["loss"], row["random"] = link.kibibyte_ps, link.delay_ps, link.loss, link.random
+        row["kibibyte_ps"], row["delay"], row["loss"], row["random"] = (
+            link.kibibyte_ps,
+            link.delay_ps,
+            link.loss,
+            link.random,
+        )
         row["lossy"] = link.loss > 0
         row["node"], row["target"] = link.source, link.target
     for name in ("control_head", "control_tail", "pull_head", "pull_tail"):
@@ -383,19 +397,19 @@ def _make_ports(plan: Plan) -> NDArray[Any]:
     return ports
 
 
-def _bucket_shift(plan: Plan) -> int:
+def _bucket_shift(plan: EnginePlan) -> int:
     """Return the width of a bucket of time, as a power of two of picoseconds.
 
-    A bucket has some eight events where every link sends one packet after the other, and all buckets together reach
-    farther than a packet takes over the longest link. Chosen by us.
+    A bucket has some eight events when every link is busy, and all buckets together reach farther than a packet takes
+    over the slowest link. Chosen by us.
     """
     packet_ps = sum(1500 * link.kibibyte_ps >> 10 for link in plan.links) // len(plan.links)
     reach_ps = max(link.delay_ps + (9000 * link.kibibyte_ps >> 10) for link in plan.links)
-    return max(8 * packet_ps // len(plan.links), 2 * reach_ps // BUCKETS, 1).bit_length()
+    return max(8 * packet_ps // len(plan.links), 2 * reach_ps // TIME_BUCKETS, 1).bit_length()
 
 
 def _refuse_beyond(count: int, what: str) -> None:
-    """Refuse more of something than an event can name.
+    """Refuse more rows of an array than an event's key can name.
 
     Raises
     ------
@@ -407,7 +421,7 @@ def _refuse_beyond(count: int, what: str) -> None:
 
 
 def _enlarged(array: NDArray[Any], needed: int) -> NDArray[Any]:
-    """Return an array with room for ``needed`` rows, the same one if it has it."""
+    """Return an array with room for ``needed`` rows: the same one if it has it."""
     if len(array) >= needed:
         return array
     larger = _zeros(max(needed, 2 * len(array)), array)

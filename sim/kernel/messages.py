@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When rows are taken and freed: packets, transmissions, nodes of graphs, and streams."""
+
+from dlcp.sim.kernel.events import push
+from dlcp.sim.kernel.jit import call
+from dlcp.sim.kernel.state import (
+    EventKind,
+    Number,
+    Rows,
+    completions_of,
+    counts_of,
+    followers_of,
+    graphs_of,
+    messages_of,
+    packets_of,
+    streams_of,
+    transmissions_of,
+)
+from dlcp.sim.packet_engine import CompletionKind, EngineCounter
+
+
+@call
+def allocate_packet(w: Rows) -> Number:
+    """Return an unused packet. There is one: the loop makes sure of it before each event."""
+    packet = w.free_packet_head
+    w.free_packet_head = packets_of(w)[packet].next
+    w.free_packets -= 1
+    return packet
+
+
+@call
+def free_packet(w: Rows, packet: int) -> None:
+    """Free a packet's row."""
+    packets_of(w)[packet].next = w.free_packet_head
+    w.free_packet_head = packet
+    w.free_packets += 1
+
+
+@call
+def remove_packet(w: Rows, packet: int) -> None:
+    """Remove a packet from the network, which may have been the last thing to refer to its message."""
+    message = packets_of(w)[packet].message
+    free_packet(w, packet)
+    m = messages_of(w)[message]
+    m.refs -= 1
+    if m.refs == 0 and m.done != 0:
+        close_message(w, message)
+
+
+@call
+def free_transmission(w: Rows, transmission: int) -> None:
+    """Free a transmission's row. With a serial number of -1 it matches no late acknowledgement."""
+    transmissions = transmissions_of(w)
+    transmissions[transmission].serial = -1
+    transmissions[transmission].next = w.free_transmission_head
+    w.free_transmission_head = transmission
+    w.free_transmissions += 1
+
+
+@call
+def unlink_transmission(w: Rows, s: Rows, queue: int, transmission: int) -> None:
+    """Take a transmission out of its stream's packets in flight."""
+    transmissions = transmissions_of(w)
+    r = transmissions[transmission]
+    if r.previous >= 0:
+        transmissions[r.previous].next = r.next
+    else:
+        s.first[queue] = r.next
+    if r.next >= 0:
+        transmissions[r.next].previous = r.previous
+    else:
+        s.last[queue] = r.previous
+
+
+@call
+def complete_node(w: Rows, message: int, now: int) -> None:
+    """Report that a node is done, and let the nodes begin that waited for it."""
+    messages = messages_of(w)
+    followers = followers_of(w)
+    m = messages[message]
+    m.done = 1
+    m.end = now
+    m.missing = m.packets - m.received
+    counts_of(w)[EngineCounter.MESSAGES_DONE] += 1
+    if m.watched != 0:
+        report_completion(w, CompletionKind.NODE_DONE, message)
+    for position in range(m.followers, m.followers + m.follower_count):
+        other = followers[position]
+        n = messages[other]
+        n.waits -= 1
+        if n.waits == 0:
+            push(w, now + n.delay, EventKind.BEGIN, other)
+    graph = graphs_of(w)[m.graph]
+    graph.remaining -= 1
+    if graph.remaining == 0:
+        report_completion(w, CompletionKind.GRAPH_DONE, m.graph)
+
+
+@call
+def report_completion(w: Rows, kind: int, number: int) -> None:
+    """Note a completion for Python. There is room: the loop makes sure of it before each event."""
+    completions = completions_of(w)
+    completions[2 * w.completed] = kind
+    completions[2 * w.completed + 1] = number
+    w.completed += 1
+
+
+@call
+def close_message(w: Rows, message: int) -> None:
+    """Close a message that is done once nothing refers to it any more."""
+    streams = streams_of(w)
+    m = messages_of(w)[message]
+    # Python frees the rows of a closed graph at once, so nothing may refer to any of its messages any more: no packet
+    # or timer (refs), no transmission (in_flight, retransmits), no list of a stream (listed).
+    if m.closed != 0 or m.done == 0 or m.refs != 0 or m.in_flight != 0 or m.retransmits != 0 or m.listed != 0:
+        return
+    if m.acked < m.packets and m.satisfied == 0:
+        return
+    m.closed = 1
+    if m.packets > 0 and streams[m.stream].single_use != 0:
+        streams[m.stream].dead = 1
+        free_stream_if_dead(w, m.stream)
+    graph = graphs_of(w)[m.graph]
+    graph.open -= 1
+    if graph.open == 0:
+        report_completion(w, CompletionKind.GRAPH_CLOSED, m.graph)
+
+
+@call
+def free_stream_if_dead(w: Rows, stream: int) -> None:
+    """Free the row of a single-use stream, unless an interface's list or a timer still names it."""
+    s = streams_of(w)[stream]
+    if s.dead != 0 and s.ready == 0 and s.timers == 0:
+        s.next = w.free_stream
+        w.free_stream = stream
+        s.dead = 0

@@ -1,0 +1,728 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts as senders: messages in their streams, the next packet, acknowledgements, losses, and timers.
+
+A stream's messages with something unsent are in a list by order. Its packets in flight are in lists by queue, in the
+order of sending, because packets of one queue do not overtake each other unless they are sprayed. A packet is lost when
+one of its queue that was sent ``reorder`` transmissions later has been acknowledged, or when nothing was heard for a
+whole timeout. It then goes to the retransmission queue, or becomes a hole if its message may do without it.
+
+Of all the times that a stream waits for, only the earliest has an event that counts (``timer_at``). Acknowledgements
+move those times; an event that comes before anything is due is inserted again, and one that was replaced does nothing.
+"""
+
+from typing import Final
+
+from dlcp.sim.arithmetic import ENTROPY_TABLE
+from dlcp.sim.kernel.congestion import measure_rtt, on_ack, on_loss, on_timeout, timeout_ps
+from dlcp.sim.kernel.events import push
+from dlcp.sim.kernel.jit import call
+from dlcp.sim.kernel.messages import (
+    allocate_packet,
+    close_message,
+    free_stream_if_dead,
+    free_transmission,
+    unlink_transmission,
+)
+from dlcp.sim.kernel.state import (
+    CLASS_MASK,
+    STATE_ACKED,
+    STATE_HOLE,
+    STATE_IN_FLIGHT,
+    STATE_LOST,
+    STATE_MASK,
+    STATE_RECEIVED,
+    URGENT_QUEUE,
+    EventKind,
+    Number,
+    Rows,
+    counts_of,
+    messages_of,
+    mix,
+    packets_of,
+    ports_of,
+    profiles_of,
+    queues_of,
+    states_of,
+    streams_of,
+    transmissions_of,
+    transports_of,
+)
+from dlcp.sim.packet_engine import FOREVER_PS, EngineCounter
+from dlcp.sim.plan import (
+    BACKOFF_MAX,
+    PORT_QUEUES,
+    PROFILE_CELLS,
+    PROTECTED_BLOCK_PACKETS,
+    PacketKind,
+    TransportKind,
+)
+
+NOTHING, RETRANSMISSION, NEXT_PACKET = range(3)
+"""What a stream has to send."""
+CONTROL_RANK: Final = -1
+"""Below that of all data, so that pFabric's switches send control packets first."""
+
+
+@call
+def begin_message(w: Rows, message: int, now: int) -> None:
+    """Give the packets of a message their drop classes, and put it into its stream."""
+    streams = streams_of(w)
+    states = states_of(w)
+    transports = transports_of(w)
+    profiles = profiles_of(w)
+    m = messages_of(w)[message]
+    m.begin = now
+    if m.bounded != 0:
+        first = m.profile * PROFILE_CELLS
+        zeros = 0
+        while zeros < PROFILE_CELLS and profiles[first + zeros] == 0:
+            zeros += 1
+        for index in range(m.packets):
+            # In each block the packets of class 0 come first, as in dlcp.tags.send_order.
+            start = index & ~(PROTECTED_BLOCK_PACKETS - 1)
+            keep = (zeros * min(PROTECTED_BLOCK_PACKETS, m.packets - start) + PROFILE_CELLS // 2) // PROFILE_CELLS
+            if index - start < keep or zeros == PROFILE_CELLS:
+                m.protected += 1
+            else:
+                states[m.offset + index] = profiles[first + zeros + mix(index, m.salt) % (PROFILE_CELLS - zeros)]
+    s = streams[m.stream]
+    t = transports[m.transport]
+    if t.kind == TransportKind.NDP:
+        s.credit += min(int(t.window), m.packets)
+        m.pulls = min(int(t.window), m.packets)
+    enqueue_message(w, m.stream, message)
+
+
+@call
+def enqueue_message(w: Rows, stream: int, message: int) -> None:
+    """Put a message into its stream's list, by order, but never in front of one that has begun to be sent."""
+    messages = messages_of(w)
+    s = streams_of(w)[stream]
+    m = messages[message]
+    m.listed = 1
+    m.next_in_stream = -1
+    if s.head < 0:
+        s.head = message
+        s.tail = message
+        return
+    if messages[s.tail].order <= m.order:
+        messages[s.tail].next_in_stream = message
+        s.tail = message
+        return
+    at = s.head
+    if messages[at].next_index == 0 and messages[at].order > m.order:
+        m.next_in_stream = at
+        s.head = message
+        return
+    while messages[at].next_in_stream >= 0 and messages[messages[at].next_in_stream].order <= m.order:
+        at = messages[at].next_in_stream
+    m.next_in_stream = messages[at].next_in_stream
+    messages[at].next_in_stream = message
+    if m.next_in_stream < 0:
+        s.tail = message
+
+
+@call
+def may_send(s: Rows, t: Rows) -> Number:
+    """Return whether a stream's window is open and it seems to have something to send."""
+    if s.retransmit_head < 0 and s.head < 0:
+        return False
+    if t.kind == TransportKind.NDP:
+        return s.credit > 0
+    return s.in_flight < int(s.window) + s.spare and s.probe_mode == 0
+
+
+@call
+def next_transmission(w: Rows, port: int, stream: int, now: int) -> Number:
+    """Return what a stream has to send: `NOTHING`, a `RETRANSMISSION`, or the `NEXT_PACKET` of its first message.
+
+    Whatever need not be sent any more is removed on the way. That may make the sender probe a receiver by ``port``,
+    which has no control packet waiting; the probe goes first then, and the result is `NOTHING`.
+    """
+    messages = messages_of(w)
+    transmissions = transmissions_of(w)
+    states = states_of(w)
+    s = streams_of(w)[stream]
+    if not may_send(s, transports_of(w)[s.transport]):
+        return NOTHING
+    found = NOTHING
+    while s.retransmit_head >= 0 and found == NOTHING:
+        transmission = s.retransmit_head
+        message = transmissions[transmission].message
+        m = messages[message]
+        cell = m.offset + transmissions[transmission].index
+        lost = (states[cell] & STATE_MASK) == STATE_LOST
+        if lost and m.satisfied == 0:
+            found = RETRANSMISSION
+        else:
+            if lost:
+                states[cell] = (states[cell] & ~STATE_MASK) | STATE_HOLE
+                m.holes += 1
+            m.retransmits -= 1
+            s.repairing -= 1
+            s.retransmit_head = transmissions[transmission].next
+            free_transmission(w, transmission)
+            # Its acknowledgement came late, while it waited here. It may have been all that kept the sender from
+            # probing.
+            probe_receiver(w, port, message, now)
+            close_message(w, message)
+            if ports_of(w)[port].control_head >= 0:
+                return NOTHING
+    while s.head >= 0 and found == NOTHING:
+        message = s.head
+        m = messages[message]
+        if m.satisfied == 0:
+            if m.filling_holes != 0:
+                while m.next_index < m.packets and not is_missing_hole(states[m.offset + m.next_index]):
+                    m.next_index += 1
+            if m.next_index < m.packets:
+                found = NEXT_PACKET
+        if found == NOTHING:
+            s.head = m.next_in_stream
+            m.listed = 0
+            close_message(w, message)
+    return found
+
+
+@call
+def is_missing_hole(state: int) -> Number:
+    """Return whether a packet is a hole that has not arrived after all."""
+    return (state & (STATE_MASK | STATE_RECEIVED)) == STATE_HOLE
+
+
+@call
+def queue_of(t: Rows, m: Rows, index: int) -> Number:
+    """Return the queue of a packet: its message's, or with PIAS by how much of the message was sent before it."""
+    queue = int(m.queue)
+    if t.kind == TransportKind.PIAS and t.levels > 0:
+        queue = URGENT_QUEUE
+        sent = index * t.payload
+        for level in range(t.levels):
+            if sent >= t.demotion[level]:
+                queue -= 1
+    return queue
+
+
+@call
+def next_queue(w: Rows, stream: int) -> Number:
+    """Return the queue of what a stream seems to send next."""
+    messages = messages_of(w)
+    transports = transports_of(w)
+    s = streams_of(w)[stream]
+    if s.retransmit_head >= 0:
+        r = transmissions_of(w)[s.retransmit_head]
+        return queue_of(transports[s.transport], messages[r.message], r.index)
+    m = messages[s.head]
+    return queue_of(transports[s.transport], m, m.next_index)
+
+
+@call
+def make_ready(w: Rows, port: int, stream: int, queue: int) -> None:
+    """Put a stream at the end of an interface's list of those that are ready to send."""
+    streams = streams_of(w)
+    q = queues_of(w)[port * PORT_QUEUES + queue]
+    p = ports_of(w)[port]
+    s = streams[stream]
+    s.ready = 1
+    s.next = -1
+    if q.head < 0:
+        q.head = stream
+    else:
+        streams[q.tail].next = stream
+    q.tail = stream
+    p.nonempty |= 1 << queue
+
+
+@call
+def move_smallest_first(w: Rows, port: int, queue: int) -> None:
+    """Put the pFabric stream whose message has the least left in front of the others."""
+    streams = streams_of(w)
+    messages = messages_of(w)
+    q = queues_of(w)[port * PORT_QUEUES + queue]
+    best = -1
+    before_best = -1
+    least = 1 << 40
+    before = -1
+    at = q.head
+    if transports_of(w)[streams[at].transport].kind != TransportKind.PFABRIC:
+        return
+    while at >= 0:
+        head = streams[at].head
+        left = messages[head].packets - messages[head].acked if head >= 0 else 0
+        if left < least:
+            least = left
+            best = at
+            before_best = before
+        before = at
+        at = streams[at].next
+    if before_best >= 0:
+        streams[before_best].next = streams[best].next
+        if streams[best].next < 0:
+            q.tail = before_best
+        streams[best].next = q.head
+        q.head = best
+
+
+@call
+def transmit(w: Rows, stream: int, what: int, now: int) -> Number:
+    """Return the packet that `next_transmission` has found, as it leaves its host."""
+    messages = messages_of(w)
+    transmissions = transmissions_of(w)
+    states = states_of(w)
+    counts = counts_of(w)
+    s = streams_of(w)[stream]
+    t = transports_of(w)[s.transport]
+    again = 0
+    if what == RETRANSMISSION:
+        transmission = s.retransmit_head
+        r = transmissions[transmission]
+        s.retransmit_head = r.next
+        message = r.message
+        index = r.index
+        m = messages[message]
+        m.retransmits -= 1
+        again = 1
+    else:
+        message = s.head
+        m = messages[message]
+        index = m.next_index
+        m.next_index = index + 1
+        transmission = w.free_transmission_head
+        r = transmissions[transmission]
+        w.free_transmission_head = r.next
+        w.free_transmissions -= 1
+        r.message = message
+        r.index = index
+        r.repeated = 0
+        if m.filling_holes != 0:
+            m.holes -= 1
+            again = 1
+        elif m.next_index == m.packets:
+            s.head = m.next_in_stream
+            m.listed = 0
+    queue = queue_of(t, m, index)
+    cell = m.offset + index
+    state = states[cell]
+    states[cell] = (state & ~STATE_MASK) | STATE_IN_FLIGHT
+    serial = w.serial
+    w.serial = serial + 1
+    r.serial = serial
+    r.queue = queue
+    r.number = s.number
+    s.number += 1
+    r.sent_at = now
+    r.next = -1
+    r.previous = s.last[queue]
+    if r.previous >= 0:
+        transmissions[r.previous].next = transmission
+    else:
+        s.first[queue] = transmission
+    s.last[queue] = transmission
+    s.spare = 0
+    if s.in_flight == 0:
+        restart_timers(s, t, now)
+    else:
+        restart_tail_timer(s, t, now)
+    arm_timer(w, s, stream)
+    s.in_flight += 1
+    if s.in_flight > w.in_flight_max:
+        w.in_flight_max = s.in_flight
+    if t.kind == TransportKind.NDP:
+        s.credit -= 1
+    m.in_flight += 1
+    m.sent += 1
+    m.refs += 1
+    counts[EngineCounter.SENT] += 1
+    counts[EngineCounter.RETRANSMITTED] += again
+    packet = allocate_packet(w)
+    x = packets_of(w)[packet]
+    x.serial = serial
+    x.message = message
+    x.index = index
+    x.transmission = transmission
+    x.target = s.target
+    x.size = t.header + (m.last_bytes if index == m.packets - 1 else t.payload)
+    x.rank = m.packets - m.acked
+    x.kind = PacketKind.DATA
+    x.queue = queue
+    x.drop_class = (state & CLASS_MASK) if again == 0 else 0
+    x.ecn = t.ecn
+    x.sprayed = t.sprayed
+    x.satisfied = 0
+    x.retransmission = again
+    x.trimmed = 0
+    path_hash = s.path_hash
+    if t.sprayed != 0:
+        # The P4 program adds this entropy to the fields that its hash covers. A retransmission takes another path.
+        entropy = (index + m.step + again) & 0xFFFFFFFF
+        path_hash ^= ENTROPY_TABLE[0, entropy >> 24] ^ ENTROPY_TABLE[1, (entropy >> 16) & 255]
+        path_hash ^= ENTROPY_TABLE[2, (entropy >> 8) & 255] ^ ENTROPY_TABLE[3, entropy & 255]
+    x.path_hash = path_hash
+    return packet
+
+
+# ------------------------------------------------------------------------------------------------------ control packets
+
+
+@call
+def send_control(w: Rows, port: int, packet: int) -> None:
+    """Put a packet into the control queue of an interface, which goes before anything else."""
+    packets = packets_of(w)
+    p = ports_of(w)[port]
+    packets[packet].next = -1
+    if p.control_head < 0:
+        p.control_head = packet
+    else:
+        packets[p.control_tail].next = packet
+    p.control_tail = packet
+
+
+@call
+def make_control(w: Rows, s: Rows, t: Rows, packet: int, kind: int, back: int) -> None:
+    """Turn a packet of a stream into a control packet to the stream's target, or with ``back`` to its source."""
+    x = packets_of(w)[packet]
+    x.kind = kind
+    x.target = s.source if back != 0 else s.target
+    x.path_hash = s.reverse_path_hash if back != 0 else s.path_hash
+    x.size = t.ack
+    x.rank = CONTROL_RANK
+    x.ecn = t.ecn
+    x.satisfied = 0
+    x.ecn_echo = 0
+    x.queue = t.control_queue
+    x.drop_class = 0
+    x.sprayed = 0
+    x.trimmed = 0
+    x.retransmission = 0
+
+
+@call
+def new_control(w: Rows, message: int, kind: int, back: int) -> Number:
+    """Return a new control packet of a message's stream."""
+    m = messages_of(w)[message]
+    packet = allocate_packet(w)
+    make_control(w, streams_of(w)[m.stream], transports_of(w)[m.transport], packet, kind, back)
+    x = packets_of(w)[packet]
+    x.message = message
+    x.serial = -1
+    x.transmission = 0
+    m.refs += 1
+    return packet
+
+
+@call
+def probe_receiver(w: Rows, port: int, message: int, now: int) -> None:
+    """Ask a receiver what it still needs, once everything is sent and answered and only holes are left."""
+    m = messages_of(w)[message]
+    if m.holes == 0 or m.satisfied != 0 or m.probing != 0:
+        return
+    if m.in_flight != 0 or m.retransmits != 0 or m.next_index < m.packets:
+        return
+    s = streams_of(w)[m.stream]
+    t = transports_of(w)[m.transport]
+    m.probing = 1
+    counts_of(w)[EngineCounter.PROBES] += 1
+    send_control(w, port, new_control(w, message, PacketKind.PROBE, 0))
+    m.probe_at = now + (timeout_ps(s, t) << m.probe_backoff)
+    if m.probe_timer == 0:
+        m.probe_timer = 1
+        m.refs += 1
+        push(w, m.probe_at, EventKind.PROBE_DUE, message)
+
+
+@call
+def probe_timer(w: Rows, port: int, message: int, now: int) -> None:
+    """Probe again, unless the message is through."""
+    m = messages_of(w)[message]
+    if m.satisfied != 0 or m.acked == m.packets:
+        m.probe_timer = 0
+        m.refs -= 1
+        close_message(w, message)
+        return
+    if now >= m.probe_at:
+        if m.probing != 0 and m.probe_backoff < BACKOFF_MAX:
+            m.probe_backoff += 1
+        m.probing = 0
+        s = streams_of(w)[m.stream]
+        m.probe_at = now + timeout_ps(s, transports_of(w)[m.transport])
+        probe_receiver(w, port, message, now)
+    push(w, m.probe_at, EventKind.PROBE_DUE, message)
+
+
+@call
+def receive_probe_reply(w: Rows, packet: int) -> None:
+    """Stop if the receiver needs no more, else send the holes again. A pFabric flow leaves probe mode."""
+    x = packets_of(w)[packet]
+    m = messages_of(w)[x.message]
+    m.probing = 0
+    m.probe_backoff = 0
+    if x.satisfied != 0:
+        m.satisfied = 1
+    if transports_of(w)[m.transport].kind == TransportKind.PFABRIC:
+        s = streams_of(w)[m.stream]
+        if s.probe_mode != 0:
+            s.probe_mode = 0
+            s.backoff = 0
+    elif m.satisfied == 0:
+        m.filling_holes = 1
+        m.next_index = 0
+        if m.listed == 0:
+            enqueue_message(w, m.stream, x.message)
+
+
+# ------------------------------------------------------------------------------------ acknowledgements and lost packets
+
+
+@call
+def receive_ack(w: Rows, port: int, packet: int, now: int) -> None:
+    """Take in at the sender, whose interface is ``port``, that a packet arrived; others may be lost by that."""
+    transmissions = transmissions_of(w)
+    states = states_of(w)
+    counts = counts_of(w)
+    x = packets_of(w)[packet]
+    message = x.message
+    m = messages_of(w)[message]
+    s = streams_of(w)[m.stream]
+    t = transports_of(w)[m.transport]
+    if x.satisfied != 0:
+        m.satisfied = 1
+    cell = m.offset + x.index
+    state = states[cell]
+    r = transmissions[x.transmission]
+    if s.probe_mode != 0:
+        s.probe_mode = 0
+        s.backoff = 0
+    if r.serial == x.serial:
+        # In slow start the link may hold a sender back, which must not stop the window's growth (as in Linux).
+        reach = 2 * s.in_flight if s.window < s.threshold else s.in_flight + 1
+        limited = 1 if reach >= int(s.window) else 0
+        queue = r.queue
+        number = r.number
+        rtt = now - r.sent_at
+        s.repairing -= r.repeated
+        unlink_transmission(w, s, queue, x.transmission)
+        s.in_flight -= 1
+        m.in_flight -= 1
+        states[cell] = (state & ~STATE_MASK) | STATE_ACKED
+        m.acked += 1
+        free_transmission(w, x.transmission)
+        measure_rtt(s, t, rtt)
+        s.backoff = 0
+        on_ack(s, t, x.ecn_echo, rtt, number, now, limited)
+        # Whatever was sent before the probe of the tail, and has not arrived, is lost.
+        before = -1
+        if s.tail_probing != 0 and number >= s.tail_number:
+            before = s.tail_number
+            s.tail_probing = 0
+            if number == before and s.tail_message >= 0:
+                on_loss(s, t, number, now)  # the probe has repaired the loss of what it repeats
+        first = s.first[queue]
+        while first >= 0:
+            sent = transmissions[first].number
+            if sent + t.reorder > number and sent >= before:
+                break
+            on_loss(s, t, sent, now)
+            other = transmissions[first].message
+            declare_lost(w, first)
+            probe_receiver(w, port, other, now)
+            close_message(w, other)
+            first = s.first[queue]
+        restart_timers(s, t, now)
+        arm_timer(w, s, m.stream)
+    else:
+        counts[EngineCounter.LATE_ACKS] += 1
+        known = state & STATE_MASK
+        if known in (STATE_LOST, STATE_HOLE):
+            states[cell] = (state & ~STATE_MASK) | STATE_ACKED
+            m.acked += 1
+            if known == STATE_HOLE:
+                m.holes -= 1
+        if s.tail_probing != 0 and message == s.tail_message and x.index == s.tail_index:
+            s.tail_message = -1  # what the probe repeats had not been lost
+    if m.bounded != 0:
+        probe_receiver(w, port, message, now)
+
+
+@call
+def receive_nack(w: Rows, port: int, packet: int, now: int) -> None:
+    """Take in at the sender, whose interface is ``port``, that a packet arrived without its payload."""
+    x = packets_of(w)[packet]
+    m = messages_of(w)[x.message]
+    s = streams_of(w)[m.stream]
+    if transmissions_of(w)[x.transmission].serial == x.serial:
+        s.backoff = 0
+        restart_timers(s, transports_of(w)[m.transport], now)
+        arm_timer(w, s, m.stream)
+        declare_lost(w, x.transmission)
+        probe_receiver(w, port, x.message, now)
+
+
+@call
+def declare_lost(w: Rows, transmission: int) -> None:
+    """Declare a packet in flight lost: it is retransmitted, or becomes a hole if the message may do without it."""
+    states = states_of(w)
+    r = transmissions_of(w)[transmission]
+    m = messages_of(w)[r.message]
+    s = streams_of(w)[m.stream]
+    unlink_transmission(w, s, r.queue, transmission)
+    s.in_flight -= 1
+    m.in_flight -= 1
+    counts_of(w)[EngineCounter.DECLARED_LOST] += 1
+    cell = m.offset + r.index
+    state = states[cell]
+    if m.satisfied != 0 or (m.bounded != 0 and (state & CLASS_MASK) != 0):
+        s.repairing -= r.repeated
+        states[cell] = (state & ~STATE_MASK) | STATE_HOLE
+        m.holes += 1
+        free_transmission(w, transmission)
+        return
+    queue_retransmission(w, s, transmission)
+
+
+@call
+def retransmit_in_flight(w: Rows, s: Rows, transmission: int) -> None:
+    """Retransmit a packet in flight that its caller has stopped counting as such."""
+    unlink_transmission(w, s, transmissions_of(w)[transmission].queue, transmission)
+    queue_retransmission(w, s, transmission)
+
+
+@call
+def queue_retransmission(w: Rows, s: Rows, transmission: int) -> None:
+    """Put a packet that was in flight into its stream's retransmission queue."""
+    transmissions = transmissions_of(w)
+    states = states_of(w)
+    r = transmissions[transmission]
+    m = messages_of(w)[r.message]
+    cell = m.offset + r.index
+    states[cell] = (states[cell] & ~STATE_MASK) | STATE_LOST
+    m.retransmits += 1
+    s.repairing += 1 - r.repeated
+    r.repeated = 1
+    r.serial = -1
+    r.next = -1
+    if s.retransmit_head < 0:
+        s.retransmit_head = transmission
+    else:
+        transmissions[s.retransmit_tail].next = transmission
+    s.retransmit_tail = transmission
+
+
+# --------------------------------------------------------------------------------------------------------------- timers
+
+
+@call
+def restart_timers(s: Rows, t: Rows, now: int) -> None:
+    """Restart the timeout and the tail probe of a stream: something was heard."""
+    s.deadline = now + timeout_ps(s, t)
+    restart_tail_timer(s, t, now)
+
+
+@call
+def restart_tail_timer(s: Rows, t: Rows, now: int) -> None:
+    """Restart the tail probe of a stream, where there is to be one (RFC 8985, section 7.2)."""
+    s.tail_due = FOREVER_PS
+    if t.tail_probe != 0 and s.rtt > 0 and s.repairing == 0 and s.tail_probing == 0:
+        s.tail_due = now + 2 * s.rtt
+
+
+@call
+def arm_timer(w: Rows, s: Rows, stream: int) -> None:
+    """Make sure of an event at the earliest time that the stream waits for."""
+    due = min(s.deadline, s.tail_due)
+    if s.timer_at < 0 or due < s.timer_at:
+        s.timer_at = due
+        s.timers += 1
+        push(w, due, EventKind.STREAM_TIMER, stream)
+
+
+@call
+def awaits_reply(s: Rows, t: Rows) -> Number:
+    """Return whether a stream with nothing in flight waits for a PULL, or for a reply to a probe."""
+    if s.retransmit_head < 0 and s.head < 0:
+        return False
+    return s.probe_mode != 0 or (t.kind == TransportKind.NDP and s.credit <= 0)
+
+
+@call
+def stream_timer(w: Rows, port: int, stream: int, now: int) -> Number:
+    """Act on what is due; return whether the stream may have something to send."""
+    s = streams_of(w)[stream]
+    t = transports_of(w)[s.transport]
+    s.timers -= 1
+    if now == s.timer_at:
+        s.timer_at = -1
+        if s.in_flight != 0 or awaits_reply(s, t):
+            if now >= s.deadline:
+                time_out_stream(w, port, stream, now)
+            else:
+                if now >= s.tail_due:
+                    probe_tail(w, stream, now)
+                arm_timer(w, s, stream)
+            return True
+    free_stream_if_dead(w, stream)
+    return False
+
+
+@call
+def time_out_stream(w: Rows, port: int, stream: int, now: int) -> None:
+    """Declare everything lost that is in flight."""
+    transmissions = transmissions_of(w)
+    s = streams_of(w)[stream]
+    t = transports_of(w)[s.transport]
+    counts_of(w)[EngineCounter.TIMEOUTS] += 1
+    on_timeout(s, t)
+    s.tail_probing = 0
+    s.spare = 0
+    if t.kind == TransportKind.NDP:
+        s.credit += max(1, s.in_flight)
+    for queue in range(PORT_QUEUES):
+        while s.first[queue] >= 0:
+            other = transmissions[s.first[queue]].message
+            declare_lost(w, s.first[queue])
+            probe_receiver(w, port, other, now)
+            close_message(w, other)
+    if s.probe_mode != 0 and awaits_reply(s, t):
+        send_flow_probe(w, port, stream)
+        restart_timers(s, t, now)
+        arm_timer(w, s, stream)
+
+
+@call
+def send_flow_probe(w: Rows, port: int, stream: int) -> None:
+    """Send a pFabric flow's probe, with the priority that its data has."""
+    s = streams_of(w)[stream]
+    message = transmissions_of(w)[s.retransmit_head].message if s.retransmit_head >= 0 else s.head
+    m = messages_of(w)[message]
+    packet = new_control(w, message, PacketKind.PROBE, 0)
+    packets_of(w)[packet].rank = m.packets - m.acked
+    counts_of(w)[EngineCounter.PROBES] += 1
+    send_control(w, port, packet)
+
+
+@call
+def probe_tail(w: Rows, stream: int, now: int) -> None:
+    """Let one more packet go, unless the stream has one ready at its interface anyway."""
+    transmissions = transmissions_of(w)
+    s = streams_of(w)[stream]
+    t = transports_of(w)[s.transport]
+    if s.ready != 0:
+        restart_tail_timer(s, t, now)
+        return
+    counts_of(w)[EngineCounter.TAIL_PROBES] += 1
+    s.tail_probing = 1
+    s.tail_number = s.number
+    s.tail_message = -1
+    s.tail_due = FOREVER_PS
+    s.spare = 1
+    s.deadline = now + timeout_ps(s, t)
+    if s.retransmit_head < 0 and s.head < 0:
+        latest = -1
+        for queue in range(PORT_QUEUES):
+            transmission = s.last[queue]
+            if transmission >= 0 and (latest < 0 or transmissions[transmission].number > transmissions[latest].number):
+                latest = transmission
+        s.tail_message = transmissions[latest].message
+        s.tail_index = transmissions[latest].index
+        s.in_flight -= 1
+        messages_of(w)[s.tail_message].in_flight -= 1
+        retransmit_in_flight(w, s, latest)

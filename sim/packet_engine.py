@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both packet engines take and give back: graphs with their streams in, completions, records and counts out.
+
+There are two: `dlcp.sim.kernel` for speed and `dlcp.sim.reference` for trust. They agree exactly, which
+`tests/sim/test_sim_agreement.py` checks.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+import numpy as np
+from dlcp.sim.arithmetic import path_hashes, slot_owners
+from dlcp.sim.graph import OWN_LANE, Graph
+from dlcp.sim.plan import EnginePlan, TransportKind, as_rows
+from dlcp.sim.topology import Routes
+from numpy.typing import NDArray
+
+from dlcp.wire import UDP_PORT_BASE, Queue
+
+FOREVER_PS: Final = 1 << 62
+ORDINARY_PORT: Final = 5001
+"""UDP destination port of all traffic but DLCP's. Chosen by us."""
+EngineName = Literal["auto", "kernel", "reference"]
+
+
+class EngineCounter(IntEnum):
+    """Cells of an engine's counts."""
+
+    EVENTS = 0
+    HOPS_DATA = 1
+    HOPS_CONTROL = 2
+    SENT = 3
+    RETRANSMITTED = 4
+    ARRIVED = 5
+    DUPLICATES = 6
+    LATE_ACKS = 7
+    DECLARED_LOST = 8
+    TIMEOUTS = 9
+    PROBES = 10
+    MARKS = 11
+    TRIMS = 12
+    BUDGET_SPENT = 13
+    SLOT_TAKEN = 14
+    DROPS_POLICY = 15
+    DROPS_TAIL = 16
+    DROPS_EARLY = 17
+    DROPS_LINK = 18
+    DROPS_ROUTE = 19
+    MESSAGES_DONE = 20
+    TAIL_PROBES = 21
+    DROPS_BY_CLASS = 24
+    """Cells 24 to 31: packets dropped in switches and on links, by drop class."""
+
+
+COUNTER_CELLS: Final = 32
+
+
+def counts_by_name(counts: NDArray[np.int64]) -> dict[str, int]:
+    """Return the counts of an engine by name, without those by drop class."""
+    return {cell.name.lower(): int(counts[cell]) for cell in EngineCounter if cell != EngineCounter.DROPS_BY_CLASS}
+
+
+def drops_by_class(counts: NDArray[np.int64]) -> list[int]:
+    """Return how many packets were dropped, by drop class 0 to 7."""
+    dropped: list[int] = counts[EngineCounter.DROPS_BY_CLASS :].tolist()
+    return dropped
+
+
+class CompletionKind(IntEnum):
+    """What came to an end. A graph is closed when nothing in the network refers to it any more."""
+
+    NODE_DONE = 0
+    GRAPH_DONE = 1
+    GRAPH_CLOSED = 2
+
+
+class Completion(NamedTuple):
+    """A watched node or a graph that came to an end; ``node`` is -1 for graphs."""
+
+    kind: CompletionKind
+    graph: int
+    node: int = -1
+
+
+STREAM_START: Final = np.dtype(
+    [
+        (name, np.int64)
+        for name in ("serial", "source", "target", "transport", "path_hash", "reverse_path_hash", "single_use")
+    ]
+)
+"""What engines need to know of a new stream. One for single use carries one message and can be forgotten with it."""
+
+
+@dataclass(slots=True)
+class Submission:
+    """A graph, and what both engines would otherwise have to work out separately.
+
+    Attributes
+    ----------
+    packets, last_bytes
+        Of each message, and the payload of its last packet; 0 for a node that sends nothing.
+    streams
+        int64 (n,): serial number of the stream of each message, -1 for other nodes.
+    new_streams
+        `STREAM_START` (n,) of the streams that are new.
+    bounded
+        Whether packets of a message may stay lost.
+    allowed, budget
+        How many of them, and how many a switch may drop.
+    owner
+        The hash by which switches know a message.
+    salt
+        What its hashes of drop classes start from.
+    """
+
+    graph: Graph
+    number: int
+    now_ps: int
+    packets: NDArray[np.int32]
+    last_bytes: NDArray[np.int32]
+    streams: NDArray[np.int64]
+    new_streams: NDArray[Any]
+    bounded: NDArray[np.bool_]
+    allowed: NDArray[np.int32]
+    budget: NDArray[np.int32]
+    owner: NDArray[np.int64]
+    queue: NDArray[np.int8]
+    profile: NDArray[np.int16]
+    salt: NDArray[np.int64]
+
+
+class PacketEngine(Protocol):
+    """Moves packets."""
+
+    plan: EnginePlan
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Return the counts, in the cells of `EngineCounter`."""
+
+    @property
+    def now_ps(self) -> int:
+        """Return the time of the latest event."""
+
+    def submit(self, submission: Submission) -> None:
+        """Take in a graph. A node that waits for nothing begins after its delay."""
+
+    def run(self, limit_ps: int) -> list[Completion]:
+        """Go on to the end of the first instant at which something completes, at most to ``limit_ps``."""
+
+    def has_events(self) -> bool:
+        """Return whether anything is left to happen."""
+
+    def records(self, number: int) -> NDArray[Any]:
+        """Return the records of a graph that has not been forgotten, `dlcp.sim.graph.NODE_RECORD` (n,)."""
+
+    def forget(self, number: int) -> None:
+        """Free the memory of a closed graph."""
+
+    def set_loss(self, links: Sequence[int], loss: int) -> None:
+        """Let links lose packets from now on, ``loss`` of `dlcp.sim.arithmetic.DRAW_LIMIT`."""
+
+    def set_routes(self, routes: Routes) -> None:
+        """Route packets differently from now on."""
+
+    def link_bytes(self) -> NDArray[np.int64]:
+        """Return the bytes that each link has carried, int64 (links,)."""
+
+    def queue_bytes(self) -> NDArray[np.int64]:
+        """Return the bytes that wait for each link at a switch now, int64 (links,)."""
+
+    def queue_bytes_max(self) -> NDArray[np.int64]:
+        """Return the most bytes that ever waited for each link at a switch, int64 (links,)."""
+
+
+def make_engine(plan: EnginePlan, name: EngineName = "auto") -> PacketEngine:
+    """Return an engine: ``kernel`` (Numba), ``reference`` (SimPy), or the faster one of those that can run here."""
+    if name == "kernel" or (name == "auto" and importlib.util.find_spec("numba") is not None):
+        from dlcp.sim.kernel.kernel_engine import KernelEngine
+
+        return KernelEngine(plan)
+    from dlcp.sim.reference.reference_engine import ReferenceEngine
+
+    return ReferenceEngine(plan)
+
+
+def source_port(serial: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the UDP source ports of streams, which tell streams between the same hosts apart."""
+    return 49152 + serial % 4096
+
+
+class Submitter:
+    """Prepares graphs for an engine, and remembers which streams exist."""
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self.plan = plan
+        self._transports = as_rows(plan.transports)
+        self._streams: dict[int, int] = {}
+        self._next_stream = 0
+        self._next_graph = 0
+
+    def prepare(self, graph: Graph, now_ps: int) -> Submission:
+        """Return what an engine needs to know of a graph that begins at ``now_ps``.
+
+        Raises
+        ------
+        ValueError
+            A message is from a host to itself, or names a host or a transport that does not exist.
+        """
+        nodes, rules = graph.nodes, self._transports
+        sends = nodes["size_bytes"] > 0
+        self._check(nodes, sends)
+        # Column by column: a graph may have millions of nodes.
+        transport = nodes["transport"]
+        kind, payload = rules["kind"][transport], rules["payload"][transport]
+        packets = np.where(sends, -(-nodes["size_bytes"] // payload), 0)
+        bounded = sends & (kind == TransportKind.DLCP) & (nodes["loss_bound"] > 0)
+        allowed = np.where(bounded, np.floor(nodes["loss_bound"] * packets + 1e-9), 0).astype(np.int32)
+        owner = np.zeros(len(nodes), np.int64)
+        if bounded.any():
+            owner[bounded] = slot_owners(*(nodes[name][bounded] for name in ("job", "step", "message", "sender")))
+        streams, new_streams = self._assign_streams(nodes, np.flatnonzero(sends))
+        preset = (rules["control_queue"][transport] == Queue.ORDINARY) | (nodes["queue"] < 0)
+        shares = nodes["class_shares"]
+        number = self._next_graph
+        self._next_graph += 1
+        return Submission(
+            graph=graph,
+            number=number,
+            now_ps=now_ps,
+            packets=packets.astype(np.int32),
+            last_bytes=np.where(sends, nodes["size_bytes"] - (packets - 1) * payload, 0).astype(np.int32),
+            streams=streams,
+            new_streams=new_streams,
+            bounded=bounded,
+            allowed=allowed,
+            budget=np.minimum(allowed // rules["hops"][transport], 0xFFFF).astype(np.int32),
+            owner=owner,
+            queue=np.where(preset, rules["queue"][transport], nodes["queue"]).astype(np.int8),
+            profile=np.where(shares < 0, rules["profile"][transport], shares).astype(np.int16),
+            salt=(nodes["step"] * 131 + nodes["message"]) * 257 + nodes["sender"] + self.plan.seed * 65537,
+        )
+
+    def _check(self, nodes: NDArray[Any], sends: NDArray[np.bool_]) -> None:
+        hosts, transports = self.plan.hosts, len(self.plan.transports)
+        source, target, transport = nodes["source"], nodes["target"], nodes["transport"]
+        wrong = (source == target) | (source < 0) | (target < 0) | (source >= hosts) | (target >= hosts)
+        wrong = np.flatnonzero(wrong & sends)
+        if len(wrong):
+            raise ValueError(
+                f"a message from host {source[wrong[0]]} to host {target[wrong[0]]}: there are hosts 0 to {hosts - 1}, "
+                "and a message needs two"
+            )
+        if not 0 <= transport.min() <= transport.max() < transports:
+            raise ValueError(f"there is no transport {transport.max()}; there are {transports}")
+
+    def _assign_streams(
+        self, nodes: NDArray[Any], sending: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Return the serial number of each node's stream, and the streams that are new."""
+        streams = np.full(len(nodes), -1, np.int64)
+        own = nodes["lane"][sending] == OWN_LANE
+        # Messages share a stream if these fields are equal: 16 + 16 + 16 + 5 + 9 bits.
+        key = nodes["job"][sending].astype(np.int64) & 0xFFFF
+        for name, width in (("source", 16), ("target", 16), ("transport", 5), ("lane", 9)):
+            key = key << width | (nodes[name][sending].astype(np.int64) & ((1 << width) - 1))
+        fresh: list[int] = []
+        serials = np.empty(len(sending), np.int64)
+        shared = np.flatnonzero(~own)
+        keys, first, inverse = np.unique(key[shared], return_index=True, return_inverse=True)
+        known = np.empty(len(keys), np.int64)
+        # In the order in which the graph names them: a stream's serial number decides its ports, and so its paths.
+        for position in np.argsort(first, kind="stable").tolist():
+            serial = self._streams.get(int(keys[position]))
+            if serial is None:
+                serial = self._streams[int(keys[position])] = self._next_stream
+                self._next_stream += 1
+                fresh.append(int(shared[first[position]]))
+            known[position] = serial
+        serials[shared] = known[inverse]
+        alone = np.flatnonzero(own)
+        serials[alone] = self._next_stream + np.arange(len(alone))
+        self._next_stream += len(alone)
+        fresh += alone.tolist()
+        streams[sending] = serials
+        new = np.zeros(len(fresh), STREAM_START)
+        new["serial"], new["single_use"] = serials[fresh], own[fresh]
+        for name in ("source", "target", "transport"):
+            new[name] = nodes[name][sending[fresh]]
+        ports = source_port(new["serial"])
+        dlcp = self._transports["kind"][new["transport"]] == TransportKind.DLCP
+        to_port = np.where(dlcp, UDP_PORT_BASE, ORDINARY_PORT)
+        new["path_hash"] = path_hashes(new["source"], new["target"], ports, to_port)
+        new["reverse_path_hash"] = path_hashes(new["target"], new["source"], ports, to_port)
+        return streams, new

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Topologies: as an experiment describes them, as nodes and links, and the shortest paths through them."""
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from dlcp.suggestion import closest
+
+HOSTS_MAX = 1 << 16
+_Count = Annotated[int, Meta(ge=1)]
+
+
+class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A full-duplex link.
+
+    Parameters
+    ----------
+    rate_gbps
+        10^9 bits a second in each direction.
+    delay_us
+        Propagation, and whatever else a hop costs besides serialization and queueing.
+    """
+
+    rate_gbps: Annotated[float, Meta(gt=0, le=10_000)] = 100.0
+    delay_us: Annotated[float, Meta(ge=0, le=1_000_000)] = 1.0
+    loss_ratio: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+
+
+class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
+    host_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
+
+
+class Star(_Spec, frozen=True, tag="star"):
+    """Hosts around one switch."""
+
+    hosts: Annotated[int, Meta(ge=2)] = 16
+
+
+class LeafSpine(_Spec, frozen=True, tag="leaf_spine"):
+    """Racks of hosts under leaves, each leaf linked to each spine.
+
+    With equal links ``hosts_per_leaf / spines`` is the oversubscription.
+    """
+
+    leaves: _Count = 9
+    spines: _Count = 4
+    hosts_per_leaf: _Count = 16
+    fabric_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
+
+
+class FatTree(_Spec, frozen=True, tag="fat_tree"):
+    """A three-level fat tree of switches with ``ports`` ports: ports^3 / 4 hosts (Al-Fares, SIGCOMM 2008).
+
+    Each edge switch has ``oversubscription`` times as many hosts as uplinks.
+    """
+
+    ports: Annotated[int, Meta(ge=2, le=64)] = 4
+    oversubscription: _Count = 1
+    fabric_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
+
+    def __post_init__(self) -> None:
+        """Refuse odd switches."""
+        if self.ports % 2:
+            raise ValueError(f"a fat tree needs an even number of ports, got {self.ports}")
+
+
+class Dragonfly(_Spec, frozen=True, tag="dragonfly"):
+    """Groups of fully meshed routers and a link between each two groups (Kim, ISCA 2008), with minimal routing."""
+
+    groups: Annotated[int, Meta(ge=2)] = 9
+    routers_per_group: _Count = 4
+    hosts_per_router: _Count = 2
+    local_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
+    global_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
+
+
+class RailOptimised(_Spec, frozen=True, tag="rail_optimised"):
+    """Servers of GPUs: GPU i of each server in a pod is linked to the pod's leaf i, and each leaf to each spine.
+
+    Hosts are GPUs, numbered server by server. GPUs of one server reach each other over ``server_link``.
+    """
+
+    servers: _Count = 8
+    gpus_per_server: _Count = 8
+    servers_per_pod: _Count = 8
+    spines: _Count = 4
+    server_link: LinkSpec = msgspec.field(default_factory=lambda: LinkSpec(rate_gbps=3600.0, delay_us=0.5))
+    fabric_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
+
+    def __post_init__(self) -> None:
+        """Refuse pods that are not full."""
+        if self.servers % self.servers_per_pod:
+            raise ValueError(f"{self.servers} servers do not fill pods of {self.servers_per_pod}")
+
+
+TopologySpec = Star | LeafSpine | FatTree | Dragonfly | RailOptimised
+
+
+class TopologyError(ValueError):
+    """A topology that cannot be built, or a node or link that it does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyLink:
+    """One direction of a link, between two nodes."""
+
+    source: int
+    target: int
+    spec: LinkSpec
+
+
+@dataclass(slots=True)
+class Topology:
+    """Hosts, numbered from 0, then switches; link 2i + 1 is the way back of link 2i.
+
+    Attributes
+    ----------
+    names
+        By node: ``host0`` and so on, then the switches.
+    divisors
+        By node: what the hash of a packet is divided by before it chooses among equal paths. All switches compute the
+        same hash. Where one chose by its remainder, the next has to choose by the quotient, or it would have no choice.
+    hosts
+        How many of the nodes are hosts. Hosts do not forward.
+    """
+
+    hosts: int
+    names: list[str] = field(default_factory=list)
+    links: list[TopologyLink] = field(default_factory=list)
+    divisors: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Name the hosts."""
+        self.names = [f"host{i}" for i in range(self.hosts)]
+        self.divisors = [1] * self.hosts
+
+    def add_switch(self, name: str, divisor: int = 1) -> int:
+        """Add a switch and return its number; see ``divisors``."""
+        self.names.append(name)
+        self.divisors.append(divisor)
+        return len(self.names) - 1
+
+    def connect(self, one: int, other: int, spec: LinkSpec) -> None:
+        """Link two nodes, in both directions."""
+        self.links.append(TopologyLink(one, other, spec))
+        self.links.append(TopologyLink(other, one, spec))
+
+    def between(self, one: str, other: str) -> list[int]:
+        """Return the links between two nodes, in both directions.
+
+        Raises
+        ------
+        TopologyError
+            There is no such node, or no link between the two.
+        """
+        for name in (one, other):
+            if name not in self.names:
+                like = closest(name, self.names)
+                known = like or f"; there are {', '.join(self.names[:3])} … {self.names[-1]}"
+                raise TopologyError(f"there is no node {name!r}{known}")
+        ends = {self.names.index(one), self.names.index(other)}
+        found = [number for number, link in enumerate(self.links) if {link.source, link.target} == ends]
+        if not found:
+            raise TopologyError(f"there is no link between {one} and {other}")
+        return found
+
+    def routes(self, failed: Collection[int] = ()) -> "Routes":
+        """Return the shortest paths that avoid the links in ``failed``."""
+        return _find_routes(self, frozenset(failed))
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Where packets may go next: the first links of all shortest paths.
+
+    Attributes
+    ----------
+    row
+        int32 (nodes,): the row of a node in ``table``; -1 - l for a host whose only link is l.
+    table
+        int32 (rows, hosts, 2): where in ``choices`` the links to a host begin, and how many there are, 0 if it cannot
+        be reached.
+    choices
+        int32: links.
+    """
+
+    row: NDArray[np.int32]
+    table: NDArray[np.int32]
+    choices: NDArray[np.int32]
+
+    def links(self, node: int, host: int) -> list[int]:
+        """Return the links on which a node may send to a host."""
+        row = int(self.row[node])
+        if row < 0:
+            return [-1 - row]
+        start, count = (int(cell) for cell in self.table[row, host])
+        return [int(link) for link in self.choices[start : start + count]]
+
+
+def _find_routes(topology: Topology, failed: frozenset[int]) -> Routes:
+    nodes, hosts = len(topology.names), topology.hosts
+    out: list[list[int]] = [[] for _ in range(nodes)]
+    for number, link in enumerate(topology.links):
+        if number not in failed:
+            out[link.source].append(number)
+    every: list[list[int]] = [[] for _ in range(hosts)]
+    for number, link in enumerate(topology.links):
+        if link.source < hosts:
+            every[link.source].append(number)
+    row = np.full(nodes, -1, np.int32)
+    routed = [node for node in range(nodes) if node >= hosts or len(every[node]) != 1]
+    for node in range(hosts):
+        if len(every[node]) == 1:
+            row[node] = -1 - every[node][0]
+    row[routed] = np.arange(len(routed), dtype=np.int32)
+    table = np.zeros((len(routed), hosts, 2), np.int32)
+    choices: list[int] = []
+    # Hosts at the same switches differ in the last link only, so one search serves all of them.
+    groups: dict[tuple[int, ...], list[int]] = {}
+    last: dict[tuple[int, int], list[int]] = {}
+    for node in range(hosts, nodes):
+        for number in out[node]:
+            if topology.links[number].target < hosts:
+                last.setdefault((node, topology.links[number].target), []).append(number)
+    attached: list[list[int]] = [[] for _ in range(hosts)]
+    for node, host in last:
+        attached[host].append(node)
+    for host in range(hosts):
+        groups.setdefault(tuple(attached[host]), []).append(host)
+    for switches, members in groups.items():
+        distance = _distances(topology, out, switches)
+        for node in routed:
+            step = distance[node]
+            if node >= hosts and step == 0:
+                for host in members:
+                    links = last.get((node, host), [])
+                    table[row[node], host] = (len(choices), len(links))
+                    choices += links
+                continue
+            links = [
+                number
+                for number in out[node]
+                if (target := topology.links[number].target) >= hosts and 0 <= distance[target] == step - 1
+            ]
+            if node < hosts and not links:
+                links = every[node][:1]  # a cut-off host still sends, and its packets get lost
+            table[row[node], members] = (len(choices), len(links))
+            choices += links
+    return Routes(row, table, np.array(choices or [0], np.int32))
+
+
+def _distances(topology: Topology, out: list[list[int]], targets: Collection[int]) -> list[int]:
+    """Return how many links each node is away from the nearest of ``targets``; -2 if it cannot get there."""
+    into: list[list[int]] = [[] for _ in topology.names]
+    for numbers in out:
+        for number in numbers:
+            into[topology.links[number].target].append(topology.links[number].source)
+    distance = [-2] * len(topology.names)
+    waiting = deque(targets)
+    for node in targets:
+        distance[node] = 0
+    while waiting:
+        node = waiting.popleft()
+        for other in into[node]:
+            if distance[other] == -2:
+                distance[other] = distance[node] + 1
+                if other >= topology.hosts:
+                    waiting.append(other)
+    return distance
+
+
+def build_topology(spec: TopologySpec) -> Topology:
+    """Return the nodes and links that ``spec`` describes.
+
+    Raises
+    ------
+    TopologyError
+        It has fewer than two hosts, or too many.
+    """
+    if isinstance(spec, Star):
+        topology = _star(spec)
+    elif isinstance(spec, LeafSpine):
+        topology = _leaf_spine(spec)
+    elif isinstance(spec, FatTree):
+        topology = _fat_tree(spec)
+    elif isinstance(spec, Dragonfly):
+        topology = _dragonfly(spec)
+    else:
+        topology = _rail_optimised(spec)
+    if not 2 <= topology.hosts <= HOSTS_MAX:
+        raise TopologyError(f"{topology.hosts} hosts; a topology has 2 to {HOSTS_MAX}")
+    return topology
+
+
+def _star(spec: Star) -> Topology:
+    topology = Topology(spec.hosts)
+    switch = topology.add_switch("switch0")
+    for host in range(spec.hosts):
+        topology.connect(host, switch, spec.host_link)
+    return topology
+
+
+def _leaf_spine(spec: LeafSpine) -> Topology:
+    topology = Topology(spec.leaves * spec.hosts_per_leaf)
+    leaves = [topology.add_switch(f"leaf{i}") for i in range(spec.leaves)]
+    spines = [topology.add_switch(f"spine{i}") for i in range(spec.spines)]
+    for host in range(topology.hosts):
+        topology.connect(host, leaves[host // spec.hosts_per_leaf], spec.host_link)
+    for leaf in leaves:
+        for spine in spines:
+            topology.connect(leaf, spine, spec.fabric_link)
+    return topology
+
+
+def _fat_tree(spec: FatTree) -> Topology:
+    half = spec.ports // 2
+    hosts_per_edge = half * spec.oversubscription
+    topology = Topology(spec.ports * half * hosts_per_edge)
+    edges = [[topology.add_switch(f"edge{pod}_{i}") for i in range(half)] for pod in range(spec.ports)]
+    aggregations = [
+        [topology.add_switch(f"aggregation{pod}_{i}", half) for i in range(half)] for pod in range(spec.ports)
+    ]
+    cores = [[topology.add_switch(f"core{i}_{j}") for j in range(half)] for i in range(half)]
+    for host in range(topology.hosts):
+        edge = host // hosts_per_edge
+        topology.connect(host, edges[edge // half][edge % half], spec.host_link)
+    for pod in range(spec.ports):
+        for edge in edges[pod]:
+            for aggregation in aggregations[pod]:
+                topology.connect(edge, aggregation, spec.fabric_link)
+        for i, aggregation in enumerate(aggregations[pod]):
+            for core in cores[i]:
+                topology.connect(aggregation, core, spec.fabric_link)
+    return topology
+
+
+def _dragonfly(spec: Dragonfly) -> Topology:
+    groups, routers = spec.groups, spec.routers_per_group
+    topology = Topology(groups * routers * spec.hosts_per_router)
+    nodes = [[topology.add_switch(f"router{group}_{i}") for i in range(routers)] for group in range(groups)]
+    for host in range(topology.hosts):
+        router = host // spec.hosts_per_router
+        topology.connect(host, nodes[router // routers][router % routers], spec.host_link)
+    for group in nodes:
+        for one, other in combinations(group, 2):
+            topology.connect(one, other, spec.local_link)
+    # A link between two groups goes to the router of each that has the fewest such links so far.
+    used = [[0] * routers for _ in range(groups)]
+    for one, other in combinations(range(groups), 2):
+        ends = []
+        for number in (one, other):
+            router = used[number].index(min(used[number]))
+            used[number][router] += 1
+            ends.append(nodes[number][router])
+        topology.connect(ends[0], ends[1], spec.global_link)
+    return topology
+
+
+def _rail_optimised(spec: RailOptimised) -> Topology:
+    rails = spec.gpus_per_server
+    topology = Topology(spec.servers * rails)
+    servers = [topology.add_switch(f"server{i}") for i in range(spec.servers)]
+    pods = spec.servers // spec.servers_per_pod
+    leaves = [[topology.add_switch(f"leaf{pod}_{rail}") for rail in range(rails)] for pod in range(pods)]
+    spines = [topology.add_switch(f"spine{i}") for i in range(spec.spines)]
+    for host in range(topology.hosts):
+        server, rail = divmod(host, rails)
+        topology.connect(host, leaves[server // spec.servers_per_pod][rail], spec.host_link)
+        if rails > 1:  # a server with one GPU needs no switch inside
+            topology.connect(host, servers[server], spec.server_link)
+    for pod in leaves:
+        for leaf in pod:
+            for spine in spines:
+                topology.connect(leaf, spine, spec.fabric_link)
+    return topology
