@@ -15,6 +15,6 @@ The lines that a training script needs::
 
 from dlcp.jax.names import forward_order, name_of
 from dlcp.jax.transformation import average_gradients, broadcast
-from dlcp.session.metrics import average_metrics
+from dlcp.session import average_metrics
 
 __all__ = ["average_gradients", "average_metrics", "broadcast", "forward_order", "name_of"]

@@ -21,7 +21,7 @@ _BY_NAME: Final = {kind.value: kind for kind in ValueType}
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class Gradient:
     """A parameter's gradients in one step: as given, the same memory as their format is held, and who waits."""
 
     given: NDArray[Any]
@@ -30,7 +30,7 @@ class Member:
     future: "Future[NDArray[Any]]" = field(default_factory=Future)
 
     @classmethod
-    def of(cls, name: str, values: NDArray[Any]) -> "Member":
+    def of(cls, name: str, values: NDArray[Any]) -> "Gradient":
         """Return a parameter's gradients as they will be exchanged.
 
         Raises
@@ -49,7 +49,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Slot:
     """Where a parameter lies: in which bucket, and which of its values."""
 
     bucket: int
@@ -72,11 +72,11 @@ class PlannedBucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BucketPlan:
     """The buckets of every step, the same on all ranks."""
 
     buckets: tuple[PlannedBucket, ...]
-    places: Mapping[str, Place]
+    slots: Mapping[str, Slot]
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +84,7 @@ class Plan:
         return sum(bucket.values * bucket.value_type.storage.itemsize for bucket in self.buckets)
 
     @classmethod
-    def of(cls, parameters: Iterable[tuple[Layer, int, ValueType]]) -> "Plan":
+    def of(cls, parameters: Iterable[tuple[Layer, int, ValueType]]) -> "BucketPlan":
         """Divide parameters, given in forward order with their sizes in values, into buckets."""
         buckets: list[PlannedBucket] = []
         segments: list[Segment] = []
@@ -104,27 +104,27 @@ class Plan:
             kind = value_type
             segments.append(Segment(layer, filled, filled + size))
         finish()
-        places = {
-            segment.layer.name: Place(bucket.sequence, segment.start, segment.stop)
+        slots = {
+            segment.layer.name: Slot(bucket.sequence, segment.start, segment.stop)
             for bucket in buckets
             for segment in bucket.segments
         }
-        return cls(tuple(buckets), places)
+        return cls(tuple(buckets), slots)
 
 
-class Filling:
+class FillingBucket:
     """A bucket of one step, from its first parameter on until it is averaged.
 
     Parameters
     ----------
     planned
         Which bucket.
-    room
+    buffer
         A buffer for it; None for a parameter that is averaged where it is.
 
     Attributes
     ----------
-    members
+    gradients
         The parameters that are there.
     sent
         Whether it is on its way.
@@ -132,52 +132,52 @@ class Filling:
         Resolved when its averages are back where the gradients came from.
     """
 
-    def __init__(self, planned: PlannedBucket, room: NDArray[np.generic] | None) -> None:
+    def __init__(self, planned: PlannedBucket, buffer: NDArray[np.generic] | None) -> None:
         self.planned = planned
-        self.room = room
-        self.members: dict[str, Member] = {}
+        self.buffer = buffer
+        self.gradients: dict[str, Gradient] = {}
         self.sent = False
         self.done: Future[None] = Future()
 
-    def put(self, name: str, place: Place, member: Member) -> None:
+    def put(self, name: str, slot: Slot, gradient: Gradient) -> None:
         """Take a parameter's gradients in."""
-        self.members[name] = member
-        if self.room is None:
-            self.room = member.stored.reshape(-1)
+        self.gradients[name] = gradient
+        if self.buffer is None:
+            self.buffer = gradient.stored.reshape(-1)
         else:
-            self.room[place.start : place.stop] = member.stored.reshape(-1)
+            self.buffer[slot.start : slot.stop] = gradient.stored.reshape(-1)
 
     @property
     def full(self) -> bool:
         """Whether all of its parameters are there."""
-        return len(self.members) == len(self.planned.segments)
+        return len(self.gradients) == len(self.planned.segments)
 
     def fill_gaps(self) -> None:
         """Put zeros for parameters that this rank has no gradient of."""
-        if self.room is None:
-            self.room = np.zeros(self.planned.values, self.planned.value_type.storage)
+        if self.buffer is None:
+            self.buffer = np.zeros(self.planned.values, self.planned.value_type.storage)
         for segment in self.planned.segments:
-            if segment.layer.name not in self.members:
-                self.room[segment.start : segment.stop] = np.zeros((), self.room.dtype)
+            if segment.layer.name not in self.gradients:
+                self.buffer[segment.start : segment.stop] = np.zeros((), self.buffer.dtype)
 
     def bucket(self) -> Bucket:
         """Return what is to be averaged."""
-        assert self.room is not None
-        return Bucket(self.room, self.planned.value_type, self.planned.segments)
+        assert self.buffer is not None
+        return Bucket(self.buffer, self.planned.value_type, self.planned.segments)
 
     def finish(self, error: BaseException | None) -> None:
         """Write the averages where the gradients came from, or pass an error on, and tell whoever waits."""
         for segment in self.planned.segments:
-            member = self.members.get(segment.layer.name)
-            if member is None:
+            gradient = self.gradients.get(segment.layer.name)
+            if gradient is None:
                 continue
             if error is not None:
-                member.future.set_exception(error)
+                gradient.future.set_exception(error)
                 continue
-            assert self.room is not None
-            if not np.shares_memory(self.room, member.stored):
-                member.stored[...] = self.room[segment.start : segment.stop].reshape(member.stored.shape)
-            member.future.set_result(member.given)
+            assert self.buffer is not None
+            if not np.shares_memory(self.buffer, gradient.stored):
+                gradient.stored[...] = self.buffer[segment.start : segment.stop].reshape(gradient.stored.shape)
+            gradient.future.set_result(gradient.given)
         if error is None:
             self.done.set_result(None)
         else:
@@ -196,21 +196,21 @@ class Buckets:
     def __init__(self, layers: Mapping[str, Layer]) -> None:
         self.layers = dict(layers)
         self._numbers = {name: number for number, name in enumerate(self.layers)}
-        self.plan: Plan | None = None
-        self.filling: dict[int, Filling] = {}
+        self.plan: BucketPlan | None = None
+        self.filling: dict[int, FillingBucket] = {}
         self._first: dict[str, PlannedBucket] = {}
-        self._rooms: dict[int, NDArray[np.generic]] = {}
+        self._buffers: dict[int, NDArray[np.generic]] = {}
 
-    def expect(self, members: Mapping[str, Member]) -> None:
-        """Plan the buckets of every step for the parameters of this, the first one."""
+    def expect(self, gradients: Mapping[str, Gradient]) -> None:
+        """BucketPlan the buckets of every step for the parameters of this, the first one."""
         if self.plan is None:
-            self.plan = Plan.of(
-                (_shaped(layer, members[name]), members[name].stored.size, members[name].value_type)
+            self.plan = BucketPlan.of(
+                (_shaped(layer, gradients[name]), gradients[name].stored.size, gradients[name].value_type)
                 for name, layer in self.layers.items()
-                if name in members
+                if name in gradients
             )
 
-    def check(self, name: str, member: Member) -> None:
+    def check(self, name: str, gradient: Gradient) -> None:
         """Raise what is wrong with a parameter's gradients.
 
         Raises
@@ -220,34 +220,34 @@ class Buckets:
         """
         if self.plan is None:
             return
-        place = self.plan.places.get(name)
-        if place is None and not member.stored.size:
+        slot = self.plan.slots.get(name)
+        if slot is None and not gradient.stored.size:
             return
-        if place is None:
+        if slot is None:
             raise ValueError(f"{name} had no gradient in the first step, so none is expected of it now")
-        kind = self.plan.buckets[place.bucket].value_type
-        if member.stored.size != place.stop - place.start or member.value_type is not kind:
+        kind = self.plan.buckets[slot.bucket].value_type
+        if gradient.stored.size != slot.stop - slot.start or gradient.value_type is not kind:
             raise ValueError(
-                f"{name} has {member.stored.size} values of {member.value_type.value}; in the first step it had "
-                f"{place.stop - place.start} of {kind.value}"
+                f"{name} has {gradient.stored.size} values of {gradient.value_type.value}; in the first step it had "
+                f"{slot.stop - slot.start} of {kind.value}"
             )
 
-    def put(self, name: str, member: Member) -> Filling:
+    def put(self, name: str, gradient: Gradient) -> FillingBucket:
         """Take a parameter's gradients into their bucket, and return that."""
-        self.check(name, member)
+        self.check(name, gradient)
         if self.plan is None:
             number = self._numbers[name]
-            segment = Segment(_shaped(self.layers[name], member), 0, member.stored.size)
-            planned = self._first[name] = PlannedBucket(number, member.value_type, (segment,))
-            place = Place(number, 0, segment.stop)
+            segment = Segment(_shaped(self.layers[name], gradient), 0, gradient.stored.size)
+            planned = self._first[name] = PlannedBucket(number, gradient.value_type, (segment,))
+            slot = Slot(number, 0, segment.stop)
         else:
-            place = self.plan.places[name]
-            planned = self.plan.buckets[place.bucket]
-        filling = self.filling.get(place.bucket) or self._begin(planned, member)
-        filling.put(name, place, member)
+            slot = self.plan.slots[name]
+            planned = self.plan.buckets[slot.bucket]
+        filling = self.filling.get(slot.bucket) or self._begin(planned, gradient)
+        filling.put(name, slot, gradient)
         return filling
 
-    def rest(self) -> list[Filling]:
+    def rest(self) -> list[FillingBucket]:
         """Return the buckets of this step that have not been sent, with zeros for what is not there."""
         if self.plan:
             for planned in self.plan.buckets:
@@ -271,7 +271,7 @@ class Buckets:
             segment.layer.name
             for filling in waiting
             for segment in filling.planned.segments
-            if segment.layer.name not in filling.members
+            if segment.layer.name not in filling.gradients
         ]
 
     def fail(self, error: BaseException) -> None:
@@ -285,19 +285,19 @@ class Buckets:
         """Begin the next step."""
         if self.plan is None and self._first:
             seen = [self._first[name] for name in self.layers if name in self._first]
-            self.plan = Plan.of((bucket.segments[0].layer, bucket.values, bucket.value_type) for bucket in seen)
+            self.plan = BucketPlan.of((bucket.segments[0].layer, bucket.values, bucket.value_type) for bucket in seen)
         self.filling.clear()
 
-    def _begin(self, planned: PlannedBucket, first: Member | None) -> Filling:
-        room = None
+    def _begin(self, planned: PlannedBucket, first: Gradient | None) -> FillingBucket:
+        buffer = None
         if len(planned.segments) > 1 or (first and not first.stored.flags.c_contiguous):
-            room = self._rooms.get(planned.sequence)
-            if room is None or len(room) != planned.values or room.dtype != planned.value_type.storage:
-                room = self._rooms[planned.sequence] = np.empty(planned.values, planned.value_type.storage)
-        filling = self.filling[planned.sequence] = Filling(planned, room)
+            buffer = self._buffers.get(planned.sequence)
+            if buffer is None or len(buffer) != planned.values or buffer.dtype != planned.value_type.storage:
+                buffer = self._buffers[planned.sequence] = np.empty(planned.values, planned.value_type.storage)
+        filling = self.filling[planned.sequence] = FillingBucket(planned, buffer)
         return filling
 
 
-def _shaped(layer: Layer, member: Member) -> Layer:
+def _shaped(layer: Layer, gradient: Gradient) -> Layer:
     """Return a layer with the shape that its gradients have: some compressors take it for a matrix."""
-    return replace(layer, shape=member.stored.shape)
+    return replace(layer, shape=gradient.stored.shape)

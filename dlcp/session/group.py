@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait as wait_for
 from functools import partial
 from itertools import zip_longest
@@ -20,31 +21,107 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives import ErrorFeedback
-from dlcp.collectives.samples import check_samples
+from dlcp.collectives.message_numbers import broadcast_number
+from dlcp.collectives.samples import check_samples, weigh
+from dlcp.collectives.shards import binomial_tree
 from dlcp.ledger import Ledger
-from dlcp.session import whole
-from dlcp.session.agreement import Agreement
-from dlcp.session.buckets import Buckets, Filling, Member
-from dlcp.session.channel import StoreChannel, ended_key
-from dlcp.session.exchange import CLOSED, Exchange
-from dlcp.session.joining import NotJoinedError, speaks
-from dlcp.session.joining import join as join_ranks
+from dlcp.session.buckets import Buckets, FillingBucket, Gradient
+from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
-from dlcp.session.recovery import Mode
-from dlcp.session.steering import WEIGHS, Steering, all_weigh, piloted
-from dlcp.session.store import Store, StoreError
+from dlcp.session.session import (
+    LEFT,
+    PATIENCE,
+    Fallback,
+    HostBucket,
+    PendingBucket,
+    RankEndedError,
+    TrainingSession,
+)
+from dlcp.session.store import Store, StoreChannel, StoreError, ended_key
 from dlcp.suggestion import closest
-from dlcp.tags import Tagger, layers_in_order
-from dlcp.transport import DeadlineError, Endpoint, TransportError
-from dlcp.tuning.autotuner import Pilot
+from dlcp.tags import Tagger, layers_in_order, plain_tags
+from dlcp.transport import RELIABLE, DeadlineError, Endpoint, MessageKey, PeerAbortedError, ReceiveRequest, SendRequest, TransportError
 
 log = logging.getLogger("dlcp")
 
 CALL: Final = "dlcp.session.join"
-PATIENCE: Final = 3
-"""So many deadlines a whole step may take: for a message, and, should it fail, to recover. Chosen by us."""
-HEARD_S: Final = 3.0
-"""So long others may take to hear why rank 0 gives up, before it takes their store along. Chosen by us."""
+FAREWELL_S: Final = 3.0
+"""So long others may take to learn why rank 0 gives up, before its store ends with it. Chosen by us."""
+CLOSED: Final = "it has left the group"
+"""Why a rank has ended that has closed its group in order."""
+RANKS: Final = "ranks"
+"""The channel of what ranks do together between steps."""
+PART_BYTES: Final = 1 << 24
+"""Longer broadcasts go in messages of this size: what comes before somebody waits for it is held. Chosen by us."""
+
+
+class StoreFallback(Fallback):
+    """Rank 0 adds up over the ranks' store: slowly, but to the end. The store knows when a rank has ended."""
+
+    name = "the store, which is slow"
+
+    def __init__(self, store: Store, rank: int, size: int, deadline_s: float) -> None:
+        self._store = store
+        self._rank, self._size, self._deadline_s = rank, size, deadline_s
+        self._others = [ended_key(other) for other in range(size) if other != rank]
+        self._channels: dict[str, StoreChannel] = {}
+
+    def channel(self, topic: str = "recovery") -> StoreChannel:
+        """Return this rank's channel of a name."""
+        if topic not in self._channels:
+            self._channels[topic] = StoreChannel(self._store, topic, self._rank, range(self._size), self._deadline_s)
+        return self._channels[topic]
+
+    def average(self, session: TrainingSession, pending: PendingBucket) -> None:
+        """Let rank 0 add up, in a thread of its own, for the ranks need not come to buckets in the same order."""
+        threading.Thread(target=self._add_up, args=(session, pending), name="dlcp-store-add", daemon=True).start()
+
+    def _add_up(self, session: TrainingSession, pending: PendingBucket) -> None:
+        assert pending.bucket
+        bucket = pending.bucket
+        try:
+            values: NDArray[Any] = bucket.value_type.widen(bucket.values).copy()
+            session.feedback.add_to(values, bucket.segments)  # nothing is lost here, so this is the last time
+            total = self.channel(f"average of bucket {pending.sequence}").add(values)
+            bucket.values[:] = bucket.value_type.narrow(total / total.dtype.type(self._size))
+        except Exception as problem:
+            session.fail(f"step {pending.step}: {pending.label} is not averaged: {problem}")
+        else:
+            session.table.finish(pending)
+
+    def why_leave(self, session: TrainingSession) -> BaseException | None:
+        """Look in the store for a rank that has left DLCP, or has ended."""
+        try:
+            found = self._store.first([LEFT, *self._others], 0)
+        except StoreError as error:
+            return RankEndedError(f"{error}{self._where(session)}")
+        if found is None:
+            return None
+        key, text = found[0], found[1].decode()
+        if key == LEFT:
+            return PeerAbortedError(f"another rank has left DLCP: {text}")
+        if text == CLOSED:
+            self._others.remove(key)
+            return None
+        return RankEndedError(f"rank {key.rpartition('/')[2]} has ended: {text}{self._where(session)}")
+
+    def _where(self, session: TrainingSession) -> str:
+        """Say what this rank waits for."""
+        with session.table.changed:
+            waiting = [session.table.pending[which] for which in sorted(session.table.pending)]
+        if not waiting:
+            return f"; step {session.table.step}"
+        return f"; step {waiting[0].step}: rank {self._rank} waits for {waiting[0].label}"
+
+    def publish_left(self, reason: str) -> None:
+        """Write into the store that a rank has left DLCP."""
+        self._store.compare_set(LEFT, "", reason)
+
+    def publish_failed(self, reason: str) -> None:
+        """Write into the store that this rank has ended: the others may wait for it."""
+        with contextlib.suppress(StoreError):
+            self._store.set(ended_key(self._rank), reason)
+            self._store.compare_set(LEFT, "", reason)
 
 
 class Group:
@@ -65,12 +142,10 @@ class Group:
         self.ledger = Ledger(options.job)
         self.step = 0
         self._store = store
-        self._endpoint: Endpoint | None = None
-        self._exchange: Exchange | None = None
-        self._steering: Steering | None = None
-        self._channel: StoreChannel | None = None
+        self._fallback: StoreFallback | None = None
+        self._session: TrainingSession | None = None
         self._buckets: Buckets | None = None
-        self._started: dict[str, Member] = {}
+        self._started: dict[str, Gradient] = {}
         self._timer: threading.Timer | None = None
         self._lock = threading.RLock()
         self._closed = False
@@ -78,55 +153,42 @@ class Group:
         self._writer = ThreadPoolExecutor(1, "dlcp-group")
         atexit.register(self._at_exit)
 
-    def meet(self, master: str) -> None:
+    def join(self, master: str) -> None:
         """Open this rank's endpoint together with the other ranks; :func:`dlcp.session.join` does that."""
         assert self._store
-        ranks = range(self.size)
-        feedback, tagger = ErrorFeedback(), Tagger(self.options.classes())
-        deadline_s = self.options.deadline_s
-        self._channel = StoreChannel(self._store, "ranks", self.rank, ranks, deadline_s)
-        self._exchange = Exchange(self._store, self.rank, ranks, deadline_s, feedback)
-        agreement = Agreement(self._store.under("joining"), self.rank, self.size, self.options.meet_s)
-        if self.options.weighted:
-            agreement.tell(WEIGHS, True)
+        options, ranks = self.options, range(self.size)
+        self._fallback = StoreFallback(self._store, self.rank, self.size, options.deadline_s)
+        self._session = TrainingSession(
+            options,
+            self.rank,
+            ranks,
+            self._fallback,
+            ledger=self.ledger,
+            feedback=ErrorFeedback(),
+            tagger=Tagger(options.classes()),
+        )
+        agreement = Agreement(self._store.under("joining"), self.rank, self.size, options.meet_s)
         try:
-            joined = join_ranks(self.options, agreement, call=CALL, toward=master)
+            self._session.join(agreement, call=CALL, toward=master)
         except NotJoinedError as problem:
-            without_weights = self.options.weighted and not all_weigh(agreement)
-            if not self.options.fallback or without_weights:
-                self.close(str(problem))
-                if without_weights:
-                    raise NotJoinedError(f"{problem}. Nor do all ranks say samples=..., to weigh by them") from None
-                raise
-            self._exchange.do_without(str(problem))
-            self._steering = Steering(Pilot.of(self.options, self.rank, ranks), self._exchange, self._limit_s)
-            if speaks(agreement):
-                log.warning("DLCP is off: %s. Gradients are averaged over the store, which is slow.", problem)
-            return
-        if joined.remark and self.rank == 0:
-            log.warning("DLCP: %s", joined.remark)
-        self.options, self._endpoint = joined.options, joined.endpoint
-        pilot = Pilot.of(joined.options, self.rank, ranks, ledger=self.ledger, joined=joined)
-        reducer = piloted(pilot, joined, ranks, tagger=tagger, ledger=self.ledger, feedback=feedback)
-        self._exchange.use(joined.endpoint, reducer, may_recover=self.options.fallback)
-        self._steering = Steering(pilot, self._exchange, self._limit_s)
+            self.close(str(problem))
+            raise
+        self.options = self._session.options
 
     @property
     def endpoint(self) -> Endpoint | None:
         """The endpoint; None in a group of one, and where DLCP could not be used."""
-        return self._endpoint
+        return self._session.endpoint if self._session else None
 
     @property
     def active(self) -> bool:
         """Whether DLCP averages gradients; if not, see :attr:`reason`."""
-        return self._exchange is not None and self._exchange.mode is Mode.DLCP
+        return self._session is not None and self._session.active
 
     @property
     def reason(self) -> str:
         """Why DLCP does not average gradients; ``""`` while it does."""
-        if self._exchange is None:
-            return "a group of one has nothing to exchange"
-        return self._exchange.reason
+        return self._session.reason if self._session else "a group of one has nothing to exchange"
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
@@ -145,9 +207,9 @@ class Group:
         if twice or not listed:
             raise ValueError(f"parameter {twice[0]} is registered twice" if twice else "there are no parameters")
         self._check_idle("parameters are registered")
-        if self._channel:
-            for rank, told in sorted(self._channel.gather(listed).items()):
-                _compare_names(listed, told, self.rank, rank)
+        if self._fallback:
+            for rank, theirs in sorted(self._fallback.channel(RANKS).gather(listed).items()):
+                _compare_names(listed, theirs, self.rank, rank)
         self._buckets = Buckets(layers_in_order(listed))
 
     def average(self, gradients: Mapping[str, NDArray[Any]]) -> None:
@@ -171,14 +233,14 @@ class Group:
             Ranks were not reached, or not in time; the message names rank, step and layer.
         """
         buckets = self._registered(gradients)
-        members = {name: Member.of(name, gradients[name]) for name in buckets.layers if name in gradients}
-        for name, member in members.items():
-            buckets.check(name, member)
+        given = {name: Gradient.of(name, gradients[name]) for name in buckets.layers if name in gradients}
+        for name, gradient in given.items():
+            buckets.check(name, gradient)
         with self._lock:
             self._check_open()
-            buckets.expect({name: member for name, member in members.items() if member.stored.size})
-            for name in reversed(members):
-                self._start(buckets, name, members[name])
+            buckets.expect({name: gradient for name, gradient in given.items() if gradient.stored.size})
+            for name in reversed(given):
+                self._start(buckets, name, given[name])
         self.end_step()
 
     def start(self, name: str, values: NDArray[Any]) -> "Future[NDArray[Any]]":
@@ -197,15 +259,15 @@ class Group:
             Averaging has failed before.
         """
         buckets = self._registered([name])
-        member = Member.of(name, values)
+        gradient = Gradient.of(name, values)
         with self._lock:
             self._check_open()
-            self._start(buckets, name, member)
-            if self._exchange and not self._timer:
+            self._start(buckets, name, gradient)
+            if self._session and not self._timer:
                 self._timer = threading.Timer(self.options.deadline_s, self._expire, [buckets, self.step])
                 self._timer.daemon = True
                 self._timer.start()
-        return member.future
+        return gradient.future
 
     def samples(self, count: int) -> None:
         """Say how many samples this rank's gradients of the coming step will be the mean of.
@@ -224,17 +286,17 @@ class Group:
         with self._lock:
             self._check_open()
             self._check_idle("the next samples")
-            if self._steering is None:
+            if self._session is None:
                 check_samples(count)
                 return
-            self._steering.pilot.set_samples(count)
-            self._steering.begin(self.step)
+            self._session.set_samples(count)
+            self._session.begin_step(self.step)
 
     def _expire(self, buckets: Buckets, step: int) -> None:
         """Fail if a bucket still waits for a parameter that nobody starts: whoever waits for the others must know."""
         with self._lock:
             lacking = buckets.lacking()
-            if self.step != step or not lacking or not self._exchange:
+            if self.step != step or not lacking or not self._session:
                 return
             error = DeadlineError(
                 f"job {self.options.job}, step {step}: rank {self.rank} has not started {', '.join(lacking[:3])}"
@@ -242,30 +304,34 @@ class Group:
                 "start all parameters at every step, or call end_step"
             )
             buckets.fail(error)
-        self._exchange.give_up(str(error))
+        self._session.fail(str(error))
 
-    def _start(self, buckets: Buckets, name: str, member: Member) -> None:
+    def _start(self, buckets: Buckets, name: str, gradient: Gradient) -> None:
         if name in self._started:
             raise RuntimeError(f"{name} has been started in step {self.step}; call end_step before the next one")
-        if self._exchange is None or not member.stored.size:
-            member.future.set_result(member.given)
+        if self._session is None or not gradient.stored.size:
+            gradient.future.set_result(gradient.given)
         else:
-            filling = buckets.put(name, member)
+            filling = buckets.put(name, gradient)
             if filling.full:
-                self._send(self._exchange, filling)
-        self._started[name] = member
+                self._send(self._session, filling)
+        self._started[name] = gradient
 
-    def _send(self, exchange: Exchange, filling: Filling) -> None:
-        assert self._steering
+    def _send(self, session: TrainingSession, filling: FillingBucket) -> None:
         bucket = filling.bucket()
-        self._steering.weigh(self.step, bucket)
-        averaged = exchange.start(self.step, self._steering.first_sequence + filling.planned.sequence, bucket)
+        weight = session.weight(self.step)
+        if weight != 1:
+            values = bucket.value_type.widen(bucket.values).copy()
+            weigh(values, weight)
+            bucket.values[:] = bucket.value_type.narrow(values)
+        pending = HostBucket.of(self.step, session.first_sequence + filling.planned.sequence, bucket)
+        session.submit(pending)
         filling.sent = True
-        if self._buckets and self._buckets.all_sent:
-            self._steering.pilot.on_handed()
-        averaged.add_done_callback(partial(self._on_averaged, filling))
+        if session.autotuner and self._buckets and self._buckets.all_sent:
+            session.autotuner.on_gradients_ready()
+        pending.answer.add_done_callback(partial(self._on_averaged, filling))
 
-    def _on_averaged(self, filling: Filling, averaged: "Future[Any]") -> None:
+    def _on_averaged(self, filling: FillingBucket, averaged: "Future[Any]") -> None:
         """Let what takes long be done in a thread of its own: the endpoint has other things to do."""
         self._writer.submit(filling.finish, averaged.exception())
 
@@ -280,9 +346,9 @@ class Group:
         buckets = self._registered([])
         with self._lock:
             self._check_open()
-            if self._exchange:
+            if self._session:
                 for filling in buckets.rest():
-                    self._send(self._exchange, filling)
+                    self._send(self._session, filling)
             sent = list(buckets.filling.values())
         wait_for([filling.done for filling in sent], self._limit_s)
         for filling in sent:
@@ -300,8 +366,8 @@ class Group:
             buckets.end_step()
             self._started.clear()
             self.step += 1
-            if self._steering and buckets.plan:
-                self._steering.pilot.gradient_bytes = buckets.plan.nbytes
+            if self._session and self._session.autotuner and buckets.plan:
+                self._session.autotuner.gradient_bytes = buckets.plan.nbytes
 
     def _registered(self, names: Iterable[str]) -> Buckets:
         if self._buckets is None:
@@ -318,8 +384,8 @@ class Group:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the group has been closed")
-        if self._exchange:
-            self._exchange.check()
+        if self._session:
+            self._session.check()
 
     # Other things that ranks do together ------------------------------------------------------------------------------
 
@@ -346,13 +412,13 @@ class Group:
             self._check_open()
             self._check_idle("a broadcast")
             data = values.reshape(-1).view(np.uint8)
-            if self._exchange is None or not len(data):
+            if self._session is None or not len(data):
                 return
-            if self.active and self._endpoint:
-                whole.broadcast(self._endpoint, self.size, self.step, data, root, self.options.deadline_s)
+            if self.active and self.endpoint:
+                broadcast(self.endpoint, self.size, self.step, data, root, self.options.deadline_s)
                 self.step += 1
-            elif self._channel:
-                self._channel.broadcast(data, root)
+            elif self._fallback:
+                self._fallback.channel(RANKS).broadcast(data, root)
 
     def barrier(self) -> None:
         """Return when all ranks have come this far.
@@ -363,8 +429,8 @@ class Group:
             A rank has ended, or not come within the deadline; the message names it.
         """
         self._check_open()
-        if self._channel:
-            self._channel.gather(None)
+        if self._fallback:
+            self._fallback.channel(RANKS).gather(None)
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up.
@@ -381,10 +447,10 @@ class Group:
             if self._buckets:
                 self._buckets.fail(TransportError(f"rank {self.rank} has closed its group"))
         atexit.unregister(self._at_exit)
-        if self._exchange and self._store:
+        if self._session and self._store:
             with contextlib.suppress(StoreError):
                 self._store.leave(ended_key(self.rank), reason or CLOSED)
-            self._exchange.close(reason)
+            self._session.close(reason)
             if self.rank == 0:
                 self._let_others_leave(self._store, reason)
             self._store.close()
@@ -392,7 +458,7 @@ class Group:
 
     def _let_others_leave(self, store: Store, reason: str | None) -> None:
         """Wait until the others have ended: the store ends with this process, and they may still read it."""
-        patience_s = self.options.deadline_s if reason is None else min(HEARD_S, self.options.deadline_s)
+        patience_s = self.options.deadline_s if reason is None else min(FAREWELL_S, self.options.deadline_s)
         end_s = time.monotonic() + patience_s
         with contextlib.suppress(StoreError):
             store.set(ended_key(0), reason or CLOSED)
@@ -428,3 +494,54 @@ def _compare_names(mine: list[str], theirs: list[str], rank: int, other: int) ->
                 f"parameter {place} is {name} on rank {rank} and {their_name} on rank {other}; all ranks must register "
                 "the same names in the same order"
             )
+
+
+def broadcast(endpoint: Endpoint, size: int, step: int, data: NDArray[np.uint8], root: int, deadline_s: float) -> None:
+    """Write the root's ``data`` into that of all ranks; done when this rank has it, and those who get it from this one.
+
+    Parameters
+    ----------
+    endpoint, size
+        This rank's endpoint, and how many ranks there are.
+    step
+        A step in which nothing else is sent.
+    data
+        Shape (m,); of one length on all ranks.
+    deadline_s
+        How long each message may take.
+
+    Raises
+    ------
+    ValueError
+        The array has more parts than messages of a step can be numbered for; the message says what to do.
+    TransportError
+        A rank did not answer, or not in time; the message names it.
+    """
+    parent, children = binomial_tree(endpoint.rank, root, size)
+    label = f"broadcast of rank {root}"
+    parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
+    if parts:
+        broadcast_number(len(parts) - 1, max(0, (size - 1).bit_length() - 1), size)  # refused before anything is sent
+    arriving = []
+    if parent is not None:
+        for index, part in enumerate(parts):
+            key = MessageKey(step, broadcast_number(index, parent.hop, size))
+            arriving.append(endpoint.receive(ReceiveRequest(parent.rank, key, len(part), RELIABLE, label, into=part)))
+    sending = []
+    for index, part in enumerate(parts):
+        if parent is not None:
+            _await(arriving[index], step, f"rank {parent.rank}", label, deadline_s)
+        tags = plain_tags(-(-len(part) // endpoint.options.payload_bytes))
+        for child in children:
+            key = MessageKey(step, broadcast_number(index, child.hop, size))
+            request = SendRequest(child.rank, key, memoryview(part.data), tags, RELIABLE, label)
+            sending.append((child.rank, endpoint.send(request)))
+    for receiver, sent in sending:
+        _await(sent, step, f"rank {receiver}", label, deadline_s)
+
+
+def _await(message: "Future[Any]", step: int, whom: str, label: str, deadline_s: float) -> None:
+    try:
+        message.result(deadline_s)
+    except FutureTimeoutError:
+        raise DeadlineError(f"step {step}: {label}: no answer from {whom} in {deadline_s:g} s") from None

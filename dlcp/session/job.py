@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process comes to its group: by the environment that a launcher has set, and the store that rank 0 serves."""
+"""A process's place in its job: how it joins, and what scripts ask without handing a group around.
+
+Rank, size and where rank 0 serves the store come from the environment that a launcher sets.
+"""
 
 import os
 from collections import Counter
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
-from dlcp.session.channel import ended_key
+import numpy as np
+from numpy.typing import NDArray
+
 from dlcp.session.group import Group
 from dlcp.session.options import Options
-from dlcp.session.store import Store, serve
+from dlcp.session.store import Store, ended_key, serve
 from dlcp.transport import Address
 
 DEFAULT_PORT: Final = 29500
 """What PyTorch's launcher takes, too."""
-_joined: Counter[tuple[Address, int]] = Counter()
+_joined: list[Group] = []
+"""The group that :func:`init` has joined."""
+_counts: Counter[tuple[Address, int]] = Counter()
 """How many groups this process has joined, by store and rank: the ranks join them in the same order."""
 
 
@@ -52,13 +60,13 @@ def join(
     address = host, int(port)
     if rank == 0:
         serve(address)
-    number = _joined[address, rank]
-    _joined[address, rank] += 1
+    number = _counts[address, rank]
+    _counts[address, rank] += 1
     store = Store(address, options.meet_s).under(f"dlcp/{number}")
     try:
         store.leave(ended_key(rank), "its process or its connection is gone")
         group = Group(options, rank, size, store)
-        group.meet(host)
+        group.join(host)
     except BaseException:
         store.close()
         raise
@@ -89,3 +97,87 @@ def _who(rank: int | None, size: int | None) -> tuple[int, int]:
 
 def _master() -> str:
     return f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', DEFAULT_PORT)}"
+
+
+# The group of this process, for frameworks whose users expect init() and rank() ---------------------------------------
+
+
+def init(options: Options | None = None, **where: Any) -> Group:
+    """Join the other ranks; call it once, before anything else here. See :func:`join`."""
+    if _joined:
+        raise RuntimeError("this process has joined its group already; call shutdown() before another init()")
+    _joined.append(join(options, **where))
+    return _joined[0]
+
+
+def current() -> Group:
+    """Return the group that :func:`init` has joined.
+
+    Raises
+    ------
+    RuntimeError
+        It has not been called.
+    """
+    if not _joined:
+        raise RuntimeError(
+            "this process has joined no group: call init() first, such as dlcp.tensorflow.init(), once in every process"
+        )
+    return _joined[0]
+
+
+def shutdown(reason: str | None = None) -> None:
+    """Leave the other ranks; with a ``reason``, tell them that this one gives up."""
+    while _joined:
+        _joined.pop().close(reason)
+
+
+def rank() -> int:
+    """Return this process's rank, 0 to ``size() - 1``."""
+    return current().rank
+
+
+def size() -> int:
+    """Return how many ranks there are."""
+    return current().size
+
+
+def local_rank() -> int:
+    """Return the rank among those of this host (``LOCAL_RANK``), to choose a GPU by; the rank if nobody has told it."""
+    return int(os.environ.get("LOCAL_RANK", rank()))
+
+
+# Means of what every rank has of its own, such as the loss on its part of the data ------------------------------------
+
+
+def mean_over_ranks(values: NDArray[Any], group: Group) -> NDArray[np.float64]:
+    """Return the mean of an array over all ranks, nothing lost, bit by bit the same on all; between steps.
+
+    Parameters
+    ----------
+    values
+        Of one shape on all ranks.
+
+    Raises
+    ------
+    TransportError
+        A rank was not reached, or not in time; the message names it.
+    """
+    total = np.zeros(values.shape)
+    for rank in range(group.size):
+        theirs = np.array(values, np.float64, order="C")
+        group.broadcast(theirs, rank)
+        total += theirs
+    return total / group.size
+
+
+def average_metrics(metrics: Mapping[str, Any], group: Group) -> dict[str, float]:
+    """Return the mean of each metric over all ranks; all ranks must give metrics of the same names.
+
+    Raises
+    ------
+    TransportError
+        A rank was not reached, or not in time; the message names it.
+    """
+    names = sorted(metrics)
+    means = mean_over_ranks(np.array([metrics[name] for name in names], np.float64), group)
+    return dict(zip(names, means.tolist(), strict=True))

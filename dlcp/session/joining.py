@@ -1,28 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a job come to use DLCP, or agree not to: nobody may be left waiting for somebody who does not.
+"""How the ranks of a job agree to use DLCP, or not to: no rank is left waiting for one that does not.
 
-Each step is told through the store and heard with a deadline: who is there and on which address, which packets get
-through, whose endpoint is greeted by all. The first rank that finds something wrong says so and everybody stops.
+A collective operation cannot ask whether everybody is there: it hangs if somebody is not. A store of keys and values
+can be asked. So ranks publish each step of joining there, and wait for the others with a deadline: who is there and at
+which address, which packets get through, whose endpoint every peer has answered. The first rank that finds something
+wrong decides against DLCP, and all stop.
 """
 
+import json
+import os
 import secrets
 import socket
 import time
+import warnings
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, Protocol
 
 from dlcp.collectives.choice import Topology
-from dlcp.session.addresses import advertised, bind
-from dlcp.session.agreement import Agreement
 from dlcp.session.options import Options
-from dlcp.transport import Address, Endpoint, TransportError, parse_address, shared_memory
+from dlcp.transport import Address, Endpoint, TransportError, bind_socket, parse_address, shared_memory
 from dlcp.transport.path_mtu import COMMON_MTUS, PathProbe, candidate_payloads, first_hop_mtu, payload_for_mtu
 from dlcp.transport.shared_memory import EXPORT_BYTES, SharedMemory, SharedMemoryRendezvous
+from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 USE_DLCP: Final = "use DLCP"
 TURN_S: Final = 0.01
 REACH_SHARE: Final = 0.3
 """Share of the deadline within which a peer that is there must answer over UDP. Chosen by us."""
+POLL_S: Final = 0.005
+POLL_MAX_S: Final = 0.1
 TERMS: Final = (
     "job",
     "collective",
@@ -48,19 +57,171 @@ class NotJoinedError(RuntimeError):
     """The ranks have agreed not to use DLCP; the message says why, and what to do about it."""
 
 
-class Joined(NamedTuple):
-    """How ranks have come together.
+# Agreement ------------------------------------------------------------------------------------------------------------
+
+
+class KeyValueStore(Protocol):
+    """What ranks agree over: a store of PyTorch's, or :class:`dlcp.session.store.Store`."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value that has been written."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Tell whether all these keys have a value."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Write ``desired`` if the value is ``expected``, or if there is none and that is ``""``.
+
+        Returns
+        -------
+        The value that the key has afterwards.
+        """
+
+
+class Agreement:
+    """One matter that the ranks of a group decide alike, within a deadline.
+
+    Parameters
+    ----------
+    store
+        What the ranks agree over; values stay once they are written.
+    rank, size
+        This rank, and how many there are.
+    deadline_s
+        How long the agreement may take altogether, from now on.
+    """
+
+    VERDICT: Final = "verdict"
+
+    def __init__(self, store: KeyValueStore, rank: int, size: int, deadline_s: float) -> None:
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.deadline_s = deadline_s
+        self._end_s = time.monotonic() + deadline_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self._end_s - time.monotonic())
+
+    def publish(self, topic: str, value: Any) -> None:
+        """Publish this rank's value on a topic, once; any value that JSON can hold."""
+        self.store.set(f"{topic}/{self.rank}", json.dumps(value))
+        self.store.set(topic, str(self.rank))
+
+    def published(self, topic: str, ranks: Iterable[int]) -> bool:
+        """Tell whether all these ranks have published a value on a topic."""
+        return bool(self.store.check([f"{topic}/{rank}" for rank in ranks]))
+
+    def anyone_published(self, topic: str) -> bool:
+        """Tell whether any rank has published a value on a topic."""
+        return bool(self.store.check([topic]))
+
+    def collect(self, topic: str) -> dict[int, Any]:
+        """Return each rank's value, as soon as all are there, a verdict is in force, or time is up."""
+        wait_s = POLL_S
+        while not self.published(topic, range(self.size)) and self.verdict() is None and self.left_s:
+            time.sleep(min(wait_s, self.left_s))
+            wait_s = min(POLL_MAX_S, wait_s * 1.5)
+        present = [rank for rank in range(self.size) if self.published(topic, [rank])]
+        return {rank: json.loads(self.store.get(f"{topic}/{rank}")) for rank in present}
+
+    def verdict(self) -> str | None:
+        """Return the verdict in force; None if there is none."""
+        if not self.store.check([self.VERDICT]):
+            return None
+        return bytes(self.store.get(self.VERDICT)).decode()
+
+    def decide(self, proposal: str) -> str:
+        """Propose a verdict; return the one in force, which is the first that any rank proposed."""
+        return bytes(self.store.compare_set(self.VERDICT, "", proposal)).decode()
+
+    def speaker(self) -> bool:
+        """Tell whether this rank is the one that logs the verdict: the lowest that comes within the deadline."""
+        lower = range(self.rank)
+        while lower and self.left_s and not self.published("here", [0]):
+            time.sleep(TURN_S)
+        return not any(self.published("here", [rank]) for rank in lower)
+
+    def all_publish(self, topic: str) -> bool:
+        """Wait until all ranks have published a value on a topic; tell whether they did before the deadline."""
+        while self.left_s and not self.published(topic, range(self.size)):
+            time.sleep(min(POLL_MAX_S, self.left_s))
+        return self.published(topic, range(self.size))
+
+
+# Addresses ------------------------------------------------------------------------------------------------------------
+
+
+def own_host(toward: str | None = None) -> str:
+    """Return this host's address on the way to another host, by default to the master (``MASTER_ADDR``)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Sends nothing: it asks the routing table.
+        probe.connect((toward or os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
+        return str(probe.getsockname()[0])
+
+
+def bind(options: Options, toward: str | None = None) -> socket.socket:
+    """Bind the port that the options name; else the first free one of DLCP's ports; else, with a warning, any port.
+
+    If the options name no host, it is this host's address on the way ``toward`` another one, see :func:`own_host`.
+
+    Raises
+    ------
+    OSError
+        The named port is in use, or the address is not this host's.
+    """
+    host, port = parse_address(options.bind) if options.bind else (own_host(toward), 0)
+    if port:
+        return bind_socket(host, [port])
+    try:
+        return bind_socket(host, range(UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT))
+    except OSError:
+        sock = bind_socket(host, [0])
+    _warn_ports_in_use(host)
+    return sock
+
+
+def advertised(options: Options, sock: socket.socket) -> Address:
+    """Return where other ranks reach a socket: the advertised address, with the socket's own port if that has none."""
+    host, port = sock.getsockname()
+    if options.advertise:
+        host, _, given_port = options.advertise.partition(":")
+        port = int(given_port) if given_port else port
+    return host, port
+
+
+@cache
+def _warn_ports_in_use(host: str) -> None:
+    warnings.warn(
+        f"DLCP's UDP ports {UDP_PORT_BASE}-{UDP_PORT_BASE + UDP_PORT_COUNT - 1} on {host} are all in use: some groups "
+        "use other ports, and switches treat their packets as ordinary traffic",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+# Joining --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What ranks have once they have joined.
 
     Attributes
     ----------
     endpoint
-        It has been greeted by all peers.
+        This rank's endpoint, which every peer has answered.
     options
-        With what was found out.
+        The options, with what was found out.
     remark
-        What a user should know of that; ``""`` if nothing.
+        What a user should know about that; ``""`` if nothing.
     topology
-        Which ranks share a host, and which is the server.
+        Which ranks share a host, and which one is the server.
     """
 
     endpoint: Endpoint
@@ -79,82 +240,82 @@ def join(
     Parameters
     ----------
     options, agreement
-        What the ranks come with, and where they meet.
+        This rank's options, and what the ranks agree over.
     call
-        What a user calls to come here, for messages about ranks that have not.
+        What a user calls to join, for messages about ranks that have not.
     toward
-        The host that decides which of its addresses this rank takes, see :func:`dlcp.session.addresses.own_host`.
+        The host that decides which of its addresses this rank takes, see :func:`own_host`.
     export_bytes
-        How much memory this rank wants to send from without copies to ranks of its host
-        (:class:`dlcp.transport.buffers.ExportedMemory`).
+        How much memory this rank wants to send from without copies to ranks of its host.
 
     Raises
     ------
     NotJoinedError
-        The ranks have agreed to do without; all ranks raise it, with the same message.
+        The ranks have agreed to do without DLCP; all ranks raise it, with the same message.
     """
     with ExitStack() as undo:
         try:
-            agreement.tell("here", True)
+            agreement.publish("here", True)
             sock = bind(options, toward)
             undo.callback(sock.close)
-            with _rendezvous(options, export_bytes) as rendezvous:
-                joined = _meet(options, agreement, sock, undo, call, rendezvous)
-            agreement.tell("ready", True)
-            _hear_all(agreement, "ready", "has not been greeted by every peer")
+            with _memory_rendezvous(options, export_bytes) as memory:
+                joined = _connect(options, agreement, sock, undo, call, memory)
+            agreement.publish("ready", True)
+            _collect_from_all(agreement, "ready", "has not been greeted by every peer")
             verdict = agreement.decide(USE_DLCP)
         except (OSError, TransportError) as problem:
             verdict = agreement.decide(f"rank {agreement.rank}: {problem}")
         except NotJoinedError as problem:
             verdict = agreement.decide(str(problem))
+        except BaseException as problem:
+            # Whatever it is, the others must not wait for this rank until the deadline, and then blame something else.
+            with suppress(Exception):
+                agreement.decide(f"rank {agreement.rank} gave up: {problem!r}")
+            raise
         if verdict == USE_DLCP:
             undo.pop_all()
             return joined
     raise NotJoinedError(verdict)
 
 
-def speaks(agreement: Agreement) -> bool:
-    """Tell whether this rank is the one to say what was decided: the lowest of those who come within the deadline."""
-    lower = range(agreement.rank)
-    while lower and agreement.left_s and not agreement.told("here", [0]):
-        time.sleep(TURN_S)
-    return not any(agreement.told("here", [rank]) for rank in lower)
-
-
-def _meet(
+def _connect(
     options: Options,
     agreement: Agreement,
     sock: socket.socket,
     undo: ExitStack,
     call: str,
-    rendezvous: SharedMemoryRendezvous | None,
+    memory: SharedMemoryRendezvous | None,
 ) -> Joined:
     rank, size = agreement.rank, agreement.size
-    mine = advertised(options, sock)
     terms = {name: getattr(options, name) for name in TERMS}
-    token = options.token or (secrets.randbits(64) | 1)
-    place = {"address": mine, "host": socket.gethostname(), "token": token, "terms": terms}
-    agreement.tell("place", {**place, "rendezvous": rendezvous.name if rendezvous else ""})
-    places = _hear_all(agreement, "place", f"has not called {call}; call it on every rank, with the same options")
-    _compare_terms(places)
-    peers: dict[int, Address] = {
-        peer: (place["address"][0], place["address"][1]) for peer, place in places.items() if peer != rank
+    entry = {
+        "address": advertised(options, sock),
+        "host": socket.gethostname(),
+        "token": options.token or (secrets.randbits(64) | 1),
+        "terms": terms,
+        "memory": memory.name if memory else "",
     }
-    token = places[0]["token"]
-    server = size if options.collective == "server" else None
+    agreement.publish("entry", entry)
+    missing = f"has not called {call}; call it on every rank, with the same options"
+    entries = _collect_from_all(agreement, "entry", missing)
+    _compare_terms(entries)
+    peers: dict[int, Address] = {
+        peer: (entry["address"][0], entry["address"][1]) for peer, entry in entries.items() if peer != rank
+    }
+    token = entries[0]["token"]
     # Ranks share a port if they share a host and its address: network namespaces of one machine do not.
-    hosts = {peer: f"{place['host']} {place['address'][0]}" for peer, place in places.items()}
-    topology = Topology(hosts, server=server)
+    hosts = {peer: f"{entry['host']} {entry['address'][0]}" for peer, entry in entries.items()}
+    topology = Topology(hosts, server=size if options.collective == "server" else None)
     remark = ""
     if options.collective == "server":
         peers = {size: parse_address(options.server)}
     else:
-        payload_bytes, remark = _probe(options, agreement, sock, peers, token)
+        payload_bytes, remark = _probe_paths(options, agreement, sock, peers, token)
         options = options.with_(payload_bytes=payload_bytes)
     shared = None
-    names = {peer: place["rendezvous"] for peer, place in places.items() if place["rendezvous"]}
+    names = {peer: entry["memory"] for peer, entry in entries.items() if entry["memory"]}
     if len(names) > 1:  # as all ranks find alike
-        shared = _share(agreement, rendezvous, names, options.job, token, undo)
+        shared = _share_memory(agreement, memory, names, options.job, token, undo)
     endpoint = Endpoint(
         rank, sock, peers, job=options.job, token=token, options=options.transport(size, topology), shared=shared
     )
@@ -164,8 +325,8 @@ def _meet(
     return Joined(endpoint, options, remark, topology)
 
 
-def _rendezvous(options: Options, export_bytes: int) -> AbstractContextManager[SharedMemoryRendezvous | None]:
-    """Return where ranks of this host find this one; None where it shares no memory."""
+def _memory_rendezvous(options: Options, export_bytes: int) -> AbstractContextManager[SharedMemoryRendezvous | None]:
+    """Return where ranks of this host find this one; None if it shares no memory."""
     wanted = options.shared_memory and not (options.advertise or options.immediate or options.collective == "server")
     if wanted and shared_memory.available():
         with suppress(OSError):  # not permitted in this container
@@ -173,65 +334,60 @@ def _rendezvous(options: Options, export_bytes: int) -> AbstractContextManager[S
     return nullcontext()
 
 
-def _share(
-    agreement: Agreement,
-    rendezvous: SharedMemoryRendezvous | None,
-    names: dict[int, str],
-    job: int,
-    token: int,
-    undo: ExitStack,
+def _share_memory(
+    agreement: Agreement, memory: SharedMemoryRendezvous | None, names: dict[int, str], job: int, token: int, undo: ExitStack
 ) -> SharedMemory:
-    """Return memory that is shared with those other ranks who share it with this one as well."""
+    """Return memory that is shared with those other ranks that share it with this one as well."""
     rank, shared = agreement.rank, SharedMemory()
-    if rendezvous:
+    if memory:
         others = {peer: name for peer, name in names.items() if peer != rank}
         timeout_s = REACH_SHARE * agreement.left_s
         with suppress(OSError):  # sockets do as well
-            shared = rendezvous.connect(rank, others, job=job, token=token, timeout_s=timeout_s)
+            shared = memory.connect(rank, others, job=job, token=token, timeout_s=timeout_s)
         undo.callback(shared.close)
-    agreement.tell("neighbours", sorted(shared.ranks))
-    told = _hear_all(agreement, "neighbours", "has not said which ranks are on its host")
-    shared.keep([peer for peer in shared.ranks if rank in told[peer]])
+    agreement.publish("local peers", sorted(shared.ranks))
+    local_peers = _collect_from_all(agreement, "local peers", "has not said which ranks are on its host")
+    shared.keep([peer for peer in shared.ranks if rank in local_peers[peer]])
     return shared
 
 
-def _hear_all(agreement: Agreement, topic: str, missing: str) -> dict[int, Any]:
-    """Return what all ranks told; raise what was decided instead, or that somebody did not speak in time."""
-    heard = agreement.hear(topic)
+def _collect_from_all(agreement: Agreement, topic: str, missing: str) -> dict[int, Any]:
+    """Return what all ranks published; raise the verdict against DLCP, or which ranks published nothing in time."""
+    found = agreement.collect(topic)
     verdict = agreement.verdict()
     if verdict not in (None, USE_DLCP):
         raise NotJoinedError(verdict)
-    silent = [rank for rank in range(agreement.size) if rank not in heard]
-    if silent:
-        who = ", ".join(f"rank {rank}" for rank in silent)
+    absent = [rank for rank in range(agreement.size) if rank not in found]
+    if absent:
+        who = ", ".join(f"rank {rank}" for rank in absent)
         raise NotJoinedError(f"{who} {missing} (waited {agreement.deadline_s:.0f} s)")
-    return heard
+    return found
 
 
-def _compare_terms(places: dict[int, Any]) -> None:
-    first = places[0]["terms"]
-    for rank, place in sorted(places.items()):
-        for name, value in place["terms"].items():
+def _compare_terms(entries: dict[int, Any]) -> None:
+    first = entries[0]["terms"]
+    for rank, entry in sorted(entries.items()):
+        for name, value in entry["terms"].items():
             if value != first[name]:
                 raise NotJoinedError(
                     f"rank 0 has {name}={first[name]!r} and rank {rank} {name}={value!r}; give all ranks the same"
                 )
 
 
-def _probe(
+def _probe_paths(
     options: Options, agreement: Agreement, sock: socket.socket, peers: dict[int, Address], token: int
 ) -> tuple[int, str]:
     """Return the largest payload that passes on every path between ranks, and a remark if it is less than wanted."""
     mtu = min(first_hop_mtu(address) for address in peers.values())
     candidates = candidate_payloads(mtu, options.payload_bytes)
     probe = PathProbe(agreement.rank, sock, peers, options.job, token, candidates)
-    told = False
+    published = False
     give_up_s = agreement.left_s - REACH_SHARE * agreement.deadline_s
-    while not agreement.told("path", range(agreement.size)):  # who is done goes on answering those who are not
+    while not agreement.published("path", range(agreement.size)):  # a rank that is done still answers the others
         probe.turn(TURN_S)
-        if probe.done and not told:
-            agreement.tell("path", [probe.payload_bytes, candidates[0]])
-            told = True
+        if probe.done and not published:
+            agreement.publish("path", [probe.payload_bytes, candidates[0]])
+            published = True
         cut_off = probe.unreachable and agreement.left_s < give_up_s
         if cut_off or agreement.verdict() is not None or not agreement.left_s:
             break
@@ -241,7 +397,7 @@ def _probe(
             f"rank {agreement.rank} gets no UDP packet through to {where}, or none back; "
             "let UDP pass in the firewall, or set DLCP_BIND to an address that the other ranks reach"
         )
-    found = _hear_all(agreement, "path", "has not found out which packets get through")
+    found = _collect_from_all(agreement, "path", "has not found out which packets get through")
     payload_bytes = min(passed for passed, _ in found.values())
     wanted = max(largest for _, largest in found.values())
     least = min(payload_for_mtu(min(COMMON_MTUS)), wanted)

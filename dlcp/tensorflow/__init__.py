@@ -16,7 +16,7 @@ The lines that a training script needs, named as Horovod's users know them::
 ``dlcp launch -n 4 -- python script.py`` starts it on four ranks.
 """
 
-from dlcp.session.current import current, init, local_rank, rank, shutdown, size
+from dlcp.session import current, init, local_rank, rank, shutdown, size
 from dlcp.tensorflow.callbacks import (
     BroadcastGlobalVariablesCallback,
     MetricAverageCallback,

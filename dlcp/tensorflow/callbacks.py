@@ -8,10 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from dlcp.session import Group
-from dlcp.session import metrics as metrics_of_group
-from dlcp.session.current import current
-from dlcp.session.metrics import mean_over_ranks
+from dlcp import session
+from dlcp.session import Group, current, mean_over_ranks
 from dlcp.tensorflow.optimizer import averages
 
 log = logging.getLogger("dlcp")
@@ -28,8 +26,8 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, group: Gro
 
 
 def average_metrics(metrics: Mapping[str, float], group: Group | None = None) -> dict[str, float]:
-    """Return the mean of each metric over all ranks; see :func:`dlcp.session.metrics.average_metrics`."""
-    return metrics_of_group.average_metrics(metrics, group or current())
+    """Return the mean of each metric over all ranks; see :func:`dlcp.session.average_metrics`."""
+    return session.average_metrics(metrics, group or current())
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types

@@ -7,8 +7,7 @@ from typing import Any
 
 import keras
 
-from dlcp.session import Group
-from dlcp.session.current import current
+from dlcp.session import Group, current
 from dlcp.tensorflow.averaging import FINITE, Averaging, names_of
 
 

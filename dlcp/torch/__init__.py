@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """DLCP for PyTorch: ``state = dlcp.torch.enable(ddp_model)``, or ``init_process_group("dlcp")``."""
 
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.distributed as dist
+
 from dlcp.session.options import Options
-from dlcp.torch.backend import allow_loss
-from dlcp.torch.balance import BalancedBatches, balanced_batches, samples_per_s
-from dlcp.torch.crossstep import CrossStep, cross_step
 from dlcp.torch.hook import State, enable, hook, noop_hook, parameter_digest, replicas_identical
+
+if TYPE_CHECKING:
+    from dlcp.torch.backend import allow_loss
+    from dlcp.torch.balance import BalancedBatches, balanced_batches, samples_per_s
+    from dlcp.torch.crossstep import CrossStep, cross_step
 
 __all__ = [
     "BalancedBatches",
@@ -22,3 +28,35 @@ __all__ = [
     "replicas_identical",
     "samples_per_s",
 ]
+BACKEND: Final = "dlcp"
+"""What ``init_process_group`` knows DLCP's backend as."""
+_DEVICES: Final = ["cpu", "cuda"]
+"""Named one by one, for without them PyTorch guesses; and with the CPU alone it would not let CUDA tensors in."""
+_MODULES: Final = {
+    "BalancedBatches": "balance",
+    "CrossStep": "crossstep",
+    "allow_loss": "backend",
+    "balanced_batches": "balance",
+    "cross_step": "crossstep",
+    "samples_per_s": "balance",
+}
+"""What is loaded when it is asked for, and where it is: a plain hook needs none of it."""
+
+
+def __getattr__(name: str) -> Any:
+    """Load what a plain hook does not need."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def _create_group(given: Any, options: Options | None) -> Any:
+    from dlcp.torch.backend import create
+
+    return create(given, options)
+
+
+if BACKEND.upper() not in dist.Backend._plugins:
+    dist.Backend.register_backend(BACKEND, _create_group, extended_api=True, devices=_DEVICES)

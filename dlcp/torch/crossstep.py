@@ -43,7 +43,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,13 +54,16 @@ import torch.distributed as dist
 from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
+from dlcp.collectives import Bucket
 from dlcp.session.options import Options
-from dlcp.torch.guard import Guard
+from dlcp.session.session import PendingBucket, TrainingSession
+from dlcp.torch.deferral import Guard, PartialStep
+from dlcp.torch.framework import OrderedFallback, agreement_of
 from dlcp.torch.hook import State
-from dlcp.torch.layer_exchange import LayerExchange, refuse_whole_steps
-from dlcp.torch.layergroup import LayerGroup, layer_groups
-from dlcp.torch.partial_step import PartialStep
-from dlcp.torch.pending_updates import PendingUpdates, refuse_changed
+from dlcp.torch.layers import LayerGroup, layer_groups
+from dlcp.torch.staging import Staged, Stager, stager_for
+from dlcp.transport import DeadlineError, Endpoint, ExportedMemory, TransportError
+from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 
 GROUP_BYTES = 4 << 20
 """Parameters are exchanged in groups of at least this size, larger ones away from the input. Chosen by us: 3 ms on a
@@ -76,7 +82,7 @@ class CrossStep(Optimizer):
     inner
         The optimizer that it was made from. Its own ``step`` is refused: it would use gradients of this rank alone.
     traffic
-        Options, step and ledger, and what error feedback owes; to be pickled with a checkpoint.
+        Options, step and ledger, and what was lost and is still to be sent; to be pickled with a checkpoint.
     """
 
     _step_supports_amp_scaling = False  # a GradScaler must divide the averages itself: they are not in `step` yet
@@ -101,7 +107,7 @@ class CrossStep(Optimizer):
         self._exchanging = True
         self._begun = self._averaged = self._dirty = self._closed = False
         self._updates = 0
-        self._exchange = LayerExchange(traffic, group, self._groups, self._pending.tell)
+        self._averager = LayerAverager(traffic, group, self._groups, self._pending.on_average)
         _copy_from_first_rank(model, group)
         self._guard = Guard(model, self._wait_for)
         self._hooks: list[Any] = [
@@ -126,7 +132,7 @@ class CrossStep(Optimizer):
     @property
     def reason(self) -> str:
         """Why DLCP does not average gradients; ``""`` while it does."""
-        return self._exchange.reason
+        return self._averager.reason
 
     # What the training loop calls -------------------------------------------------------------------------------------
 
@@ -211,7 +217,7 @@ class CrossStep(Optimizer):
             if not set_to_none:
                 for layers in self._groups:
                     for member in layers.members:
-                        member.let_go()
+                        member.detach()
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -250,9 +256,9 @@ class CrossStep(Optimizer):
                 hook.remove()
             self._partial.release()
             for layers in self._groups:
-                layers.withdraw()
+                layers.leave_exported()
             failed = self._pending.failed
-            self._exchange.close(reason or (str(failed) if failed else None))
+            self._averager.close(reason or (str(failed) if failed else None))
 
     # Gradients on their way out ---------------------------------------------------------------------------------------
 
@@ -283,12 +289,11 @@ class CrossStep(Optimizer):
         self._averaged, self._begun = False, True
         for layers in self._groups:
             layers.due_s = math.inf
-        self._exchange.begin_step(self.traffic.step)
 
     def _send(self, layers: LayerGroup) -> None:
         layers.fill(self._updates)
         layers.due_s = time.monotonic() + self.traffic.options.deadline_s + GRACE_S
-        self._exchange.start(self.traffic.step, layers)
+        self._averager.start(self.traffic.step, layers)
 
     def _send_rest(self, *, check: bool = True) -> None:
         """Send what backward has not reached: other ranks may have gradients for it, and count on all of us."""
@@ -302,7 +307,7 @@ class CrossStep(Optimizer):
         for layers in self._groups:
             if check:
                 taken = [member for member in layers.members if member.taken]
-                refuse_changed(self._where, [m.name for m in taken if not (m.in_place and m.unchanged)])
+                refuse_changed(self._where, [m.name for m in taken if not (m.in_buffer and m.unchanged)])
         for layers in self._groups:
             if layers.due_s == math.inf:
                 self._send(layers)
@@ -385,6 +390,255 @@ def cross_step(
         state.options = options
     refuse_whole_steps(state.options)
     return CrossStep(model, optimizer, state, group, group_bytes)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LayerBucket(PendingBucket):
+    """A group of layers in a step; its ``sent`` future gets the answer."""
+
+    layers: LayerGroup
+    staged: Staged
+    on_average: Callable[[], None]
+
+    def resolve(self) -> None:
+        """Bring the average back to the group's buffer."""
+        self.layers.read_flags(self.staged.array, self.staged.value_type)
+        self.staged.give_back()
+        self.layers.sent.set_result(self.staged.answer)
+        self.on_average()
+
+    def fail(self, error: BaseException) -> None:
+        """Let those who wait for the group know."""
+        if not self.layers.sent.done():
+            self.layers.sent.set_exception(error)
+        self.on_average()
+
+
+class LayerAverager:
+    """Averages groups of layers over the ranks, each for itself, in a session; all ranks must make one.
+
+    Parameters
+    ----------
+    traffic
+        Options and ledger, and what was lost and is still to be sent.
+    group
+        The ranks.
+    groups
+        All groups of layers there are.
+    on_average
+        Called whenever a group's ``sent`` has been resolved, from any thread; must not block.
+
+    Raises
+    ------
+    NotJoinedError
+        The ranks cannot all use DLCP, and ``options.fallback`` is off.
+    """
+
+    def __init__(
+        self,
+        traffic: State,
+        group: dist.ProcessGroup | None,
+        groups: Sequence[LayerGroup],
+        on_average: Callable[[], None],
+    ) -> None:
+        self._on_average = on_average
+        self._stagers: dict[torch.device, Stager] = {}
+        self._session: TrainingSession | None = None
+        if dist.get_world_size(group) == 1:
+            return
+        options = traffic.options
+        if options.collective != "server":  # groups of layers are small, and are not averaged in one order on all ranks
+            options = options.with_(collective="direct")
+        # The values that say which parameters were used are protected as small layers are.
+        flags = max(len(layers.members) for layers in groups) + 1
+        small = max(options.tag_policy.small_layer_values, flags + 1)
+        traffic.tagger.policy = replace(options.tag_policy, small_layer_values=small)
+        traffic.ledger.job = options.job
+        agreement = agreement_of(group, options.meet_s)
+        self._session = TrainingSession(
+            options,
+            agreement.rank,
+            range(agreement.size),
+            OrderedFallback(group, len(groups)),
+            ledger=traffic.ledger,
+            feedback=traffic.feedback,
+            tagger=traffic.tagger,
+        )
+        export_bytes = ExportedMemory.needed(layers.host_bytes for layers in groups)
+        self._session.join(agreement, call="dlcp.torch.cross_step", export_bytes=export_bytes)
+        if endpoint := self._session.endpoint:
+            for layers in groups:
+                memory = endpoint.exported.take(layers.host_bytes)
+                if memory is not None:
+                    layers.move_to(memory)
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """The endpoint; None in a group of one, and if DLCP could not be used."""
+        return self._session.endpoint if self._session else None
+
+    @property
+    def reason(self) -> str:
+        """Why DLCP does not average, if it does not."""
+        return self._session.reason if self._session else "a group of one has nothing to exchange"
+
+    def start(self, step: int, layers: LayerGroup) -> None:
+        """Average a group; its ``sent`` is resolved when that is done."""
+        layers.sent = Future()
+        if layers.flat.device not in self._stagers:
+            self._stagers[layers.flat.device] = stager_for(layers.flat.device)
+        packet_bytes = self.endpoint.options.payload_bytes if self.endpoint else PAYLOAD_UNKNOWN
+        per_packet = packet_bytes // layers.flat.element_size()
+        self._stagers[layers.flat.device].stage(layers.flat, per_packet, partial(self._on_host, step, layers))
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
+        if self._session:
+            self._session.close(reason)
+        for stager in self._stagers.values():
+            stager.close()
+
+    def _on_host(self, step: int, layers: LayerGroup, staged: Staged) -> None:
+        bucket = Bucket(staged.array, staged.value_type, layers.segments, staged.magnitudes, lent=layers.exported)
+        pending = LayerBucket(
+            step, layers.index, layers.segments, bucket, layers=layers, staged=staged, on_average=self._on_average
+        )
+        try:
+            layers.write_flags(staged.array, staged.value_type)
+            if self._session:
+                self._session.submit(pending)
+            else:
+                pending.resolve()
+        except Exception as error:
+            pending.fail(error)
+
+
+def refuse_whole_steps(options: Options) -> None:
+    """Raise ValueError for what only whole steps can do: groups of layers have no step that all begin."""
+    for name in options.whole_step_options():
+        raise ValueError(f"cross-step scheduling knows no {name}=...: leave it out, or use dlcp.torch.enable")
+
+
+class PendingUpdates:
+    """The updates of one step, done group by group as averages come in and somebody waits for them.
+
+    All but :meth:`on_average` is called under the optimizer's lock.
+
+    Parameters
+    ----------
+    partial
+        Updates some of the parameters.
+
+    Attributes
+    ----------
+    groups
+        What is not updated yet, by index.
+    failed
+        Why an average could not be had, unless others have come since.
+    waited_s
+        How long averages have been waited for in all, in seconds.
+    """
+
+    def __init__(self, partial: PartialStep) -> None:
+        self.groups: dict[int, LayerGroup] = {}
+        self.failed: TransportError | None = None
+        self.waited_s = 0.0
+        self._partial = partial
+        self._settings: Sequence[dict[str, Any]] | None = None
+        self._where = ""
+        self._changed = threading.Condition()
+
+    def begin(self, groups: Iterable[LayerGroup], settings: Sequence[dict[str, Any]] | None, where: str) -> None:
+        """Note that a step wants updates; those of the last one are done.
+
+        Parameters
+        ----------
+        groups
+            What is to be updated.
+        settings
+            What the optimizer's groups were set to when the step was called; None if the averages are only waited for.
+        where
+            The step and this rank, for error messages.
+        """
+        self.groups = {layers.index: layers for layers in groups}
+        self._settings, self._where = settings, where
+
+    def on_average(self) -> None:
+        """Note that an average is in, or cannot be had; any thread may call it."""
+        with self._changed:  # held for moments only: this is the endpoint's thread
+            self._changed.notify_all()
+
+    def complete(self, wanted: Sequence[LayerGroup]) -> None:
+        """Return once the updates of ``wanted`` are done; do others while waiting.
+
+        Raises
+        ------
+        TransportError
+            An average cannot be had.
+        RuntimeError
+            Gradients were changed on their way, or ranks have not made the same steps.
+        """
+        while missing := [layers for layers in wanted if layers.index in self.groups]:
+            due = _first_in(missing) or _first_in(self.groups.values())
+            if due:
+                self._update(due)
+            else:
+                self._await_average(missing)
+
+    def _await_average(self, missing: Sequence[LayerGroup]) -> None:
+        began_s = time.monotonic()
+        due_s = min(layers.due_s for layers in missing)
+        with self._changed:
+            came = self._changed.wait_for(lambda: _first_in(self.groups.values()), max(0.0, due_s - began_s))
+        self.waited_s += time.monotonic() - began_s
+        if not came:
+            layers = min(missing, key=lambda layers: layers.due_s)
+            raise self._failure(layers, DeadlineError(f"no answer from the transport within {due_s - began_s:.0f} s"))
+
+    def _update(self, layers: LayerGroup) -> None:
+        error = layers.sent.exception()
+        if error is not None:
+            raise self._failure(layers, error)
+        layers.sent.result().wait()  # from a GPU's point of view it is still being copied back
+        if not layers.agreed:
+            raise RuntimeError(
+                f"{self._where} has updated {layers.label} in other steps than its peers; after a backward pass all "
+                "ranks must step(), or all zero_grad(): load a checkpoint"
+            )
+        if self._settings is not None:
+            refuse_changed(self._where, [member.name for member in layers.members if not member.unchanged])
+            members = layers.used()
+            # Whoever has kept the gradient finds the average there, as after DistributedDataParallel.
+            restore = [(member.parameter, member.parameter.grad) for member in members]
+            for member in members:
+                member.parameter.grad = member.average
+            try:
+                self._partial.update([member.parameter for member in members], self._settings)
+            finally:
+                for parameter, gradient in restore:
+                    parameter.grad = gradient
+        del self.groups[layers.index]
+        self.failed = None
+
+    def _failure(self, layers: LayerGroup, error: BaseException) -> TransportError:
+        kind = type(error) if isinstance(error, TransportError) else TransportError
+        self.failed = kind(f"{self._where} has no average of {layers.label}: {error}")
+        self.failed.__cause__ = error
+        return self.failed
+
+
+def refuse_changed(where: str, changed: Sequence[str]) -> None:
+    """Raise RuntimeError if there are names of parameters whose gradients were changed after they had gone out."""
+    if changed:
+        raise RuntimeError(
+            f"{where} changed the gradient of {changed[0]} after it had gone out: call `synchronize()` before "
+            "gradients are clipped, unscaled or changed otherwise"
+        )
+
+
+def _first_in(candidates: Iterable[LayerGroup]) -> LayerGroup | None:
+    """Return the group nearest the input whose average is in."""
+    return next((layers for layers in candidates if layers.sent.done()), None)
 
 
 def _copy_from_first_rank(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -2,10 +2,10 @@
 """The DDP communication hook: buckets of gradients go out while backward still runs."""
 
 import hashlib
-import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,36 +14,31 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, but its types do not say so
 from torch.nn.parallel import DistributedDataParallel
 
-from dlcp.collectives import ErrorFeedback
-from dlcp.collectives.notice import segments_of as segments_of_notice
+from dlcp.collectives import Bucket, ErrorFeedback
 from dlcp.collectives.samples import check_samples
 from dlcp.ledger import Ledger
-from dlcp.session.joining import NotJoinedError, join, speaks
+from dlcp.session.joining import NotJoinedError
 from dlcp.session.options import Options
-from dlcp.session.recovery import Mode
-from dlcp.session.steering import WEIGHS, all_weigh, piloted
+from dlcp.session.session import TrainingSession
 from dlcp.tags import Layer, Segment, Tagger, layers_in_order
-from dlcp.torch.agreement import agreement_of
-from dlcp.torch.fallback import Exchange
-from dlcp.torch.staging import VALUE_TYPES, as_array
-from dlcp.transport import Endpoint
-from dlcp.tuning.autotuner import Pilot
-
-__all__ = [
-    "State",
-    "as_array",
-    "enable",
-    "hook",
-    "noop_hook",
-    "parameter_digest",
-    "replicas_identical",
-    "segments_of",
-]
-
-log = logging.getLogger("dlcp")
+from dlcp.torch.framework import FrameworkFallback, StagedBucket, TensorFuture, agreement_of
+from dlcp.torch.staging import VALUE_TYPES, Staged, Stager, stager_for
+from dlcp.transport import Endpoint, TransportError
 
 STEPS_KEPT = 10_000
 """Steps of which the times are kept."""
+
+
+@dataclass(slots=True, eq=False)
+class TimedBucket(StagedBucket):
+    """A bucket of DDP's that calls ``on_averaged`` when its average is there."""
+
+    on_averaged: Callable[[], None] = lambda: None
+
+    def resolve(self) -> None:
+        """Bring the average back to the tensor."""
+        self.on_averaged()
+        StagedBucket.resolve(self)
 
 
 class State:
@@ -65,15 +60,11 @@ class State:
         self.step = 0
         self.feedback = ErrorFeedback()
         self.tagger = Tagger(options.classes())
+        self._session: TrainingSession | None = None
+        self._fallback: FrameworkFallback | None = None
+        self._stager: Stager | None = None
         self._sequence = 0
-        self._pilot: Pilot | None = None
-        self._told: torch.futures.Future[torch.Tensor] | None = None
-        """What the ranks tell each other at the beginning of this step, until it has been heard."""
-        self._device = torch.device("cpu")
-        self._hosts = 0
-        self._exchange: Exchange | None = None
-        self._endpoint: Endpoint | None = None
-        self._alone = False
+        self._attached = self._alone = False
         self._layers: dict[int, Layer] = {}
         self._layer_seconds: dict[int, deque[float]] = {}
         self._step_began_s = 0.0
@@ -100,58 +91,61 @@ class State:
         layers = layers_in_order(list(shapes), shapes)
         self._layers = {id(parameter): layers[name] for name, parameter in named}
         group = model.process_group
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        self._alone = size == 1
+        size = dist.get_world_size(group)
+        self._attached, self._alone = True, size == 1
         if self._alone:
             return
-        self._device = named[0][1].device
+        device = named[0][1].device
         agreement = agreement_of(group, self.options.meet_s)
-        self._exchange = Exchange(group, agreement, range(size), self.options.deadline_s, self.feedback)
-        if self.options.weighted:
-            agreement.tell(WEIGHS, True)
+        self._fallback = FrameworkFallback(group, agreement, self.feedback, device, self.options.deadline_s)
+        self._stager = stager_for(device)
+        self._session = TrainingSession(
+            self.options,
+            agreement.rank,
+            range(size),
+            self._fallback,
+            ledger=self.ledger,
+            feedback=self.feedback,
+            tagger=self.tagger,
+            gradient_bytes=sum(p.numel() * p.element_size() for _, p in named if p.requires_grad),
+        )
         try:
-            joined = join(self.options, agreement, call="dlcp.torch.enable")
-        except NotJoinedError as problem:
-            if not self.options.fallback:
-                self.close()
-                raise
-            if self.options.weighted and not all_weigh(agreement):
-                self.close()
-                raise NotJoinedError(
-                    f"{problem}. Nor do all ranks say samples=..., so none can weigh by them"
-                ) from None
-            self._pilot = Pilot.of(self.options, rank, range(size))
-            self._exchange.do_without(str(problem))
-            if speaks(agreement):
-                log.warning("DLCP is off: %s. Training goes on over the framework's own all-reduce.", problem)
-            return
-        if joined.remark and rank == 0:
-            log.warning("DLCP: %s", joined.remark)
-        self._endpoint = joined.endpoint
-        self._hosts = len(joined.topology.ranks_by_host(range(size)))
-        size_bytes = sum(p.numel() * p.element_size() for _, p in named if p.requires_grad)
-        self._pilot = Pilot.of(
-            joined.options, rank, range(size), gradient_bytes=size_bytes, ledger=self.ledger, joined=joined
-        )
-        reducer = piloted(
-            self._pilot, joined, range(size), tagger=self.tagger, ledger=self.ledger, feedback=self.feedback
-        )
-        self._exchange.use(joined.endpoint, reducer, may_recover=self.options.fallback)
+            self._session.join(agreement, call="dlcp.torch.enable")
+        except NotJoinedError:
+            self.close()
+            raise
+
+    @property
+    def session(self) -> TrainingSession | None:
+        """The session; None before :meth:`attach`, and in a group of one."""
+        return self._session
 
     @property
     def hosts(self) -> int:
-        """On how many hosts the ranks are; 0 where DLCP could not be used."""
-        return self._hosts
+        """On how many hosts the ranks are; 0 if DLCP could not be used."""
+        return self._session.hosts if self._session else 0
 
     @property
-    def neighbours(self) -> int:
+    def local_peers(self) -> int:
         """With how many other ranks this one exchanges packets through memory."""
-        return len(self._endpoint.local_peers) if self._endpoint else 0
+        return self._session.local_peers if self._session else 0
 
     @property
-    def pilot(self) -> Pilot | None:
-        """What chooses settings and weighs ranks; None before :meth:`attach` and in a group of one."""
-        return self._pilot
+    def endpoint(self) -> Endpoint | None:
+        """The endpoint; None before :meth:`attach`, in a group of one, and if DLCP could not be used."""
+        return self._session.endpoint if self._session else None
+
+    @property
+    def active(self) -> bool:
+        """Whether DLCP averages gradients; False when the framework does, see :attr:`reason`."""
+        return self._session is not None and self._session.active
+
+    @property
+    def reason(self) -> str:
+        """Why DLCP does not average gradients; ``""`` while it does."""
+        if self._alone:
+            return "a group of one has nothing to exchange"
+        return self._session.reason if self._session else "not attached"
 
     def samples(self, count: int) -> None:
         """Say how many samples this rank's gradients of the coming step will be the mean of.
@@ -167,76 +161,71 @@ class State:
         RuntimeError
             The step's backward pass has begun, or it has been told already.
         """
-        if self._pilot is None:
+        if self._session is None:
             check_samples(count)
             return
-        if self._sequence:
+        if self._sequence or self._session.metadata_step == self.step:
             raise RuntimeError(f"samples({count}) comes too late for step {self.step}: call it once, before backward")
-        self._pilot.set_samples(count)
-        if self._exchange and self._pilot.tells:
-            self._tell(self._exchange, self._pilot)
-
-    def _tell(self, exchange: Exchange, pilot: Pilot) -> None:
-        """Begin the step with a notice to all ranks."""
-        table = torch.from_numpy(pilot.table(self.step)).to(self._device)
-        self._told = exchange.average(table, self.step, 0, segments_of_notice(table.numel()), _nothing)
-        self._sequence = 1
-
-    @property
-    def endpoint(self) -> Endpoint | None:
-        """The endpoint; None before :meth:`attach`, in a group of one, and where DLCP could not be used."""
-        return self._endpoint
-
-    @property
-    def active(self) -> bool:
-        """Whether DLCP averages gradients; False when the framework does, see :attr:`reason`."""
-        return self._exchange is not None and self._exchange.mode is Mode.DLCP
-
-    @property
-    def reason(self) -> str:
-        """Why DLCP does not average gradients; ``""`` while it does."""
-        if self._alone:
-            return "a group of one has nothing to exchange"
-        return self._exchange.reason if self._exchange else "not attached"
+        self._session.set_samples(count)
+        self._session.begin_step(self.step)
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
-        if self._exchange:
-            self._exchange.close(reason)
-        self._exchange = self._endpoint = None
-        self._layers = {}
-        self._sequence, self._told = 0, None
+        if self._session:
+            self._session.close(reason)
+        if self._stager:
+            self._stager.close()
+        self._attached, self._sequence = False, 0
 
-    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def average(self, bucket: GradBucket) -> TensorFuture:
         """Average a bucket over all ranks."""
-        tensor = bucket.buffer()
-        if not self._layers:
+        tensor, session = bucket.buffer(), self._session
+        if not self._attached:
             raise RuntimeError("the state has been closed, or loaded and not attached: call state.attach(model)")
-        if self._exchange is None:
-            answer: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            answer.set_result(tensor)
-            return answer
-        pilot = self._pilot
+        if session is None:
+            return _resolved(tensor)
         if self._sequence == 0:
             self._step_began_s = time.monotonic()
-            if pilot and pilot.tells:
-                self._tell(self._exchange, pilot)
-        if pilot and self._told:
-            self._step_began_s = time.monotonic()
-            pilot.heard(self._told.wait().cpu().numpy())
-            self._told = None
-        if pilot and pilot.weighted:
-            _weigh(tensor, pilot.weight)
+        weight = session.weight(self.step)
+        if weight == 0:  # the gradient of no samples is 0 whatever it looks like, such as NaN
+            tensor.zero_()
+        elif weight != 1:
+            tensor.mul_(weight)
         segments = segments_of(bucket, self._layers)
-        noted = partial(self._note_time, segments, self._step_began_s)
-        averaged = self._exchange.average(tensor, self.step, self._sequence, segments, noted)
+        on_averaged = partial(self._note_time, segments, self._step_began_s)
+        number = session.first_sequence + self._sequence
+        averaged = self.submit(tensor, TimedBucket(self.step, number, segments, on_averaged=on_averaged))
         self._sequence += 1
         if bucket.is_last():
-            if pilot:
-                pilot.on_handed()
+            if session.autotuner:
+                session.autotuner.on_gradients_ready()
             self.step += 1
             self._sequence = 0
         return averaged
+
+    def submit(self, tensor: torch.Tensor, pending: "TimedBucket") -> TensorFuture:
+        """Average a flat tensor over all ranks: bring it to the host, and let the session average it there."""
+        session, fallback, stager = self._session, self._fallback, self._stager
+        assert session
+        assert fallback
+        assert stager
+        try:
+            admitted = session.admit(pending)
+        except TransportError as error:
+            failed: TensorFuture = torch.futures.Future()
+            failed.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
+            return failed
+        if not admitted:
+            return fallback.average_tensor(pending.segments, tensor)
+        assert session.endpoint
+        per_packet = session.endpoint.options.payload_bytes // tensor.element_size()
+
+        def on_host(staged: Staged) -> None:
+            pending.staged = staged
+            pending.bucket = Bucket(staged.array, staged.value_type, pending.segments, staged.magnitudes)
+            session.start(pending)
+
+        return stager.stage(tensor, per_packet, on_host).answer
 
     def layer_seconds(self) -> dict[str, list[float]]:
         """Return when each layer's gradients were averaged, by layer position.
@@ -251,19 +240,13 @@ class State:
             self._layer_seconds.setdefault(position, deque(maxlen=STEPS_KEPT)).append(seconds)
 
 
-def _weigh(tensor: torch.Tensor, weight: float) -> None:
-    """Multiply a bucket by a rank's weight; the gradient of no samples is 0 whatever it looks like, such as NaN."""
-    if weight == 0:
-        tensor.zero_()
-    elif weight != 1:
-        tensor.mul_(weight)
+def _resolved(tensor: torch.Tensor) -> TensorFuture:
+    answer: TensorFuture = torch.futures.Future()
+    answer.set_result(tensor)
+    return answer
 
 
-def _nothing() -> None:
-    pass
-
-
-def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def hook(state: State, bucket: GradBucket) -> TensorFuture:
     """Average a bucket with DLCP; registered by :func:`enable`.
 
     Where that fails, ``backward`` raises a RuntimeError that quotes the :class:`dlcp.transport.TransportError`: DDP
@@ -272,11 +255,9 @@ def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]
     return state.average(bucket).then(lambda averaged: averaged.value())
 
 
-def noop_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def noop_hook(state: object, bucket: GradBucket) -> TensorFuture:
     """Leave every rank its own gradients; shows how fast steps would be if communication took no time."""
-    answer: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    answer.set_result(bucket.buffer())
-    return answer
+    return _resolved(bucket.buffer())
 
 
 def enable(model: DistributedDataParallel, options: Options | None = None, *, state: State | None = None) -> State:

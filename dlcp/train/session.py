@@ -41,7 +41,7 @@ class Model:
         self.name = type(model.module).__name__
         self.parameters = sum(parameter.numel() for parameter in model.module.parameters())
         self._fallback: str | None = None
-        self._neighbours = 0
+        self._local_peers = 0
         self._closed = False
         if state:
             # A closed state no longer knows whether it fell back, and the script may close it: look just before.
@@ -53,7 +53,7 @@ class Model:
         if self.state and not self._closed:
             self._closed = True
             self._fallback = None if self.state.active else self.state.reason
-            self._neighbours = self.state.neighbours
+            self._local_peers = self.state.local_peers
             self._close(reason)
 
     def report(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Model:
             "steps": state.step if state else 0,
             "loss_bound": state.options.loss_bound if state else None,
             "fallback": self._fallback,
-            "neighbours": self._neighbours,
+            "local_peers": self._local_peers,
             "ledger": state.ledger.summary() if state else None,
         }
 
@@ -93,9 +93,6 @@ class Session:
 
     def __enter__(self) -> "Session":
         if self.plan.backend:
-            from dlcp.torch import backend
-
-            backend.register()
             _say(f"every process group of the script uses the backend {BACKEND}")
         self._watch.__enter__()
         return self

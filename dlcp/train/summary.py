@@ -64,11 +64,11 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def _way(parts: Sequence[dict[str, Any]], ranks: int) -> str:
-    """Say which way packets took, from how many neighbours each rank had."""
-    neighbours = {part["neighbours"] for part in parts}
-    if neighbours == {0}:
+    """Say which way packets took, from how many local peers each rank had."""
+    local_peers = {part["local_peers"] for part in parts}
+    if local_peers == {0}:
         return "sockets"
-    return "memory" if neighbours == {ranks - 1} else "memory within a host and sockets elsewhere"
+    return "memory" if local_peers == {ranks - 1} else "memory within a host and sockets elsewhere"
 
 
 def _merge(parts: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:

@@ -1,35 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steers the averaging of one rank: by how many samples ranks have, and by what they have measured and told each other.
+"""Chooses one rank's settings while it trains: by how many samples ranks have, and by what they have measured.
 
-Each step begins with a notice to all (:mod:`dlcp.collectives.notice`). Whoever averages gradients, a framework's hook
-or a group, hands it over like a bucket, before those of the gradients, and passes on what comes back. Then all ranks
-know the same, and what follows from it holds on all of them from the same step on.
+A step begins with a bucket of metadata (:mod:`dlcp.collectives.notice`): after it all ranks know what each has
+published, and choose alike from the same step on. The training session sends that bucket, and follows the choices.
+
+Training can bear less loss in its critical regimes, in which errors of gradients cannot be made good later. The rule is
+Accordion's (Agarwal et al., MLSys 2021, arXiv 2010.16248): a regime is critical while the norm of the gradient changes
+by half or more from one window to the next; so are the first windows. Accordion's windows are epochs, for which it adds
+gradients up. DLCP knows the norm of a step, and no epochs: here a window is some steps, and its norm the root of the
+mean of their squares, which a single odd batch moves little.
 """
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from functools import partial
-from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives.bucket import Bucket
-from dlcp.collectives.notice import Notice, is_notice, read_notices, samples_of, table_of
-from dlcp.collectives.reducer import Reducer, Salvageable
-from dlcp.collectives.salvage import Salvage
+from dlcp.collectives.notice import Notice, read_notices, samples_of, table_of
 from dlcp.collectives.samples import check_samples, weight_of
 from dlcp.ledger import Ledger
 from dlcp.transport import Endpoint, LossBound
-from dlcp.tuning.phases import TIGHT_RATIO, Phases
-from dlcp.tuning.rules import Advice, Figures, Settings, decide
-
-if TYPE_CHECKING:
-    from dlcp.session.joining import Joined
-    from dlcp.session.options import Options
+from dlcp.tuning.rules import Advice, Settings, decide
+from dlcp.tuning.survey import figures_of_steps, losses
 
 WARM_UP_STEPS: Final = 5
 """Steps that say little: frameworks arrange their buckets anew, rate control finds its rate. Chosen by us."""
@@ -38,161 +34,183 @@ WINDOW_STEPS: Final = 10
 NORM_VALUES: Final = 1 << 16
 """So many values of a bucket give its norm, in evenly spaced runs: their share in it is known to about 1 %."""
 _RUN_VALUES: Final = 1 << 10
+PHASE_STEPS: Final = 20
+"""Steps of a window of norms. Chosen by us: the norm of so many batches varies by a few percent as training goes on."""
+JUMP: Final = 0.5
+"""By what share the norm changes in a critical regime: Accordion's threshold."""
+TIGHT_RATIO: Final = 0.006
+"""The loss bound of a critical regime: the least that any of ten models was found to bear (DLCP, arXiv 2008.08445)."""
 
 
-class Pilot:
-    """What one rank knows and tells; not for several threads, but for what averages report.
+class Phases:
+    """Tells by the norms of average gradients whether training is in a critical regime.
 
     Parameters
     ----------
-    settings
-        What is in force in the beginning, the same on all ranks.
+    window_steps, jump
+        See :data:`PHASE_STEPS` and :data:`JUMP`.
+
+    Attributes
+    ----------
+    critical
+        Whether the step to come is.
+    changes
+        How many windows were of another kind than the one before.
+    """
+
+    def __init__(self, window_steps: int = PHASE_STEPS, jump: float = JUMP) -> None:
+        if window_steps < 1 or jump <= 0:
+            raise ValueError(f"a window has at least 1 step and a jump is above 0, got {window_steps} and {jump}")
+        self.critical = True
+        self.changes = 0
+        self._window_steps, self._jump = window_steps, jump
+        self._squares = 0.0
+        self._steps = 0
+        self._last_norm: float | None = None
+
+    def add(self, norm: float) -> None:
+        """Take in the norm of one step's average gradient; a step without one, 0 or not finite, is left out."""
+        if not math.isfinite(norm) or norm <= 0:
+            return
+        self._squares += norm * norm
+        self._steps += 1
+        if self._steps < self._window_steps:
+            return
+        now = math.sqrt(self._squares / self._steps)
+        self._squares, self._steps = 0.0, 0
+        if self._last_norm is not None:
+            critical = abs(self._last_norm - now) >= self._jump * self._last_norm
+            self.changes += critical is not self.critical
+            self.critical = critical
+        self._last_norm = now
+
+
+class Autotuner:
+    """What one rank publishes and what it chooses. For one thread, but for :meth:`on_averaged`.
+
+    Parameters
+    ----------
+    given
+        The settings that the user has set, the same on all ranks.
     bound
-        The bound that goes with it; its ``immediate`` is kept.
+        The bound that goes with them; its ``immediate`` is kept.
     rank, contributors
         This rank, and all whose gradients are averaged.
     samples
         How many samples this rank has in a step; 0: all ranks count the same.
-    adapt
-        Choose settings anew by what is measured.
-    phases
-        Hold the bound down in critical regimes.
-    hosts, gradient_bytes
-        On how many hosts the ranks are, and what a rank contributes in a step.
-    ledger, endpoint
-        What to report of; without, times only.
 
     Attributes
     ----------
     settings
-        What is in force.
+        The settings in force.
     advice
-        The latest choice; None before.
-    notices
-        What each rank told at the beginning of this step.
+        The latest choice; None before the first one.
+    metadata
+        What each rank published at the beginning of this step.
+    samples_here
+        How many samples this rank has from the next step on.
+    gradient_bytes
+        What a rank contributes in a step.
     """
 
     def __init__(
+        self, given: Settings, bound: LossBound, rank: int, contributors: Sequence[int], *, samples: int = 0
+    ) -> None:
+        self.given = self.settings = self._in_force = given
+        self.advice: Advice | None = None
+        self.metadata: dict[int, Notice] = {}
+        self.weighted = samples > 0
+        self.samples_here = check_samples(samples)
+        self.phases: Phases | None = None
+        self.gradient_bytes = 0
+        self._bound, self._rank, self._contributors = bound, rank, sorted(contributors)
+        self._adapt = False
+        self._hosts = 1
+        self._ledger: Ledger | None = None
+        self._endpoint: Endpoint | None = None
+        self._steps = 0
+        self._window: list[dict[int, Notice]] = []
+        self._began_s = self._ready_s = math.nan
+        self._backward_s = self._waited_s = 0.0
+        self._squares = 0.0
+
+    def measure(
         self,
-        settings: Settings,
-        bound: LossBound,
-        rank: int,
-        contributors: Sequence[int],
+        ledger: Ledger,
+        endpoint: Endpoint,
         *,
-        samples: int = 0,
         adapt: bool = False,
         phases: bool = False,
         hosts: int = 1,
         gradient_bytes: int = 0,
-        ledger: Ledger | None = None,
-        endpoint: Endpoint | None = None,
     ) -> None:
-        self.given = self.settings = settings
-        self.advice: Advice | None = None
-        self.notices: dict[int, Notice] = {}
-        self.weighted = samples > 0
-        self.phases = Phases() if phases else None
-        self._bound, self._rank, self._contributors = bound, rank, sorted(contributors)
-        self._samples = check_samples(samples)
-        self._adapt = adapt
-        self._hosts, self.gradient_bytes = hosts, gradient_bytes
-        self._ledger, self._endpoint = ledger, endpoint
-        self._steps = 0
-        self._window: list[dict[int, Notice]] = []
-        self._began_s = self._handed_s = self._averaged_s = math.nan
-        self._backward_s = self._waited_s = 0.0
-        self._squares = 0.0
+        """Measure from now on, and choose by it.
 
-    @classmethod
-    def of(
-        cls,
-        options: "Options",
-        rank: int,
-        contributors: Sequence[int],
-        *,
-        gradient_bytes: int = 0,
-        ledger: Ledger | None = None,
-        joined: "Joined | None" = None,
-    ) -> "Pilot":
-        """Return the pilot that options ask for; where ranks have not joined, one that weighs and nothing else."""
-        settings = Settings(options.loss_bound, options.protected_share, options.compression, options.collective)
-        bound, samples = options.bound(), options.samples
-        if joined is None:
-            return cls(settings, bound, rank, contributors, samples=samples)
-        return cls(
-            settings,
-            bound,
-            rank,
-            contributors,
-            samples=samples,
-            adapt=options.adapt,
-            phases=options.phases,
-            hosts=len(joined.topology.ranks_by_host(contributors)),
-            gradient_bytes=gradient_bytes,
-            ledger=ledger,
-            endpoint=joined.endpoint,
-        )
+        Parameters
+        ----------
+        ledger, endpoint
+            What to report of.
+        adapt
+            Choose settings anew by what is measured.
+        phases
+            Hold the bound down in critical regimes.
+        hosts, gradient_bytes
+            On how many hosts the ranks are, and what a rank contributes in a step.
+        """
+        self._ledger, self._endpoint = ledger, endpoint
+        self._adapt, self._hosts, self.gradient_bytes = adapt, hosts, gradient_bytes
+        self.phases = Phases() if phases else None
 
     @property
-    def tells(self) -> bool:
-        """Whether steps begin with a notice."""
+    def sends(self) -> bool:
+        """Whether steps begin with metadata."""
         return len(self._contributors) > 1 and (self.weighted or self._adapt or self.phases is not None)
 
-    def set_samples(self, count: int) -> None:
-        """Say how many samples this rank has from the next notice on.
-
-        Raises
-        ------
-        ValueError
-            It is no whole number, or ranks do not weigh by samples.
-        """
-        samples = check_samples(count)
-        if not self.weighted:
-            raise ValueError("all ranks count the same; say Options(samples=...) on every rank to weigh by samples")
-        self._samples = samples
-
-    # A step -----------------------------------------------------------------------------------------------------------
+    # What all ranks choose --------------------------------------------------------------------------------------------
 
     def table(self, step: int) -> NDArray[np.float32]:
-        """Return this rank's notice, to be averaged over all ranks: it begins the step."""
+        """Return this rank's metadata, to be averaged over all ranks: it begins the step."""
         now_s = time.monotonic()
-        last_s = now_s - self._began_s if math.isfinite(self._began_s) else 0.0
-        notice = Notice(
-            samples=self._samples if self.weighted else 1,
-            step_s=last_s,
+        found: dict[str, float] = {}
+        if self._ledger:
+            found = losses(self._ledger.of_step(step - 1), self._ledger)
+        if self._endpoint and self._adapt:
+            found |= self._paths(self._endpoint)
+        own = Notice(
+            samples=self.samples_here if self.weighted else 1,
+            step_s=now_s - self._began_s if math.isfinite(self._began_s) else 0.0,
             backward_s=self._backward_s,
             waited_s=self._waited_s,
             norm=math.sqrt(self._squares),
-            **self._of_ledger(step - 1),
-            **self._of_paths(),
+            **found,
         )
         self._began_s, self._squares = now_s, 0.0
-        return table_of(notice, self._contributors.index(self._rank), len(self._contributors))
+        return table_of(own, self._contributors.index(self._rank), len(self._contributors))
 
-    def heard(self, average: NDArray[np.floating]) -> None:
-        """Take in what all ranks told, and choose by it."""
-        self.notices = read_notices(average, self._contributors)
+    def read(self, average: NDArray[np.floating]) -> None:
+        """Take in what all ranks have published, and choose by it."""
+        self.metadata = read_notices(average, self._contributors)
         self._steps += 1
         if self.phases and self._steps > 1:
-            self.phases.note(self.notices[self._contributors[0]].norm)
+            self.phases.add(self.metadata[self._contributors[0]].norm)
         if not self._adapt or self._steps <= WARM_UP_STEPS:
             return
-        self._window.append(self.notices)
+        self._window.append(self.metadata)
         if len(self._window) >= WINDOW_STEPS:
-            figures = figures_of(self._window, self._hosts, self.gradient_bytes)
+            figures = figures_of_steps(self._window, self._hosts, self.gradient_bytes)
             self.advice = decide(figures, self.given, self.settings)
             self.settings = self.advice.settings
             self._window.clear()
 
     @property
     def weight(self) -> float:
-        """By what this rank's mean gradient is to be multiplied in this step."""
-        return weight_of(samples_of(self.notices), self._rank) if self.weighted else 1.0
+        """What this rank's mean gradient is to be multiplied by in this step."""
+        return weight_of(samples_of(self.metadata), self._rank) if self.weighted else 1.0
 
     @property
     def samples(self) -> dict[int, int] | None:
-        """How many samples each rank has in this step; None where all count the same."""
-        return samples_of(self.notices) if self.weighted else None
+        """How many samples each rank has in this step; None if all ranks count the same."""
+        return samples_of(self.metadata) if self.weighted else None
 
     @property
     def bound(self) -> LossBound:
@@ -202,134 +220,38 @@ class Pilot:
             ratio = min(ratio, TIGHT_RATIO)
         return LossBound(ratio, self._bound.immediate)
 
+    def reducer_changed(self) -> bool:
+        """Tell, once for each change, whether the settings in force ask for another reducer."""
+        before, self._in_force = self._in_force, self.settings
+        names = ("collective", "compression", "protected_share")
+        return any(getattr(before, name) != getattr(self.settings, name) for name in names)
+
     # What is measured -------------------------------------------------------------------------------------------------
 
-    def on_handed(self) -> None:
+    def on_gradients_ready(self) -> None:
         """Note that the last gradients of the step are ready."""
-        self._handed_s = time.monotonic()
-        self._backward_s = self._handed_s - self._began_s
+        self._ready_s = time.monotonic()
+        self._backward_s = self._ready_s - self._began_s
         self._waited_s = 0.0
 
     def on_averaged(self, bucket: Bucket) -> None:
         """Note that a bucket has been averaged; from any thread."""
-        if math.isfinite(self._handed_s) and self._handed_s >= self._began_s:
-            self._waited_s = time.monotonic() - self._handed_s
+        if math.isfinite(self._ready_s) and self._ready_s >= self._began_s:
+            self._waited_s = time.monotonic() - self._ready_s
         if self.phases:
             self._squares += squares_of(bucket)
 
-    def _of_ledger(self, step: int) -> dict[str, float]:
-        if self._ledger is None:
-            return {}
-        records = self._ledger.of_step(step)
-        shares = [min(record.packets, record.recovered + record.lost) / record.packets for record in records]
-        return {
-            "packets": sum(record.packets for record in records),
-            "wanting": sum(record.recovered + record.lost for record in records),
-            "lost": sum(record.lost for record in records),
-            "worst": max(shares, default=0.0),
-            "protected": self._protected(self._ledger),
-        }
-
-    def _of_paths(self) -> dict[str, float]:
-        if self._endpoint is None or not self._adapt:
-            return {}
+    def _paths(self, endpoint: Endpoint) -> dict[str, float]:
         peers = [peer for peer in self._contributors if peer != self._rank]
-        rtts_s = [self._endpoint.rtt_to(peer) for peer in peers]
-        rates_bps = [rate for rate in map(self._endpoint.rate_to, peers) if rate > 0]
-        return {"rtt_s": max(rtts_s, default=0.0), "rate_bps": min(rates_bps, default=0.0)}
-
-    @staticmethod
-    def _protected(ledger: Ledger) -> float:
-        by_class = ledger.loss_by_class()[:, 0]
-        return float(by_class[0] / by_class.sum()) if by_class.sum() else 0.0
-
-
-def figures_of(window: Sequence[dict[int, Notice]], hosts: int, gradient_bytes: int) -> Figures:
-    """Return what the notices of some steps come to."""
-    steps = [list(notices.values()) for notices in window]
-    every = [notice for step in steps for notice in step]
-    packets, wanting, lost = (int(sum(getattr(n, name) for n in every)) for name in ("packets", "wanting", "lost"))
-    step_s = max(median(max(notice.step_s for notice in step) for step in steps), 1e-9)
-    # Whoever waits least has been waited for: what he waits for is the network.
-    waited_s = min(step_s, median(min(notice.waited_s for notice in step) for step in steps))
-    known = [notice.rate_bps for notice in every if notice.rate_bps]
-    # Each rank takes in from all others at once; which of them is the slow one the notices do not say.
-    rates = dict.fromkeys(window[0], (len(window[0]) - 1) * median(known)) if known else {}
-    return Figures(
-        len(window[0]),
-        hosts,
-        gradient_bytes,
-        step_s,
-        waited_s,
-        packets,
-        wanting / packets if packets else 0.0,
-        float(np.quantile([notice.worst for notice in every], 0.99)),
-        lost / wanting if wanting else 0.0,
-        median(notice.protected for notice in every),
-        median(notice.rtt_s for notice in every),
-        rates,
-    )
+        rates_bps = [rate for rate in map(endpoint.rate_to, peers) if rate > 0]
+        return {"rtt_s": max(map(endpoint.rtt_to, peers), default=0.0), "rate_bps": min(rates_bps, default=0.0)}
 
 
 def squares_of(bucket: Bucket) -> float:
-    """Return the sum of the squares of a bucket, reckoned from :data:`NORM_VALUES` of it where it has more."""
+    """Return the sum of the squares of a bucket, estimated from :data:`NORM_VALUES` of it if it has more."""
     values, count = bucket.values, len(bucket.values)
     if count > NORM_VALUES:
         starts = np.linspace(0, count - _RUN_VALUES, NORM_VALUES // _RUN_VALUES).astype(np.int64)
         values = np.concatenate([values[start : start + _RUN_VALUES] for start in starts.tolist()])
     part = bucket.value_type.widen(values).astype(np.float64)
     return float(part @ part) * count / max(1, len(part))
-
-
-MakeReducer = Callable[[Settings], Reducer]
-
-
-class PilotedReducer:
-    """Averages as a pilot says: what may be lost, whose samples count how much, and by which reducer.
-
-    Parameters
-    ----------
-    pilot
-        What all ranks have decided for this step.
-    make
-        Makes what averages by some settings. It is asked again when their collective or compression has changed.
-    """
-
-    def __init__(self, pilot: Pilot, make: MakeReducer) -> None:
-        self._pilot, self._make = pilot, make
-        self._inner = make(pilot.settings)
-        self._in_force = self._way(pilot.settings)
-        self._before: Reducer | None = None
-        """What averaged before, as long as it may still hold something of this step or the last."""
-
-    def begin_step(self, step: int) -> None:
-        """Refuse packets of steps before ``step`` from now on."""
-        self._before = None
-        self._inner.begin_step(step)
-
-    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
-        """Average a bucket; the future's result is ``bucket.values``, written in place."""
-        if is_notice(bucket.segments):
-            bucket.exact = True
-            return self._inner.start(step, sequence, bucket)
-        if self._way(self._pilot.settings) != self._in_force:
-            self._before, self._inner = self._inner, self._make(self._pilot.settings)
-            self._in_force = self._way(self._pilot.settings)
-            self._inner.begin_step(step)
-        bucket.bound, bucket.samples = self._pilot.bound, self._pilot.samples
-        averaged = self._inner.start(step, sequence, bucket)
-        averaged.add_done_callback(partial(self._on_averaged, bucket))
-        return averaged
-
-    def salvage(self) -> list[Salvage]:
-        """Return what this rank holds of buckets that are not finished."""
-        reducers = [self._inner] if self._before is None else [self._before, self._inner]
-        return [held for reducer in reducers if isinstance(reducer, Salvageable) for held in reducer.salvage()]
-
-    def _on_averaged(self, bucket: Bucket, done: "Future[Any]") -> None:
-        if done.exception() is None:
-            self._pilot.on_averaged(bucket)
-
-    @staticmethod
-    def _way(settings: Settings) -> tuple[str, str, float]:
-        return settings.collective, settings.compression, settings.protected_share

@@ -7,15 +7,15 @@ import pytest
 from dlcp.collectives.layer_bounds import LayerBounds
 from dlcp.tags import Layer, PacketTags, Segment
 from dlcp.transport import LossBound
+from dlcp.tuning.autotuner import PHASE_STEPS, Phases
 from dlcp.tuning.batches import BalancedBatches, divide_batch
-from dlcp.tuning.phases import WINDOW_STEPS, Phases
 
 
 def regimes(norms, window=4):
     phases = Phases(window)
     found = []
     for norm in norms:
-        phases.note(norm)
+        phases.add(norm)
         found.append(phases.critical)
     return found
 
@@ -35,10 +35,10 @@ def test_a_norm_that_jumps_by_half_is_critical(jump):
 
 
 def test_one_odd_step_is_no_regime_and_no_number_is_none():
-    steady = [3.0] * 2 * WINDOW_STEPS
+    steady = [3.0] * 2 * PHASE_STEPS
     phases = Phases()
     for norm in [*steady, 4.5, *[float("nan"), float("inf"), 0.0], *steady]:
-        phases.note(norm)
+        phases.add(norm)
     assert not phases.critical
     assert phases.changes == 1
     with pytest.raises(ValueError, match="at least 1 step"):

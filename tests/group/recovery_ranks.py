@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an exchange needs of others when DLCP fails: a network and a reducer that do as a test says."""
+"""What a session needs of others when DLCP fails: a network and a reducer that do as a test says."""
 
 import threading
 from concurrent.futures import Future
@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 
 from dlcp.collectives.salvage import Salvage
-from dlcp.session.recovery import RecoveringExchange
 from dlcp.transport import DeadlineError
 
 PAYLOAD_BYTES = 64
@@ -97,16 +96,16 @@ def start_late(monkeypatch, seconds, begins=None):
 
 
 def recovering():
-    """The threads in which an exchange of this process recovers just now."""
+    """The threads in which a session of this process recovers just now."""
     return [thread for thread in threading.enumerate() if thread.name == "dlcp-recovery"]
 
 
-def close_while_it_leaves(exchange: RecoveringExchange, reducer, begins):
-    """Fail an exchange, and close it in the very moment in which its recovery is about to begin."""
+def close_while_it_leaves(session, reducer, begins):
+    """Fail a session, and close it in the very moment in which its recovery is about to begin."""
     failing = threading.Thread(target=reducer.fail, args=(DeadlineError("too late"),))
     failing.start()
     assert begins.wait(20)
-    exchange.close()
+    session.close()
     found = recovering()
     failing.join(20)
     return found

@@ -6,9 +6,8 @@ import pytest
 
 import dlcp.session
 from dlcp.dtypes import ValueType
-from dlcp.session import Options, buckets
-from dlcp.session.buckets import Plan
-from dlcp.session.metrics import average_metrics, mean_over_ranks
+from dlcp.session import Options, average_metrics, buckets, mean_over_ranks
+from dlcp.session.buckets import BucketPlan
 from dlcp.tags import TagPolicy, layers_in_order
 from tests.faults.bad_network import BadNetwork, Weather
 from tests.group.group_ranks import LIMIT_S, on_ranks, together
@@ -228,7 +227,7 @@ def test_names_that_cannot_be(names, problem):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_arrays_are_broadcast_whole(size, monkeypatch):
-    monkeypatch.setattr("dlcp.session.whole.PART_BYTES", 1 << 14)
+    monkeypatch.setattr("dlcp.session.group.PART_BYTES", 1 << 14)
 
     def train(group):
         group.register(["w"])
@@ -320,11 +319,11 @@ def test_buckets_are_filled_from_the_back_the_first_one_less(monkeypatch):
     layers = layers_in_order([f"layer{number}" for number in range(9)])
     sizes = [10, 100, 700, 200, 40, 50, 30, 60, 50]
     kinds = [ValueType.FLOAT32] * 4 + [ValueType.FLOAT16] + [ValueType.FLOAT32] * 4
-    plan = Plan.of(zip(layers.values(), sizes, kinds, strict=True))
+    plan = BucketPlan.of(zip(layers.values(), sizes, kinds, strict=True))
     found = [[segment.layer.name[-1] for segment in bucket.segments] for bucket in plan.buckets]
     assert found == [["8"], ["7", "6", "5"], ["4"], ["3"], ["2"], ["1", "0"]]
     assert [bucket.sequence for bucket in plan.buckets] == list(range(6))
-    for name, place in plan.places.items():
+    for name, place in plan.slots.items():
         segments = {s.layer.name: (s.start, s.stop) for s in plan.buckets[place.bucket].segments}
         assert segments[name] == (place.start, place.stop)
 

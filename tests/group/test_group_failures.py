@@ -11,7 +11,7 @@ import pytest
 
 import dlcp.session
 from dlcp.session import NotJoinedError, Options
-from dlcp.session.recovery import Mode
+from dlcp.session.session import Phase
 from dlcp.session.store import StoreError
 from dlcp.transport import TransportError
 from tests.faults.bad_network import BadNetwork, Weather
@@ -139,7 +139,7 @@ def test_a_path_that_passes_no_udp_is_gone_around(caplog):
         network.weather = Weather(blocked=True)
         results = together(3, train_and_broadcast, through(network, ports, meet_s=2.0))
     for got, mode, reason in results:
-        assert mode is Mode.FALLBACK
+        assert mode is Phase.FALLBACK
         assert "gets no UDP packet through" in reason
         for step, averages in enumerate(got):
             for name, wanted in mean(3, step).items():
@@ -158,7 +158,7 @@ def train_and_broadcast(group):
         got.append(gradients(group.rank, step))
         group.average(got[-1])
     group.barrier()
-    return got, group._exchange.mode, group.reason
+    return got, group._session.phase, group.reason
 
 
 def through(network, ports, **changes):
@@ -270,7 +270,7 @@ def test_closing_a_group_in_mid_step_tells_whoever_waits():
 def test_rank_0_keeps_the_store_until_the_others_have_left():
     code = """
 import time, dlcp.session
-from dlcp.session.channel import StoreChannel
+from dlcp.session.store import StoreChannel
 def take_late(channel, name, rank, end_s, take=StoreChannel._take):
     time.sleep(0.7 * channel.rank)
     return take(channel, name, rank, end_s)
@@ -354,7 +354,7 @@ def test_a_group_is_closed_while_its_recovery_begins(monkeypatch):
             group.start("w", np.ones(5, np.float32))
             assert begins.wait(LIMIT_S)
 
-        monkeypatch.setattr("dlcp.session.recovery.threading.Thread", LateThread)
+        monkeypatch.setattr("dlcp.session.session.threading.Thread", LateThread)
         together(2, train, through(network, ports))
 
 

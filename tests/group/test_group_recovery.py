@@ -4,16 +4,17 @@
 import logging
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from dlcp.collectives import Bucket, ErrorFeedback
 from dlcp.dtypes import ValueType
-from dlcp.session.recovery import Handed, Mode, RecoveringExchange
-from dlcp.tags import Layer, Segment
+from dlcp.ledger import Ledger
+from dlcp.session import Options
+from dlcp.session.session import Fallback, HostBucket, Phase, TrainingSession
+from dlcp.tags import Layer, Segment, Tagger
 from dlcp.transport import DeadlineError, MessageMismatchError, PeerAbortedError, TransportError
 from tests.group.recovery_ranks import FakeEndpoint, FakeReducer, Network, close_while_it_leaves, start_late
 
@@ -21,109 +22,110 @@ LIMIT_S = 20
 VALUES = 100
 
 
-@dataclass(slots=True, eq=False)
-class Asked(Handed):
-    answer: Future = field(default_factory=Future)
-
-    def give_back(self):
-        self.answer.set_result(self.bucket.values)
-
-    def fail(self, error):
-        if not self.answer.done():
-            self.answer.set_exception(error)
-
-
-class Exchange(RecoveringExchange):
+class ListFallback(Fallback):
     """What is fallen back to is a list: who is on it in which order is what counts."""
 
-    INSTEAD = "a list"
+    name = "a list"
 
-    def __init__(self, network, rank, deadline_s=LIMIT_S):
-        super().__init__(rank, range(network.ranks), deadline_s, ErrorFeedback())
-        self.network, self.fallen_back = network, []
-        self.reducer, self.endpoint = FakeReducer(rank), FakeEndpoint()
-        self.use(self.endpoint, self.reducer, may_recover=True)
+    def __init__(self, network, rank):
+        self.network, self.rank, self.averaged = network, rank, []
 
-    def take(self, step, sequence, value):
-        """Hand a bucket over that is not on the host yet."""
-        segments = [Segment(Layer(f"layer{sequence}", sequence), 0, VALUES)]
-        handed = Asked(step, sequence, segments)
-        with self._changed:
-            self.check()
-            self._enter(handed)
-            if self.mode is Mode.FALLBACK:
-                self._fall_back(handed)
-        handed.bucket = Bucket(np.full(VALUES, value, np.float32), ValueType.FLOAT32, segments)
-        return handed
+    def average(self, session, pending):
+        self.averaged.append(pending.id)
 
-    def start(self, step, sequence, value):
-        handed = self.take(step, sequence, value)
-        if handed.which not in self.fallen_back:
-            self._begin(handed)
-        return handed
+    def channel(self):
+        return self.network.channel(self.rank)
 
-    def _look(self):
+    def why_leave(self, session):
         if others := [reason for rank, reason in self.network.left.items() if rank != self.rank]:
             return PeerAbortedError(others[0])
         return None
 
-    def _tell_left(self, reason):
+    def publish_left(self, reason):
         self.network.left[self.rank] = reason
 
-    def _channel(self):
-        return self.network.channel(self.rank)
 
-    def _fall_back(self, handed):
-        self.fallen_back.append(handed.which)
+class Given(HostBucket):
+    """A bucket, and whether the session took it in."""
+
+    admitted = True
+
+
+class Session(TrainingSession):
+    """A session with a reducer that averages when a test says so."""
+
+    def __init__(self, network, rank, deadline_s=LIMIT_S):
+        options = Options(deadline_s=deadline_s)
+        made = {"ledger": Ledger(), "feedback": ErrorFeedback(), "tagger": Tagger()}
+        super().__init__(options, rank, range(network.ranks), ListFallback(network, rank), **made)
+        self.reducer = FakeReducer(rank)
+        self.use(FakeEndpoint(), lambda settings: self.reducer)
+
+    def take(self, step, sequence, value):
+        """Hand a bucket over that is not on the host yet."""
+        segments = [Segment(Layer(f"layer{sequence}", sequence), 0, VALUES)]
+        pending = Given(step, sequence, segments)
+        pending.admitted = self.admit(pending)
+        if not pending.admitted:
+            self.fallback.average(self, pending)
+        pending.bucket = Bucket(np.full(VALUES, value, np.float32), ValueType.FLOAT32, segments)
+        return pending
+
+    def give(self, step, sequence, value):
+        """Hand a bucket over that is on the host."""
+        pending = self.take(step, sequence, value)
+        if pending.admitted:
+            self.start(pending)
+        return pending
 
 
 def pair(**options):
     network = Network(2, **options)
-    return [Exchange(network, rank) for rank in range(2)]
+    return [Session(network, rank) for rank in range(2)]
 
 
 def values(*buckets):
     return [float(bucket.answer.result(LIMIT_S)[0]) for bucket in buckets]
 
 
-def fallen_back(exchange, within_s=LIMIT_S):
+def fallen_back(session, within_s=LIMIT_S):
     end_s = time.monotonic() + within_s
-    while exchange.mode is not Mode.FALLBACK and time.monotonic() < end_s:
+    while session.phase is not Phase.FALLBACK and time.monotonic() < end_s:
         time.sleep(0.01)
-    return exchange.mode is Mode.FALLBACK
+    return session.phase is Phase.FALLBACK
 
 
 def test_what_one_rank_has_given_dlcp_all_complete_and_nothing_else():
     first, second = pair()
-    mine = [first.start(4, sequence, 1 + sequence) for sequence in range(3)]
-    theirs = [second.start(4, 0, 3)]
+    mine = [first.give(4, sequence, 1 + sequence) for sequence in range(3)]
+    theirs = [second.give(4, 0, 3)]
     first.reducer.fail(DeadlineError("step 4: too late"))
     assert not mine[1].answer.done()
-    theirs += [second.start(4, 1, 4), second.start(4, 2, 5)]  # came later than it was decided what to complete
+    theirs += [second.give(4, 1, 4), second.give(4, 2, 5)]  # came later than it was decided what to complete
     assert values(*mine) == values(*theirs) == [2, 3, 4]
     assert fallen_back(first)
     assert fallen_back(second)
-    assert first.fallen_back == second.fallen_back == []
+    assert first.fallback.averaged == second.fallback.averaged == []
     assert first.reason == second.reason == "step 4: too late", "not that another has left"
     assert first.endpoint.closed == ["step 4: too late"]
 
 
 def test_what_comes_meanwhile_falls_back_in_order_once_it_is_on_the_host():
     first, second = pair()
-    done = [exchange.start(0, 0, 2) for exchange in (first, second)]
-    first._leave(DeadlineError("broken"))
-    second._leave(DeadlineError("broken"))
-    later = [exchange.start(0, 2, 0) for exchange in (first, second)]
-    middle = [exchange.take(0, 1, 0) for exchange in (first, second)]
+    done = [session.give(0, 0, 2) for session in (first, second)]
+    first.leave(DeadlineError("broken"))
+    second.leave(DeadlineError("broken"))
+    later = [session.give(0, 2, 0) for session in (first, second)]
+    middle = [session.take(0, 1, 0) for session in (first, second)]
     assert values(*done) == [2, 2]
     time.sleep(0.05)
-    assert {first.mode, second.mode} == {Mode.RECOVERING}, "one is still on the device"
-    for exchange, handed in zip((first, second), middle, strict=True):
-        exchange._begin(handed)
+    assert {first.phase, second.phase} == {Phase.RECOVERING}, "one is still on the device"
+    for session, pending in zip((first, second), middle, strict=True):
+        session.start(pending)
     assert fallen_back(first)
     assert fallen_back(second)
-    assert first.fallen_back == second.fallen_back == [(0, 1), (0, 2)]
-    assert not any(handed.answer.done() for handed in later)
+    assert first.fallback.averaged == second.fallback.averaged == [(0, 1), (0, 2)]
+    assert not any(pending.answer.done() for pending in later)
 
 
 def test_a_bucket_that_dlcp_refuses_is_completed_with_what_is_owed():
@@ -131,15 +133,15 @@ def test_a_bucket_that_dlcp_refuses_is_completed_with_what_is_owed():
     taken = first.take(0, 0, 1)
     first.feedback.owe(np.full(VALUES, 10, np.float64), taken.segments)
     first.reducer.refuses = DeadlineError("no more")
-    other = second.start(0, 0, 3)
-    first._begin(taken)
+    other = second.give(0, 0, 3)
+    first.start(taken)
     assert values(taken, other) == [7, 7]
     assert first.feedback.owed("layer0") is None
 
 
 def test_what_a_rank_has_finished_it_does_not_wait_for():
     first, second = pair()
-    finished, other = first.start(0, 0, 1), second.start(0, 0, 3)
+    finished, other = first.give(0, 0, 1), second.give(0, 0, 3)
     first.reducer.finish(0, 0, 2)
     assert values(finished) == [2]
     second.reducer.fail(DeadlineError("did not hear"))
@@ -148,97 +150,98 @@ def test_what_a_rank_has_finished_it_does_not_wait_for():
 
 
 def test_a_step_begins_once_and_only_with_dlcp():
-    (exchange, _) = pair()
-    exchange.start(7, 1, 0)
-    exchange.start(7, 0, 0)
-    exchange.start(8, 0, 0)
-    assert exchange.reducer.steps == [7, 8]
-    assert exchange.step == 8
+    (session, _) = pair()
+    session.give(7, 1, 0)
+    session.give(7, 0, 0)
+    session.give(8, 0, 0)
+    assert session.reducer.steps == [7, 8]
+    assert session.table.step == 8
 
 
 def test_ranks_that_run_different_models_do_not_recover():
     first, second = pair()
-    handed = [exchange.start(0, 0, 1) for exchange in (first, second)]
+    pending = [session.give(0, 0, 1) for session in (first, second)]
     first.reducer.fail(MessageMismatchError("rank 1 has 8 bytes"))
-    for one in handed:
+    for one in pending:
         with pytest.raises(TransportError, match="rank 1 has 8 bytes"):
             one.answer.result(LIMIT_S)
-    assert {first.mode, second.mode} == {Mode.FAILED}
+    assert {first.phase, second.phase} == {Phase.FAILED}
     with pytest.raises(TransportError, match="rank 1 has 8 bytes"):
-        first.start(1, 0, 0)
+        first.give(1, 0, 0)
 
 
 def test_a_rank_that_does_not_come_to_recover_is_an_error_within_the_deadline():
-    exchange, silent = pair(limit_s=0.3)
-    handed = exchange.start(0, 0, 1)
+    session, silent = pair(limit_s=0.3)
+    pending = session.give(0, 0, 1)
     silent.close()
-    exchange.reducer.fail(DeadlineError("rank 1 is silent"))
+    session.reducer.fail(DeadlineError("rank 1 is silent"))
     with pytest.raises(TransportError, match="rank 1 is silent; and a list cannot take over: not all ranks"):
-        handed.answer.result(LIMIT_S)
-    late = exchange.take
+        pending.answer.result(LIMIT_S)
+    late = session.take
     with pytest.raises(TransportError):
         late(0, 1, 0)
 
 
 def test_what_comes_from_the_device_after_all_has_failed_fails_too():
-    (exchange, _) = pair()
-    handed = exchange.take(0, 0, 1)
-    exchange.give_up("over")
-    exchange._begin(handed)
+    (session, _) = pair()
+    pending = session.take(0, 0, 1)
+    session.fail("over")
+    session.start(pending)
     with pytest.raises(TransportError, match="over"):
-        handed.answer.result(0)
-    assert handed.which not in exchange.reducer.running
+        pending.answer.result(0)
+    assert pending.id not in session.reducer.running
 
 
 def test_closing_waits_for_a_recovery_that_is_about_to_begin(monkeypatch):
     begins = threading.Event()
-    exchange, other = pair(limit_s=0.3)
+    session, other = pair(limit_s=0.3)
     other.close()
-    exchange.start(0, 0, 1)
+    session.give(0, 0, 1)
     start_late(monkeypatch, 0.2, begins)
-    assert close_while_it_leaves(exchange, exchange.reducer, begins) == []
-    assert exchange.mode is Mode.FAILED, "the recovery was over, not forgotten"
+    assert close_while_it_leaves(session, session.reducer, begins) == []
+    with pytest.raises(TransportError, match="cannot take over"):  # the recovery was over, not forgotten
+        session.check()
 
 
 def test_whoever_waits_for_a_closed_exchange_is_told():
-    exchange, _ = pair()
-    handed = exchange.start(0, 0, 1)
-    exchange.close()
-    exchange.reducer.fail(DeadlineError("closed"))
+    session, _ = pair()
+    pending = session.give(0, 0, 1)
+    session.close()
+    session.reducer.fail(DeadlineError("closed"))
     with pytest.raises(DeadlineError, match="closed"):
-        handed.answer.result(0)
-    assert exchange.mode is Mode.DLCP, "there is nothing to recover for"
+        pending.answer.result(0)
+    assert session.phase is Phase.CLOSED, "there is nothing to recover for"
 
 
 def test_many_threads_hand_over_while_another_fails():
     """No bucket is lost or done twice, at whichever moment the path breaks."""
     for moment in range(8):
-        exchanges = pair()
+        sessions = pair()
 
-        def run(exchange, moment=moment):
-            handed = []
+        def run(session, moment=moment):
+            pending = []
             for sequence in range(12):
-                if sequence == moment + exchange.rank:
-                    exchange._leave(DeadlineError("broken"))
-                handed.append(exchange.start(0, sequence, sequence))
-            return handed
+                if sequence == moment + session.rank:
+                    session.leave(DeadlineError("broken"))
+                pending.append(session.give(0, sequence, sequence))
+            return pending
 
         with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(run, exchanges))
-        assert all(fallen_back(exchange) for exchange in exchanges)
-        for exchange, handed in zip(exchanges, found, strict=True):
-            completed = [one.which for one in handed if one.answer.done()]
-            assert sorted(completed + exchange.fallen_back) == [(0, sequence) for sequence in range(12)]
-            assert exchange.fallen_back == exchanges[0].fallen_back == sorted(exchange.fallen_back)
-            assert all(one.answer.result(0)[0] == one.sequence for one in handed if one.answer.done())
+            found = list(pool.map(run, sessions))
+        assert all(fallen_back(session) for session in sessions)
+        for session, pending in zip(sessions, found, strict=True):
+            completed = [one.id for one in pending if one.answer.done()]
+            assert sorted(completed + session.fallback.averaged) == [(0, sequence) for sequence in range(12)]
+            assert session.fallback.averaged == sessions[0].fallback.averaged == sorted(session.fallback.averaged)
+            assert all(one.answer.result(0)[0] == one.sequence for one in pending if one.answer.done())
 
 
 def test_rank_0_says_it_once(caplog):
-    exchanges = pair()
+    sessions = pair()
     with caplog.at_level(logging.WARNING, "dlcp"):
-        for exchange in exchanges:
-            exchange._leave(DeadlineError("the cable is out"))
-        assert all(fallen_back(exchange) for exchange in exchanges)
+        for session in sessions:
+            session.leave(DeadlineError("the cable is out"))
+        assert all(fallen_back(session) for session in sessions)
         end_s = time.monotonic() + 5
         while not caplog.messages and time.monotonic() < end_s:
             time.sleep(0.01)

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from dlcp.session import channel
-from dlcp.session.agreement import Agreement
-from dlcp.session.channel import StoreChannel, ended_key
-from dlcp.session.store import Store, StoreError, StoreServer, serve
+from dlcp.session import store as store_module
+from dlcp.session.joining import Agreement
+from dlcp.session.store import Store, StoreChannel, StoreError, StoreServer, ended_key, serve
 from dlcp.transport import DeadlineError, PeerSilentError
 from tests.group.group_ranks import on_ranks
 
@@ -116,8 +115,8 @@ def test_strangers_and_nonsense_do_not_harm_it(server, store):
 def test_ranks_agree_over_it(server):
     def one(rank):
         agreement = Agreement(Store(server.address, 5), rank, 3, 5)
-        agreement.tell("topic", [rank])
-        return agreement.hear("topic"), agreement.decide(f"rank {rank}")
+        agreement.publish("topic", [rank])
+        return agreement.collect("topic"), agreement.decide(f"rank {rank}")
 
     found = on_ranks(3, one)
     assert all(heard == {0: [0], 1: [1], 2: [2]} for heard, _ in found.values())
@@ -144,7 +143,7 @@ def test_all_kinds_of_things_are_gathered(server):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
 def test_sums_are_the_same_bits_on_all_ranks(server, dtype, monkeypatch):
-    monkeypatch.setattr(channel, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(store_module, "CHUNK_BYTES", 1000)
     parts = [(np.random.default_rng(rank).standard_normal(1234) * 100).astype(dtype) for rank in range(3)]
     sums = on_channel(server, 3, lambda ranks: [ranks.add(parts[ranks.rank]) for _ in range(2)])
     for one in sums.values():
@@ -153,7 +152,7 @@ def test_sums_are_the_same_bits_on_all_ranks(server, dtype, monkeypatch):
 
 
 def test_an_array_is_broadcast_in_parts(server, monkeypatch):
-    monkeypatch.setattr(channel, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(store_module, "CHUNK_BYTES", 1000)
 
     def one(ranks):
         values = np.full(777, ranks.rank, np.float32)

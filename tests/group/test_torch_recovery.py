@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A DDP model's exchange when DLCP fails: what it does beside what all exchanges do; see test_group_recovery.py."""
+"""A DDP model's session when DLCP fails: what it does beside what all sessions do; see test_group_recovery.py."""
 
 import threading
 from types import SimpleNamespace
@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from dlcp.collectives import ErrorFeedback
-from dlcp.session.agreement import Agreement
-from dlcp.session.recovery import LEFT, Mode
+from dlcp.session.joining import Agreement
+from dlcp.session.session import LEFT, TrainingSession
 from dlcp.tags import Layer, Segment
-from dlcp.torch import fallback
-from dlcp.torch.fallback import Exchange, GroupChannel
-from dlcp.torch.hook import hook
+from dlcp.torch import Options, framework
+from dlcp.torch.framework import FrameworkFallback, GlooChannel
+from dlcp.torch.hook import State, TimedBucket, hook
+from dlcp.torch.staging import stager_for
 from dlcp.transport import DeadlineError, PeerSilentError, TransportError
 
 LIMIT_S = 20
@@ -29,52 +29,60 @@ SEGMENTS = [Segment(Layer("w", 0), 0, 100)]
 
 
 @pytest.fixture
-def exchange(monkeypatch):
+def state(monkeypatch):
     """That of rank 0 of two, the other of which says nothing."""
     network = Network(2, limit_s=0.3)
     agreement = Agreement(HashStore(), 0, 2, 5)
-    made = Exchange(None, agreement, range(2), LIMIT_S, ErrorFeedback())
     channel = network.channel(0)
     channel.close = lambda: None
-    monkeypatch.setattr(fallback, "open_channel", lambda *_: channel)
+    monkeypatch.setattr(framework, "open_channel", lambda *_: channel)
+    made = State(Options(deadline_s=LIMIT_S))
+    made._fallback = FrameworkFallback(None, agreement, made.feedback, torch.device("cpu"), LIMIT_S)
+    shared = {"ledger": made.ledger, "feedback": made.feedback, "tagger": made.tagger}
+    made._session = TrainingSession(made.options, 0, range(2), made._fallback, **shared)
+    made._stager = stager_for(torch.device("cpu"))
     made.reducer = FakeReducer(0)
-    made.use(FakeEndpoint(), made.reducer, may_recover=True)
+    made.session.use(FakeEndpoint(), lambda settings: made.reducer)
     yield made
     made.close()
 
 
-def test_closing_waits_for_a_recovery_that_is_about_to_begin(exchange, monkeypatch):
+def submit(state, tensor, on_averaged=lambda: None):
+    return state.submit(tensor, TimedBucket(0, 0, SEGMENTS, on_averaged=on_averaged))
+
+
+def test_closing_waits_for_a_recovery_that_is_about_to_begin(state, monkeypatch):
     begins = threading.Event()
-    exchange.average(torch.ones(100), 0, 0, SEGMENTS, lambda: None)
+    submit(state, torch.ones(100))
     start_late(monkeypatch, 0.2, begins)
-    assert close_while_it_leaves(exchange, exchange.reducer, begins) == []
-    assert exchange.mode is Mode.FAILED, "the recovery was over, not forgotten"
+    assert close_while_it_leaves(state.session, state.reducer, begins) == []
+    with pytest.raises(TransportError, match="cannot take over"):  # the recovery was over, not forgotten
+        state.session.check()
 
 
-def test_backward_says_what_was_wrong(exchange):
+def test_backward_says_what_was_wrong(state):
     """DDP reads the answer in C++, where it is the future's own error or a tensor."""
     tensor, noted = torch.ones(100), []
     bucket = SimpleNamespace(buffer=lambda: tensor)
-    state = SimpleNamespace(average=lambda bucket: exchange.average(bucket.buffer(), 0, 0, SEGMENTS, noted.append))
-    answer = hook(state, bucket)
-    exchange.reducer.fail(DeadlineError("rank 1 has not sent layer w"))
+    answer = hook(SimpleNamespace(average=lambda bucket: submit(state, bucket.buffer(), noted.append)), bucket)
+    state.reducer.fail(DeadlineError("rank 1 has not sent layer w"))
     with pytest.raises(RuntimeError, match="TransportError: rank 1 has not sent layer w; and the framework's own"):
         torch._C.Future.wait(answer)
     assert noted == []
 
 
-def test_an_average_comes_back_and_is_noted(exchange):
+def test_an_average_comes_back_and_is_noted(state):
     tensor, noted = torch.arange(100.0), []
-    answer = exchange.average(tensor, 0, 0, SEGMENTS, lambda: noted.append(1))
-    exchange.reducer.finish(0, 0, np.full(100, 7))
+    answer = submit(state, tensor, lambda: noted.append(1))
+    state.reducer.finish(0, 0, np.full(100, 7))
     assert torch.equal(answer.wait(), torch.full((100,), 7.0))
     assert noted == [1]
 
 
-def test_whoever_comes_after_a_failure_is_told_it(exchange):
-    exchange.give_up("over")
+def test_whoever_comes_after_a_failure_is_told_it(state):
+    state.session.fail("over")
     with pytest.raises(TransportError, match="over"):
-        exchange.average(torch.ones(100), 0, 0, SEGMENTS, lambda: None).wait()
+        submit(state, torch.ones(100)).wait()
 
 
 def test_a_rank_that_has_not_come_to_recover_is_named(monkeypatch):
@@ -85,12 +93,12 @@ def test_a_rank_that_has_not_come_to_recover_is_named(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", broken)
     store = HashStore()
     agreements = [Agreement(store, rank, 3, 5) for rank in range(3)]
-    channel = GroupChannel(None, agreements[0])
-    agreements[0].tell(LEFT, "silent")
-    agreements[2].tell(LEFT, "silent")
+    channel = GlooChannel(None, agreements[0])
+    agreements[0].publish(LEFT, "silent")
+    agreements[2].publish(LEFT, "silent")
     for use in (channel.gather, channel.add):
         with pytest.raises(PeerSilentError, match=r"closed by peer \(not there: rank 1\)"):
             use(np.ones(3))
-    agreements[1].tell(LEFT, "silent")
+    agreements[1].publish(LEFT, "silent")
     with pytest.raises(RuntimeError, match=r"closed by peer$"):
         channel.gather(None)

@@ -13,11 +13,11 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from dlcp.session import addresses
+from dlcp.session import joining
 from dlcp.torch import Options, backend
 from dlcp.torch.backend.memory import HostMemory
 from dlcp.torch.backend.work import Work, joined
-from dlcp.torch.rendezvous import meet
+from dlcp.torch.framework import endpoint_of_new_group
 from dlcp.transport import TransportError
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 from tests.torch.backend_checks import Checks
@@ -168,16 +168,16 @@ def test_when_all_of_dlcps_ports_are_in_use_any_other_serves_and_is_said_once():
     with ExitStack() as stack, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in ports:
-            taken = stack.enter_context(addresses.bind(Options(bind=f"{host}:0")))
+            taken = stack.enter_context(joining.bind(Options(bind=f"{host}:0")))
             assert taken.getsockname()[1] in ports
         for _ in range(2):
-            sock = stack.enter_context(addresses.bind(Options(bind=f"{host}:0")))
+            sock = stack.enter_context(joining.bind(Options(bind=f"{host}:0")))
             assert sock.getsockname()[1] not in ports
         with pytest.raises(OSError, match=f"port {UDP_PORT_BASE}"):
-            addresses.bind(Options(bind=f"{host}:{UDP_PORT_BASE}"))
-        assert addresses.advertised(Options(), sock) == sock.getsockname()
-        assert addresses.advertised(Options(advertise="10.0.0.1"), sock) == ("10.0.0.1", sock.getsockname()[1])
-        assert addresses.advertised(Options(advertise="10.0.0.1:99"), sock) == ("10.0.0.1", 99)
+            joining.bind(Options(bind=f"{host}:{UDP_PORT_BASE}"))
+        assert joining.advertised(Options(), sock) == sock.getsockname()
+        assert joining.advertised(Options(advertise="10.0.0.1"), sock) == ("10.0.0.1", sock.getsockname()[1])
+        assert joining.advertised(Options(advertise="10.0.0.1:99"), sock) == ("10.0.0.1", 99)
     assert [str(warning.message).count("switches treat their packets as ordinary traffic") for warning in said] == [1]
 
 
@@ -187,7 +187,7 @@ def alone_in_the_store(worker):
     if worker.rank:
         return ""
     with pytest.raises(RuntimeError) as caught:
-        meet(options, store, 0, 3, timedelta(seconds=1))
+        endpoint_of_new_group(options, store, 0, 3, timedelta(seconds=1))
     return str(caught.value)
 
 

@@ -94,7 +94,7 @@ def waits_for_its_own_layer(worker):
     for index, layer in enumerate(net):
         layer.register_forward_pre_hook(lambda *_, index=index: enter(index))
     net, optimizer = make(worker, net, deadline_s=1.0)
-    optimizer._exchange._reducer = network
+    optimizer._averager._session._reducer = network
     found = {}
     before = weights(net)
 
@@ -146,13 +146,13 @@ def life_of_two(worker):
         optimizer.step()
     expected = weights(net)
     members = [member for group in optimizer._groups for member in group.members]
-    found["read where they are"] = all(group.lent for group in optimizer._groups) == (
+    found["read where they are"] = all(group.exported for group in optimizer._groups) == (
         MEMORY and worker.options().shared_memory
     )
     gradients = [member.parameter.grad.clone() for member in members]
-    assert all(member.in_place for member in members)
+    assert all(member.in_buffer for member in members)
     optimizer.close()
-    taken_back = [member.in_place != group.lent for group in optimizer._groups for member in group.members]
+    taken_back = [member.in_buffer != group.exported for group in optimizer._groups for member in group.members]
     found["taken back"] = all(taken_back) and all(
         torch.equal(member.parameter.grad, gradient) for member, gradient in zip(members, gradients, strict=True)
     )

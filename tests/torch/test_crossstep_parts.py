@@ -15,9 +15,8 @@ from torch import nn
 from dlcp.session.options import Options
 from dlcp.tags import Layer, layers_in_order
 from dlcp.torch.crossstep import cross_step
-from dlcp.torch.guard import Guard
-from dlcp.torch.layergroup import LayerGroup, in_groups
-from dlcp.torch.partial_step import PartialStep
+from dlcp.torch.deferral import Guard, PartialStep
+from dlcp.torch.layers import LayerGroup, in_groups
 from dlcp.torch.staging import as_array
 
 
@@ -93,9 +92,9 @@ def test_changing_one_gradient_is_no_change_of_its_neighbours():
     net.bias.grad.mul_(2)
     assert [member.unchanged for member in group.members] == [True, False]
     group.members[1].take()
-    assert [member.in_place and member.unchanged for member in group.members] == [True, True]
+    assert [member.in_buffer and member.unchanged for member in group.members] == [True, True]
     net.weight.grad = net.weight.grad.clone()
-    assert [member.in_place for member in group.members] == [False, True]
+    assert [member.in_buffer for member in group.members] == [False, True]
 
 
 def test_what_is_on_its_way_is_not_harmed_by_gradients_of_zeros():
@@ -104,27 +103,27 @@ def test_what_is_on_its_way_is_not_harmed_by_gradients_of_zeros():
     net.weight.grad = weight.average  # as the last step has left it
     net.weight.grad += 3
     weight.take()
-    weight.let_go()
+    weight.detach()
     assert torch.equal(net.weight.grad, torch.zeros(2, 2))
     net.weight.grad += 4
     assert weight.unchanged
     assert torch.equal(weight.average, torch.full((2, 2), 3.0))
 
 
-def test_a_group_has_its_gradients_in_memory_that_it_lends_until_they_are_withdrawn():
+def test_a_group_has_its_gradients_in_exported_memory_until_it_leaves_that():
     net = nn.Linear(3, 2).half()
     group = LayerGroup(0, described(net))
     assert group.host_bytes == 22, "6 + 2 values of two bytes, two flags and one more"
-    group.withdraw()
+    group.leave_exported()
     memory = np.zeros(group.host_bytes, np.uint8)
-    group.lend(memory)
-    assert group.lent
+    group.move_to(memory)
+    assert group.exported
     for member in group.members:
         member.parameter.grad = torch.randn_like(member.parameter)
     group.members[0].take()
     expected, bias = net.weight.grad.clone(), net.bias.grad
     assert torch.equal(torch.from_numpy(memory[:12].view(np.float16)).view(2, 3), expected)
-    group.withdraw()
+    group.leave_exported()
     memory[:] = 0x7F
     assert torch.equal(net.weight.grad, expected)
     assert net.bias.grad is bias, "it has never been there"

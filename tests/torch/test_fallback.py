@@ -15,8 +15,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from dlcp.collectives import Bucket, DirectAllReduce
 from dlcp.dtypes import ValueType
-from dlcp.session.agreement import Agreement
-from dlcp.session.joining import USE_DLCP, NotJoinedError, join, speaks
+from dlcp.session.joining import USE_DLCP, Agreement, NotJoinedError, join
 from dlcp.tags import Layer, Segment
 from dlcp.torch import Options
 from dlcp.transport import TransportOptions
@@ -38,9 +37,9 @@ def together(store, options, *, deadline_s=10.0, delays=None):
         time.sleep((delays or {}).get(rank, 0))
         agreement = Agreement(store, rank, len(options), deadline_s)
         try:
-            return join(options[rank], agreement, call="dlcp.torch.enable"), speaks(agreement)
+            return join(options[rank], agreement, call="dlcp.torch.enable"), agreement.speaker()
         except NotJoinedError as error:
-            return str(error), speaks(agreement)
+            return str(error), agreement.speaker()
 
     with ThreadPoolExecutor(len(options)) as pool:
         waiting = {rank: pool.submit(one, rank) for rank in range(len(options)) if options[rank]}

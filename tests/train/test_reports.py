@@ -28,7 +28,7 @@ def report(rank, *, ranks=2, restart=0, error=None, models=None, measured=None, 
         "steps": 10 + rank,
         "loss_bound": 0.1,
         "fallback": None,
-        "neighbours": 0,
+        "local_peers": 0,
         "ledger": ledger(**counts),
     }
     return {
@@ -67,13 +67,13 @@ def test_a_bound_that_was_exceeded_and_a_fallback_cannot_be_overlooked():
 
 
 @pytest.mark.parametrize(
-    ("neighbours", "way"),
+    ("local_peers", "way"),
     [((2, 2, 2), "memory"), ((1, 1, 0), "memory within a host and sockets elsewhere"), ((0, 0, 0), "sockets")],
 )
-def test_the_way_that_packets_took_is_told(neighbours, way):
+def test_the_way_that_packets_took_is_told(local_peers, way):
     reports = [report(rank, ranks=3) for rank in range(3)]
-    for each, count in zip(reports, neighbours, strict=True):
-        each["models"][0]["neighbours"] = count
+    for each, count in zip(reports, local_peers, strict=True):
+        each["models"][0]["local_peers"] = count
     found = summary.summarize(reports)
     assert found["models"][0]["through"] == way
     assert f"packets sent       3,000, through {way}\n" in "\n".join(summary.as_lines(found))

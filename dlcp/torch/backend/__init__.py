@@ -20,13 +20,10 @@ from dlcp.backend.process_group import AllowedLoss
 from dlcp.ledger import Ledger
 from dlcp.session.options import Options
 from dlcp.tags import Tagger
-from dlcp.torch.backend.process_group import NAME, ProcessGroup
-from dlcp.torch.rendezvous import meet
+from dlcp.torch.backend.process_group import ProcessGroup
+from dlcp.torch.framework import endpoint_of_new_group
 
 log = logging.getLogger("dlcp")
-
-DEVICES = ["cpu", "cuda"]
-"""Named one by one, for without them PyTorch guesses; and with the CPU alone it would not let CUDA tensors in."""
 
 _made: Counter[str] = Counter()
 """How often this process has made a group of each name."""
@@ -73,13 +70,7 @@ def allow_loss(group: dist.ProcessGroup | None = None, options: Options | None =
     return ledger
 
 
-def register() -> None:
-    """Make ``dlcp`` known to ``torch.distributed``; importing :mod:`dlcp.torch` does."""
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
-
-
-def _create(given: Any, options: Options | None) -> ProcessGroup:
+def create(given: Any, options: Options | None) -> ProcessGroup:
     """Make a group; ``options`` are ``init_process_group``'s or ``new_group``'s ``pg_options``."""
     options = _heeded(options, says=given.group_rank == 0)
     timeout: timedelta = given.timeout
@@ -88,7 +79,7 @@ def _create(given: Any, options: Options | None) -> ProcessGroup:
     # A group may be made again over the same store, where what was written for the last one stays.
     _made[given.group_id] += 1
     store = PrefixStore(f"{_made[given.group_id]}", given.store)
-    endpoint = meet(options, store, given.group_rank, given.group_size, timeout)
+    endpoint = endpoint_of_new_group(options, store, given.group_rank, given.group_size, timeout)
     return ProcessGroup(Exchange(endpoint, given.group_size, given.group_id))
 
 
@@ -109,6 +100,3 @@ def _heeded(options: Options | None, *, says: bool = False) -> Options:
             _said.add(problem)
             log.warning("%s", problem)
     return found
-
-
-register()

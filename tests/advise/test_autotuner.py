@@ -8,13 +8,13 @@ import pytest
 
 from dlcp.collectives import Bucket, DirectAllReduce, RingAllReduce, ServerOptions
 from dlcp.collectives.layer_bounds import LayerBounds
-from dlcp.collectives.notice import bucket_of
 from dlcp.dtypes import ValueType
+from dlcp.session import Options
+from dlcp.session.session import Fallback, HostBucket, TrainingSession
 from dlcp.tags import Segment
 from dlcp.transport import LossBound
-from dlcp.tuning import autotuner as pilot_module
-from dlcp.tuning.autotuner import NORM_VALUES, Pilot, PilotedReducer, squares_of
-from dlcp.tuning.phases import TIGHT_RATIO, Phases
+from dlcp.tuning import autotuner as autotuner_module
+from dlcp.tuning.autotuner import NORM_VALUES, TIGHT_RATIO, Autotuner, Phases, squares_of
 from dlcp.tuning.rules import Advice, Choice, Settings
 from dlcp.wire import Flag, PacketType
 from tests.collectives.virtual_ranks import LAYERS, NOTHING_PROTECTED, SMALL_SIZES, SmallRanks, assert_identical
@@ -25,72 +25,79 @@ FIRST_CHOICE = WARM_UP_STEPS + WINDOW_STEPS
 
 
 def hurry():
-    """Let pilots choose after fewer steps than in real training."""
-    pilot_module.WARM_UP_STEPS, pilot_module.WINDOW_STEPS = WARM_UP_STEPS, WINDOW_STEPS
+    """Let autotuners choose after fewer steps than in real training."""
+    autotuner_module.WARM_UP_STEPS, autotuner_module.WINDOW_STEPS = WARM_UP_STEPS, WINDOW_STEPS
 
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch):
-    monkeypatch.setattr(pilot_module, "WARM_UP_STEPS", WARM_UP_STEPS)
-    monkeypatch.setattr(pilot_module, "WINDOW_STEPS", WINDOW_STEPS)
+    monkeypatch.setattr(autotuner_module, "WARM_UP_STEPS", WARM_UP_STEPS)
+    monkeypatch.setattr(autotuner_module, "WINDOW_STEPS", WINDOW_STEPS)
 
 
-class Piloted(SmallRanks):
-    """Ranks whose steps begin with a notice, and whose reducers follow their pilots."""
+class NoFallback(Fallback):
+    """None: a failure is an error."""
+
+    name = "nothing"
+    recovers = False
+
+    def average(self, session, pending):
+        raise NotImplementedError
+
+
+class Autotuned(SmallRanks):
+    """Ranks whose steps begin with metadata, and whose sessions follow their autotuners."""
 
     def __init__(self, count, **fields):
-        chosen = {name: fields.pop(name) for name in ("adapt", "phases", "samples") if name in fields}
+        chosen = {name: fields.pop(name) for name in ("adapt", "phases") if name in fields}
         super().__init__(count, policy=NOTHING_PROTECTED, **fields)
-        plain = self.reducers
-        self.pilots = [
-            Pilot(Settings(0.1), LossBound(0.1), rank, range(count), hosts=1, gradient_bytes=70_000,
-                  ledger=self.ledgers[rank], endpoint=self.endpoints[rank], **chosen)
-            for rank in range(count)
-        ]  # fmt: skip
         self.made = [[] for _ in range(count)]
+        self.sessions = [self.session(rank, range(count), plain, chosen) for rank, plain in enumerate(self.reducers)]
+        self.tuners = [session.autotuner for session in self.sessions]
 
-        def make(rank, settings):
+    def session(self, rank, ranks, plain, chosen):
+        shared = {name: getattr(plain, name) for name in ("tagger", "ledger", "feedback")}
+
+        def make(settings):
             kind = RingAllReduce if settings.collective == "ring" else DirectAllReduce
-            shared = {name: getattr(plain[rank], name) for name in ("options", "tagger", "ledger", "feedback")}
             self.made[rank].append(settings.collective)
-            return kind(self.endpoints[rank], range(count), **shared)
+            return kind(self.endpoints[rank], ranks, options=plain.options, **shared)
 
-        self.reducers = [
-            PilotedReducer(pilot, lambda settings, rank=rank: make(rank, settings))
-            for rank, pilot in enumerate(self.pilots)
-        ]
+        session = TrainingSession(Options(), rank, ranks, NoFallback(), **shared)
+        session.autotuner = Autotuner(Settings(0.1), LossBound(0.1), rank, ranks)
+        session.autotuner.measure(self.ledgers[rank], self.endpoints[rank], hosts=1, gradient_bytes=70_000, **chosen)
+        session.use(self.endpoints[rank], make)
+        return session
 
     def step(self, step, gradients):
-        """Notice, then one bucket; return each rank's average."""
-        told = []
-        for rank, reducer in enumerate(self.reducers):
-            reducer.begin_step(step)
-            told.append(reducer.start(step, 0, bucket_of(self.pilots[rank].table(step))))
-        self.network.run(lambda: all(each.done() for each in told))
-        for pilot, each in zip(self.pilots, told, strict=True):
-            pilot.heard(each.result())
+        """Metadata, then one bucket; return each rank's average."""
+        for session in self.sessions:
+            session.begin_step(step)
+        self.network.run(lambda: all(session._metadata.done() for session in self.sessions))
         started = []
-        for rank, reducer in enumerate(self.reducers):
+        for rank, session in enumerate(self.sessions):
+            assert session.weight(step) == 1
             values = np.concatenate(list(gradients[rank].values()))
             stops = np.cumsum([len(part) for part in gradients[rank].values()]).tolist()
             segments = [
                 Segment(LAYERS[name], *ends)
                 for name, *ends in zip(gradients[rank], [0, *stops[:-1]], stops, strict=True)
             ]
-            started.append(reducer.start(step, 1, Bucket(values, self.value_type, segments)))
-            self.pilots[rank].on_handed()
-        self.network.run(lambda: all(each.done() for each in started))
-        return [{"all": each.result()} for each in started]
+            started.append(HostBucket.of(step, 1, Bucket(values, self.value_type, segments)))
+            session.submit(started[-1])
+            session.autotuner.on_gradients_ready()
+        self.network.run(lambda: all(each.answer.done() for each in started))
+        return [{"all": each.answer.result()} for each in started]
 
 
 def test_all_ranks_choose_the_same_bound_at_the_same_step():
-    ranks = Piloted(3, bound=0.1, adapt=True)
+    ranks = Autotuned(3, bound=0.1, adapt=True)
     bounds = []
     for step in range(FIRST_CHOICE + 2 * WINDOW_STEPS):
         ranks.network.loss = 0.05 if step >= FIRST_CHOICE else 0.0
         assert_identical(ranks.step(step, ranks.gradients(step)))
-        bounds.append({pilot.bound.ratio for pilot in ranks.pilots})
-        assert len({pilot.settings for pilot in ranks.pilots}) == 1
+        bounds.append({tuner.bound.ratio for tuner in ranks.tuners})
+        assert len({tuner.settings for tuner in ranks.tuners}) == 1
     assert all(bound == {0.1} for bound in bounds[: FIRST_CHOICE - 1])
     assert bounds[FIRST_CHOICE] == {0.0}, "nothing was lost"
     assert max(bounds[-1]) > 0, "one packet in twenty was lost"
@@ -107,8 +114,8 @@ def other_settings(**changes):
 
 
 def test_the_collective_changes_between_two_steps_on_all_ranks_and_nothing_is_lost(monkeypatch):
-    monkeypatch.setattr(pilot_module, "decide", other_settings(collective="ring"))
-    ranks = Piloted(3, bound=0.1, loss=0.1, adapt=True, seed=2, value_type=ValueType.FLOAT64)
+    monkeypatch.setattr(autotuner_module, "decide", other_settings(collective="ring"))
+    ranks = Autotuned(3, bound=0.1, loss=0.1, adapt=True, seed=2, value_type=ValueType.FLOAT64)
     given = taken = 0.0
     for step in range(FIRST_CHOICE + 3):
         gradients = ranks.gradients(step)
@@ -117,7 +124,7 @@ def test_the_collective_changes_between_two_steps_on_all_ranks_and_nothing_is_lo
         given = given + sum(np.concatenate(list(rank.values())) for rank in gradients)
         taken = taken + 3 * averages[0]["all"]
     assert ranks.made == [["direct", "ring"]] * 3
-    feedbacks = [reducer._inner.feedback for reducer in ranks.reducers]
+    feedbacks = [session.feedback for session in ranks.sessions]
     owed = np.concatenate(
         [
             sum(part if (part := each.owed(name)) is not None else np.zeros(size) for each in feedbacks)
@@ -128,15 +135,15 @@ def test_the_collective_changes_between_two_steps_on_all_ranks_and_nothing_is_lo
 
 
 def test_the_bound_is_tight_in_critical_regimes(monkeypatch):
-    monkeypatch.setattr(pilot_module, "Phases", lambda: Phases(4))
-    ranks = Piloted(2, bound=0.1, phases=True)
+    monkeypatch.setattr(autotuner_module, "Phases", lambda: Phases(4))
+    ranks = Autotuned(2, bound=0.1, phases=True)
     found = []
     for step in range(20):
         size = 5.0 if step >= 12 else 1.0
         gradients = [{name: np.float32(size) * values for name, values in rank.items()} for rank in ranks.gradients(0)]
         ranks.step(step, gradients)
-        assert len({pilot.bound.ratio for pilot in ranks.pilots}) == 1
-        found.append(ranks.pilots[0].bound.ratio)
+        assert len({tuner.bound.ratio for tuner in ranks.tuners}) == 1
+        found.append(ranks.tuners[0].bound.ratio)
     assert found[:8] == [TIGHT_RATIO] * 8, "the first windows are critical"
     assert found[9:12] == [0.1] * 3, "and steady ones are not"
     assert found[17:20] == [TIGHT_RATIO] * 3, "until the norm jumps"
@@ -189,15 +196,15 @@ def adapting(worker, changes):
 
     hurry()
     if changes:
-        pilot_module.decide = other_settings(**changes)
+        autotuner_module.decide = other_settings(**changes)
     model = DistributedDataParallel(make(), bucket_cap_mb=BUCKET_MB)
     state = dlcp.torch.enable(model, worker.options(adapt=True, phases=True, samples=12))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     train(model, optimizer, worker.rank, FIRST_CHOICE + 3)
-    pilot, active = state.pilot, state.active
+    tuner, active = state.session.autotuner, state.active
     digest = dlcp.torch.parameter_digest(model.module)
     state.close()
-    return pilot.settings, active, digest, pilot.advice.figures.packets > 0
+    return tuner.settings, active, digest, tuner.advice.figures.packets > 0
 
 
 @pytest.mark.timeout(120)

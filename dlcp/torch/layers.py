@@ -23,11 +23,11 @@ most of what cross-step scheduling costs."""
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class GroupMember:
     """A parameter in its group.
 
-    ``average`` is its place in the group's buffer, with the parameter's shape and strides. A gradient that is taken is
-    moved there, so that what backward made it in is free for the next one: ``.grad`` is that place from then on, until
+    ``average`` is its part of the group's buffer, with the parameter's shape and strides. A gradient that is taken is
+    moved there, so that what backward made it in is free for the next one: ``.grad`` is that part from then on, until
     the next step. ``version`` tells whether it is as it was when it was ``taken``.
     """
 
@@ -39,7 +39,7 @@ class Member:
     version: int = 0
 
     def take(self) -> None:
-        """Move the parameter's gradient to its place.
+        """Move the parameter's gradient into the buffer.
 
         Raises
         ------
@@ -53,25 +53,25 @@ class Member:
                 f"the gradient of {self.name} is {gradient.layout}; cross_step exchanges dense gradients only: "
                 "build its module with sparse=False"
             )
-        if not self.in_place:  # else it was added to the last average
+        if not self.in_buffer:  # else it was added to the last average
             self.average.copy_(gradient.detach())
             self.parameter.grad = self.average
         self.taken, self.version = True, self.average._version
 
     @property
-    def in_place(self) -> bool:
+    def in_buffer(self) -> bool:
         """Whether the parameter's gradient is in the buffer."""
         gradient = self.parameter.grad
         return gradient is not None and gradient.data_ptr() == self.average.data_ptr()
 
     @property
     def unchanged(self) -> bool:
-        """Whether nobody but the exchange has written to its place since the gradient was taken."""
+        """Whether nobody but the exchange has written to its part of the buffer since the gradient was taken."""
         return self.average._version == self.version
 
-    def let_go(self) -> None:
-        """Give the parameter a gradient of zeros of its own, where it has that in the buffer."""
-        if self.in_place:
+    def detach(self) -> None:
+        """Give the parameter a gradient of zeros of its own, if it has the one in the buffer."""
+        if self.in_buffer:
             self.parameter.grad = torch.zeros_like(self.average)
 
 
@@ -86,7 +86,7 @@ class LayerGroup:
     Parameters
     ----------
     index
-        Place among the groups, 0 nearest the input; the same on all ranks.
+        Position among the groups, 0 nearest the input; the same on all ranks.
     parameters
         Name, parameter and layer of each; all of one type and device.
 
@@ -94,7 +94,7 @@ class LayerGroup:
     ----------
     flat
         The buffer, on the parameters' device.
-    lent
+    exported
         Whether the buffer is memory from which ranks of this host read.
     sent
         Resolved once the average is in, with a future to wait for before the device reads it.
@@ -106,16 +106,16 @@ class LayerGroup:
         self.index = index
         self.sent: Future[torch.futures.Future[torch.Tensor]] = Future()
         self.due_s = math.inf
-        self.lent = False
+        self.exported = False
         _, first, _ = parameters[0]
         self._values = sum(parameter.numel() for _, parameter, _ in parameters)
         self.flat = torch.zeros(self._values + len(parameters) + 1, dtype=first.dtype, device=first.device)
-        self.members: list[Member] = []
+        self.members: list[GroupMember] = []
         self.segments: list[Segment] = []
         start = 0
         for name, parameter, layer in parameters:
             stop = start + parameter.numel()
-            self.members.append(Member(name, parameter, layer, _place(self.flat, start, parameter)))
+            self.members.append(GroupMember(name, parameter, layer, _view(self.flat, start, parameter)))
             self.segments.append(Segment(layer, start, stop))
             start = stop
         # Few values, so the tagger protects them whole: which parameters were used is never lost.
@@ -129,16 +129,16 @@ class LayerGroup:
         """The buffer's size; 0 where it is not the host's."""
         return self.flat.numel() * self.flat.element_size() if self.flat.device.type == "cpu" else 0
 
-    def lend(self, memory: NDArray[np.uint8]) -> None:
+    def move_to(self, memory: NDArray[np.uint8]) -> None:
         """Have the buffer in memory of :attr:`host_bytes` bytes that ranks of this host read."""
-        self.flat, self.lent = torch.from_numpy(memory).view(self.flat.dtype), True
+        self.flat, self.exported = torch.from_numpy(memory).view(self.flat.dtype), True
         for member, segment in zip(self.members, self.segments, strict=False):
-            member.average = _place(self.flat, segment.start, member.parameter)
+            member.average = _view(self.flat, segment.start, member.parameter)
 
-    def withdraw(self) -> None:
+    def leave_exported(self) -> None:
         """Leave parameters no gradient in memory that others read: they have copies of their own."""
         for member in self.members:
-            if self.lent and member.in_place:
+            if self.exported and member.in_buffer:
                 member.parameter.grad = member.average.clone()
 
     @property
@@ -180,7 +180,7 @@ class LayerGroup:
         """Whether all ranks have made as many updates, once the averages are in."""
         return self._averaged_flags[-1] == self._odd
 
-    def used(self) -> list[Member]:
+    def used(self) -> list[GroupMember]:
         """Return the members that some rank had a gradient for, once the averages are in."""
         return [member for member, flag in zip(self.members, self._averaged_flags, strict=False) if flag > 0]
 
@@ -243,7 +243,7 @@ def in_groups(
     return groups
 
 
-def _place(flat: torch.Tensor, start: int, parameter: Parameter) -> torch.Tensor:
+def _view(flat: torch.Tensor, start: int, parameter: Parameter) -> torch.Tensor:
     """Return the part of ``flat`` from ``start`` on as a tensor like ``parameter``, with its strides if dense."""
     strides = torch.empty_like(parameter, memory_format=torch.preserve_format, device="meta").stride()
     # .data: with a version of its own, so that a change to one gradient does not look like a change to its neighbours.

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a session takes from PyTorch: a store to agree over, an all-reduce to fall back to, Gloo to recover over."""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+# torch.distributed has them too, but its types do not say so.
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from dlcp.collectives import Bucket, ErrorFeedback
+from dlcp.dtypes import ValueType
+from dlcp.session.joining import Agreement, bind, join
+from dlcp.session.options import Options
+from dlcp.session.session import LEFT, Fallback, PendingBucket, TrainingSession
+from dlcp.tags import Segment
+from dlcp.torch.staging import Staged
+from dlcp.transport import Endpoint, PeerAbortedError, PeerSilentError
+
+log = logging.getLogger("dlcp")
+
+TensorFuture = torch.futures.Future[torch.Tensor]
+_calls: dict[str, int] = {}
+
+# Agreeing and joining -------------------------------------------------------------------------------------------------
+
+
+def agreement_of(group: dist.ProcessGroup | None, deadline_s: float) -> Agreement:
+    """Open the next agreement of a process group; its ranks must open them in the same order."""
+    store = dist.distributed_c10d._get_default_store()
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    name = f"dlcp/{'-'.join(map(str, ranks)) if len(ranks) < dist.get_world_size() else 'world'}"
+    number = _calls[name] = _calls.get(name, -1) + 1
+    return Agreement(PrefixStore(f"{name}/{number}", store), dist.get_rank(group), len(ranks), deadline_s)
+
+
+def endpoint_of_new_group(options: Options, store: Store, rank: int, size: int, timeout: timedelta) -> Endpoint:
+    """Open an endpoint for a process group that is being made, and wait until every peer has answered.
+
+    A process makes several groups, so of ``options.bind`` and ``options.advertise`` only the hosts count.
+
+    Parameters
+    ----------
+    options
+        ``meet_s`` is how long it may take once all ranks are there.
+    store, rank, size, timeout
+        What PyTorch gives: the group's own part of the store, and how long to wait for the other ranks.
+
+    Raises
+    ------
+    RuntimeError
+        A rank has not come within ``timeout``, or is not reached; the message names it.
+    """
+    host = options.bind.partition(":")[0]
+    options = options.with_(bind=f"{host}:0" if host else "", advertise=options.advertise.partition(":")[0])
+    if size == 1:  # nobody will ever write to its socket
+        sock = bind(options.with_(bind="127.0.0.1:0"))
+        return Endpoint(rank, sock, {}, job=options.job, token=1, options=options.transport(size))
+    store.set(f"here/{rank}", "")
+    keys = [f"here/{peer}" for peer in range(size)]
+    try:
+        store.wait(keys, timeout)
+    except Exception as error:
+        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(
+            f"rank {rank}: of {size} ranks, {missing} have not joined the group in {timeout.total_seconds():.0f} s"
+        ) from error
+    agreement = Agreement(PrefixStore("dlcp", store), rank, size, options.meet_s)
+    return join(options, agreement, call="init_process_group").endpoint
+
+
+# Averaging without DLCP -----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class StagedBucket(PendingBucket):
+    """A bucket of a tensor, on its way to the host and back."""
+
+    staged: Staged | None = None
+
+    def resolve(self) -> None:
+        """Bring the average back to the tensor."""
+        assert self.staged
+        self.staged.give_back()
+
+    def fail(self, error: BaseException) -> None:
+        """Resolve the tensor's future with an error."""
+        if self.staged:  # a tensor that comes from the device later fails then
+            self.staged.fail(error)
+
+
+class FrameworkFallback(Fallback):
+    """The framework's own all-reduce averages. Ranks recover over a Gloo group.
+
+    Parameters
+    ----------
+    group
+        The model's process group.
+    agreement
+        Where ranks publish that they have left DLCP.
+    feedback
+        What was lost and is still to be sent.
+    device
+        Where the group's all-reduce wants tensors.
+    deadline_s
+        How long ranks may take to recover.
+    """
+
+    name = "the framework's own all-reduce"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        agreement: Agreement,
+        feedback: ErrorFeedback,
+        device: torch.device,
+        deadline_s: float,
+    ) -> None:
+        self._group, self._agreement, self._feedback = group, agreement, feedback
+        self._device, self._deadline_s = device, deadline_s
+        self._gloo: GlooChannel | None = None
+
+    def prepare(self) -> bool:
+        """Make a Gloo group of the same ranks; all must call it. False, with a warning, if that cannot be done."""
+        self._gloo = open_channel(self._group, self._agreement, self._deadline_s)
+        return self._gloo is not None
+
+    def channel(self) -> "GlooChannel":
+        """Return the Gloo group."""
+        assert self._gloo
+        return self._gloo
+
+    def average(self, session: TrainingSession, pending: PendingBucket) -> None:
+        """Average a bucket by the framework, on its device."""
+        assert pending.bucket
+        if isinstance(pending, StagedBucket):
+            assert pending.staged
+            del session.table.pending[pending.id]  # its tensor's own future is the answer
+            pending.staged.pass_on(partial(self.average_tensor, pending.segments))
+            return
+        host = as_tensor(pending.bucket)
+        tensor = host.to(self._device)
+
+        def finish(done: TensorFuture) -> None:
+            try:
+                host.copy_(done.value())
+            except Exception as error:
+                session.fail(f"step {pending.step}: {pending.label} is not averaged: {error}")
+            else:
+                session.table.finish(pending)
+
+        self.average_tensor(pending.segments, tensor).add_done_callback(finish)
+
+    def average_tensor(self, segments: Sequence[Segment], tensor: torch.Tensor) -> TensorFuture:
+        """Average a tensor in place, residual included."""
+        self._add_residual(tensor, segments)
+        return framework_average(self._group, tensor)
+
+    def _add_residual(self, tensor: torch.Tensor, segments: Sequence[Segment]) -> None:
+        """Add what is still to be sent: the framework loses nothing, so this is the last time."""
+        if all(self._feedback.owed(segment.layer.name) is None for segment in segments):
+            return
+        owed = np.zeros(tensor.numel(), np.float64)
+        self._feedback.add_to(owed, segments)
+        tensor.add_(torch.from_numpy(owed).to(tensor.device, torch.promote_types(tensor.dtype, torch.float32)))
+
+    def why_leave(self, session: TrainingSession) -> BaseException | None:
+        """Look in PyTorch's store whether another rank has left DLCP."""
+        left = self._agreement.anyone_published(LEFT)
+        return PeerAbortedError("another rank has left DLCP") if left else None
+
+    def publish_left(self, reason: str) -> None:
+        """Write into PyTorch's store that this rank has left DLCP."""
+        self._agreement.publish(LEFT, reason)
+
+    def close(self) -> None:
+        """Destroy the Gloo group."""
+        if self._gloo:
+            self._gloo.close()
+
+
+class OrderedFallback(Fallback):
+    """The framework averages groups of layers. It wants one order on all ranks: the last group first, as in backward.
+
+    A failure concerns its own group of layers: there is no step to recover as a whole.
+
+    Parameters
+    ----------
+    group
+        The process group.
+    count
+        How many buckets a step has.
+    """
+
+    name = FrameworkFallback.name
+    recovers = False
+
+    def __init__(self, group: dist.ProcessGroup | None, count: int) -> None:
+        self._group, self._count = group, count
+        self._waiting: dict[int, PendingBucket] = {}
+        self._step, self._next = -1, 0
+
+    def average(self, session: TrainingSession, pending: PendingBucket) -> None:
+        """Average a bucket in place, once those of higher numbers have come."""
+        if pending.step > self._step:
+            self._step, self._next = pending.step, self._count - 1
+            self._waiting.clear()
+        self._waiting[pending.sequence] = pending
+        while self._next in self._waiting:
+            self._all_reduce(session, self._waiting.pop(self._next))
+            self._next -= 1
+
+    def _all_reduce(self, session: TrainingSession, pending: PendingBucket) -> None:
+        assert pending.bucket
+        work = dist.all_reduce(tensor := as_tensor(pending.bucket), group=self._group, async_op=True)
+        assert work is not None
+
+        def finish(done: "torch.futures.Future[Any]") -> None:
+            try:
+                done.value()
+                tensor.div_(dist.get_world_size(self._group))
+            except Exception as error:
+                pending.fail(error)
+            else:
+                session.table.finish(pending)
+
+        work.get_future().add_done_callback(finish)
+
+
+def framework_average(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> TensorFuture:
+    """Average a tensor in place over a group, as DDP does without a hook."""
+    tensor.div_(dist.get_world_size(group))
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None
+    averaged: TensorFuture = work.get_future().then(lambda done: done.value()[0])
+    return averaged
+
+
+def as_tensor(bucket: Bucket) -> torch.Tensor:
+    """Return a bucket's memory as a tensor; what ``as_array`` undoes."""
+    if bucket.value_type is ValueType.BFLOAT16:
+        return torch.from_numpy(bucket.values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(bucket.values)
+
+
+# Recovering -----------------------------------------------------------------------------------------------------------
+
+
+class GlooChannel:
+    """A process group as a channel to recover over.
+
+    Parameters
+    ----------
+    group
+        A Gloo group of the same ranks; used by nobody else.
+    agreement
+        Where ranks publish that they have left DLCP, so that it is known which have not.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, agreement: Agreement) -> None:
+        self.group, self.agreement = group, agreement
+
+    def gather(self, item: Any) -> dict[int, Any]:
+        """Return every rank's item, by rank."""
+        items: list[Any] = [None] * self.agreement.size
+        with self._naming_absent():
+            dist.all_gather_object(items, (self.agreement.rank, item), group=self.group)
+        return dict(items)
+
+    def add(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the sum over all ranks."""
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        with self._naming_absent():
+            dist.all_reduce(tensor, group=self.group)
+        total: NDArray[Any] = tensor.numpy()
+        return total
+
+    def close(self) -> None:
+        """Destroy the group."""
+        with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # it ended with the default group
+            dist.destroy_process_group(self.group)
+
+    @contextlib.contextmanager
+    def _naming_absent(self) -> Iterator[None]:
+        """Say which ranks have not left DLCP, and so have probably ended; as far as the store shows."""
+        try:
+            yield
+        except RuntimeError as error:
+            absent: list[int] = []
+            with contextlib.suppress(RuntimeError):
+                absent = [rank for rank in range(self.agreement.size) if not self.agreement.published(LEFT, [rank])]
+            if not absent:
+                raise
+            who = ", ".join(f"rank {rank}" for rank in absent)
+            raise PeerSilentError(f"{error} (not there: {who})") from error
+
+
+def open_channel(group: dist.ProcessGroup | None, agreement: Agreement, deadline_s: float) -> GlooChannel | None:
+    """Make a Gloo group of the same ranks; all must call it. None, and a warning, if that cannot be done."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    some = len(ranks) < dist.get_world_size()
+    wait = timedelta(seconds=deadline_s)
+    try:
+        made = dist.new_group(ranks, timeout=wait, backend="gloo", use_local_synchronization=some)
+    except (RuntimeError, ValueError) as problem:
+        log.warning("DLCP has no Gloo group to recover over, so that a failure will be an error: %s", problem)
+        return None
+    return GlooChannel(made, agreement)
