@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import os
 import signal
 import threading
 from pathlib import Path
@@ -18,7 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what ``dlcp server`` takes."""
     parser.add_argument("--bind", required=True, metavar="HOST:PORT", help="address of the server's socket")
     parser.add_argument("--workers", nargs="+", required=True, metavar="HOST:PORT", help="the workers, rank 0 first")
-    parser.add_argument("--token", type=int, required=True, help="session token; DLCP_TOKEN of the workers")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="holds the session token, DLCP_TOKEN of the workers (default: the environment's DLCP_TOKEN)",
+    )
+    parser.add_argument("--token", help=argparse.SUPPRESS)  # refused: the machine's users see each other's arguments
     parser.add_argument("--job", type=int, default=0, help="job number; DLCP_JOB of the workers")
     add_loss_bound(parser)
     parser.add_argument("--immediate", action="store_true", help="stop at the bound even without congestion")
@@ -32,12 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal says stop; return the exit status."""
+    try:
+        token = _token(arguments)
+    except (OSError, ValueError) as error:
+        return refuse("server", error)
     workers = dict(enumerate(map(parse_address, arguments.workers)))
     # To each worker goes one flow, from the server.
     options = TransportOptions(tagged=bool(arguments.tagged), congestion=arguments.congestion, flow_weight=1.0)
     host, port = parse_address(arguments.bind)
     endpoint = Endpoint(
-        len(workers), bind_socket(host, [port]), workers, job=arguments.job, token=arguments.token, options=options
+        len(workers), bind_socket(host, [port]), workers, job=arguments.job, token=token, options=options
     )
     server = ParameterServer(
         endpoint,
@@ -63,3 +74,16 @@ def run(arguments: argparse.Namespace) -> int:
         # Workers that are through leave; the server cannot tell that from a failure, so it only says what it saw.
         return refuse("server", error, 1) if error else 0
     raise error
+
+
+def _token(arguments: argparse.Namespace) -> int:
+    """Return the session token, from a file or the environment."""
+    if arguments.token is not None:
+        raise ValueError(
+            "--token shows the token to all users of this machine (ps): put it in a file that only you can read, and "
+            "pass --token-file FILE; or set DLCP_TOKEN"
+        )
+    text = arguments.token_file.read_text() if arguments.token_file else os.environ.get("DLCP_TOKEN", "")
+    if not text.strip():
+        raise ValueError("no session token: set DLCP_TOKEN as the workers have it, or pass --token-file FILE")
+    return int(text, 0)

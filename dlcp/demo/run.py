@@ -31,6 +31,7 @@ _RUN_DEADLINE_S: Final = 600.0
 _TCP_PAYLOAD_BYTES, _TCP_FRAME_BYTES = 1448, 1514
 """A full TCP segment and its frame at an MTU of 1500; rates of ports count frames, the background counts payload."""
 _SERVER_REPORT: Final = "server.json"
+_TOKEN_FILE: Final = "token"
 _ORDINARY_PORT: Final = UDP_PORT_BASE + UDP_PORT_COUNT
 """The first UDP port that switches do not take for DLCP."""
 
@@ -256,7 +257,11 @@ def _ranks(
     if setup.server is not None and variant.mode == "gloo":
         ranks += 1
     elif setup.server is not None:
-        arguments = [*_server_arguments(setup, variant, network, token), "--report", str(folder / _SERVER_REPORT)]
+        token_file = folder / _TOKEN_FILE
+        token_file.touch(mode=0o600)
+        token_file.write_text(str(token))
+        arguments = _server_arguments(setup, variant, network, token_file)
+        arguments += ["--report", str(folder / _SERVER_REPORT)]
         servers.append(_program(stack, network, "server", setup.server, arguments, "dlcp.cli"))
     workers = []
     for rank in range(ranks):
@@ -289,13 +294,13 @@ def _ranks(
     return servers, workers
 
 
-def _server_arguments(setup: DemoSetup, variant: Variant, network: DemoNetwork, token: int) -> list[str]:
+def _server_arguments(setup: DemoSetup, variant: Variant, network: DemoNetwork, token_file: Path) -> list[str]:
     assert setup.server is not None
     environment = variant.environment
     return [
         *("--bind", network.bind_of(setup.server, variant.udp_port)),
         *("--workers", *(network.address_of(worker, variant.udp_port) for worker in range(setup.workers))),
-        *("--token", str(token), "--job", str(_JOB), "--loss-bound", environment["DLCP_LOSS_BOUND"]),
+        *("--token-file", str(token_file), "--job", str(_JOB), "--loss-bound", environment["DLCP_LOSS_BOUND"]),
         *(
             word
             for name, option in {"DLCP_TAGGED": "--tagged", "DLCP_CONGESTION": "--congestion"}.items()

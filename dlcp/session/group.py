@@ -40,7 +40,16 @@ from dlcp.session.session import (
 from dlcp.session.store import Store, StoreChannel, StoreError, ended_key
 from dlcp.suggestion import closest
 from dlcp.tags import Tagger, layers_in_order, plain_tags
-from dlcp.transport import RELIABLE, DeadlineError, Endpoint, MessageKey, PeerAbortedError, ReceiveRequest, SendRequest, TransportError
+from dlcp.transport import (
+    RELIABLE,
+    DeadlineError,
+    Endpoint,
+    MessageKey,
+    PeerAbortedError,
+    ReceiveRequest,
+    SendRequest,
+    TransportError,
+)
 
 log = logging.getLogger("dlcp")
 

@@ -335,7 +335,12 @@ def _memory_rendezvous(options: Options, export_bytes: int) -> AbstractContextMa
 
 
 def _share_memory(
-    agreement: Agreement, memory: SharedMemoryRendezvous | None, names: dict[int, str], job: int, token: int, undo: ExitStack
+    agreement: Agreement,
+    memory: SharedMemoryRendezvous | None,
+    names: dict[int, str],
+    job: int,
+    token: int,
+    undo: ExitStack,
 ) -> SharedMemory:
     """Return memory that is shared with those other ranks that share it with this one as well."""
     rank, shared = agreement.rank, SharedMemory()

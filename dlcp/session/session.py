@@ -593,11 +593,8 @@ class TrainingSession:
 
     def partial_results(self) -> list[Salvage]:
         """Return what this rank holds of buckets that the reducer has not finished."""
-        found: list[Salvage] = []
-        for reducer in (self._replaced, self._reducer):
-            if isinstance(reducer, Salvageable):
-                found += reducer.salvage()
-        return found
+        reducers: tuple[object, ...] = (self._replaced, self._reducer)
+        return [held for reducer in reducers if isinstance(reducer, Salvageable) for held in reducer.salvage()]
 
     def _hand_over(self, reason: str) -> None:
         """Fall back from here on, beginning with the buckets that have come meanwhile."""

@@ -20,7 +20,7 @@ from dlcp.collectives.message_numbers import (
     ring_number,
     two_hop_number,
 )
-from dlcp.session import whole
+from dlcp.session import group as whole
 from dlcp.transport import TransportOptions
 
 RANKS = [1, 2, 3, 7, 8, 33, 200, 1023, 1024, 2048]

@@ -18,9 +18,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
+from dlcp.session.session import TrainingSession
 from dlcp.tags import TagPolicy
 from dlcp.torch.crossstep import cross_step
+from dlcp.torch.framework import OrderedFallback
 from dlcp.transport import DeadlineError, shared_memory
+from tests.group.recovery_ranks import FakeEndpoint
 from tests.torch.workers import WAYS, launch, values
 
 pytestmark = pytest.mark.timeout(110)
@@ -94,7 +97,10 @@ def waits_for_its_own_layer(worker):
     for index, layer in enumerate(net):
         layer.register_forward_pre_hook(lambda *_, index=index: enter(index))
     net, optimizer = make(worker, net, deadline_s=1.0)
-    optimizer._averager._session._reducer = network
+    traffic = optimizer.traffic
+    shared = {"ledger": traffic.ledger, "feedback": traffic.feedback, "tagger": traffic.tagger}
+    optimizer._averager._session = TrainingSession(traffic.options, 0, [0], OrderedFallback(None, 4), **shared)
+    optimizer._averager._session.use(FakeEndpoint(), lambda settings: network)
     found = {}
     before = weights(net)
 

@@ -155,12 +155,28 @@ def by_server(worker):
     return dict(plain.named_parameters()), dict(net.named_parameters()), identical
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--token", "99"], "--token shows the token to all users of this machine"),
+        ([], "no session token: set DLCP_TOKEN"),
+        (["--token-file", "/nowhere"], "No such file"),
+    ],
+)
+def test_a_parameter_servers_token_is_on_no_command_line(words, problem, monkeypatch, capsys):
+    from dlcp.cli import main
+
+    monkeypatch.delenv("DLCP_TOKEN", raising=False)
+    assert main(["server", "--bind", "127.0.0.1:1", "--workers", "127.0.0.1:2", *words]) == 2
+    assert problem in capsys.readouterr().err
+
+
 def test_a_parameter_server_averages_as_well():
     *ports, server_port = free_udp_ports(3)
     server = subprocess.Popen(
-        [sys.executable, "-m", "dlcp.cli", "server", "--bind", f"127.0.0.1:{server_port}", "--token", "99",
+        [sys.executable, "-m", "dlcp.cli", "server", "--bind", f"127.0.0.1:{server_port}",
          "--loss-bound", "0", "--workers", *(f"127.0.0.1:{port}" for port in ports)],
-        stdout=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "DLCP_TOKEN": "99"},
     )  # fmt: skip
     try:
         assert "server ready" in server.stdout.readline()

@@ -15,6 +15,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from dlcp.collectives import Bucket, DirectAllReduce
 from dlcp.dtypes import ValueType
+from dlcp.session import joining
 from dlcp.session.joining import USE_DLCP, Agreement, NotJoinedError, join
 from dlcp.tags import Layer, Segment
 from dlcp.torch import Options
@@ -22,6 +23,7 @@ from dlcp.transport import TransportOptions
 from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 
 LOCAL = Options(bind="127.0.0.1:0")
+BROKEN = LOCAL.with_(silence_s=7.0)
 LIMIT_S = 20
 
 
@@ -103,6 +105,30 @@ def test_a_port_in_use_stops_all_at_once(store):
     reason = reasons(results)
     assert "rank 1: cannot bind UDP at 127.0.0.1" in reason
     assert str(port) in reason
+
+
+def test_whatever_stops_one_rank_the_others_know_at_once_and_why(store, monkeypatch):
+    """An error that nobody foresaw, of no kind that joining expects."""
+    bind = joining.bind
+
+    def bind_or_break(options, toward=None):
+        if options.silence_s == BROKEN.silence_s:
+            raise ZeroDivisionError("a bug")
+        return bind(options, toward)
+
+    monkeypatch.setattr(joining, "bind", bind_or_break)
+
+    def one(rank):
+        return join([LOCAL, BROKEN, LOCAL][rank], Agreement(store, rank, 3, 10.0), call="dlcp.torch.enable")
+
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        errors = [waiting.exception(LIMIT_S) for waiting in [pool.submit(one, rank) for rank in range(3)]]
+    assert time.monotonic() - began_s < 5, "nobody waits for the deadline"
+    assert isinstance(errors[1], ZeroDivisionError)
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, NotJoinedError)
+        assert "rank 1 gave up: ZeroDivisionError('a bug')" in str(error)
 
 
 def test_an_address_that_leads_nowhere_is_told_with_what_to_do(store):
