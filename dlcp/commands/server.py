@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal says stop; return the exit status."""
     try:
         token = _token(arguments)
-    except (OSError, ValueError) as error:
-        return refuse("server", error)
+    except (OSError, ValueError) as problem:
+        return refuse("server", problem)
     workers = dict(enumerate(map(parse_address, arguments.workers)))
     # To each worker goes one flow, from the server.
     options = TransportOptions(tagged=bool(arguments.tagged), congestion=arguments.congestion, flow_weight=1.0)
