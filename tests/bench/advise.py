@@ -35,7 +35,7 @@ from dlcp.bench.ranks import Ranks
 from dlcp.bench.report import Result, result, say, show
 from dlcp.demo.background import schedule
 from dlcp.demo.network import NamespaceNetwork
-from dlcp.demo.processes import Program
+from dlcp.demo.processes import ChildProgram
 from dlcp.demo.run import DemoSetup
 from dlcp.namespace import NamespaceError, become_root
 from dlcp.tuning.rules import Advice, Settings, decide
@@ -146,9 +146,9 @@ def congested(ranks: int) -> Iterator[Where]:
         place = stack.enter_context(NamespaceNetwork(setup, None, 1))
         plan = json.dumps([[b.start_s, b.stop_s, b.target] for b in schedule(setup.seed, ranks, 600.0, off_s=0.1)])
 
-        def program(end: str, host: int, peers: Sequence[int], *words: str) -> Program:
+        def program(end: str, host: int, peers: Sequence[int], *words: str) -> ChildProgram:
             command = ["-m", "dlcp.demo.background", end, *place.background_arguments(host, peers), *words]
-            started = Program(f"{end} {host}", place.popen(host), command)
+            started = ChildProgram(f"{end} {host}", place.popen(host), command)
             stack.callback(started.stop)
             return started
 
@@ -158,16 +158,16 @@ def congested(ranks: int) -> Iterator[Where]:
         sources = [program("source", host, targets, "--bursts", plan) for host in setup.sources]
         _await(sources)
         for source in sources:
-            source.tell(time.monotonic())
+            source.start_at(time.monotonic())
         hosts = [place.bind_of(rank, 0).partition(":")[0] for rank in targets]
         words = f"built-in switch, ports of {setup.rate_bps / 1e6:g} Mbit/s, {len(sources)} flows of background TCP"
         yield Where(words, hosts, place.interface, [place.namespace(rank) for rank in targets])
 
 
-def _await(programs: Sequence[Program]) -> None:
+def _await(programs: Sequence[ChildProgram]) -> None:
     for program in programs:
         if not program.ready.wait(READY_S):
-            raise RuntimeError(f"{program.name} is not ready: {program.said()}")
+            raise RuntimeError(f"{program.name} is not ready: {program.errors()}")
 
 
 def measure(name: str, where: Where, *, steps: int, rounds: int, warm_up: int) -> Result:
