@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as people read them, and sentences that follow the numbers whichever way they go."""
+"""Numbers as people read them, and sentences that follow the numbers whichever way these turn out."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -80,8 +80,8 @@ def accuracy_sentence(summary: Mapping[str, Any]) -> str:
         return "No accuracy was held by every run."
     steps = [f"{SHORT_NAMES[name]} {summary[name]['steps_to_target']:.0f}" for name in SHORT_NAMES if summary[name]]
     return (
-        f"Where a line first meets {percent(summary['target_accuracy'])} for good, a mark shows the time. In steps of "
-        f"training that took {listing(steps)}; the rest of the difference is how long a step takes."
+        f"A mark shows when a run reached {percent(summary['target_accuracy'])} and kept it. In training steps that "
+        f"took {listing(steps)}; the rest of the difference is how long a step takes."
     )
 
 
@@ -212,7 +212,7 @@ def order_sentence(medians: Mapping[str, Sequence[float]]) -> str:
 
 
 def second_sentence(summary: Mapping[str, Any]) -> str:
-    """Say what else the reader must know to judge the headline: fairness, loss, replicas."""
+    """Return what else the reader must know to judge the headline: fairness, loss, replicas."""
     share = summary["background_bps"]["dlcp"] / max(1, summary["background_fair_share_bps"])
     identical = "identical" if summary["replicas_identical"] else "NOT identical, which must not happen"
     worst = summary["dlcp"]["loss"]["max_message_ratio"]
@@ -233,13 +233,13 @@ _BUILTIN: Final = (
     "queues are its own."
 )
 _COUNTED: Final = (
-    "Hosts count in their kernels and, with DLCP, in the ledgers of their ranks; switches count in the program, and "
-    "were read over P4Runtime."
+    "Hosts count in their kernels and, with DLCP, in the ledgers of their ranks. Switches count in the program; their "
+    "counters were read over P4Runtime."
 )
 
 
 class TestbedWords(NamedTuple):
-    """Parts of sentences: what is between the workers, what carries, where bursts go, and what to think of it."""
+    """Parts of sentences: what joins the workers, what carries packets, where bursts go, how far to trust it."""
 
     around: str
     over: str
@@ -248,7 +248,7 @@ class TestbedWords(NamedTuple):
 
 
 def testbed_words(run: Run) -> TestbedWords | None:
-    """Return how to speak of the testbed of a run, None if it ran in the demo's own place."""
+    """Return the words for the testbed of a run; None if the demo made its own network."""
     fabric = run["fabric"]
     if "switch" not in fabric:
         return None
