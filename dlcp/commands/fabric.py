@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from dlcp.commands.common import refuse
+
 if TYPE_CHECKING:
     from dlcp.controller.fabric import Fabric, Switch
     from dlcp.controller.pipeline import Pipeline
@@ -19,10 +21,10 @@ if TYPE_CHECKING:
     from dlcp.controller.reconcile import Outcome, Plan
     from dlcp.controller.session import Session
 
-METRICS: Final = "127.0.0.1:9464"
-"""Where ``watch`` answers Prometheus unless told otherwise; exporters customarily take this port."""
+_METRICS: Final = "127.0.0.1:9464"
+"""Where ``watch`` serves metrics by default; exporters customarily take this port."""
 WATCHING: Final = "watching"
-"""How the line begins that is printed when the switches are being watched."""
+"""The start of the line that is printed once the switches are watched."""
 
 _FILE_COLUMNS: Final = 120
 """Width of what is not printed to a terminal."""
@@ -34,30 +36,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what ``dlcp fabric`` takes."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="fabric_command")
     for name, purpose in {
-        "check": "tell what is wrong with a description, or what it makes of each switch",
+        "check": "report what is wrong with a description, or what it makes of each switch",
         "plan": "show what differs between the switches and the description, and change nothing",
         "apply": "write what differs",
-        "watch": "write what differs whenever it differs, and answer Prometheus",
-        "status": "show how the switches are and what they have counted",
+        "watch": "write what differs whenever it differs, and serve metrics to Prometheus",
+        "status": "show the state of the switches and their counters",
     }.items():
         command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
         command.add_argument("file", type=Path, metavar="FILE", help="the fabric and its policy, as YAML or JSON")
-        command.add_argument("--program", type=Path, metavar="FOLDER", help="compiled program, other than DLCP's own")
+        command.add_argument("--program", type=Path, metavar="FOLDER", help="compiled program instead of DLCP's own")
         if name == "plan":
             command.add_argument("--all", action="store_true", help="show all changes, however many")
         if name in ("apply", "watch"):
             command.add_argument(
-                "--election-id", type=int, default=10, metavar="N", help="of several controllers, the highest writes"
+                "--election-id",
+                type=int,
+                default=10,
+                metavar="N",
+                help="of several controllers, the highest writes",
             )
         if name == "watch":
             command.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="how often to compare")
             command.add_argument(
-                "--metrics", default=METRICS, metavar="HOST:PORT", help=f"where to answer Prometheus ({METRICS})"
+                "--metrics", default=_METRICS, metavar="HOST:PORT", help="where to serve metrics (default: %(default)s)"
             )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command line says; 0: done, 1: a switch did not take part, 2: the description is wrong."""
+    """Run one of the commands; return 0 if done, 1 if a switch took no part, 2 if the description is wrong."""
     try:
         if getattr(arguments, "election_id", 1) < 1:
             raise ValueError(f"--election-id {arguments.election_id}: give 1 or more")
@@ -69,10 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
         status: int = _COMMANDS[arguments.fabric_command](arguments, fabric, pipeline)
         return status
     except ModuleNotFoundError as error:
-        print(f"dlcp fabric: {error.name} is missing: pip install 'dlcp[fabric]'", file=sys.stderr)
+        return refuse("fabric", f"{error.name} is missing: pip install 'dlcp[fabric]'")
     except (OSError, ValueError) as error:
-        print(f"dlcp fabric: {error}", file=sys.stderr)
-    return 2
+        return refuse("fabric", error)
 
 
 def _check(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
@@ -97,7 +102,7 @@ def _plan(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline")
     for answer in found.values():
         if not isinstance(answer, str):
             _console().print(plan_tree(answer, pipeline, every=arguments.all))
-    return _complain(found)
+    return _print_errors(found)
 
 
 def _apply(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
@@ -120,7 +125,7 @@ def _apply(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline"
             reason = bmv2.unavailable(fabric.switch(name))
             if reason:
                 _console().print(reason, style="yellow")
-    return _complain(found)
+    return _print_errors(found)
 
 
 def _status(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
@@ -139,7 +144,7 @@ def _status(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline
     counted = {name: answer[1] for name, answer in found.items() if not isinstance(answer, str) and answer[1]}
     if counted:
         _console().print(ports_table(fabric, counted))
-    return _complain(found)
+    return _print_errors(found)
 
 
 def _watch(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
@@ -149,7 +154,7 @@ def _watch(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline"
     if arguments.every <= 0:
         raise ValueError(f"--every {arguments.every}: give more than 0 seconds")
     if not _ADDRESS.fullmatch(arguments.metrics):
-        raise ValueError(f"--metrics {arguments.metrics}: expected HOST:PORT, as in {METRICS}")
+        raise ValueError(f"--metrics {arguments.metrics}: expected HOST:PORT, as in {_METRICS}")
     watcher = Watcher(fabric, pipeline, election_id=arguments.election_id, every_s=arguments.every)
     if not watcher.states:
         raise ValueError(f"{arguments.file}: no switch has a control address (grpc)")
@@ -176,7 +181,7 @@ async def _until_signal(work: Awaitable[None]) -> None:
 async def _everywhere(
     fabric: "Fabric", pipeline: "Pipeline", ask: "Callable[[Session], Awaitable[_T]]", **options: Any
 ) -> "dict[str, _T | str]":
-    """Talk to all switches at once; return what came of it, or why nothing did, by the name of the switch."""
+    """Talk to all switches at once; return each one's answer, or its error as text, by the name of the switch."""
     from dlcp.controller.bmv2 import QueueDepthError
     from dlcp.controller.session import ControlError, Session
 
@@ -194,11 +199,11 @@ async def _everywhere(
     return {switch.name: answer for switch, answer in zip(switches, answers, strict=True)}
 
 
-def _complain(found: "dict[str, Any]") -> int:
-    """Print what went wrong, and return the exit status."""
+def _print_errors(found: "dict[str, Any]") -> int:
+    """Print errors, and return the exit status."""
     wrong = [answer for answer in found.values() if isinstance(answer, str)]
     for message in wrong:
-        print(f"dlcp fabric: {message}", file=sys.stderr)
+        refuse("fabric", message)
     return int(bool(wrong))
 
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from dlcp.commands.common import add_out, refuse
 from dlcp.document import DocumentError
 from dlcp.suggestion import nearest
 
-OUT: Final = Path("out/sim")
+_OUT: Final = Path("out/sim")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,13 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     single = commands.add_parser("run", help="run one combination of an experiment's points and print its numbers")
     _files(single, several=False)
     single.add_argument("--point", action="append", default=[], metavar="AXIS=NAME", help="(default: each axis' first)")
-    single.add_argument("--output", type=Path, metavar="FILE", help="write the results there as well")
+    single.add_argument("--output", type=Path, metavar="FILE", help="also write the results to a file")
     single.set_defaults(action=_run)
     several = commands.add_parser("sweep", help="run all combinations that have no results yet")
     _files(several, several=True)
     _where(several)
     several.set_defaults(action=_sweep)
-    report = commands.add_parser("report", help="write report.html, summary.json and the figures of what was run")
+    report = commands.add_parser("report", help="write report.html, summary.json and the plots of what was run")
     _files(report, several=True)
     report.set_defaults(action=_report)
     everything = commands.add_parser("all", help="sweep, then report")
@@ -36,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare.add_argument("old", type=Path)
     compare.add_argument("new", type=Path)
     compare.add_argument(
-        "--above", type=float, default=0.5, metavar="PERCENT", help="show what differs by (default: 0.5)"
+        "--above", type=float, default=0.5, metavar="PERCENT", help="show what differs by more (default: 0.5)"
     )
     compare.set_defaults(action=_compare)
     profile = commands.add_parser("profile", help="measure a PyTorch model of your own, layer by layer")
-    profile.add_argument("factory", metavar="MODULE:FUNCTION", help="what returns the model")
-    profile.add_argument("--input", required=True, metavar="SHAPE", help="of one sample, such as 3,224,224")
-    profile.add_argument("--batch", type=int, default=32, metavar="N", help="samples of a step (default: 32)")
+    profile.add_argument("factory", metavar="MODULE:FUNCTION", help="function that returns the model")
+    profile.add_argument("--input", required=True, metavar="SHAPE", help="shape of one sample, such as 3,224,224")
+    profile.add_argument("--batch", type=int, default=32, metavar="N", help="samples in a step (default: 32)")
     profile.add_argument("--device", default="cpu", help="where to measure (default: cpu)")
     profile.add_argument("--output", type=Path, required=True, metavar="FILE", help="YAML to write")
     profile.set_defaults(action=_profile)
@@ -59,20 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return action(arguments)
     except (DocumentError, SweepError, ReportError, ProfileError) as error:
-        print(f"dlcp sim: {error}", file=sys.stderr)
-        return 1
+        return refuse("sim", error, 1)
     except MemoryError as error:
-        print(f"dlcp sim: out of memory: {error}; what was finished is kept", file=sys.stderr)
-        return 1
+        return refuse("sim", f"out of memory: {error}; finished runs are kept", 1)
     except KeyboardInterrupt:
-        print(
-            "dlcp sim: interrupted; what was finished is kept, and the same command goes on from there", file=sys.stderr
-        )
-        return 130
+        return refuse("sim", "interrupted; finished runs are kept, and the same command continues from there", 130)
 
 
 def experiment_files(names: Sequence[str]) -> list[Path]:
-    """Return the files that names (of experiments that come with DLCP) or paths mean; all that come with it for none.
+    """Return the files of experiments: given by path, or by name where they come with DLCP; by default all of those.
 
     Raises
     ------
@@ -93,16 +89,18 @@ def experiment_files(names: Sequence[str]) -> list[Path]:
 
 
 def _files(parser: argparse.ArgumentParser, *, several: bool) -> None:
-    words = "file, or name of one that comes with DLCP" + (" (default: all of these)" if several else "")
+    words = "experiment: a file, or the name of one that comes with DLCP" + (
+        " (default: all of these)" if several else ""
+    )
     parser.add_argument("experiments", metavar="FILE", nargs="*" if several else 1, help=words)
-    parser.add_argument("--quick", action="store_true", help="only the quick selection of each experiment")
-    parser.add_argument("--seed", type=int, action="append", help="instead of the file's; may be given several times")
-    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"of results (default: {OUT})")
+    parser.add_argument("--quick", action="store_true", help="run only the quick selection of each experiment")
+    parser.add_argument("--seed", type=int, action="append", metavar="N", help="instead of the file's; may be repeated")
+    add_out(parser, _OUT)
 
 
 def _where(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--processes", type=int, metavar="N", help="that run at once (default: one per core)")
-    parser.add_argument("--dask", metavar="ADDRESS", help="of a Dask scheduler whose workers run them instead")
+    parser.add_argument("--processes", type=int, metavar="N", help="runs at the same time (default: one per core)")
+    parser.add_argument("--dask", metavar="ADDRESS", help="address of a Dask scheduler whose workers run them instead")
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     up = commands.add_parser("up", help="build hosts, links and switches, program them, and leave them running")
     run = commands.add_parser("run", help="train over a testbed with Gloo and with DLCP, and write a report page")
-    status = commands.add_parser("status", help="say what is up")
-    down = commands.add_parser("down", help="remove it, also what a crash has left")
+    status = commands.add_parser("status", help="show what is up")
+    down = commands.add_parser("down", help="remove a testbed, or what a crash has left of it")
     for each in (up, run, status, down):
         each.add_argument("--name", default=_NAME, help="prefix of its namespaces and files (default: %(default)s)")
     for each in (up, run):
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command line says and return the exit status."""
+    """Run one of the actions and return the exit status."""
     actions = {"up": _up, "run": _run, "status": _status, "down": _down}
     try:
         return actions[arguments.action](arguments)
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _add_shape(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to build")
     group.add_argument("--fabric", metavar="star|leaf-spine|FILE", help="shape, or a fabric as YAML (default: star)")
-    group.add_argument("--switch", choices=["builtin", "bmv2"], help="what the switches are (default: builtin)")
+    group.add_argument("--switch", choices=["builtin", "bmv2"], help="kind of switches (default: builtin)")
     add_link(group, None, None, "32; BMv2: 64")
 
 
@@ -103,7 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric") -> int:
-    """Make the runs that were asked for; write the page when all there should be are there."""
+    """Make the chosen runs; write the page once all are there."""
     from rich.console import Console
 
     from dlcp.controller.testbed.load import IDLE_MIN
@@ -144,7 +144,7 @@ def _bring_up(arguments: argparse.Namespace) -> "TestbedState":
 
 
 def _fabric(arguments: argparse.Namespace, kind: SwitchKind) -> "Fabric":
-    """Return the fabric that was asked for."""
+    """Return the fabric that the options describe."""
     import dataclasses
 
     from dlcp.controller.fabric import load
@@ -190,17 +190,17 @@ def _setup(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric
 
 
 def _refuse_other(arguments: argparse.Namespace, state: "TestbedState") -> None:
-    """Refuse to run on a testbed that is up and not the one that the command line describes."""
+    """Refuse to run on a testbed that is up and is not the one that the command line describes."""
     given = [arguments.fabric, arguments.rate_mbps, arguments.depth]
     if any(value is not None for value in given) or arguments.switch not in (None, state.layout.kind):
         raise TestbedError(
-            f"testbed {state.layout.name!r} is up, with {state.layout.kind} switches; leave out what it consists of, "
-            "take it down, or choose another --name"
+            f"testbed {state.layout.name!r} is up, with {state.layout.kind} switches; leave out options that describe "
+            "another one, take it down, or choose another --name"
         )
 
 
 def _show(name: str, state: "TestbedState") -> None:
-    """Print what a testbed consists of, and how to get at it."""
+    """Print what a testbed consists of, and how to reach it."""
     from dlcp.controller.testbed.lifecycle import FABRIC
     from dlcp.controller.testbed.state import StateFile
 
