@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test sim test-testbed test-mxnet test-tensorflow test-jax lint bench p4 clean
+.PHONY: help demo check fast test sim test-testbed test-mxnet test-tensorflow test-jax lint bench p4 clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,12 +19,18 @@ help: ## say what there is to make
 	@sed -n 's/^\([a-z0-9-]*\)[ :].*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
 demo: $(STAMP) ## train a real model over a congested switch, with and without DLCP, and write a report page
-	@.ci/packages ip=iproute2
+	@.ci/packages ip
 	@$(BIN)/dlcp demo
+
+check: $(STAMP) ## check style, types and layers, and run the fast tests: a minute or two
+	@$(MAKE) --no-print-directory -j2 --output-sync=target lint fast
+
+fast:
+	@$(BIN)/python -m pytest -m fast
 
 # The frameworks are fetched while the other tests run; what goes wrong with that is said when their tests begin.
 test: $(STAMP) ## set up, check style and types, and run every test
-	@.ci/packages ip=iproute2 tshark
+	@.ci/packages ip tshark
 	@setsid nice bash -c 'for name in mxnet tensorflow jax; do .ci/set-up-framework $$name; done' & fetching=$$!; \
 	trap 'kill -- -$$fetching 2>/dev/null || true' EXIT; \
 	$(MAKE) --no-print-directory lint; \
@@ -42,14 +48,16 @@ sim: $(STAMP) ## simulate a selection of the published experiments, and write a 
 	@$(BIN)/dlcp sim all --quick
 
 test-testbed: $(STAMP) ## bring testbeds up, with BMv2 if it is there, and train over them; takes root and minutes
-	@.ci/packages ip=iproute2 tc=iproute2 mnexec=mininet ifconfig=net-tools
+	@.ci/packages ip tc mnexec ifconfig
 	@DLCP_TESTBED=1 $(BIN)/python -m pytest tests/testbed
 
-lint: $(STAMP) ## check style and types
+lint: $(STAMP) ## check style, types and layers
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@# As once installed: there controller/ and sim/ are packages of dlcp.
 	@mkdir -p out/types/dlcp && ln -sfn "$(CURDIR)"/dlcp/* "$(CURDIR)/controller" "$(CURDIR)/sim" out/types/dlcp
+	@find out/types -xtype l -delete
+	@cd out/types && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml
 	@$(BIN)/mypy --strict
 	@$(BIN)/mypy --strict p4/compile.py
 	@MYPYPATH=p4/tna:. $(BIN)/mypy --strict p4/tna/set_up.py p4/tna/bfrt_writes.py

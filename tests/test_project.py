@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What holds for the project as a whole."""
 
-import ast
 import os
 import platform
 import re
@@ -72,25 +71,15 @@ def test_the_core_imports_nothing_heavy(module):
     assert set(run.stdout.split()) & HEAVY == set()
 
 
-def imported(nodes):
-    """The packages that some statements import, with the rooms of dlcp apart."""
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        yield from (".".join(name.split(".")[: 2 if name.startswith("dlcp.") else 1]) for name in names)
-
-
-def test_only_demo_benchmarks_and_commands_know_controller_and_simulator():
-    wrong = []
-    for path in files("dlcp"):
-        if path.suffix == ".py" and path.relative_to(ROOT / "dlcp").parts[0] not in ("bench", "commands", "demo"):
-            names = imported(ast.walk(ast.parse(path.read_text())))
-            wrong += [f"{path.relative_to(ROOT)}: {name}" for name in names if name in ("dlcp.controller", "dlcp.sim")]
-    assert wrong == []
+def test_the_layers_hold(tmp_path):
+    pytest.importorskip("importlinter", reason="layers are checked with import-linter: pip install dlcp[dev]")
+    (tmp_path / "dlcp").mkdir()
+    for path in [*(ROOT / "dlcp").iterdir(), ROOT / "controller", ROOT / "sim"]:
+        (tmp_path / "dlcp" / path.name).symlink_to(path)
+    call = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(sys.argv[1], no_cache=True))"
+    command = [sys.executable, "-c", call, str(ROOT / "pyproject.toml")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout
 
 
 def test_p4_is_no_python_package():
