@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path as File
 from typing import Any, Final
 
-from dlcp.bench.interleave import Samples, interleave
 from dlcp.bench.member import (
     DIVIDED,
     LOSSY,
@@ -26,9 +25,9 @@ from dlcp.bench.member import (
     Plan,
     contenders,
 )
-from dlcp.bench.path import Path
+from dlcp.bench.path import BenchPath
 from dlcp.bench.ranks import Ranks
-from dlcp.bench.report import Result, against_best, significant
+from dlcp.bench.results import BenchResult, Samples, against_best, interleave, significant
 from dlcp.transport import shared_memory
 from dlcp.transport.path_mtu import payload_for_mtu
 
@@ -54,7 +53,7 @@ class Measurement:
     ledgers: dict[str, dict[str, int]] = field(default_factory=dict)
     path_loss: float = 0.0
 
-    def results(self, name: str, controls: Sequence[str] | None = None) -> list[Result]:
+    def results(self, name: str, controls: Sequence[str] | None = None) -> list[BenchResult]:
         """Return ``name`` and ``name.buckets``, which are as DLCP is by default there, against the best of Gloo.
 
         That is through memory where ranks share some; then ``name.sockets``, ``name.sockets.reliable`` and
@@ -88,7 +87,7 @@ class Measurement:
 
 
 def measure(
-    path: Path,
+    path: BenchPath,
     *,
     values: int,
     ways: Sequence[Contender] | None = None,
@@ -111,7 +110,7 @@ def measure(
     mtu_bytes
         DLCP's packets are as large as fits it.
     rounds, warm_up, seed, progress
-        See :func:`dlcp.bench.interleave.interleave`.
+        See :func:`dlcp.bench.results.interleave`.
 
     Raises
     ------

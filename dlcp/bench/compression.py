@@ -13,8 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.bench.interleave import Samples, interleave, median
-from dlcp.bench.report import Result, result
+from dlcp.bench.results import BenchResult, Samples, interleave, median, result
 from dlcp.compress import Compressor, Occasion, make_compressor
 from dlcp.tags import Layer, Segment
 
@@ -27,13 +26,13 @@ LAYERS: Final = 4
 """Four layers of 512 x 512 values, 4 MB in all."""
 
 
-def measure(*, rounds: int = 7, warm_up: int = 1, progress: Callable[[str], None] | None = None) -> list[Result]:
+def measure(*, rounds: int = 7, warm_up: int = 1, progress: Callable[[str], None] | None = None) -> list[BenchResult]:
     """Compress and decompress a bucket of about a million values.
 
     Parameters
     ----------
     rounds, warm_up, progress
-        See :func:`dlcp.bench.interleave.interleave`.
+        See :func:`dlcp.bench.results.interleave`.
 
     Returns
     -------

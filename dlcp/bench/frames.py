@@ -22,17 +22,17 @@ FRAME_BYTES: Final = 1042
 """A gradient packet of 242 floats: what the comparison was first made with."""
 NEXT_HOP: Final = "02:00:00:00:01:02"
 """Where the switch is to address frames: not the receiver's own address, so that its kernel ignores them."""
-TICK_S: Final = 200e-6
+_TICK_S: Final = 200e-6
 """At a given rate, what falls due within this time is sent together. Chosen by us: more often costs the generator more
 than the switch, and simple_switch bears longer bursts less well."""
-BURST_PACKETS_MIN: Final = 4
-FLOOD_PACKETS: Final = 64
+_BURST_PACKETS_MIN: Final = 4
+_FLOOD_PACKETS: Final = 64
 """Frames sent together as fast as can be."""
-QUEUES: Final = (2, 3, 4, 5, 6)
+_QUEUES: Final = (2, 3, 4, 5, 6)
 """Queues that the frames are tagged with, in turn: those of gradients."""
-SETTLED_S: Final = 0.15
+_SETTLED_S: Final = 0.15
 """After this long without a frame, none is on its way."""
-DEADLINE_S: Final = 5.0
+_DEADLINE_S: Final = 5.0
 _TEMPLATES: Final = 320
 _UDP_END: Final = 42
 _STEP: Final = slice(_UDP_END + 8, _UDP_END + 12)
@@ -48,7 +48,7 @@ class TrafficError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrafficRun:
     """What became of the frames of one run; rates are in frames/s."""
 
     sent: int
@@ -81,7 +81,7 @@ class Traffic(Closing):
         tail = np.random.default_rng(1).integers(0, 256, FRAME_BYTES - 42 - HEADER_BYTES, np.uint8).tobytes()
         self._frames: Rows = np.empty((_TEMPLATES, FRAME_BYTES), np.uint8)
         for number in range(_TEMPLATES):
-            tags = Header(PacketType.DATA, 0, QUEUES[number % len(QUEUES)], 0, 0, 1, 0, 1, 1, 0, 0, 1 << 20, 7)
+            tags = Header(PacketType.DATA, 0, _QUEUES[number % len(_QUEUES)], 0, 0, 1, 0, 1, 1, 0, 0, 1 << 20, 7)
             self._frames[number] = np.frombuffer(headers + tags.encode() + tail, np.uint8)
         self._expected = self._frames[0, _TAIL].copy()
         self._mac = np.frombuffer(bytes.fromhex(NEXT_HOP.replace(":", "")), np.uint8)
@@ -94,7 +94,7 @@ class Traffic(Closing):
         self._out.close()
         self._in.close()
 
-    def run(self, seconds: float, rate_pps: float | None = None) -> Run:
+    def run(self, seconds: float, rate_pps: float | None = None) -> TrafficRun:
         """Send for some seconds, at a rate or as fast as can be, and wait for what comes through.
 
         Raises
@@ -112,7 +112,7 @@ class Traffic(Closing):
         if receiver.trouble:
             raise TrafficError(receiver.trouble)
         received, over_s = receiver.received, receiver.over_s
-        return Run(sent, sent / took_s, received, (received - 1) / over_s if received > 1 and over_s else 0.0)
+        return TrafficRun(sent, sent / took_s, received, (received - 1) / over_s if received > 1 and over_s else 0.0)
 
     def latency_s(self, count: int, pause_s: float) -> list[float]:
         """Return how long single frames took to come through, with pauses between them."""
@@ -123,10 +123,10 @@ class Traffic(Closing):
         for number in range(count):
             began_ns = time.time_ns()
             self._out.send_rows(1, self._frames, np.array([number % _TEMPLATES]), self._lengths[:1])
-            deadline = time.monotonic() + DEADLINE_S
+            deadline = time.monotonic() + _DEADLINE_S
             while not (self._in.take(self._rows, slots, lengths, stamps) and _are_of(self._rows[:1], run).all()):
                 if time.monotonic() > deadline:
-                    raise TrafficError(f"frame {number} of {count} has not come through in {DEADLINE_S:.0f} s")
+                    raise TrafficError(f"frame {number} of {count} has not come through in {_DEADLINE_S:.0f} s")
                 time.sleep(_POLL_S)
             took.append((int(stamps[0]) - began_ns) * 1e-9)
             time.sleep(pause_s)
@@ -141,9 +141,9 @@ class Traffic(Closing):
             pass
 
     def _send(self, seconds: float, rate_pps: float | None) -> tuple[int, float]:
-        burst = FLOOD_PACKETS
+        burst = _FLOOD_PACKETS
         if rate_pps is not None:
-            burst = min(max(BURST_PACKETS_MIN, round(rate_pps * TICK_S)), FLOOD_PACKETS)
+            burst = min(max(_BURST_PACKETS_MIN, round(rate_pps * _TICK_S)), _FLOOD_PACKETS)
         frames, lengths, counters = self._frames, self._lengths[:burst], self._out.counters[1]
         indices = frames[:, _INDEX]
         before, number, index = counters.sent, 0, 0
@@ -173,9 +173,9 @@ class _Receiver(threading.Thread):
     def finish(self) -> None:
         """Wait for what is on its way, and end."""
         self._sent.set()
-        self.join(DEADLINE_S)
+        self.join(_DEADLINE_S)
         if self.is_alive():
-            self.trouble = f"frames still come {DEADLINE_S:.0f} s after the last was sent"
+            self.trouble = f"frames still come {_DEADLINE_S:.0f} s after the last was sent"
 
     def run(self) -> None:
         """Receive."""
@@ -188,7 +188,7 @@ class _Receiver(threading.Thread):
             now = time.monotonic()
             if not taken:
                 quiet_since = quiet_since or now
-                if self._sent.is_set() and now - quiet_since > SETTLED_S:
+                if self._sent.is_set() and now - quiet_since > _SETTLED_S:
                     break
                 time.sleep(_POLL_S)
                 continue

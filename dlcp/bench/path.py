@@ -15,27 +15,27 @@ from typing import Final
 
 from dlcp.namespace import Namespace, NamespaceError, turn_off_offloads
 
-CONGESTION_CONTROLS: Final = ("cubic", "bbr")
+_CONGESTION_CONTROLS: Final = ("cubic", "bbr")
 """What TCP is measured with where the kernel has it: Linux's default, and the one that bears random loss best."""
-TCP_SETTINGS: Final = {
+_TCP_SETTINGS: Final = {
     "tcp_rmem": "4096 1048576 33554432",
     "tcp_wmem": "4096 1048576 33554432",
     "tcp_slow_start_after_idle": "0",
 }
 """TCP at its best: large buffers, and no start from a small window after the pause between two runs."""
-TCP_ADDRESS: Final = 10
-"""The last byte of the first address for TCP; that for DLCP is ``OWN_ADDRESS``."""
-OWN_ADDRESS: Final = 2
+_TCP_ADDRESS: Final = 10
+"""The last byte of the first address for TCP; that for DLCP is ``_OWN_ADDRESS``."""
+_OWN_ADDRESS: Final = 2
 QUEUE_S: Final = 0.01
 """How long a full queue before a slow link takes to drain. Chosen by us: at 1 Gbit/s, a switch's share of a few MB."""
-BURST_BYTES: Final = 128 << 10
+LINK_BURST_BYTES: Final = 128 << 10
 """What a slow link may send at once. Chosen by us: two of a kernel's bursts, for one is taken apart if it is all."""
 
 # Classic BPF: load a random word, drop (2, TC_ACT_SHOT) if it is below a threshold, else pass (0, TC_ACT_OK).
 _DROP_AT_RANDOM: Final = "4,32 0 0 4294963256,53 1 0 {threshold},6 0 0 2,6 0 0 0"
 
 
-class Path:
+class BenchPath:
     """The machine's own loopback: needs no privilege, and takes TCP's congestion control as it is.
 
     Parameters
@@ -52,7 +52,7 @@ class Path:
         self.namespaces: list[str | None] = [None] * ranks
         self._stack = ExitStack()
 
-    def __enter__(self) -> "Path":
+    def __enter__(self) -> "BenchPath":
         return self
 
     def __exit__(
@@ -84,7 +84,7 @@ class Path:
         return namespace
 
 
-class NamespaceLoopback(Path):
+class NamespaceLoopback(BenchPath):
     """The loopback of a namespace of its own, where TCP's congestion control can be chosen."""
 
     def __init__(self, ranks: int) -> None:
@@ -106,10 +106,10 @@ class NamespaceLoopback(Path):
 
     def tcp_address(self, rank: int, control: str) -> str:
         """Return the address of a congestion control; all ranks are on one host."""
-        return f"127.0.0.{TCP_ADDRESS + self.controls.index(control)}"
+        return f"127.0.0.{_TCP_ADDRESS + self.controls.index(control)}"
 
 
-class _Hosts(Path, ABC):
+class _Hosts(BenchPath, ABC):
     """Hosts with namespaces of their own: rank k has 10.0.k.2 for DLCP, and 10.0.k.10 and up for TCP."""
 
     interface = "eth0"
@@ -129,11 +129,11 @@ class _Hosts(Path, ABC):
 
     def address(self, rank: int) -> str:
         """Return a host's address for DLCP."""
-        return f"10.0.{rank}.{OWN_ADDRESS}"
+        return f"10.0.{rank}.{_OWN_ADDRESS}"
 
     def tcp_address(self, rank: int, control: str) -> str:
         """Return a host's address for TCP with a congestion control."""
-        return f"10.0.{rank}.{TCP_ADDRESS + self.controls.index(control)}"
+        return f"10.0.{rank}.{_TCP_ADDRESS + self.controls.index(control)}"
 
     @abstractmethod
     def _link(self) -> None:
@@ -250,7 +250,8 @@ class RoutedPath(_Hosts):
             # IPv4 only, so that neighbours find each other at once.
             self._tc("filter", "add", "dev", port, "ingress", "protocol", "ip", "bpf", "da", "bytecode", program)
             if self.rate_bps:
-                shaper = ["tbf", "rate", f"{self.rate_bps}bit", "burst", f"{BURST_BYTES}", "latency", f"{QUEUE_S}s"]
+                burst = str(LINK_BURST_BYTES)
+                shaper = ["tbf", "rate", f"{self.rate_bps}bit", "burst", burst, "latency", f"{QUEUE_S}s"]
                 self._tc("qdisc", "add", "dev", port, "root", *shaper)
 
     def _tc(self, *words: str) -> None:
@@ -259,18 +260,18 @@ class RoutedPath(_Hosts):
             raise NamespaceError(f"router: tc {' '.join(words)}: {done.stderr.strip()}")
 
 
-def loopback(ranks: int) -> Path:
+def loopback(ranks: int) -> BenchPath:
     """Return a loopback whose TCP can be chosen, or where namespaces are refused this machine's own."""
     try:
         return NamespaceLoopback(ranks)
     except (NamespaceError, OSError):
-        return Path(ranks)
+        return BenchPath(ranks)
 
 
 def known_controls() -> tuple[str, ...]:
-    """Return which of :data:`CONGESTION_CONTROLS` this kernel has."""
+    """Return which of :data:`_CONGESTION_CONTROLS` this kernel has."""
     known = File("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text(encoding="ascii").split()
-    return tuple(control for control in CONGESTION_CONTROLS if control in known)
+    return tuple(control for control in _CONGESTION_CONTROLS if control in known)
 
 
 def _current_control() -> str:
@@ -281,7 +282,7 @@ def _current_control() -> str:
 
 
 def _set_up_tcp() -> None:
-    for name, value in TCP_SETTINGS.items():
+    for name, value in _TCP_SETTINGS.items():
         File("/proc/sys/net/ipv4", name).write_text(value, encoding="ascii")
 
 

@@ -8,7 +8,7 @@ Rates are per second of the processor's time, for neither side waits for anythin
 ``sim.nspy``: eight hosts send 10 Gbit/s through one switch to eight others, the same packets here and in ns.py
 (``pip install ns.py``).
 
-Run ``python -m dlcp.bench.sim`` or ``python tests/bench/sim.py``; it prints one JSON document.
+Run ``dlcp bench sim`` or, with other sizes, ``python tests/bench/sim.py``; both print one JSON document.
 """
 
 import argparse
@@ -23,8 +23,7 @@ from collections.abc import Callable
 import numpy as np
 import simpy
 
-from dlcp.bench.interleave import interleave
-from dlcp.bench.report import Result, result, say, show
+from dlcp.bench.results import BenchResult, interleave, result, say, show
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
 from dlcp.sim.graph import GraphBuilder
 from dlcp.sim.packet_engine import EngineCounter
@@ -127,7 +126,7 @@ def measure_ring(ranks: int, size_bytes: int) -> tuple[float, dict[str, float]]:
     return seconds, details
 
 
-def measure(*, rounds: int, size_bytes: int = 25_000_000, ranks: int = 1024, packets: int = 2000) -> list[Result]:
+def measure(*, rounds: int, size_bytes: int = 25_000_000, ranks: int = 1024, packets: int = 2000) -> list[BenchResult]:
     """Measure all three.
 
     Parameters

@@ -12,10 +12,9 @@ from pathlib import Path as File
 from typing import Any, Final
 
 import dlcp.torch
-from dlcp.bench.interleave import interleave, median
-from dlcp.bench.path import Path, RoutedPath, loopback
+from dlcp.bench.path import BenchPath, RoutedPath, loopback
 from dlcp.bench.ranks import Ranks
-from dlcp.bench.report import Result, against_best, result, significant
+from dlcp.bench.results import BenchResult, against_best, interleave, median, result, significant
 from dlcp.bench.training import CROSS_STEP, DEPTH, GLOO, HOOK, NOTHING, WIDTH, Trainee
 from dlcp.transport.path_mtu import payload_for_mtu
 
@@ -39,7 +38,7 @@ def measure(
     warm_up: int = 2,
     seed: int = 1,
     progress: Callable[[str], None] | None = None,
-) -> list[Result]:
+) -> list[BenchResult]:
     """Time steps in all ways, in turns.
 
     Parameters
@@ -55,7 +54,7 @@ def measure(
     shared_memory
         Let DLCP's packets go through memory over loopback, as they do by default.
     rounds, warm_up, seed, progress
-        See :func:`dlcp.bench.interleave.interleave`; a round is :data:`BLOCK_STEPS` steps of each way.
+        See :func:`dlcp.bench.results.interleave`; a round is :data:`BLOCK_STEPS` steps of each way.
 
     Returns
     -------
@@ -71,7 +70,7 @@ def measure(
         A rank failed.
     """
     if rate_bps:
-        path: Path = RoutedPath(ranks, mtu_bytes=mtu_bytes, rate_bps=rate_bps, offloads=True)
+        path: BenchPath = RoutedPath(ranks, mtu_bytes=mtu_bytes, rate_bps=rate_bps, offloads=True)
     else:
         path = loopback(ranks)
     with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder, path:

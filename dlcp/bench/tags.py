@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp import native
-from dlcp.bench.interleave import Samples, interleave
-from dlcp.bench.report import Result, result
+from dlcp.bench.results import BenchResult, Samples, interleave, result
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment, Tagger
 
@@ -29,13 +28,13 @@ _PER_PACKET: Final = PAYLOAD_BYTES // 4
 
 def measure(
     *, values: int = VALUES, rounds: int = 15, warm_up: int = 2, progress: Callable[[str], None] | None = None
-) -> list[Result]:
+) -> list[BenchResult]:
     """Time the tagging of ``values`` float32 values in 50 layers.
 
     Parameters
     ----------
     rounds, warm_up, progress
-        See :func:`dlcp.bench.interleave.interleave`.
+        See :func:`dlcp.bench.results.interleave`.
 
     Returns
     -------
@@ -78,7 +77,7 @@ def measure(
     ]
 
 
-def _beside_copy(name: str, samples: Samples, contender: str, values: int, by: str) -> Result:
+def _beside_copy(name: str, samples: Samples, contender: str, values: int, by: str) -> BenchResult:
     details = {
         "peer": "copy of the buffer",
         "by": by,

@@ -4,54 +4,58 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
-from dlcp.bench.path import Path, RoutedPath, VethPair, loopback
-from dlcp.bench.report import Result, say, show
+from dlcp.bench.path import BenchPath, RoutedPath, VethPair, loopback
+from dlcp.bench.results import BenchResult, say, show
+from dlcp.commands.common import refuse
 from dlcp.namespace import NamespaceError, become_root
 
-LOSSES_PERCENT: Final = (0.0, 0.1, 1.0, 3.0)
-BYTES_PER_VALUE: Final = 4
+_LOSSES_PERCENT: Final = (0.0, 0.1, 1.0, 3.0)
+_VALUE_BYTES: Final = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what ``dlcp bench`` takes."""
     names = parser.add_subparsers(metavar="NAME", required=True)
-    allreduce = names.add_parser("allreduce", help="all-reduce of 100 MB against Gloo, over a clean path")
-    _declare(allreduce, _allreduce, rounds=9)
-    _declare_buffer(allreduce)
+
+    def declare(
+        name: str, purpose: str, measure: Callable[[argparse.Namespace], Sequence[BenchResult]], rounds: int
+    ) -> argparse.ArgumentParser:
+        command = names.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
+        command.set_defaults(measure=measure)
+        command.add_argument("--rounds", type=int, default=rounds, metavar="N", help=f"that count (default: {rounds})")
+        return command
+
+    allreduce = declare("allreduce", "all-reduce of 100 MB against Gloo, over a clean path", _allreduce, 9)
     allreduce.add_argument("--ranks", type=int, nargs="+", metavar="N", help="(default: 2 4; over veth 2)")
     allreduce.add_argument("--over", choices=("loopback", "veth"), default="loopback", help="(default: loopback)")
-    loss = names.add_parser("loss", help="the same through a router that loses packets at random")
-    _declare(loss, _loss, rounds=7)
-    _declare_buffer(loss)
+    loss = declare("loss", "the same through a router that loses packets at random", _loss, 7)
     loss.add_argument("--ranks", type=int, default=2, metavar="N", help="(default: 2)")
-    loss.add_argument("--percent", type=float, nargs="+", default=LOSSES_PERCENT, help="(default: 0 0.1 1 3)")
-    _declare(names.add_parser("tags", help="tagging of 100 MB on one core"), _tags, rounds=15)
-    step = names.add_parser("step", help="training step of a 25-million-parameter model, against DDP over Gloo")
-    _declare(step, _step, rounds=9)
+    loss.add_argument("--percent", type=float, nargs="+", default=_LOSSES_PERCENT, help="(default: 0 0.1 1 3)")
+    tags = declare("tags", "tagging of 100 MB on one core", _tags, 15)
+    step = declare("step", "training step of a 25-million-parameter model, against DDP over Gloo", _step, 9)
     step.add_argument("--ranks", type=int, default=4, metavar="N", help="(default: 4)")
-    step.add_argument("--rate-mbps", type=float, metavar="R", help="of each rank's link (default: over loopback)")
-    step.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="what packets fit (default: 1500)")
+    step.add_argument("--rate-mbps", type=float, metavar="RATE", help="rate of each link (default: over loopback)")
     step.add_argument("--sockets", action="store_true", help="over loopback, too (default: through memory there)")
-    switch = names.add_parser("switch", help="the built-in switch between network interfaces, against simple_switch")
-    _declare(switch, _switch, rounds=7)
-    compression = names.add_parser("compression", help="compressors: bytes, CPU time and error on one core")
-    _declare(compression, _compression, rounds=7)
-    sim = names.add_parser("sim", help="packet-hops a second of the simulator, beside ns.py")
-    sim.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds that count (default: 3)")
-    sim.set_defaults(measure=_sim)
+    switch = declare("switch", "the built-in switch between network interfaces, against simple_switch", _switch, 7)
+    compression = declare("compression", "compressors: bytes, CPU time and error on one core", _compression, 7)
+    declare("sim", "packet-hops a second of the simulator, beside ns.py", _sim, 3)
+    for command in (allreduce, loss, tags, step, switch, compression):
+        command.add_argument("--warm-up", type=int, default=2, metavar="N", help="rounds before them (default: 2)")
+    for command in (allreduce, loss, step):
+        command.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="MTU of the path (default: 1500)")
+    for command in (allreduce, loss):
+        command.add_argument("--megabytes", type=float, default=100.0, metavar="MB", help="of float32 (default: 100)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the document and return the exit status."""
-    measure: Callable[[argparse.Namespace], Sequence[Result]] = arguments.measure
     try:
-        results = measure(arguments)
+        results = arguments.measure(arguments)
     except NamespaceError as error:
-        say(f"dlcp bench: {error}")
         show([])
-        return 1
+        return refuse("bench", error, 1)
     show(results)
     return 0
 
@@ -63,20 +67,7 @@ def main(name: str) -> int:
     return run(parser.parse_args([name, *sys.argv[1:]]))
 
 
-def _declare(
-    parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Sequence[Result]], rounds: int
-) -> None:
-    parser.set_defaults(measure=measure)
-    parser.add_argument("--rounds", type=int, default=rounds, metavar="N", help=f"that count (default: {rounds})")
-    parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="rounds before them (default: 2)")
-
-
-def _declare_buffer(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--megabytes", type=float, default=100.0, metavar="MB", help="of float32 (default: 100)")
-    parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="what packets fit (default: 1500)")
-
-
-def _allreduce(arguments: argparse.Namespace) -> list[Result]:
+def _allreduce(arguments: argparse.Namespace) -> list[BenchResult]:
     veth = arguments.over == "veth"
     counts = arguments.ranks or ([2] if veth else [2, 4])
     if veth:
@@ -90,7 +81,7 @@ def _allreduce(arguments: argparse.Namespace) -> list[Result]:
     return results
 
 
-def _loss(arguments: argparse.Namespace) -> list[Result]:
+def _loss(arguments: argparse.Namespace) -> list[BenchResult]:
     become_root()
     results = []
     for percent in arguments.percent:
@@ -101,38 +92,32 @@ def _loss(arguments: argparse.Namespace) -> list[Result]:
 
 
 def _measure_allreduce(
-    path: Path, name: str, arguments: argparse.Namespace, *, by_control: bool = False
-) -> list[Result]:
+    path: BenchPath, name: str, arguments: argparse.Namespace, *, by_control: bool = False
+) -> list[BenchResult]:
     from dlcp.bench.allreduce import measure
 
     say(f"{name}: {path.words}, {arguments.megabytes:g} MB, times in ms")
     with path:
-        found = measure(
-            path,
-            values=int(arguments.megabytes * 1e6) // BYTES_PER_VALUE,
-            mtu_bytes=arguments.mtu,
-            rounds=arguments.rounds,
-            warm_up=arguments.warm_up,
-            progress=say,
-        )
+        values = int(arguments.megabytes * 1e6) // _VALUE_BYTES
+        found = measure(path, values=values, mtu_bytes=arguments.mtu, **_rounds(arguments))
     if not by_control:
         return found.results(name)
     return [entry for control in path.controls for entry in found.results(f"{name}.{control}", [control])]
 
 
-def _tags(arguments: argparse.Namespace) -> list[Result]:
+def _tags(arguments: argparse.Namespace) -> list[BenchResult]:
     from dlcp.bench.tags import measure
 
-    return measure(rounds=arguments.rounds, warm_up=arguments.warm_up, progress=say)
+    return measure(**_rounds(arguments))
 
 
-def _compression(arguments: argparse.Namespace) -> list[Result]:
+def _compression(arguments: argparse.Namespace) -> list[BenchResult]:
     from dlcp.bench.compression import measure
 
-    return measure(rounds=arguments.rounds, warm_up=arguments.warm_up, progress=say)
+    return measure(**_rounds(arguments))
 
 
-def _step(arguments: argparse.Namespace) -> list[Result]:
+def _step(arguments: argparse.Namespace) -> list[BenchResult]:
     from dlcp.bench.step import measure
 
     if arguments.rate_mbps:
@@ -142,27 +127,29 @@ def _step(arguments: argparse.Namespace) -> list[Result]:
         rate_bps=round(arguments.rate_mbps * 1e6) if arguments.rate_mbps else None,
         mtu_bytes=arguments.mtu,
         shared_memory=not arguments.sockets,
-        rounds=arguments.rounds,
-        warm_up=arguments.warm_up,
-        progress=say,
+        **_rounds(arguments),
     )
 
 
-def _switch(arguments: argparse.Namespace) -> list[Result]:
+def _switch(arguments: argparse.Namespace) -> list[BenchResult]:
     from dlcp.bench.frames import TrafficError
     from dlcp.bench.switch import measure
 
     become_root()
     try:
-        return measure(rounds=arguments.rounds, warm_up=arguments.warm_up, progress=say)
+        return measure(**_rounds(arguments))
     except TrafficError as error:
         raise NamespaceError(str(error)) from error
 
 
-def _sim(arguments: argparse.Namespace) -> list[Result]:
+def _sim(arguments: argparse.Namespace) -> list[BenchResult]:
     from dlcp.bench.sim import measure
 
     return measure(rounds=arguments.rounds)
+
+
+def _rounds(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"rounds": arguments.rounds, "warm_up": arguments.warm_up, "progress": say}
 
 
 def _mtu_suffix(mtu_bytes: int) -> str:

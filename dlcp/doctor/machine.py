@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlcp import __version__
-from dlcp.doctor.finding import Finding, Status
+from dlcp.doctor.findings import Finding, Status
 from dlcp.transport import shared_memory
 from dlcp.transport.shared_memory import SharedMemoryRendezvous
 

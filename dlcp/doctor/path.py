@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path to a peer, tried with packets like DLCP's: round trip, loss, largest packet, what becomes of the tags."""
+"""The path to a peer, tried with packets like DLCP's: round trip, loss, largest packet, what becomes of the tags.
 
+A probe travels as DLCP's own packets do: a HELLO to a port of DLCP's block, so that firewalls and switches treat it so.
+After the header come what the answer should be like and zeros up to the size that is tried. Don't-fragment is set. The
+answer is never larger than the question, so nobody can use a listening doctor to flood a third.
+"""
+
+import contextlib
 import errno
 import math
 import secrets
@@ -9,14 +15,27 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 from dlcp import wire
-from dlcp.doctor.probe import DEFAULT_PORT, IP_UDP_BYTES, SMALLEST_BYTES, Probe, decode, open_socket, tos_of
+from dlcp.doctor.findings import Finding, Section, Status
+from dlcp.doctor.sockets import IP_RECVTOS
 from dlcp.transport import Address
 
+DEFAULT_PORT: Final = wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT - 1
+"""The last port of DLCP's block; ranks take the first ones."""
+IP_UDP_BYTES: Final = 28
+
+_BODY = struct.Struct(">8sHBBII")
+_MAGIC: Final = b"DLCPDOC1"
+SMALLEST_BYTES: Final = wire.HEADER_BYTES + _BODY.size
+_IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3
+_IP_PKTINFO: Final = 8
+_SESSIONS: Final = 1024
+"""How many sessions a listener counts packets of; the oldest is forgotten first."""
 COUNT: Final = 200
 """Packets for loss and round trip; one in 200 shows from 0.5 % loss on."""
 INTERVAL_S: Final = 0.002
@@ -29,6 +48,8 @@ _PROBES_OF_TAGS: Final = tuple(
     wire.dscp(queue, droppable) << 2 for queue in (0, 2, 6, 7) for droppable in (False, True)
 )
 ECN_NAMES: Final = {1: "ECT(1)", 2: "ECT(0)", 3: "CE"}
+BAD_LOSS: float = 0.2
+"""A share of lost packets at which something is broken rather than busy. Chosen by us."""
 
 
 class PeerError(RuntimeError):
@@ -39,9 +60,144 @@ class PeerError(RuntimeError):
         self.fix = fix
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A question or an answer.
+
+    Parameters
+    ----------
+    token
+        Session; drawn by who asks.
+    sequence
+        Number of the probe; the answer bears it too.
+    size_bytes
+        In a question how large the answer should be, in an answer how large the question was: whole IP packets.
+    wanted_tos
+        TOS byte (DSCP and ECN) that the answer should bear.
+    seen_tos
+        In an answer: the TOS byte that the question arrived with.
+    arrived
+        In an answer: how many questions of this session have arrived.
+    """
+
+    token: int
+    sequence: int
+    size_bytes: int = 0
+    wanted_tos: int = 0
+    seen_tos: int = 0
+    arrived: int = 0
+
+    def encode(self, *, answer: bool, packet_bytes: int) -> bytes:
+        """Return a UDP payload that makes an IP packet of ``packet_bytes``, or the smallest that holds the probe."""
+        kind = wire.PacketType.HELLO_ACK if answer else wire.PacketType.HELLO
+        header = wire.Header(kind, 0, wire.Queue.CONTROL, 0, 0, 0, 0, 0, 0, 0, 0, 1, self.token).encode()
+        body = _BODY.pack(_MAGIC, self.size_bytes, self.wanted_tos, self.seen_tos, self.sequence, self.arrived)
+        return (header + body).ljust(packet_bytes - IP_UDP_BYTES, b"\0")
+
+
+def decode(datagram: bytes | memoryview, *, answer: bool) -> Probe | None:
+    """Return the probe in a datagram; None if it is none."""
+    if len(datagram) < SMALLEST_BYTES:
+        return None
+    try:
+        header = wire.decode(datagram)
+    except wire.HeaderError:
+        return None
+    magic, size, wanted, seen, sequence, arrived = _BODY.unpack_from(datagram, wire.HEADER_BYTES)
+    wanted_type = wire.PacketType.HELLO_ACK if answer else wire.PacketType.HELLO
+    if magic != _MAGIC or header.type is not wanted_type:
+        return None
+    return Probe(header.token, sequence, size, wanted, seen, arrived)
+
+
+def open_socket(host: str = "", ports: Iterable[int] = (0,)) -> socket.socket:
+    """Return a UDP socket that sets don't-fragment and reports the TOS byte and address of what arrives.
+
+    Raises
+    ------
+    OSError
+        None of the ports can be bound.
+    """
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    for option, value in ((_IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE), (IP_RECVTOS, 1), (_IP_PKTINFO, 1)):
+        sock.setsockopt(socket.IPPROTO_IP, option, value)
+    failure = OSError("no port to try")
+    for port in ports:
+        try:
+            sock.bind((host, port))
+        except OSError as error:
+            failure = OSError(error.errno, f"UDP {host or '*'}:{port}: {error.strerror}")
+        else:
+            return sock
+    sock.close()
+    raise failure
+
+
+class ProbeListener:
+    """Answers the probes of other machines.
+
+    Parameters
+    ----------
+    sock
+        From :func:`open_socket`; closed by :meth:`close`.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._arrived: OrderedDict[int, int] = OrderedDict()
+        self.address: Address = sock.getsockname()
+
+    def serve(self, seconds: float) -> list[Address]:
+        """Answer for so long; return who asked for the first time."""
+        end_s = time.monotonic() + seconds
+        fresh = []
+        while (left_s := end_s - time.monotonic()) > 0:
+            self._sock.settimeout(left_s)
+            try:
+                datagram, ancillary, _, source = self._sock.recvmsg(65536, 128)
+            except TimeoutError:
+                break
+            except OSError:  # an ICMP error about an earlier answer
+                continue
+            question = decode(datagram, answer=False)
+            if question is None:
+                continue
+            if question.token not in self._arrived:
+                fresh.append(source)
+            self._answer(question, len(datagram) + IP_UDP_BYTES, ancillary, source)
+        return fresh
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._sock.close()
+
+    def _answer(self, question: Probe, size: int, ancillary: list[tuple[int, int, bytes]], source: Address) -> None:
+        arrived = self._arrived.pop(question.token, 0) + 1
+        self._arrived[question.token] = arrived
+        if len(self._arrived) > _SESSIONS:
+            self._arrived.popitem(last=False)
+        answer = Probe(question.token, question.sequence, size, question.wanted_tos, tos_of(ancillary), arrived)
+        reply = answer.encode(answer=True, packet_bytes=min(question.size_bytes, size))
+        extras = [(socket.IPPROTO_IP, socket.IP_TOS, struct.pack("i", question.wanted_tos))]
+        extras += [  # the answer has to come from the address that was asked
+            (socket.IPPROTO_IP, _IP_PKTINFO, struct.pack("i4s4s", 0, value[8:12], bytes(4)))
+            for level, kind, value in ancillary
+            if (level, kind) == (socket.IPPROTO_IP, _IP_PKTINFO)
+        ]
+        with contextlib.suppress(OSError):  # too large for the way back: silence is the answer
+            self._sock.sendmsg([reply], extras, 0, source)
+
+
+def tos_of(ancillary: list[tuple[int, int, bytes]]) -> int:
+    """Return the TOS byte that a packet arrived with."""
+    return next(
+        (value[0] for level, kind, value in ancillary if (level, kind) == (socket.IPPROTO_IP, socket.IP_TOS)), 0
+    )
+
+
 @dataclass
 class PathReport:
-    """What the path to a peer is like. Sizes are of whole IP packets; there is to the peer, back is from it."""
+    """What a path is like. Sizes are of whole IP packets; ``there`` means to the peer, ``back`` from it."""
 
     peer: Address
     interface_mtu_bytes: int
@@ -93,7 +249,7 @@ def try_path(peer: Address, count: int = COUNT) -> PathReport:
 
 
 class Conversation:
-    """Questions to a listening doctor and its answers; a context manager."""
+    """Probes to a listening doctor, and its answers; a context manager."""
 
     def __init__(self, peer: Address) -> None:
         self.peer = peer
@@ -247,3 +403,108 @@ def _ask_often(conversation: Conversation, tos: int) -> tuple[Probe, int] | None
 def _interface_mtu(sock: socket.socket) -> int:
     """Return the MTU of the route to a connected socket's peer (IP_MTU, ip(7)), in bytes."""
     return sock.getsockopt(socket.IPPROTO_IP, 14)
+
+
+def describe(report: PathReport) -> Section:
+    """Return what was found on the path to a peer."""
+    host, port = report.peer
+    findings = [
+        _round_trip_finding(report),
+        _loss_finding(report),
+        _largest_finding(report),
+        _dscp_finding(report),
+        _ecn_finding(report),
+    ]
+    return Section(f"Path to {host}:{port}", findings)
+
+
+def _round_trip_finding(report: PathReport) -> Finding:
+    if not report.rtts_s:
+        return Finding("round trip", Status.MISSING, "no probe was answered", "see the loss below")
+    low, middle, high = (1e3 * value for value in (min(report.rtts_s), report.rtt_median_s, max(report.rtts_s)))
+    data = {"rtt_ms": {"least": low, "median": middle, "most": high}}
+    return Finding("round trip", Status.OK, f"{middle:.2f} ms, from {low:.2f} to {high:.2f}", data=data)
+
+
+def _loss_finding(report: PathReport) -> Finding:
+    there, back = report.sent - report.arrived_there, report.arrived_there - report.arrived_back
+    data = {
+        "packets": report.sent,
+        "lost_there": there,
+        "lost_back": back,
+        "loss_there": report.loss_there,
+        "loss_back": report.loss_back,
+    }
+    if not there and not back:
+        return Finding("loss", Status.OK, f"none of {report.sent} packets", data=data)
+    text = f"{there} of {report.sent} packets lost there, {back} of {report.arrived_there} answers lost back"
+    if max(report.loss_there, report.loss_back) >= BAD_LOSS:
+        fix = "look for a broken cable, a duplex mismatch, or a rate limit on UDP on the way"
+        return Finding("loss", Status.MISSING, text, fix, data)
+    return Finding("loss", Status.NOTE, f"{text}; DLCP tolerates that, TCP slows down", data=data)
+
+
+def _largest_finding(report: PathReport) -> Finding:
+    mtu, there = report.mtu_bytes, report.mtu_there_bytes
+    data = {"mtu_bytes": mtu, "mtu_there_bytes": there, "interface_mtu_bytes": report.interface_mtu_bytes}
+    subject = "largest packet"
+    if not mtu:
+        fix = "look for a firewall that lets small packets through only"
+        return Finding(subject, Status.MISSING, "not even 576 bytes pass both ways", fix, data)
+    text = f"{mtu} bytes both ways, don't-fragment set"
+    if mtu == report.interface_mtu_bytes:
+        return Finding(subject, Status.OK, text, data=data)
+    only = "" if there == mtu else f"; {there} to the peer, so the way back is the narrower one"
+    return Finding(
+        subject,
+        Status.NOTE,
+        f"{text}{only}; the interface would take {report.interface_mtu_bytes}",
+        "look for a hop with a smaller MTU, unless a tunnel explains it",
+        data,
+    )
+
+
+def _dscp_finding(report: PathReport) -> Finding:
+    there, back = _changed(report.dscp_there), _changed(report.dscp_back)
+    data = {"dscp_there": _as_json(report.dscp_there), "dscp_back": _as_json(report.dscp_back)}
+    subject = "DSCP"
+    if not report.dscp_there:
+        fix = "look for a firewall that refuses unknown DSCP values, or set DLCP_TAGGED=0"
+        return Finding(subject, Status.MISSING, "packets with DLCP's tags do not arrive", fix, data)
+    if not there and not back:
+        return Finding(subject, Status.OK, "tags survive both ways", data=data)
+    ways = " and ".join(way for way, lost in (("there", there), ("back", back)) if lost)
+    text = f"tags are changed on the way {ways} ({_example(there or back)})"
+    fix = "trust DSCP at the switch ports of the ranks, if switches without P4 should help; DLCP also works without"
+    return Finding(subject, Status.NOTE, text, fix, data)
+
+
+def _ecn_finding(report: PathReport) -> Finding:
+    there, back = _changed(report.ecn_there), _changed(report.ecn_back)
+    data = {"ecn_there": _as_json(report.ecn_there), "ecn_back": _as_json(report.ecn_back)}
+    subject = "ECN"
+    absent = [name for code, name in ECN_NAMES.items() if code not in report.ecn_there]
+    if absent:
+        text = f"packets marked {', '.join(absent)} do not arrive"
+        return Finding(subject, Status.NOTE, text, "look for a firewall that refuses ECN", data)
+    if not there and not back:
+        return Finding(subject, Status.OK, "marks survive both ways", data=data)
+    congested = all(after == 3 for changes in (there, back) for after in changes.values())
+    if congested:
+        return Finding(subject, Status.OK, "works: the path marked these packets as congested", data=data)
+    ways = " and ".join(way for way, lost in (("there", there), ("back", back)) if lost)
+    fix = "let the routers keep ECN bits; until then only loss and delay slow DLCP down"
+    return Finding(subject, Status.NOTE, f"marks are bleached on the way {ways}", fix, data)
+
+
+def _changed(seen: dict[int, int]) -> dict[int, int]:
+    return {sent: arrived for sent, arrived in seen.items() if sent != arrived}
+
+
+def _example(changed: dict[int, int]) -> str:
+    sent, arrived = next(iter(changed.items()))
+    return f"{sent} arrives as {arrived}" + (f", and {len(changed) - 1} others" if len(changed) > 1 else "")
+
+
+def _as_json(seen: dict[int, int]) -> dict[str, int]:
+    return {str(sent): arrived for sent, arrived in seen.items()}

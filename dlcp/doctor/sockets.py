@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel does for UDP here, tried on real sockets: a version number would not tell what a container allows."""
+"""What the kernel does for UDP here, tried on real sockets: a version number does not show what a container allows."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dlcp import wire
-from dlcp.doctor.finding import Finding, Status
+from dlcp.doctor.findings import Finding, Status
 
 SOL_UDP: Final = 17
 UDP_SEGMENT: Final = 103
@@ -20,7 +20,7 @@ SO_RCVBUFFORCE: Final = 33
 SO_SNDBUFFORCE: Final = 32
 
 WANTED_BUFFER_BYTES: Final = 8 << 20
-"""What DLCP asks for; chosen to hold some milliseconds at 10 Gbit/s. It works with less, with smaller windows."""
+"""What DLCP requests; chosen to hold some milliseconds at 10 Gbit/s. It works with less, with smaller windows."""
 ENOUGH_BUFFER_BYTES: Final = 425_984
 """Twice 212,992, the distributions' usual maximum, which the kernel doubles when it grants it."""
 _SEGMENT_BYTES: Final = 1000
@@ -34,7 +34,7 @@ of 0; to another it would."""
 
 
 @dataclass(frozen=True, slots=True)
-class Interface:
+class NetworkInterface:
     """A network interface that is up and has an IPv4 address."""
 
     name: str
@@ -44,7 +44,7 @@ class Interface:
     multicast: bool
 
 
-def interfaces() -> list[Interface]:
+def interfaces() -> list[NetworkInterface]:
     """Return the interfaces that are up and have an IPv4 address."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -55,7 +55,9 @@ def interfaces() -> list[Interface]:
                 mtu_bytes = struct.unpack_from("i", _ask(sock, _SIOCGIFMTU, name), 16)[0]
                 if flags & _IFF_UP:
                     found.append(
-                        Interface(name, address, mtu_bytes, bool(flags & _IFF_LOOPBACK), bool(flags & _IFF_MULTICAST))
+                        NetworkInterface(
+                            name, address, mtu_bytes, bool(flags & _IFF_LOOPBACK), bool(flags & _IFF_MULTICAST)
+                        )
                     )
     return found
 
@@ -109,7 +111,7 @@ def examine_coalescing() -> Finding:
     return Finding(subject, Status.OK if whole else Status.NOTE, text, data={"udp_gro": whole})
 
 
-def examine_interface(interface: Interface) -> Finding:
+def examine_interface(interface: NetworkInterface) -> Finding:
     """Say what an interface carries, and whether it takes bursts: without checksum offload some kernels answer EIO.
 
     The burst goes to a multicast address with a TTL of 0. The kernel handles it up to the point where it would give it
@@ -175,9 +177,9 @@ def _examine_buffer(subject: str, option: int, force: int, sysctl: str, enough: 
         granted = sock.getsockopt(socket.SOL_SOCKET, option) // 2  # the kernel doubles what it grants, and says so
     name = subject.replace(" ", "_")
     data = {f"{name}_granted_bytes": granted, f"{name}_asked_bytes": WANTED_BUFFER_BYTES}
-    text = f"{_mebibytes(granted)} of the {_mebibytes(WANTED_BUFFER_BYTES)} asked for"
+    text = f"{_mebibytes(granted)} of {_mebibytes(WANTED_BUFFER_BYTES)} requested"
     if granted >= WANTED_BUFFER_BYTES:
-        return Finding(subject, Status.OK, text + (f", past {sysctl} by right of root" if forced else ""), data=data)
+        return Finding(subject, Status.OK, text + (f", beyond {sysctl}, as root" if forced else ""), data=data)
     small = 2 * granted < enough
     text += ": windows will be small" if small else ", enough for most links"
     return Finding(
@@ -185,7 +187,7 @@ def _examine_buffer(subject: str, option: int, force: int, sysctl: str, enough: 
     )
 
 
-def _takes_bursts(interface: Interface) -> bool | None:
+def _takes_bursts(interface: NetworkInterface) -> bool | None:
     """Try a burst on an interface; None where that cannot be tried."""
     with _udp(interface.address) as sock:
         try:

@@ -157,7 +157,7 @@ class AdvisedMeasurement(Measurement):
         if state is None or not state.active:
             return
         self.advice = self._decide(state)
-        if self.advice.changes and self.join(ADVISED, _with_settings(state.options, self.advice.settings)):
+        if self.advice.changes and self.join(ADVISED, with_settings(state.options, self.advice.settings)):
             yield from in_turn([DLCP, ADVISED], 2 * steps // 3)
 
     def report(self) -> dict[str, Any]:
@@ -181,18 +181,18 @@ class AdvisedMeasurement(Measurement):
             step_s=step_s,
             waited_s=max(0.0, step_s - floor_s),
         )
-        return decide(figures, _settings_of(state.options))
+        return decide(figures, settings_of(state.options))
 
 
 _CHOSEN: Final = ("loss_bound", "protected_share", "compression", "collective")
 
 
-def _settings_of(options: dlcp.torch.Options) -> Settings:
+def settings_of(options: dlcp.torch.Options) -> Settings:
     """Return those of some options that are chosen."""
     return Settings(**{name: getattr(options, name) for name in _CHOSEN})
 
 
-def _with_settings(options: dlcp.torch.Options, settings: Settings) -> dlcp.torch.Options:
+def with_settings(options: dlcp.torch.Options, settings: Settings) -> dlcp.torch.Options:
     """Return options with the chosen settings; the socket takes another port, for the first State holds its own."""
     host = options.bind.rpartition(":")[0]
     chosen: dict[str, Any] = {name: getattr(settings, name) for name in _CHOSEN}

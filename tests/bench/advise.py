@@ -24,20 +24,19 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from dlcp.advise.measurement import settings_of, with_settings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.bench.interleave import interleave
 from dlcp.bench.path import RoutedPath
 from dlcp.bench.ranks import Ranks
-from dlcp.bench.report import Result, result, say, show
+from dlcp.bench.results import BenchResult, interleave, result, say, show
 from dlcp.demo.background import schedule
 from dlcp.demo.network import NamespaceNetwork
 from dlcp.demo.processes import ChildProgram
 from dlcp.demo.run import DemoSetup
 from dlcp.namespace import NamespaceError, become_root
+from dlcp.train.measurement import settings_of, with_settings
 from dlcp.tuning.rules import Advice, Settings, decide
 from dlcp.tuning.survey import Survey, figures_of_surveys
 
@@ -170,7 +169,7 @@ def _await(programs: Sequence[ChildProgram]) -> None:
             raise RuntimeError(f"{program.name} is not ready: {program.errors()}")
 
 
-def measure(name: str, where: Where, *, steps: int, rounds: int, warm_up: int) -> Result:
+def measure(name: str, where: Where, *, steps: int, rounds: int, warm_up: int) -> BenchResult:
     """Let ranks train with the defaults, be advised, and train both ways in turn."""
     say(f"{name}: {where.words}")
     with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder:

@@ -27,8 +27,7 @@ from dlcp.controller.reconcile import reconcile, wanted
 from dlcp.controller.session import Session
 from dlcp.controller.shapes import leaf_spine
 
-from dlcp.bench.interleave import median, spread
-from dlcp.bench.report import Result, say, show
+from dlcp.bench.results import BenchResult, median, say, show, spread
 from dlcp.switch import SwitchProcess
 
 LEAVES, SPINES, HOSTS_PER_LEAF, JOBS = 63, 2, 61, 20
@@ -101,12 +100,12 @@ class Applying:
         """Disconnect."""
         await self._session.close()
 
-    def results(self, name: str) -> list[Result]:
+    def results(self, name: str) -> list[BenchResult]:
         """Return both figures, without the first round, which warmed up."""
         details = {"entries": self.entries, "write_requests": self.writes, "limit_s": LIMIT_S}
         again = {"entries": self.entries, "write_requests": self.writes_again}
         return [
-            Result(each, median(times[1:]), "s", None, None, len(times) - 1, spread(times[1:]), about)
+            BenchResult(each, median(times[1:]), "s", None, None, len(times) - 1, spread(times[1:]), about)
             for each, times, about in ((name, self.first_s, details), (f"{name}.again", self.again_s, again))
         ]
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from dlcp.controller.shapes import star
 
-from dlcp.bench.report import Result, result, say, show
+from dlcp.bench.results import BenchResult, result, say, show
 from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess
 from dlcp.tags import PacketTags
 from dlcp.transport import (
@@ -119,7 +119,7 @@ def once(ranks: list[Endpoint], setting: Incast, step: int, payload: memoryview)
     return took_s
 
 
-def measure(name: str, setting: Incast, rounds: int, warm_up: int) -> list[Result]:
+def measure(name: str, setting: Incast, rounds: int, warm_up: int) -> list[BenchResult]:
     """Return the median and the 99th percentile over the rounds."""
     payload_bytes = TransportOptions().payload_bytes
     payload = memoryview(np.random.default_rng(0).bytes(setting.message_packets * payload_bytes))
@@ -136,7 +136,7 @@ def measure(name: str, setting: Incast, rounds: int, warm_up: int) -> list[Resul
     unit = "times the line-rate bound"
     return [
         result(name, unit, times, [1.0] * rounds, details=details),
-        Result(f"{name}.p99", worst, unit, 1.0, 1 / worst, rounds, 0.0, details),
+        BenchResult(f"{name}.p99", worst, unit, 1.0, 1 / worst, rounds, 0.0, details),
     ]
 
 

@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 
 import dlcp.torch
-from dlcp.bench.interleave import interleave
-from dlcp.bench.path import Path as Way
+from dlcp.bench.path import BenchPath as Way
 from dlcp.bench.path import loopback
 from dlcp.bench.ranks import Ranks
-from dlcp.bench.report import Result, result, say, show
+from dlcp.bench.results import BenchResult, interleave, result, say, show
 from dlcp.examples.clusters.mixed_speeds import Outcome, Setup, measured_sizes, train
 from dlcp.examples.image_classifier import load_data
 
@@ -53,7 +52,7 @@ class Trainee:
         return train(self.setup, sizes, self.options)
 
 
-def measure(rounds: int, warm_up: int, epochs: int) -> list[Result]:
+def measure(rounds: int, warm_up: int, epochs: int) -> list[BenchResult]:
     """Train in both ways in turn; return seconds of training and the accuracies."""
     setup = Setup(epochs=epochs, slowness=SLOWNESS)
     ranks = len(SLOWNESS)

@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.bench.interleave import interleave
-from dlcp.bench.report import result, show
+from dlcp.bench.results import interleave, result, show
 from dlcp.switch import DROP_PORT, Action, GroupRef, MeterConfig, Program
 from dlcp.wire import UDP_PORT_BASE
 

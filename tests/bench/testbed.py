@@ -25,8 +25,7 @@ from typing import Any, Final
 
 from dlcp.controller.testbed.requirements import SwitchKind, missing
 
-from dlcp.bench.interleave import Samples, interleave, median
-from dlcp.bench.report import Result, result, say, show, significant
+from dlcp.bench.results import BenchResult, Samples, interleave, median, result, say, show, significant
 from dlcp.demo.testbed import disagreements
 from dlcp.report.runs import Run, progress_to, target_accuracy
 
@@ -67,7 +66,7 @@ def train(collective: str, seed: int, steps: int, contender: str, runs: dict[str
     return float(sum(run["steps"]) / len(run["steps"]))
 
 
-def measure(setting: str, *, rounds: int, seed: int, steps: int) -> tuple[list[Result], list[str]]:
+def measure(setting: str, *, rounds: int, seed: int, steps: int) -> tuple[list[BenchResult], list[str]]:
     """Measure one setting; return its results, and what was wrong in any of its runs."""
     kind, shape, collective = SETTINGS[setting]
     runs: dict[str, list[Run]] = {PEER: [], OURS: [], PRIORITY: []}
@@ -85,7 +84,7 @@ def measure(setting: str, *, rounds: int, seed: int, steps: int) -> tuple[list[R
     return results, [f"{setting}: {line}" for line in wrong(runs)]
 
 
-def compared(name: str, samples: Samples, details: dict[str, Any]) -> Result:
+def compared(name: str, samples: Samples, details: dict[str, Any]) -> BenchResult:
     """Return DLCP's seconds against Gloo's, with those of priority among the details."""
     by_priority = [theirs / ours for theirs, ours in zip(samples[PEER], samples[PRIORITY], strict=True)]
     priority = {"value": significant(median(samples[PRIORITY])), "ratio": significant(median(by_priority))}
@@ -150,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     options = parser.parse_args(arguments)
-    results: list[Result] = []
+    results: list[BenchResult] = []
     trouble: list[str] = []
     for setting in options.settings:
         lacking = missing(SETTINGS[setting][0])

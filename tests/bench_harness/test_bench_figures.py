@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dlcp.bench import gradients, report
-from dlcp.bench.interleave import interleave, median, spread
+from dlcp.bench import gradients, results
+from dlcp.bench.results import interleave, median, spread
 
 
 def recorder(log, name, values):
@@ -56,29 +56,32 @@ def test_spread_is_the_interquartile_range_over_the_median():
 def test_ratio_is_the_median_of_ratios_within_rounds_and_more_is_better():
     # The machine is ten times slower in the last two rounds: the ratio of medians would be 100 / 20.
     ours, peer = [10, 10, 20, 100, 100], [20, 20, 100, 200, 200]
-    assert report.result("x", "ms", ours, peer).ratio == 2
-    assert report.result("x", "packets/s", ours, peer, smaller_is_better=False).ratio == 0.5
-    alone = report.result("x", "ms", ours)
+    assert results.result("x", "ms", ours, peer).ratio == 2
+    assert results.result("x", "packets/s", ours, peer, smaller_is_better=False).ratio == 0.5
+    alone = results.result("x", "ms", ours)
     assert (alone.value, alone.peer, alone.ratio, alone.runs) == (20, None, None, 5)
 
 
 def test_sides_of_different_length_are_refused():
     with pytest.raises(ValueError, match=r"some\.name: 2 values and 1 of the peer"):
-        report.result("some.name", "ms", [1, 2], [1])
+        results.result("some.name", "ms", [1, 2], [1])
     with pytest.raises(ValueError, match="0 values"):
-        report.result("x", "ms", [])
+        results.result("x", "ms", [])
 
 
 def test_the_peer_counts_at_its_best():
     samples = {"ours": [10, 10, 10], "slow": [40, 40, 40], "fast": [12, 50, 14]}
-    found = report.against_best("x", "ms", samples, "ours", ["slow", "fast"], {"more": 1})
+    found = results.against_best("x", "ms", samples, "ours", ["slow", "fast"], {"more": 1})
     assert (found.value, found.peer, found.ratio) == (10, 14, 1.4)
     assert found.details == {"peer": "fast", "peers_tried": {"slow": 40, "fast": 14}, "more": 1}
 
 
 def test_a_document_has_the_promised_form(capsys):
-    results = [report.result("a.b", "ms", [1.23456, 1.23456], [2, 2]), report.Result("c", 7.0, "ms", None, None, 1, 0)]
-    report.show(results)
+    entries = [
+        results.result("a.b", "ms", [1.23456, 1.23456], [2, 2]),
+        results.BenchResult("c", 7.0, "ms", None, None, 1, 0),
+    ]
+    results.show(entries)
     document = json.loads(capsys.readouterr().out)
     assert set(document) == {"machine", "results"}
     fields = ["name", "value", "unit", "peer", "ratio", "runs", "spread"]
@@ -97,7 +100,7 @@ def test_a_document_has_the_promised_form(capsys):
 
 @pytest.mark.parametrize(("value", "rounded"), [(123456.7, 123457), (1234.56, 1235), (0.00123456, 0.001235), (0, 0)])
 def test_figures_have_four_digits(value, rounded):
-    assert report.significant(value) == rounded
+    assert results.significant(value) == rounded
 
 
 @pytest.mark.parametrize("values", [48, 1000, 250_001])

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from dlcp.bench.path import BURST_BYTES, NamespaceLoopback, Path, RoutedPath, VethPair, known_controls
+from dlcp.bench.path import LINK_BURST_BYTES, BenchPath, NamespaceLoopback, RoutedPath, VethPair, known_controls
 from dlcp.bench.ranks import Ranks
 from tests.bench_harness.bench_rank import Rank
 
@@ -66,7 +66,7 @@ def test_a_loopback_of_its_own_lets_congestion_control_be_chosen():
 
 
 def test_the_machines_own_loopback_needs_nothing():
-    with Path(2) as path:
+    with BenchPath(2) as path:
         assert path.namespaces == [None, None]
         assert path.address(1) == path.tcp_address(0, path.controls[0]) == "127.0.0.1"
         assert path.dropped() == (0, 0)
@@ -151,7 +151,7 @@ def test_a_link_has_the_rate_that_was_asked_for(offloads):
             took_s = time.monotonic() - began_s
         assert path.dropped()[1] == 0, "a full queue is no random loss"
     # Beside the rate, the first burst passes at once.
-    limit_bits = 20e6 * took_s + 8 * BURST_BYTES
+    limit_bits = 20e6 * took_s + 8 * LINK_BURST_BYTES
     assert 0 < received * (DATAGRAM_BYTES + 42) * 8 < 1.05 * limit_bits
     assert sent > 2 * received, "more was sent than the link carries"
 

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 from dlcp.bench import allreduce, step
 from dlcp.bench.member import DIVIDED, LOSSY, MEMORY, MEMORY_DIVIDED, RELIABLE, Contender, Outcome
-from dlcp.bench.path import Path, RoutedPath
+from dlcp.bench.path import BenchPath, RoutedPath
 from dlcp.commands import bench as command
 from dlcp.transport import shared_memory
 
@@ -33,7 +33,7 @@ def parsed(*words):
 
 
 def test_on_a_clean_path_nothing_is_lost_and_no_gradient_changes():
-    with Path(2) as path:
+    with BenchPath(2) as path:
         found = allreduce.measure(path, values=MEGABYTE, rounds=2, warm_up=1)
     gloo = [contender.name for contender in found.contenders if contender.control]
     assert len(gloo) == 2 * len(path.controls)

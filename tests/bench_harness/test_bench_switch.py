@@ -10,7 +10,7 @@ import pytest
 
 from dlcp import native
 from dlcp.bench import frames
-from dlcp.bench.switch import FASTEST_PPS, SLOWEST_PPS, STEPS, best_paced, processor_s
+from dlcp.bench.switch import BISECTIONS, FASTEST_PPS, SLOWEST_PPS, best_paced, processor_s
 from dlcp.namespace import StarNetwork
 from dlcp.switch import PacketPort, PortQueueing, Switch
 
@@ -109,7 +109,7 @@ def test_search_finds_the_highest_rate_without_loss(limit_pps):
         assert best == 0
         return
     assert best == max(rate for rate in tried if rate <= limit_pps)
-    assert limit_pps / (FASTEST_PPS / SLOWEST_PPS) ** (1 / 2 ** (STEPS - 1)) < best <= limit_pps
+    assert limit_pps / (FASTEST_PPS / SLOWEST_PPS) ** (1 / 2 ** (BISECTIONS - 1)) < best <= limit_pps
 
 
 def test_processor_time_is_that_of_all_threads():

@@ -7,14 +7,13 @@ import socket
 import struct
 import threading
 
-from dlcp.doctor.path import IP_UDP_BYTES
-from dlcp.doctor.probe import Listener, open_socket, tos_of
+from dlcp.doctor.path import IP_UDP_BYTES, ProbeListener, open_socket, tos_of
 
 
 @contextlib.contextmanager
 def listening(sock):
     """Answer at a socket meanwhile; gives the listener."""
-    listener, stopped = Listener(sock), threading.Event()
+    listener, stopped = ProbeListener(sock), threading.Event()
 
     def serve():
         while not stopped.is_set():

@@ -13,12 +13,11 @@ import pytest
 
 from dlcp import native
 from dlcp.cli import main
-from dlcp.commands import doctor as command
 from dlcp.configuration import Setting
-from dlcp.doctor import machine, page
-from dlcp.doctor.finding import Finding, Section, Status
-from dlcp.doctor.options import examine_payload
-from dlcp.doctor.probe import open_socket
+from dlcp.doctor import findings, machine
+from dlcp.doctor.examination import examine_path, examine_payload, safely
+from dlcp.doctor.findings import Finding, Section, Status
+from dlcp.doctor.path import open_socket
 from tests.doctor.pathway import Pathway, listening
 
 pytest.importorskip("torch")
@@ -45,7 +44,7 @@ def test_the_page_says_what_works_and_what_is_in_force(capsys, monkeypatch, heal
     assert status == 0
     for heading in ("Machine", "Python", "UDP", "Options"):
         assert re.search(rf"^{heading}$", text, re.MULTILINE)
-    assert re.search(r"^  (ok|note) +receive buffer: .*of the 8 MiB asked for", text, re.MULTILINE)
+    assert re.search(r"^  (ok|note) +receive buffer: .*of 8 MiB requested", text, re.MULTILINE)
     assert re.search(r"loss_bound += 0\.05 +DLCP_LOSS_BOUND", text)
     assert "deadline_s" not in text, "nobody chose it"
     assert re.search(r"^DLCP works here", text, re.MULTILINE)
@@ -79,7 +78,7 @@ def test_json_is_for_programs_and_keeps_the_token_secret(capsys, monkeypatch, he
 @pytest.mark.parametrize(
     ("variables", "status", "words"),
     [
-        ({"DLCP_JOB": "many"}, 1, ["missing", "DLCP_JOB must be int, got 'many'", "correct it"]),
+        ({"DLCP_JOB": "many"}, 1, ["missing", "DLCP_JOB must be int, got 'many'", "correct or remove it"]),
         ({"DLCP_COLLECTIVE": "server"}, 1, ["missing", "needs the server's address"]),
         ({"DLCP_CONFIG": "gone.toml"}, 1, ["missing", "there is no such file"]),
         ({"DLCP_LOSSBOUND": "0.1"}, 0, ["note", "DLCP_LOSSBOUND", "did you mean DLCP_LOSS_BOUND?"]),
@@ -108,14 +107,14 @@ def test_what_is_needed_and_missing_decides_the_exit_status(capsys, monkeypatch,
     status, text = printed(capsys)
     assert status == 1
     assert re.search(r"missing +PyTorch: +not installed\n +-> pip install 'dlcp\[torch\]'", text)
-    assert "1 thing needed and missing" in text
+    assert "1 thing that DLCP needs is missing" in text
 
 
 def test_what_cannot_be_examined_does_not_end_the_examination(monkeypatch):
     def examine_broken():
         raise PermissionError("not here")
 
-    finding = command._safely(examine_broken)
+    finding = safely(examine_broken)
     assert (finding.subject, finding.status) == ("broken", Status.NOTE)
 
 
@@ -134,7 +133,7 @@ def test_the_path_to_a_peer_is_part_of_the_page(capsys, monkeypatch, healthy):
 @pytest.mark.parametrize(
     ("chosen", "status", "words"),
     [
-        (0, Status.OK, "found out at the start: 1440 bytes"),
+        (0, Status.OK, "determined at the start: 1440 bytes"),
         (1440, Status.OK, "fit this path"),
         (8936, Status.NOTE, "larger than this path carries"),
         (512, Status.NOTE, "this path carries 1440"),
@@ -162,7 +161,7 @@ def test_listening_says_what_to_run_on_the_other_machine():
             assert listener.stdout.readline() == f"listening at UDP port {port} of 127.0.0.1\n"
             told = listener.stdout.readline().removeprefix("on the other machine: dlcp ").split()
             assert told == ["doctor", "--peer", f"127.0.0.1:{port}"]
-            section = command._examine_path(told[2], 10, [])
+            section = examine_path(told[2], 10, [])
             assert section.findings[0].status is Status.OK
             assert listener.stdout.readline() == "answering 127.0.0.1\n"
         finally:
@@ -192,7 +191,7 @@ def test_the_real_machine_is_examined():
 
 def test_long_lines_are_folded_under_their_text():
     section = Section("Machine", [Finding("thing", Status.NOTE, "word " * 40, "do " * 40)])
-    lines = page.as_text([section], [], every_option=False, width=80).splitlines()
+    lines = findings.as_text([section], [], every_option=False, width=80).splitlines()
     assert max(map(len, lines)) <= 80
     assert all(line.startswith(" " * 30) for line in lines[2:5])
 

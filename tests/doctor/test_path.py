@@ -6,10 +6,8 @@ import socket
 import pytest
 
 from dlcp import wire
-from dlcp.doctor.finding import Status
-from dlcp.doctor.path import COUNT, PeerError, try_path
-from dlcp.doctor.probe import SMALLEST_BYTES, Probe, decode, open_socket
-from dlcp.doctor.wording import describe
+from dlcp.doctor.findings import Status
+from dlcp.doctor.path import COUNT, SMALLEST_BYTES, PeerError, Probe, decode, describe, open_socket, try_path
 from tests.doctor.pathway import Pathway, listening
 
 pytestmark = pytest.mark.timeout(60)

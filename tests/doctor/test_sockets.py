@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dlcp.doctor import sockets
-from dlcp.doctor.finding import Status
-from dlcp.doctor.sockets import Interface
+from dlcp.doctor.findings import Status
+from dlcp.doctor.sockets import NetworkInterface
 
 
 def test_an_option_that_the_kernel_does_not_know_is_a_note_with_a_fix(monkeypatch):
@@ -81,7 +81,7 @@ def test_an_interface_without_checksum_offload_is_found_by_its_error(monkeypatch
             return len(data)
 
     monkeypatch.setattr(sockets.socket, "socket", Burst)
-    finding = sockets.examine_interface(Interface("eth7", "127.0.0.1", 1500, False, True))
+    finding = sockets.examine_interface(NetworkInterface("eth7", "127.0.0.1", 1500, False, True))
     assert finding.status is status
     assert words in finding.text
     assert (f"ethtool -K {'eth7'} tx-checksum-ip-generic on" in finding.fix) == (answer == errno.EIO)
@@ -101,7 +101,7 @@ def test_trying_a_burst_sends_nothing(namespaces):
         ipv4 = 0x0800
         wire = far.call(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ipv4)))
         (interface,) = [found for found in near.call(sockets.interfaces) if not found.loopback]
-        assert interface == Interface("dlcp0", "10.9.0.1", 1500, False, True)
+        assert interface == NetworkInterface("dlcp0", "10.9.0.1", 1500, False, True)
         finding = near.call(lambda: sockets.examine_interface(interface))
         assert finding.data["bursts"] in (True, False)
         wire.settimeout(0.2)
