@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small integer arithmetic that both engines share: plain Python that Numba compiles to the same numbers.
-
-Numba's 64-bit integers wrap round and are signed, Python's are not; `draw` and `mix` give the same with both.
-"""
+"""Integer arithmetic that both engines share: random numbers, hashes, and times in picoseconds."""
 
 import zlib
 from collections.abc import Sequence
@@ -15,10 +12,13 @@ MASK64: Final = (1 << 64) - 1
 GOLDEN: Final = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio, Knuth's multiplier."""
 DRAW_LIMIT: Final = 1 << 31
-"""`draw` gives 0 to this, without this."""
+"""`draw` returns numbers below this."""
 PS_PER_S: Final = 1_000_000_000_000
 PS_PER_US: Final = 1_000_000
+HOST_ADDRESS: Final = 0x0A000001
+"""10.0.0.1: the IPv4 address of host n is this + n."""
 RATE_SHIFT: Final = 10
+"""Serialization takes ``bytes * kibibyte_ps >> RATE_SHIFT``: a link's rate is kept as the time for 1,024 bytes."""
 
 
 def seconds_to_ps(seconds: float) -> int:
@@ -27,12 +27,15 @@ def seconds_to_ps(seconds: float) -> int:
 
 
 def ps_per_kibibyte(rate_gbps: float) -> int:
-    """Return how long 1,024 bytes take, which is exact for all usual rates and off by 1 in 10^4 at most for others."""
+    """Return how long 1,024 bytes take: exact for all usual rates, and off by 1 in 10^4 at most for others."""
     return round(8 * 1024 * 1000 / rate_gbps)
 
 
 def draw(state: int) -> tuple[int, int]:
-    """Return the next state of a xorshift generator (Marsaglia, 2003: 13, 7, 17) and 31 random bits; not for Numba."""
+    """Return the next state of a xorshift generator (Marsaglia, 2003: 13, 7, 17), and 31 random bits.
+
+    Python's integers do not wrap around; `dlcp.sim.kernel.state.draw` gives the same numbers with Numba's, which do.
+    """
     state ^= state << 13 & MASK64
     state ^= state >> 7
     state ^= state << 17 & MASK64
@@ -40,23 +43,24 @@ def draw(state: int) -> tuple[int, int]:
 
 
 def mix(value: int, salt: int) -> int:
-    """Return 31 bits that depend on both; not for Numba."""
+    """Return 31 bits that depend on both; `dlcp.sim.kernel.state.mix` gives the same bits."""
     return ((value ^ salt) * GOLDEN & MASK64) >> 33
 
 
 def _entropy_table() -> NDArray[np.int64]:
     zero = zlib.crc32(bytes(17))
     table = np.zeros((4, 256), np.int64)
-    for place in range(4):
+    for position in range(4):
         for value in range(256):
             data = bytearray(17)
-            data[13 + place] = value
-            table[place, value] = zlib.crc32(data) ^ zero
+            data[13 + position] = value
+            table[position, value] = zlib.crc32(data) ^ zero
     return table
 
 
 ENTROPY_TABLE: Final = _entropy_table()
-"""What the bytes of the entropy add to the hash by which the P4 program chooses a path, for CRC-32 is affine."""
+"""What each byte of the entropy changes in the hash by which the P4 program chooses paths. CRC-32 is affine, so changes
+of single bytes combine by XOR."""
 
 
 def path_hashes(
@@ -64,13 +68,8 @@ def path_hashes(
 ) -> NDArray[np.int64]:
     """Return the hash of the P4 program's selector over (source, target, UDP, ports, entropy 0), shape (n,)."""
     zero = np.zeros(len(source), np.int64)
-    fields = (address(source), 4), (address(target), 4), (zero + 17, 1), (source_port, 2), (target_port, 2), (zero, 4)
-    return _crc32(fields)
-
-
-def address(host: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the IPv4 addresses of hosts, 10.0.0.1 upwards."""
-    return np.asarray(host, np.int64) + 0x0A000001
+    addresses = (HOST_ADDRESS + source, 4), (HOST_ADDRESS + target, 4)
+    return _crc32((*addresses, (zero + 17, 1), (source_port, 2), (target_port, 2), (zero, 4)))
 
 
 def slot_owners(

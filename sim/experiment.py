@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiments: what all runs share, what is varied, and what is asked of the results; and how their files are read.
+"""Experiments: what their runs share, what they vary and what they show; and how their files are read.
 
 Every combination of points is checked before anything runs. Errors name the line of the file and the nearest valid
 name.

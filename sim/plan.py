@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_US, ps_per_kibibyte
 from dlcp.sim.switches import SwitchSpec
-from dlcp.sim.topology import Routes, Topology
+from dlcp.sim.topology import NetworkTopology, Routes
 from dlcp.sim.transports import (
     TRANSPORTS_MAX,
     CubicTransport,
@@ -40,7 +40,7 @@ PROTECTED_BLOCK_PACKETS: Final = 64
 """In each block of so many packets those of class 0 are sent first, as `dlcp.tags.send_order` does. DLCP's hosts have
 since gone to blocks of 256 (`dlcp.tags.BLOCK_PACKETS`). The simulator stays at 64, with which all of its published
 results were computed."""
-BACKOFF_MAX: Final = 6
+TIMEOUT_BACKOFF_MAX: Final = 6
 """How often a timeout doubles at most. Chosen by us."""
 DLCP_BACKOFF_MAX: Final = 1
 """The same for DLCP, where a silence may only mean that a stream waits in a lower queue. With six doublings, one step
@@ -56,7 +56,7 @@ TRIMMED_BYTES: Final = 64
 
 
 class TransportKind(IntEnum):
-    """How a stream's window grows and shrinks, and what tells it of losses."""
+    """How a stream's window grows and shrinks, and how it detects losses."""
 
     NEW_RENO = 0
     CUBIC = 1
@@ -108,7 +108,7 @@ class PathChoice(IntEnum):
 
 
 class PacketKind(IntEnum):
-    """What a packet is. PULL is NDP's; a PROBE asks a receiver what it still needs, and PROBE_REPLY says so."""
+    """What a packet is. PULL is NDP's. A PROBE asks a receiver whether it needs more, which PROBE_REPLY says."""
 
     DATA = 0
     ACK = 1
@@ -164,7 +164,7 @@ class TransportRules:
         """Return a transport's rules on these switches; ``profile`` is that of its drop classes."""
         # The P4 program puts everything but DLCP into one queue, and keeps a flow on one path.
         ordinary = switches.discipline == "dlcp" and not isinstance(spec, DlcpTransport)
-        # Packets of pFabric and NDP overtake each other; a timer or a NACK tells of their losses.
+        # Packets of pFabric and NDP overtake each other; a timer or a NACK detects their losses.
         overtaken = isinstance(spec, PFabricTransport | NdpTransport)
         # What a transport does not have is 0, or () for thresholds.
         demotion = getattr(spec, "demotion_bytes", ())
@@ -288,7 +288,7 @@ class EnginePlan:
         uint8 (n, `PROFILE_CELLS`): drop classes, from which the hash of a packet chooses.
     """
 
-    topology: Topology
+    topology: NetworkTopology
     links: list[LinkRules]
     routes: Routes
     switches: SwitchRules
@@ -305,7 +305,7 @@ class EnginePlan:
 
 
 def make_plan(
-    topology: Topology,
+    topology: NetworkTopology,
     switches: SwitchSpec,
     transports: Mapping[str, TransportSpec],
     class_shares: Sequence[Sequence[float]],

@@ -58,7 +58,7 @@ class FailureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Parameters
     ----------
     nodes
-        The two ends by name, as in `dlcp.sim.topology.Topology.names`: ``host3``, ``leaf0``, …
+        The two ends by name, as in `dlcp.sim.topology.NetworkTopology.names`: ``host3``, ``leaf0``, …
     loss_ratio
         Share of packets lost at random. 1 is a failed link, which routes avoid from ``reroute_s`` after the failure on.
     """

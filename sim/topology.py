@@ -118,7 +118,7 @@ class TopologyLink:
 
 
 @dataclass(slots=True)
-class Topology:
+class NetworkTopology:
     """Hosts, numbered from 0, then switches; link 2i + 1 is the way back of link 2i.
 
     Attributes
@@ -205,7 +205,7 @@ class Routes:
         return [int(link) for link in self.choices[start : start + count]]
 
 
-def _find_routes(topology: Topology, failed: frozenset[int]) -> Routes:
+def _find_routes(topology: NetworkTopology, failed: frozenset[int]) -> Routes:
     nodes, hosts = len(topology.names), topology.hosts
     out: list[list[int]] = [[] for _ in range(nodes)]
     for number, link in enumerate(topology.links):
@@ -257,7 +257,7 @@ def _find_routes(topology: Topology, failed: frozenset[int]) -> Routes:
     return Routes(row, table, np.array(choices or [0], np.int32))
 
 
-def _distances(topology: Topology, out: list[list[int]], targets: Collection[int]) -> list[int]:
+def _distances(topology: NetworkTopology, out: list[list[int]], targets: Collection[int]) -> list[int]:
     """Return how many links each node is away from the nearest of ``targets``; -2 if it cannot get there."""
     into: list[list[int]] = [[] for _ in topology.names]
     for numbers in out:
@@ -277,7 +277,7 @@ def _distances(topology: Topology, out: list[list[int]], targets: Collection[int
     return distance
 
 
-def build_topology(spec: TopologySpec) -> Topology:
+def build_topology(spec: TopologySpec) -> NetworkTopology:
     """Return the nodes and links that ``spec`` describes.
 
     Raises
@@ -300,16 +300,16 @@ def build_topology(spec: TopologySpec) -> Topology:
     return topology
 
 
-def _star(spec: Star) -> Topology:
-    topology = Topology(spec.hosts)
+def _star(spec: Star) -> NetworkTopology:
+    topology = NetworkTopology(spec.hosts)
     switch = topology.add_switch("switch0")
     for host in range(spec.hosts):
         topology.connect(host, switch, spec.host_link)
     return topology
 
 
-def _leaf_spine(spec: LeafSpine) -> Topology:
-    topology = Topology(spec.leaves * spec.hosts_per_leaf)
+def _leaf_spine(spec: LeafSpine) -> NetworkTopology:
+    topology = NetworkTopology(spec.leaves * spec.hosts_per_leaf)
     leaves = [topology.add_switch(f"leaf{i}") for i in range(spec.leaves)]
     spines = [topology.add_switch(f"spine{i}") for i in range(spec.spines)]
     for host in range(topology.hosts):
@@ -320,10 +320,10 @@ def _leaf_spine(spec: LeafSpine) -> Topology:
     return topology
 
 
-def _fat_tree(spec: FatTree) -> Topology:
+def _fat_tree(spec: FatTree) -> NetworkTopology:
     half = spec.ports // 2
     hosts_per_edge = half * spec.oversubscription
-    topology = Topology(spec.ports * half * hosts_per_edge)
+    topology = NetworkTopology(spec.ports * half * hosts_per_edge)
     edges = [[topology.add_switch(f"edge{pod}_{i}") for i in range(half)] for pod in range(spec.ports)]
     aggregations = [
         [topology.add_switch(f"aggregation{pod}_{i}", half) for i in range(half)] for pod in range(spec.ports)
@@ -342,9 +342,9 @@ def _fat_tree(spec: FatTree) -> Topology:
     return topology
 
 
-def _dragonfly(spec: Dragonfly) -> Topology:
+def _dragonfly(spec: Dragonfly) -> NetworkTopology:
     groups, routers = spec.groups, spec.routers_per_group
-    topology = Topology(groups * routers * spec.hosts_per_router)
+    topology = NetworkTopology(groups * routers * spec.hosts_per_router)
     nodes = [[topology.add_switch(f"router{group}_{i}") for i in range(routers)] for group in range(groups)]
     for host in range(topology.hosts):
         router = host // spec.hosts_per_router
@@ -364,9 +364,9 @@ def _dragonfly(spec: Dragonfly) -> Topology:
     return topology
 
 
-def _rail_optimised(spec: RailOptimised) -> Topology:
+def _rail_optimised(spec: RailOptimised) -> NetworkTopology:
     rails = spec.gpus_per_server
-    topology = Topology(spec.servers * rails)
+    topology = NetworkTopology(spec.servers * rails)
     servers = [topology.add_switch(f"server{i}") for i in range(spec.servers)]
     pods = spec.servers // spec.servers_per_pod
     leaves = [[topology.add_switch(f"leaf{pod}_{rail}") for rail in range(rails)] for pod in range(pods)]

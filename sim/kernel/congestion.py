@@ -3,13 +3,13 @@
 
 from dlcp.sim.arithmetic import cube_root as _cube_root
 from dlcp.sim.kernel.jit import call
-from dlcp.sim.kernel.state import Number, Rows
+from dlcp.sim.kernel.state import Number, Row
 from dlcp.sim.plan import (
-    BACKOFF_MAX,
     CUBIC_KEEP,
     CUBIC_SCALE,
     DLCP_BACKOFF_MAX,
     DLCP_LOSS_KEEP,
+    TIMEOUT_BACKOFF_MAX,
     TransportKind,
 )
 
@@ -17,7 +17,7 @@ cube_root = call(_cube_root)
 
 
 @call
-def timeout_ps(s: Rows, t: Rows) -> Number:
+def timeout_ps(s: Row, t: Row) -> Number:
     """Return the timeout (RFC 6298), doubled for each one in a row; pFabric's stays as it is."""
     if t.kind == TransportKind.PFABRIC:
         return t.timeout_ps
@@ -28,7 +28,7 @@ def timeout_ps(s: Rows, t: Rows) -> Number:
 
 
 @call
-def measure_rtt(s: Rows, t: Rows, rtt: int) -> None:
+def measure_rtt(s: Row, t: Row, rtt: int) -> None:
     """Take in a round-trip time in picoseconds (RFC 6298, gains of 1/8 and 1/4)."""
     if s.rtt == 0:
         s.rtt = rtt
@@ -45,7 +45,7 @@ def measure_rtt(s: Rows, t: Rows, rtt: int) -> None:
 
 
 @call
-def on_ack(s: Rows, t: Rows, marked: int, rtt: int, number: int, now: int, limited: int) -> None:
+def on_ack(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited: int) -> None:
     """Take in that packet ``number`` was acknowledged; ``limited`` says whether the window held packets back."""
     kind = t.kind
     if kind == TransportKind.NDP:
@@ -88,7 +88,7 @@ def on_ack(s: Rows, t: Rows, marked: int, rtt: int, number: int, now: int, limit
 
 
 @call
-def grow_cubic(s: Rows, t: Rows, now: int) -> None:
+def grow_cubic(s: Row, t: Row, now: int) -> None:
     """Grow in congestion avoidance as RFC 9438 has it; ``alpha`` is its K in seconds."""
     if s.epoch < 0:
         s.epoch = now
@@ -104,7 +104,7 @@ def grow_cubic(s: Rows, t: Rows, now: int) -> None:
 
 
 @call
-def on_loss(s: Rows, t: Rows, number: int, now: int) -> None:
+def on_loss(s: Row, t: Row, number: int, now: int) -> None:
     """Take in that packet ``number`` was lost: once for all that were in flight together."""
     kind = t.kind
     if number < s.recover or kind == TransportKind.NDP:
@@ -130,11 +130,11 @@ def on_loss(s: Rows, t: Rows, number: int, now: int) -> None:
 
 
 @call
-def on_timeout(s: Rows, t: Rows) -> None:
-    """Take in that nothing was heard for a whole timeout."""
+def on_timeout(s: Row, t: Row) -> None:
+    """Take in that nothing arrived for a whole timeout."""
     kind = t.kind
     s.recover = s.number
-    if s.backoff < (DLCP_BACKOFF_MAX if kind == TransportKind.DLCP else BACKOFF_MAX):
+    if s.backoff < (DLCP_BACKOFF_MAX if kind == TransportKind.DLCP else TIMEOUT_BACKOFF_MAX):
         s.backoff += 1
     if kind == TransportKind.NDP:
         return

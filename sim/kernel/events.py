@@ -17,7 +17,7 @@ from dlcp.sim.kernel.state import (
     SEQUENCE_SHIFT,
     EventKind,
     Number,
-    Rows,
+    Row,
     buckets_of,
     events_of,
     far_keys_of,
@@ -37,12 +37,12 @@ from dlcp.sim.plan import PacketKind
 TIME_BUCKETS: Final = 1 << 14
 LARGE_LINKS: Final = 512
 """Networks of more links than this do not fit the caches. Chosen by us."""
-WORD_BITS: Final = 32
+BUCKETS_PER_WORD: Final = 32
 """Buckets per word of ``occupied``."""
 
 
 @call
-def push(w: Rows, time: int, kind: int, number: int) -> None:
+def push(w: Row, time: int, kind: int, number: int) -> None:
     """Insert an event: ``kind`` happens to ``number`` at ``time``."""
     key = (w.sequence << SEQUENCE_SHIFT) | (kind << ID_BITS) | number
     w.sequence += 1
@@ -62,7 +62,7 @@ def push(w: Rows, time: int, kind: int, number: int) -> None:
         slot = bucket & (TIME_BUCKETS - 1)
         e.next = buckets[slot]
         buckets[slot] = event
-        occupied_of(w)[slot // WORD_BITS] |= 1 << (slot % WORD_BITS)
+        occupied_of(w)[slot // BUCKETS_PER_WORD] |= 1 << (slot % BUCKETS_PER_WORD)
         w.bucketed += 1
     else:
         heap_push(far_times_of(w), far_keys_of(w), w.far_length, time, key)
@@ -70,7 +70,7 @@ def push(w: Rows, time: int, kind: int, number: int) -> None:
 
 
 @call
-def pop(w: Rows) -> None:
+def pop(w: Row) -> None:
     """Remove the first event, which is at 0 of the small heap."""
     w.events_waiting -= 1
     w.heap_length -= 1
@@ -78,7 +78,7 @@ def pop(w: Rows) -> None:
 
 
 @call
-def advance(w: Rows) -> Number:
+def advance(w: Row) -> Number:
     """Fill the small heap, which is empty, with the events of the next bucket that has any; return how many."""
     far_times = far_times_of(w)
     far_keys = far_keys_of(w)
@@ -108,7 +108,7 @@ def advance(w: Rows) -> Number:
             w.free_event = event
             event = following
         buckets[slot] = -1
-        occupied_of(w)[slot // WORD_BITS] &= ~(1 << (slot % WORD_BITS))
+        occupied_of(w)[slot // BUCKETS_PER_WORD] &= ~(1 << (slot % BUCKETS_PER_WORD))
         w.bucketed -= length
     while w.far_length > 0 and far_times[0] >> w.bucket_shift <= bucket:
         heap_push(times, keys, length, far_times[0], far_keys[0])
@@ -123,7 +123,7 @@ def advance(w: Rows) -> Number:
 
 
 @call
-def prefetch(w: Rows) -> None:
+def prefetch(w: Row) -> None:
     """Read a little of what the events in the small heap will need, so that memory answers for all of them at once.
 
     Otherwise one event after the other would wait for its rows. ``prefetched`` means nothing; it keeps the compiler
@@ -149,17 +149,17 @@ def prefetch(w: Rows) -> None:
 
 
 @call
-def next_bucket(w: Rows) -> Number:
+def next_bucket(w: Row) -> Number:
     """Return the next bucket with events in its list. There is one within a round: ``bucketed`` is above 0."""
     occupied = occupied_of(w)
     bucket = w.bucket_now + 1
     slot = bucket & (TIME_BUCKETS - 1)
-    bits = occupied[slot // WORD_BITS] >> (slot % WORD_BITS)
+    bits = occupied[slot // BUCKETS_PER_WORD] >> (slot % BUCKETS_PER_WORD)
     while bits == 0:
-        step = WORD_BITS - slot % WORD_BITS
+        step = BUCKETS_PER_WORD - slot % BUCKETS_PER_WORD
         bucket += step
         slot = (slot + step) & (TIME_BUCKETS - 1)
-        bits = occupied[slot // WORD_BITS]
+        bits = occupied[slot // BUCKETS_PER_WORD]
     while bits & 255 == 0:
         bits >>= 8
         bucket += 8
@@ -170,7 +170,7 @@ def next_bucket(w: Rows) -> Number:
 
 
 @call
-def heap_push(times: Rows, keys: Rows, length: int, time: int, key: int) -> None:
+def heap_push(times: Row, keys: Row, length: int, time: int, key: int) -> None:
     """Add to a heap with four children per node."""
     at = length
     while at > 0:
@@ -186,7 +186,7 @@ def heap_push(times: Rows, keys: Rows, length: int, time: int, key: int) -> None
 
 
 @call
-def heap_pop(times: Rows, keys: Rows, length: int) -> None:
+def heap_pop(times: Row, keys: Row, length: int) -> None:
     """Remove the first of a heap, of which ``length`` others remain."""
     time = times[length]
     key = keys[length]

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from dlcp.sim.graph import NODE_RECORD
 from dlcp.sim.kernel import state as k
-from dlcp.sim.kernel.events import TIME_BUCKETS, WORD_BITS
+from dlcp.sim.kernel.events import BUCKETS_PER_WORD, TIME_BUCKETS
 from dlcp.sim.kernel.loop import begin_nodes, run
 from dlcp.sim.kernel.switching import BUDGET_SLOTS
 from dlcp.sim.packet_engine import COUNTER_CELLS, STREAM_START, Completion, CompletionKind, Submission
@@ -38,7 +38,7 @@ class KernelEngine:
         self._far_times, self._far_keys = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._events = np.zeros(0, k.EVENT_ROW)
         self._buckets = np.full(TIME_BUCKETS, -1, np.int32)
-        self._occupied = np.zeros(TIME_BUCKETS // WORD_BITS, np.int64)
+        self._occupied = np.zeros(TIME_BUCKETS // BUCKETS_PER_WORD, np.int64)
         self._w["bucket_shift"], self._w["free_event"] = _bucket_shift(plan), -1
         self._grow_events(_POOL)
         self._ports = _make_ports(plan)

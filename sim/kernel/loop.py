@@ -7,7 +7,7 @@ from dlcp.sim.kernel.jit import call, entry
 from dlcp.sim.kernel.messages import close_message, complete_node, free_stream_if_dead, remove_packet
 from dlcp.sim.kernel.receiver import receive_data, receive_probe, send_pull
 from dlcp.sim.kernel.sender import (
-    NOTHING,
+    NOTHING_TO_SEND,
     begin_message,
     make_ready,
     may_send,
@@ -30,7 +30,7 @@ from dlcp.sim.kernel.state import (
     EventKind,
     ExitReason,
     Number,
-    Rows,
+    Row,
     completions_of,
     counts_of,
     draw,
@@ -51,7 +51,7 @@ from dlcp.sim.plan import PORT_QUEUES, Discipline, PacketKind
 
 
 @call
-def interface_of(w: Rows, stream: int, host: int) -> Number:
+def interface_of(w: Row, stream: int, host: int) -> Number:
     """Return the link by which a host at one end of a stream reaches the other end."""
     s = streams_of(w)[stream]
     if host == s.source:
@@ -60,7 +60,7 @@ def interface_of(w: Rows, stream: int, host: int) -> Number:
 
 
 @call
-def next_at_interface(w: Rows, interface: int, now: int) -> Number:
+def next_at_interface(w: Row, interface: int, now: int) -> Number:
     """Return the packet that leaves a host next by an idle interface; -1 if there is none after all.
 
     Control packets go first, then streams in turn, the most urgent queue first. Looking for a stream's next packet may
@@ -85,7 +85,7 @@ def next_at_interface(w: Rows, interface: int, now: int) -> Number:
             p.nonempty &= ~(1 << queue)
         s.ready = 0
         what = next_transmission(w, interface, stream, now)
-        if what != NOTHING:
+        if what != NOTHING_TO_SEND:
             leaving = transmit(w, stream, what, now)
         if may_send(s, transports[s.transport]):
             make_ready(w, interface, stream, next_queue(w, stream))
@@ -98,7 +98,7 @@ def next_at_interface(w: Rows, interface: int, now: int) -> Number:
 
 
 @call
-def send_packet(w: Rows, port: int, packet: int, now: int) -> None:
+def send_packet(w: Row, port: int, packet: int, now: int) -> None:
     """Send a packet over a link that is free; it arrives, or gets lost."""
     counts = counts_of(w)
     p = ports_of(w)[port]
@@ -122,7 +122,7 @@ def send_packet(w: Rows, port: int, packet: int, now: int) -> None:
 
 
 @entry
-def run(world: Rows, limit: int) -> Number:
+def run(world: Row, limit: int) -> Number:
     """Go on to the end of the first instant at which something completes, at most to ``limit``; return why it ended.
 
     `ExitReason.IDLE`: nothing is left to happen. `ExitReason.COMPLETED`: see ``completions``. `ExitReason.GROW`: an
@@ -254,7 +254,7 @@ def run(world: Rows, limit: int) -> Number:
 
 
 @entry
-def begin_nodes(world: Rows, times: Rows, nodes: Rows) -> None:
+def begin_nodes(world: Row, times: Row, nodes: Row) -> None:
     """Let nodes begin at their times. The event queue has room for them."""
     w = world[0]
     for position in range(nodes.shape[0]):

@@ -6,7 +6,7 @@ from dlcp.sim.kernel.jit import call
 from dlcp.sim.kernel.state import (
     EventKind,
     Number,
-    Rows,
+    Row,
     completions_of,
     counts_of,
     followers_of,
@@ -20,7 +20,7 @@ from dlcp.sim.packet_engine import CompletionKind, EngineCounter
 
 
 @call
-def allocate_packet(w: Rows) -> Number:
+def allocate_packet(w: Row) -> Number:
     """Return an unused packet. There is one: the loop makes sure of it before each event."""
     packet = w.free_packet_head
     w.free_packet_head = packets_of(w)[packet].next
@@ -29,7 +29,7 @@ def allocate_packet(w: Rows) -> Number:
 
 
 @call
-def free_packet(w: Rows, packet: int) -> None:
+def free_packet(w: Row, packet: int) -> None:
     """Free a packet's row."""
     packets_of(w)[packet].next = w.free_packet_head
     w.free_packet_head = packet
@@ -37,7 +37,7 @@ def free_packet(w: Rows, packet: int) -> None:
 
 
 @call
-def remove_packet(w: Rows, packet: int) -> None:
+def remove_packet(w: Row, packet: int) -> None:
     """Remove a packet from the network, which may have been the last thing to refer to its message."""
     message = packets_of(w)[packet].message
     free_packet(w, packet)
@@ -48,7 +48,7 @@ def remove_packet(w: Rows, packet: int) -> None:
 
 
 @call
-def free_transmission(w: Rows, transmission: int) -> None:
+def free_transmission(w: Row, transmission: int) -> None:
     """Free a transmission's row. With a serial number of -1 it matches no late acknowledgement."""
     transmissions = transmissions_of(w)
     transmissions[transmission].serial = -1
@@ -58,7 +58,7 @@ def free_transmission(w: Rows, transmission: int) -> None:
 
 
 @call
-def unlink_transmission(w: Rows, s: Rows, queue: int, transmission: int) -> None:
+def unlink_transmission(w: Row, s: Row, queue: int, transmission: int) -> None:
     """Take a transmission out of its stream's packets in flight."""
     transmissions = transmissions_of(w)
     r = transmissions[transmission]
@@ -73,7 +73,7 @@ def unlink_transmission(w: Rows, s: Rows, queue: int, transmission: int) -> None
 
 
 @call
-def complete_node(w: Rows, message: int, now: int) -> None:
+def complete_node(w: Row, message: int, now: int) -> None:
     """Report that a node is done, and let the nodes begin that waited for it."""
     messages = messages_of(w)
     followers = followers_of(w)
@@ -97,7 +97,7 @@ def complete_node(w: Rows, message: int, now: int) -> None:
 
 
 @call
-def report_completion(w: Rows, kind: int, number: int) -> None:
+def report_completion(w: Row, kind: int, number: int) -> None:
     """Note a completion for Python. There is room: the loop makes sure of it before each event."""
     completions = completions_of(w)
     completions[2 * w.completed] = kind
@@ -106,7 +106,7 @@ def report_completion(w: Rows, kind: int, number: int) -> None:
 
 
 @call
-def close_message(w: Rows, message: int) -> None:
+def close_message(w: Row, message: int) -> None:
     """Close a message that is done once nothing refers to it any more."""
     streams = streams_of(w)
     m = messages_of(w)[message]
@@ -127,7 +127,7 @@ def close_message(w: Rows, message: int) -> None:
 
 
 @call
-def free_stream_if_dead(w: Rows, stream: int) -> None:
+def free_stream_if_dead(w: Row, stream: int) -> None:
     """Free the row of a single-use stream, unless an interface's list or a timer still names it."""
     s = streams_of(w)[stream]
     if s.dead != 0 and s.ready == 0 and s.timers == 0:

@@ -10,7 +10,7 @@ from dlcp.sim.kernel.state import (
     CLASS_MASK,
     STATE_RECEIVED,
     EventKind,
-    Rows,
+    Row,
     counts_of,
     messages_of,
     packets_of,
@@ -24,7 +24,7 @@ from dlcp.sim.plan import PacketKind, TransportKind
 
 
 @call
-def receive_data(w: Rows, port: int, packet: int, now: int) -> None:
+def receive_data(w: Row, port: int, packet: int, now: int) -> None:
     """Take in a packet at its target, and send it back by ``port`` as its own acknowledgement."""
     states = states_of(w)
     counts = counts_of(w)
@@ -63,7 +63,7 @@ def receive_data(w: Rows, port: int, packet: int, now: int) -> None:
 
 
 @call
-def receive_probe(w: Rows, port: int, packet: int, now: int) -> None:
+def receive_probe(w: Row, port: int, packet: int, now: int) -> None:
     """Reply to a sender that has sent everything whether the message is complete within its bound."""
     x = packets_of(w)[packet]
     m = messages_of(w)[x.message]
@@ -76,7 +76,7 @@ def receive_probe(w: Rows, port: int, packet: int, now: int) -> None:
 
 
 @call
-def request_packet(w: Rows, port: int, message: int, now: int) -> None:
+def request_packet(w: Row, port: int, message: int, now: int) -> None:
     """Queue a PULL for one more packet, unless all that are missing have been asked for."""
     packets = packets_of(w)
     m = messages_of(w)[message]
@@ -97,7 +97,7 @@ def request_packet(w: Rows, port: int, message: int, now: int) -> None:
 
 
 @call
-def send_pull(w: Rows, port: int, now: int) -> None:
+def send_pull(w: Row, port: int, now: int) -> None:
     """Send the first PULL that waits. The next follows when the packet that it asks for could have arrived."""
     packets = packets_of(w)
     p = ports_of(w)[port]

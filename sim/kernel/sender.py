@@ -3,7 +3,7 @@
 
 A stream's messages with something unsent are in a list by order. Its packets in flight are in lists by queue, in the
 order of sending, because packets of one queue do not overtake each other unless they are sprayed. A packet is lost when
-one of its queue that was sent ``reorder`` transmissions later has been acknowledged, or when nothing was heard for a
+one of its queue that was sent ``reorder`` transmissions later has been acknowledged, or when nothing arrived for a
 whole timeout. It then goes to the retransmission queue, or becomes a hole if its message may do without it.
 
 Of all the times that a stream waits for, only the earliest has an event that counts (``timer_at``). Acknowledgements
@@ -34,7 +34,7 @@ from dlcp.sim.kernel.state import (
     URGENT_QUEUE,
     EventKind,
     Number,
-    Rows,
+    Row,
     counts_of,
     messages_of,
     mix,
@@ -49,22 +49,22 @@ from dlcp.sim.kernel.state import (
 )
 from dlcp.sim.packet_engine import FOREVER_PS, EngineCounter
 from dlcp.sim.plan import (
-    BACKOFF_MAX,
     PORT_QUEUES,
     PROFILE_CELLS,
     PROTECTED_BLOCK_PACKETS,
+    TIMEOUT_BACKOFF_MAX,
     PacketKind,
     TransportKind,
 )
 
-NOTHING, RETRANSMISSION, NEXT_PACKET = range(3)
+NOTHING_TO_SEND, RETRANSMISSION, NEXT_PACKET = range(3)
 """What a stream has to send."""
 CONTROL_RANK: Final = -1
 """Below that of all data, so that pFabric's switches send control packets first."""
 
 
 @call
-def begin_message(w: Rows, message: int, now: int) -> None:
+def begin_message(w: Row, message: int, now: int) -> None:
     """Give the packets of a message their drop classes, and put it into its stream."""
     streams = streams_of(w)
     states = states_of(w)
@@ -94,7 +94,7 @@ def begin_message(w: Rows, message: int, now: int) -> None:
 
 
 @call
-def enqueue_message(w: Rows, stream: int, message: int) -> None:
+def enqueue_message(w: Row, stream: int, message: int) -> None:
     """Put a message into its stream's list, by order, but never in front of one that has begun to be sent."""
     messages = messages_of(w)
     s = streams_of(w)[stream]
@@ -123,7 +123,7 @@ def enqueue_message(w: Rows, stream: int, message: int) -> None:
 
 
 @call
-def may_send(s: Rows, t: Rows) -> Number:
+def may_send(s: Row, t: Row) -> Number:
     """Return whether a stream's window is open and it seems to have something to send."""
     if s.retransmit_head < 0 and s.head < 0:
         return False
@@ -133,20 +133,20 @@ def may_send(s: Rows, t: Rows) -> Number:
 
 
 @call
-def next_transmission(w: Rows, port: int, stream: int, now: int) -> Number:
-    """Return what a stream has to send: `NOTHING`, a `RETRANSMISSION`, or the `NEXT_PACKET` of its first message.
+def next_transmission(w: Row, port: int, stream: int, now: int) -> Number:
+    """Return what a stream has to send: nothing, a retransmission, or the next packet of its first message.
 
     Whatever need not be sent any more is removed on the way. That may make the sender probe a receiver by ``port``,
-    which has no control packet waiting; the probe goes first then, and the result is `NOTHING`.
+    which has no control packet waiting; the probe goes first then, and the result is `NOTHING_TO_SEND`.
     """
     messages = messages_of(w)
     transmissions = transmissions_of(w)
     states = states_of(w)
     s = streams_of(w)[stream]
     if not may_send(s, transports_of(w)[s.transport]):
-        return NOTHING
-    found = NOTHING
-    while s.retransmit_head >= 0 and found == NOTHING:
+        return NOTHING_TO_SEND
+    found = NOTHING_TO_SEND
+    while s.retransmit_head >= 0 and found == NOTHING_TO_SEND:
         transmission = s.retransmit_head
         message = transmissions[transmission].message
         m = messages[message]
@@ -167,8 +167,8 @@ def next_transmission(w: Rows, port: int, stream: int, now: int) -> Number:
             probe_receiver(w, port, message, now)
             close_message(w, message)
             if ports_of(w)[port].control_head >= 0:
-                return NOTHING
-    while s.head >= 0 and found == NOTHING:
+                return NOTHING_TO_SEND
+    while s.head >= 0 and found == NOTHING_TO_SEND:
         message = s.head
         m = messages[message]
         if m.satisfied == 0:
@@ -177,7 +177,7 @@ def next_transmission(w: Rows, port: int, stream: int, now: int) -> Number:
                     m.next_index += 1
             if m.next_index < m.packets:
                 found = NEXT_PACKET
-        if found == NOTHING:
+        if found == NOTHING_TO_SEND:
             s.head = m.next_in_stream
             m.listed = 0
             close_message(w, message)
@@ -191,7 +191,7 @@ def is_missing_hole(state: int) -> Number:
 
 
 @call
-def queue_of(t: Rows, m: Rows, index: int) -> Number:
+def queue_of(t: Row, m: Row, index: int) -> Number:
     """Return the queue of a packet: its message's, or with PIAS by how much of the message was sent before it."""
     queue = int(m.queue)
     if t.kind == TransportKind.PIAS and t.levels > 0:
@@ -204,7 +204,7 @@ def queue_of(t: Rows, m: Rows, index: int) -> Number:
 
 
 @call
-def next_queue(w: Rows, stream: int) -> Number:
+def next_queue(w: Row, stream: int) -> Number:
     """Return the queue of what a stream seems to send next."""
     messages = messages_of(w)
     transports = transports_of(w)
@@ -217,7 +217,7 @@ def next_queue(w: Rows, stream: int) -> Number:
 
 
 @call
-def make_ready(w: Rows, port: int, stream: int, queue: int) -> None:
+def make_ready(w: Row, port: int, stream: int, queue: int) -> None:
     """Put a stream at the end of an interface's list of those that are ready to send."""
     streams = streams_of(w)
     q = queues_of(w)[port * PORT_QUEUES + queue]
@@ -234,7 +234,7 @@ def make_ready(w: Rows, port: int, stream: int, queue: int) -> None:
 
 
 @call
-def move_smallest_first(w: Rows, port: int, queue: int) -> None:
+def move_smallest_first(w: Row, port: int, queue: int) -> None:
     """Put the pFabric stream whose message has the least left in front of the others."""
     streams = streams_of(w)
     messages = messages_of(w)
@@ -264,7 +264,7 @@ def move_smallest_first(w: Rows, port: int, queue: int) -> None:
 
 
 @call
-def transmit(w: Rows, stream: int, what: int, now: int) -> Number:
+def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     """Return the packet that `next_transmission` has found, as it leaves its host."""
     messages = messages_of(w)
     transmissions = transmissions_of(w)
@@ -365,7 +365,7 @@ def transmit(w: Rows, stream: int, what: int, now: int) -> Number:
 
 
 @call
-def send_control(w: Rows, port: int, packet: int) -> None:
+def send_control(w: Row, port: int, packet: int) -> None:
     """Put a packet into the control queue of an interface, which goes before anything else."""
     packets = packets_of(w)
     p = ports_of(w)[port]
@@ -378,7 +378,7 @@ def send_control(w: Rows, port: int, packet: int) -> None:
 
 
 @call
-def make_control(w: Rows, s: Rows, t: Rows, packet: int, kind: int, back: int) -> None:
+def make_control(w: Row, s: Row, t: Row, packet: int, kind: int, back: int) -> None:
     """Turn a packet of a stream into a control packet to the stream's target, or with ``back`` to its source."""
     x = packets_of(w)[packet]
     x.kind = kind
@@ -397,7 +397,7 @@ def make_control(w: Rows, s: Rows, t: Rows, packet: int, kind: int, back: int) -
 
 
 @call
-def new_control(w: Rows, message: int, kind: int, back: int) -> Number:
+def new_control(w: Row, message: int, kind: int, back: int) -> Number:
     """Return a new control packet of a message's stream."""
     m = messages_of(w)[message]
     packet = allocate_packet(w)
@@ -411,7 +411,7 @@ def new_control(w: Rows, message: int, kind: int, back: int) -> Number:
 
 
 @call
-def probe_receiver(w: Rows, port: int, message: int, now: int) -> None:
+def probe_receiver(w: Row, port: int, message: int, now: int) -> None:
     """Ask a receiver what it still needs, once everything is sent and answered and only holes are left."""
     m = messages_of(w)[message]
     if m.holes == 0 or m.satisfied != 0 or m.probing != 0:
@@ -431,7 +431,7 @@ def probe_receiver(w: Rows, port: int, message: int, now: int) -> None:
 
 
 @call
-def probe_timer(w: Rows, port: int, message: int, now: int) -> None:
+def probe_timer(w: Row, port: int, message: int, now: int) -> None:
     """Probe again, unless the message is through."""
     m = messages_of(w)[message]
     if m.satisfied != 0 or m.acked == m.packets:
@@ -440,7 +440,7 @@ def probe_timer(w: Rows, port: int, message: int, now: int) -> None:
         close_message(w, message)
         return
     if now >= m.probe_at:
-        if m.probing != 0 and m.probe_backoff < BACKOFF_MAX:
+        if m.probing != 0 and m.probe_backoff < TIMEOUT_BACKOFF_MAX:
             m.probe_backoff += 1
         m.probing = 0
         s = streams_of(w)[m.stream]
@@ -450,7 +450,7 @@ def probe_timer(w: Rows, port: int, message: int, now: int) -> None:
 
 
 @call
-def receive_probe_reply(w: Rows, packet: int) -> None:
+def receive_probe_reply(w: Row, packet: int) -> None:
     """Stop if the receiver needs no more, else send the holes again. A pFabric flow leaves probe mode."""
     x = packets_of(w)[packet]
     m = messages_of(w)[x.message]
@@ -474,7 +474,7 @@ def receive_probe_reply(w: Rows, packet: int) -> None:
 
 
 @call
-def receive_ack(w: Rows, port: int, packet: int, now: int) -> None:
+def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
     """Take in at the sender, whose interface is ``port``, that a packet arrived; others may be lost by that."""
     transmissions = transmissions_of(w)
     states = states_of(w)
@@ -544,7 +544,7 @@ def receive_ack(w: Rows, port: int, packet: int, now: int) -> None:
 
 
 @call
-def receive_nack(w: Rows, port: int, packet: int, now: int) -> None:
+def receive_nack(w: Row, port: int, packet: int, now: int) -> None:
     """Take in at the sender, whose interface is ``port``, that a packet arrived without its payload."""
     x = packets_of(w)[packet]
     m = messages_of(w)[x.message]
@@ -558,7 +558,7 @@ def receive_nack(w: Rows, port: int, packet: int, now: int) -> None:
 
 
 @call
-def declare_lost(w: Rows, transmission: int) -> None:
+def declare_lost(w: Row, transmission: int) -> None:
     """Declare a packet in flight lost: it is retransmitted, or becomes a hole if the message may do without it."""
     states = states_of(w)
     r = transmissions_of(w)[transmission]
@@ -580,14 +580,14 @@ def declare_lost(w: Rows, transmission: int) -> None:
 
 
 @call
-def retransmit_in_flight(w: Rows, s: Rows, transmission: int) -> None:
+def retransmit_in_flight(w: Row, s: Row, transmission: int) -> None:
     """Retransmit a packet in flight that its caller has stopped counting as such."""
     unlink_transmission(w, s, transmissions_of(w)[transmission].queue, transmission)
     queue_retransmission(w, s, transmission)
 
 
 @call
-def queue_retransmission(w: Rows, s: Rows, transmission: int) -> None:
+def queue_retransmission(w: Row, s: Row, transmission: int) -> None:
     """Put a packet that was in flight into its stream's retransmission queue."""
     transmissions = transmissions_of(w)
     states = states_of(w)
@@ -611,14 +611,14 @@ def queue_retransmission(w: Rows, s: Rows, transmission: int) -> None:
 
 
 @call
-def restart_timers(s: Rows, t: Rows, now: int) -> None:
-    """Restart the timeout and the tail probe of a stream: something was heard."""
+def restart_timers(s: Row, t: Row, now: int) -> None:
+    """Restart the timeout and the tail probe of a stream: something arrived."""
     s.deadline = now + timeout_ps(s, t)
     restart_tail_timer(s, t, now)
 
 
 @call
-def restart_tail_timer(s: Rows, t: Rows, now: int) -> None:
+def restart_tail_timer(s: Row, t: Row, now: int) -> None:
     """Restart the tail probe of a stream, where there is to be one (RFC 8985, section 7.2)."""
     s.tail_due = FOREVER_PS
     if t.tail_probe != 0 and s.rtt > 0 and s.repairing == 0 and s.tail_probing == 0:
@@ -626,7 +626,7 @@ def restart_tail_timer(s: Rows, t: Rows, now: int) -> None:
 
 
 @call
-def arm_timer(w: Rows, s: Rows, stream: int) -> None:
+def arm_timer(w: Row, s: Row, stream: int) -> None:
     """Make sure of an event at the earliest time that the stream waits for."""
     due = min(s.deadline, s.tail_due)
     if s.timer_at < 0 or due < s.timer_at:
@@ -636,7 +636,7 @@ def arm_timer(w: Rows, s: Rows, stream: int) -> None:
 
 
 @call
-def awaits_reply(s: Rows, t: Rows) -> Number:
+def awaits_reply(s: Row, t: Row) -> Number:
     """Return whether a stream with nothing in flight waits for a PULL, or for a reply to a probe."""
     if s.retransmit_head < 0 and s.head < 0:
         return False
@@ -644,7 +644,7 @@ def awaits_reply(s: Rows, t: Rows) -> Number:
 
 
 @call
-def stream_timer(w: Rows, port: int, stream: int, now: int) -> Number:
+def stream_timer(w: Row, port: int, stream: int, now: int) -> Number:
     """Act on what is due; return whether the stream may have something to send."""
     s = streams_of(w)[stream]
     t = transports_of(w)[s.transport]
@@ -664,7 +664,7 @@ def stream_timer(w: Rows, port: int, stream: int, now: int) -> Number:
 
 
 @call
-def time_out_stream(w: Rows, port: int, stream: int, now: int) -> None:
+def time_out_stream(w: Row, port: int, stream: int, now: int) -> None:
     """Declare everything lost that is in flight."""
     transmissions = transmissions_of(w)
     s = streams_of(w)[stream]
@@ -688,7 +688,7 @@ def time_out_stream(w: Rows, port: int, stream: int, now: int) -> None:
 
 
 @call
-def send_flow_probe(w: Rows, port: int, stream: int) -> None:
+def send_flow_probe(w: Row, port: int, stream: int) -> None:
     """Send a pFabric flow's probe, with the priority that its data has."""
     s = streams_of(w)[stream]
     message = transmissions_of(w)[s.retransmit_head].message if s.retransmit_head >= 0 else s.head
@@ -700,7 +700,7 @@ def send_flow_probe(w: Rows, port: int, stream: int) -> None:
 
 
 @call
-def probe_tail(w: Rows, stream: int, now: int) -> None:
+def probe_tail(w: Row, stream: int, now: int) -> None:
     """Let one more packet go, unless the stream has one ready at its interface anyway."""
     transmissions = transmissions_of(w)
     s = streams_of(w)[stream]

@@ -6,10 +6,10 @@ every function is given one record, ``w`` (the world): the addresses and lengths
 whole network. ``packets_of(w)`` makes an array of such an address, which takes a load or two. Whoever fills the record
 has to keep the arrays alive (`dlcp.sim.kernel.kernel_engine`).
 
-Lists are linked through rows by index, and -1 ends them. Rows fill whole cache lines, and what every packet needs comes
+Lists are linked through rows by index, and -1 ends them. Row fill whole cache lines, and what every packet needs comes
 first in them: with a thousand hosts the kernel waits for memory more than for anything else.
 
-Rows have the same names everywhere: ``x`` a packet, ``r`` a transmission, ``s`` a stream, ``m`` a message, ``t`` the
+Row have the same names everywhere: ``x`` a packet, ``r`` a transmission, ``s`` a stream, ``m`` a message, ``t`` the
 rules of a transport, ``p`` a port, ``q`` a queue. ``packet``, ``stream``, ``message`` and so on are their indices.
 """
 
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from dlcp.wire import Queue
 
 i8, i4, i2, i1, f8 = np.int64, np.int32, np.int16, np.int8, np.float64
-Rows = Any
+Row = Any
 """A structured array, a row of one, or what Numba makes of it."""
 Number = Any
 """An integer, as Numba or NumPy have it."""
@@ -74,7 +74,7 @@ URGENT_QUEUE: Final = int(Queue.CONTROL)
 """The most urgent queue, a plain integer: Numba cannot unify a member of an Enum with the number of another queue."""
 
 SPARE_ROWS: Final = 16
-"""Rows of each array that one event may need, besides those for a stream's packets in flight and a node's followers."""
+"""Row of each array that one event may need, besides those for a stream's packets in flight and a node's followers."""
 
 SWITCH_ROW: Final = np.dtype(
     [("random", i8), ("salt", i8), ("used", i8), ("turn", i4), ("divisor", i4)],
@@ -391,7 +391,7 @@ def _accessor(name: str) -> Any:
     """Return the compiled function that makes an array of the address in the record."""
     at, length, row = f"{name}_at", f"{name}_len", ARRAYS[name]
 
-    def array_of(w: Rows) -> Rows:
+    def array_of(w: Row) -> Row:
         return _carray(_pointer(w[at]), w[length], row)
 
     return call(array_of)
@@ -430,7 +430,7 @@ _BELOW_31: Final = (1 << 31) - 1
 
 
 @call
-def draw(row: Rows) -> Number:
+def draw(row: Row) -> Number:
     """Return 31 random bits, and advance the generator in ``row.random``: `dlcp.sim.arithmetic.draw`.
 
     Numba's integers of 64 bits are signed, so what ``>>`` copies of the sign has to be masked away.

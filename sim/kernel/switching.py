@@ -10,7 +10,7 @@ from dlcp.sim.kernel.state import (
     URGENT_QUEUE,
     EventKind,
     Number,
-    Rows,
+    Row,
     choices_of,
     counts_of,
     draw,
@@ -37,7 +37,7 @@ _SLOT_IDLE_US: Final = 1_000_000
 
 
 @call
-def choose_port(w: Rows, node: int, target: int, path_hash: int, sprayed: int) -> Number:
+def choose_port(w: Row, node: int, target: int, path_hash: int, sprayed: int) -> Number:
     """Return the link to take from ``node`` to host ``target``; -1 if there is none."""
     ports = ports_of(w)
     route_table = route_table_of(w)
@@ -78,7 +78,7 @@ def choose_port(w: Rows, node: int, target: int, path_hash: int, sprayed: int) -
 
 
 @call
-def spend_drop_budget(w: Rows, switch: int, owner: int, budget: int, now: int) -> Number:
+def spend_drop_budget(w: Row, switch: int, owner: int, budget: int, now: int) -> Number:
     """Return whether a message has a drop left at a switch, and take it: SelectiveDrop of p4/v1model/drop.p4.
 
     This repeats the P4 program for speed alone. The generated Numba source of the whole program takes as long for a
@@ -109,7 +109,7 @@ def spend_drop_budget(w: Rows, switch: int, owner: int, budget: int, now: int) -
 
 
 @call
-def least_urgent(w: Rows, port: int, arriving: int) -> Number:
+def least_urgent(w: Row, port: int, arriving: int) -> Number:
     """Return the packet with the most left behind it: ``arriving``, or one that waits, which is taken out."""
     packets = packets_of(w)
     q = queues_of(w)[port * PORT_QUEUES]
@@ -129,7 +129,7 @@ def least_urgent(w: Rows, port: int, arriving: int) -> Number:
 
 
 @call
-def remove_from_queue(w: Rows, port: int, packet: int, before: int) -> None:
+def remove_from_queue(w: Row, port: int, packet: int, before: int) -> None:
     """Take a packet out of queue 0; ``before`` is the one in front of it, or -1."""
     packets = packets_of(w)
     p = ports_of(w)[port]
@@ -149,7 +149,7 @@ def remove_from_queue(w: Rows, port: int, packet: int, before: int) -> None:
 
 
 @call
-def dequeue_smallest(w: Rows, port: int) -> Number:
+def dequeue_smallest(w: Row, port: int) -> Number:
     """Take the first packet of the message that has the least left. Control packets go first."""
     packets = packets_of(w)
     q = queues_of(w)[port * PORT_QUEUES]
@@ -174,7 +174,7 @@ def dequeue_smallest(w: Rows, port: int) -> Number:
 
 
 @call
-def waiting_queue(w: Rows, first: int, packet: int, discipline: int) -> Number:
+def waiting_queue(w: Row, first: int, packet: int, discipline: int) -> Number:
     """Return the queue in which a packet waits at the port whose queues begin at ``first``; NDP may trim it."""
     x = packets_of(w)[packet]
     if discipline == Discipline.PRIORITY or discipline == Discipline.DLCP:
@@ -191,7 +191,7 @@ def waiting_queue(w: Rows, first: int, packet: int, discipline: int) -> Number:
 
 
 @call
-def is_full(w: Rows, p: Rows, q: Rows, size: int) -> Number:
+def is_full(w: Row, p: Row, q: Row, size: int) -> Number:
     """Return whether a queue of a port has no room for ``size`` bytes."""
     rules = rules_of(w)[0]
     if rules.discipline == Discipline.PFABRIC:
@@ -206,7 +206,7 @@ def is_full(w: Rows, p: Rows, q: Rows, size: int) -> Number:
 
 
 @call
-def enqueue(w: Rows, port: int, packet: int, now: int) -> Number:
+def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
     """Let a packet wait at a switch's port. Return `WAITS`, `SEND_NOW`, or the packet that was dropped instead."""
     packets = packets_of(w)
     switches = switches_of(w)
@@ -273,7 +273,7 @@ def enqueue(w: Rows, port: int, packet: int, now: int) -> Number:
 
 
 @call
-def dequeue(w: Rows, port: int) -> Number:
+def dequeue(w: Row, port: int) -> Number:
     """Take the next packet of a switch's port, which has one."""
     packets = packets_of(w)
     switches = switches_of(w)

@@ -26,7 +26,7 @@ class ModelLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelArchitecture:
     """A model as its authors describe it; layers from the input to the output.
 
     Parameters
@@ -94,7 +94,7 @@ class _Stack:
         self.width = (self.width + 2 * pad_wide - wide) // stride + 1
 
 
-def resnet50() -> Model:
+def resnet50() -> ModelArchitecture:
     """Return ResNet-50 with the stride in the 3x3 convolutions (v1.5, as torchvision has it)."""
     stack = _Stack(3, 224, 224).conv(64, 7, stride=2).pool(3, 2, same=True)
     for stage, blocks in enumerate((3, 4, 6, 3)):
@@ -105,10 +105,10 @@ def resnet50() -> Model:
                 stack.branch().conv(4 * width, 1, stride=stride)
             stack.conv(width, 1).conv(width, 3, stride=stride).conv(4 * width, 1)
     stack.dense(2048, 1000)
-    return Model("resnet50", tuple(stack.layers), "image", "He et al., CVPR 2016, arXiv 1512.03385; v1.5")
+    return ModelArchitecture("resnet50", tuple(stack.layers), "image", "He et al., CVPR 2016, arXiv 1512.03385; v1.5")
 
 
-def vgg16() -> Model:
+def vgg16() -> ModelArchitecture:
     """Return VGG-16 (configuration D, without batch norm)."""
     stack = _Stack(3, 224, 224)
     for width, convolutions in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -116,10 +116,12 @@ def vgg16() -> Model:
             stack.conv(width, 3, bias=True)
         stack.pool(2, 2)
     stack.dense(512 * 7 * 7, 4096).dense(4096, 4096).dense(4096, 1000)
-    return Model("vgg16", tuple(stack.layers), "image", "Simonyan and Zisserman, ICLR 2015, arXiv 1409.1556")
+    return ModelArchitecture(
+        "vgg16", tuple(stack.layers), "image", "Simonyan and Zisserman, ICLR 2015, arXiv 1409.1556"
+    )
 
 
-def inception_v3() -> Model:
+def inception_v3() -> ModelArchitecture:
     """Return Inception-v3 without its auxiliary classifier."""
     stack = _Stack(3, 299, 299).conv(32, 3, stride=2, same=False).conv(32, 3, same=False).conv(64, 3)
     stack.pool(3, 2).conv(80, 1).conv(192, 3, same=False).pool(3, 2)
@@ -153,7 +155,8 @@ def inception_v3() -> Model:
             split.branch().conv(384, (3, 1))
         _branches(stack, [(192, 1)], out=2048)
     stack.dense(2048, 1000)
-    return Model("inception_v3", tuple(stack.layers), "image", "Szegedy et al., CVPR 2016, arXiv 1512.00567")
+    source = "Szegedy et al., CVPR 2016, arXiv 1512.00567"
+    return ModelArchitecture("inception_v3", tuple(stack.layers), "image", source)
 
 
 _Branch = list[tuple[int, int | tuple[int, int]]]
@@ -189,7 +192,7 @@ def _feed_forward(name: str, width: int, inner: int) -> ModelLayer:
     return ModelLayer(name, 2 * width * inner + inner + width + 2 * width, 2 * width * inner)
 
 
-def transformer() -> Model:
+def transformer() -> ModelArchitecture:
     """Return the big Transformer with a shared vocabulary of 33,708, post-norm; a sample is a token."""
     width, inner, length = 1024, 4096, 32  # about the mean length of a WMT sentence
     layers = [ModelLayer("embedding", 33_708 * width, 0)]
@@ -202,10 +205,10 @@ def transformer() -> Model:
             _feed_forward(f"decoder{block}.ff", width, inner),
         ]
     layers.append(ModelLayer("output", 0, 33_708 * width))  # shares the embedding's weights
-    return Model("transformer", tuple(layers), "token", "Vaswani et al., NIPS 2017, arXiv 1706.03762: big")
+    return ModelArchitecture("transformer", tuple(layers), "token", "Vaswani et al., NIPS 2017, arXiv 1706.03762: big")
 
 
-def bert_large() -> Model:
+def bert_large() -> ModelArchitecture:
     """Return BERT-large, encoder and pooler; a sample is a sequence of 512 tokens."""
     width, inner, length = 1024, 4096, 512
     layers = [ModelLayer("embedding", (30_522 + 512 + 2) * width + 2 * width, 0)]
@@ -215,10 +218,10 @@ def bert_large() -> Model:
             _per_sequence(_feed_forward(f"layer{block}.ff", width, inner), length),
         ]
     layers.append(ModelLayer("pooler", width * width + width, width * width))
-    return Model("bert_large", tuple(layers), "sequence", "Devlin et al., NAACL 2019, arXiv 1810.04805")
+    return ModelArchitecture("bert_large", tuple(layers), "sequence", "Devlin et al., NAACL 2019, arXiv 1810.04805")
 
 
-def gpt_2_7b() -> Model:
+def gpt_2_7b() -> ModelArchitecture:
     """Return the GPT-3 of 2.7 billion parameters; a sample is a sequence of 2,048 tokens."""
     width, length, vocabulary = 2560, 2048, 50_257
     layers = [ModelLayer("embedding", (vocabulary + length) * width, 0)]
@@ -231,14 +234,15 @@ def gpt_2_7b() -> Model:
         ModelLayer("norm", 2 * width, 0),
         ModelLayer("output", 0, vocabulary * width * length),  # shares the embedding's weights
     ]
-    return Model("gpt_2_7b", tuple(layers), "sequence", "Brown et al., NeurIPS 2020, arXiv 2005.14165, table 2.1")
+    source = "Brown et al., NeurIPS 2020, arXiv 2005.14165, table 2.1"
+    return ModelArchitecture("gpt_2_7b", tuple(layers), "sequence", source)
 
 
 def _per_sequence(layer: ModelLayer, length: int) -> ModelLayer:
     return ModelLayer(layer.name, layer.parameters, layer.macs * length)
 
 
-MODELS: Final[dict[str, Callable[[], Model]]] = {
+MODELS: Final[dict[str, Callable[[], ModelArchitecture]]] = {
     "resnet50": resnet50,
     "vgg16": vgg16,
     "inception_v3": inception_v3,
@@ -248,7 +252,7 @@ MODELS: Final[dict[str, Callable[[], Model]]] = {
 }
 
 
-def architecture(name: str) -> Model:
+def architecture(name: str) -> ModelArchitecture:
     """Return a model by name.
 
     Raises

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 import yaml
-from dlcp.sim.models.architectures import Model, architecture
+from dlcp.sim.models.architectures import ModelArchitecture, architecture
 
 from dlcp.document import Document
 
@@ -54,7 +54,7 @@ class StepProfile:
         return sum(layer.forward_s + layer.backward_s for layer in self.layers)
 
 
-def timed(described: Model, batch: int, samples_per_s: float, source: str) -> StepProfile:
+def timed(described: ModelArchitecture, batch: int, samples_per_s: float, source: str) -> StepProfile:
     """Return a step that takes ``batch / samples_per_s``.
 
     A third of it is forward, and each layer's share of a pass is its share of the multiplications. So memory-bound

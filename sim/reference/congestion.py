@@ -5,20 +5,20 @@ from collections.abc import Callable
 
 from dlcp.sim.arithmetic import cube_root
 from dlcp.sim.plan import (
-    BACKOFF_MAX,
     CUBIC_KEEP,
     CUBIC_SCALE,
     DLCP_BACKOFF_MAX,
     DLCP_LOSS_KEEP,
+    TIMEOUT_BACKOFF_MAX,
     TransportKind,
     TransportRules,
 )
 
 
-class Window:
+class StreamWindow:
     """A window that never changes, and the round-trip times of a stream."""
 
-    backoff_max = BACKOFF_MAX
+    backoff_max = TIMEOUT_BACKOFF_MAX
 
     def __init__(self, transport: TransportRules) -> None:
         self.transport = transport
@@ -59,12 +59,12 @@ class Window:
             self.probe_mode, self.backoff = False, 0
 
     def on_timeout(self, sent: int) -> None:
-        """Nothing was heard for a whole timeout."""
+        """Take in that nothing arrived for a whole timeout."""
         self.recover = sent
         self.backoff = min(self.backoff_max, self.backoff + 1)
 
 
-class NewRenoWindow(Window):
+class NewRenoStreamWindow(StreamWindow):
     """NewReno."""
 
     keep = 0.5
@@ -108,7 +108,7 @@ class NewRenoWindow(Window):
         self.packets = 1.0
 
 
-class CubicWindow(NewRenoWindow):
+class CubicStreamWindow(NewRenoStreamWindow):
     """CUBIC."""
 
     keep = CUBIC_KEEP
@@ -146,7 +146,7 @@ class CubicWindow(NewRenoWindow):
         self.epoch_ps = None
 
 
-class DctcpWindow(NewRenoWindow):
+class DctcpStreamWindow(NewRenoStreamWindow):
     """DCTCP."""
 
     def __init__(self, transport: TransportRules) -> None:
@@ -172,7 +172,7 @@ class DctcpWindow(NewRenoWindow):
             self.reduced = sent
 
 
-class DlcpWindow(DctcpWindow):
+class DlcpStreamWindow(DctcpStreamWindow):
     """DLCP: a lost packet is a signal of congestion, not a fault, and a silence may be a wait in a lower queue."""
 
     backoff_max = DLCP_BACKOFF_MAX
@@ -184,12 +184,12 @@ class DlcpWindow(DctcpWindow):
 
     def on_timeout(self, sent: int) -> None:
         """Halve."""
-        Window.on_timeout(self, sent)
+        StreamWindow.on_timeout(self, sent)
         self.packets = max(1.0, self.packets / 2.0)
         self.threshold = self.packets
 
 
-class PFabricWindow(NewRenoWindow):
+class PFabricStreamWindow(NewRenoStreamWindow):
     """pFabric: as TCP, with a timeout that stays as it is, and probes instead of data after several of them."""
 
     def timeout_ps(self) -> int:
@@ -202,7 +202,7 @@ class PFabricWindow(NewRenoWindow):
         self.probe_mode = self.probe_mode or self.backoff >= self.transport.probe_mode_after
 
 
-class SwiftWindow(Window):
+class SwiftStreamWindow(StreamWindow):
     """Swift."""
 
     def __init__(self, transport: TransportRules) -> None:
@@ -236,13 +236,13 @@ class SwiftWindow(Window):
         self.packets = max(1.0, self.packets * (1.0 - self.transport.decrease_max))
 
 
-WINDOWS: dict[TransportKind, Callable[[TransportRules], Window]] = {
-    TransportKind.NEW_RENO: NewRenoWindow,
-    TransportKind.CUBIC: CubicWindow,
-    TransportKind.DCTCP: DctcpWindow,
-    TransportKind.SWIFT: SwiftWindow,
-    TransportKind.PIAS: DctcpWindow,
-    TransportKind.PFABRIC: PFabricWindow,
-    TransportKind.NDP: Window,
-    TransportKind.DLCP: DlcpWindow,
+WINDOWS: dict[TransportKind, Callable[[TransportRules], StreamWindow]] = {
+    TransportKind.NEW_RENO: NewRenoStreamWindow,
+    TransportKind.CUBIC: CubicStreamWindow,
+    TransportKind.DCTCP: DctcpStreamWindow,
+    TransportKind.SWIFT: SwiftStreamWindow,
+    TransportKind.PIAS: DctcpStreamWindow,
+    TransportKind.PFABRIC: PFabricStreamWindow,
+    TransportKind.NDP: StreamWindow,
+    TransportKind.DLCP: DlcpStreamWindow,
 }

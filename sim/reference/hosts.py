@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dlcp.sim.arithmetic import RATE_SHIFT
 from dlcp.sim.packet_engine import EngineCounter
-from dlcp.sim.plan import BACKOFF_MAX, PORT_QUEUES, Discipline, PacketKind, TransportKind
+from dlcp.sim.plan import PORT_QUEUES, TIMEOUT_BACKOFF_MAX, Discipline, PacketKind, TransportKind
 from dlcp.sim.reference.parts import (
     Message,
     MessageStream,
@@ -376,7 +376,7 @@ class Hosts:
             self.engine.close_message(message)
         else:
             if self.now_ps >= message.probe_at_ps:
-                if message.probing and message.probe_backoff < BACKOFF_MAX:
+                if message.probing and message.probe_backoff < TIMEOUT_BACKOFF_MAX:
                     message.probe_backoff += 1
                 message.probing = False
                 message.probe_at_ps = self.now_ps + message.flow.window.timeout_ps()

@@ -10,7 +10,7 @@ from dlcp.sim.arithmetic import ENTROPY_TABLE
 from dlcp.sim.plan import PORT_QUEUES, PacketKind, TransportRules
 
 if TYPE_CHECKING:
-    from dlcp.sim.reference.congestion import Window
+    from dlcp.sim.reference.congestion import StreamWindow
 
 
 class PacketState(Enum):
@@ -146,7 +146,7 @@ class MessageStream:
     transport: TransportRules
     path_hash: int
     reverse_path_hash: int
-    window: "Window"
+    window: "StreamWindow"
     messages: deque[Message] = field(default_factory=deque)
     retransmissions: deque[Transmission] = field(default_factory=deque)
     in_flight_by_queue: list[dict[Transmission, None]] = field(default_factory=lambda: [{} for _ in range(PORT_QUEUES)])

@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-from dlcp.sim.arithmetic import PS_PER_US
+from dlcp.sim.arithmetic import HOST_ADDRESS, PS_PER_US
 from dlcp.sim.packet_engine import ORDINARY_PORT, source_port
 from dlcp.sim.plan import PORT_QUEUES, EnginePlan, PacketKind, PathChoice, TransportKind
 from dlcp.sim.reference.parts import SimulatedPacket
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _PORTS_MAX = 63
 _MEMBERS_MAX = 1024
 """ROUTE_MEMBERS_SIZE of the program."""
-_HOST_ADDRESS = 0x0A000001
 _PORT_ADDRESS = 0x0B000000
 """Destination that has port n, and no other, as its next hop: this + n."""
 _EVENTS = 8
@@ -77,7 +76,7 @@ class P4Pipeline:
         destinations = {_PORT_ADDRESS + port: (link,) for port, link in self._link_of.items()}
         if self._chooses:
             routes, hosts = self._engine.routes, range(self._engine.plan.hosts)
-            destinations = {_HOST_ADDRESS + host: tuple(routes.links(self._switch.node, host)) for host in hosts}
+            destinations = {HOST_ADDRESS + host: tuple(routes.links(self._switch.node, host)) for host in hosts}
         profile = program.profiles["route_selector"]
         groups: dict[tuple[int, ...], int] = {}
         members = 0
@@ -142,11 +141,11 @@ def frame_of(packet: SimulatedPacket, destination: int | None = None) -> bytearr
     source, target = stream.source, stream.target
     if packet.back:
         source, target = target, source
-    destination = _HOST_ADDRESS + target if destination is None else destination
+    destination = HOST_ADDRESS + target if destination is None else destination
     port = int(source_port(np.int64(stream.serial)))
     head = struct.pack(
         ">BBHHHBBHII",
-        *(0x45, packet.ecn, _FRAME_BYTES - 14, 0, 0, 64, 17, 0, _HOST_ADDRESS + source, destination),
+        *(0x45, packet.ecn, _FRAME_BYTES - 14, 0, 0, 64, 17, 0, HOST_ADDRESS + source, destination),
     )
     total = sum(struct.unpack(">10H", head))
     total = (total & 0xFFFF) + (total >> 16)

@@ -9,7 +9,13 @@ from dlcp.sim import FailureSpec, Scenario, Simulation
 from dlcp.sim.graph import OWN_LANE, GraphBuilder
 from dlcp.sim.packet_engine import EngineCounter
 from dlcp.sim.plan import make_plan
-from dlcp.sim.reference.congestion import CubicWindow, DctcpWindow, DlcpWindow, NewRenoWindow, SwiftWindow
+from dlcp.sim.reference.congestion import (
+    CubicStreamWindow,
+    DctcpStreamWindow,
+    DlcpStreamWindow,
+    NewRenoStreamWindow,
+    SwiftStreamWindow,
+)
 from dlcp.sim.simulation import failure
 from dlcp.sim.switches import EcnSpec, SwitchSpec
 from dlcp.sim.topology import LeafSpine, LinkSpec, Star, build_topology
@@ -65,7 +71,7 @@ def test_slow_start_doubles_every_round_trip():
 
 
 def test_new_reno_halves_once_for_all_that_was_lost_together():
-    reno = window(NewRenoTransport(initial_window_packets=40), NewRenoWindow)
+    reno = window(NewRenoTransport(initial_window_packets=40), NewRenoStreamWindow)
     for number in (3, 4, 9):
         reno.on_loss(number, 0, 40)
     assert reno.packets == 20
@@ -74,7 +80,7 @@ def test_new_reno_halves_once_for_all_that_was_lost_together():
 
 
 def test_cubic_is_back_at_its_peak_after_k_seconds():
-    cubic = window(CubicTransport(initial_window_packets=1000), CubicWindow)
+    cubic = window(CubicTransport(initial_window_packets=1000), CubicStreamWindow)
     cubic.on_loss(0, 0, 1000)
     assert cubic.packets == pytest.approx(700)
     cubic.threshold = 0
@@ -89,7 +95,7 @@ def test_cubic_is_back_at_its_peak_after_k_seconds():
 
 
 def test_dctcp_averages_the_marked_share():
-    dctcp = window(DctcpTransport(initial_window_packets=10), DctcpWindow)
+    dctcp = window(DctcpTransport(initial_window_packets=10), DctcpStreamWindow)
     marked = np.random.default_rng(1).random(4000) < 0.2
     for number, mark in enumerate(marked):
         dctcp.on_ack(number, bool(mark), 1, 0, True, number + 10)
@@ -101,7 +107,7 @@ def test_dctcp_averages_the_marked_share():
 
 
 def test_dlcp_takes_loss_as_a_signal_and_a_silence_too():
-    dlcp = window(DlcpTransport(initial_window_packets=40), DlcpWindow)
+    dlcp = window(DlcpTransport(initial_window_packets=40), DlcpStreamWindow)
     dlcp.on_loss(5, 0, 40)
     dlcp.on_loss(6, 0, 40)
     assert dlcp.packets == 30
@@ -113,7 +119,7 @@ def test_dlcp_takes_loss_as_a_signal_and_a_silence_too():
 
 
 def test_swift_shrinks_in_proportion_to_the_delay_above_its_target():
-    swift = window(SwiftTransport(target_us=20.0, initial_window_packets=100), SwiftWindow)
+    swift = window(SwiftTransport(target_us=20.0, initial_window_packets=100), SwiftStreamWindow)
     swift.measure_rtt(10_000_000)
     swift.on_ack(1, False, 25_000_000, 100_000_000, True, 100)
     assert swift.packets == pytest.approx(100 * (1 - 0.8 * 5 / 25))
