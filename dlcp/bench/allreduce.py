@@ -15,14 +15,14 @@ from typing import Any, Final
 
 from dlcp.bench.member import (
     DIVIDED,
+    LOSSLESS,
     LOSSY,
     MEMORY,
     MEMORY_DIVIDED,
-    RELIABLE,
-    Contender,
-    Member,
-    Outcome,
-    Plan,
+    AllReduceContender,
+    AllReducePlan,
+    AllReduceRank,
+    RankOutcome,
     contenders,
 )
 from dlcp.bench.path import BenchPath
@@ -31,7 +31,7 @@ from dlcp.bench.results import BenchResult, Samples, against_best, interleave, s
 from dlcp.transport import shared_memory
 from dlcp.transport.path_mtu import payload_for_mtu
 
-VALUE_BYTES: Final = 4
+_VALUE_BYTES: Final = 4
 
 
 class WrongResultError(RuntimeError):
@@ -39,14 +39,14 @@ class WrongResultError(RuntimeError):
 
 
 @dataclass(slots=True)
-class Measurement:
+class AllReduceTimes:
     """The times of all contenders, in ms, and what DLCP's packets came to over all runs.
 
     ``inexact`` are values that differed from the exact average, on any rank, by contender; ``path_loss`` is the share
     of packets that the path lost on purpose.
     """
 
-    contenders: Sequence[Contender]
+    contenders: Sequence[AllReduceContender]
     path: str
     samples: Samples = field(default_factory=dict)
     inexact: dict[str, int] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Measurement:
             through_sockets = f"{name}.sockets"
         ours_by_name |= {
             through_sockets: LOSSY,
-            f"{through_sockets}.reliable": RELIABLE,
+            f"{through_sockets}.reliable": LOSSLESS,
             f"{through_sockets}.buckets": DIVIDED,
         }
         peers = [c.name for c in self.contenders if c.control and (controls is None or c.control in controls)]
@@ -90,13 +90,13 @@ def measure(
     path: BenchPath,
     *,
     values: int,
-    ways: Sequence[Contender] | None = None,
+    ways: Sequence[AllReduceContender] | None = None,
     mtu_bytes: int = 1500,
     rounds: int = 9,
     warm_up: int = 2,
     seed: int = 1,
     progress: Callable[[str], None] | None = None,
-) -> Measurement:
+) -> AllReduceTimes:
     """Time every contender in turns over a path.
 
     Parameters
@@ -122,7 +122,7 @@ def measure(
     count = len(path.namespaces)
     memory = len(set(path.namespaces)) == 1 and shared_memory.available()
     with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder:
-        plan = Plan(
+        plan = AllReducePlan(
             count,
             values,
             payload_for_mtu(mtu_bytes),
@@ -131,8 +131,8 @@ def measure(
             str(File(folder) / "store"),
             tuple(contenders(path.controls, memory=memory) if ways is None else ways),
         )
-        found = Measurement(plan.contenders, path.words)
-        with Ranks(Member, [plan], path.namespaces) as ranks:
+        found = AllReduceTimes(plan.contenders, path.words)
+        with Ranks(AllReduceRank, [plan], path.namespaces) as ranks:
             ranks.call("join", ranks.call("where"), secrets.randbits(63) | 1)
             runs = {contender.name: partial(_run_once, ranks, plan, contender, found) for contender in plan.contenders}
             before = path.dropped()
@@ -142,20 +142,20 @@ def measure(
     return found
 
 
-def _run_once(ranks: Ranks, plan: Plan, contender: Contender, found: Measurement) -> float:
+def _run_once(ranks: Ranks, plan: AllReducePlan, contender: AllReduceContender, found: AllReduceTimes) -> float:
     """Return the time of the slowest rank in ms, once the result has been checked."""
     ranks.call("prepare", contender)
     slowest_s: float = max(ranks.call("run", contender))
-    outcomes: list[Outcome] = ranks.call("outcome", contender)
+    outcomes: list[RankOutcome] = ranks.call("outcome", contender)
     total = {name: sum(outcome.ledger[name] for outcome in outcomes) for name in outcomes[0].ledger}
     lost = total["lost"] - found.ledgers.get(contender.name, total | {"lost": 0})["lost"]
     found.ledgers[contender.name] = total
-    inexact = check(contender.name, outcomes, lost * plan.payload_bytes // VALUE_BYTES)
+    inexact = check(contender.name, outcomes, lost * plan.payload_bytes // _VALUE_BYTES)
     found.inexact[contender.name] = found.inexact.get(contender.name, 0) + inexact
     return 1e3 * slowest_s
 
 
-def check(name: str, outcomes: Sequence[Outcome], excused: int) -> int:
+def check(name: str, outcomes: Sequence[RankOutcome], excused: int) -> int:
     """Return how many values are not the exact result, on the rank that has most of them.
 
     Parameters

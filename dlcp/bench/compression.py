@@ -22,7 +22,7 @@ TRIED: Final = (
     *("atomo:3", "powersgd:2"),
 )
 SHAPE: Final = (512, 512)
-LAYERS: Final = 4
+_LAYERS: Final = 4
 """Four layers of 512 x 512 values, 4 MB in all."""
 
 
@@ -94,14 +94,14 @@ def _bucket() -> tuple[NDArray[np.float32], list[Segment]]:
     rng = np.random.default_rng(1)
     rows, columns = SHAPE
     parts = []
-    for _ in range(LAYERS):
+    for _ in range(_LAYERS):
         left, right = rng.standard_normal((rows, 64)), rng.standard_normal((64, columns))
         sizes = 1.0 / np.arange(1, 65)
         noise = 0.02 * rng.standard_normal((rows, columns)) * rng.lognormal(0, 1, (rows, columns))
         parts.append(((left * sizes) @ right + noise).astype(np.float32).ravel())
     size = rows * columns
     segments = [
-        Segment(Layer(f"layer{number}", round(255 * number / (LAYERS - 1)), SHAPE), number * size, (number + 1) * size)
-        for number in range(LAYERS)
+        Segment(Layer(f"layer{number}", round(255 * number / (_LAYERS - 1)), SHAPE), number * size, (number + 1) * size)
+        for number in range(_LAYERS)
     ]
     return np.concatenate(parts), segments

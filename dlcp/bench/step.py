@@ -5,21 +5,40 @@ All ways train the same model on the same data in the same processes, some steps
 without any communication shows the head-room.
 """
 
+import os
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path as File
 from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import FileStore  # torch.distributed has it too, untyped
+from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp.bench.path import BenchPath, RoutedPath, loopback
 from dlcp.bench.ranks import Ranks
 from dlcp.bench.results import BenchResult, against_best, interleave, median, result, significant
-from dlcp.bench.training import CROSS_STEP, DEPTH, GLOO, HOOK, NOTHING, WIDTH, Trainee
+from dlcp.ledger import Ledger
+from dlcp.torch.crossstep import cross_step
 from dlcp.transport.path_mtu import payload_for_mtu
 
-BLOCK_STEPS: Final = 5
+_BLOCK_STEPS: Final = 5
 """Steps of one way at a time, so that steps have others of their kind to overlap with. Chosen by us."""
+_WIDTH: Final = 512
+_DEPTH: Final = 8
+_HEADS: Final = 8
+_SYMBOLS: Final = 256
+_SEQUENCE: Final = 64
+"""Symbols a rank sees in a step: few, since four ranks share few cores. Chosen by us."""
+_TIMEOUT: Final = timedelta(seconds=120)
+
+_NOTHING, _GLOO, _HOOK, _CROSS_STEP = "no communication", "gloo", "dlcp", "dlcp, cross-step"
 
 
 class ReplicasDifferError(RuntimeError):
@@ -29,8 +48,8 @@ class ReplicasDifferError(RuntimeError):
 def measure(
     *,
     ranks: int = 4,
-    width: int = WIDTH,
-    depth: int = DEPTH,
+    width: int = _WIDTH,
+    depth: int = _DEPTH,
     mtu_bytes: int = 1500,
     rate_bps: int | None = None,
     shared_memory: bool = True,
@@ -54,7 +73,7 @@ def measure(
     shared_memory
         Let DLCP's packets go through memory over loopback, as they do by default.
     rounds, warm_up, seed, progress
-        See :func:`dlcp.bench.results.interleave`; a round is :data:`BLOCK_STEPS` steps of each way.
+        See :func:`dlcp.bench.results.interleave`; a round is :data:`_BLOCK_STEPS` steps of each way.
 
     Returns
     -------
@@ -82,33 +101,216 @@ def measure(
         )
         arguments = [hosts, path.interface, str(File(folder) / "store"), width, depth, options]
         with Ranks(Trainee, arguments, path.namespaces) as trainees:
-            runs = {name: partial(_block_ms, trainees, name) for name in (NOTHING, GLOO, HOOK, CROSS_STEP)}
+            runs = {name: partial(_block_ms, trainees, name) for name in (_NOTHING, _GLOO, _HOOK, _CROSS_STEP)}
             samples = interleave(runs, rounds=rounds, warm_up=warm_up, seed=seed, progress=progress)
-            for name in (GLOO, HOOK, CROSS_STEP):
+            for name in (_GLOO, _HOOK, _CROSS_STEP):
                 if len(set(trainees.call("digest", name))) > 1:
                     raise ReplicasDifferError(f"{name}: after training, ranks have different parameters")
-            packets = {name: _total(trainees.call("packets", name)) for name in (HOOK, CROSS_STEP)}
+            packets = {name: _total(trainees.call("packets", name)) for name in (_HOOK, _CROSS_STEP)}
             details: dict[str, Any] = {
                 "path": path.words,
                 "neighbours": trainees.call("neighbours")[0],
                 "parameters": trainees.call("parameters")[0],
-                "compute_ms": significant(median(samples[NOTHING])),
-                "communication_share_of_gloo_step": significant(1 - median(samples[NOTHING]) / median(samples[GLOO])),
+                "compute_ms": significant(median(samples[_NOTHING])),
+                "communication_share_of_gloo_step": significant(1 - median(samples[_NOTHING]) / median(samples[_GLOO])),
             }
-    hook, cross = (details | {"packets": packets[name]} for name in (HOOK, CROSS_STEP))
+    hook, cross = (details | {"packets": packets[name]} for name in (_HOOK, _CROSS_STEP))
     where = f"n{ranks}" + (f".{rate_bps / 1e6:g}mbit" if rate_bps else "")
     return [
-        result(f"step.compute.{where}", "ms", samples[NOTHING], details=details),
-        against_best(f"step.ddp.{where}", "ms", samples, HOOK, [GLOO], hook),
-        against_best(f"step.crossstep.{where}", "ms", samples, CROSS_STEP, [GLOO, HOOK], cross),
+        result(f"step.compute.{where}", "ms", samples[_NOTHING], details=details),
+        against_best(f"step.ddp.{where}", "ms", samples, _HOOK, [_GLOO], hook),
+        against_best(f"step.crossstep.{where}", "ms", samples, _CROSS_STEP, [_GLOO, _HOOK], cross),
     ]
 
 
 def _block_ms(trainees: Ranks, name: str) -> float:
     """Return the slowest rank's time for a step, in ms."""
-    slowest_s: float = max(trainees.call("block", name, BLOCK_STEPS))
+    slowest_s: float = max(trainees.call("block", name, _BLOCK_STEPS))
     return 1e3 * slowest_s
 
 
 def _total(ledgers: list[dict[str, int]]) -> dict[str, int]:
     return {key: sum(ledger[key] for ledger in ledgers) for key in ledgers[0]}
+
+
+class LanguageModel(nn.Module):
+    """A small GPT over bytes; 25.5 million parameters at the default sizes.
+
+    Parameters
+    ----------
+    width, depth, heads
+        Of the transformer's layers.
+    """
+
+    def __init__(self, width: int = _WIDTH, depth: int = _DEPTH, heads: int = _HEADS) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(_SYMBOLS, width)
+        self.places = nn.Embedding(_SEQUENCE, width)
+        # Without dropout, so that all ways of training see the same noise: none.
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, _SYMBOLS)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """Return the scores of every next symbol; ``text`` has shape (batch, symbols)."""
+        length = text.shape[1]
+        hidden = self.symbols(text) + self.places(torch.arange(length))
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        for block in self.blocks:
+            hidden = block(hidden, mask, is_causal=True)
+        scores: torch.Tensor = self.head(self.norm(hidden))
+        return scores
+
+
+class TrainingWay:
+    """One way to train: a model of its own, and how its gradients are averaged."""
+
+    optimizer: Any
+    ledger: Ledger | None = None
+
+    def __init__(self, width: int, depth: int) -> None:
+        torch.manual_seed(7)
+        self.plain = LanguageModel(width, depth)
+        self.model: nn.Module = self.plain
+        self.optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.01, momentum=0.9)
+        self.steps = 0
+
+    def step(self, rank: int) -> None:
+        """Do one step on the next batch, which is the same for all ways."""
+        draw = torch.Generator().manual_seed(1_000_003 * rank + self.steps)
+        text = torch.randint(_SYMBOLS, (1, _SEQUENCE + 1), generator=draw)
+        self.optimizer.zero_grad()
+        scores = self.model(text[:, :-1])
+        torch.autograd.backward(nn.functional.cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten()))
+        self.optimizer.step()
+        self.steps += 1
+
+    def settle(self) -> None:
+        """Return when all updates are done, which they are unless they may go on in the next step."""
+
+    def close(self) -> None:
+        """Leave the other ranks; nothing to do where the process group is all there is."""
+
+
+class GlooTraining(TrainingWay):
+    """DDP as it is, over Gloo."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__(width, depth)
+        self.model: DistributedDataParallel = DistributedDataParallel(self.plain, gradient_as_bucket_view=True)
+
+
+class LocalTraining(GlooTraining):
+    """DDP without communication: what steps would take if it cost nothing."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__(width, depth)
+        self.model.register_comm_hook(None, dlcp.torch.noop_hook)
+
+
+class HookTraining(GlooTraining):
+    """DDP with DLCP's hook."""
+
+    def __init__(self, width: int, depth: int, options: dlcp.torch.Options) -> None:
+        super().__init__(width, depth)
+        self.state = dlcp.torch.enable(self.model, options)
+        self.ledger = self.state.ledger
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self.state.close()
+
+
+class CrossStepTraining(TrainingWay):
+    """DLCP's cross-step scheduling, without DDP."""
+
+    def __init__(self, width: int, depth: int, options: dlcp.torch.Options) -> None:
+        super().__init__(width, depth)
+        self.optimizer = cross_step(self.plain, self.optimizer, options)
+        self.ledger = self.optimizer.traffic.ledger
+
+    def settle(self) -> None:
+        """Return when all updates are done."""
+        self.optimizer.synchronize()
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self.optimizer.close()
+
+
+class Trainee:
+    """A rank that trains in all ways; see :class:`dlcp.bench.ranks.Ranks`.
+
+    Parameters
+    ----------
+    rank
+        This rank's number.
+    hosts, interface
+        Each rank's address, and the interface that it is on.
+    store
+        Path of the file by which ranks find each other.
+    width, depth
+        Of the model.
+    options
+        DLCP's, but for the address.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        interface: str,
+        store: str,
+        width: int,
+        depth: int,
+        options: dlcp.torch.Options,
+    ) -> None:
+        torch.set_num_threads(1)
+        self.rank = rank
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        ranks = len(hosts)
+        dist.init_process_group("gloo", store=FileStore(store, ranks), rank=rank, world_size=ranks, timeout=_TIMEOUT)
+        options = options.with_(bind=f"{hosts[rank]}:0")
+        self.ways: dict[str, TrainingWay] = {
+            _NOTHING: LocalTraining(width, depth),
+            _GLOO: GlooTraining(width, depth),
+            _HOOK: HookTraining(width, depth, options),
+            _CROSS_STEP: CrossStepTraining(width, depth, options),
+        }
+
+    def parameters(self) -> int:
+        """Return how many parameters the model has."""
+        return sum(parameter.numel() for parameter in self.ways[_GLOO].plain.parameters())
+
+    def neighbours(self) -> int:
+        """Return to how many other ranks DLCP's packets go through memory."""
+        hook = self.ways[_HOOK]
+        assert isinstance(hook, HookTraining)
+        return hook.state.local_peers
+
+    def block(self, name: str, steps: int) -> float:
+        """Do some steps in one way and return the time for each, in seconds."""
+        way = self.ways[name]
+        began_s = time.perf_counter()
+        for _ in range(steps):
+            way.step(self.rank)
+        way.settle()
+        return (time.perf_counter() - began_s) / steps
+
+    def digest(self, name: str) -> str:
+        """Return the SHA-256 of a way's parameters."""
+        return dlcp.torch.parameter_digest(self.ways[name].plain)
+
+    def packets(self, name: str) -> dict[str, int]:
+        """Return what a way's packets came to on this rank."""
+        ledger = self.ways[name].ledger
+        summary = ledger.summary() if ledger else {}
+        return {key: summary.get(key, 0) for key in ("sent", "delivered", "lost", "retransmitted")}
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        for way in self.ways.values():
+            way.close()

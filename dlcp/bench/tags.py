@@ -20,7 +20,7 @@ from dlcp.tags import Layer, Segment, Tagger
 
 VALUES: Final = 25_000_000
 """100 MB of float32."""
-LAYERS: Final = 50
+_LAYERS: Final = 50
 PAYLOAD_BYTES: Final = 1440
 """What a packet carries where the MTU is 1500."""
 _PER_PACKET: Final = PAYLOAD_BYTES // 4
@@ -83,7 +83,7 @@ def _beside_copy(name: str, samples: Samples, contender: str, values: int, by: s
         "by": by,
         "clock": "CPU time of the one thread that does it",
         "bytes": 4 * values,
-        "layers": LAYERS,
+        "layers": _LAYERS,
         "packets": -(-values // _PER_PACKET),
     }
     return result(name, "ms", samples[contender], samples["copy"], details=details)
@@ -100,8 +100,8 @@ def _gradients(values: int, seed: int = 1) -> NDArray[np.float32]:
 
 def _layers(values: int) -> tuple[list[Segment], list[Segment]]:
     """Return the layers in places of the whole buffer, and each in places of its own."""
-    bounds = np.linspace(0, values, LAYERS + 1).astype(int).tolist()
-    layers = [Layer(f"layer{number}", round(number * 255 / (LAYERS - 1))) for number in range(LAYERS)]
+    bounds = np.linspace(0, values, _LAYERS + 1).astype(int).tolist()
+    layers = [Layer(f"layer{number}", round(number * 255 / (_LAYERS - 1))) for number in range(_LAYERS)]
     whole = [Segment(layer, bounds[number], bounds[number + 1]) for number, layer in enumerate(layers)]
     return whole, [Segment(segment.layer, 0, segment.stop - segment.start) for segment in whole]
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from dlcp.bench import allreduce, step
-from dlcp.bench.member import DIVIDED, LOSSY, MEMORY, MEMORY_DIVIDED, RELIABLE, Contender, Outcome
+from dlcp.bench.member import DIVIDED, LOSSLESS, LOSSY, MEMORY, MEMORY_DIVIDED, AllReduceContender, RankOutcome
 from dlcp.bench.path import BenchPath, RoutedPath
 from dlcp.commands import bench as command
 from dlcp.transport import shared_memory
@@ -38,9 +38,9 @@ def test_on_a_clean_path_nothing_is_lost_and_no_gradient_changes():
     gloo = [contender.name for contender in found.contenders if contender.control]
     assert len(gloo) == 2 * len(path.controls)
     through_memory = [MEMORY, MEMORY_DIVIDED] if shared_memory.available() else []
-    assert set(found.samples) == {LOSSY, RELIABLE, DIVIDED, *through_memory, *gloo}
+    assert set(found.samples) == {LOSSY, LOSSLESS, DIVIDED, *through_memory, *gloo}
     assert all(len(times) == 2 and min(times) > 0 for times in found.samples.values())
-    for name in (LOSSY, RELIABLE, DIVIDED, *through_memory):
+    for name in (LOSSY, LOSSLESS, DIVIDED, *through_memory):
         packets = found.ledgers[name]
         # Three runs, two ranks, half a megabyte each way, and the rates that follow a result.
         assert packets["sent"] >= 3 * 2 * 2 * (MEGABYTE // 2 * 4 / 1440)
@@ -49,7 +49,7 @@ def test_on_a_clean_path_nothing_is_lost_and_no_gradient_changes():
         assert found.inexact[name] == 0
     results = found.results("some.name")
     assert [each.name for each in results] == names_of("some.name")
-    for result, way in zip(results, [*through_memory, LOSSY, RELIABLE, DIVIDED], strict=True):
+    for result, way in zip(results, [*through_memory, LOSSY, LOSSLESS, DIVIDED], strict=True):
         assert result.value == pytest.approx(np.median(found.samples[way]), rel=0.01)
         assert result.details["packets"] == found.ledgers[way]
         assert result.details["through"] == ("memory" if way in through_memory else "sockets")
@@ -59,24 +59,24 @@ def test_on_a_clean_path_nothing_is_lost_and_no_gradient_changes():
 
 @pytest.mark.usefixtures("bench_namespaces")
 def test_over_a_lossy_path_results_stay_within_the_bound_and_are_exact_without_one():
-    ways = [Contender(LOSSY, 2, bound=0.3), Contender(RELIABLE, 1, bound=0.0)]
+    ways = [AllReduceContender(LOSSY, 2, bound=0.3), AllReduceContender(LOSSLESS, 1, bound=0.0)]
     with RoutedPath(2, 0.05) as path:
         found = allreduce.measure(path, values=MEGABYTE, ways=ways, rounds=2, warm_up=0)
     assert 0.03 < found.path_loss < 0.07
-    assert found.inexact[RELIABLE] == found.ledgers[RELIABLE]["lost"] == 0
+    assert found.inexact[LOSSLESS] == found.ledgers[LOSSLESS]["lost"] == 0
     packets = found.ledgers[LOSSY]
     assert packets["delivered"] + packets["lost"] == packets["sent"] - packets["retransmitted"]
     assert found.inexact[LOSSY] <= packets["lost"] * 360
 
 
 def test_wrong_results_are_noticed():
-    right, off = Outcome(0, 5, NO_PACKETS), Outcome(10, 5, NO_PACKETS)
+    right, off = RankOutcome(0, 5, NO_PACKETS), RankOutcome(10, 5, NO_PACKETS)
     assert allreduce.check("x", [right, right], 0) == 0
     assert allreduce.check("x", [right, off], 10) == 10
     with pytest.raises(allreduce.WrongResultError, match=r"x: 10 values are not the exact result, .* excuse 9"):
         allreduce.check("x", [right, off], 9)
     with pytest.raises(allreduce.WrongResultError, match=r"x: the ranks have different results.* \[5, 6\]"):
-        allreduce.check("x", [right, Outcome(0, 6, NO_PACKETS)], 0)
+        allreduce.check("x", [right, RankOutcome(0, 6, NO_PACKETS)], 0)
 
 
 def test_the_command_prints_one_document(capsys):
@@ -112,6 +112,6 @@ def test_a_step_is_measured_in_all_ways():
 
 
 def test_the_model_has_25_million_parameters():
-    from dlcp.bench.training import LanguageModel
+    from dlcp.bench.step import LanguageModel
 
     assert 25e6 < sum(parameter.numel() for parameter in LanguageModel().parameters()) < 26e6
