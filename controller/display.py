@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from dlcp.controller.fabric import Fabric, Port
 from dlcp.controller.pipeline import Pipeline
-from dlcp.controller.readings import Readings
 from dlcp.controller.reconcile import Outcome, Plan
+from dlcp.controller.session import Readings
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text

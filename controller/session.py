@@ -1,19 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A P4Runtime connection to one switch. Everything waits for so long and no longer, and errors name the switch."""
+"""A P4Runtime connection to one switch: every wait has a deadline, and every error names the switch."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import product
 from pathlib import Path
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from dlcp.controller.deadlines import stopped, within
-from dlcp.controller.difference import Action, Change
+import numpy as np
 from dlcp.controller.fabric import Switch
-from dlcp.controller.pipeline import Pipeline
+from dlcp.controller.pipeline import Action, Change, Pipeline
 from finsy import GRPCCredentialsTLS, GRPCStatusCode, P4Client, P4ClientError
 from finsy.proto import U128, p4r
+
+from dlcp.switch import EVENT_COUNTERS, QUEUES, EgressEvent, EventCount, IngressEvent, decode_events, event_index
+from dlcp.wire import DROP_CLASSES
+
+_T = TypeVar("_T")
+
+
+async def within(answer: Coroutine[Any, Any, _T], deadline_s: float) -> _T:
+    """Return what ``answer`` returns.
+
+    Not ``asyncio.wait_for``: before Python 3.12 it returns the answer and forgets the cancellation where both come
+    together, so that a task which was told to end goes on.
+
+    Raises
+    ------
+    asyncio.TimeoutError
+        It took longer than ``deadline_s``; it has been cancelled.
+    """
+    task = asyncio.ensure_future(answer)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=deadline_s)
+    except asyncio.CancelledError:
+        await stopped(task)
+        raise
+    if not done:
+        await stopped(task)
+        raise asyncio.TimeoutError
+    return task.result()
+
+
+async def stopped(task: "asyncio.Future[Any]") -> None:
+    """Cancel a task and wait for its end, however it ends."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # seen: nobody else asks
+
 
 DEADLINE_S: Final = 10.0
 """How long a switch may take for one answer. Chosen by us: BMv2 takes 0.1 s for its longest, a new pipeline."""
@@ -30,8 +69,6 @@ _UPDATES: Final = {
     Action.DELETE: p4r.Update.DELETE,
 }
 _CONFIG: Final = p4r.GetForwardingPipelineConfigRequest
-
-_T = TypeVar("_T")
 
 
 class ControlError(RuntimeError):
@@ -295,3 +332,87 @@ class Session:
 
 async def _collect(responses: AsyncIterator[p4r.ReadResponse]) -> list[p4r.Entity]:
     return [entity async for response in responses for entity in response.entities]
+
+
+COUNTERS: Final[dict[str, type[IntEnum]]] = {"ingress_events": IngressEvent, "egress_events": EgressEvent}
+"""The program's counters and what they count."""
+_PORTS_ASKED_SINGLY: Final = 32
+"""Up to so many ports, only their counters are asked for; beyond, all. Chosen by us: half of what there are."""
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What one switch told.
+
+    Parameters
+    ----------
+    events
+        All events that have happened at all.
+    depths
+        Packets in each queue when its last packet left, by port and queue; None if the switch cannot tell.
+    """
+
+    events: tuple[EventCount, ...]
+    depths: dict[tuple[int, int], int] | None
+
+    def packets(self, *events: str, port: int | None = None) -> int:
+        """Return how many packets these events concern, at one port or at all."""
+        return sum(
+            count.packets for count in self.events if count.event in events and (port is None or count.port == port)
+        )
+
+
+async def read_counters(session: Session, ports: Iterable[int]) -> Readings:
+    """Read the counters and the queue depths of the ports that are in use.
+
+    Raises
+    ------
+    ControlError
+        The switch does not answer, or does not run the program.
+    """
+    used = sorted(ports)
+    events: list[EventCount] = []
+    for name, kinds in COUNTERS.items():
+        events += await _events(session, name, kinds, used)
+    return Readings(tuple(events), await _depths(session, used))
+
+
+async def _events(session: Session, name: str, kinds: type[IntEnum], ports: list[int]) -> list[EventCount]:
+    counter_id = session.pipeline.counters[name].preamble.id
+    if len(ports) > _PORTS_ASKED_SINGLY:
+        asked = [p4r.Entity(counter_entry=p4r.CounterEntry(counter_id=counter_id))]
+    else:
+        indices = [
+            event_index(port, queue, drop_class, event)
+            for port, queue, drop_class, event in product(ports, range(QUEUES), range(DROP_CLASSES), kinds)
+        ]
+        asked = [
+            p4r.Entity(counter_entry=p4r.CounterEntry(counter_id=counter_id, index=p4r.Index(index=index)))
+            for index in indices
+        ]
+    packets, octets = np.zeros((2, EVENT_COUNTERS), np.int64)
+    for entity in await session.read(asked):
+        entry = entity.counter_entry
+        packets[entry.index.index] = entry.data.packet_count
+        octets[entry.index.index] = entry.data.byte_count
+    return decode_events(kinds, packets, octets)
+
+
+async def _depths(session: Session, ports: list[int]) -> dict[tuple[int, int], int] | None:
+    """Return the depths; BMv2 does not answer for registers."""
+    register_id = session.pipeline.registers["queue_depth"].preamble.id
+    places = {port * QUEUES + queue: (port, queue) for port, queue in product(ports, range(QUEUES))}
+    asked = [
+        p4r.Entity(register_entry=p4r.RegisterEntry(register_id=register_id, index=p4r.Index(index=index)))
+        for index in places
+    ]
+    try:
+        found = await session.read(asked)
+    except ControlError as error:
+        if error.code == GRPCStatusCode.UNIMPLEMENTED:
+            return None
+        raise
+    return {
+        places[entity.register_entry.index.index]: int.from_bytes(entity.register_entry.data.bitstring, "big")
+        for entity in found
+    }

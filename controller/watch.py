@@ -1,18 +1,168 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the switches of a fabric as they should be: after a restart, a lost connection, or somebody's meddling."""
+"""Keeps the switches of a fabric as they should be: after a restart, a lost connection, or somebody's meddling.
+
+Prometheus can collect what it learns of them. The fabric bounds the labels: its switches, their ports, eight queues,
+eight drop classes, nine events. What has not happened yet has no sample.
+"""
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
-from dlcp.controller import bmv2, readings
 from dlcp.controller.entries import entries
 from dlcp.controller.fabric import Fabric, Switch
-from dlcp.controller.metrics import SwitchState
-from dlcp.controller.pipeline import Pipeline
-from dlcp.controller.reconcile import Outcome, reconcile
-from dlcp.controller.session import ELECTION_ID, ControlError, Session
+from dlcp.controller.pipeline import Action, Pipeline
+from dlcp.controller.reconcile import Outcome, QueueDepthError, queue_depths_unavailable, reconcile, set_queue_depths
+from dlcp.controller.session import ELECTION_ID, ControlError, Readings, Session, read_counters
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_EVENT: Final = ["switch", "port", "queue", "event"]
+
+
+@dataclass
+class SwitchStatus:
+    """What the controller knows of one switch.
+
+    Parameters
+    ----------
+    ports
+        The numbers of the ports that have a link.
+    connected
+        Whether it answers and we are the one controller that writes.
+    readings
+        What it told last.
+    reconciles, failures
+        How often its state was compared with what it should be, and how often that ended with an error.
+    installs
+        How often it was given the program.
+    changes
+        Entries inserted, modified and deleted.
+    writes
+        Write requests.
+    elapsed_s
+        How long the last comparison and what followed from it took.
+    """
+
+    ports: frozenset[int]
+    connected: bool = False
+    readings: Readings | None = None
+    reconciles: int = 0
+    failures: int = 0
+    installs: int = 0
+    changes: Counter[str] = field(default_factory=Counter)
+    writes: int = 0
+    elapsed_s: float = 0.0
+
+
+class FabricCollector(Collector):
+    """Turns what is known of the switches into metrics whenever Prometheus asks.
+
+    Parameters
+    ----------
+    states
+        What is known, by the name of the switch; may change in between.
+    """
+
+    def __init__(self, states: Mapping[str, SwitchStatus]) -> None:
+        self._states = states
+
+    def collect(self) -> Iterable[Metric]:
+        """Return all metrics."""
+        yield self._gauge("dlcp_switch_connected", "1 if we control the switch", lambda state: float(state.connected))
+        yield self._gauge("dlcp_switch_reconcile_seconds", "Duration of the last one", lambda state: state.elapsed_s)
+        yield self._counter("dlcp_switch_reconciles", "Comparisons with what should be", lambda state: state.reconciles)
+        yield self._counter("dlcp_switch_failures", "Errors of the control connection", lambda state: state.failures)
+        yield self._counter("dlcp_switch_installs", "Times the program was installed", lambda state: state.installs)
+        yield self._counter("dlcp_switch_writes", "P4Runtime write requests", lambda state: state.writes)
+        changes = CounterMetricFamily("dlcp_switch_changes", "Changed entries", labels=["switch", "action"])
+        for name, state in self._states.items():
+            for action in Action:
+                changes.add_metric([name, action.value], state.changes[action.value])
+        yield changes
+        yield from self._events()
+        yield self._drops()
+        yield self._depths()
+
+    def _gauge(self, name: str, help_text: str, value: Callable[[SwitchStatus], float]) -> Metric:
+        metric = GaugeMetricFamily(name, help_text, labels=["switch"])
+        for switch, state in self._states.items():
+            metric.add_metric([switch], value(state))
+        return metric
+
+    def _counter(self, name: str, help_text: str, value: Callable[[SwitchStatus], float]) -> Metric:
+        metric = CounterMetricFamily(name, help_text, labels=["switch"])
+        for switch, state in self._states.items():
+            metric.add_metric([switch], value(state))
+        return metric
+
+    def _events(self) -> Iterable[Metric]:
+        packets = CounterMetricFamily("dlcp_switch_event_packets", "Packets by what happened to them", labels=_EVENT)
+        octets = CounterMetricFamily("dlcp_switch_event_bytes", "Bytes by what happened to them", labels=_EVENT)
+        for switch, state in self._states.items():
+            totals: dict[tuple[str, ...], list[int]] = {}
+            for count in state.readings.events if state.readings is not None else ():
+                labels = (switch, _port(state, count.port), str(count.queue), count.event)
+                total = totals.setdefault(labels, [0, 0])
+                total[0] += count.packets
+                total[1] += count.bytes
+            for place, (packet_count, byte_count) in totals.items():
+                packets.add_metric(place, packet_count)
+                octets.add_metric(place, byte_count)
+        yield packets
+        yield octets
+
+    def _drops(self) -> Metric:
+        labels = ["switch", "port", "drop_class"]
+        metric = CounterMetricFamily("dlcp_switch_policy_drops", "Packets dropped by policy", labels=labels)
+        for switch, state in self._states.items():
+            totals: Counter[tuple[str, str]] = Counter()
+            for count in state.readings.events if state.readings is not None else ():
+                if count.event == "POLICY_DROP":
+                    totals[_port(state, count.port), str(count.drop_class)] += count.packets
+            for (port, drop_class), packets in totals.items():
+                metric.add_metric([switch, port, drop_class], packets)
+        return metric
+
+    def _depths(self) -> Metric:
+        labels = ["switch", "port", "queue"]
+        metric = GaugeMetricFamily("dlcp_switch_queue_depth_packets", "Depth when a packet last left", labels=labels)
+        for switch, state in self._states.items():
+            depths = state.readings.depths if state.readings is not None else None
+            for (port, queue), depth in (depths or {}).items():
+                metric.add_metric([switch, str(port), str(queue)], depth)
+        return metric
+
+
+def serve(states: Mapping[str, SwitchStatus], address: str) -> Callable[[], None]:
+    """Answer Prometheus at ``HOST:PORT``; returns what stops that.
+
+    Raises
+    ------
+    OSError
+        The address cannot be listened on.
+    """
+    host, _, port = address.rpartition(":")
+    registry = CollectorRegistry()
+    registry.register(FabricCollector(states))
+    server, thread = start_http_server(int(port), host.strip("[]") or "127.0.0.1", registry)
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop
+
+
+def _port(state: SwitchStatus, port: int) -> str:
+    """Return a port's label; ports that the fabric does not know share one."""
+    return str(port) if port in state.ports else "other"
+
 
 EVERY_S: Final = 5.0
 """How often state is compared and counters are read. Chosen by us: more often than Prometheus usually asks."""
@@ -52,8 +202,8 @@ class Watcher:
         self._entries = {switch.name: entries(fabric, switch.name) for switch in fabric.switches}
         self._wanted = {name: pipeline.encode(found) for name, found in self._entries.items()}
         self._switches = tuple(switch for switch in fabric.switches if switch.grpc)
-        self.states: Mapping[str, SwitchState] = {
-            switch.name: SwitchState(frozenset(fabric.neighbours[switch.name])) for switch in self._switches
+        self.states: Mapping[str, SwitchStatus] = {
+            switch.name: SwitchStatus(frozenset(fabric.neighbours[switch.name])) for switch in self._switches
         }
 
     async def run(self) -> None:
@@ -71,7 +221,7 @@ class Watcher:
                 async with Session(switch, self._pipeline, election_id=self._election_id) as session:
                     await session.become_primary(stand_by=True)
                     await self._hold(session, state)
-            except (ControlError, bmv2.QueueDepthError) as error:
+            except (ControlError, QueueDepthError) as error:
                 state.failures += 1
                 if str(error) != said:  # once is enough for as long as it stays the same
                     LOGGER.warning("%s", error)
@@ -81,7 +231,7 @@ class Watcher:
             retry_s = RETRY_S if state.reconciles > before else min(2 * retry_s, RETRY_MAX_S)
             await asyncio.sleep(retry_s)
 
-    async def _hold(self, session: Session, state: SwitchState) -> None:
+    async def _hold(self, session: Session, state: SwitchStatus) -> None:
         """Compare, restore and read for as long as the connection lasts."""
         first = True
         while True:
@@ -91,7 +241,7 @@ class Watcher:
                 await self._set_depths(session.switch)
             first = False
             state.connected = True
-            state.readings = await readings.read(session, state.ports)
+            state.readings = await read_counters(session, state.ports)
             done, _ = await asyncio.wait([session.lost], timeout=self._every_s)
             for lost in done:
                 lost.result()
@@ -100,13 +250,13 @@ class Watcher:
         """Set what BMv2 forgets when it starts and P4Runtime cannot tell."""
         if switch.kind != "bmv2":
             return
-        reason = bmv2.unavailable(switch)
+        reason = queue_depths_unavailable(switch)
         if reason:
             LOGGER.warning("%s", reason)
         else:
-            await bmv2.set_depths(switch, self._entries[switch.name].ports)
+            await set_queue_depths(switch, self._entries[switch.name].ports)
 
-    def _note(self, outcome: Outcome, state: SwitchState) -> None:
+    def _note(self, outcome: Outcome, state: SwitchStatus) -> None:
         plan = outcome.plan
         counts = plan.difference.counts()
         state.reconciles += 1

@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was counted: by the switch program, by the queues of the built-in switch, by the kernels of the hosts."""
+"""What was counted: by the switch program, by the queues of the built-in switch, by the kernels of the hosts.
 
+Also whether a port sends at its rate, and whether the machine had time to spare: without it, a testbed's figures are
+the processors' and not the network's.
+"""
+
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from dlcp.controller.testbed.errors import TestbedError
-from dlcp.controller.testbed.layout import HOST_INTERFACE, HostPlan
+from dlcp.controller.testbed import TestbedError
+from dlcp.controller.testbed.layout import HOST_INTERFACE, HostPlan, Layout
 from dlcp.controller.testbed.namespaces import NamedNamespace
 
-from dlcp.switch import EventCount
+from dlcp.switch import QUEUES, EventCount
+from dlcp.wire import UDP_PORT_BASE, Header, PacketType
 
 SETTLE_S: Final = 0.4
 """How long nothing may have been counted for everything to count as having arrived: longer than a full port takes to
@@ -226,3 +232,101 @@ class _Look(NamedTuple):
         began_s = time.monotonic()
         octets = nic_counts(host).received_bytes
         return cls(began_s, time.monotonic(), octets)
+
+
+FRAME_BYTES: Final = 1_442
+"""Length of the frames of the trial, Ethernet header and all."""
+OVERLOAD: Final = 1.5
+"""How many times the port's rate is sent to it. Chosen by us: enough to keep its queues filled."""
+WARM_UP_S: Final = 0.3
+MEASURED_S: Final = 1.0
+_TICK_S: Final = 0.002
+_HEADERS_BYTES: Final = 14 + 20 + 8
+
+
+class PortRate(NamedTuple):
+    """What a port carried while more was sent to it, in bit/s of whole frames."""
+
+    queues: int
+    asked_bps: int
+    carried_bps: float
+
+
+def port_rates(layout: Layout, mixes: Sequence[int] = (1, QUEUES)) -> list[PortRate]:
+    """Overload the last host's port from the first host, over so many queues at once, and return what it carries.
+
+    All traffic takes one queue, or is spread evenly over several; a port with a rate of its own carries the same.
+    """
+    return [_carried(layout, queues) for queues in mixes]
+
+
+def _carried(layout: Layout, queues: int) -> PortRate:
+    sender, receiver = layout.hosts[0], layout.hosts[-1]
+    port = next(port for port in layout.switch(receiver.switch).ports if port.number == receiver.port)
+    stopped = threading.Event()
+    # Somebody has to be there, or the receiver would answer each packet that nobody is.
+    sink = NamedNamespace(receiver.namespace).call(lambda: _bound(receiver))
+    source = NamedNamespace(sender.namespace).call(lambda: _bound(sender))
+    flood = threading.Thread(target=_flood, args=(source, receiver, queues, OVERLOAD * port.rate_bps, stopped))
+    with sink, source:
+        flood.start()
+        try:
+            time.sleep(WARM_UP_S)
+            began_s, before = time.monotonic(), nic_counts(receiver)
+            time.sleep(MEASURED_S)
+            ended_s, after = time.monotonic(), nic_counts(receiver)
+        finally:
+            stopped.set()
+            flood.join()
+    carried = 8 * (after.received_bytes - before.received_bytes) / (ended_s - began_s)
+    return PortRate(queues, port.rate_bps, carried)
+
+
+def _bound(host: HostPlan) -> socket.socket:
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    sock.bind((host.address, UDP_PORT_BASE))
+    return sock
+
+
+def _flood(source: socket.socket, to: HostPlan, queues: int, rate_bps: float, stopped: threading.Event) -> None:
+    """Send at a rate until told to stop, each packet into the next of the lowest ``queues`` queues."""
+    packets = [_packet(queue) for queue in range(queues)]
+    per_s = rate_bps / (8 * FRAME_BYTES)
+    began_s, sent = time.monotonic(), 0
+    while not stopped.is_set():
+        due = int((time.monotonic() - began_s) * per_s)
+        while sent < due:
+            source.sendto(packets[sent % queues], (to.address, UDP_PORT_BASE))
+            sent += 1
+        time.sleep(_TICK_S)
+
+
+def _packet(queue: int) -> bytes:
+    """Return a packet of data that asks for a queue and may not be dropped by choice."""
+    header = Header(PacketType.DATA, 0, queue, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0).encode()
+    return header.ljust(FRAME_BYTES - _HEADERS_BYTES, b"\0")
+
+
+IDLE_MIN: Final = 0.1
+"""With less of its time idle, a machine was the limit. Chosen by us: BMv2 cannot use all cores, so a switch that is too
+slow leaves some idle; one that has to wait for a core does not."""
+_STAT: Final = Path("/proc/stat")
+_IDLE, _WAITING, _FIELDS = 3, 4, 8
+
+
+class ProcessorTime(NamedTuple):
+    """Time of all processors since the machine started, in the kernel's ticks: idle, and in all."""
+
+    idle: int
+    total: int
+
+    @classmethod
+    def now(cls, stat: Path = _STAT) -> "ProcessorTime":
+        """Read it."""
+        ticks = [int(word) for word in stat.read_text(encoding="ascii").splitlines()[0].split()[1 : 1 + _FIELDS]]
+        return cls(ticks[_IDLE] + ticks[_WAITING], sum(ticks))
+
+    def idle_share_since(self, before: "ProcessorTime") -> float:
+        """Return the share of the time since then in which processors were idle; 1 if no time has passed."""
+        passed = self.total - before.total
+        return (self.idle - before.idle) / passed if passed > 0 else 1.0

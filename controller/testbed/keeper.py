@@ -13,10 +13,9 @@ import threading
 from typing import Final
 
 import msgspec
-from dlcp.controller.testbed.errors import TestbedError
-from dlcp.controller.testbed.layout import Layout
+from dlcp.controller.testbed import TestbedError
+from dlcp.controller.testbed.layout import Layout, ProcessId, StateFile, TestbedState
 from dlcp.controller.testbed.network import Network
-from dlcp.controller.testbed.state import ProcessId, StateFile, TestbedState
 
 READY: Final = "testbed ready"
 SUPERVISE_S: Final = 0.2

@@ -12,13 +12,12 @@ from typing import IO, Final
 
 import msgspec
 from dlcp.controller.fabric import Fabric, load
-from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.keeper import READY
-from dlcp.controller.testbed.layout import Layout, lay_out
+from dlcp.controller.testbed.layout import Layout, StateFile, TestbedState, lay_out
 from dlcp.controller.testbed.namespaces import NamedNamespace
 from dlcp.controller.testbed.programming import Controller, with_addresses
 from dlcp.controller.testbed.requirements import SwitchKind, missing
-from dlcp.controller.testbed.state import StateFile, TestbedState
 
 UP_DEADLINE_S: Final = 120.0
 """Building takes some 0.2 s a node; Numba's first compilation in a switch takes the most."""

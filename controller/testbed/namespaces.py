@@ -2,20 +2,26 @@
 """Network namespaces with names, which outlive the process that made them: what ``ip netns`` shows.
 
 A name keeps a namespace in being, so no other can take its place, and whatever runs in it can be found and ended, also
-after a crash.
+after a crash. A switch answers P4Runtime (and BMv2 Thrift, on all addresses, to anyone) only within its own namespace:
+controllers are outside, and reach it at an address of this machine's loopback that leads in.
 """
 
+import asyncio
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed import TestbedError
 
+from dlcp.closing import Closing
 from dlcp.namespace import enter
 
 FOLDER: Final = Path("/run/netns")
@@ -145,3 +151,93 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
+
+
+LOOPBACK: Final = "127.0.0.1"
+START_DEADLINE_S: Final = 10.0
+_CHUNK_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True)
+class Way:
+    """A port of this machine's loopback that leads to one of a namespace's."""
+
+    outside: int
+    namespace: str
+    inside: int
+
+
+class Doorways(Closing):
+    """Carries connections along ways, in a thread; a context manager.
+
+    Parameters
+    ----------
+    ways
+        From where to where.
+
+    Raises
+    ------
+    TestbedError
+        A port is taken.
+    """
+
+    def __init__(self, ways: Sequence[Way]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="dlcp-doorways", daemon=True)
+        self._thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(self._open(ways), self._loop).result(START_DEADLINE_S)
+        except OSError as error:
+            self.close()
+            raise TestbedError(f"no way in to the switches: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Let no more connections in; those there are end with this process."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(START_DEADLINE_S)
+
+    async def _open(self, ways: Sequence[Way]) -> None:
+        for way in ways:
+
+            async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way = way) -> None:
+                await _carry(way, reader, writer)
+
+            await asyncio.start_server(carry, LOOPBACK, way.outside)
+
+
+def connect(namespace: str, port: int) -> socket.socket:
+    """Return a connection to a server on the loopback of a namespace.
+
+    Raises
+    ------
+    OSError
+        Nobody answers.
+    """
+    return NamedNamespace(namespace).call(lambda: socket.create_connection((LOOPBACK, port), timeout=5))
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of this machine's loopback that nobody uses now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+async def _carry(way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Carry one connection, until either end closes it."""
+    try:
+        inside = await asyncio.to_thread(connect, way.namespace, way.inside)
+        inside.setblocking(False)
+        far_reader, far_writer = await asyncio.open_connection(sock=inside)
+    except OSError:
+        writer.close()  # the switch is away; the controller tries again
+        return
+    await asyncio.gather(_pass_on(reader, far_writer), _pass_on(far_reader, writer))
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while chunk := await reader.read(_CHUNK_BYTES):
+            writer.write(chunk)
+            await writer.drain()
+    writer.close()

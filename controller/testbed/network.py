@@ -4,13 +4,19 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlcp.controller.testbed import emulator
-from dlcp.controller.testbed.doorway import Doorways
-from dlcp.controller.testbed.layout import HOST_INTERFACE, HostPlan, Layout, PortPlan, SwitchPlan
-from dlcp.controller.testbed.namespaces import NamedNamespace, run_in
-from dlcp.controller.testbed.shaping import limit_rate
-from dlcp.controller.testbed.state import ProcessId, StateFile, SwitchState
-from dlcp.controller.testbed.switches import SwitchProgram, make
+from dlcp.controller.testbed.layout import (
+    HOST_INTERFACE,
+    HostPlan,
+    Layout,
+    PortPlan,
+    ProcessId,
+    StartedSwitch,
+    StateFile,
+    SwitchPlan,
+)
+from dlcp.controller.testbed.namespaces import Doorways, NamedNamespace, run_in
+from dlcp.controller.testbed.requirements import load_mininet, mininet_network
+from dlcp.controller.testbed.switches import SwitchProgram, limit_rate, make
 
 from dlcp.namespace import CONGESTION_CONTROL, turn_off_offloads
 
@@ -23,7 +29,7 @@ if TYPE_CHECKING:
         def stop(self, *args: Any, **options: Any) -> None: ...
 
 else:
-    _Switch = emulator.load("node").Switch
+    _Switch = load_mininet("node").Switch
 
 
 class ProgramSwitch(_Switch):
@@ -69,7 +75,7 @@ class Network:
     def __init__(self, layout: Layout, files: StateFile) -> None:
         self._layout = layout
         self._files = files
-        self._mininet = emulator.network()
+        self._mininet = mininet_network()
         self._programs = {plan.name: make(layout.kind, plan, files) for plan in layout.switches}
         self._restarts = dict.fromkeys(self._programs, 0)
         self._doorways: Doorways | None = None
@@ -118,7 +124,7 @@ class Network:
 
     def _note(self, name: str) -> None:
         process = ProcessId.of(self._programs[name].pid)
-        self._files.update_switch(name, SwitchState(process, self._restarts[name]))
+        self._files.update_switch(name, StartedSwitch(process, self._restarts[name]))
 
     def _add_switch(self, plan: SwitchPlan) -> Any:
         node = self._mininet.addSwitch(

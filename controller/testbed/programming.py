@@ -9,13 +9,12 @@ from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Final, TypeVar
 
-from dlcp.controller import readings
 from dlcp.controller.fabric import Fabric
 from dlcp.controller.pipeline import Pipeline
-from dlcp.controller.session import ControlError, Session
-from dlcp.controller.testbed.doorway import LOOPBACK
-from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.session import ControlError, Readings, Session, read_counters
+from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.layout import Layout
+from dlcp.controller.testbed.namespaces import LOOPBACK
 from dlcp.controller.watch import Watcher
 
 from dlcp.closing import Closing
@@ -121,9 +120,9 @@ class Controller(Closing):
                 raise TestbedError(f"switch {away[0]} was not programmed within {PROGRAM_DEADLINE_S:.0f} s")
             time.sleep(_POLL_S)
 
-    async def _read(self, name: str) -> readings.Readings:
+    async def _read(self, name: str) -> Readings:
         async with Session(self._fabric.switch(name), self._pipeline) as session:
-            return await readings.read(session, self._fabric.neighbours[name])
+            return await read_counters(session, self._fabric.neighbours[name])
 
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(READ_DEADLINE_S)

@@ -17,9 +17,8 @@ from dlcp.commands.common import refuse
 if TYPE_CHECKING:
     from dlcp.controller.fabric import Fabric, Switch
     from dlcp.controller.pipeline import Pipeline
-    from dlcp.controller.readings import Readings
     from dlcp.controller.reconcile import Outcome, Plan
-    from dlcp.controller.session import Session
+    from dlcp.controller.session import Readings, Session
 
 _METRICS: Final = "127.0.0.1:9464"
 """Where ``watch`` serves metrics by default; exporters customarily take this port."""
@@ -106,36 +105,35 @@ def _plan(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline")
 
 
 def _apply(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
-    from dlcp.controller import bmv2
     from dlcp.controller.display import outcome_line
     from dlcp.controller.entries import entries
-    from dlcp.controller.reconcile import reconcile, wanted
+    from dlcp.controller.reconcile import queue_depths_unavailable, reconcile, set_queue_depths, wanted
 
     async def write(session: "Session") -> "Outcome":
         await session.become_primary()
         outcome = await reconcile(session, wanted(fabric, session.switch, pipeline))
-        if session.switch.kind == "bmv2" and not bmv2.unavailable(session.switch):
-            await bmv2.set_depths(session.switch, entries(fabric, session.switch.name).ports)
+        if session.switch.kind == "bmv2" and not queue_depths_unavailable(session.switch):
+            await set_queue_depths(session.switch, entries(fabric, session.switch.name).ports)
         return outcome
 
     found = asyncio.run(_everywhere(fabric, pipeline, write, election_id=arguments.election_id))
     for name, answer in found.items():
         if not isinstance(answer, str):
             _console().print(outcome_line(answer))
-            reason = bmv2.unavailable(fabric.switch(name))
+            reason = queue_depths_unavailable(fabric.switch(name))
             if reason:
                 _console().print(reason, style="yellow")
     return _print_errors(found)
 
 
 def _status(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
-    from dlcp.controller import readings
     from dlcp.controller.display import ports_table, status_table
     from dlcp.controller.reconcile import plan, wanted
+    from dlcp.controller.session import read_counters
 
     async def ask(session: "Session") -> "tuple[Plan, Readings | None]":
         found = await plan(session, wanted(fabric, session.switch, pipeline))
-        counted = None if found.install else await readings.read(session, fabric.neighbours[session.switch.name])
+        counted = None if found.install else await read_counters(session, fabric.neighbours[session.switch.name])
         return found, counted
 
     found = asyncio.run(_everywhere(fabric, pipeline, ask))
@@ -148,8 +146,7 @@ def _status(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline
 
 
 def _watch(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
-    from dlcp.controller.metrics import serve
-    from dlcp.controller.watch import Watcher
+    from dlcp.controller.watch import Watcher, serve
 
     if arguments.every <= 0:
         raise ValueError(f"--every {arguments.every}: give more than 0 seconds")
@@ -182,7 +179,7 @@ async def _everywhere(
     fabric: "Fabric", pipeline: "Pipeline", ask: "Callable[[Session], Awaitable[_T]]", **options: Any
 ) -> "dict[str, _T | str]":
     """Talk to all switches at once; return each one's answer, or its error as text, by the name of the switch."""
-    from dlcp.controller.bmv2 import QueueDepthError
+    from dlcp.controller.reconcile import QueueDepthError
     from dlcp.controller.session import ControlError, Session
 
     async def talk(switch: "Switch") -> "_T | str":

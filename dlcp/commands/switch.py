@@ -227,8 +227,7 @@ def _fabric(arguments: argparse.Namespace) -> Any:
     if arguments.fabric is None and arguments.hosts is None:
         return None
     # The controller is not part of the switch; only the command line brings the two together.
-    from dlcp.controller.fabric import load
-    from dlcp.controller.shapes import star
+    from dlcp.controller.fabric import load, star
 
     fabric = load(arguments.fabric) if arguments.fabric is not None else star(arguments.hosts)
     return replace(fabric, queueing=_override(fabric.queueing, arguments))

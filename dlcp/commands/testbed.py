@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dlcp.commands.common import add_link, add_training, refuse
-from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.requirements import SwitchKind
 
 if TYPE_CHECKING:
     from dlcp.controller.fabric import Fabric
-    from dlcp.controller.testbed.state import TestbedState
+    from dlcp.controller.testbed.layout import TestbedState
     from dlcp.demo.testbed import TestbedSetup
 
 _NAME: Final = "dlcp"
@@ -55,7 +55,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from dlcp.controller.testbed.rate import port_rates
+    from dlcp.controller.testbed.accounts import port_rates
 
     state = _bring_up(arguments)
     _show(arguments.name, state)
@@ -66,7 +66,7 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from dlcp.controller.testbed.state import StateFile
+    from dlcp.controller.testbed.layout import StateFile
 
     state = StateFile(arguments.name).read()
     if state is None:
@@ -88,8 +88,8 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from dlcp.controller.testbed.layout import StateFile
     from dlcp.controller.testbed.lifecycle import down, fabric_of, find
-    from dlcp.controller.testbed.state import StateFile
 
     if StateFile(arguments.name).read() is not None:
         state = find(arguments.name)
@@ -106,7 +106,7 @@ def _train(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric
     """Make the chosen runs; write the page once all are there."""
     from rich.console import Console
 
-    from dlcp.controller.testbed.load import IDLE_MIN
+    from dlcp.controller.testbed.accounts import IDLE_MIN
     from dlcp.demo.run import DemoError, Progress, Variant, variants
     from dlcp.demo.series import report, run_series, select
     from dlcp.demo.testbed import check, disagreements, train
@@ -147,8 +147,7 @@ def _fabric(arguments: argparse.Namespace, kind: SwitchKind) -> "Fabric":
     """Return the fabric that the options describe."""
     import dataclasses
 
-    from dlcp.controller.fabric import load
-    from dlcp.controller.shapes import leaf_spine, star
+    from dlcp.controller.fabric import leaf_spine, load, star
     from dlcp.switch import PortQueueing
 
     shape = arguments.fabric or "star"
@@ -169,7 +168,7 @@ def _fabric(arguments: argparse.Namespace, kind: SwitchKind) -> "Fabric":
 
 
 def _setup(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric") -> "TestbedSetup":
-    from dlcp.controller.paths import most_switches
+    from dlcp.controller.entries import most_switches
     from dlcp.demo.testbed import TestbedSetup
 
     port = state.layout.switches[0].ports[0]
@@ -201,8 +200,8 @@ def _refuse_other(arguments: argparse.Namespace, state: "TestbedState") -> None:
 
 def _show(name: str, state: "TestbedState") -> None:
     """Print what a testbed consists of, and how to reach it."""
+    from dlcp.controller.testbed.layout import StateFile
     from dlcp.controller.testbed.lifecycle import FABRIC
-    from dlcp.controller.testbed.state import StateFile
 
     layout = state.layout
     print(f"testbed {name!r} is up: {len(layout.hosts)} hosts, switches: {len(layout.switches)} ({layout.kind})")

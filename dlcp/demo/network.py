@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlcp.closing import Closing
-from dlcp.controller.fabric import Host, Job
-from dlcp.controller.shapes import star
+from dlcp.controller.fabric import Host, Job, star
 from dlcp.demo.background import SINK_PORT
 from dlcp.namespace import HOST_INTERFACE, StarNetwork
 from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess

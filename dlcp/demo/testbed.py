@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dlcp.controller.fabric import Fabric
+from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.accounts import (
     Accounts,
     NicCount,
+    ProcessorTime,
     RateWatch,
     SwitchAccount,
     nic_counts,
@@ -21,12 +23,9 @@ from dlcp.controller.testbed.accounts import (
     tail_drops,
 )
 from dlcp.controller.testbed.agreement import compare, uncounted_tails
-from dlcp.controller.testbed.errors import TestbedError
-from dlcp.controller.testbed.layout import HOST_INTERFACE
-from dlcp.controller.testbed.load import ProcessorTime
+from dlcp.controller.testbed.layout import HOST_INTERFACE, StateFile, TestbedState
 from dlcp.controller.testbed.namespaces import NamedNamespace
 from dlcp.controller.testbed.programming import Controller, with_addresses
-from dlcp.controller.testbed.state import StateFile, TestbedState
 from dlcp.demo.background import BackgroundBurst
 from dlcp.demo.network import DemoNetwork, Shares
 from dlcp.demo.run import DemoSetup, Progress, Variant, execute

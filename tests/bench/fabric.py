@@ -21,11 +21,10 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from dlcp.controller.fabric import Fabric, Job, Switch
+from dlcp.controller.fabric import Fabric, Job, Switch, leaf_spine
 from dlcp.controller.pipeline import Pipeline
 from dlcp.controller.reconcile import reconcile, wanted
 from dlcp.controller.session import Session
-from dlcp.controller.shapes import leaf_spine
 
 from dlcp.bench.results import BenchResult, median, say, show, spread
 from dlcp.switch import SwitchProcess

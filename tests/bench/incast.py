@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from dlcp.controller.shapes import star
+from dlcp.controller.fabric import star
 
 from dlcp.bench.results import BenchResult, result, say, show
 from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess

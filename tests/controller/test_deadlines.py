@@ -4,7 +4,7 @@
 import asyncio
 
 import pytest
-from dlcp.controller.deadlines import stopped, within
+from dlcp.controller.session import stopped, within
 
 
 def test_an_answer_in_time_is_returned_and_its_error_raised():

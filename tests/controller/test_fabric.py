@@ -4,9 +4,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from dlcp.controller.fabric import Fabric, FabricError, Host, Job, Link, Port, Switch, Tls, load
+from dlcp.controller.fabric import Fabric, FabricError, Host, Job, Link, Port, Switch, Tls, leaf_spine, load, star
 from dlcp.controller.policy import Policy
-from dlcp.controller.shapes import leaf_spine, star
 
 from dlcp.document import DocumentError
 from dlcp.switch import PortQueueing

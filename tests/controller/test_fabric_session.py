@@ -6,11 +6,10 @@ import time
 from dataclasses import replace
 
 import pytest
-from dlcp.controller.difference import Action, Change, difference, key_of
-from dlcp.controller.fabric import Job, Switch
+from dlcp.controller.fabric import Job, Switch, leaf_spine, star
+from dlcp.controller.pipeline import Action, Change, difference, key_of
 from dlcp.controller.reconcile import plan, reconcile, wanted
 from dlcp.controller.session import ENDING_S, ControlError, Session
-from dlcp.controller.shapes import leaf_spine, star
 from finsy.proto import p4r
 
 from dlcp.switch import Entries, TableEntry

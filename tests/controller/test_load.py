@@ -2,7 +2,7 @@
 """How much of the machine's time was idle."""
 
 import pytest
-from dlcp.controller.testbed.load import ProcessorTime
+from dlcp.controller.testbed.accounts import ProcessorTime
 
 
 def stat(tmp_path, *ticks):

@@ -3,9 +3,8 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from dlcp.controller.fabric import Fabric, Host, Link, Port, Switch
-from dlcp.controller.paths import distances, most_switches, next_hop_mac, next_hops, port_mac, spray_groups
-from dlcp.controller.shapes import leaf_spine, star
+from dlcp.controller.entries import distances, most_switches, next_hop_mac, next_hops, port_mac, spray_groups
+from dlcp.controller.fabric import Fabric, Host, Link, Port, Switch, leaf_spine, star
 
 
 def test_star_has_one_port_for_each_host():

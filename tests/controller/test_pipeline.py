@@ -3,8 +3,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from dlcp.controller.difference import Action, difference, key_of
-from dlcp.controller.pipeline import Pipeline, PipelineError
+from dlcp.controller.pipeline import Action, Pipeline, PipelineError, difference, key_of
 from finsy.proto import p4r
 
 from dlcp.switch import Entries, MeterConfig, Profile, ProfileGroup, ProfileMember, TableEntry

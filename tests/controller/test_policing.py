@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 from dlcp.controller.entries import entries
-from dlcp.controller.fabric import Job
-from dlcp.controller.shapes import star
+from dlcp.controller.fabric import Job, star
 
 from dlcp.switch import (
     PROGRAM_PATH,

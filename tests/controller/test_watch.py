@@ -8,14 +8,18 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
-from dlcp.controller import bmv2, readings
-from dlcp.controller.difference import Action, Change, difference
-from dlcp.controller.fabric import Switch
-from dlcp.controller.metrics import SwitchState, serve
-from dlcp.controller.reconcile import reconcile, wanted
-from dlcp.controller.session import Session
-from dlcp.controller.shapes import star
-from dlcp.controller.watch import Watcher
+from dlcp.controller.fabric import Switch, star
+from dlcp.controller.pipeline import Action, Change, difference
+from dlcp.controller.reconcile import (
+    QueueDepthError,
+    _commands,
+    queue_depths_unavailable,
+    reconcile,
+    set_queue_depths,
+    wanted,
+)
+from dlcp.controller.session import COUNTERS, Readings, Session, read_counters
+from dlcp.controller.watch import SwitchStatus, Watcher, serve
 from finsy.proto import p4r
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -126,7 +130,7 @@ def test_counters_are_read_as_they_stand_in_the_switch(switch, pipeline):
                 Change(Action.MODIFY, counter(pipeline, "egress_events", EventCount("MARKED", 40, 0, 0, 7, 7)))
             )
             await session.write(changes)
-            return await readings.read(session, [1, 2, 3]), await readings.read(session, range(1, 64))
+            return await read_counters(session, [1, 2, 3]), await read_counters(session, range(1, 64))
 
     used, every = run(work())
     assert list(used.events) == [*expected["ingress_events"], *expected["egress_events"]]
@@ -158,11 +162,11 @@ def scrape(address):
 
 
 def test_metrics_name_switch_port_queue_and_event_and_no_more_of_them_than_there_are():
-    state = SwitchState(frozenset({1, 2}), connected=True, reconciles=7, writes=3)
+    state = SwitchStatus(frozenset({1, 2}), connected=True, reconciles=7, writes=3)
     state.changes["insert"] = 5
     events = [EventCount("FORWARDED", port, 3, drop_class, 10, 1000) for port in range(64) for drop_class in (0, 1)]
     events.append(EventCount("POLICY_DROP", 1, 2, 6, 4, 40))
-    state.readings = readings.Readings(tuple(events), {(1, 3): 12})
+    state.readings = Readings(tuple(events), {(1, 3): 12})
     address = f"127.0.0.1:{free_port()}"
     stop = serve({"s1": state}, address)
     try:
@@ -189,22 +193,22 @@ def test_the_depth_of_bmv2s_queues_is_set_and_refusals_are_named(pipeline):
     from tests.controller.switches import running
 
     with running("bmv2") as switch:
-        reason = bmv2.unavailable(described(switch, thrift=switch.thrift))
+        reason = queue_depths_unavailable(described(switch, thrift=switch.thrift))
         if reason:
             pytest.skip(reason)
         one = {1: PortQueueing(depth_packets=20), 2: PortQueueing(depth_packets=tuple(range(1, 9)))}
-        run(bmv2.set_depths(described(switch, thrift=switch.thrift), one))
-        assert bmv2._commands(one)[:3] == ["set_queue_depth 20 1", "set_queue_depth 1 2 0", "set_queue_depth 2 2 1"]
+        run(set_queue_depths(described(switch, thrift=switch.thrift), one))
+        assert _commands(one)[:3] == ["set_queue_depth 20 1", "set_queue_depth 1 2 0", "set_queue_depth 2 2 1"]
         nowhere = described(switch, thrift=f"127.0.0.1:{free_port()}")
-        with pytest.raises(bmv2.QueueDepthError, match=r"switch s1: simple_switch_CLI at 127.0.0.1:\d+: .*connect"):
-            run(bmv2.set_depths(nowhere, one))
+        with pytest.raises(QueueDepthError, match=r"switch s1: simple_switch_CLI at 127.0.0.1:\d+: .*connect"):
+            run(set_queue_depths(nowhere, one))
 
 
 def test_why_depths_cannot_be_set_is_said(monkeypatch):
-    assert bmv2.unavailable(Switch("a")) == ""
-    assert "a has no thrift address" in bmv2.unavailable(Switch("a", "bmv2"))
+    assert queue_depths_unavailable(Switch("a")) == ""
+    assert "a has no thrift address" in queue_depths_unavailable(Switch("a", "bmv2"))
     monkeypatch.setenv("PATH", "")
-    assert "simple_switch_CLI is not on PATH" in bmv2.unavailable(Switch("a", "bmv2", thrift="127.0.0.1:9090"))
+    assert "simple_switch_CLI is not on PATH" in queue_depths_unavailable(Switch("a", "bmv2", thrift="127.0.0.1:9090"))
 
 
 def test_what_the_program_counts_is_what_the_controller_reads(pipeline):
@@ -226,11 +230,11 @@ def test_what_the_program_counts_is_what_the_controller_reads(pipeline):
                     out, _, carry = program.ingress(packet, port, 1)
                     if out < 64:
                         program.egress(packet, carry, out, 1, 0, 0, 0, 1)
-                return program, await readings.read(session, [1, 2, 3])
+                return program, await read_counters(session, [1, 2, 3])
 
         program, found = run(work())
     counted = []
-    for name, events in readings.COUNTERS.items():
+    for name, events in COUNTERS.items():
         values = program.counters[name].values()
         counted += decode_events(events, values[:, 0], values[:, 1])
     assert list(found.events) == counted

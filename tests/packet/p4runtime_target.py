@@ -9,8 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from dlcp.controller.difference import difference
-from dlcp.controller.pipeline import Pipeline
+from dlcp.controller.pipeline import Pipeline, difference
 from finsy.proto import p4r
 
 from dlcp.switch import (

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("finsy", reason="switches are read over P4Runtime: pip install dlcp[fabric]")
 pytest.importorskip("torch", reason="the demo trains with PyTorch")
 
-from dlcp.controller.shapes import leaf_spine, star
+from dlcp.controller.fabric import leaf_spine, star
 from dlcp.controller.testbed.accounts import Accounts, NicCount, Place, SwitchAccount
 from dlcp.controller.testbed.agreement import compare, uncounted_tails
 from dlcp.controller.testbed.layout import lay_out

@@ -4,7 +4,7 @@
 import logging
 
 import pytest
-from dlcp.controller.testbed import emulator
+from dlcp.controller.testbed import requirements
 from dlcp.controller.testbed.requirements import mininet_folder
 
 
@@ -12,5 +12,5 @@ def test_mininet_leaves_the_loggers_of_others_alone():
     if mininet_folder() is None:
         pytest.skip("Mininet is not installed")
     before = logging.getLoggerClass()
-    emulator.load("node")
+    requirements.load_mininet("node")
     assert logging.getLoggerClass() is before

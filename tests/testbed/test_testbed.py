@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("finsy", reason="switches are programmed over P4Runtime: pip install dlcp[fabric]")
 pytest.importorskip("torch", reason="the demo trains with PyTorch")
 
-from dlcp.controller.paths import most_switches
-from dlcp.controller.shapes import leaf_spine, star
-from dlcp.controller.testbed.errors import TestbedError
+from dlcp.controller.entries import most_switches
+from dlcp.controller.fabric import leaf_spine, star
+from dlcp.controller.testbed import TestbedError
+from dlcp.controller.testbed.accounts import port_rates
+from dlcp.controller.testbed.layout import RUN_FOLDER, StateFile
 from dlcp.controller.testbed.lifecycle import down, fabric_of, find, up
 from dlcp.controller.testbed.namespaces import NamedNamespace
-from dlcp.controller.testbed.rate import port_rates
-from dlcp.controller.testbed.state import RUN_FOLDER, StateFile
 
 from dlcp.commands import testbed as command
 from dlcp.demo.run import variants
