@@ -4,45 +4,28 @@
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
 import optax
 from jax.experimental import io_callback
-from numpy.typing import NDArray
 
 from dlcp.jax.names import forward_order, name_of
 from dlcp.session import Group
-
-_names_told: "WeakKeyDictionary[Group, list[str]]" = WeakKeyDictionary()
-"""What each group has been told: it is told once, and a transformation may be made again."""
+from dlcp.session.graph import GraphAverager
 
 
-class _Averaging:
-    """Averages gradients over a group. It keeps what has been handed over in a step that is not over."""
+class _Averaging(GraphAverager):
+    """Averages trees of gradients over a group."""
 
     def __init__(self, group: Group, layers: Sequence[str]) -> None:
-        self.group = group
+        super().__init__(group)
         self.layers = layers
-        self._handed: dict[str, NDArray[Any]] = {}
 
     def learn(self, paths: Sequence[Any]) -> tuple[list[str], list[int]]:
-        """Return the leaves' names and their forward order; the group is told them the first time.
-
-        Raises
-        ------
-        ValueError
-            They are not those of the first time; the message names some.
-        """
+        """Return the leaves' names and their forward order; register them the first time."""
         names, order = [name_of(path) for path in paths], forward_order(paths, self.layers)
-        in_order = [names[leaf] for leaf in order]
-        if self.group not in _names_told:
-            self.group.register(in_order)
-            _names_told[self.group] = in_order
-        elif in_order != (told := _names_told[self.group]):
-            odd = sorted(set(in_order) ^ set(told)) or in_order
-            raise ValueError(f"the group averages the gradients of another model, without {', '.join(odd[:3])}")
+        self.register([names[leaf] for leaf in order])
         return names, order
 
     def average(self, tree: Any) -> Any:
@@ -53,16 +36,11 @@ class _Averaging:
         for leaf in reversed(order):
             io_callback(partial(self._hand_over, names[leaf]), (), leaves[leaf], ordered=True)
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        return structure.unflatten(io_callback(partial(self._collect, names), shapes, ordered=True))
+        return structure.unflatten(io_callback(partial(self.collect, names), shapes, ordered=True))
 
     def _hand_over(self, name: str, gradient: Any) -> tuple[()]:
-        self._handed[name] = np.array(gradient)  # JAX's own memory is read only
-        self.group.start(name, self._handed[name])
+        self.hand_over(name, gradient)
         return ()
-
-    def _collect(self, names: Sequence[str]) -> list[NDArray[Any]]:
-        self.group.end_step()
-        return [self._handed.pop(name) for name in names]
 
 
 def average_gradients(group: Group, layers: Sequence[str] = ()) -> optax.GradientTransformation:

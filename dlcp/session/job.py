@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dlcp.session.group import Group
 from dlcp.session.options import Options
-from dlcp.session.store import Store, ended_key, serve
+from dlcp.session.store import Store, ended_key, job_secret, serve
 from dlcp.transport import Address
 
 DEFAULT_PORT: Final = 29500
@@ -48,7 +48,8 @@ def join(
     ValueError
         Ranks are not known, or not in 0..size-1.
     OSError, StoreError
-        Rank 0 cannot serve the store, or is not reached.
+        Rank 0 cannot serve the store, or is not reached; or this rank does not know the job's secret, which is
+        ``options.token``, or without one a key of the user's (:func:`dlcp.session.store.job_secret`).
     NotJoinedError
         Not all ranks can use DLCP, and ``options.fallback`` is off. Otherwise gradients go over the store: slowly.
     """
@@ -58,11 +59,12 @@ def join(
         return Group(options, 0, 1, None)
     host, _, port = (master or _master()).rpartition(":")
     address = host, int(port)
+    secret = job_secret(options)
     if rank == 0:
-        serve(address)
+        serve(address, secret)
     number = _counts[address, rank]
     _counts[address, rank] += 1
-    store = Store(address, options.meet_s).under(f"dlcp/{number}")
+    store = Store(address, options.meet_s, secret).under(f"dlcp/{number}")
     try:
         store.leave(ended_key(rank), "its process or its connection is gone")
         group = Group(options, rank, size, store)

@@ -626,6 +626,8 @@ class TrainingSession:
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
+        if self.phase is Phase.CLOSED:
+            return
         with self.table.changed:
             self._closing.set()
             recovery = self._recovery

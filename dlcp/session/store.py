@@ -1,51 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store that the ranks of a job meet by: keys and values over TCP, held by rank 0.
+"""The store that the ranks of a job without PyTorch meet by: keys and values over gRPC, served by rank 0.
 
-It knows when a rank has ended, for the operating system closes its connection. Nothing in it is ever executed.
+A rank proves with every call that it knows the job's secret, and the store proves it to the rank. Whoever does not know
+the secret reads nothing and writes nothing, and what it takes up is bounded. This is no encryption: whoever can read
+the network reads what ranks write.
+
+A rank keeps one call open as long as it is there. When that ends, because the rank has closed its connection, or its
+process has ended, or its host no longer answers, the store writes what the rank has left for that case.
 """
 
 import ast
+import asyncio
+import atexit
 import contextlib
+import errno
+import hashlib
+import hmac
 import json
-import socket
+import logging
+import os
+import secrets
 import struct
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Final
 
+import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.session.options import Options
 from dlcp.session.session import RankEndedError
 from dlcp.transport import Address, DeadlineError, TransportError
 
-MAGIC: Final = b"dlcp-store-1"
+log = logging.getLogger("dlcp")
+
 ANSWER_S: Final = 20.0
 """So long the store may take for an answer, beside what it was told to wait. Chosen by us."""
-TURN_S: Final = 0.1
-"""So long the store waits for a key at most before others of the same rank get their turn. Chosen by us."""
-RETRY_S: Final = 0.05
-HEAD_BYTES_MAX: Final = 1 << 22
+WAIT_S_MAX: Final = 10.0
+"""So long one call may wait for a key; whoever wants to wait longer calls again. Chosen by us."""
+KEEP_ALIVE_S: Final = 15.0
+"""After so long without a packet each side asks whether the other is there, which has as long to answer."""
+KEYS_MAX: Final = 1 << 18
+KEY_BYTES_MAX: Final = 1 << 10
 VALUE_BYTES_MAX: Final = 1 << 26
+TOTAL_BYTES_MAX: Final = 1 << 33
+CONNECTIONS_MAX: Final = 1 << 14
+CALLS_MAX: Final = 1 << 10
+"""What a store holds and serves at most; calls are those of one connection. Chosen by us: more than any job needs."""
+REFUSALS_LOGGED: Final = 10
 CHUNK_BYTES: Final = 1 << 22
 """Longer arrays are added up in parts of this size, so that no request keeps the store for long. Chosen by us."""
 ENDED: Final = "ended"
 """Below it the store has why ranks have ended, if they have."""
-_FRAME: Final = struct.Struct(">II")
+SERVICE: Final = "/dlcp.Store/"
+_RANK: Final = "dlcp-rank-bin"
+_PROOF: Final = "dlcp-proof-bin"
+_HEAD: Final = struct.Struct(">I")
+_OPTIONS: Final = [
+    ("grpc.max_send_message_length", 2 * VALUE_BYTES_MAX),
+    ("grpc.max_receive_message_length", 2 * VALUE_BYTES_MAX),
+    ("grpc.keepalive_time_ms", int(1000 * KEEP_ALIVE_S)),
+    ("grpc.keepalive_timeout_ms", int(1000 * KEEP_ALIVE_S)),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", int(500 * KEEP_ALIVE_S)),
+    ("grpc.enable_http_proxy", 0),
+]
 
 
 class StoreError(TransportError):
-    """The store does not answer, or does not know a key."""
+    """The store does not answer, refuses a call, or does not know a key."""
 
 
-class StoreServer:
-    """Holds keys and values; each connection is served by a thread of its own, which ends with it.
+def ended_key(rank: int) -> str:
+    """Return the key that the store has once a rank has ended, with the reason."""
+    return f"{ENDED}/{rank}"
+
+
+# The job's secret -----------------------------------------------------------------------------------------------------
+
+
+def job_secret(options: Options) -> bytes:
+    """Return what the ranks of a job know and others do not: the token, or else the user's own key.
+
+    The key is a file that only the user can read, made when it is first asked for. Ranks on several hosts share it
+    where these share the user's home; elsewhere they need the same ``DLCP_TOKEN``.
+
+    Raises
+    ------
+    OSError
+        There is no token, and the key cannot be read or made; the message says what to do.
+    """
+    if options.token:
+        return options.token.to_bytes(8, "big")
+    path = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "dlcp" / "key"
+    try:
+        return _read_key(path)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"no key for the job's store at {path} ({error.strerror}): set DLCP_TOKEN, alike on all ranks"
+        ) from None
+
+
+def _read_key(path: Path) -> bytes:
+    if not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part = path.with_name(f"key.{secrets.token_hex(8)}")
+        part.touch(mode=0o600, exist_ok=False)
+        part.write_bytes(secrets.token_bytes(32))
+        with contextlib.suppress(FileExistsError):  # another rank was faster, and its key is the one
+            os.link(part, path)
+        part.unlink()
+    if path.stat().st_mode & 0o077:
+        raise PermissionError(errno.EPERM, "others may read it; chmod 600")
+    return path.read_bytes()
+
+
+def _proof(secret: bytes, who: bytes, nonce: bytes, rank: bytes) -> bytes:
+    return hmac.digest(secret, who + nonce + rank, hashlib.sha256)
+
+
+# Serving --------------------------------------------------------------------------------------------------------------
+
+
+class StoreServer(grpc.GenericRpcHandler):
+    """Holds keys and values for those who know the secret.
 
     Parameters
     ----------
     address
         Where to listen.
+    secret
+        What callers have to know.
+
+    Attributes
+    ----------
+    refused
+        How many calls came without proof of the secret.
 
     Raises
     ------
@@ -53,93 +148,168 @@ class StoreServer:
         The address is in use, or not this host's.
     """
 
-    def __init__(self, address: Address) -> None:
-        self._listener = socket.create_server(address)
-        self.address: Address = self._listener.getsockname()[:2]
+    def __init__(self, address: Address, secret: bytes) -> None:
+        self.refused = 0
+        self._secret, self._nonce = secret, secrets.token_bytes(16)
         self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-        threading.Thread(target=self._accept, name="dlcp-store", daemon=True).start()
+        self._bytes = 0
+        self._last_wills: dict[bytes, dict[str, bytes]] = {}
+        self._loop = _event_loop()
+        port = asyncio.run_coroutine_threadsafe(self._listen(address), self._loop).result()
+        self.address: Address = (address[0], port)
 
     def close(self) -> None:
-        """Take no more connections."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        """End all connections."""
+        asyncio.run_coroutine_threadsafe(self._server.stop(None), self._loop).result()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), name="dlcp-store-rank", daemon=True).start()
+    async def _listen(self, address: Address) -> int:
+        self._changed = asyncio.Condition()
+        options = [
+            *_OPTIONS,
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_concurrent_streams", CALLS_MAX),
+            ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
+            ("grpc.max_connection_idle_ms", int(3000 * KEEP_ALIVE_S)),
+            ("grpc.http2.max_ping_strikes", 0),
+        ]
+        self._server = grpc.aio.server(handlers=[self], options=options)
+        try:
+            port = self._server.add_insecure_port(f"{address[0]}:{address[1]}")
+        except RuntimeError:
+            port = 0
+        if not port:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        await self._server.start()
+        return int(port)
 
-    def _serve(self, connection: socket.socket) -> None:
-        testaments: dict[str, bytes] = {}
-        with connection, contextlib.suppress(OSError, EOFError, ValueError, TypeError, LookupError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(ANSWER_S)
-            if _receive_exactly(connection, len(MAGIC)) != MAGIC:
-                return
-            connection.settimeout(None)
-            while True:
-                head, value = _receive(connection)
-                answer, found = self._answer(head, value, testaments)
-                _send(connection, answer, found)
-        with self._changed:
-            self._values.update(testaments)
+    # A stranger's message is never read: its call is answered, or refused, by what came before the message.
+
+    def service(self, details: Any) -> Any:
+        """Return what handles a call, by its name and its proof."""
+        name = details.method.removeprefix(SERVICE)
+        if name == "challenge":
+            return grpc.stream_unary_rpc_method_handler(self._challenge)
+        metadata = dict(details.invocation_metadata)
+        rank, proof = metadata.get(_RANK, b""), metadata.get(_PROOF, b"")
+        if not self._proven(rank, proof):
+            return grpc.stream_unary_rpc_method_handler(self._refuse)
+        if name == "attend":
+            return grpc.unary_stream_rpc_method_handler(partial(self._attend, rank))
+        return grpc.unary_unary_rpc_method_handler(partial(self._answer, name, rank))
+
+    def _proven(self, rank: bytes, proof: bytes) -> bool:
+        return hmac.compare_digest(proof, _proof(self._secret, b"rank", self._nonce, rank))
+
+    async def _challenge(self, requests: Any, context: Any) -> bytes:
+        return self._nonce
+
+    async def _refuse(self, requests: Any, context: Any) -> None:
+        self.refused += 1
+        if self.refused <= REFUSALS_LOGGED:
+            log.warning("the store refuses %s, which does not know the job's secret", context.peer())
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no proof of the job's secret")
+
+    async def _attend(self, rank: bytes, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        """Answer with proof that this store knows the secret, too, and stay until the caller is gone."""
+        self._last_wills.setdefault(rank, {})
+        try:
+            yield _proof(self._secret, b"store", self._nonce, rank)
+            await asyncio.Event().wait()
+        finally:
+            for key, value in self._last_wills.pop(rank, {}).items():
+                self._set(key, value)
+            # Not awaited: this coroutine is being cancelled.
+            self._notifying = asyncio.ensure_future(self._notify())
+
+    async def _answer(self, name: str, rank: bytes, request: bytes, context: Any) -> bytes:
+        head, value = _unpack(request)
+        keys: list[str] = head["keys"]
+        too_much = self._too_much(keys, value)
+        if too_much:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, too_much)
+        answer, found = True, b""
+        if name == "first":
+            answer, found = await self._first(keys, min(float(head["wait_s"]), WAIT_S_MAX))
+        elif name == "check":
+            answer = all(key in self._values for key in keys)
+        elif name == "leave":
+            self._last_wills[rank][keys[0]] = value
+        elif name == "set":
+            self._set(keys[0], value)
+            await self._notify()
+        elif name == "compare_set":
+            if self._values.get(keys[0], b"") == head["expected"].encode():
+                self._set(keys[0], value)
+                await self._notify()
+            found = self._values.get(keys[0], b"")
+        elif name == "delete":
+            for key in keys:
+                self._bytes -= len(self._values.pop(key, b""))
+        else:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"a store has no call {name!r}")
+        return _pack(answer, found)
+
+    async def _first(self, keys: list[str], wait_s: float) -> tuple[Any, bytes]:
+        async with self._changed:
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait_for(lambda: any(key in self._values for key in keys)), wait_s)
+        there = next((key for key in keys if key in self._values), None)
+        return there, self._values[there] if there is not None else b""
+
+    async def _notify(self) -> None:
+        async with self._changed:
             self._changed.notify_all()
 
-    def _answer(self, head: dict[str, Any], value: bytes, testaments: dict[str, bytes]) -> tuple[Any, bytes]:
-        keys: list[str] = head["keys"]
-        with self._changed:
-            if head["do"] == "set":
-                self._values[keys[0]] = value
-                self._changed.notify_all()
-            elif head["do"] == "compare_set":
-                if self._values.get(keys[0], b"") == head["expected"].encode():
-                    self._values[keys[0]] = value
-                    self._changed.notify_all()
-                return True, self._values.get(keys[0], b"")
-            elif head["do"] == "delete":
-                for key in keys:
-                    self._values.pop(key, None)
-            elif head["do"] == "leave":
-                testaments[keys[0]] = value
-            elif head["do"] == "check":
-                return all(key in self._values for key in keys), b""
-            elif head["do"] == "first":
-                self._changed.wait_for(lambda: any(key in self._values for key in keys), head["wait_s"])
-                there = next((key for key in keys if key in self._values), None)
-                return there, self._values[there] if there is not None else b""
-            else:
-                raise ValueError(f"a store cannot {head['do']!r}")
-        return True, b""
+    def _set(self, key: str, value: bytes) -> None:
+        self._bytes += len(value) - len(self._values.get(key, b""))
+        self._values[key] = value
+
+    def _too_much(self, keys: list[str], value: bytes) -> str:
+        """Say which limit a call exceeds; ``""`` if none."""
+        if len(keys) > KEYS_MAX or any(len(key) > KEY_BYTES_MAX for key in keys):
+            return f"a call has at most {KEYS_MAX} keys of at most {KEY_BYTES_MAX} characters"
+        if len(value) > VALUE_BYTES_MAX:
+            return f"a value has at most {VALUE_BYTES_MAX} bytes, not {len(value)}"
+        if value and (len(self._values) >= KEYS_MAX or self._bytes + len(value) > TOTAL_BYTES_MAX):
+            return f"the store is full: it holds {len(self._values)} keys and {self._bytes} bytes"
+        return ""
 
 
-class _Link:
-    """A connection to the store; requests of several threads take turns."""
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the loop in which all stores of this process serve; its thread ends with the process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="dlcp-store", daemon=True).start()
+    return loop
 
-    def __init__(self, address: Address, deadline_s: float) -> None:
-        self.address = address
-        self._lock = threading.Lock()
-        self._socket = _connect(address, deadline_s)
 
-    def request(self, head: dict[str, Any], value: bytes | memoryview = b"", wait_s: float = 0.0) -> tuple[Any, bytes]:
-        host, port = self.address
-        with self._lock:
+_servers: dict[Address, StoreServer] = {}
+_serving = threading.Lock()
+
+
+def serve(address: Address, secret: bytes) -> StoreServer:
+    """Serve a store at an address from now on until the process ends; once, however often it is asked for.
+
+    Raises
+    ------
+    OSError
+        See :class:`StoreServer`; the message says what to do.
+    """
+    with _serving:
+        if address not in _servers:
             try:
-                self._socket.settimeout(wait_s + ANSWER_S)
-                _send(self._socket, head, value)
-                return _receive(self._socket)
-            except (OSError, EOFError, ValueError) as error:
-                self._socket.close()  # an answer that comes later would be taken for that to another request
-                raise StoreError(
-                    f"the store at {host}:{port} does not answer, so rank 0 has probably ended ({error or 'closed'})"
-                ) from error
+                _servers[address] = StoreServer(address, secret)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"rank 0 cannot serve the store at {address[0]}:{address[1]} ({error.strerror}); MASTER_ADDR must "
+                    "be an address of its host, and MASTER_PORT a TCP port that is free there",
+                ) from None
+            atexit.register(_servers[address].close)
+        return _servers[address]
 
-    def close(self) -> None:
-        self._socket.close()
+
+# Using it -------------------------------------------------------------------------------------------------------------
 
 
 class Store:
@@ -151,15 +321,17 @@ class Store:
         Where rank 0 serves it.
     deadline_s
         How long it may take until rank 0 does.
+    secret
+        The job's secret.
 
     Raises
     ------
     StoreError
-        Nobody serves it there.
+        Nobody serves it there, or it is another job's.
     """
 
-    def __init__(self, address: Address, deadline_s: float) -> None:
-        self._link = _Link(address, deadline_s)
+    def __init__(self, address: Address, deadline_s: float, secret: bytes) -> None:
+        self._link = _Link(address, deadline_s, secret)
         self._prefix = ""
 
     def under(self, prefix: str) -> "Store":
@@ -170,7 +342,7 @@ class Store:
 
     def set(self, key: str, value: str | bytes | memoryview) -> None:
         """Write a value of at most 64 MiB."""
-        self._link.request(self._head("set", [key]), value.encode() if isinstance(value, str) else value)
+        self._link.call("set", self._head([key]), value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str, deadline_s: float = ANSWER_S) -> bytes:
         """Return a value as soon as it is there.
@@ -190,8 +362,8 @@ class Store:
         wanted = list(keys)
         end_s = time.monotonic() + deadline_s
         while True:
-            wait_s = min(TURN_S, max(0.0, end_s - time.monotonic()))
-            there, value = self._link.request({**self._head("first", wanted), "wait_s": wait_s}, wait_s=wait_s)
+            wait_s = min(WAIT_S_MAX, max(0.0, end_s - time.monotonic()))
+            there, value = self._link.call("first", {**self._head(wanted), "wait_s": wait_s}, wait_s=wait_s)
             if there is not None:
                 return there[len(self._prefix) :], value
             if time.monotonic() >= end_s:
@@ -199,101 +371,98 @@ class Store:
 
     def check(self, keys: Iterable[str]) -> bool:
         """Tell whether all these keys have a value."""
-        return bool(self._link.request(self._head("check", keys))[0])
+        return bool(self._link.call("check", self._head(keys))[0])
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write ``desired`` where the value is ``expected``, nothing being ``""``; return what is there then."""
-        return self._link.request({**self._head("compare_set", [key]), "expected": expected}, desired.encode())[1]
+        """Write ``desired`` if the value is ``expected``, nothing being ``""``; return what is there then."""
+        return self._link.call("compare_set", {**self._head([key]), "expected": expected}, desired.encode())[1]
 
     def delete(self, keys: Iterable[str]) -> None:
         """Forget keys, whether they are there or not."""
-        self._link.request(self._head("delete", keys))
+        self._link.call("delete", self._head(keys))
 
     def leave(self, key: str, value: str) -> None:
         """Have a value written when this connection ends, however it does."""
-        self._link.request(self._head("leave", [key]), value.encode())
+        self._link.call("leave", self._head([key]), value.encode())
 
     def close(self) -> None:
         """End the connection, of all views of it."""
         self._link.close()
 
-    def _head(self, what: str, keys: Iterable[str]) -> dict[str, Any]:
-        return {"do": what, "keys": [self._prefix + key for key in keys]}
+    def _head(self, keys: Iterable[str]) -> dict[str, Any]:
+        return {"keys": [self._prefix + key for key in keys]}
 
 
-_servers: dict[Address, StoreServer] = {}
-_serving = threading.Lock()
+class _Link:
+    """A rank's connection to the store, with its proof of the secret."""
 
-
-def serve(address: Address) -> StoreServer:
-    """Serve a store at an address from now on until the process ends; once, however often it is asked for.
-
-    Raises
-    ------
-    OSError
-        See :class:`StoreServer`; the message says what to do.
-    """
-    with _serving:
-        if address not in _servers:
-            try:
-                _servers[address] = StoreServer(address)
-            except OSError as error:
-                raise OSError(
-                    error.errno,
-                    f"rank 0 cannot serve the store at {address[0]}:{address[1]} ({error.strerror}); MASTER_ADDR must "
-                    "be an address of its host, and MASTER_PORT a TCP port that is free there",
-                ) from None
-        return _servers[address]
-
-
-def _connect(address: Address, deadline_s: float) -> socket.socket:
-    end_s = time.monotonic() + deadline_s
-    while True:
+    def __init__(self, address: Address, deadline_s: float, secret: bytes) -> None:
+        self._where = f"the store at {address[0]}:{address[1]}"
+        options = [*_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 50), ("grpc.min_reconnect_backoff_ms", 50)]
+        options += [("grpc.max_reconnect_backoff_ms", 500)]
+        self._channel = grpc.insecure_channel(f"{address[0]}:{address[1]}", options)
+        self._calls: dict[str, Callable[..., bytes]] = {}
+        rank = secrets.token_bytes(16)
         try:
-            connection = socket.create_connection(address, max(RETRY_S, end_s - time.monotonic()))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(MAGIC)
-            return connection
-        except OSError as error:
-            if time.monotonic() + RETRY_S >= end_s:
-                raise StoreError(
-                    f"no answer from the store at {address[0]}:{address[1]} in {deadline_s:g} s ({error}); is rank 0 "
-                    "started, and are MASTER_ADDR and MASTER_PORT the same on all ranks?"
-                ) from error
-            time.sleep(RETRY_S)
+            nonce: bytes = self._unary("challenge")(b"", timeout=deadline_s, wait_for_ready=True)
+            proof = _proof(secret, b"rank", nonce, rank)
+            self._metadata = ((_RANK, rank), (_PROOF, proof))
+            attend: Any = self._channel.unary_stream(f"{SERVICE}attend")
+            self._attendance = attend(b"", metadata=self._metadata)
+            answer = next(self._attendance)
+        except grpc.RpcError as error:
+            self._channel.close()
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise self._strange() from None
+            raise StoreError(
+                f"no answer from {self._where} in {deadline_s:g} s ({error.details()}); is rank 0 "
+                "started, and are MASTER_ADDR and MASTER_PORT the same on all ranks?"
+            ) from None
+        if not hmac.compare_digest(answer, _proof(secret, b"store", nonce, rank)):
+            self.close()
+            raise self._strange()
+
+    def _strange(self) -> StoreError:
+        return StoreError(
+            f"{self._where} is of another job or user: it has another secret. Set DLCP_TOKEN to the same number on all "
+            "ranks, or start them where they share the home directory"
+        )
+
+    def call(
+        self, name: str, head: dict[str, Any], value: bytes | memoryview = b"", *, wait_s: float = 0.0
+    ) -> tuple[Any, bytes]:
+        try:
+            answer = self._unary(name)(_pack(head, value), timeout=wait_s + ANSWER_S, metadata=self._metadata)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise StoreError(f"{self._where} refuses: {error.details()}") from None
+            problem = error.details()
+        except ValueError as error:  # the channel is closed
+            problem = str(error)
+        else:
+            return _unpack(answer)
+        raise StoreError(f"{self._where} does not answer, so rank 0 has probably ended ({problem})")
+
+    def _unary(self, name: str) -> Callable[..., bytes]:
+        if name not in self._calls:
+            call: Any = self._channel.unary_unary(f"{SERVICE}{name}")
+            self._calls[name] = call
+        return self._calls[name]
+
+    def close(self) -> None:
+        self._attendance.cancel()
+        self._channel.close()
 
 
-def _send(connection: socket.socket, head: Any, value: bytes | memoryview) -> None:
+def _pack(head: Any, value: bytes | memoryview) -> bytes:
     text = json.dumps(head).encode()
-    if len(text) > HEAD_BYTES_MAX or len(value) > VALUE_BYTES_MAX:
-        raise ValueError(f"a request of {len(text)} + {len(value)} bytes is too large for a store")
-    connection.sendall(_FRAME.pack(len(text), len(value)) + text)
-    if len(value):
-        connection.sendall(value)
+    return b"".join((_HEAD.pack(len(text)), text, value))
 
 
-def _receive(connection: socket.socket) -> tuple[Any, bytes]:
-    head_bytes, value_bytes = _FRAME.unpack(_receive_exactly(connection, _FRAME.size))
-    if head_bytes > HEAD_BYTES_MAX or value_bytes > VALUE_BYTES_MAX:
-        raise ValueError(f"a message of {head_bytes} + {value_bytes} bytes is none of a store")
-    head = json.loads(_receive_exactly(connection, head_bytes))
-    return head, _receive_exactly(connection, value_bytes)
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    room = memoryview(data)
-    while room:
-        count = connection.recv_into(room)
-        if not count:
-            raise EOFError("the other side has closed the connection")
-        room = room[count:]
-    return bytes(data)
-
-
-def ended_key(rank: int) -> str:
-    """Return the key that the store has once a rank has ended, with the reason."""
-    return f"{ENDED}/{rank}"
+def _unpack(message: bytes) -> tuple[Any, bytes]:
+    (head_bytes,) = _HEAD.unpack_from(message)
+    stop = _HEAD.size + head_bytes
+    return json.loads(message[_HEAD.size : stop]), message[stop:]
 
 
 class StoreChannel:

@@ -4,27 +4,20 @@
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
 from dlcp.session import Group
+from dlcp.session.graph import GraphAverager
 
 FINITE: Final = "finite"
 """Travels with scaled gradients as if it were a parameter: 1 from a rank whose gradients are all finite, else 0."""
-_names_told: "WeakKeyDictionary[Group, list[str]]" = WeakKeyDictionary()
-"""What each group has been told: it is told once, and an optimizer may be made or loaded again."""
 
 
-class Averaging:
-    """Averages an optimizer's gradients over a group. It keeps what has been handed over in a step that is not over.
-
-    Parameters
-    ----------
-    group
-        The ranks.
+class Averaging(GraphAverager):
+    """Averages an optimizer's gradients over a group.
 
     Attributes
     ----------
@@ -33,9 +26,8 @@ class Averaging:
     """
 
     def __init__(self, group: Group) -> None:
-        self.group = group
+        super().__init__(group)
         self.names: list[str] | None = None
-        self._handed: dict[str, NDArray[Any]] = {}
 
     def learn(self, variables: Sequence[Any], *extra: str) -> None:
         """Tell the group the trainable variables, in forward order, and ``extra`` names behind them.
@@ -49,12 +41,7 @@ class Averaging:
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
                 raise ValueError(f"{variable.path} is overwritten by its gradient, which DLCP does not average")
-        names = [*names_of(variables), *extra]
-        if self.group not in _names_told:
-            self.group.register(names)
-            _names_told[self.group] = names
-        elif names != _names_told[self.group]:
-            raise ValueError("the group averages the gradients of another model; join another group for this one")
+        self.register([*names_of(variables), *extra])
 
     def average(self, names: Sequence[str], gradients: Sequence[Any]) -> list[Any]:
         """Return the gradients, averaged over the ranks; all ranks must give those of the same parameters.
@@ -96,13 +83,11 @@ class Averaging:
         return [tf.where(everywhere, average * tf.cast(scale, average.dtype), float("inf")) for average in averaged]
 
     def _hand_over(self, name: str, gradient: NDArray[Any], token: NDArray[np.int32]) -> NDArray[np.int32]:
-        self._handed[name] = np.array(gradient)  # TensorFlow's own memory may be read only, and is used again
-        self.group.start(name, self._handed[name])
+        self.hand_over(name, gradient)
         return token
 
     def _collect(self, names: Sequence[str], _: NDArray[np.int32]) -> list[NDArray[Any]]:
-        self.group.end_step()
-        return [self._handed.pop(name) for name in names]
+        return self.collect(names)
 
 
 def names_of(variables: Sequence[Any]) -> list[str]:

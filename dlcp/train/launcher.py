@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from dlcp import configuration
 from dlcp.suggestion import closest
-from dlcp.train.plan import Plan
-from dlcp.train.report import Report, read_reports
+from dlcp.train.plan import Plan, Report, read_reports
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

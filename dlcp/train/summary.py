@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dlcp.train.report import Report
+from dlcp.train.plan import Report
 
 
 def summarize(reports: Sequence[Report]) -> dict[str, Any]:

@@ -1,16 +1,191 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of ``dlcp train``: runs the script as if it had been started itself, with DistributedDataParallel watched.
+"""One rank of ``dlcp train``: runs the script as if it had been started by itself, with DLCP switched on.
 
-``python -m dlcp.train.worker script.py ARGUMENTS`` or ``... -m module ARGUMENTS``; started by torchrun.
+``python -m dlcp.train.worker script.py ARGUMENTS`` or ``... -m module ARGUMENTS``; started by torchrun. At the end it
+reports to the launcher.
 """
 
+import contextlib
+import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-from dlcp.train.plan import Plan, report_folder
-from dlcp.train.session import Session
+from torch.nn.parallel import DistributedDataParallel
+
+import dlcp.torch
+from dlcp import configuration
+from dlcp.train.measurement import AdvisedMeasurement, Measurement, MeasurementDoneError
+from dlcp.train.plan import Plan, Report, report_folder, write_report
+from dlcp.train.watch import Watch
+
+BACKEND = "dlcp"
+
+
+class Model:
+    """A model that the script trains, and who averages its gradients.
+
+    Parameters
+    ----------
+    model
+        The wrapped model.
+    state
+        DLCP's state; None while, or because, DLCP does not average its gradients.
+    note
+        Who switched DLCP on, or why it stays off.
+    """
+
+    def __init__(self, model: DistributedDataParallel, state: dlcp.torch.State | None, note: str) -> None:
+        self.wrapped = model
+        self.state = state
+        self.note = note
+        self.name = type(model.module).__name__
+        self.parameters = sum(parameter.numel() for parameter in model.module.parameters())
+
+    def close(self, reason: str | None) -> None:
+        """Leave the other ranks, if the script has not; with a ``reason``, tell them that this rank gives up."""
+        if self.state:
+            self.state.close(reason)
+
+    def report(self) -> dict[str, Any]:
+        """Return what the launcher is told of it."""
+        state = self.state
+        return {
+            "model": self.name,
+            "parameters": self.parameters,
+            "note": self.note,
+            "on": state is not None,
+            "steps": state.step if state else 0,
+            "loss_bound": state.options.loss_bound if state else None,
+            "fallback": (state.reason or None) if state else None,
+            "local_peers": state.local_peers if state else 0,
+            "ledger": state.ledger.summary() if state else None,
+        }
+
+
+class Session:
+    """A context manager around the script of one rank.
+
+    Parameters
+    ----------
+    plan
+        What the launcher asks for.
+    folder
+        Where the launcher wants the report; None for no report.
+    """
+
+    def __init__(self, plan: Plan, folder: Path | None) -> None:
+        self.plan = plan
+        self.models: list[Model] = []
+        self._folder = folder
+        self._measurement: Measurement | None = None
+        self._hooking = False
+        self._watch = Watch(self.ready, self.hooked, BACKEND if plan.backend else None)
+
+    def __enter__(self) -> "Session":
+        if self.plan.backend:
+            _say(f"every process group of the script uses the backend {BACKEND}")
+        self._watch.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.__exit__()
+        failure = _failure(error)
+        if self._measurement:
+            self._measurement.close(failure)
+        for model in self.models:
+            model.close(failure)
+        if self._folder:
+            write_report(self._folder, self._report(failure))
+
+    def ready(self, model: DistributedDataParallel) -> None:
+        """Switch DLCP on, or measure a step; a synchronised forward pass is about to begin, on all ranks."""
+        known = next((entry for entry in self.models if entry.wrapped is model), None)
+        if self.plan.measure_steps:
+            if known:
+                raise SystemExit("dlcp: the script registers a communication hook of its own: nothing can be measured")
+            if self._measurement is None:
+                with self._own_hook():
+                    kind = AdvisedMeasurement if self.plan.advise else Measurement
+                    self._measurement = kind(model, self.plan.measure_steps)
+            self._measurement.before_step(model)
+        elif known is None:
+            self._switch_on(model)
+
+    def hooked(self, model: DistributedDataParallel, state: object) -> None:
+        """Note who averages a model's gradients: a communication hook is about to be registered."""
+        if self._hooking:
+            return
+        if isinstance(state, dlcp.torch.State):
+            self._enter(Model(model, state, "switched on by the script"))
+        else:
+            self._enter(Model(model, None, "the script registers a communication hook of its own"))
+
+    def _switch_on(self, model: DistributedDataParallel) -> None:
+        if model._join_config.enable:
+            self._enter(Model(model, None, "the script uses join(), which no communication hook follows"))
+            return
+        options = configuration.build(dlcp.torch.Options)
+        try:
+            with self._own_hook():
+                state = dlcp.torch.enable(model, options)
+        except ValueError as error:  # the same on all ranks: the model has what DLCP does not exchange
+            self._enter(Model(model, None, str(error)))
+        else:
+            self._enter(Model(model, state, "switched on by dlcp train"))
+
+    @contextlib.contextmanager
+    def _own_hook(self) -> Iterator[None]:
+        """Register a hook that is not the script's."""
+        self._hooking = True
+        try:
+            yield
+        finally:
+            self._hooking = False
+
+    def _enter(self, entry: Model) -> None:
+        self.models.append(entry)
+        what = f"{entry.name} ({entry.parameters:,} parameters)"
+        if entry.state is None:
+            _say(f"leaves {what} alone: {entry.note}")
+        else:
+            bound = f"loss bound {entry.state.options.loss_bound:.0%}"
+            _say(f"averages the gradients of {what}, {bound}; {entry.note}")
+
+    def _report(self, failure: str | None) -> Report:
+        return {
+            "rank": _rank(),
+            "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+            "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "error": failure,
+            "backend": BACKEND if self.plan.backend else None,
+            "models": [model.report() for model in self.models],
+            "measured": self._measurement.report() if self._measurement else None,
+        }
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _say(text: str) -> None:
+    """Say it once, not once a rank."""
+    if _rank() == 0:
+        print(f"dlcp: {text}", file=sys.stderr, flush=True)
+
+
+def _failure(error: BaseException | None) -> str | None:
+    """Say in a line what ended the script; None if it ended well."""
+    if error is None or isinstance(error, MeasurementDoneError):
+        return None
+    if isinstance(error, SystemExit):
+        return None if error.code in (None, 0) else f"exit status {error.code}"
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -74,7 +74,7 @@ def train_both_ways(worker, folder):
     import torch.distributed as dist
 
     from dlcp.train.plan import Plan
-    from dlcp.train.session import Session
+    from dlcp.train.worker import Session
 
     os.environ.update({"RANK": str(worker.rank), "WORLD_SIZE": str(worker.count), "DLCP_BIND": ""})
     dist.barrier()  # nobody leaves while another still connects

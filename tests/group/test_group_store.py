@@ -2,19 +2,27 @@
 """The store that ranks meet by, and what they do over it: every wait ends, and whoever is missing is named."""
 
 import contextlib
+import hmac
+import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from typing import NamedTuple
 
+import grpc
 import numpy as np
 import pytest
 
+from dlcp.session import Options
 from dlcp.session import store as store_module
 from dlcp.session.joining import Agreement
-from dlcp.session.store import Store, StoreChannel, StoreError, StoreServer, ended_key, serve
+from dlcp.session.store import Store, StoreChannel, StoreError, StoreServer, ended_key, job_secret, serve
 from dlcp.transport import DeadlineError, PeerSilentError
 from tests.group.group_ranks import on_ranks
+
+SECRET = b"of the job"
 
 
 class Held(NamedTuple):
@@ -24,14 +32,14 @@ class Held(NamedTuple):
 
 @pytest.fixture
 def server():
-    server = StoreServer(("127.0.0.1", 0))
+    server = StoreServer(("127.0.0.1", 0), SECRET)
     yield server
     server.close()
 
 
 @pytest.fixture
 def store(server):
-    store = Store(server.address, 5)
+    store = Store(server.address, 5, SECRET)
     yield store
     store.close()
 
@@ -58,7 +66,7 @@ def test_a_view_sees_the_keys_below_its_prefix_only(store):
 
 
 def test_what_is_waited_for_comes_or_time_is_up(server, store):
-    other = Store(server.address, 5)
+    other = Store(server.address, 5, SECRET)
     timer = threading.Timer(0.3, lambda: other.set("late", "here"))
     timer.start()
     assert store.first(["never", "late"], 10) == ("late", b"here")
@@ -79,7 +87,7 @@ def test_whoever_waits_does_not_keep_others_of_the_same_connection(store):
 
 
 def test_a_last_will_is_written_however_a_connection_ends(server, store):
-    other = Store(server.address, 5)
+    other = Store(server.address, 5, SECRET)
     other.leave("will", "gone")
     assert not store.check(["will"])
     other.close()
@@ -92,29 +100,141 @@ def test_nobody_serving_is_told_within_the_deadline_with_what_to_check():
         address = probe.getsockname()
         began_s = time.monotonic()
         with pytest.raises(StoreError, match=r"no answer from the store at 127\.0\.0\.1:\d+ .*MASTER_PORT"):
-            Store(address, 0.3)
+            Store(address, 0.3, SECRET)
     assert time.monotonic() - began_s < 3
 
 
 def test_a_port_in_use_is_told_with_what_to_do():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="MASTER_PORT a TCP port that"):
-        serve(taken.getsockname())
+        serve(taken.getsockname(), SECRET)
 
 
-def test_strangers_and_nonsense_do_not_harm_it(server, store):
-    for words in (b"GET / HTTP/1.0\r\n\r\n", b"dlcp-store-1" + b"\xff" * 64, b"dlcp-store-1\0\0\0\2\0\0\0\0[]"):
-        with socket.create_connection(server.address, 5) as stranger:
-            stranger.sendall(words)
-            stranger.settimeout(5)
+def where(server):
+    return "{}:{}".format(*server.address)
+
+
+def stranger(server, method, message=b"", proof=b"", timeout=5, kind="unary_unary"):
+    """Call the store without knowing the job's secret; return what it says."""
+    with grpc.insecure_channel(where(server)) as channel:
+        call = getattr(channel, kind)(f"/dlcp.Store/{method}")
+        metadata = (("dlcp-rank-bin", b"0" * 16), ("dlcp-proof-bin", proof))
+        try:
+            answer = call(message, metadata=metadata, timeout=timeout)
+            return answer if kind == "unary_unary" else list(answer)
+        except grpc.RpcError as error:
+            return error.code()
+
+
+def test_a_stranger_reads_and_writes_nothing_and_is_counted(server, store, caplog):
+    store.set("token", "123")
+    nonce = stranger(server, "challenge")
+    for proof in (b"", b"x" * 32, nonce, hmac.digest(b"another secret", b"rank" + nonce + b"0" * 16, "sha256")):
+        for method in ("set", "compare_set", "delete", "first", "check", "leave", "nonsense"):
+            request = store_module._pack({"keys": ["token"], "expected": "123", "wait_s": 0}, b"evil")
+            assert stranger(server, method, request, proof) is grpc.StatusCode.UNAUTHENTICATED
+        assert stranger(server, "attend", b"", proof, kind="unary_stream") is grpc.StatusCode.UNAUTHENTICATED
+    assert store.get("token") == b"123"
+    assert server.refused == 4 * 8
+    assert (
+        sum("does not know the job's secret" in message for message in caplog.messages) == store_module.REFUSALS_LOGGED
+    )
+
+
+def test_nonsense_does_not_harm_it(server, store):
+    for words in (b"GET / HTTP/1.0\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64, b"\0" * 4096):
+        with socket.create_connection(server.address, 5) as sock:
+            sock.sendall(words)
+            sock.settimeout(10)
             with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(10) == b""
+                while sock.recv(4096):
+                    pass
     store.set("a", "1")
     assert store.get("a") == b"1"
 
 
+def test_strangers_cannot_exhaust_it(server, store):
+    """Neither with connections, nor with calls that never end, nor with messages: they are not read."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.ExitStack() as held:
+        for _ in range(200):
+            held.enter_context(socket.create_connection(server.address, 5))
+        channel = held.enter_context(grpc.insecure_channel(where(server)))
+        large = bytes(store_module.VALUE_BYTES_MAX)
+        waiting = [channel.unary_unary("/dlcp.Store/set").future(large, timeout=30) for _ in range(20)]
+        store.set("a", "1")
+        assert store.get("a") == b"1"
+        assert all(call.code() is grpc.StatusCode.UNAUTHENTICATED for call in waiting)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+    assert grown < 10 * len(large), "of twenty such messages"
+    assert threading.active_count() < 30
+
+
+def test_what_a_rank_may_ask_is_limited(store, monkeypatch):
+    with pytest.raises(StoreError, match="refuses: a call has at most"):
+        store.set("k" * (store_module.KEY_BYTES_MAX + 1), "1")
+    with pytest.raises(StoreError, match="refuses: a value has at most"):
+        store.set("k", bytes(store_module.VALUE_BYTES_MAX + 1))
+    monkeypatch.setattr(store_module, "TOTAL_BYTES_MAX", 100)
+    store.set("k", bytes(60))
+    store.set("k", bytes(40))
+    with pytest.raises(StoreError, match="refuses: the store is full: it holds 1 keys and 40 bytes"):
+        store.set("l", bytes(61))
+    store.delete(["k"])
+    store.set("l", bytes(61))
+    monkeypatch.setattr(store_module, "WAIT_S_MAX", 0.1)
+    began_s = time.monotonic()
+    store._link.call("first", {"keys": ["never"], "wait_s": 1e9})
+    assert time.monotonic() - began_s < 5
+
+
+def test_two_jobs_do_not_mix(server):
+    with pytest.raises(StoreError, match=r"is of another job or user: .*DLCP_TOKEN"):
+        Store(server.address, 5, b"of another job")
+
+
+def test_a_rank_knows_a_store_that_does_not_know_the_secret(server):
+    """Somebody who listens at the master's port, and lets everybody in, learns nothing of a rank."""
+    server._proven = lambda *_: True
+    server._secret = b"a guess"
+    with pytest.raises(StoreError, match="is of another job or user"):
+        Store(server.address, 5, SECRET)
+
+
+def test_the_key_of_a_user_is_made_once_and_is_nobody_elses(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    keys = set(on_ranks(8, lambda rank: job_secret(Options())).values())
+    assert len(keys) == 1
+    assert len(keys.pop()) == 32
+    path = tmp_path / "dlcp" / "key"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in path.parent.iterdir()] == ["key"]
+    path.chmod(0o640)
+    with pytest.raises(OSError, match=r"others may read it; chmod 600.*set DLCP_TOKEN"):
+        job_secret(Options())
+    assert job_secret(Options(token=7)) == (7).to_bytes(8, "big")
+
+
+STANDING_STILL = """
+import os, signal, sys
+from dlcp.session import store
+store.Store(("127.0.0.1", int(sys.argv[1])), 5, b"of the job").leave("will", "gone")
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_host_that_no_longer_answers_is_noticed(server, store, monkeypatch):
+    """Its connection stays open, as after a power failure; a process that stands still is as silent as such a host."""
+    process = subprocess.Popen([sys.executable, "-c", STANDING_STILL, str(server.address[1])])
+    try:
+        assert store.get("will", 90) == b"gone"
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_ranks_agree_over_it(server):
     def one(rank):
-        agreement = Agreement(Store(server.address, 5), rank, 3, 5)
+        agreement = Agreement(Store(server.address, 5, SECRET), rank, 3, 5)
         agreement.publish("topic", [rank])
         return agreement.collect("topic"), agreement.decide(f"rank {rank}")
 
@@ -125,7 +245,7 @@ def test_ranks_agree_over_it(server):
 
 def on_channel(server, size, function, only=None, deadline_s=10.0):
     def one(rank):
-        return function(StoreChannel(Store(server.address, 5), "test", rank, range(size), deadline_s))
+        return function(StoreChannel(Store(server.address, 5, SECRET), "test", rank, range(size), deadline_s))
 
     return on_ranks(size, one, only=only)
 
@@ -177,7 +297,7 @@ def test_the_store_does_not_fill_up(server):
 
 
 def test_a_rank_that_has_ended_is_named_at_once(server):
-    Store(server.address, 5).set(ended_key(1), "it was killed")
+    Store(server.address, 5, SECRET).set(ended_key(1), "it was killed")
     began_s = time.monotonic()
     found = on_channel(server, 3, lambda ranks: ranks.gather(0), only=[0, 2])
     assert time.monotonic() - began_s < 3

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training scripts for tests: what a user's script does, run by :class:`dlcp.train.session.Session` in real ranks."""
+"""Training scripts for tests: what a user's script does, run by :class:`dlcp.train.worker.Session` in real ranks."""
 
 import os
 import tempfile
 from pathlib import Path
 
-from dlcp.train.plan import Plan
-from dlcp.train.report import read_reports
+from dlcp.train.plan import Plan, read_reports
 
 STEPS = 4
 
@@ -46,7 +45,7 @@ def digest(model):
 
 def in_session(worker, script, plan=None, folder=None, **environment):
     """Run a script in a session; return what it returned or raised, and this rank's report."""
-    from dlcp.train.session import Session
+    from dlcp.train.worker import Session
 
     os.environ.update(
         {"RANK": str(worker.rank), "WORLD_SIZE": str(worker.count), "DLCP_BIND": f"127.0.0.1:{worker.port}"},

@@ -4,8 +4,7 @@
 import pytest
 
 from dlcp.train import headroom, summary
-from dlcp.train.plan import Plan, report_folder
-from dlcp.train.report import read_reports, write_report
+from dlcp.train.plan import Plan, read_reports, report_folder, write_report
 
 
 def ledger(sent=1000, lost=0, violations=0, worst=0.0):
