@@ -15,6 +15,7 @@ import pytest
 
 import dlcp
 from dlcp import native
+from dlcp.cli import COMMANDS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -80,6 +81,13 @@ def test_the_layers_hold(tmp_path):
     command = [sys.executable, "-c", call, str(ROOT / "pyproject.toml")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout
+
+
+def test_only_what_draws_loads_matplotlib():
+    commands = [f"dlcp.commands.{name}" for name in COMMANDS]
+    script = f"import sys, {', '.join(commands)}, dlcp.demo.series; print('matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "False\n"
 
 
 def test_p4_is_no_python_package():

@@ -21,8 +21,9 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
-    from dlcp.demo.run import DemoError, DemoSetup, execute, variants
+    from dlcp.demo.run import DemoError, execute
     from dlcp.demo.series import report, run_series, select
+    from dlcp.demo.setup import DemoSetup, variants
 
     console = Console()
     namespaces, reason = (False, "--loopback") if arguments.loopback else try_namespaces()

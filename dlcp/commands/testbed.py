@@ -107,8 +107,9 @@ def _train(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric
     from rich.console import Console
 
     from dlcp.controller.testbed.accounts import IDLE_MIN
-    from dlcp.demo.run import DemoError, Progress, Variant, variants
+    from dlcp.demo.run import DemoError, Progress
     from dlcp.demo.series import report, run_series, select
+    from dlcp.demo.setup import Variant, variants
     from dlcp.demo.testbed import check, disagreements, train
 
     setup = _setup(arguments, state, fabric)

@@ -9,17 +9,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dlcp.closing import Closing
 from dlcp.controller.fabric import Host, Job, star
 from dlcp.demo.background import SINK_PORT
+from dlcp.demo.setup import DemoSetup
 from dlcp.namespace import HOST_INTERFACE, StarNetwork
 from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
-
-if TYPE_CHECKING:
-    from dlcp.demo.run import DemoSetup
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class SwitchNetwork(DemoNetwork):
         Job number.
     """
 
-    def __init__(self, setup: "DemoSetup", shares: Shares | None, job: int) -> None:
+    def __init__(self, setup: DemoSetup, shares: Shares | None, job: int) -> None:
         super().__init__()
         names = [Host.numbered(index).name for index in range(setup.hosts)]
         fabric = star(
@@ -135,7 +133,7 @@ class NamespaceNetwork(SwitchNetwork):
     over = "tcp"
     interface = HOST_INTERFACE
 
-    def __init__(self, setup: "DemoSetup", shares: Shares | None, job: int) -> None:
+    def __init__(self, setup: DemoSetup, shares: Shares | None, job: int) -> None:
         super().__init__(setup, shares, job)
         self._network = self._stack.enter_context(StarNetwork(setup.hosts))
         self._start_switch(namespace=self._network.switch)
@@ -160,7 +158,7 @@ class LoopbackNetwork(SwitchNetwork):
     over = "udp"
     interface = "lo"
 
-    def __init__(self, setup: "DemoSetup", shares: Shares | None, job: int) -> None:
+    def __init__(self, setup: DemoSetup, shares: Shares | None, job: int) -> None:
         super().__init__(setup, shares, job)
         self._fabric["udp_ports"] = [UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT, SINK_PORT]
         self._start_switch()

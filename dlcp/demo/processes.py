@@ -11,26 +11,18 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from dlcp.closing import end
 
-Fact = dict[str, Any]
-"""What a worker reports: plain values, that JSON can hold."""
+if TYPE_CHECKING:
+    from dlcp.demo.worker import Fact
+
 _STOP_DEADLINE_S: Final = 5.0
 
 _context = multiprocessing.get_context("forkserver")
 # Every worker needs these, and they take seconds to import: a server that has them forks the workers of all runs.
 _context.set_forkserver_preload(["dlcp.demo.worker", "torch._dynamo"])
-
-
-def send_fact(channel: Connection, fact: Fact) -> None:
-    """Report a fact to whoever started this worker.
-
-    It travels as JSON: a pickle may hold what takes PyTorch to read (its version is a class of its own), and loading
-    that holds up the reader of all reports for seconds on a busy machine.
-    """
-    channel.send_bytes(json.dumps(fact).encode())
 
 
 class DemoProcess(ABC):
@@ -128,7 +120,7 @@ class WorkerProcess(DemoProcess):
         namespace: str | None,
         environment: dict[str, str],
         arguments: Sequence[str],
-        on_fact: Callable[[Fact], None] | None = None,
+        on_fact: "Callable[[Fact], None] | None" = None,
     ) -> None:
         super().__init__(name)
         self._report: Fact | None = None
@@ -167,7 +159,7 @@ class WorkerProcess(DemoProcess):
         """Return the error that it reported."""
         return self._error
 
-    def finish(self, timeout_s: float) -> Fact | None:
+    def finish(self, timeout_s: float) -> "Fact | None":
         """Wait for its end and return its report."""
         self._child.join(timeout_s)
         self._thread.join(_STOP_DEADLINE_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of the demo: the same training over the same congested switch, with different ways to average gradients."""
+"""One run of the demo: training over a congested switch, beside background traffic, and its record."""
 
 import json
 import os
@@ -9,135 +9,39 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import dlcp
-from dlcp.demo.background import SAMPLE_S, BackgroundBurst, delivered_bps, schedule
+from dlcp.demo.background import SAMPLE_S, BackgroundBurst, delivered_bps
 from dlcp.demo.network import DemoNetwork, Shares
-from dlcp.demo.processes import ChildProgram, DemoProcess, Fact, WorkerProcess
-from dlcp.wire import DROP_CLASSES, UDP_PORT_BASE, UDP_PORT_COUNT
+from dlcp.demo.processes import ChildProgram, DemoProcess, WorkerProcess
+from dlcp.demo.setup import BACKGROUND_FLOWS, RUN_DEADLINE_S, DemoSetup, Variant
+from dlcp.wire import DROP_CLASSES
 
-_BACKGROUND_FLOWS: Final = 2
+if TYPE_CHECKING:
+    from dlcp.demo.worker import Fact
+
 _JOB: Final = 1
 _PAYLOAD_BYTES: Final = 1440
 """Fills the MTU of 1500 that the demo's network has; loopback would take more."""
 _CONTROL_SHARE: Final = 0.015
 """Part of a port for acknowledgements and the like; taken from the job's share, not added to it. Chosen by us."""
 _READY_DEADLINE_S: Final = 90.0
-_RUN_DEADLINE_S: Final = 600.0
 _TCP_PAYLOAD_BYTES, _TCP_FRAME_BYTES = 1448, 1514
 """A full TCP segment and its frame at an MTU of 1500; rates of ports count frames, the background counts payload."""
 _SERVER_REPORT: Final = "server.json"
 _TOKEN_FILE: Final = "token"
-_ORDINARY_PORT: Final = UDP_PORT_BASE + UDP_PORT_COUNT
-"""The first UDP port that switches do not take for DLCP."""
 
 Progress = Callable[[int], None]
 """Called with the number of steps that are done."""
-MakeNetwork = Callable[["DemoSetup", "Shares | None", int], DemoNetwork]
+MakeNetwork = Callable[[DemoSetup, Shares | None, int], DemoNetwork]
 """Called with the setup, the job's shares of the ports, and the job number."""
 
 
 class DemoError(RuntimeError):
     """A run did not finish; the message has what its processes reported."""
-
-
-@dataclass(frozen=True, slots=True)
-class DemoSetup:
-    """What all runs of a demo have in common. ``hops`` are the most switches between two hosts."""
-
-    seed: int = 1
-    workers: int = 4
-    steps: int = 24
-    rate_bps: int = 32_000_000
-    depth_packets: int = 32
-    loss_bound: float = 0.1
-    collective: str = "direct"
-    hops: int = 1
-
-    @property
-    def command(self) -> str:
-        """The command that makes the same runs."""
-        collective = "ps" if self.server is not None else self.collective
-        return (
-            f"dlcp demo --seed {self.seed} --collective {collective} --steps {self.steps} "
-            f"--rate-mbps {self.rate_bps / 1e6:g} --depth {self.depth_packets} --loss-bound {self.loss_bound:g}"
-        )
-
-    @property
-    def server(self) -> int | None:
-        """The host of the parameter server, if there is one."""
-        return self.workers if self.collective == "server" else None
-
-    @property
-    def targets(self) -> list[int]:
-        """The hosts that train, and so the hosts that background traffic goes to."""
-        return list(range(self.workers + (self.server is not None)))
-
-    @property
-    def sources(self) -> list[int]:
-        """The hosts that background traffic comes from."""
-        first = len(self.targets)
-        return list(range(first, first + _BACKGROUND_FLOWS))
-
-    @property
-    def hosts(self) -> int:
-        """How many hosts there are."""
-        return self.sources[-1] + 1
-
-    def fair_share(self, host: int) -> float:
-        """Return the share of a host's port that the job may have: its flows beside the background's.
-
-        Over TCP the training has a flow from each worker into the server's port, and one into any other, for Gloo sums
-        around a ring.
-        """
-        flows = self.workers if host == self.server else 1
-        return flows / (flows + _BACKGROUND_FLOWS)
-
-    def background_share(self, bursts: Sequence[BackgroundBurst], stop_s: float) -> float:
-        """Return the share of a port that is fair to the background, over all bursts up to ``stop_s``."""
-        lasted = [(max(0.0, min(burst.stop_s, stop_s) - burst.start_s), burst.target) for burst in bursts]
-        on_s = sum(seconds for seconds, _ in lasted)
-        return sum(seconds * (1 - self.fair_share(target)) for seconds, target in lasted) / on_s if on_s else 0.0
-
-    def bursts(self) -> list[BackgroundBurst]:
-        """Return the background's schedule, the same in every run."""
-        return schedule(self.seed, len(self.targets), _RUN_DEADLINE_S)
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One way to average gradients.
-
-    Parameters
-    ----------
-    held
-        Whether switches hold the job to its fair share.
-    environment
-        For :class:`dlcp.torch.Options`.
-    """
-
-    name: str
-    title: str
-    mode: str
-    held: bool = False
-    environment: dict[str, str] = field(default_factory=dict)
-    udp_port: int = UDP_PORT_BASE
-
-
-def variants(setup: DemoSetup) -> list[Variant]:
-    """Return the ways that the demo compares."""
-    bound = {"DLCP_LOSS_BOUND": str(setup.loss_bound)}
-    plain = {"DLCP_LOSS_BOUND": "0", "DLCP_TAGGED": "0", "DLCP_ADAPTIVE_SHARDS": "0", "DLCP_CONGESTION": "cubic"}
-    return [
-        Variant("gloo", "Gloo over the kernel's TCP (CUBIC)", "gloo"),
-        Variant("plain", "DLCP's transport alone: reliable, one queue, no tags", "dlcp", False, plain, _ORDINARY_PORT),
-        Variant("dlcp", "DLCP, held to its fair share", "dlcp", True, bound),
-        Variant("dlcp_priority", "DLCP, with priority over the background", "dlcp", False, bound),
-    ]
 
 
 def execute(make_network: MakeNetwork, setup: DemoSetup, variant: Variant, *, progress: Progress) -> dict[str, Any]:
@@ -320,13 +224,13 @@ def _await_ready(processes: Sequence[DemoProcess]) -> None:
     _check(processes)
 
 
-def _collect(workers: Sequence[WorkerProcess], everybody: Sequence[DemoProcess]) -> list[Fact]:
+def _collect(workers: Sequence[WorkerProcess], everybody: Sequence[DemoProcess]) -> "list[Fact]":
     """Wait until the workers have ended, and return their reports."""
-    deadline_s = time.monotonic() + _RUN_DEADLINE_S
+    deadline_s = time.monotonic() + RUN_DEADLINE_S
     while any(worker.status() is None for worker in workers):
         _check(everybody)
         if time.monotonic() > deadline_s:
-            raise DemoError(f"the workers have not finished after {_RUN_DEADLINE_S:.0f} s")
+            raise DemoError(f"the workers have not finished after {RUN_DEADLINE_S:.0f} s")
         time.sleep(0.1)
     _check(everybody)
     found = [report for worker in workers if (report := worker.finish(_READY_DEADLINE_S)) is not None]
@@ -343,7 +247,7 @@ def _check(processes: Sequence[DemoProcess]) -> None:
         raise DemoError("\n".join(errors) or f"{failed[0].name} ended with status {failed[0].status()}")
 
 
-def _report_progress(progress: Progress, fact: Fact) -> None:
+def _report_progress(progress: Progress, fact: "Fact") -> None:
     if "step" in fact:
         progress(fact["step"])
 
@@ -362,7 +266,7 @@ def _background_record(
 ) -> dict[str, Any]:
     payload_bps = setup.rate_bps * _TCP_PAYLOAD_BYTES / _TCP_FRAME_BYTES
     return {
-        "flows": _BACKGROUND_FLOWS,
+        "flows": BACKGROUND_FLOWS,
         "bps": delivered_bps(samples, bursts, stop_s),
         "fair_share_bps": setup.background_share(bursts, stop_s) * payload_bps,
         "samples": [[round(when_s, 2), 8 * count / SAMPLE_S] for when_s, count in samples if 0 <= when_s <= stop_s],

@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dlcp.demo.run import DemoError, Variant
+from dlcp.demo.run import DemoError
+from dlcp.demo.setup import Variant
 from dlcp.report.runs import RUN_NAMES, Run, RunFileError, load_runs, summarize, write_summary
 
 

@@ -28,7 +28,8 @@ from dlcp.controller.testbed.namespaces import NamedNamespace
 from dlcp.controller.testbed.programming import Controller, with_addresses
 from dlcp.demo.background import BackgroundBurst
 from dlcp.demo.network import DemoNetwork, Shares
-from dlcp.demo.run import DemoSetup, Progress, Variant, execute
+from dlcp.demo.run import Progress, execute
+from dlcp.demo.setup import DemoSetup, Variant
 from dlcp.report.runs import Run
 from dlcp.switch import PROGRAM_PATH
 from dlcp.wire import Queue

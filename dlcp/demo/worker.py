@@ -7,6 +7,7 @@ enter the server's port, which is another pattern.
 """
 
 import argparse
+import json
 import math
 import os
 import threading
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -25,15 +26,25 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.demo.processes import Fact, send_fact
 from dlcp.examples import digits as demo
 from dlcp.tags import layers_in_order
 
+Fact = dict[str, Any]
+"""What a worker reports: plain values, that JSON can hold."""
 _LEARNING_RATE: Final = 0.002
 _LEARNING_RATE_STEPS: Final = 4
 """Steps until the learning rate is reached; from then on it falls as a cosine."""
 _BUCKET_MB: Final = 0.5
 _WARM_UP_STEPS: Final = 6
+
+
+def send_fact(channel: Connection, fact: Fact) -> None:
+    """Report a fact to whoever started this worker.
+
+    It travels as JSON: a pickle may hold what takes PyTorch to read (its version is a class of its own), and loading
+    that holds up the reader of all reports for seconds on a busy machine.
+    """
+    channel.send_bytes(json.dumps(fact).encode())
 
 
 def train(arguments: argparse.Namespace, channel: Connection) -> Fact:

@@ -34,7 +34,7 @@ from dlcp.bench.results import BenchResult, interleave, result, say, show
 from dlcp.demo.background import schedule
 from dlcp.demo.network import NamespaceNetwork
 from dlcp.demo.processes import ChildProgram
-from dlcp.demo.run import DemoSetup
+from dlcp.demo.setup import DemoSetup
 from dlcp.namespace import NamespaceError, become_root
 from dlcp.train.measurement import settings_of, with_settings
 from dlcp.tuning.rules import Advice, Settings, decide

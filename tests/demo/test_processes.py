@@ -4,7 +4,12 @@
 import json
 import multiprocessing
 
-from dlcp.demo.processes import send_fact
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+from dlcp.demo.worker import send_fact
 
 
 class Version(str):

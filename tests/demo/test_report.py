@@ -3,13 +3,10 @@ import html.parser
 import itertools
 import json
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from dlcp.cli import COMMANDS
 from dlcp.report import page as report
 from dlcp.report import wording
 from dlcp.report.drawing import COLOURS
@@ -118,15 +115,6 @@ def test_the_same_runs_give_the_same_page(runs, tmp_path):
     texts = [report.write_report(runs, summarize(runs), tmp_path / name).read_text() for name in "ab"]
     assert texts[0] == texts[1]
     assert "matplotlib" not in texts[0].lower()
-
-
-def test_only_what_draws_loads_matplotlib():
-    commands = [f"dlcp.commands.{name}" for name in COMMANDS]
-    script = (
-        f"import sys, {', '.join(commands)}, dlcp.demo.series, dlcp.demo.worker; print('matplotlib' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "False\n"
 
 
 def test_marks_say_what_they_show(runs):

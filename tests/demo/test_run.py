@@ -9,7 +9,8 @@ from dlcp import namespace
 from dlcp.commands import demo as command
 from dlcp.demo.background import BackgroundBurst
 from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
-from dlcp.demo.run import DemoSetup, execute, variants
+from dlcp.demo.run import execute
+from dlcp.demo.setup import DemoSetup, variants
 
 
 def run(setup, name, *, namespaces=False):

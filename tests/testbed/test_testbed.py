@@ -22,7 +22,7 @@ from dlcp.controller.testbed.lifecycle import down, fabric_of, find, up
 from dlcp.controller.testbed.namespaces import NamedNamespace
 
 from dlcp.commands import testbed as command
-from dlcp.demo.run import variants
+from dlcp.demo.setup import variants
 from dlcp.demo.testbed import TestbedSetup, check, train
 from dlcp.switch import PortQueueing
 

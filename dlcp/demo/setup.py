@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo compares: a setup that all runs have in common, and the variants, which differ in who averages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from dlcp.demo.background import BackgroundBurst, schedule
+from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
+
+BACKGROUND_FLOWS: Final = 2
+RUN_DEADLINE_S: Final = 600.0
+_ORDINARY_PORT: Final = UDP_PORT_BASE + UDP_PORT_COUNT
+"""The first UDP port that switches do not take for DLCP."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoSetup:
+    """What all runs of a demo have in common. ``hops`` are the most switches between two hosts."""
+
+    seed: int = 1
+    workers: int = 4
+    steps: int = 24
+    rate_bps: int = 32_000_000
+    depth_packets: int = 32
+    loss_bound: float = 0.1
+    collective: str = "direct"
+    hops: int = 1
+
+    @property
+    def command(self) -> str:
+        """The command that makes the same runs."""
+        collective = "ps" if self.server is not None else self.collective
+        return (
+            f"dlcp demo --seed {self.seed} --collective {collective} --steps {self.steps} "
+            f"--rate-mbps {self.rate_bps / 1e6:g} --depth {self.depth_packets} --loss-bound {self.loss_bound:g}"
+        )
+
+    @property
+    def server(self) -> int | None:
+        """The host of the parameter server, if there is one."""
+        return self.workers if self.collective == "server" else None
+
+    @property
+    def targets(self) -> list[int]:
+        """The hosts that train, and so the hosts that background traffic goes to."""
+        return list(range(self.workers + (self.server is not None)))
+
+    @property
+    def sources(self) -> list[int]:
+        """The hosts that background traffic comes from."""
+        first = len(self.targets)
+        return list(range(first, first + BACKGROUND_FLOWS))
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts there are."""
+        return self.sources[-1] + 1
+
+    def fair_share(self, host: int) -> float:
+        """Return the share of a host's port that the job may have: its flows beside the background's.
+
+        Over TCP the training has a flow from each worker into the server's port, and one into any other, for Gloo sums
+        around a ring.
+        """
+        flows = self.workers if host == self.server else 1
+        return flows / (flows + BACKGROUND_FLOWS)
+
+    def background_share(self, bursts: Sequence[BackgroundBurst], stop_s: float) -> float:
+        """Return the share of a port that is fair to the background, over all bursts up to ``stop_s``."""
+        lasted = [(max(0.0, min(burst.stop_s, stop_s) - burst.start_s), burst.target) for burst in bursts]
+        on_s = sum(seconds for seconds, _ in lasted)
+        return sum(seconds * (1 - self.fair_share(target)) for seconds, target in lasted) / on_s if on_s else 0.0
+
+    def bursts(self) -> list[BackgroundBurst]:
+        """Return the background's schedule, the same in every run."""
+        return schedule(self.seed, len(self.targets), RUN_DEADLINE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to average gradients.
+
+    Parameters
+    ----------
+    held
+        Whether switches hold the job to its fair share.
+    environment
+        For :class:`dlcp.torch.Options`.
+    """
+
+    name: str
+    title: str
+    mode: str
+    held: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+    udp_port: int = UDP_PORT_BASE
+
+
+def variants(setup: DemoSetup) -> list[Variant]:
+    """Return the ways that the demo compares."""
+    bound = {"DLCP_LOSS_BOUND": str(setup.loss_bound)}
+    plain = {"DLCP_LOSS_BOUND": "0", "DLCP_TAGGED": "0", "DLCP_ADAPTIVE_SHARDS": "0", "DLCP_CONGESTION": "cubic"}
+    return [
+        Variant("gloo", "Gloo over the kernel's TCP (CUBIC)", "gloo"),
+        Variant("plain", "DLCP's transport alone: reliable, one queue, no tags", "dlcp", False, plain, _ORDINARY_PORT),
+        Variant("dlcp", "DLCP, held to its fair share", "dlcp", True, bound),
+        Variant("dlcp_priority", "DLCP, with priority over the background", "dlcp", False, bound),
+    ]
