@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +62,13 @@ class PacketTags(NamedTuple):
     drop_class: NDArray[np.uint8]
     layer: NDArray[np.uint8]
     protected: NDArray[np.bool_]
+
+    def part(self, packets: slice, more: int = 0) -> "PacketTags":
+        """Return the tags of some packets, as views; of ``more`` packets, tagged like the last, as a copy."""
+        fields: list[NDArray[Any]] = [each[packets] for each in self]
+        if more > 0:
+            fields = [np.append(each, each[-1:].repeat(more)) for each in fields]
+        return PacketTags(*fields)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import FileStore, PrefixStore  # torch.distributed has them too, untyped
 
-from dlcp.collectives import Bucket, DirectAllReduce, ReduceOptions
+from dlcp.collectives import Bucket, DirectAllReduce, RankContext, ReduceOptions
 from dlcp.dtypes import ValueType
-from dlcp.ledger import Ledger
 from dlcp.tags import Layer, Segment
 from dlcp.transport import (
     Address,
@@ -181,18 +180,19 @@ class AllReduceRank:
         for contender in self.plan.contenders:
             if contender.bound is not None:
                 self._reducers[contender.name] = DirectAllReduce(
-                    self._endpoints[contender.memory],
-                    range(self.plan.ranks),
-                    options=ReduceOptions(LossBound(contender.bound)),
-                    ledger=Ledger(),
+                    RankContext(
+                        self._endpoints[contender.memory],
+                        range(self.plan.ranks),
+                        ReduceOptions(LossBound(contender.bound)),
+                    )
                 )
 
     def prepare(self, contender: AllReduceContender) -> None:
         """Write this rank's input: the common numbers times its number from 1."""
         np.multiply(self._input, np.float32(self.rank + 1), out=self._values)
         if contender.bound is not None:
-            # What an earlier run lost would be added to this one's input: forgiven, so that sums stay known.
-            self._reducers[contender.name].feedback.forgive()
+            # What an earlier run lost would be added to this one's input: reset, so that sums stay known.
+            self._reducers[contender.name].context.residual.reset()
 
     def run(self, contender: AllReduceContender) -> float:
         """Do the all-reduce and return how long it took, in seconds."""
@@ -227,7 +227,7 @@ class AllReduceRank:
         exact = np.float32(ranks * (ranks + 1) / 2 / (1 if contender.bound is None else ranks))
         inexact = int(np.count_nonzero(self._values != self._input * exact))
         reducer = self._reducers.get(contender.name)
-        ledger = reducer.ledger.summary() if reducer else {}
+        ledger = reducer.context.ledger.summary() if reducer else {}
         counts = {name: ledger.get(name, 0) for name in ("sent", "delivered", "lost", "retransmitted")}
         return RankOutcome(inexact, zlib.crc32(self._values.view(np.uint8).data), counts)
 

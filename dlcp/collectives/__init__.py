@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce over bounded-loss messages: direct (sharded), around a ring, by a parameter server, or as suits."""
+"""All-reduce over bounded-loss messages: direct (sharded), around a ring, by a parameter server, or as suits.
 
-from dlcp.collectives.bucket import Bucket, ReduceOptions
-from dlcp.collectives.choice import AutoAllReduce, Reducer, Topology, make_reducer
+:func:`make_reducer` makes the pipeline that averages buckets; each algorithm is a module.
+"""
+
+from dlcp.collectives.bucket import Bucket, LayerBounds, RankContext, ReduceOptions, Reducer
+from dlcp.collectives.choice import Topology
 from dlcp.collectives.direct import DirectAllReduce
-from dlcp.collectives.feedback import ErrorFeedback
+from dlcp.collectives.parameter_server import ParameterServer, ServerOptions
+from dlcp.collectives.pipeline import AutoAllReduce, Pipeline, make_reducer
+from dlcp.collectives.residual import Residual
 from dlcp.collectives.ring import RingAllReduce
-from dlcp.collectives.server import ParameterServer, ServerOptions
 from dlcp.collectives.shards import shard_bounds
 
 __all__ = [
     "AutoAllReduce",
     "Bucket",
     "DirectAllReduce",
-    "ErrorFeedback",
+    "LayerBounds",
     "ParameterServer",
+    "Pipeline",
+    "RankContext",
     "ReduceOptions",
     "Reducer",
+    "Residual",
     "RingAllReduce",
     "ServerOptions",
     "Topology",

@@ -1,112 +1,478 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce in two hops: every rank sends each shard to its owner, which averages and sends the result to all.
+"""Direct all-reduce: reduce-scatter and all-gather in one hop each.
 
-The first hop may lose packets within the bound. The result is delivered whole, so that replicas never drift apart.
-A parameter server is the case of one owner that contributes nothing itself (see :mod:`dlcp.collectives.server`).
+Every owner of a shard gets all ranks' contributions to it, averages them, and sends the averaged shard to all. The
+first hop may lose packets within the bound. Averaged shards arrive whole, so that replicas never drift apart. A
+parameter server is the case of one owner that contributes nothing itself (:mod:`dlcp.collectives.parameter_server`).
+
+Everything happens in the caller's buffer. A rank's contribution lies where the averaged shard will be written, so it
+posts the receive for that only once the owner has confirmed the contribution; and an owner sends its averaged shard to
+a peer only once it has confirmed the peer's own, for only then has the peer posted that receive.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
+from enum import Enum
 from functools import partial
+from typing import Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import Bucket, ReduceOptions
-from dlcp.collectives.direct_run import DirectRun
-from dlcp.collectives.feedback import ErrorFeedback
-from dlcp.collectives.push_pull import RATE
-from dlcp.collectives.salvage import Salvage
-from dlcp.collectives.shards import inbound_rates, weights_for_rates
-from dlcp.ledger import Ledger
-from dlcp.tags import Tagger
-from dlcp.transport import Endpoint, TransportError
+from dlcp.collectives.bucket import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    Bucket,
+    BucketRun,
+    RankContext,
+    protect_all_but,
+)
+from dlcp.collectives.partial_result import PartialResult
+from dlcp.collectives.reduction_rules import average, divide_by_samples, held_samples
+from dlcp.collectives.shards import (
+    COPY_BYTES_PER_S,
+    PATIENCE_S,
+    ShardAccumulator,
+    inbound_rates,
+    shard_bounds,
+    weights_for_rates,
+)
+from dlcp.dtypes import ValueType
+from dlcp.magnitudes import packet_magnitudes
+from dlcp.tags import ChunkOrder, PacketTags
+from dlcp.transport import (
+    RELIABLE,
+    Arrival,
+    BufferPool,
+    Delivery,
+    ExportedMemory,
+    LossBound,
+    MessageKey,
+    ReceiveRequest,
+    SendRequest,
+    StreamingReduction,
+)
+
+RATE: Final = np.dtype(">f4")
+"""An averaged shard is followed by the rates at which its sender reaches each contributor, in bit/s."""
 
 
 class DirectAllReduce:
-    """All-reduce of one rank with its peers.
+    """Direct all-reduce of one rank with its peers.
 
     :meth:`start` may be called from any thread; everything else runs in the endpoint's.
 
     Parameters
     ----------
-    endpoint
-        This rank's endpoint.
-    contributors
-        The ranks that contribute and get the result, this one among them.
+    context
+        This rank, and what its algorithms share.
     weights
         Each owner's weight in the division into shards; by default the contributors own shards, equal ones or such as
         suit the rates at which they receive.
-    options, tagger, ledger, feedback
-        What may be lost, how packets are tagged, where messages are entered, and what is owed from before.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        contributors: Sequence[int],
-        *,
-        weights: Mapping[int, float] | None = None,
-        options: ReduceOptions | None = None,
-        tagger: Tagger | None = None,
-        ledger: Ledger | None = None,
-        feedback: ErrorFeedback | None = None,
-    ) -> None:
-        self.endpoint = endpoint
-        self.contributors = sorted(contributors)
-        self.options = options or ReduceOptions()
-        self.weights = dict(weights or dict.fromkeys(self.contributors, 1.0))
-        self.adaptive = self.options.adaptive_shards and weights is None
+    recoverable = True
+
+    def __init__(self, context: RankContext, *, weights: Mapping[int, float] | None = None) -> None:
+        self.context = context
+        self.weights = dict(weights or dict.fromkeys(context.contributors, 1.0))
+        self.adaptive = context.options.adaptive_shards and weights is None
         self.rates_bps: dict[int, NDArray[np.generic]] = {}
-        """What each rank told with the step's last bucket, and by which bucket."""
-        self.rated_by: dict[int, int] = {}
-        self.tagger = tagger or Tagger()
-        self.ledger = ledger or Ledger()
-        self.feedback = feedback or ErrorFeedback()
-        self.ranks = max([*self.contributors, *self.weights]) + 1
+        """What each rank reported with the latest bucket of the step."""
+        self._reported_with: dict[int, int] = {}
+        """Which bucket that was, for results need not come in order."""
         self._runs: dict[tuple[int, int], DirectRun] = {}
+
+    def begin_step(self, step: int) -> None:
+        """Refuse packets of steps before ``step`` from now on, and divide buckets by the rates of the last step.
+
+        All averages of the last step are in on every rank, so that all divide alike.
+        """
+        if self.adaptive and len(self.rates_bps) == len(self.weights):
+            self.weights = weights_for_rates(inbound_rates(self.rates_bps))
+        self.rates_bps, self._reported_with = {}, {}
+        endpoint = self.context.endpoint
+        endpoint.call(lambda: endpoint.begin_step(step))
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Average a bucket over the contributors; the future's result is ``bucket.values``, written in place.
 
         Parameters
         ----------
-        step
-            Training step; the same on all ranks.
-        sequence
-            Number of the bucket within the step; the same on all ranks.
+        step, sequence
+            Training step, and number of the bucket within it; the same on all ranks.
+
+        Raises
+        ------
+        ValueError
+            The values are not contiguous, or the number is too large; the message says which.
         """
-        if not bucket.values.flags.c_contiguous or not bucket.values.flags.writeable:
-            raise ValueError(f"step {step}, bucket {sequence}: values must be contiguous and writable")
+        self.context.check_key(step, sequence)
         run = self._runs[step, sequence] = DirectRun(self, step, sequence, bucket)
-        try:
-            self.endpoint.call(run.begin)
-        except TransportError as error:
-            run.done.set_exception(error)
-        return run.done
+        return run.start()
 
-    def ended(self, run: DirectRun) -> None:
-        """Note that a bucket is done."""
-        self._runs.pop((run.step, run.sequence), None)
-
-    def salvage(self) -> list[Salvage]:
+    def partial_results(self) -> list[PartialResult]:
         """Return what this rank holds of buckets that it, or a peer for all it knows, has not finished.
 
         Call it when the endpoint is closed, so that nothing is written into a bucket any more.
         """
-        return [run.salvage() for _, run in sorted(self._runs.items())]
+        return [run.partial_result() for _, run in sorted(self._runs.items())]
 
-    def begin_step(self, step: int) -> None:
-        """Refuse packets of steps before ``step`` from now on, and divide buckets as the last step has taught.
+    def close(self) -> None:
+        """Do nothing: there is no thread."""
 
-        All results of the last step are in on every rank, so that all divide alike.
-        """
-        if self.adaptive and len(self.rates_bps) == len(self.weights):
-            self.weights = weights_for_rates(inbound_rates(self.rates_bps))
-        self.rates_bps, self.rated_by = {}, {}
-        self.endpoint.call(partial(self.endpoint.begin_step, step))
+    def end(self, run: "DirectRun") -> None:
+        """Forget a bucket that all peers have."""
+        self._runs.pop((run.step, run.sequence), None)
 
     def rates(self) -> NDArray[np.generic]:
         """Return the rates at which this rank reaches each contributor, in bit/s; 0 where it does not know."""
-        rank, rate_to = self.endpoint.rank, self.endpoint.rate_to
-        return np.array([0 if peer == rank else rate_to(peer) for peer in self.contributors], RATE)
+        endpoint = self.context.endpoint
+        return np.array([0 if p == endpoint.rank else endpoint.rate_to(p) for p in self.context.contributors], RATE)
+
+    def note_rates(self, rank: int, sequence: int, rates_bps: NDArray[np.generic]) -> None:
+        """Note the rates that a rank reported with a bucket, unless those of a later one are known."""
+        if sequence >= self._reported_with.get(rank, -1):
+            self.rates_bps[rank], self._reported_with[rank] = rates_bps, sequence
+
+
+class Phase(Enum):
+    """How far a bucket is on this rank."""
+
+    EXCHANGING = "contributions and averaged shards are on their way"
+    CONFIRMING = "everything is here; some peers have not confirmed the shard that this rank averaged"
+    OVERDUE = "these have had time enough: their shard is copied as soon as no local peer reads it in the bucket"
+    RETURNED = "the caller has the bucket back; what is not confirmed is sent from a copy"
+    ENDED = "all peers have confirmed"
+
+
+class Shard(Enum):
+    """How far a shard is on this rank."""
+
+    ACCUMULATING = "this rank's own: contributions are awaited"
+    CONTRIBUTING = "another's: it has not confirmed this rank's contribution"
+    AWAITED = "another's: the averaged shard is awaited"
+    AVERAGED = "the average is here"
+
+
+class DirectRun(BucketRun):
+    """One bucket on its way."""
+
+    def __init__(self, reducer: DirectAllReduce, step: int, sequence: int, bucket: Bucket) -> None:
+        super().__init__(reducer.context, step, sequence, bucket)
+        self.reducer, self.rank, self.values = reducer, reducer.context.rank, bucket.values
+        self.bounds = shard_bounds(len(self.values), self.values_per_packet, reducer.weights)
+        """Where each owner's shard begins and ends, in values."""
+        if self.context.options.error_feedback:
+            self.context.residual.apply(self.values, bucket.segments, bucket.value_type)
+        self.tags = self._tag()
+        self.phase = Phase.EXCHANGING
+        self.shards = {
+            owner: Shard.ACCUMULATING if owner == self.rank else Shard.CONTRIBUTING
+            for owner, (start, stop) in self.bounds.items()
+            if start < stop
+        }
+        self.accumulator: ShardAccumulator | None = None
+        self.rates: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        """What follows the own averaged shard."""
+        self.average_tags = self.tags
+        """The tags of the own averaged shard."""
+        self.copy: NDArray[np.generic] | None = None
+        """The own averaged shard apart from the bucket: from the beginning for local peers to read, else from when the
+        caller has the bucket back although a peer has not confirmed it."""
+        self.copy_of: ExportedMemory | BufferPool = self.context.endpoint.exported
+        """What the memory of the copy belongs to."""
+        self.unconfirmed: set[int] = set()
+        """Peers that have not confirmed this rank's averaged shard."""
+        self.lost: list[tuple[NDArray[np.int64], NDArray[np.floating]]] = []
+        """What will be residual: positions in the bucket, and values."""
+
+    def begin(self) -> None:
+        """Post receives for contributions to the own shard, and contribute to the others'."""
+        if self.rank in self.shards:
+            self._accumulate()
+        for owner in self.shards:
+            if owner != self.rank:
+                self._contribute(owner)
+        self._advance()
+
+    # Reduce-scatter: contributions to the own shard -------------------------------------------------------------------
+
+    def _accumulate(self) -> None:
+        start, stop = self.bounds[self.rank]
+        endpoint, own, peers = self.context.endpoint, self.values[start:stop], self.context.peers
+        key, bound, label = self._key(REDUCE_SCATTER, self.rank), self._bound(self.rank), self._label(self.rank)
+        streaming = self.bucket.value_type is ValueType.FLOAT32
+        accumulator = self.accumulator = ShardAccumulator(endpoint, peers, own, streaming=streaming, key=key)
+        if accumulator.reduction is not None and not self.bucket.exported and endpoint.local_peers.intersection(peers):
+            memory = endpoint.exported.take(own.nbytes)
+            if memory is not None:  # one copy for all local peers, made while it is in the caches
+                self.copy = copy = memory.view(np.float32)
+                accumulator.reduction.copy_into(copy)
+        for position, peer in enumerate(peers):
+            arriving = endpoint.receive(accumulator.request(position, key, bound, label))
+            arriving.add_done_callback(self.guard(partial(self._on_contribution, peer)))
+        if not peers:
+            self._average(accumulator)
+
+    def _on_contribution(self, peer: int, arrival: Arrival) -> None:
+        assert self.accumulator
+        if self.accumulator.take(peer, arrival):
+            self._average(self.accumulator)
+
+    def _average(self, accumulator: ShardAccumulator) -> None:
+        """Form the average of the own shard, and send it to all."""
+        own, bucket = accumulator.own, self.bucket
+        if accumulator.reduction is not None:
+            self._finish_streaming(accumulator, accumulator.reduction)
+        elif accumulator.peers:
+            mean, error = average(
+                {**accumulator.contributions, self.rank: own},
+                self._delivered(accumulator),
+                bucket.value_type,
+                self.values_per_packet,
+                rescale=self.context.options.rescale,
+                samples=bucket.samples,
+            )
+            self._lose(self.rank, np.flatnonzero(error), error)
+            own[:] = bucket.value_type.narrow(mean)
+        accumulator.release()
+        self.shards[self.rank] = Shard.AVERAGED
+        rates_bps = self.reducer.rates()
+        self.reducer.note_rates(self.rank, self.sequence, rates_bps)
+        self.rates, self.unconfirmed = rates_bps.view(np.uint8), set(accumulator.peers)
+        self.average_tags = self._tags(self.rank, len(self.rates))
+        for peer in accumulator.peers:
+            if self.shards.get(peer) is not Shard.CONTRIBUTING:
+                self._send_average(peer)
+        self._advance()
+
+    def _finish_streaming(self, accumulator: ShardAccumulator, reduction: StreamingReduction) -> None:
+        """Average the packets that lack contributions; complete ones are averaged already."""
+        options, whole, samples = self.context.options, accumulator.whole, self.bucket.samples
+        own = cast(NDArray[np.float32], accumulator.own)
+        error = None if whole or not (options.error_feedback and options.rescale) else np.zeros(len(own), np.float32)
+        if samples is None or whole:
+            reduction.finish(options.rescale, error)
+        else:
+            reduction.finish(False)
+            if options.rescale:
+                held = held_samples(self._delivered(accumulator), samples)
+                divide_by_samples(own, held, len(self.context.contributors), self.values_per_packet, samples, error)
+        if whole:
+            return
+        if self.copy is not None:
+            self.copy[:] = own
+        if error is not None:
+            missing = ~np.logical_and.reduce(list(accumulator.delivered.values()))
+            self._lose(self.rank, self._positions(missing, len(own)), error)
+
+    def _delivered(self, accumulator: ShardAccumulator) -> dict[int, NDArray[np.bool_]]:
+        """Return which packets of each rank are in the own shard, this rank's among them."""
+        return {**accumulator.delivered, self.rank: np.ones(-(-len(accumulator.own) // self.values_per_packet), bool)}
+
+    # Reduce-scatter: contributions to others' shards ------------------------------------------------------------------
+
+    def _contribute(self, owner: int) -> None:
+        context, bound, tags = self.context, self._bound(owner), self._tags(owner)
+        if owner not in context.contributors:  # a parameter server
+            if bound.ratio < context.options.bound.ratio:  # which is all that it knows of
+                protect_all_but(tags, np.arange(len(tags.queue)), bound.ratio, self.step)
+            tags.protected[-1] = True  # tells it the size
+        others = [rank for rank in context.contributors if rank != owner]
+        order = ChunkOrder(-others.index(self.rank) % len(others), len(others))
+        key, label = self._key(REDUCE_SCATTER, owner), self._label(owner)
+        sending = context.endpoint.send(SendRequest(owner, key, self._payload(owner), tags, bound, label, order=order))
+        sending.add_done_callback(self.guard(partial(self._on_contributed, owner, tags)))
+
+    def _on_contributed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
+        start, stop = self.bounds[owner]
+        context, label = self.context, self._label(owner)
+        context.ledger.record(self._key(REDUCE_SCATTER, owner), owner, label, tags, self._bound(owner), delivery)
+        if delivery.lost:
+            positions = self._positions(~delivery.delivered, stop - start)
+            self._lose(owner, positions, self.bucket.value_type.widen(self.values[start:stop]))
+        self.shards[owner] = Shard.AWAITED  # before the receive, which an early message completes at once
+        # Only now: the average overwrites what may have had to be sent again, or is lost.
+        tail = np.zeros(len(context.contributors) * RATE.itemsize, np.uint8)
+        into = np.frombuffer(self._payload(owner), np.uint8)
+        key, size = self._key(ALL_GATHER, self.rank), len(into) + len(tail)
+        arriving = context.endpoint.receive(ReceiveRequest(owner, key, size, RELIABLE, label, into=into, tail=tail))
+        arriving.add_done_callback(self.guard(partial(self._on_average, owner, tail)))
+        if self.shards.get(self.rank) is Shard.AVERAGED and owner in self.unconfirmed:
+            self._send_average(owner)
+
+    # All-gather -------------------------------------------------------------------------------------------------------
+
+    def _on_average(self, owner: int, tail: NDArray[np.uint8], _: Arrival) -> None:
+        self.shards[owner] = Shard.AVERAGED
+        self.reducer.note_rates(owner, self.sequence, tail.view(RATE))
+        self._advance()
+
+    def _send_average(self, peer: int) -> None:
+        """Send the own averaged shard to a peer that has confirmed its own contribution to come."""
+        key, label, tags = self._key(ALL_GATHER, peer), self._label(self.rank), self.average_tags
+        payload = self._payload(self.rank) if self.copy is None else memoryview(self.copy.view(np.uint8).data)
+        sending = self.context.endpoint.send(SendRequest(peer, key, payload, tags, RELIABLE, label, self.rates))
+        sending.add_done_callback(self.guard(partial(self._on_average_sent, key, peer, tags)))
+
+    def _on_average_sent(self, key: MessageKey, peer: int, tags: PacketTags, delivery: Delivery) -> None:
+        self.context.ledger.record(key, peer, self._label(self.rank), tags, RELIABLE, delivery)
+        self.unconfirmed.discard(peer)
+        self._advance()
+
+    # The end ----------------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Enter the next phases, as far as what is here and what is confirmed allow."""
+        if self.done.done() and self.phase is not Phase.RETURNED:  # it has failed
+            return
+        if self.phase is Phase.EXCHANGING and all(state is Shard.AVERAGED for state in self.shards.values()):
+            self.phase = Phase.CONFIRMING
+            if self.unconfirmed and self.copy is None:
+                copying_s = len(self._payload(self.rank)) / COPY_BYTES_PER_S
+                self.context.endpoint.call_later(PATIENCE_S + copying_s, self._on_overdue)
+        if self.phase is Phase.OVERDUE and self.unconfirmed and not self._local_peers_read():
+            self._detach()
+        confirmed = not self.unconfirmed or self.copy is not None
+        if self.phase in (Phase.CONFIRMING, Phase.OVERDUE) and confirmed:
+            self._return()
+        if self.phase is Phase.RETURNED and not self.unconfirmed:
+            self._end()
+
+    def _on_overdue(self) -> None:
+        if self.phase is Phase.CONFIRMING:
+            self.phase = Phase.OVERDUE
+            self._advance()
+
+    def _local_peers_read(self) -> bool:
+        """Return whether a local peer may be reading the own averaged shard where it lies in the bucket."""
+        return self.bucket.exported and bool(self.unconfirmed & self.context.endpoint.local_peers)
+
+    def _detach(self) -> None:
+        """Let what is not confirmed be sent from a copy."""
+        start, stop = self.bounds[self.rank]
+        endpoint = self.context.endpoint
+        self.copy_of, buffer = endpoint.buffers, endpoint.buffers.take((stop - start) * self.values.itemsize)
+        self.copy = buffer.view(self.values.dtype)
+        self.copy[:] = self.values[start:stop]
+        for peer in self.unconfirmed:
+            endpoint.detach(peer, self._key(ALL_GATHER, peer), buffer)
+
+    def _return(self) -> None:
+        """Give the caller the bucket back."""
+        self.phase = Phase.RETURNED
+        if not self.unconfirmed:
+            self._end()
+        if self.context.options.error_feedback:
+            for positions, values in self.lost:
+                self.context.residual.add_at(positions, values, self.bucket.segments)
+        self.done.set_result(self.values)
+
+    def _end(self) -> None:
+        self.phase = Phase.ENDED
+        self.reducer.end(self)
+        if self.copy is not None:
+            self.copy_of.give(self.copy.view(np.uint8))
+            self.copy = None
+
+    # Partial result ---------------------------------------------------------------------------------------------------
+
+    def partial_result(self) -> PartialResult:
+        """Return what this rank holds of the bucket."""
+        widen, packets = self.bucket.value_type.widen, len(self.tags.queue)
+        final, unconfirmed = np.zeros(packets, np.bool_), np.zeros(packets, np.bool_)
+        included = {rank: np.zeros(packets, np.bool_) for rank in self.context.contributors}
+        mine = self._packets(self.rank)
+        for rank, bits in self._included().items():
+            included[rank][mine] = bits
+        # A streaming sum is divided as soon as it is complete, packet by packet.
+        averaged = self.shards.get(self.rank) is Shard.AVERAGED
+        final[mine] = averaged or np.all([bits[mine] for bits in included.values()], axis=0)
+        if self.copy is not None and self.done.done() and not self.done.exception():
+            # The caller has the bucket back; what is left is this rank's own averaged shard.
+            values = np.zeros(len(self.values), widen(self.values[:0]).dtype)
+            values[slice(*self.bounds[self.rank])] = widen(self.copy)
+            return PartialResult(self.step, self.sequence, values, self.values_per_packet, final, included)
+        for owner, state in self.shards.items():
+            if owner != self.rank:
+                part = self._packets(owner)
+                final[part] = state is Shard.AVERAGED
+                included[self.rank][part] = state is not Shard.AVERAGED
+                unconfirmed[part] = state is Shard.CONTRIBUTING
+        values = widen(self.values)
+        residual = np.zeros(len(values), values.dtype) if self.lost else None
+        for positions, lost in self.lost:
+            assert residual is not None
+            residual[positions] += lost
+        return PartialResult(
+            self.step, self.sequence, values, self.values_per_packet, final, included, residual, unconfirmed
+        )
+
+    def _included(self) -> Mapping[int, NDArray[np.bool_]]:
+        """Return whose contributions the own shard holds, by its packets."""
+        accumulator = self.accumulator
+        if accumulator is None:
+            start, stop = self.bounds.get(self.rank, (0, 0))
+            return {self.rank: np.ones(-(-stop // self.values_per_packet) - start // self.values_per_packet, np.bool_)}
+        if self.shards[self.rank] is Shard.AVERAGED:
+            return self._delivered(accumulator)
+        return {self.rank: self._delivered(accumulator)[self.rank], **accumulator.included()}
+
+    # Parts of the bucket ----------------------------------------------------------------------------------------------
+
+    def _tag(self) -> PacketTags:
+        bucket, context, per_packet = self.bucket, self.context, self.values_per_packet
+        bound = context.options.bound_of(bucket)
+        layers, tagger, count = context.options.layers, context.tagger, len(self.values)
+        remote = [owner for owner in self.bounds if owner not in {self.rank, *context.endpoint.local_peers}]
+        if not remote or (not bound.ratio and (bucket.exact or not layers)):
+            return tagger.tag_whole(count, bucket.segments, per_packet)
+        magnitudes = bucket.magnitudes
+        if magnitudes is None:  # of what may be lost; packets that stay on this host count as the largest
+            magnitudes = np.full(-(-count // per_packet), np.inf, np.float32)
+            for owner in remote:
+                start, stop = self.bounds[owner]
+                if start < stop:
+                    found = packet_magnitudes(self.values[start:stop], bucket.value_type, per_packet)
+                    magnitudes[self._packets(owner)] = found
+        tags = tagger.tag_magnitudes(magnitudes, count, bucket.segments, per_packet)
+        layers.protect(tags, bucket.segments, per_packet, bound, seed=self.step)
+        return tags
+
+    def _tags(self, owner: int, tail_bytes: int = 0) -> PacketTags:
+        """Return the tags of a shard's packets; those of packets for a tail are like the last."""
+        start, stop = self.bounds[owner]
+        packets = self._packets(owner)
+        payload_bytes = self.context.endpoint.options.payload_bytes
+        size = (stop - start) * self.values.itemsize + tail_bytes
+        more = -(-size // payload_bytes) - (packets.stop - packets.start) if tail_bytes else 0
+        return self.tags.part(packets, more)
+
+    def _positions(self, packets: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
+        """Return the positions of the values in some packets of a shard that has ``count`` values."""
+        first = np.flatnonzero(packets)[:, None] * self.values_per_packet
+        positions = (first + np.arange(self.values_per_packet)).ravel()
+        return positions[positions < count]
+
+    def _lose(self, owner: int, positions: NDArray[np.int64], values: NDArray[np.floating]) -> None:
+        """Note as lost those of a shard's ``values`` at ``positions`` of it."""
+        if len(positions):
+            self.lost.append((positions + self.bounds[owner][0], values[positions]))
+
+    def _packets(self, owner: int) -> slice:
+        start, stop = self.bounds.get(owner, (0, 0))
+        return slice(start // self.values_per_packet, -(-stop // self.values_per_packet))
+
+    def _bound(self, owner: int) -> LossBound:
+        return self.context.options.bound_within(self.bucket, *self.bounds[owner], self.values_per_packet)
+
+    def _key(self, phase: int, receiver: int) -> MessageKey:
+        return self.context.key(self.step, self.sequence, phase, receiver)
+
+    def _label(self, owner: int) -> str:
+        return self.bucket.label(*self.bounds[owner])
+
+    def _payload(self, owner: int) -> memoryview:
+        start, stop = self.bounds[owner]
+        return memoryview(self.values[start:stop].view(np.uint8).data)

@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How work is divided among ranks: the shards of a buffer, and the branches of a broadcast."""
+"""The core of reduce-scatter and all-gather: shards of a buffer, their owners, and how an owner accumulates its shard.
+
+Gradient reducers and the collectives of a process group stand on it alike.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-LIKE = 0.5
+from dlcp.transport import Arrival, Endpoint, LossBound, MessageKey, ReceiveRequest
+
+LIKE: Final = 0.5
 """Chosen by us: rates vary by this much from step to step on ports without other traffic."""
+PATIENCE_S: Final = 0.002
+"""How long the last confirmations are awaited before what peers may still read is copied. Chosen by us."""
+COPY_BYTES_PER_S: Final = 1e9
+"""About how fast memory is copied. What takes long to copy is awaited for as long again."""
 
 
 def shard_bounds(values: int, values_per_packet: int, weights: Mapping[int, float]) -> dict[int, tuple[int, int]]:
@@ -41,20 +50,20 @@ def shard_bounds(values: int, values_per_packet: int, weights: Mapping[int, floa
     return dict(zip(weights, pairwise(cuts), strict=True))
 
 
-def inbound_rates(told_bps: Mapping[int, NDArray[np.generic]]) -> dict[int, float]:
-    """Return how fast each rank can receive, from the rates at which the others say they reach it.
+def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]]) -> dict[int, float]:
+    """Return how fast each rank can receive, from the rates at which the others reach it.
 
     Parameters
     ----------
-    told_bps
-        For each rank what it told: its rates to all ranks, in the order of ranks; 0 where it does not know.
+    reported_bps
+        For each rank what it reports: its rates to all ranks, in the order of ranks; 0 where it does not know.
 
     Returns
     -------
     Rates in bit/s. Differences of less than ``LIKE`` are noise: those ranks count as equally fast.
     """
-    ranks = sorted(told_bps)
-    table = np.array([told_bps[rank] for rank in ranks], float)
+    ranks = sorted(reported_bps)
+    table = np.array([reported_bps[rank] for rank in ranks], float)
     # The median, for one sender's own trouble says nothing about the receiver.
     rates = np.array([np.median(column[column > 0]) if (column > 0).any() else 0.0 for column in table.T])
     rates *= len(ranks) - 1
@@ -108,3 +117,87 @@ def binomial_tree(rank: int, root: int, ranks: int) -> tuple[Branch | None, list
     parent = Branch((rank - reach) % ranks, reach.bit_length() - 1) if position else None
     hops = range(reach.bit_length() - 2, -1, -1)
     return parent, [Branch((rank + (1 << hop)) % ranks, hop) for hop in hops if position + (1 << hop) < ranks]
+
+
+class ShardAccumulator:
+    """The contributions of all ranks to one shard, or to a chunk of it: received, and counted by packet.
+
+    A sum of float32 values is formed while packets arrive (*streaming*): first this rank's values, then the peers' by
+    ascending rank, in place. Otherwise contributions are kept until the last one is there. Either way the result does
+    not depend on the order in which they come. Received bytes go into memory that is used again and again, for memory
+    that is touched for the first time is slow.
+
+    Parameters
+    ----------
+    endpoint, peers
+        This rank's endpoint, and the other contributors, ascending.
+    own
+        This rank's contribution, flat; with ``streaming`` the result is formed in it.
+    streaming
+        Form the sum while packets arrive; ``own`` is float32.
+    divisor
+        What a streaming sum is divided by; None for the number of ranks.
+    key
+        The key of the messages, if every sender begins with another chunk (:class:`dlcp.tags.ChunkOrder`).
+
+    Attributes
+    ----------
+    delivered
+        Which packets of each peer arrived, shape (packets,), by rank, for those whose message is complete.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        peers: Sequence[int],
+        own: NDArray[np.generic],
+        *,
+        streaming: bool,
+        divisor: float | None = None,
+        key: MessageKey | None = None,
+    ) -> None:
+        self.endpoint, self.peers, self.own = endpoint, peers, own
+        self.delivered: dict[int, NDArray[np.bool_]] = {}
+        self.reduction = (
+            endpoint.reduction(cast(NDArray[np.float32], own), len(peers), divisor, key)
+            if streaming and peers
+            else None
+        )
+        self._received: dict[int, NDArray[np.uint8]] = {}
+
+    def request(self, position: int, key: MessageKey, bound: LossBound, label: str) -> ReceiveRequest:
+        """Return the request for the contribution of the peer at a position of ``peers``."""
+        peer, size = self.peers[position], self.own.nbytes
+        if self.reduction is not None:
+            return ReceiveRequest(peer, key, size, bound, label, reduction=self.reduction, position=position)
+        buffer = self.endpoint.buffers.take(size)
+        if bound.ratio:
+            buffer.fill(0)  # a packet that is lost counts as zeros
+        return ReceiveRequest(peer, key, size, bound, label, into=buffer)
+
+    def take(self, peer: int, arrival: Arrival) -> bool:
+        """Take a contribution; return whether it was the last."""
+        self.delivered[peer], self._received[peer] = arrival.delivered, arrival.payload
+        return len(self.delivered) == len(self.peers)
+
+    @property
+    def contributions(self) -> dict[int, NDArray[np.generic]]:
+        """The peers' contributions by rank, where they are kept."""
+        return {peer: self._received[peer].view(self.own.dtype) for peer in self.peers}
+
+    @property
+    def whole(self) -> bool:
+        """Whether every packet arrived."""
+        return all(delivered.all() for delivered in self.delivered.values())
+
+    def included(self) -> dict[int, NDArray[np.bool_]]:
+        """Return which packets of each peer the streaming sum holds so far; nothing without one."""
+        if self.reduction is None:
+            return {}
+        return {peer: self.reduction.included(position) for position, peer in enumerate(self.peers)}
+
+    def release(self) -> None:
+        """Give the memory of the contributions back."""
+        for buffer in self._received.values():
+            self.endpoint.buffers.give(buffer)
+        self._received.clear()

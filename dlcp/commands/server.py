@@ -8,7 +8,7 @@ import signal
 import threading
 from pathlib import Path
 
-from dlcp.collectives.server import ParameterServer, ServerOptions
+from dlcp.collectives.parameter_server import ParameterServer, ServerOptions
 from dlcp.commands.common import add_loss_bound, refuse
 from dlcp.dtypes import ValueType
 from dlcp.transport import Endpoint, LossBound, TransportError, TransportOptions, bind_socket, parse_address

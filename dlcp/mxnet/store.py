@@ -14,7 +14,7 @@ from mxnet.kvstore import KVStoreBase
 from numpy.typing import NDArray
 
 import dlcp.session
-from dlcp.collectives.combining import SUM
+from dlcp.collectives.reduction_rules import SUM
 from dlcp.mxnet.engine import memory, push
 from dlcp.session import Group, Options
 from dlcp.session.group import reason_of_exit

@@ -20,9 +20,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives import ErrorFeedback
+from dlcp.collectives import Residual
 from dlcp.collectives.message_numbers import broadcast_number
-from dlcp.collectives.samples import check_samples, weigh
+from dlcp.collectives.reduction_rules import check_samples, weigh
 from dlcp.collectives.shards import binomial_tree
 from dlcp.ledger import Ledger
 from dlcp.session.buckets import Buckets, FillingBucket, Gradient
@@ -90,7 +90,7 @@ class StoreFallback(Fallback):
         bucket = pending.bucket
         try:
             values: NDArray[Any] = bucket.value_type.widen(bucket.values).copy()
-            session.feedback.add_to(values, bucket.segments)  # nothing is lost here, so this is the last time
+            session.feedback.apply(values, bucket.segments)  # nothing is lost here, so this is the last time
             total = self.channel(f"average of bucket {pending.sequence}").add(values)
             bucket.values[:] = bucket.value_type.narrow(total / total.dtype.type(self._size))
         except Exception as problem:
@@ -173,7 +173,7 @@ class Group:
             ranks,
             self._fallback,
             ledger=self.ledger,
-            feedback=ErrorFeedback(),
+            feedback=Residual(),
             tagger=Tagger(options.classes()),
         )
         agreement = Agreement(self._store.under("joining"), self.rank, self.size, options.meet_s)

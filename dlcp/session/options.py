@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dlcp import configuration
-from dlcp.collectives.bucket import ReduceOptions
-from dlcp.collectives.choice import COLLECTIVES, Topology, check_coding, flow_weight
-from dlcp.collectives.layer_bounds import LayerBounds
-from dlcp.collectives.samples import check_samples
+from dlcp.collectives.bucket import LayerBounds, ReduceOptions
+from dlcp.collectives.choice import COLLECTIVES, Topology, flow_weight
+from dlcp.collectives.pipeline import check_stages
+from dlcp.collectives.reduction_rules import check_samples
 from dlcp.tags import TagPolicy
 from dlcp.transport import LossBound, TransportOptions
 from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
@@ -79,7 +79,7 @@ class Options:
         What gradients are compressed with, ``fp16`` or ``topk:0.01`` (:mod:`dlcp.compress`); none by default.
     combine
         What all ranks' gradients become: their ``average``, their ``sum``, or ``adasum``
-        (:mod:`dlcp.collectives.combining`).
+        (:mod:`dlcp.collectives.reduction_rules`).
     phases
         Hold the bound down to 0.6 % while the gradient's norm changes by half or more (:mod:`dlcp.tuning.phases`).
     """
@@ -131,7 +131,7 @@ class Options:
             )
         if self.adapt and self.combine != "average":
             raise ValueError(f"adapt chooses among ways to average; with combine {self.combine!r} it has to be off")
-        check_coding(self.compression, self.combine, self.collective, fallback=self.fallback)
+        check_stages(self.compression, self.combine, self.collective, fallback=self.fallback)
         self.bound()
         self.transport(1)
         self.reduction()

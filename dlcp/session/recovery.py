@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partial-result recovery: ranks that leave DLCP complete together the buckets that some of them have not finished.
 
-The ranks publish which buckets those are. Each is completed exactly (:mod:`dlcp.collectives.salvage`), in order, over
-the fallback's channel, and a rank that has not come to one of them yet is waited for.
+The ranks publish which buckets those are. Each is completed exactly (:mod:`dlcp.collectives.partial_result`), in
+order, over the fallback's channel, and a rank that has not come to one of them yet is waited for.
 """
 
 from typing import TYPE_CHECKING
 
-from dlcp.collectives.salvage import Salvage, UnsalvageableError, recover
+from dlcp.collectives.partial_result import PartialResult, UnrecoverableError, recover
 from dlcp.transport import DeadlineError, MessageMismatchError, PeerAbortedError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Recovery:
 
         Raises
         ------
-        UnsalvageableError
+        UnrecoverableError
             A contribution is lost, or the ranks run different models.
         DeadlineError
             A rank, or this one, has not come to a bucket in time.
@@ -43,13 +43,13 @@ class Recovery:
         views = self._channel.gather((sorted(begun), hopeless, secondhand, str(error)))
         for _, hopeless, _, reason in views.values():
             if hopeless:
-                raise UnsalvageableError(reason)
+                raise UnrecoverableError(reason)
         for which in sorted({tuple(which) for unfinished, *_ in views.values() for which in unfinished}):
             self._complete(which, held)
         # A rank that left only because another one did knows less about the cause than that one.
         return str(min((secondhand, rank, reason) for rank, (_, _, secondhand, reason) in views.items())[2])
 
-    def _complete(self, which: "BucketId", held: "dict[BucketId, Salvage]") -> None:
+    def _complete(self, which: "BucketId", held: "dict[BucketId, PartialResult]") -> None:
         session, mine = self._session, held.get(which)
         pending = self._wait_for(which)
         if pending and not pending.reducing:
@@ -57,19 +57,19 @@ class Recovery:
         recovered = recover(self._channel, session.rank, session.ranks, mine, finished=pending is None)
         if pending and pending.bucket and recovered:
             pending.bucket.values[:] = pending.bucket.value_type.narrow(recovered.values)
-            if recovered.owed is not None:
-                session.feedback.owe(recovered.owed, pending.segments)
+            if recovered.residual is not None:
+                session.feedback.add(recovered.residual, pending.segments)
             session.table.finish(pending)
 
-    def _untouched(self, pending: "PendingBucket") -> Salvage:
+    def _untouched(self, pending: "PendingBucket") -> PartialResult:
         """Return what this rank holds of a bucket that the reducer has not got: its contribution, residual included."""
         session, bucket = self._session, pending.bucket
         assert bucket
         assert session.endpoint
         values = bucket.value_type.widen(bucket.values).copy()
-        session.feedback.add_to(values, pending.segments)
+        session.feedback.apply(values, pending.segments)
         per_packet = session.endpoint.options.payload_bytes // bucket.values.itemsize
-        return Salvage.untouched(session.rank, *pending.id, values, per_packet)
+        return PartialResult.untouched(session.rank, *pending.id, values, per_packet)
 
     def _wait_for(self, which: "BucketId") -> "PendingBucket | None":
         try:

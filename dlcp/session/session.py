@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives import Bucket, ErrorFeedback, Reducer, make_reducer
-from dlcp.collectives.notice import bucket_of
-from dlcp.collectives.reducer import Salvageable
-from dlcp.collectives.salvage import Channel, Salvage
-from dlcp.collectives.samples import check_samples
+from dlcp.collectives import Bucket, RankContext, Reducer, Residual, make_reducer
+from dlcp.collectives.partial_result import PartialResult, RecoveryChannel
+from dlcp.collectives.reduction_rules import check_samples
+from dlcp.collectives.step_metadata import bucket_of
 from dlcp.ledger import Ledger
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join
 from dlcp.session.options import Options
@@ -215,7 +214,7 @@ class Fallback(ABC):
         """Open what :meth:`channel` returns; all ranks call it. False: a failure has to be an error."""
         return True
 
-    def channel(self) -> Channel:
+    def channel(self) -> RecoveryChannel:
         """Return what the ranks recover over."""
         raise NotImplementedError
 
@@ -277,7 +276,7 @@ class TrainingSession:
         fallback: Fallback,
         *,
         ledger: Ledger,
-        feedback: ErrorFeedback,
+        feedback: Residual,
         tagger: Tagger,
         gradient_bytes: int = 0,
     ) -> None:
@@ -387,12 +386,7 @@ class TrainingSession:
             joined.endpoint.call(partial(joined.endpoint.set_flow_weight, weight))
         return make_reducer(
             options.collective,
-            joined.endpoint,
-            self.ranks,
-            options=options.reduction(),
-            tagger=self.tagger,
-            ledger=self.ledger,
-            feedback=self.feedback,
+            RankContext(joined.endpoint, self.ranks, options.reduction(), self.tagger, self.ledger, self.feedback),
             topology=joined.topology,
             compression=compression,
             combine=options.combine,
@@ -591,10 +585,10 @@ class TrainingSession:
             log.debug("recovery failed", exc_info=True)
             self.fail(f"{error}; and {self.fallback.name} cannot take over: {problem}")
 
-    def partial_results(self) -> list[Salvage]:
+    def partial_results(self) -> list[PartialResult]:
         """Return what this rank holds of buckets that the reducer has not finished."""
-        reducers: tuple[object, ...] = (self._replaced, self._reducer)
-        return [held for reducer in reducers if isinstance(reducer, Salvageable) for held in reducer.salvage()]
+        reducers = [reducer for reducer in (self._replaced, self._reducer) if reducer]
+        return [result for reducer in reducers for result in reducer.partial_results()]
 
     def _hand_over(self, reason: str) -> None:
         """Fall back from here on, beginning with the buckets that have come meanwhile."""
@@ -635,5 +629,8 @@ class TrainingSession:
             recovery.join(self.options.deadline_s)
         if self.endpoint:
             self.endpoint.close(reason)
+        for reducer in (self._replaced, self._reducer):
+            if reducer:
+                reducer.close()
         self.fallback.close()
         self.phase = Phase.CLOSED

@@ -499,7 +499,7 @@ class LayerAverager:
             stager.close()
 
     def _on_host(self, step: int, layers: LayerGroup, staged: Staged) -> None:
-        bucket = Bucket(staged.array, staged.value_type, layers.segments, staged.magnitudes, lent=layers.exported)
+        bucket = Bucket(staged.array, staged.value_type, layers.segments, staged.magnitudes, exported=layers.exported)
         pending = LayerBucket(
             step, layers.index, layers.segments, bucket, layers=layers, staged=staged, on_average=self._on_average
         )

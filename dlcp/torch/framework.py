@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 # torch.distributed has them too, but its types do not say so.
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from dlcp.collectives import Bucket, ErrorFeedback
+from dlcp.collectives import Bucket, Residual
 from dlcp.dtypes import ValueType
 from dlcp.session.joining import Agreement, bind, join
 from dlcp.session.options import Options
@@ -121,7 +121,7 @@ class FrameworkFallback(Fallback):
         self,
         group: dist.ProcessGroup | None,
         agreement: Agreement,
-        feedback: ErrorFeedback,
+        feedback: Residual,
         device: torch.device,
         deadline_s: float,
     ) -> None:
@@ -167,11 +167,11 @@ class FrameworkFallback(Fallback):
 
     def _add_residual(self, tensor: torch.Tensor, segments: Sequence[Segment]) -> None:
         """Add what is still to be sent: the framework loses nothing, so this is the last time."""
-        if all(self._feedback.owed(segment.layer.name) is None for segment in segments):
+        if all(self._feedback.of(segment.layer.name) is None for segment in segments):
             return
-        owed = np.zeros(tensor.numel(), np.float64)
-        self._feedback.add_to(owed, segments)
-        tensor.add_(torch.from_numpy(owed).to(tensor.device, torch.promote_types(tensor.dtype, torch.float32)))
+        residual = np.zeros(tensor.numel(), np.float64)
+        self._feedback.apply(residual, segments)
+        tensor.add_(torch.from_numpy(residual).to(tensor.device, torch.promote_types(tensor.dtype, torch.float32)))
 
     def why_leave(self, session: TrainingSession) -> BaseException | None:
         """Look in PyTorch's store whether another rank has left DLCP."""

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, but its types do not say so
 from torch.nn.parallel import DistributedDataParallel
 
-from dlcp.collectives import Bucket, ErrorFeedback
-from dlcp.collectives.samples import check_samples
+from dlcp.collectives import Bucket, Residual
+from dlcp.collectives.reduction_rules import check_samples
 from dlcp.ledger import Ledger
 from dlcp.session.joining import NotJoinedError
 from dlcp.session.options import Options
@@ -58,7 +58,7 @@ class State:
         self.options = options
         self.ledger = Ledger(options.job)
         self.step = 0
-        self.feedback = ErrorFeedback()
+        self.feedback = Residual()
         self.tagger = Tagger(options.classes())
         self._session: TrainingSession | None = None
         self._fallback: FrameworkFallback | None = None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses one rank's settings while it trains: by how many samples ranks have, and by what they have measured.
 
-A step begins with a bucket of metadata (:mod:`dlcp.collectives.notice`): after it all ranks know what each has
+A step begins with a bucket of metadata (:mod:`dlcp.collectives.step_metadata`): after it all ranks know what each has
 published, and choose alike from the same step on. The training session sends that bucket, and follows the choices.
 
 Training can bear less loss in its critical regimes, in which errors of gradients cannot be made good later. The rule is
@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives.bucket import Bucket
-from dlcp.collectives.notice import Notice, read_notices, samples_of, table_of
-from dlcp.collectives.samples import check_samples, weight_of
+from dlcp.collectives.reduction_rules import check_samples, weight_of
+from dlcp.collectives.step_metadata import StepMetadata, read_table, samples_of, table_of
 from dlcp.ledger import Ledger
 from dlcp.transport import Endpoint, LossBound
 from dlcp.tuning.rules import Advice, Settings, decide
@@ -118,7 +118,7 @@ class Autotuner:
     ) -> None:
         self.given = self.settings = self._in_force = given
         self.advice: Advice | None = None
-        self.metadata: dict[int, Notice] = {}
+        self.metadata: dict[int, StepMetadata] = {}
         self.weighted = samples > 0
         self.samples_here = check_samples(samples)
         self.phases: Phases | None = None
@@ -129,7 +129,7 @@ class Autotuner:
         self._ledger: Ledger | None = None
         self._endpoint: Endpoint | None = None
         self._steps = 0
-        self._window: list[dict[int, Notice]] = []
+        self._window: list[dict[int, StepMetadata]] = []
         self._began_s = self._ready_s = math.nan
         self._backward_s = self._waited_s = 0.0
         self._squares = 0.0
@@ -176,7 +176,7 @@ class Autotuner:
             found = losses(self._ledger.of_step(step - 1), self._ledger)
         if self._endpoint and self._adapt:
             found |= self._paths(self._endpoint)
-        own = Notice(
+        own = StepMetadata(
             samples=self.samples_here if self.weighted else 1,
             step_s=now_s - self._began_s if math.isfinite(self._began_s) else 0.0,
             backward_s=self._backward_s,
@@ -189,7 +189,7 @@ class Autotuner:
 
     def read(self, average: NDArray[np.floating]) -> None:
         """Take in what all ranks have published, and choose by it."""
-        self.metadata = read_notices(average, self._contributors)
+        self.metadata = read_table(average, self._contributors)
         self._steps += 1
         if self.phases and self._steps > 1:
             self.phases.add(self.metadata[self._contributors[0]].norm)

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from dlcp.collectives.notice import Notice
 from dlcp.collectives.shards import inbound_rates
+from dlcp.collectives.step_metadata import StepMetadata
 from dlcp.ledger import Ledger, MessageRecord
 from dlcp.transport import Endpoint
 from dlcp.tuning.rules import Figures
@@ -88,7 +88,7 @@ def figures_of_surveys(
     )
 
 
-def figures_of_steps(steps: Sequence[dict[int, Notice]], hosts: int, gradient_bytes: int) -> Figures:
+def figures_of_steps(steps: Sequence[dict[int, StepMetadata]], hosts: int, gradient_bytes: int) -> Figures:
     """Return what all ranks' metadata of some steps comes to."""
     by_step = [list(metadata.values()) for metadata in steps]
     every = [one for step in by_step for one in step]

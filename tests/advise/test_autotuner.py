@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dlcp.collectives import Bucket, DirectAllReduce, RingAllReduce, ServerOptions
-from dlcp.collectives.layer_bounds import LayerBounds
+from dlcp.collectives.bucket import LayerBounds
 from dlcp.dtypes import ValueType
 from dlcp.session import Options
 from dlcp.session.session import Fallback, HostBucket, TrainingSession
@@ -56,12 +56,13 @@ class Autotuned(SmallRanks):
         self.tuners = [session.autotuner for session in self.sessions]
 
     def session(self, rank, ranks, plain, chosen):
-        shared = {name: getattr(plain, name) for name in ("tagger", "ledger", "feedback")}
+        context = plain.context
+        shared = {"tagger": context.tagger, "ledger": context.ledger, "feedback": context.residual}
 
         def make(settings):
             kind = RingAllReduce if settings.collective == "ring" else DirectAllReduce
             self.made[rank].append(settings.collective)
-            return kind(self.endpoints[rank], ranks, options=plain.options, **shared)
+            return kind(context)
 
         session = TrainingSession(Options(), rank, ranks, NoFallback(), **shared)
         session.autotuner = Autotuner(Settings(0.1), LossBound(0.1), rank, ranks)
@@ -127,7 +128,7 @@ def test_the_collective_changes_between_two_steps_on_all_ranks_and_nothing_is_lo
     feedbacks = [session.feedback for session in ranks.sessions]
     owed = np.concatenate(
         [
-            sum(part if (part := each.owed(name)) is not None else np.zeros(size) for each in feedbacks)
+            sum(part if (part := each.of(name)) is not None else np.zeros(size) for each in feedbacks)
             for name, size in SMALL_SIZES.items()
         ]
     )
@@ -176,7 +177,7 @@ def test_no_layer_loses_more_than_its_own_bound(kind):
     else:
         ranks = kind(3, **fields)
     for reducer in ranks.reducers:
-        reducer.options = replace(reducer.options, layers=OWN_BOUNDS)
+        reducer.context = replace(reducer.context, options=replace(reducer.context.options, layers=OWN_BOUNDS))
     for step in range(3):
         assert_identical(ranks.reduce(step, ranks.gradients(step)))
     lost = sum(ledger.loss_by_layer() for ledger in ranks.ledgers)

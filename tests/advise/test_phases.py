@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from dlcp.collectives.layer_bounds import LayerBounds
+from dlcp.collectives.bucket import LayerBounds
 from dlcp.tags import Layer, PacketTags, Segment
 from dlcp.transport import LossBound
 from dlcp.tuning.autotuner import PHASE_STEPS, Phases
@@ -66,7 +66,7 @@ def tags(seed=0):
 def test_of_each_layer_no_more_is_droppable_than_it_may_lose():
     for turn in range(3):
         found, before = tags(turn), tags(turn)
-        BOUNDS.protect(found, SEGMENTS, PER_PACKET, BASE, turn=turn)
+        BOUNDS.protect(found, SEGMENTS, PER_PACKET, BASE, seed=turn)
         droppable = ~found.protected
         assert not droppable[:40].any()
         assert not droppable[140:145].any()

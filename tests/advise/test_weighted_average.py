@@ -5,8 +5,15 @@ import numpy as np
 import pytest
 
 from dlcp.collectives import Bucket, ServerOptions
-from dlcp.collectives.push_pull import average
-from dlcp.collectives.samples import MOST_SAMPLES, check_samples, divisors, held_samples, weigh, weight_of
+from dlcp.collectives.reduction_rules import (
+    MOST_SAMPLES,
+    average,
+    check_samples,
+    divisors,
+    held_samples,
+    weigh,
+    weight_of,
+)
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
 from dlcp.transport import LossBound
@@ -61,12 +68,12 @@ class WeighingServer(Weighing, Ranks):
         self.serve(ServerOptions(LossBound(bound), self.value_type, rescale and not error_feedback, weighted=True))
 
     def start(self, step, gradients, buckets=None, delays_s=None):
-        from dlcp.collectives.notice import Notice, bucket_of, table_of
+        from dlcp.collectives.step_metadata import StepMetadata, bucket_of, table_of
 
         told = []
         for rank in range(self.count):
             self.reducers[rank].begin_step(step)
-            table = table_of(Notice(self.samples[rank]), rank, self.count)
+            table = table_of(StepMetadata(self.samples[rank]), rank, self.count)
             told.append(self.reducers[rank].start(step, 0, bucket_of(table)))
         self.network.run(lambda: all(each.done() for each in told))
         return super().start(step, gradients)

@@ -6,16 +6,23 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from dlcp.collectives import Bucket, DirectAllReduce, ParameterServer, ReduceOptions, ServerOptions
+from dlcp.collectives import (
+    AutoAllReduce,
+    Bucket,
+    DirectAllReduce,
+    ParameterServer,
+    RankContext,
+    ReduceOptions,
+    ServerOptions,
+    make_reducer,
+)
 from dlcp.collectives.choice import (
     LARGE_BUCKET_BYTES,
-    AutoAllReduce,
     Costs,
     Topology,
     choose,
     direct_seconds,
     flow_weight,
-    make_reducer,
     ring_seconds,
     server_seconds,
 )
@@ -125,10 +132,16 @@ class Chosen(RingRanks):
         self.count = count
         self.ledgers = [Ledger(1) for _ in range(count)]
         self.reducers = [
-            make_reducer(collective, self.endpoints[rank], range(count), options=ReduceOptions(LossBound(bound)),
-                         ledger=self.ledgers[rank], topology=topology, costs=costs)
+            make_reducer(
+                collective,
+                RankContext(
+                    self.endpoints[rank], range(count), ReduceOptions(LossBound(bound)), ledger=self.ledgers[rank]
+                ),
+                topology=topology,
+                costs=costs,
+            )
             for rank in range(count)
-        ]  # fmt: skip
+        ]
         if server:
             self.server = ParameterServer(self.endpoints[count], range(count), options=ServerOptions(LossBound(bound)))
 
@@ -147,7 +160,7 @@ def test_a_collective_asked_for_by_name_is_used(collective):
     server = collective == "server"
     ranks = Chosen(3, collective, server=server, topology=Topology(server=3 if server else None))
     kinds = {"direct": DirectAllReduce, "ring": RingAllReduce, "server": DirectAllReduce, "auto": AutoAllReduce}
-    assert all(type(reducer) is kinds[collective] for reducer in ranks.reducers)
+    assert all(type(reducer.plain) is kinds[collective] for reducer in ranks.reducers)
     for step in range(2):
         averages_are_right(ranks, step, THREE_BUCKETS)
     numbers = {record.message >= RING_NUMBERS.first for ledger in ranks.ledgers for record in ledger.records}
@@ -171,15 +184,15 @@ def test_buckets_of_one_step_may_take_different_ways(loss, monkeypatch):
     for step in range(3):
         averages_are_right(ranks, step, THREE_BUCKETS)
     for reducer in ranks.reducers:
-        assert reducer.chosen == {"ring": 3, "server": 3, "direct": 3}
+        assert reducer.plain.chosen == {"ring": 3, "server": 3, "direct": 3}
 
 
 def test_what_one_collective_loses_another_brings_again(monkeypatch):
-    """One error feedback for all: a parameter may take another way in the next step."""
+    """One residual for all: a parameter may take another way in the next step."""
     ways = iter(["ring", "direct"])
     monkeypatch.setattr("dlcp.collectives.choice.choose", lambda *_: way)
     ranks = Chosen(3, "auto", bound=0.5, loss=0.2, seed=3, value_type=ValueType.FLOAT64)
-    feedback = [reducer.reducers["ring"].feedback for reducer in ranks.reducers]
+    residuals = [reducer.plain.reducers["ring"].context.residual for reducer in ranks.reducers]
     given = {name: np.zeros(size) for name, size in SIZES.items()}
     taken = {name: np.zeros(size) for name, size in SIZES.items()}
     for step, way in enumerate(ways):  # noqa: B007  # read by what stands in for choose
@@ -190,7 +203,7 @@ def test_what_one_collective_loses_another_brings_again(monkeypatch):
             taken[name] += 3 * averages[0][name]
     assert ranks.lost > 10
     for name in SIZES:
-        owed = sum(part for part in (each.owed(name) for each in feedback) if part is not None)
+        owed = sum(part for part in (each.of(name) for each in residuals) if part is not None)
         np.testing.assert_allclose(taken[name] + owed, given[name], rtol=0, atol=1e-9)
 
 
@@ -221,24 +234,39 @@ def test_where_the_numbers_of_the_ring_end_the_rest_goes_direct():
     assert ring.started == [(5, 0), (5, last)]
     assert direct.started == [(5, last + 1)]
     assert auto.chosen == {"ring": 2, "direct": 1}
-    with pytest.raises(ValueError, match="step 5: bucket 2000 among 16 ranks finds no message number left"):
-        auto.start(5, 2000, bucket_of(4 * KB))
+
+
+def test_beside_a_ring_two_hops_have_half_of_the_numbers():
+    reducer = Chosen(2, "auto").reducers[0]
+    reducer.begin_step(5)
+    with pytest.raises(ValueError, match=r"bucket 8192 among 2 ranks needs message number .* the collective 'direct'"):
+        reducer.start(5, 8192, bucket_of(4 * KB))
+
+
+def test_workers_number_alike_whether_a_bucket_goes_direct_or_to_the_server():
+    """They used to number direct messages among workers and others among workers and server: both gave some twice."""
+    ranks = Chosen(4, "auto", server=True, topology=Topology(server=4))
+    direct, server = (ranks.reducers[0].plain.reducers[name].context for name in ("direct", "server"))
+    buckets = [(direct, 1), (server, 4), (direct, 0), (server, 4), (direct, 2), (server, 4), (direct, 3)]
+    keys = [context.key(0, number, 0, receiver) for number, (context, receiver) in enumerate(buckets)]
+    assert len(set(keys)) == len(keys)
+    assert all(key.message // 10 == number for number, key in enumerate(keys))
 
 
 def test_rates_that_all_ranks_were_told_change_the_choice_for_all():
     ranks = Chosen(3, "auto")
     told = {rank: np.where(np.arange(3) == rank, 0, [9e9, 9e9, 1e9]).astype(">f4") for rank in range(3)}
     for reducer in ranks.reducers:
-        reducer.reducers["direct"].rates_bps = dict(told)
+        reducer.plain.reducers["direct"].rates_bps = dict(told)
         reducer.begin_step(1)
-    rates = [reducer.topology.rates_bps for reducer in ranks.reducers]
+    rates = [reducer.plain.topology.rates_bps for reducer in ranks.reducers]
     assert rates[0] == rates[1] == rates[2]
     assert rates[0][2] < rates[0][0] / 2
 
 
 def test_what_cannot_be_made_is_refused():
-    endpoint = RingRanks(2).endpoints[0]
+    context = RingRanks(2).reducers[0].context
     with pytest.raises(ValueError, match="collective must be one of auto, direct, ring, server, got 'tree'"):
-        make_reducer("tree", endpoint, range(2))
+        make_reducer("tree", context)
     with pytest.raises(ValueError, match="needs a server: set its address"):
-        make_reducer("server", endpoint, range(2))
+        make_reducer("server", context)

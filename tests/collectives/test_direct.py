@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dlcp.collectives import Bucket
-from dlcp.collectives.direct_run import DirectRun
-from dlcp.collectives.push_pull import average
+from dlcp.collectives.direct import DirectRun
+from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
@@ -19,7 +19,7 @@ from tests.collectives.virtual_ranks import (
     SMALL_SIZES,
     SmallRanks,
     assert_identical,
-    is_push,
+    is_contribution,
 )
 from tests.transport.exchanges import PacketType
 
@@ -172,7 +172,7 @@ def lossy_ranks(*, rescale, error_feedback):
             header.type is PacketType.DATA
             and source == 1
             and header.step == 0
-            and is_push(header, 3)
+            and is_contribution(header, 3)
             and header.message % 3 == 0
             and header.index in LOST_PACKETS
         )
@@ -202,7 +202,7 @@ def test_what_rescaling_and_error_feedback_do(rescale, error_feedback):
     expected = np.where(lost, (one + three) / (2 if rescale else 3), (one + lossy + three) / 3)
     np.testing.assert_allclose(averages[0]["conv1.weight"], expected, rtol=1e-12)
 
-    owed = [reducer.feedback.owed("conv1.weight") for reducer in ranks.reducers]
+    owed = [reducer.context.residual.of("conv1.weight") for reducer in ranks.reducers]
     if not error_feedback:
         assert owed == [None, None, None]
     else:
@@ -248,8 +248,8 @@ def test_results_are_delivered_whole_and_shares_within_the_bound():
     ranks.reduce(0, ranks.gradients(0))
     ranks.network.run(lambda: all(protocol.settled for protocol in ranks.network.ranks))
     records = [record for ledger in ranks.ledgers for record in ledger.records]
-    shares = [record for record in records if is_push(record, 3)]
-    results = [record for record in records if not is_push(record, 3)]
+    shares = [record for record in records if is_contribution(record, 3)]
+    results = [record for record in records if not is_contribution(record, 3)]
     assert len(shares) == len(results) == 6
     assert all(record.lost == 0 and record.bound == 0 for record in results)
     assert all(record.bound == 0.3 for record in shares)
@@ -327,7 +327,7 @@ def test_only_what_goes_through_a_network_may_be_lost():
         found = (run.tags.drop_class > 0) & ~run.tags.protected
         droppable[len(neighbours)] = [
             int(found[start // run.values_per_packet : -(-stop // run.values_per_packet)].sum())
-            for _, (start, stop) in sorted(run.shards.items())
+            for _, (start, stop) in sorted(run.bounds.items())
         ]
     own, first, second = droppable[0]
     assert own == 0 < min(first, second)

@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 
-from dlcp.collectives import direct_run
-from dlcp.collectives.salvage import recover
+from dlcp.collectives import direct
+from dlcp.collectives.partial_result import recover
 from dlcp.dtypes import ValueType
 from dlcp.transport import TransportError
 from tests.collectives.meeting_ranks import together
@@ -16,7 +16,7 @@ from tests.collectives.virtual_ranks import (
     SMALL_SIZES,
     SmallRanks,
     assert_identical,
-    is_push,
+    is_contribution,
 )
 from tests.transport.exchanges import PacketType
 
@@ -52,7 +52,7 @@ def reduce_and_spoil(ranks, step, gradients, buckets):
 
 def confirms_result(header, ranks):
     """Whether a packet tells a sender that its result is there; an acknowledgement may tell so of any message."""
-    return header.type is PacketType.ACK or (header.type is PacketType.STOP and not is_push(header, ranks))
+    return header.type is PacketType.ACK or (header.type is PacketType.STOP and not is_contribution(header, ranks))
 
 
 @pytest.mark.parametrize("value_type", [ValueType.FLOAT32, ValueType.FLOAT16], ids=lambda kind: kind.value)
@@ -69,10 +69,15 @@ def test_a_bucket_that_is_done_may_be_overwritten_at_once(count, loss, value_typ
 @pytest.mark.parametrize("patience_s", [0.002, 0.2])
 def test_a_peer_that_confirms_late_gets_the_result_although_the_buffer_has_changed(monkeypatch, patience_s):
     # Rank 1 confirms soon, rank 2 hears nothing of rank 0's result for a while.
-    monkeypatch.setattr(direct_run, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(direct, "PATIENCE_S", patience_s)
 
     def lose(network, source, header):
-        late = header.type is PacketType.DATA and source == 0 and header.message % 3 == 2 and not is_push(header, 3)
+        late = (
+            header.type is PacketType.DATA
+            and source == 0
+            and header.message % 3 == 2
+            and not is_contribution(header, 3)
+        )
         return (late and network.now < 0.1) or (source == 1 and network.now < 0.03 and confirms_result(header, 3))
 
     ranks = SmallRanks(3, lose=lose)
@@ -130,7 +135,7 @@ class Broken:
         self.started = self.ranks.start(0, self.gradients, THREE_BUCKETS, delays_s)
         begin_s = 0.011 + rng.random() * 0.08 if begin_s is None else begin_s
         self._fail_at((begin_s + rng.random(count) * rng.choice([0, 0.01])).tolist())
-        self.salvaged = [{left.sequence: left for left in reducer.salvage()} for reducer in self.ranks.reducers]
+        self.salvaged = [{left.sequence: left for left in reducer.partial_results()} for reducer in self.ranks.reducers]
 
     def _fail_at(self, moments_s):
         network = self.ranks.network
@@ -158,7 +163,7 @@ class Broken:
 
     def owed(self, rank, number):
         """What a rank owes of a bucket that it has finished."""
-        parts = [self.ranks.reducers[rank].feedback.owed(name) for name in THREE_BUCKETS[number]]
+        parts = [self.ranks.reducers[rank].context.residual.of(name) for name in THREE_BUCKETS[number]]
         sizes = [SMALL_SIZES[name] for name in THREE_BUCKETS[number]]
         return np.concatenate([np.zeros(n) if part is None else part for n, part in zip(sizes, parts, strict=True)])
 
@@ -176,7 +181,7 @@ def test_the_exact_average_can_be_formed_from_what_is_left_at_any_moment(count, 
                 assert all(broken.is_finished(peer, number) for peer in range(count))
             else:
                 assert recovered.values.tobytes() == exact.tobytes()
-                assert recovered.owed is None
+                assert recovered.residual is None
 
 
 @pytest.mark.parametrize("value_type", [ValueType.FLOAT16, ValueType.FLOAT64], ids=lambda kind: kind.value)
@@ -206,8 +211,8 @@ def test_what_an_average_lacks_is_owed_and_nothing_is_lost_for_good(rescale, see
         for rank, result in enumerate(results):
             if broken.is_finished(rank, number):
                 total += broken.owed(rank, number)
-            elif result.owed is not None:
-                total += result.owed
+            elif result.residual is not None:
+                total += result.residual
         np.testing.assert_allclose(total, sum(broken.shares(number)), rtol=0, atol=1e-4)
 
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from dlcp import wire
-from dlcp.collectives import Bucket, ring_plan
+from dlcp.collectives import Bucket, ring
+from dlcp.collectives.bucket import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.message_numbers import RING as RING_NUMBERS
 from dlcp.collectives.ring import RingAllReduce, bound_of_hop
-from dlcp.collectives.ring_plan import PARTIAL, RESULT
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
@@ -26,7 +26,7 @@ RELATIVE_STEP = {ValueType.FLOAT16: 2.0**-11, ValueType.BFLOAT16: 2.0**-8}
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Pieces of four packets, so that test buffers have many."""
-    monkeypatch.setattr(ring_plan, "PIECE_BYTES", 4 * 1440)
+    monkeypatch.setattr(ring, "PIECE_BYTES", 4 * 1440)
 
 
 def sum_in_order_of_the_ring(gradients, value_type, step, order=None):
@@ -103,7 +103,7 @@ def test_the_ring_may_have_any_order(order, small_pieces):
 
 def test_an_order_of_other_ranks_is_refused():
     with pytest.raises(ValueError, match=r"a ring of ranks \[0, 1, 2\] cannot have the order \[0, 1, 1\]"):
-        RingAllReduce(RingRanks(3).endpoints[0], range(3), order=[0, 1, 1])
+        RingAllReduce(RingRanks(3).reducers[0].context, order=[0, 1, 1])
 
 
 @pytest.mark.parametrize("loss", [0.02, 0.3])
@@ -173,9 +173,9 @@ def test_each_hop_keeps_its_bound_and_results_are_delivered_whole(count, loss):
     ranks = RingRanks(count, bound=0.3, loss=loss, seed=count, policy=NOTHING_PROTECTED)
     ranks.reduce(0, ranks.gradients(11), [["conv2.weight", "fc.weight"]])
     records = ranks.records()
-    sums = [(hop, record) for _, phase, hop, record in records if phase == PARTIAL]
-    results = [record for _, phase, _, record in records if phase == RESULT]
-    pieces = len(ring_plan.cut_in_pieces(32_345, 360, 1440, count, 0))
+    sums = [(hop, record) for _, phase, hop, record in records if phase == REDUCE_SCATTER]
+    results = [record for _, phase, _, record in records if phase == ALL_GATHER]
+    pieces = len(ring.cut_in_pieces(32_345, 360, 1440, count, 0))
     assert len(sums) == len(results) == pieces * (count - 1)
     assert {hop for hop, _ in sums} == set(range(count - 1))
     for _, record in sums:
@@ -196,7 +196,7 @@ def lose_partial_sum(hop_lost, packets, source_lost):
         if header.type is not PacketType.DATA or header.message < RING_NUMBERS.first or header.step != 0:
             return False
         phase, hop = divmod((header.message - RING_NUMBERS.first) % (2 * count), count)
-        return source == source_lost and phase == PARTIAL and hop == hop_lost and header.index in packets
+        return source == source_lost and phase == REDUCE_SCATTER and hop == hop_lost and header.index in packets
 
     return lose
 
@@ -225,7 +225,7 @@ def test_what_rescaling_and_error_feedback_do(hop, rescale, error_feedback):
     expected = np.where(lost, rest / (3 - hop if rescale else 4), sum(parts) / 4)
     np.testing.assert_allclose(averages[0]["conv1.weight"], expected, rtol=1e-9, atol=1e-12)
 
-    owed = [reducer.feedback.owed("conv1.weight") for reducer in ranks.reducers]
+    owed = [reducer.context.residual.of("conv1.weight") for reducer in ranks.reducers]
     last = (block + 3) % 4
     if not error_feedback:
         assert owed == [None] * 4
@@ -338,7 +338,7 @@ def test_not_a_number_reaches_every_rank(seed):
     gradients[2]["fc.weight"][5] = np.inf
     # A policy that protects nothing leaves the first hop to chance; from there on it must arrive.
     for reducer in ranks.reducers:
-        reducer.tagger.policy = type(NOTHING_PROTECTED)()
+        reducer.context.tagger.policy = type(NOTHING_PROTECTED)()
     averages = ranks.reduce(0, gradients)
     assert ranks.lost > 0
     for rank in averages:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlcp.collectives.message_numbers import pieces_allowed
-from dlcp.collectives.ring_plan import PIECE_BYTES, cut_in_pieces
+from dlcp.collectives.ring import PIECE_BYTES, cut_in_pieces
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)

@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 
-from dlcp.collectives import ring_plan
-from dlcp.collectives.salvage import recover
+from dlcp.collectives import ring
+from dlcp.collectives.partial_result import recover
 from dlcp.transport import TransportError
 from tests.collectives.meeting_ranks import together
 from tests.collectives.virtual_ranks import NOTHING_PROTECTED
@@ -29,7 +29,9 @@ def broken_at(share, *, count=4, bound=0.0, loss=0.0, **fields):
 
 
 def completed(ranks, started):
-    held = [{(one.step, one.sequence): one for one in reducer.salvage()}.get((0, 0)) for reducer in ranks.reducers]
+    held = [
+        {(one.step, one.sequence): one for one in reducer.partial_results()}.get((0, 0)) for reducer in ranks.reducers
+    ]
     assert [one is None for one in held] == [future.exception() is None for future in started]
 
     def complete(channel, rank):
@@ -41,7 +43,7 @@ def completed(ranks, started):
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.5, 0.55, 0.6, 0.7, 0.8, 0.9, 0.97])
 def test_the_average_is_completed(share, monkeypatch):
-    monkeypatch.setattr(ring_plan, "PIECE_BYTES", 4 * 1440)
+    monkeypatch.setattr(ring, "PIECE_BYTES", 4 * 1440)
     ranks, given, started = broken_at(share)
     averages, held = completed(ranks, started)
     for average in averages:
@@ -55,7 +57,7 @@ def test_the_average_is_completed(share, monkeypatch):
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 def test_what_was_lost_before_stays_lost_and_ranks_agree(share, monkeypatch):
-    monkeypatch.setattr(ring_plan, "PIECE_BYTES", 16 * 1440)
+    monkeypatch.setattr(ring, "PIECE_BYTES", 16 * 1440)
     ranks, given, started = broken_at(share, bound=0.6, loss=0.1, policy=NOTHING_PROTECTED, rescale=False)
     averages, held = completed(ranks, started)
     for average in averages[1:]:
@@ -64,10 +66,10 @@ def test_what_was_lost_before_stays_lost_and_ranks_agree(share, monkeypatch):
     nowhere = np.logical_and.reduce([~one.final if one else np.zeros(56, bool) for one in held])
     untouched = np.repeat(nowhere, 360)[:20_000]
     np.testing.assert_array_equal(averages[0][untouched], (sum(given) / 4)[untouched])
-    assert sum(one.owed is not None for one in held if one) > 0, "what hops are known to have lost is told"
+    assert sum(one.residual is not None for one in held if one) > 0, "what hops are known to have lost is told"
 
 
 def test_a_finished_bucket_leaves_nothing_to_salvage():
     ranks = RingRanks(3)
     ranks.reduce(0, ranks.gradients(0))
-    assert [reducer.salvage() for reducer in ranks.reducers] == [[], [], []]
+    assert [reducer.partial_results() for reducer in ranks.reducers] == [[], [], []]

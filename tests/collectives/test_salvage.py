@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlcp.collectives.salvage import Salvage, UnsalvageableError, recover
+from dlcp.collectives.partial_result import PartialResult, UnrecoverableError, recover
 from dlcp.collectives.shards import shard_bounds
 from tests.collectives.meeting_ranks import together
 
@@ -52,7 +52,7 @@ class Broken:
         values = np.where(self.by_value(self.arrived[rank]), self.exact, values).astype(self.given[rank].dtype)
         included = {peer: self.folded[peer] & mine for peer in range(self.ranks)}
         included[rank] = included[rank] | ~mine & ~self.arrived[rank]
-        return Salvage(3, 1, values, VALUES_PER_PACKET, self.arrived[rank].copy(), included)
+        return PartialResult(3, 1, values, VALUES_PER_PACKET, self.arrived[rank].copy(), included)
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,7 +63,7 @@ def test_whatever_the_moment_every_rank_gets_the_exact_average(ranks, values, se
     for recovered in results:
         assert recovered.values.dtype == kind
         np.testing.assert_array_equal(recovered.values, broken.exact)
-        assert recovered.owed is None
+        assert recovered.residual is None
 
 
 @settings(max_examples=40, deadline=None)
@@ -74,7 +74,7 @@ def test_what_an_average_lacks_is_owed_by_those_who_still_have_it(ranks, values,
     for rank, recovered in enumerate(results):
         np.testing.assert_array_equal(recovered.values, broken.exact)
         lacking = broken.by_value(broken.lost[rank] & ~broken.arrived[rank])
-        owed = np.zeros(values) if recovered.owed is None else recovered.owed
+        owed = np.zeros(values) if recovered.residual is None else recovered.residual
         np.testing.assert_array_equal(owed, np.where(lacking, broken.given[rank], 0))
 
 
@@ -85,7 +85,7 @@ def test_a_rank_that_has_finished_takes_part_with_nothing():
     def held(rank):
         if rank == 0:
             return None  # finished: all confirmed that they have its results
-        whole = Salvage.untouched(rank, 0, 0, given[rank].copy(), VALUES_PER_PACKET)
+        whole = PartialResult.untouched(rank, 0, 0, given[rank].copy(), VALUES_PER_PACKET)
         whole.final[:] = [True, rank == 1, rank == 2]
         whole.values[np.repeat(whole.final, VALUES_PER_PACKET)[:12]] = 4.0
         whole.included = {rank: ~whole.final}
@@ -105,7 +105,7 @@ def test_finished_everywhere_is_nothing_to_do_although_a_confirmation_is_missing
     def held(rank):
         if rank:
             return None
-        salvage = Salvage.untouched(rank, 0, 0, np.ones(12, np.float32), VALUES_PER_PACKET)
+        salvage = PartialResult.untouched(rank, 0, 0, np.ones(12, np.float32), VALUES_PER_PACKET)
         salvage.final[:], salvage.included = [True, False, False], {}
         return salvage
 
@@ -114,7 +114,7 @@ def test_finished_everywhere_is_nothing_to_do_although_a_confirmation_is_missing
 
 
 def test_a_bucket_that_nobody_holds_but_somebody_needs_is_refused():
-    with pytest.raises(UnsalvageableError, match="no rank holds anything"):
+    with pytest.raises(UnrecoverableError, match="no rank holds anything"):
         together(2, lambda channel, rank: recover(channel, rank, range(2), None, finished=rank == 0))
 
 
@@ -122,7 +122,7 @@ def test_averages_come_over_bit_by_bit():
     odd = np.array([-0.0, np.nan, np.inf, -np.inf, 1e-45], np.float32)
 
     def held(rank):
-        salvage = Salvage.untouched(rank, 0, 0, odd.copy() if rank else np.ones(5, np.float32), VALUES_PER_PACKET)
+        salvage = PartialResult.untouched(rank, 0, 0, odd.copy() if rank else np.ones(5, np.float32), VALUES_PER_PACKET)
         if rank:
             salvage.final[:], salvage.included = True, {}
         return salvage
@@ -136,7 +136,7 @@ def test_infinities_of_one_rank_reach_all():
         values = np.ones(7, np.float32)
         values[2] = np.inf if rank == 1 else 1
         values[6] = np.nan if rank == 0 else 1
-        return Salvage.untouched(rank, 0, 0, values, VALUES_PER_PACKET)
+        return PartialResult.untouched(rank, 0, 0, values, VALUES_PER_PACKET)
 
     for recovered in together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank))):
         np.testing.assert_array_equal(recovered.values, [1, 1, np.inf, 1, 1, 1, np.nan])
@@ -148,7 +148,7 @@ def test_nested_sums_of_a_ring_are_counted_once():
     holds = [{0}, {0, 1}, {0, 1, 2}, {3}]
 
     def held(rank):
-        salvage = Salvage.untouched(rank, 0, 0, np.full(5, sums[rank], np.float32), VALUES_PER_PACKET)
+        salvage = PartialResult.untouched(rank, 0, 0, np.full(5, sums[rank], np.float32), VALUES_PER_PACKET)
         salvage.included = {peer: np.ones(1, np.bool_) for peer in holds[rank]}
         return salvage
 
@@ -158,46 +158,46 @@ def test_nested_sums_of_a_ring_are_counted_once():
 
 def test_a_lost_contribution_is_refused_by_all():
     def held(rank):
-        return Salvage.untouched(rank, 0, 0, np.ones(12, np.float32), VALUES_PER_PACKET) if rank else None
+        return PartialResult.untouched(rank, 0, 0, np.ones(12, np.float32), VALUES_PER_PACKET) if rank else None
 
-    with pytest.raises(UnsalvageableError, match="contribution of rank 0 to 3 packets is lost"):
+    with pytest.raises(UnrecoverableError, match="contribution of rank 0 to 3 packets is lost"):
         together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank)))
 
 
 def test_buckets_that_differ_are_refused_by_name():
     def held(rank):
-        return Salvage.untouched(rank, 0, 0, np.ones(12 + rank, np.float32), VALUES_PER_PACKET)
+        return PartialResult.untouched(rank, 0, 0, np.ones(12 + rank, np.float32), VALUES_PER_PACKET)
 
-    with pytest.raises(UnsalvageableError, match="rank 1 has 13 values of float32, rank 0 12"):
+    with pytest.raises(UnrecoverableError, match="rank 1 has 13 values of float32, rank 0 12"):
         together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank)))
 
 
 def test_what_was_owed_anyway_is_owed_where_an_average_was_formed():
     def held(rank):
-        salvage = Salvage.untouched(rank, 0, 0, np.ones(10, np.float32), VALUES_PER_PACKET)
-        salvage.owed = np.full(10, rank + 1, np.float32)
+        salvage = PartialResult.untouched(rank, 0, 0, np.ones(10, np.float32), VALUES_PER_PACKET)
+        salvage.residual = np.full(10, rank + 1, np.float32)
         if rank == 1:
             salvage.final[0] = True
             salvage.included[0] = np.array([True, False])
         return salvage
 
     for rank, recovered in enumerate(together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank)))):
-        np.testing.assert_array_equal(recovered.owed[:5], rank + 1)
-        np.testing.assert_array_equal(recovered.owed[5:], 0)
+        np.testing.assert_array_equal(recovered.residual[:5], rank + 1)
+        np.testing.assert_array_equal(recovered.residual[5:], 0)
 
 
 @pytest.mark.parametrize("settled", [False, True])
 def test_what_the_owner_confirmed_as_lost_is_owed_once(settled):
     def held(rank):
-        salvage = Salvage.untouched(rank, 0, 0, np.full(5, 3.0, np.float32), VALUES_PER_PACKET)
+        salvage = PartialResult.untouched(rank, 0, 0, np.full(5, 3.0, np.float32), VALUES_PER_PACKET)
         if rank == 0:
             salvage.final[:] = True  # formed without rank 1
         elif settled:
-            salvage.unsettled = np.zeros(1, np.bool_)
-            salvage.owed = np.full(5, 3.0, np.float32)
+            salvage.unconfirmed = np.zeros(1, np.bool_)
+            salvage.residual = np.full(5, 3.0, np.float32)
             salvage.values[:2] = -7.0  # a part of the average is here already
         return salvage
 
     owner, other = together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank)))
-    assert owner.owed is None
-    np.testing.assert_array_equal(other.owed, np.full(5, 3.0))
+    assert owner.residual is None
+    np.testing.assert_array_equal(other.residual, np.full(5, 3.0))

@@ -16,7 +16,7 @@ from tests.collectives.virtual_ranks import (
     SMALL_SIZES,
     SmallRanks,
     assert_identical,
-    is_push,
+    is_contribution,
 )
 from tests.transport.exchanges import PacketType
 
@@ -71,7 +71,12 @@ def test_nothing_is_lost_for_good(loss):
 
 def test_rescaling_divides_by_what_was_delivered():
     def lose(network, source, header):
-        return header.type is PacketType.DATA and source == 1 and is_push(header, WORKERS + 1) and header.index == 4
+        return (
+            header.type is PacketType.DATA
+            and source == 1
+            and is_contribution(header, WORKERS + 1)
+            and header.index == 4
+        )
 
     for rescale in (True, False):
         ranks = ranks_with_server(bound=0.3, rescale=rescale, error_feedback=False, policy=NOTHING_PROTECTED, lose=lose,

@@ -8,13 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlcp.collectives import Bucket, shard_bounds
-from dlcp.collectives.direct_run import DirectRun
-from dlcp.collectives.push_pull import RATE
+from dlcp.collectives import shard_bounds
+from dlcp.collectives.direct import RATE
 from dlcp.collectives.shards import inbound_rates, weights_for_rates
-from dlcp.dtypes import ValueType
-from dlcp.tags import Segment
-from tests.collectives.virtual_ranks import LAYERS, Ranks, assert_identical
+from tests.collectives.virtual_ranks import Ranks, assert_identical
 from tests.transport.exchanges import Selective
 
 WEIGHTS = st.lists(st.floats(0, 100, allow_nan=False), min_size=1, max_size=9).filter(lambda weights: sum(weights) > 0)
@@ -125,10 +122,8 @@ def test_rates_that_are_alike_or_unknown_count_as_equal():
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 def test_the_rates_of_the_last_bucket_count_in_whatever_order_results_come(order):
     reducer = Ranks(2).reducers[0]
-    segments = [Segment(LAYERS["fc.weight"], 0, 5000)]
     for sequence in order:
-        run = DirectRun(reducer, 0, sequence, Bucket(np.zeros(5000, np.float32), ValueType.FLOAT32, segments))
-        run._note_rates(1, np.array([sequence], RATE))
+        reducer.note_rates(1, sequence, np.array([sequence], RATE))
     assert reducer.rates_bps[1] == [2.0]
 
 

@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from dlcp.collectives import Bucket, DirectAllReduce, ParameterServer, ReduceOptions
+from dlcp.collectives import Bucket, DirectAllReduce, ParameterServer, RankContext, ReduceOptions
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import Segment, Tagger, TagPolicy, layers_in_order
@@ -33,12 +33,15 @@ class Ranks:
         self.ledgers = [Ledger(1) for _ in range(count)]
         self.reducers = [
             DirectAllReduce(
-                self.endpoints[rank],
-                range(count),
+                RankContext(
+                    self.endpoints[rank],
+                    range(count),
+                    options,
+                    Tagger(policy or TagPolicy()),
+                    self.ledgers[rank],
+                    server=count if server else None,
+                ),
                 weights={count: 1.0} if server else None,
-                options=options,
-                tagger=Tagger(policy or TagPolicy()),
-                ledger=self.ledgers[rank],
             )
             for rank in range(count)
         ]
@@ -109,8 +112,8 @@ class Ranks:
         return left
 
     def owed(self, name):
-        """What all ranks together still owe of a parameter."""
-        parts = [reducer.feedback.owed(name) for reducer in self.reducers]
+        """What all ranks together still have as residual of a parameter."""
+        parts = [reducer.context.residual.of(name) for reducer in self.reducers]
         return sum(part for part in parts if part is not None)
 
     @property
@@ -130,6 +133,6 @@ def assert_identical(averages):
             assert values.tobytes() == other[name].tobytes(), f"replicas differ in {name}"
 
 
-def is_push(header, ranks):
-    """Whether a packet carries a rank's share, and not a result."""
+def is_contribution(header, ranks):
+    """Whether a packet carries a rank's contribution, and not an averaged shard."""
     return header.message // ranks % 2 == 0

@@ -11,18 +11,7 @@ class RingRanks(Ranks):
 
     def __init__(self, count, *, order=None, **fields):
         super().__init__(count, **fields)
-        self.reducers = [
-            RingAllReduce(
-                endpoint,
-                range(count),
-                order=order,
-                options=reducer.options,
-                tagger=reducer.tagger,
-                ledger=reducer.ledger,
-                feedback=reducer.feedback,
-            )
-            for endpoint, reducer in zip(self.endpoints, self.reducers, strict=True)
-        ]
+        self.reducers = [RingAllReduce(reducer.context, order=order) for reducer in self.reducers]
 
     def records(self):
         """All messages in the ledgers, as (rank that sent, phase, hop, record)."""

@@ -5,7 +5,7 @@ from concurrent.futures import Executor
 
 import numpy as np
 
-from dlcp.collectives import Bucket, ErrorFeedback, ReduceOptions, make_reducer
+from dlcp.collectives import Bucket, RankContext, ReduceOptions, Residual, make_reducer
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import Segment, Tagger, TagPolicy, layers_in_order
@@ -41,27 +41,25 @@ class CodedRanks:
         fields.setdefault("options", TransportOptions(payload_bytes=PAYLOAD_BYTES))
         self.network = network(count, **fields)
         self.ledgers = [Ledger(1) for _ in range(count)]
-        self.feedbacks = [ErrorFeedback() for _ in range(count)]
+        self.residuals = [Residual() for _ in range(count)]
         self.endpoints = self.network.ranks[:]
         self.reducers = [
             make_reducer(
                 collective,
-                self.endpoints[rank],
-                range(count),
-                options=ReduceOptions(LossBound(bound), error_feedback, rescale, adaptive_shards=False),
-                tagger=Tagger(policy),
-                ledger=self.ledgers[rank],
-                feedback=self.feedbacks[rank],
+                RankContext(
+                    self.endpoints[rank],
+                    range(count),
+                    ReduceOptions(LossBound(bound), error_feedback, rescale, adaptive_shards=False),
+                    Tagger(policy),
+                    self.ledgers[rank],
+                    self.residuals[rank],
+                ),
                 compression=compression,
                 combine=combine,
+                work=AtOnce(),
             )
             for rank in range(count)
         ]
-        for reducer in self.reducers:
-            while reducer is not None:
-                if hasattr(reducer, "work"):
-                    reducer.work = AtOnce()
-                reducer = getattr(reducer, "plain", None)
 
     def gradients(self, seed, scale=1.0):
         rng = np.random.default_rng(seed)
@@ -90,9 +88,9 @@ class CodedRanks:
     def owed(self):
         """What all ranks together owe."""
         total = np.zeros(SIZE)
-        for feedback in self.feedbacks:
+        for residual in self.residuals:
             for segment in SEGMENTS:
-                owed = feedback.owed(segment.layer.name)
+                owed = residual.of(segment.layer.name)
                 if owed is not None:
                     total[segment.start : segment.stop] += owed
         return total

@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 
-from dlcp.collectives.choice import check_coding
-from dlcp.collectives.combining import adasum_of, coefficients, scalar_products
+from dlcp.collectives.pipeline import check_stages
+from dlcp.collectives.reduction_rules import adasum_of, coefficients, scalar_products
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
 from tests.compress.coded_ranks import SEGMENTS, SIZE, CodedRanks, assert_identical
@@ -108,9 +108,9 @@ def test_with_loss_it_is_adasum_of_what_arrived_and_the_rest_comes_later():
     ranks.check_bounds(0.3)
     assert ranks.lost > 0
     arrived = [values.astype(np.float64) for values in gradients]
-    for values, feedback in zip(arrived, ranks.feedbacks, strict=True):
+    for values, residual in zip(arrived, ranks.residuals, strict=True):
         for segment in SEGMENTS:
-            owed = feedback.owed(segment.layer.name)
+            owed = residual.of(segment.layer.name)
             if owed is not None:
                 values[segment.start : segment.stop] -= owed
     np.testing.assert_allclose(results[0], by_layer(arrived), rtol=1e-4, atol=1e-5)
@@ -194,4 +194,4 @@ def test_sums_lose_nothing_for_good_either(text, scale):
 )
 def test_what_does_not_go_together_is_refused(named, words):
     with pytest.raises(ValueError, match=words):
-        check_coding(named.pop("compression", ""), named.pop("combine", "average"), **named)
+        check_stages(named.pop("compression", ""), named.pop("combine", "average"), **named)

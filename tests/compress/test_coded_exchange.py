@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from dlcp.collectives import Bucket
-from dlcp.collectives.coding import SEED
+from dlcp.collectives.compressed_all_gather import AllGatherRun
+from dlcp.collectives.compressed_bucket import SEED
 from dlcp.compress import COMPRESSORS, Feedback, Occasion, make_compressor
 from dlcp.compress.compressor import average
 from dlcp.dtypes import ValueType
@@ -194,8 +195,8 @@ def test_a_gathered_message_may_lose_to_all_receivers_together_what_the_bound_sa
 def test_the_least_of_what_is_gathered_is_dropped_first():
     """Tags follow what is sent: the largest pairs are protected, the smallest are of the highest class."""
     ranks = CodedRanks(2, "topk:0.2", policy=TagPolicy(small_layer_values=0))
-    run = ranks.reducers[0].make_run(0, 0, Bucket(ranks.gradients(1)[0], ValueType.FLOAT32, SEGMENTS))
-    tags, encoded, per_packet = run.tags, run.encoded, run.per_packet
+    run = AllGatherRun(ranks.reducers[0].gradients, 0, 0, Bucket(ranks.gradients(1)[0], ValueType.FLOAT32, SEGMENTS))
+    tags, encoded, per_packet = run.tags, run.encoded, run.units_per_packet
     worth = [encoded.worth[start : start + per_packet].mean() for start in range(0, encoded.units, per_packet)]
     fc = np.flatnonzero(tags.layer == LAYERS["fc.weight"].position)
     worth_of = {number: np.array(worth)[fc][tags.drop_class[fc] == number] for number in (0, 7)}
@@ -211,7 +212,7 @@ def test_scales_must_arrive():
         ranks.reduce(step, ranks.gradients(step))
     assert ranks.lost > 0
     ranks.check_bounds(0.5)
-    run = ranks.reducers[0].make_run(9, 0, Bucket(ranks.gradients(3)[0], ValueType.FLOAT32, SEGMENTS))
+    run = AllGatherRun(ranks.reducers[0].gradients, 9, 0, Bucket(ranks.gradients(3)[0], ValueType.FLOAT32, SEGMENTS))
     header = -(-17 * 4 // PAYLOAD_BYTES)
     assert run.tags.protected[:header].all()
     assert run.tags.protected[header:].mean() < 0.5
@@ -239,6 +240,6 @@ def test_what_is_owed_travels_with_a_checkpoint(text):
     ranks = CodedRanks(2, text, bound=0.3, loss=0.2, seed=6)
     ranks.reduce(0, ranks.gradients(0))
     owed = ranks.owed()
-    ranks.feedbacks = [pickle.loads(pickle.dumps(feedback)) for feedback in ranks.feedbacks]
+    ranks.residuals = [pickle.loads(pickle.dumps(residual)) for residual in ranks.residuals]
     np.testing.assert_array_equal(ranks.owed(), owed)
-    assert sum(feedback.values for feedback in ranks.feedbacks) >= np.count_nonzero(owed) > 0
+    assert sum(residual.size for residual in ranks.residuals) >= np.count_nonzero(owed) > 0

@@ -6,8 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dlcp.collectives.choice import Salvageable
-from dlcp.collectives.salvage import recover
+from dlcp.collectives.partial_result import recover
 from dlcp.compress import Feedback, make_compressor
 from dlcp.wire import PacketType
 from tests.collectives.meeting_ranks import together
@@ -19,7 +18,7 @@ AVERAGES = [text for text in EVERY if make_compressor(text).feedback is not Feed
 
 def recovered(ranks, started, step=0):
     """What each rank has in the end: its own result, or what it recovers; and what it owes of that besides."""
-    held = [{(one.step, one.sequence): one for one in reducer.salvage()} for reducer in ranks.reducers]
+    held = [{(one.step, one.sequence): one for one in reducer.partial_results()} for reducer in ranks.reducers]
     done = {rank: future.done() and not future.exception() for rank, future in started.items()}
     found = together(
         ranks.count,
@@ -28,7 +27,7 @@ def recovered(ranks, started, step=0):
         ),
     )
     return [
-        (started[rank].result(), None) if done[rank] else (found[rank].values, found[rank].owed)
+        (started[rank].result(), None) if done[rank] else (found[rank].values, found[rank].residual)
         for rank in range(ranks.count)
     ]
 
@@ -87,7 +86,7 @@ def test_results_are_kept_only_as_long_as_others_may_need_them():
     ranks = CodedRanks(2, "topk:0.1")
     for step in range(3):
         ranks.reduce(step, ranks.gradients(step))
-        held = ranks.reducers[0].salvage()
+        held = ranks.reducers[0].partial_results()
         assert [salvage.step for salvage in held] == [step]
         assert held[0].final.all()
 
@@ -98,7 +97,7 @@ def test_exact_buckets_are_salvaged_too(text):
     gradients = ranks.gradients(1)
     started = ranks.start(3, gradients, sequence=5, exact=True)
     ranks.network.run(lambda: ranks.network.now >= 0.002)
-    held = [reducer.salvage() for reducer in ranks.reducers]
+    held = [reducer.partial_results() for reducer in ranks.reducers]
     assert [[(one.step, one.sequence) for one in mine] for mine in held] == [[(3, 5)]] * 2
     found = together(2, lambda channel, rank: recover(channel, rank, range(2), held[rank][0]))
     np.testing.assert_allclose(found[0].values, sum(gradients) / 2, rtol=1e-6)
@@ -107,7 +106,7 @@ def test_exact_buckets_are_salvaged_too(text):
 
 @pytest.mark.parametrize("combine", ["adasum", "sum"])
 def test_what_is_no_average_cannot_be_salvaged(combine):
-    assert not isinstance(CodedRanks(2, combine=combine).reducers[0], Salvageable)
+    assert not CodedRanks(2, combine=combine).reducers[0].recoverable
 
 
 def test_a_salvaged_contribution_has_what_was_owed_before():

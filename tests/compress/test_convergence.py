@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from dlcp.collectives import ErrorFeedback
+from dlcp.collectives import Residual
 from dlcp.compress import Occasion, make_compressor
 from dlcp.tags import Layer, Segment
 from tests.compress.digits import train
@@ -41,18 +41,18 @@ def descend(compression, targets, steps, rate, error_feedback=True):
     size = len(targets[0])
     segments = [Segment(Layer("x", 0), 0, size)]
     compressors = [make_compressor(compression, error_feedback=error_feedback) for _ in targets]
-    owed = [ErrorFeedback() for _ in targets]
+    owed = [Residual() for _ in targets]
     place = np.zeros(size, np.float32)
     for step in range(steps):
         parts = []
-        for rank, (compressor, target, feedback) in enumerate(zip(compressors, targets, owed, strict=True)):
+        for rank, (compressor, target, residual) in enumerate(zip(compressors, targets, owed, strict=True)):
             wanted = (place - target).astype(np.float32)
             if error_feedback:
-                feedback.add_to(wanted, segments)
+                residual.apply(wanted, segments)
             encoded = compressor.encode(wanted, segments, Occasion(step, rank))
             parts.append(compressor.decode(encoded, encoded.content))
             if error_feedback:
-                feedback.owe_all(wanted - parts[-1], segments)
+                residual.add_whole(wanted - parts[-1], segments)
         combined = compressors[0].combine(iter(parts))
         place = place - np.float32(rate) * (np.mean(parts, axis=0) if combined is None else combined)
     return place

@@ -115,7 +115,7 @@ def missing(ranks, state, taken, given):
     """How much of the gradients is neither in what was taken nor owed by any rank: nothing, up to rounding."""
     owed = [np.zeros(size) for size in SIZES]
     for index in range(len(SIZES)):
-        mine = state.feedback.owed(f"parts.{index}")
+        mine = state.feedback.of(f"parts.{index}")
         if mine is not None:
             owed[index] += mine
     everyone = [None] * ranks

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dlcp.collectives.salvage import Salvage
+from dlcp.collectives.partial_result import PartialResult
 from dlcp.transport import DeadlineError
 
 PAYLOAD_BYTES = 64
@@ -74,9 +74,14 @@ class FakeReducer:
         for _, future in list(self.running.values()):
             future.set_exception(error)
 
-    def salvage(self):
+    recoverable = True
+
+    def close(self):
+        pass
+
+    def partial_results(self):
         return [
-            Salvage.untouched(self.rank, *which, bucket.values.astype(np.float32), PAYLOAD_BYTES // 4)
+            PartialResult.untouched(self.rank, *which, bucket.values.astype(np.float32), PAYLOAD_BYTES // 4)
             for which, (bucket, _) in self.running.items()
         ]
 

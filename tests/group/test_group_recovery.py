@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from dlcp.collectives import Bucket, ErrorFeedback
+from dlcp.collectives import Bucket, Residual
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.session import Options
@@ -56,7 +56,7 @@ class Session(TrainingSession):
 
     def __init__(self, network, rank, deadline_s=LIMIT_S):
         options = Options(deadline_s=deadline_s)
-        made = {"ledger": Ledger(), "feedback": ErrorFeedback(), "tagger": Tagger()}
+        made = {"ledger": Ledger(), "feedback": Residual(), "tagger": Tagger()}
         super().__init__(options, rank, range(network.ranks), ListFallback(network, rank), **made)
         self.reducer = FakeReducer(rank)
         self.use(FakeEndpoint(), lambda settings: self.reducer)
@@ -131,12 +131,12 @@ def test_what_comes_meanwhile_falls_back_in_order_once_it_is_on_the_host():
 def test_a_bucket_that_dlcp_refuses_is_completed_with_what_is_owed():
     first, second = pair()
     taken = first.take(0, 0, 1)
-    first.feedback.owe(np.full(VALUES, 10, np.float64), taken.segments)
+    first.feedback.add(np.full(VALUES, 10, np.float64), taken.segments)
     first.reducer.refuses = DeadlineError("no more")
     other = second.give(0, 0, 3)
     first.start(taken)
     assert values(taken, other) == [7, 7]
-    assert first.feedback.owed("layer0") is None
+    assert first.feedback.of("layer0") is None
 
 
 def test_what_a_rank_has_finished_it_does_not_wait_for():

@@ -319,7 +319,7 @@ def lossy(worker):
     ledger = optimizer.traffic.ledger.summary()
     moved = not same(before, weights(net))
     optimizer.close()
-    owed = sum(kept.feedback.owed(name) is not None for name, _ in net.named_parameters())
+    owed = sum(kept.feedback.of(name) is not None for name, _ in net.named_parameters())
     resumed, again = make(worker, net)
     assert again.traffic.step == 0
     again.close()
@@ -327,7 +327,7 @@ def lossy(worker):
     backward(net, worker.rank, 9, 64)
     optimizer.step()
     optimizer.synchronize()
-    paid = sum(optimizer.traffic.feedback.owed(name) is not None for name, _ in resumed.named_parameters())
+    paid = sum(optimizer.traffic.feedback.of(name) is not None for name, _ in resumed.named_parameters())
     step = optimizer.traffic.step
     optimizer.close()
     return identical, ledger, moved, owed, paid, step

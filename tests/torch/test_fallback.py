@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from torch.distributed import HashStore, PrefixStore
 
-from dlcp.collectives import Bucket, DirectAllReduce
+from dlcp.collectives import Bucket, DirectAllReduce, RankContext
 from dlcp.dtypes import ValueType
 from dlcp.session import joining
 from dlcp.session.joining import USE_DLCP, Agreement, NotJoinedError, join
@@ -64,7 +64,7 @@ def test_three_ranks_join_and_average(store):
     assert [one.remark for one in joined] == [""] * 3
     buffers = [np.full(5000, rank, np.float32) for rank in range(3)]
     running = [
-        DirectAllReduce(one.endpoint, range(3)).start(
+        DirectAllReduce(RankContext(one.endpoint, range(3))).start(
             0, 0, Bucket(buffers[rank], ValueType.FLOAT32, [Segment(Layer("w", 0), 0, 5000)])
         )
         for rank, one in enumerate(joined)

@@ -33,7 +33,7 @@ def checkpoint_and_resume(worker):
             first = taken
     state.close()
     saved = pickle.dumps(state)
-    owed = state.feedback.values
+    owed = state.feedback.size
 
     loaded = pickle.loads(saved)
     again = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dlcp import native
-from dlcp.collectives import Bucket, DirectAllReduce, direct_run
+from dlcp.collectives import Bucket, DirectAllReduce, RankContext, direct
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
 from dlcp.transport import RELIABLE, MessageKey, ReceiveRequest, SendRequest, TransportError, shared_memory
@@ -190,7 +190,7 @@ def test_a_rank_that_lent_nothing_is_not_read_from():
 def reduce_and_spoil(ends, steps, *, value_type=ValueType.FLOAT32, lent=False, count=200_000):
     """Average buckets, and overwrite each as soon as it is done, while each rank's thread pauses now and then."""
     rng = np.random.default_rng(5)
-    reducers = [DirectAllReduce(end, range(len(ends))) for end in ends]
+    reducers = [DirectAllReduce(RankContext(end, range(len(ends)))) for end in ends]
     segments = [Segment(Layer("layer", 0), 0, count)]
     for step in range(steps):
         shares = [value_type.narrow(rng.integers(-8, 9, count).astype(np.float32)) for _ in ends]
@@ -201,7 +201,7 @@ def reduce_and_spoil(ends, steps, *, value_type=ValueType.FLOAT32, lent=False, c
             mine[:] = share
             for when_s in rng.random(3) * 0.02:
                 end.call(lambda end=end, s=when_s: end.call_later(s, lambda: time.sleep(0.01)))
-            done = reducer.start(step, 0, Bucket(mine, value_type, segments, lent=lent, exact=True))
+            done = reducer.start(step, 0, Bucket(mine, value_type, segments, exported=lent, exact=True))
             kept = []
 
             def keep_and_spoil(future, kept=kept):
@@ -220,7 +220,7 @@ def reduce_and_spoil(ends, steps, *, value_type=ValueType.FLOAT32, lent=False, c
 @pytest.mark.parametrize("value_type", [ValueType.FLOAT32, ValueType.FLOAT16], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("apart", [[], [{0, 2}]], ids=["all neighbours", "two of them not"])
 def test_a_lent_bucket_that_is_done_may_be_overwritten_at_once(monkeypatch, value_type, apart):
-    monkeypatch.setattr(direct_run, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(direct, "PATIENCE_S", 0.0)
     with neighbours(3, apart=apart, export_bytes=LENT_BYTES) as ends:
         reduce_and_spoil(ends, 12, value_type=value_type, lent=True)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be saved of an all-reduce that broke off: the exact average, from what the ranks hold between them.
+"""Partial-result recovery: the exact average of a bucket whose all-reduce broke off, from what ranks hold between them.
 
 At any moment a packet's worth of a bucket is, on each rank, either final (the average, as its owner formed it) or a sum
-of some ranks' contributions: one's own alone, or at an owner those that had come. Results are sent of finished packets
-only, so as long as a packet is final nowhere, every contribution still lies somewhere, exactly once if one does not
-count those that an owner has added up already. So one sum over all ranks, of the right parts, completes the average.
+of some ranks' contributions: its own alone, or at an owner those that had come. Only finished packets are sent on. So
+as long as a packet is final nowhere, every contribution still lies somewhere, and exactly once apart from those that an
+owner has added already. One sum over all ranks, of the right parts, completes the average.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 NOWHERE = -1
 
 
-class UnsalvageableError(RuntimeError):
+class UnrecoverableError(RuntimeError):
     """A rank's contribution is lost: nobody holds it any more, and no average was formed of it."""
 
 
-class Channel(Protocol):
+class RecoveryChannel(Protocol):
     """A working way between the same ranks, reliable and slower; every rank makes the same calls in the same order."""
 
     def gather(self, item: Any) -> dict[int, Any]:
@@ -32,7 +32,7 @@ class Channel(Protocol):
 
 
 @dataclass(slots=True)
-class Salvage:
+class PartialResult:
     """What one rank holds of a bucket.
 
     Parameters
@@ -42,17 +42,17 @@ class Salvage:
     values
         Shape (m,), in the type that sums keep their precision in (``ValueType.widen``).
     values_per_packet
-        The unit in which the rest is told; there are ceil(m / values_per_packet) packets.
+        The unit of the rest; there are ceil(m / values_per_packet) packets.
     final
         Where ``values`` holds the average, shape (packets,).
     included
         For each rank whose contribution ``values`` holds, alone or in a sum, in which packets, shape (packets,). Where
         the packet is final here *because this rank formed the average*: the ranks that it was formed of. Where this
         rank holds nothing of use, nothing.
-    owed
-        What error feedback would owe of this bucket had it been finished, shape (m,); None for nothing. It counts only
+    residual
+        What would have become residual had this bucket been finished, shape (m,); None for nothing. It counts only
         where the packet is final somewhere, for else nothing is lost.
-    unsettled
+    unconfirmed
         Where ``values`` still holds this rank's own contribution and it does not know whether that reached the owner,
         shape (packets,). None: wherever it holds its own and not the average.
     """
@@ -63,21 +63,21 @@ class Salvage:
     values_per_packet: int
     final: NDArray[np.bool_]
     included: dict[int, NDArray[np.bool_]] = field(default_factory=dict)
-    owed: NDArray[np.floating] | None = None
-    unsettled: NDArray[np.bool_] | None = None
+    residual: NDArray[np.floating] | None = None
+    unconfirmed: NDArray[np.bool_] | None = None
 
     @classmethod
     def untouched(
         cls, rank: int, step: int, sequence: int, values: NDArray[np.floating], values_per_packet: int
-    ) -> "Salvage":
+    ) -> "PartialResult":
         """Return what a rank holds of a bucket of which nothing has been exchanged: its own contribution."""
         packets = -(-len(values) // values_per_packet)
         own = {rank: np.ones(packets, np.bool_)}
         return cls(step, sequence, values, values_per_packet, np.zeros(packets, np.bool_), own)
 
 
-class Holding(NamedTuple):
-    """What a rank tells the others of its :class:`Salvage`: everything but the values. Bitmaps are packed."""
+class ContributionMap(NamedTuple):
+    """What a :class:`PartialResult` holds, without the values: what ranks tell each other. Bitmaps are packed."""
 
     values: int
     kind: str
@@ -86,7 +86,7 @@ class Holding(NamedTuple):
     included: dict[int, bytes]
 
 
-class Plan(NamedTuple):
+class RecoveryPlan(NamedTuple):
     """Who gives what of each packet.
 
     ``source`` is the rank whose average is taken, or ``NOWHERE``; ``gives`` has the ranks whose sums are added where
@@ -100,48 +100,47 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The average of a bucket, shape (m,), and what error feedback owes of it, or None."""
+    """The average of a bucket, shape (m,), and its residual, or None."""
 
     values: NDArray[np.floating]
-    owed: NDArray[np.floating] | None
+    residual: NDArray[np.floating] | None
 
 
-def plan(holdings: Mapping[int, Holding], contributors: Sequence[int]) -> Plan:
+def plan(maps: Mapping[int, ContributionMap], contributors: Sequence[int]) -> RecoveryPlan:
     """Decide who gives what; every rank comes to the same plan.
 
     Parameters
     ----------
-    holdings
+    maps
         What the ranks hold that hold anything.
     contributors
         The ranks whose contributions the average is of.
 
     Raises
     ------
-    UnsalvageableError
+    UnrecoverableError
         A contribution is lost, or the ranks disagree about the size of the bucket; the message names the rank.
     """
-    if not holdings:
-        raise UnsalvageableError("no rank holds anything of this bucket")
-    first = min(holdings)
-    shape = holdings[first][:3]
-    for rank, holding in sorted(holdings.items()):
-        if holding[:3] != shape:
-            raise UnsalvageableError(
-                f"rank {rank} has {holding.values} values of {holding.kind}, rank {first} {holdings[first].values} of "
-                f"{holdings[first].kind}; do all ranks run the same model?"
+    if not maps:
+        raise UnrecoverableError("no rank holds anything of this bucket")
+    first = min(maps)
+    shape = maps[first][:3]
+    for rank, found in sorted(maps.items()):
+        if found[:3] != shape:
+            raise UnrecoverableError(
+                f"rank {rank} has {found.values} values of {found.kind}, rank {first} {maps[first].values} of "
+                f"{maps[first].kind}; do all ranks run the same model?"
             )
-    packets = -(-holdings[first].values // holdings[first].values_per_packet)
+    packets = -(-maps[first].values // maps[first].values_per_packet)
     included = {
-        rank: {peer: _unpack(bits, packets) for peer, bits in holding.included.items()}
-        for rank, holding in holdings.items()
+        rank: {peer: _unpack(bits, packets) for peer, bits in found.included.items()} for rank, found in maps.items()
     }
-    final = {rank: _unpack(holding.final, packets) for rank, holding in holdings.items()}
+    final = {rank: _unpack(found.final, packets) for rank, found in maps.items()}
     source = np.full(packets, NOWHERE, np.int32)
-    for rank in sorted(holdings, reverse=True):
+    for rank in sorted(maps, reverse=True):
         source[final[rank]] = rank
     gives = _cover(included, source == NOWHERE, contributors)
-    return Plan(source, gives, _left_out(included, final, contributors, packets))
+    return RecoveryPlan(source, gives, _left_out(included, final, contributors, packets))
 
 
 def _cover(
@@ -163,7 +162,7 @@ def _cover(
             gives[rank] |= chosen
     for rank, bits in covered.items():
         if not bits[wanted].all():
-            raise UnsalvageableError(
+            raise UnrecoverableError(
                 f"the contribution of rank {rank} to {int((wanted & ~bits).sum())} packets is lost"
             )
     return gives
@@ -186,7 +185,12 @@ def _left_out(
 
 
 def recover(
-    channel: Channel, rank: int, contributors: Sequence[int], mine: Salvage | None, *, finished: bool = False
+    channel: RecoveryChannel,
+    rank: int,
+    contributors: Sequence[int],
+    mine: PartialResult | None,
+    *,
+    finished: bool = False,
 ) -> Recovered | None:
     """Complete a bucket's average over another channel; all ranks call it for the same buckets in the same order.
 
@@ -203,15 +207,15 @@ def recover(
 
     Raises
     ------
-    UnsalvageableError
+    UnrecoverableError
         See :func:`plan`. All ranks raise it.
     """
-    told: dict[int, tuple[bool, Holding | None]] = channel.gather((finished, _holding(mine)))
-    if all(has_finished for has_finished, _ in told.values()):
+    gathered: dict[int, tuple[bool, ContributionMap | None]] = channel.gather((finished, _map_of(mine)))
+    if all(has_finished for has_finished, _ in gathered.values()):
         return None
-    holdings = {peer: Holding(*holding) for peer, (_, holding) in told.items() if holding is not None}
-    decided = plan(holdings, contributors)
-    some = next(iter(holdings.values()))
+    maps = {peer: ContributionMap(*found) for peer, (_, found) in gathered.items() if found is not None}
+    decided = plan(maps, contributors)
+    some = next(iter(maps.values()))
     count, kind = some.values, np.dtype(some.kind)
     values = np.zeros(count, kind) if mine is None else mine.values
     nothing: NDArray[np.bool_] = np.zeros(len(decided.source), np.bool_)
@@ -229,28 +233,30 @@ def recover(
         given = by_value(decided.source == rank)
         bits = np.where(given, values, 0).astype(kind)[copied].view(f"i{kind.itemsize}")
         result[copied] = channel.add(bits).view(kind)
-    return Recovered(result, _owed(mine, rank, decided, by_value))
+    return Recovered(result, _residual(mine, rank, decided, by_value))
 
 
-def _owed(mine: Salvage | None, rank: int, decided: Plan, by_value: Any) -> NDArray[np.floating] | None:
-    """Return what is owed where an average was formed: what was owed anyway, and what it turns out to lack."""
+def _residual(
+    mine: PartialResult | None, rank: int, decided: RecoveryPlan, by_value: Any
+) -> NDArray[np.floating] | None:
+    """Return the residual where an average was formed: what was lost anyway, and what it turns out to lack."""
     if mine is None:
         return None
-    unsettled = mine.unsettled
-    if unsettled is None:
-        unsettled = mine.included.get(rank, np.zeros(len(mine.final), np.bool_)) & ~mine.final
-    owed = np.where(by_value(unsettled & decided.left_out[rank]), mine.values, 0).astype(mine.values.dtype)
-    if mine.owed is not None:
-        owed += np.where(by_value(decided.source != NOWHERE), mine.owed, 0).astype(owed.dtype)
-    return owed if owed.any() else None
+    unconfirmed = mine.unconfirmed
+    if unconfirmed is None:
+        unconfirmed = mine.included.get(rank, np.zeros(len(mine.final), np.bool_)) & ~mine.final
+    residual = np.where(by_value(unconfirmed & decided.left_out[rank]), mine.values, 0).astype(mine.values.dtype)
+    if mine.residual is not None:
+        residual += np.where(by_value(decided.source != NOWHERE), mine.residual, 0).astype(residual.dtype)
+    return residual if residual.any() else None
 
 
-def _holding(mine: Salvage | None) -> Holding | None:
+def _map_of(mine: PartialResult | None) -> ContributionMap | None:
     if mine is None:
         return None
     packed = {peer: np.packbits(bits).tobytes() for peer, bits in mine.included.items() if bits.any()}
     kind = mine.values.dtype.name
-    return Holding(len(mine.values), kind, mine.values_per_packet, np.packbits(mine.final).tobytes(), packed)
+    return ContributionMap(len(mine.values), kind, mine.values_per_packet, np.packbits(mine.final).tobytes(), packed)
 
 
 def _unpack(bits: bytes, packets: int) -> NDArray[np.bool_]:

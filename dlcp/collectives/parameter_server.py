@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parameter server: a rank that contributes nothing, adds up what the workers send and returns the average."""
+"""A parameter server: a rank that contributes nothing, averages what the workers send, and sends the average to all."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -9,13 +9,24 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.collectives.bucket import ALL_GATHER
+from dlcp.collectives.direct import RATE
 from dlcp.collectives.message_numbers import two_hop_number
-from dlcp.collectives.notice import read_notices, samples_of
-from dlcp.collectives.push_pull import PULL, RATE, average
+from dlcp.collectives.reduction_rules import average
+from dlcp.collectives.step_metadata import read_table, samples_of
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, queue_of_layer
-from dlcp.transport import RELIABLE, Arrival, Delivery, Endpoint, LossBound, MessageKey, ReceiveRequest, SendRequest
+from dlcp.transport import (
+    RELIABLE,
+    Arrival,
+    Delivery,
+    Endpoint,
+    LossBound,
+    MessageKey,
+    ReceiveRequest,
+    SendRequest,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +41,10 @@ class ServerOptions:
         The format of the gradients.
     rescale
         Divide each sum by how many workers it holds. Only without error feedback: a server has no parameters to keep
-        the difference with, so with both, lost gradients would count twice.
+        the residual of, so with both, lost gradients would count twice.
     weighted
-        Workers tell at the beginning of each step how many samples they have, and what they send is multiplied by their
-        weight (:mod:`dlcp.collectives.samples`). Only float32.
+        Workers say at the beginning of each step how many samples they have, and multiply what they send by their
+        weight (:mod:`dlcp.collectives.reduction_rules`). Only float32.
     """
 
     bound: LossBound = field(default_factory=lambda: LossBound(0.1))
@@ -58,7 +69,7 @@ class ParameterServer:
     options
         See :class:`ServerOptions`.
     ledger
-        Where the results it sends are entered.
+        Where the averages it sends are recorded.
 
     Attributes
     ----------
@@ -81,28 +92,30 @@ class ParameterServer:
         self.failed: Future[None] = Future()
         self._ranks = max([*self.workers, endpoint.rank]) + 1
         self._buckets: dict[MessageKey, dict[int, Arrival]] = {}
+        """Contributions by the key of their messages and by worker."""
         self._samples: tuple[int, dict[int, int]] = (-1, {})
-        """The latest step of which samples have been told, and how many each worker has."""
-        endpoint.call(partial(setattr, endpoint, "on_unexpected", self._open))
+        """The latest step of which samples are known, and how many each worker has."""
+        endpoint.call(partial(setattr, endpoint, "on_unexpected", self._receive))
 
-    def _open(self, worker: int, key: MessageKey) -> None:
-        waiting = self.endpoint.receive(ReceiveRequest(worker, key, None, self.options.bound, self._label(key)))
-        waiting.add_done_callback(partial(self._on_share, worker, key))
+    def _receive(self, worker: int, key: MessageKey) -> None:
+        """Post a receive for a contribution whose first packet has come."""
+        arriving = self.endpoint.receive(ReceiveRequest(worker, key, None, self.options.bound, self._label(key)))
+        arriving.add_done_callback(partial(self._on_contribution, worker, key))
 
-    def _on_share(self, worker: int, key: MessageKey, share: "Future[Arrival]") -> None:
+    def _on_contribution(self, worker: int, key: MessageKey, contribution: "Future[Arrival]") -> None:
         try:
             bucket = self._buckets.setdefault(key, {})
-            bucket[worker] = share.result()
+            bucket[worker] = contribution.result()
             if len(bucket) == len(self.workers):
                 del self._buckets[key]
-                self._reduce(key, bucket)
-                # A worker is at most one step behind another: it cannot start the next without this one's result.
+                self._send_average(key, bucket)
+                # A worker is at most one step ahead of another: it cannot start the next without this one's average.
                 self.endpoint.begin_step(key.step - 1)
         except Exception as error:
             self._fail(error)
 
-    def _reduce(self, key: MessageKey, bucket: dict[int, Arrival]) -> None:
-        value_type = self.options.value_type
+    def _send_average(self, key: MessageKey, bucket: dict[int, Arrival]) -> None:
+        value_type, sequence = self.options.value_type, self._sequence(key)
         sizes = {worker: len(arrival.payload) for worker, arrival in bucket.items()}
         if len(set(sizes.values())) > 1 or key.message % self._ranks != self.endpoint.rank:
             raise ValueError(
@@ -116,15 +129,14 @@ class ParameterServer:
             rescale=self.options.rescale,
             samples=self._samples[1] if self._samples[0] == key.step else None,
         )
-        if self.options.weighted and key.message // self._ranks // 2 == 0:
-            self._samples = key.step, samples_of(read_notices(mean, self.workers))
+        if self.options.weighted and sequence == 0:
+            self._samples = key.step, samples_of(read_table(mean, self.workers))
         no_rates = bytes(len(self.workers) * RATE.itemsize)
-        result = memoryview(np.ascontiguousarray(value_type.narrow(mean)).tobytes() + no_rates)
-        tags = _tags_of(bucket, -(-len(result) // self.endpoint.options.payload_bytes))
-        sequence = key.message // self._ranks // 2
+        payload = memoryview(np.ascontiguousarray(value_type.narrow(mean)).tobytes() + no_rates)
+        tags = _tags_of(bucket, -(-len(payload) // self.endpoint.options.payload_bytes))
         for worker in self.workers:
-            reply = MessageKey(key.step, two_hop_number(sequence, PULL, worker, self._ranks))
-            sending = self.endpoint.send(SendRequest(worker, reply, result, tags, RELIABLE, self._label(key)))
+            reply = MessageKey(key.step, two_hop_number(sequence, ALL_GATHER, worker, self._ranks))
+            sending = self.endpoint.send(SendRequest(worker, reply, payload, tags, RELIABLE, self._label(key)))
             sending.add_done_callback(partial(self._on_sent, worker, reply, tags))
 
     def _on_sent(self, worker: int, key: MessageKey, tags: PacketTags, sending: "Future[Delivery]") -> None:
@@ -137,12 +149,15 @@ class ParameterServer:
         if not self.failed.done():
             self.failed.set_exception(error)
 
+    def _sequence(self, key: MessageKey) -> int:
+        return key.message // self._ranks // 2
+
     def _label(self, key: MessageKey) -> str:
-        return f"bucket {key.message // self._ranks // 2}"
+        return f"bucket {self._sequence(key)}"
 
 
 def _tags_of(bucket: dict[int, Arrival], packets: int) -> PacketTags:
-    """Tag a result like the gradients it was made of; a layer that nobody delivered goes first."""
+    """Tag an average like the gradients it was made of; a layer that nobody delivered goes first."""
     arrivals = list(bucket.values())
     layer: NDArray[np.uint8] = np.zeros(len(arrivals[0].layer), np.uint8)
     for arrival in arrivals:

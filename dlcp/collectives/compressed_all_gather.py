@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressed all-gather: for compressors of which the averages mean nothing.
+
+Every rank sends what it has made of a bucket to all others, and each decodes and averages all of them, in the order of
+ranks. On the way packets may be lost; but what only some ranks have got, none may use, or replicas would drift apart.
+So the sender of a message, once each receiver has confirmed what it has of it, gives a verdict, whole: the packets that
+all have. Only these count, on all ranks, and what the rest stood for becomes the sender's residual. So that no more
+than the bound is lost of a message to n - 1 receivers together, each may lose 1/(n - 1) of that.
+
+What was lost counts as 0 in the average: with error feedback it comes with the next step. ``ReduceOptions.rescale``
+changes nothing, for a position of which one rank has sent nothing is not one that it has lost.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.collectives.bucket import ALL_GATHER, REDUCE_SCATTER, Bucket, RankContext
+from dlcp.collectives.compressed_bucket import CompressedReducer, CompressedRun, left_out
+from dlcp.collectives.reduction_rules import Rule
+from dlcp.compress.compressor import Compressor, Feedback, Values
+from dlcp.dtypes import ValueType
+from dlcp.magnitudes import packet_magnitudes
+from dlcp.tags import PacketTags, Segment, plain_tags
+from dlcp.transport import RELIABLE, Arrival, Delivery, LossBound, MessageKey, ReceiveRequest, SendRequest
+
+CONTENT, VERDICT = REDUCE_SCATTER, ALL_GATHER
+"""Messages have the numbers of two hops: what ranks send, and which packets of it count."""
+
+
+class CompressedAllGather(CompressedReducer):
+    """Averages buckets of which all ranks get all ranks' compressed form.
+
+    Parameters
+    ----------
+    context, compressor, work
+        See :class:`CompressedReducer`.
+    rule
+        What all ranks' gradients become, if the compressor does not say.
+    """
+
+    def __init__(self, context: RankContext, compressor: Compressor, rule: Rule, work: Executor | None = None) -> None:
+        super().__init__(context, compressor, work)
+        self.rule = rule
+
+    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
+        """Average a bucket; the future's result is ``bucket.values``, written in place."""
+        self.context.check_key(step, sequence)
+        return self.run(AllGatherRun(self, step, sequence, bucket))
+
+    def combine(self, parts: Sequence[Callable[[], Values]], segments: Sequence[Segment]) -> Values:
+        """Return what all ranks' gradients become."""
+        combined = self.compressor.combine(part() for part in parts)
+        return self.rule(parts, segments) if combined is None else combined
+
+
+class AllGatherRun(CompressedRun):
+    """One bucket on its way to all ranks; but for decoding, in the endpoint's thread."""
+
+    reducer: CompressedAllGather
+
+    def __init__(self, reducer: CompressedAllGather, step: int, sequence: int, bucket: Bucket) -> None:
+        super().__init__(reducer, step, sequence, bucket)
+        self.endpoint, self.rank, self.ranks = self.context.endpoint, self.context.rank, self.context.contributors
+        self.peers = self.context.peers
+        payload_bytes = self.endpoint.options.payload_bytes
+        self.content = np.ascontiguousarray(self.encoded.content).view(np.uint8)
+        self.units_per_packet = payload_bytes * 8 // self.encoded.unit_bits
+        self.packets = -(-len(self.content) // payload_bytes)
+        self.bound = self._bound()
+        self.tags = self._tags()
+        self.unconfirmed = set(self.peers)
+        self.everywhere = np.ones(self.packets, np.bool_)
+        """Which packets of this rank's all receivers have that have confirmed."""
+        self.contents: dict[int, NDArray[np.uint8]] = {self.rank: self.content}
+        self.verdicts: dict[int, NDArray[np.bool_]] = {}
+        """Which packets of each rank count."""
+
+    def begin(self) -> None:
+        """Send to all, and post receives for what all send."""
+        index = self.ranks.index(self.rank)
+        # Each rank begins with another peer, to overrun nobody.
+        for peer in [*self.ranks[index + 1 :], *self.ranks[:index]]:
+            self._receive(peer, CONTENT, len(self.content), self.bound, self._on_content)
+            if self.bound.ratio:
+                self._receive(peer, VERDICT, -(-self.packets // 8), RELIABLE, self._on_verdict)
+            key = self._key(CONTENT, peer)
+            sending = self.endpoint.send(SendRequest(peer, key, self.content.data, self.tags, self.bound, self.label))
+            sending.add_done_callback(self.guard(partial(self._on_sent, peer)))
+        if not self.peers:
+            self._judge()
+
+    def residual(self) -> Values | None:
+        """Return what coding has left out, and what this rank's verdict says is lost."""
+        verdict = self.verdicts.get(self.rank)
+        if verdict is None or self.compressor.feedback is Feedback.NOTHING:
+            return None
+        if self.compressor.feedback is Feedback.LOST and verdict.all():
+            return None
+        return left_out(self.compressor, self.own, self.encoded, self._decoded(self.content, verdict))
+
+    def _bound(self) -> LossBound:
+        """Return what each receiver may lose."""
+        options, encoded = self.context.options, self.encoded
+        whole = options.bound_of(self.bucket)
+        bound = options.layers.bound_of(encoded.segments, 0, encoded.units, self.units_per_packet, whole)
+        return LossBound(bound.ratio / max(1, len(self.peers)), bound.immediate)
+
+    def _tags(self) -> PacketTags:
+        encoded, tagger, options = self.encoded, self.context.tagger, self.context.options
+        if not self.bound.ratio or encoded.worth is None:
+            return tagger.tag_whole(encoded.units, encoded.segments, self.units_per_packet)
+        worth = packet_magnitudes(encoded.worth, ValueType.FLOAT32, self.units_per_packet)
+        # A last byte may have room for more units than there are.
+        tags = tagger.tag_magnitudes(worth, encoded.units, encoded.segments, self.units_per_packet)
+        must = ~np.isfinite(worth)
+        tags.protected[must], tags.drop_class[must] = True, 0
+        bound, hops = options.bound_of(self.bucket), max(1, len(self.peers))
+        options.layers.protect(tags, encoded.segments, self.units_per_packet, bound, seed=self.step, hops=hops)
+        return tags
+
+    def _on_content(self, peer: int, arrival: Arrival) -> None:
+        self.contents[peer] = arrival.payload
+        self._look_whether_all_is_here()
+
+    def _on_sent(self, peer: int, delivery: Delivery) -> None:
+        self.context.ledger.record(self._key(CONTENT, peer), peer, self.label, self.tags, self.bound, delivery)
+        self.everywhere &= delivery.delivered
+        self.unconfirmed.discard(peer)
+        if not self.unconfirmed:
+            self._judge()
+
+    def _judge(self) -> None:
+        """Send the verdict on the own packets; where none may be lost, all know it."""
+        self.verdicts[self.rank] = self.everywhere
+        if self.bound.ratio:
+            bits = np.packbits(self.everywhere)
+            tags = plain_tags(-(-len(bits) // self.endpoint.options.payload_bytes))
+            for peer in self.peers:
+                key = self._key(VERDICT, peer)
+                sending = self.endpoint.send(SendRequest(peer, key, bits.data, tags, RELIABLE, self.label))
+                sending.add_done_callback(self.guard(lambda _: None))
+        else:
+            self.verdicts.update(dict.fromkeys(self.peers, self.everywhere))
+        self._look_whether_all_is_here()
+
+    def _on_verdict(self, peer: int, arrival: Arrival) -> None:
+        self.verdicts[peer] = np.unpackbits(arrival.payload, count=self.packets).astype(np.bool_)
+        self._look_whether_all_is_here()
+
+    def _look_whether_all_is_here(self) -> None:
+        if len(self.contents) < len(self.ranks) or len(self.verdicts) < len(self.ranks):
+            return
+        parts = [partial(self._decoded, self.contents[rank], self.verdicts[rank]) for rank in self.ranks]
+        decode = partial(self.reducer.combine, parts, self.bucket.segments)
+        self.aside(partial(self.finish, decode))
+
+    def _decoded(self, content: NDArray[np.uint8], verdict: NDArray[np.bool_]) -> Values:
+        present = None if verdict.all() else np.repeat(verdict, self.units_per_packet)[: self.encoded.units]
+        return self.compressor.decode(self.encoded, content, present)
+
+    def _receive(
+        self, peer: int, phase: int, size: int, bound: LossBound, then: Callable[[int, Arrival], None]
+    ) -> None:
+        request = ReceiveRequest(peer, self._key(phase, self.rank), size, bound, self.label)
+        self.endpoint.receive(request).add_done_callback(self.guard(partial(then, peer)))
+
+    def _key(self, phase: int, receiver: int) -> MessageKey:
+        return self.context.key(self.step, self.sequence, phase, receiver)

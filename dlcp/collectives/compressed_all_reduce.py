@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressed all-reduce: for compressors of which the averages mean something.
+
+What travels is a bucket like any other, only smaller: it is tagged by its own magnitudes and may lose what the bound
+allows. What it lost is decoded, for that is linear, and becomes residual in the gradient's own positions.
+
+Of three ranks or more, if the path fails when one has the result and another does not know yet what an owner got of
+its contribution, that little is lost for good: what others know of it, they know in packets of what was sent, and not
+of the gradient.
+"""
+
+from concurrent.futures import Executor, Future
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.collectives.bucket import Bucket, RankContext, Strategy
+from dlcp.collectives.compressed_bucket import CompressedReducer, CompressedRun, left_out
+from dlcp.collectives.partial_result import PartialResult
+from dlcp.collectives.residual import Residual
+from dlcp.compress.compressor import Compressor, Encoded, Feedback, Values
+
+
+class CompressedAllReduce(CompressedReducer):
+    """Averages what a compressor makes of buckets.
+
+    Parameters
+    ----------
+    context, compressor, work
+        See :class:`CompressedReducer`; ``compressor.reduces``.
+    inner
+        What averages encoded buckets; a bucket takes ``compressor.rounds`` of its numbers.
+    in_transit
+        The residual of ``inner``, and of nothing else: its positions are those of encoded buckets.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        compressor: Compressor,
+        inner: Strategy,
+        in_transit: Residual,
+        work: Executor | None = None,
+    ) -> None:
+        super().__init__(context, compressor, work)
+        self.inner, self.in_transit = inner, in_transit
+
+    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
+        """Average a bucket; the future's result is ``bucket.values``, written in place."""
+        return self.run(AllReduceRun(self, step, sequence, bucket))
+
+    def partial_results(self) -> list[PartialResult]:
+        """Return what this rank holds of buckets that it, or a peer for all it knows, has not finished."""
+        self.await_work()
+        for sent in self.inner.partial_results():
+            sequence, number = divmod(sent.sequence, self.compressor.rounds)
+            run = self.runs.get((sent.step, sequence))
+            if isinstance(run, AllReduceRun) and run.number == number and sent.residual is not None:
+                run.note_lost(sent.residual)
+        return super().partial_results()
+
+
+class AllReduceRun(CompressedRun):
+    """One bucket on its way through one all-reduce, or several rounds of it."""
+
+    reducer: CompressedAllReduce
+
+    def __init__(self, reducer: CompressedAllReduce, step: int, sequence: int, bucket: Bucket) -> None:
+        super().__init__(reducer, step, sequence, bucket)
+        self.number = 0
+        """Of the round."""
+        self.lost: Values | None = None
+        """What the network lost of the last round, decoded."""
+
+    def start(self) -> "Future[NDArray[np.generic]]":
+        """Average what is sent first, from the caller's thread."""
+        self.begin()
+        return self.done
+
+    def begin(self) -> None:
+        """Average what is sent now."""
+        encoded, bucket = self.encoded, self.bucket
+        assert encoded.value_type
+        # A copy: the average is written over what is sent, of which it will be asked what it has left out.
+        content = np.array(encoded.content)
+        sent = Bucket(content, encoded.value_type, encoded.segments, bound=bucket.bound, samples=bucket.samples)
+        averaged = self.reducer.inner.start(self.step, self.sequence * self.compressor.rounds + self.number, sent)
+        averaged.add_done_callback(self.guard(lambda mean: self.aside(lambda: self._on_mean(sent, mean))))
+
+    def residual(self) -> Values | None:
+        """Return what coding has left out, and what the network has lost."""
+        compressor = self.compressor
+        if compressor.feedback is Feedback.NOTHING:
+            return None
+        used = compressor.decode(self.encoded, self.encoded.content)
+        if self.lost is not None:
+            used = used - self.lost
+        return left_out(compressor, self.own, self.encoded, used)
+
+    def note_lost(self, lost: Values) -> None:
+        """Note what the network has lost of this round, in the positions of what was sent."""
+        if lost.any():
+            self.lost = self.compressor.decode(self.encoded, lost)
+
+    def _on_mean(self, sent: Bucket, average: NDArray[np.generic]) -> None:
+        encoded: Encoded = self.encoded
+        assert encoded.value_type
+        mean = encoded.value_type.widen(average)
+        # Taken out in any case: what is lost of a round that only guides the next is nobody's residual.
+        lost: Values = np.zeros(len(average), np.float32)
+        self.reducer.in_transit.apply(lost, sent.segments)
+        refined = self.compressor.refine(encoded, mean)
+        if refined is not None:
+            self.encoded, self.number = refined, self.number + 1
+            self.begin()
+            return
+        self.note_lost(lost)
+        self.finish(lambda: self.compressor.decode(encoded, mean))

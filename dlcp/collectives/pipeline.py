@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline that averages buckets: encode, reduce, decode.
+
+A bucket goes through these stages, of which most jobs have only the second:
+
+1. *Encode*: with the sum rule its values are multiplied by the number of ranks; a compressor makes it smaller.
+2. *Reduce*: direct all-reduce, around a ring, or by a parameter server; Adasum; or, of what cannot be added up in
+   compressed form, an all-gather.
+3. *Decode*: what was compressed becomes gradients again, and what was left out becomes residual.
+
+Buckets that are no gradients (``Bucket.exact``) are only averaged. The record of a bucket does not change on its way.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.collectives import adasum, choice
+from dlcp.collectives.adasum import Adasum
+from dlcp.collectives.bucket import Bucket, RankContext, Reducer, Strategy
+from dlcp.collectives.choice import AUTO, COLLECTIVES, DIRECT, RING, SERVER, Costs, Topology
+from dlcp.collectives.compressed_all_gather import CompressedAllGather
+from dlcp.collectives.compressed_all_reduce import CompressedAllReduce
+from dlcp.collectives.direct import DirectAllReduce
+from dlcp.collectives.message_numbers import ring_buckets
+from dlcp.collectives.partial_result import PartialResult
+from dlcp.collectives.reduction_rules import ADASUM, AVERAGE, COMBINES, RULES, SUM, multiply_for_sum
+from dlcp.collectives.residual import Residual
+from dlcp.collectives.ring import RingAllReduce
+from dlcp.collectives.shards import inbound_rates
+from dlcp.compress.choice import make_compressor
+from dlcp.compress.compressor import Compressor, Feedback
+
+
+class AutoAllReduce:
+    """All-reduce that chooses a collective for each bucket.
+
+    Parameters
+    ----------
+    reducers
+        By ``direct``, ``ring`` and perhaps ``server``; of one context.
+    ranks
+        The ranks that contribute.
+    topology, costs
+        What the choice follows from, the same on all ranks.
+
+    Attributes
+    ----------
+    chosen
+        How many buckets each collective got.
+    """
+
+    recoverable = True
+
+    def __init__(
+        self,
+        reducers: Mapping[str, Reducer],
+        ranks: Sequence[int],
+        *,
+        topology: Topology | None = None,
+        costs: Costs | None = None,
+    ) -> None:
+        self.reducers = dict(reducers)
+        self.ranks = sorted(ranks)
+        self.topology = topology or Topology()
+        self.costs = costs or Costs()
+        self.chosen: Counter[str] = Counter()
+
+    def begin_step(self, step: int) -> None:
+        """Refuse packets of steps before ``step`` from now on, and choose by the rates of the last step.
+
+        All results of the last step are in on every rank, so that all choose alike.
+        """
+        direct = self.reducers[DIRECT]
+        if isinstance(direct, DirectAllReduce) and len(direct.rates_bps) == len(self.ranks):
+            rates_bps = {rank: rate for rank, rate in inbound_rates(direct.rates_bps).items() if rate > 0}
+            self.topology = replace(self.topology, rates_bps=rates_bps)
+        for reducer in self.reducers.values():
+            reducer.begin_step(step)
+
+    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
+        """Average a bucket over the ranks; the future's result is ``bucket.values``, written in place."""
+        kind = choice.choose(bucket.values.nbytes, self.ranks, self.topology, self.costs)
+        if kind == RING and sequence >= ring_buckets(len(self.ranks)):
+            kind = DIRECT
+        averaged = self.reducers[kind].start(step, sequence, bucket)
+        self.chosen[kind] += 1
+        return averaged
+
+    def partial_results(self) -> list[PartialResult]:
+        """Return what this rank holds of buckets that are not finished; call it when the endpoint is closed."""
+        return [result for reducer in self.reducers.values() for result in reducer.partial_results()]
+
+    def close(self) -> None:
+        """Close the collectives."""
+        for reducer in self.reducers.values():
+            reducer.close()
+
+
+class Pipeline:
+    """Averages the buckets of one rank, stage by stage; made by :func:`make_reducer`.
+
+    Parameters
+    ----------
+    plain
+        What averages buckets as they are.
+    gradients
+        What makes one of all ranks' gradients; ``plain`` itself, or a strategy that may stand on it.
+    numbers_per_bucket
+        How many of the numbers of ``plain`` the gradients of a bucket take.
+    multiplier
+        What gradients are multiplied by first; 1 for their average.
+    """
+
+    def __init__(
+        self, plain: Reducer, gradients: Strategy, *, numbers_per_bucket: int = 1, multiplier: int = 1
+    ) -> None:
+        self.plain, self.gradients = plain, gradients
+        self._numbers_per_bucket, self._multiplier = numbers_per_bucket, multiplier
+        self._exact: dict[tuple[int, int], int] = {}
+        """Numbers of exact buckets, by step and the number that ``plain`` knows them by."""
+
+    @property
+    def recoverable(self) -> bool:
+        """Whether averages can be completed in another way: sums cannot, nor can Adasum."""
+        return self._multiplier == 1 and self.gradients.recoverable
+
+    def begin_step(self, step: int) -> None:
+        """Refuse packets of steps before ``step`` from now on; all averages of the last one are in."""
+        self._exact = {name: sequence for name, sequence in self._exact.items() if name[0] >= step - 1}
+        self.plain.begin_step(step)
+
+    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
+        """Reduce a bucket; the future's result is ``bucket.values``, written in place. See :class:`Strategy`."""
+        if bucket.exact:
+            number = sequence * self._numbers_per_bucket
+            self._exact[step, number] = sequence
+            return self.plain.start(step, number, bucket)
+        if self._multiplier != 1:
+            multiply_for_sum(bucket.values, bucket.value_type, self._multiplier)
+            bucket = replace(bucket, magnitudes=None)
+        return self.gradients.start(step, sequence, bucket)
+
+    def partial_results(self) -> list[PartialResult]:
+        """Return what this rank holds of buckets that it, or a peer for all it knows, has not finished."""
+        if self.gradients is self.plain:
+            return self.plain.partial_results()
+        exact = [
+            replace(result, sequence=self._exact[result.step, result.sequence])
+            for result in self.plain.partial_results()
+            if (result.step, result.sequence) in self._exact
+        ]
+        return exact + self.gradients.partial_results()
+
+    def close(self) -> None:
+        """End the threads of all stages."""
+        self.gradients.close()
+        self.plain.close()
+
+
+def make_reducer(
+    collective: str,
+    context: RankContext,
+    *,
+    topology: Topology | None = None,
+    costs: Costs | None = None,
+    compression: str = "",
+    combine: str = AVERAGE,
+    work: Executor | None = None,
+) -> Pipeline:
+    """Return what averages buckets by a collective; all ranks must ask for the same one.
+
+    Parameters
+    ----------
+    collective
+        ``direct``, ``ring``, ``server``, or ``auto``: the fastest for each bucket.
+    context
+        This rank, the ranks that contribute, and what all algorithms share. Its residual is that of gradients.
+    topology, costs
+        See :func:`dlcp.collectives.choice.choose`. The order of the ring and the server are the topology's.
+    compression
+        A compressor's name (:func:`dlcp.compress.make_compressor`), or ``""``. What cannot be added up in compressed
+        form is gathered, whatever the collective.
+    combine
+        ``average``, ``sum`` or ``adasum`` (:mod:`dlcp.collectives.reduction_rules`).
+    work
+        Where decoding and Adasum's arithmetic are done; by default in a thread of their own.
+
+    Raises
+    ------
+    ValueError
+        There is no such collective, compressor or rule, no server, or they do not go together; the message says which.
+    """
+    topology = topology or Topology()
+    check_stages(compression, combine, collective)
+    options = context.options
+    has_server = collective in (AUTO, SERVER) and topology.server is not None
+    context = replace(context, server=topology.server if has_server else None, beside_ring=collective in (AUTO, RING))
+    multiplier = len(context.contributors) if combine == SUM else 1
+    if not compression:
+        plain = _plain(collective, context, topology, costs)
+        if combine != ADASUM:
+            return Pipeline(plain, plain, multiplier=multiplier)
+        return Pipeline(plain, Adasum(context, work=work), numbers_per_bucket=adasum.NUMBERS_PER_BUCKET)
+    small = context.tagger.policy.small_layer_values
+    compressor = make_compressor(compression, error_feedback=options.error_feedback, whole_below=small)
+    # What a compressor leaves out belongs into the gradient's positions; what is lost of what it sends, does not.
+    transit = replace(context, residual=Residual())
+    plain = _plain(collective, transit, topology, costs)
+    if not compressor.reduces:
+        return Pipeline(plain, CompressedAllGather(context, compressor, RULES[combine], work))
+    inner, numbers = (plain, 1) if combine != ADASUM else (Adasum(transit, work=work), adasum.NUMBERS_PER_BUCKET)
+    compressed = CompressedAllReduce(context, compressor, inner, transit.residual, work)
+    return Pipeline(plain, compressed, numbers_per_bucket=compressor.rounds * numbers, multiplier=multiplier)
+
+
+def check_stages(compression: str, combine: str, collective: str = DIRECT, *, fallback: bool = False) -> None:
+    """Check that a compression, a rule and a collective exist and go together.
+
+    Parameters
+    ----------
+    compression, combine, collective
+        See :func:`make_reducer`.
+    fallback
+        Whether the framework's own all-reduce takes over if DLCP fails: that is an average, so nothing but averages can
+        go on over it.
+
+    Raises
+    ------
+    ValueError
+        They do not; the message says what to do.
+    """
+    if combine not in COMBINES:
+        raise ValueError(f"combine must be one of {', '.join(COMBINES)}, got {combine!r}")
+    compressor: Compressor | None = make_compressor(compression) if compression else None
+    if fallback and combine != AVERAGE:
+        raise ValueError(
+            f"combine {combine!r} cannot go on over the framework's all-reduce, which averages: set fallback=False, so "
+            "that a path that fails is an error"
+        )
+    if compressor and compressor.feedback is Feedback.NOTHING and (fallback or combine != AVERAGE):
+        wanted = f"combine={AVERAGE!r}" if combine != AVERAGE else "fallback=False"
+        raise ValueError(
+            f"the result of compression {compression!r} is a vote, which no average can stand for: set {wanted}"
+        )
+    if combine == ADASUM and collective == SERVER:
+        raise ValueError(f"a parameter server averages; with combine {combine!r} collective must be {DIRECT!r}")
+    if compressor and combine == ADASUM and compressor.rounds > 1:
+        raise ValueError(
+            f"compression {compression!r} averages factors; combine must be {AVERAGE!r} or {SUM!r} with it"
+        )
+    if compressor and collective == SERVER and not (compressor.reduces and compressor.name not in ("fp16", "bf16")):
+        raise ValueError(
+            f"a parameter server adds up gradients as they are: with compression {compression!r} collective must be "
+            f"{AUTO}, {DIRECT} or {RING}"
+        )
+
+
+def _plain(collective: str, context: RankContext, topology: Topology, costs: Costs | None) -> Reducer:
+    """Return what averages buckets as they are."""
+    if collective not in COLLECTIVES:
+        raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
+    if collective == SERVER and topology.server is None:
+        raise ValueError("collective 'server' needs a server: set its address with server='host:port' or DLCP_SERVER")
+    reducers: dict[str, Reducer] = {}
+    if collective in (AUTO, DIRECT):
+        reducers[DIRECT] = DirectAllReduce(context)
+    if collective in (AUTO, RING):
+        reducers[RING] = RingAllReduce(context, order=topology.ring_order(context.contributors))
+    if collective in (AUTO, SERVER) and topology.server is not None:
+        reducers[SERVER] = DirectAllReduce(context, weights={topology.server: 1.0})
+    if collective == AUTO:
+        return AutoAllReduce(reducers, context.contributors, topology=topology, costs=costs)
+    return reducers[collective]

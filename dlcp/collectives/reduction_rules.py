@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the contributions of all ranks become: their average, their sum, or Adasum.
+
+**Weights.** Ranks may have batches of different sizes; every sample counts the same, whichever rank has it. Rank r of n
+has the mean gradient g_r of its s_r samples; what is wanted is sum(s_r g_r) / sum(s_r). So each rank contributes
+x_r = w_r g_r with the weight w_r = n s_r / sum(s_r), and the plain average of the x_r is that. Where only the ranks in
+D have delivered a packet, the plain average of theirs is not: their sum is divided by the sum of their weights. With
+all of them that is n again, so nothing changes for packets that are complete. What is lost becomes residual as it was
+contributed, weight included: so over the steps, n times the averages plus the residual is the sum of all contributions,
+as it is where all ranks weigh the same. Ding et al. weigh so as well (HetSeq, AAAI 2021, arXiv 2009.14783).
+
+**Adasum** (Maleki et al., MLSys 2021, arXiv 2006.02924) adds what is orthogonal and averages what is parallel, so that
+the step of many ranks is as long as the data bears, without tuning the learning rate anew for their number. For two:
+
+    (1 - g1.g2 / (2 |g1|^2)) g1  +  (1 - g1.g2 / (2 |g2|^2)) g2
+
+and for more, by halves: neighbours first, then pairs of pairs. It is done for every layer by itself. If ranks are no
+power of two, those that are too many are first combined with one of the others each. Whatever the tree, the result is a
+linear combination of the ranks' gradients, and every scalar product in it follows from those between ranks. So these
+n (n+1)/2 per layer are all that has to be known before anything is added up.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.compress.compressor import Values
+from dlcp.compress.compressor import average as average_of_values
+from dlcp.compress.matrices import folded_sum
+from dlcp.dtypes import ValueType
+from dlcp.tags import Segment
+
+AVERAGE: Final = "average"
+SUM: Final = "sum"
+ADASUM: Final = "adasum"
+COMBINES: Final = (AVERAGE, SUM, ADASUM)
+MOST_SAMPLES: Final = 1 << 22
+"""The most samples of a rank and step: they travel in float32, divided by the number of ranks, and are multiplied."""
+
+Products = NDArray[np.float64]
+"""Scalar products between ranks, shape (n, n) or for each layer (layers, n, n)."""
+Rule = Callable[[Sequence[Callable[[], Values]], Sequence[Segment]], Values]
+"""Makes one of all ranks' gradients, in the order of ranks; each can be decoded as often as it is needed."""
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def check_samples(samples: object) -> int:
+    """Return a rank's number of samples, once it is one.
+
+    Raises
+    ------
+    ValueError
+        It is no whole number from 0 to ``MOST_SAMPLES``.
+    """
+    if isinstance(samples, float) and samples.is_integer():
+        samples = int(samples)
+    if isinstance(samples, bool) or not isinstance(samples, int | np.integer) or not 0 <= samples <= MOST_SAMPLES:
+        raise ValueError(f"samples must be a whole number from 0 to {MOST_SAMPLES}, got {samples!r}")
+    return int(samples)
+
+
+def weight_of(samples: Mapping[int, int], rank: int) -> float:
+    """Return by what a rank's mean gradient is multiplied: its samples over the mean of all ranks' samples.
+
+    If no rank has any, it is 0: then the average is 0 as well.
+    """
+    total = sum(samples.values())
+    return len(samples) * samples[rank] / total if total else 0.0
+
+
+def weigh(values: NDArray[np.floating], weight: float) -> None:
+    """Multiply values by a weight, in place; the gradient of no samples is 0 whatever it looks like, such as NaN."""
+    if weight == 0:
+        values.fill(0)
+    elif weight != 1:
+        np.multiply(values, values.dtype.type(weight), out=values)
+
+
+def held_samples(delivered: Mapping[int, NDArray[np.bool_]], samples: Mapping[int, int] | None) -> NDArray[np.int64]:
+    """Return how many samples each packet's sum is of, or without ``samples`` how many ranks, shape (packets,).
+
+    Parameters
+    ----------
+    delivered
+        Which packets of each rank arrived, shape (packets,).
+    """
+    ranks = sorted(delivered)
+    counts = (1 if samples is None else samples[rank] for rank in ranks)
+    parts = [delivered[rank].astype(np.int64) * count for rank, count in zip(ranks, counts, strict=True)]
+    held: NDArray[np.int64] = np.sum(parts, axis=0)
+    return held
+
+
+def all_samples(ranks: int, samples: Mapping[int, int] | None) -> int:
+    """Return how many a complete sum is of: samples, or without these ranks."""
+    return ranks if samples is None else sum(samples.values())
+
+
+def divisors(held: NDArray[np.integer], ranks: int, samples: Mapping[int, int] | None) -> NDArray[np.float64]:
+    """Return what each packet's sum is to be divided by, shape (packets,): ``ranks`` where nothing is missing.
+
+    Parameters
+    ----------
+    held
+        How many samples each packet's sum is of, or without ``samples`` how many ranks.
+    """
+    whole = all_samples(ranks, samples)
+    found = held.astype(np.float64)
+    if samples is not None:
+        found *= ranks / whole if whole else 0.0
+        found[held == whole] = ranks
+    found[found == 0] = 1.0  # a sum of ranks without samples is 0, and stays so
+    return found
+
+
+# Averages -------------------------------------------------------------------------------------------------------------
+
+
+def average(
+    contributions: Mapping[int, NDArray[np.generic]],
+    delivered: Mapping[int, NDArray[np.bool_]],
+    value_type: ValueType,
+    values_per_packet: int,
+    *,
+    rescale: bool,
+    samples: Mapping[int, int] | None = None,
+) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
+    """Average contributions in the order of ranks, so that the result does not depend on which came first.
+
+    Parameters
+    ----------
+    contributions
+        One of each rank, with zeros where packets were lost; all of one length.
+    delivered
+        Which packets of each rank arrived, shape (packets,).
+    rescale
+        Divide by how many ranks delivered a packet, else by the number of ranks.
+    samples
+        How many samples each rank's values are of, which have been multiplied by its weight: then those who delivered
+        a packet count by their samples.
+
+    Returns
+    -------
+    The average, and its residual as :func:`divide` returns it.
+    """
+    total: NDArray[np.floating] | None = None
+    for rank in sorted(contributions):
+        part = value_type.widen(contributions[rank])
+        total = part.copy() if total is None else np.add(total, part, out=total)
+    assert total is not None
+    held = None
+    if rescale and not all(packets.all() for packets in delivered.values()):
+        held = held_samples(delivered, samples)
+    return divide(total, held, len(contributions), values_per_packet, samples)
+
+
+def divide(
+    total: NDArray[np.floating],
+    held: NDArray[np.integer] | None,
+    ranks: int,
+    values_per_packet: int,
+    samples: Mapping[int, int] | None = None,
+) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
+    """Divide a sum by how many ranks it holds, or by their weights.
+
+    Parameters
+    ----------
+    total
+        The sum; overwritten where nothing is missing.
+    held
+        How many ranks each packet holds, shape (packets,), or with ``samples`` how many samples. None: all.
+
+    Returns
+    -------
+    The average, and its residual: what of the sum it leaves out or counts too much, ``total - ranks * average``. The
+    residual is empty if nothing is missing.
+    """
+    if held is None or (held == all_samples(ranks, samples)).all():
+        return np.divide(total, total.dtype.type(ranks), out=total), np.zeros(0, total.dtype)
+    by_packet = divisors(held, ranks, samples)
+    divisor = np.repeat(by_packet, values_per_packet)[: len(total)].astype(total.dtype)
+    mean = total / divisor
+    # What is not finite is for this step's loss scaler; as residual it would spoil the next step.
+    even = (divisor == ranks) | ~np.isfinite(mean)
+    with np.errstate(invalid="ignore"):
+        return mean, np.where(even, 0, total - ranks * mean).astype(total.dtype)
+
+
+def divide_by_samples(
+    values: NDArray[np.float32],
+    held: NDArray[np.integer],
+    ranks: int,
+    values_per_packet: int,
+    samples: Mapping[int, int],
+    residual: NDArray[np.float32] | None,
+) -> None:
+    """Turn incomplete packets, which were divided by the number of ranks, into the mean of their own samples, in place.
+
+    ``residual`` gets what :func:`divide` would return.
+    """
+    by_packet = divisors(held, ranks, samples)
+    for packet in np.flatnonzero(by_packet != ranks).tolist():
+        part = values[packet * values_per_packet : (packet + 1) * values_per_packet]
+        with np.errstate(invalid="ignore", over="ignore"):
+            mean = part * np.float32(ranks / by_packet[packet])
+            left = (part - mean) * np.float32(ranks)
+        part[:] = mean
+        if residual is not None:
+            first = packet * values_per_packet
+            residual[first : first + len(part)] = np.where(np.isfinite(left), left, 0)
+
+
+# Sums -----------------------------------------------------------------------------------------------------------------
+
+
+def multiply_for_sum(values: NDArray[np.generic], value_type: ValueType, ranks: int) -> None:
+    """Multiply a buffer by the number of ranks, in place: the average of that is the sum of all ranks' buffers.
+
+    Multiplied before and not after the average, so that what is lost becomes residual of one kind with what is sent.
+    """
+    wide = value_type.widen(values)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.copyto(values, value_type.narrow(wide * wide.dtype.type(ranks)))
+
+
+# Adasum ---------------------------------------------------------------------------------------------------------------
+
+
+def coefficients(products: Products) -> NDArray[np.float64]:
+    """Return what each rank's gradient of a layer is multiplied by in Adasum, shape (n,), the same bits everywhere.
+
+    Parameters
+    ----------
+    products
+        Scalar products of the ranks' gradients, shape (n, n).
+    """
+    ranks = len(products)
+    own = list(np.eye(ranks))
+    even = 1 << ranks.bit_length() - 1
+    combined = [_pair(products, own[r], own[r + even]) if r + even < ranks else own[r] for r in range(even)]
+    while len(combined) > 1:
+        combined = [_pair(products, *two) for two in zip(combined[::2], combined[1::2], strict=True)]
+    return combined[0]
+
+
+def scalar_products(parts: Sequence[Values], borders: Sequence[int]) -> Products:
+    """Return the scalar products between arrays, by layer; the same bits everywhere.
+
+    Parameters
+    ----------
+    parts
+        One for each rank, shape (m,).
+    borders
+        Where layers begin, and where the last one ends.
+
+    Returns
+    -------
+    Shape (layers, n, n).
+    """
+    ranks = len(parts)
+    found = np.zeros((len(borders) - 1, ranks, ranks))
+    for layer, (start, stop) in enumerate(pairwise(borders)):
+        wide = [part[start:stop].astype(np.float64) for part in parts]
+        for one in range(ranks):
+            for other in range(one + 1):
+                with np.errstate(all="ignore"):
+                    found[layer, one, other] = found[layer, other, one] = folded_sum(wide[one] * wide[other])
+    return found
+
+
+def combine_with(parts: Sequence[Values], borders: Sequence[int], factors: NDArray[np.float64]) -> Values:
+    """Return the sum of arrays, each layer of each multiplied by its factor, shape (layers, n)."""
+    total: Values = np.zeros_like(parts[0])
+    lengths = np.diff(borders)
+    with np.errstate(all="ignore"):
+        for rank, part in enumerate(parts):
+            total += part * np.repeat(factors[:, rank].astype(part.dtype), lengths)
+    return total
+
+
+def _pair(products: Products, one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Combine two linear combinations of gradients."""
+
+    def product(left: NDArray[np.float64], right: NDArray[np.float64]) -> float:
+        with np.errstate(invalid="ignore"):
+            return float(folded_sum((left[:, None] * products * right[None, :]).ravel()))
+
+    between, first, second = product(one, other), product(one, one), product(other, other)
+    # A gradient of 0 has no direction; what it is multiplied by does not matter. NaN must spread.
+    return _factor(between, first) * one + _factor(between, second) * other
+
+
+def _factor(between: float, square: float) -> float:
+    return 1.0 if square <= 0 else 1 - between / (2 * square)
+
+
+# Rules for a compressed all-gather -----------------------------------------------------------------------------------
+
+
+def average_of(parts: Sequence[Callable[[], Values]], segments: Sequence[Segment]) -> Values:
+    """Return the average; only one decoded part is there at a time."""
+    return average_of_values(part() for part in parts)
+
+
+def sum_of(parts: Sequence[Callable[[], Values]], segments: Sequence[Segment]) -> Values:
+    """Return the sum."""
+    mean = average_of(parts, segments)
+    mean *= mean.dtype.type(len(parts))
+    return mean
+
+
+def adasum_of(parts: Sequence[Callable[[], Values]], segments: Sequence[Segment]) -> Values:
+    """Return Adasum."""
+    decoded = [part() for part in parts]
+    borders = [segment.start for segment in segments] + [segments[-1].stop]
+    products = scalar_products(decoded, borders)
+    return combine_with(decoded, borders, np.array([coefficients(layer) for layer in products]))
+
+
+RULES: Final[dict[str, Rule]] = {AVERAGE: average_of, SUM: sum_of, ADASUM: adasum_of}
+"""By name."""

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Error feedback: what was lost is kept as a residual and sent with the next step, so that nothing is lost for good.
+
+The rule is that of error-compensated SGD (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019), with the
+network in the place of the compressor: the receiver's bitmap names exactly what did not arrive.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.dtypes import ValueType
+from dlcp.tags import Segment
+
+
+@dataclass(slots=True)
+class _LayerResidual:
+    """The residual of one parameter: values, and their positions in it; a position may occur more than once."""
+
+    size: int
+    parts: list[tuple[NDArray[np.int64] | slice, NDArray[np.floating]]] = field(default_factory=list)
+
+    def add_to(self, values: NDArray[Any]) -> None:
+        for positions, residual in self.parts:
+            values[positions] += residual
+
+
+class Residual:
+    """What this rank has still to send, by parameter: frameworks regroup their buffers, parameters stay.
+
+    Of what the network lost, only the lost values are kept, not the rest as zeros: of a large model that is little. A
+    compressor leaves out most values, which are kept without positions.
+    """
+
+    def __init__(self) -> None:
+        self._layers: dict[str, _LayerResidual] = {}
+
+    def apply(
+        self, values: NDArray[np.generic], segments: Sequence[Segment], value_type: ValueType | None = None
+    ) -> None:
+        """Add the residual to a buffer, in place, and forget it.
+
+        Parameters
+        ----------
+        values
+            Floats; with ``value_type`` a buffer in its storage.
+        """
+        for segment in segments:
+            layer = self._layers.pop(segment.layer.name, None)
+            if layer is None:
+                continue
+            part = values[segment.start : segment.stop]
+            if value_type is None:
+                layer.add_to(part)
+                continue
+            for positions, residual in layer.parts:  # rounded after each part, as bit patterns cannot be added
+                part[positions] = value_type.narrow(value_type.widen(part[positions]) + residual)
+
+    def add(self, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
+        """Keep those of a buffer's ``values`` that are not 0."""
+        positions = np.flatnonzero(values)
+        self.add_at(positions, values[positions], segments)
+
+    def add_whole(self, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
+        """Keep all of a buffer's ``values``, few of which are 0."""
+        for segment in segments:
+            if segment.start < segment.stop:
+                self._layer(segment).parts.append((slice(None), values[segment.start : segment.stop].copy()))
+
+    def add_at(self, positions: NDArray[np.int64], values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
+        """Keep ``values`` that belong at ``positions`` of a buffer; these ascend and occur once each."""
+        if not len(positions):
+            return
+        borders = np.searchsorted(positions, [segment.start for segment in segments] + [segments[-1].stop])
+        for segment, first, last in zip(segments, borders, borders[1:], strict=False):
+            if first < last:
+                self._layer(segment).parts.append((positions[first:last] - segment.start, values[first:last].copy()))
+
+    def of(self, name: str) -> NDArray[np.floating] | None:
+        """Return the residual of a parameter, flat and with zeros where there is none, or None."""
+        layer = self._layers.get(name)
+        if layer is None:
+            return None
+        values: NDArray[np.floating] = np.zeros(layer.size, layer.parts[0][1].dtype)
+        layer.add_to(values)
+        return values
+
+    @property
+    def size(self) -> int:
+        """How many values it has."""
+        return sum(len(residual) for layer in self._layers.values() for _, residual in layer.parts)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._layers.clear()
+
+    def _layer(self, segment: Segment) -> _LayerResidual:
+        return self._layers.setdefault(segment.layer.name, _LayerResidual(segment.stop - segment.start))
