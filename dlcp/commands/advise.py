@@ -9,7 +9,7 @@ from typing import Any
 from dlcp.commands.common import add_json, add_option, add_steps, refuse
 from dlcp.train import advice, headroom
 from dlcp.train.launcher import launch
-from dlcp.train.plan import Plan
+from dlcp.train.plan import TrainPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "       dlcp advise [--json] --measured FILE"
     )
     parser.epilog = "The model is not trained properly while it is measured: discard what the script saves."
-    add_steps(parser, headroom.STEPS, "training steps to measure")
+    add_steps(parser, headroom.MEASURED_STEPS, "training steps to measure")
     add_json(parser)
     parser.add_argument("--save", type=Path, metavar="FILE", help="also write the JSON document to a file")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="advise on the figures of such a document")
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    plan = Plan(measure_steps=headroom.checked_steps(arguments.steps), advise=True)
+    plan = TrainPlan(measure_steps=headroom.checked_steps(arguments.steps), advise=True)
     status, reports = launch(arguments.torchrun, arguments.script, arguments.option, plan)
     try:
         found = advice.from_reports(reports)

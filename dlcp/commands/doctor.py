@@ -15,7 +15,7 @@ from dlcp.doctor import sockets
 from dlcp.doctor.examination import as_json, examine, parse_peer, reason_of
 from dlcp.doctor.findings import anything_missing, show
 from dlcp.doctor.path import COUNT, DEFAULT_PORT, ProbeListener, open_socket
-from dlcp.train.headroom import STEPS
+from dlcp.train.headroom import MEASURED_STEPS
 
 _LISTEN_TURN_S: Final = 1.0
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     path.add_argument("--listen", nargs="?", const="", metavar="HOST[:PORT]", help="answer doctors on other machines")
     path.add_argument("--seconds", type=float, metavar="SECONDS", help="how long to listen (default: until Ctrl-C)")
     gain = parser.add_argument_group("what DLCP can gain here: dlcp doctor [torchrun's options] -- script.py ...")
-    add_steps(gain, STEPS, "training steps to measure")
+    add_steps(gain, MEASURED_STEPS, "training steps to measure")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from dlcp.commands.common import add_option, add_steps, refuse
 from dlcp.train import headroom, summary
 from dlcp.train.launcher import UsageError, launch
-from dlcp.train.plan import Plan
+from dlcp.train.plan import TrainPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure what DLCP can gain, and end; the model is not trained properly meanwhile",
     )
-    add_steps(parser, headroom.STEPS, "training steps that --measure takes")
+    add_steps(parser, headroom.MEASURED_STEPS, "training steps that --measure takes")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="also write the summary to a file, as JSON")
 
 
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.measure:
         return measure(arguments.torchrun, arguments.script, arguments.steps, options=arguments.option)
     try:
-        plan = Plan(backend=arguments.backend)
+        plan = TrainPlan(backend=arguments.backend)
         status, reports = launch(arguments.torchrun, arguments.script, arguments.option, plan)
     except UsageError as error:
         return refuse("train", error)
@@ -56,7 +56,7 @@ def measure(
 ) -> int:
     """Measure what share of a script's steps is communication; return the exit status."""
     try:
-        plan = Plan(measure_steps=headroom.checked_steps(steps))
+        plan = TrainPlan(measure_steps=headroom.checked_steps(steps))
         status, reports = launch(torchrun, script, options, plan)
     except ValueError as error:
         return refuse("train", error)

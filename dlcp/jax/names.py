@@ -42,13 +42,13 @@ def forward_order(paths: Sequence[Sequence[Any]], layers: Sequence[str] = ()) ->
             places.setdefault(tuple(map(str, path[:depth])), len(places))
 
     def rank(leaf: int) -> tuple[Any, ...]:
-        told = next((place for place, layer in enumerate(layers) if _begins(names[leaf], layer)), len(layers))
+        given = next((place for place, layer in enumerate(layers) if _begins(names[leaf], layer)), len(layers))
         path = paths[leaf]
         keys = [
             _natural(entry.key) if hasattr(entry, "key") else places[tuple(map(str, path[: depth + 1]))]
             for depth, entry in enumerate(path)
         ]
-        return told, keys
+        return given, keys
 
     return sorted(range(len(paths)), key=rank)
 

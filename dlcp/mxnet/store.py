@@ -68,7 +68,7 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
         """Written when a step ends, and read by all that belongs to a step."""
         self._error: BaseException | None = None
         self._factor = 1 if self.group.options.combine == SUM else self.group.size
-        """A KVStore sums, a group averages unless it is told otherwise."""
+        """A KVStore sums, a group averages unless its options say otherwise."""
         atexit.register(self._at_exit)
 
     # What MXNet asks --------------------------------------------------------------------------------------------------

@@ -202,12 +202,12 @@ class Group:
     # Gradients --------------------------------------------------------------------------------------------------------
 
     def register(self, names: Iterable[str]) -> None:
-        """Tell the model's parameters in forward order: tags follow from it. All ranks tell the same, between steps.
+        """Register the model's parameters in forward order, which tags follow; all ranks the same ones, between steps.
 
         Raises
         ------
         ValueError
-            A name comes twice, or the ranks have told different names; the message says which.
+            A name comes twice, or the ranks have registered different names; the message says which.
         RuntimeError
             A step is under way.
         """
@@ -282,7 +282,7 @@ class Group:
         """Say how many samples this rank's gradients of the coming step will be the mean of.
 
         Every sample then counts the same, whichever rank has it; a rank may have none. It holds until another number is
-        told. All ranks have to say ``Options(samples=...)``, for then they expect it. The sooner before the first
+        given. All ranks have to say ``Options(samples=...)``, for then they expect it. The sooner before the first
         gradient, the less others wait for it.
 
         Raises
@@ -445,7 +445,7 @@ class Group:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up.
 
         Rank 0, whose process has the ranks' store, waits for the others to leave too: for ``options.deadline_s`` at
-        most, or with a ``reason`` until they are likely to have heard it.
+        most, or with a ``reason`` until they are likely to know it.
         """
         with self._lock:
             if self._closed:
@@ -496,7 +496,7 @@ def _reason(rank: int, error: BaseException | None) -> str | None:
 
 
 def _compare_names(mine: list[str], theirs: list[str], rank: int, other: int) -> None:
-    """Raise ValueError if two ranks have told different parameters."""
+    """Raise ValueError if two ranks have registered different parameters."""
     for place, (name, their_name) in enumerate(zip_longest(mine, theirs)):
         if name != their_name:
             raise ValueError(

@@ -17,7 +17,7 @@ from dlcp.session.options import Options
 from dlcp.session.store import Store, ended_key, job_secret, serve
 from dlcp.transport import Address
 
-DEFAULT_PORT: Final = 29500
+DEFAULT_MASTER_PORT: Final = 29500
 """What PyTorch's launcher takes, too."""
 _joined: list[Group] = []
 """The group that :func:`init` has joined."""
@@ -98,7 +98,7 @@ def _who(rank: int | None, size: int | None) -> tuple[int, int]:
 
 
 def _master() -> str:
-    return f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', DEFAULT_PORT)}"
+    return f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', DEFAULT_MASTER_PORT)}"
 
 
 # The group of this process, for frameworks whose users expect init() and rank() ---------------------------------------
@@ -144,7 +144,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return the rank among those of this host (``LOCAL_RANK``), to choose a GPU by; the rank if nobody has told it."""
+    """Return the rank among those of this host (``LOCAL_RANK``), to choose a GPU by; without that the rank itself."""
     return int(os.environ.get("LOCAL_RANK", rank()))
 
 

@@ -27,7 +27,7 @@ from dlcp.transport.shared_memory import EXPORT_BYTES, SharedMemory, SharedMemor
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 USE_DLCP: Final = "use DLCP"
-TURN_S: Final = 0.01
+JOIN_TURN_S: Final = 0.01
 REACH_SHARE: Final = 0.3
 """Share of the deadline within which a peer that is there must answer over UDP. Chosen by us."""
 POLL_S: Final = 0.005
@@ -144,7 +144,7 @@ class Agreement:
         """Tell whether this rank is the one that logs the verdict: the lowest that comes within the deadline."""
         lower = range(self.rank)
         while lower and self.left_s and not self.published("here", [0]):
-            time.sleep(TURN_S)
+            time.sleep(JOIN_TURN_S)
         return not any(self.published("here", [rank]) for rank in lower)
 
     def all_publish(self, topic: str) -> bool:
@@ -389,7 +389,7 @@ def _probe_paths(
     published = False
     give_up_s = agreement.left_s - REACH_SHARE * agreement.deadline_s
     while not agreement.published("path", range(agreement.size)):  # a rank that is done still answers the others
-        probe.turn(TURN_S)
+        probe.turn(JOIN_TURN_S)
         if probe.done and not published:
             agreement.publish("path", [probe.payload_bytes, candidates[0]])
             published = True

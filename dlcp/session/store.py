@@ -39,7 +39,7 @@ from dlcp.transport import Address, DeadlineError, TransportError
 log = logging.getLogger("dlcp")
 
 ANSWER_S: Final = 20.0
-"""So long the store may take for an answer, beside what it was told to wait. Chosen by us."""
+"""So long the store may take for an answer, beside what a call asks it to wait. Chosen by us."""
 WAIT_S_MAX: Final = 10.0
 """So long one call may wait for a key; whoever wants to wait longer calls again. Chosen by us."""
 KEEP_ALIVE_S: Final = 15.0
@@ -48,7 +48,7 @@ KEYS_MAX: Final = 1 << 18
 KEY_BYTES_MAX: Final = 1 << 10
 VALUE_BYTES_MAX: Final = 1 << 26
 TOTAL_BYTES_MAX: Final = 1 << 33
-CONNECTIONS_MAX: Final = 1 << 14
+STORE_CONNECTIONS_MAX: Final = 1 << 14
 CALLS_MAX: Final = 1 << 10
 """What a store holds and serves at most; calls are those of one connection. Chosen by us: more than any job needs."""
 REFUSALS_LOGGED: Final = 10
@@ -168,7 +168,7 @@ class StoreServer(grpc.GenericRpcHandler):
             *_OPTIONS,
             ("grpc.so_reuseport", 0),
             ("grpc.max_concurrent_streams", CALLS_MAX),
-            ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
+            ("grpc.max_allowed_incoming_connections", STORE_CONNECTIONS_MAX),
             ("grpc.max_connection_idle_ms", int(3000 * KEEP_ALIVE_S)),
             ("grpc.http2.max_ping_strikes", 0),
         ]

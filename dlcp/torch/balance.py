@@ -12,7 +12,7 @@ from dlcp.tuning.batches import BalancedBatches, divide_batch
 
 __all__ = ["BalancedBatches", "balanced_batches", "samples_per_s"]
 
-TRIES = 5
+TIMINGS = 5
 """How often work is timed. Chosen by us: the median of so many passes over a hiccup or two."""
 
 
@@ -33,7 +33,7 @@ def samples_per_s(work: Callable[[], object], samples: int) -> float:
     """
     if samples < 1:
         raise ValueError(f"a batch to measure with needs samples, got {samples}")
-    seconds = [_time_s(work) for _ in range(1 + TRIES)]
+    seconds = [_time_s(work) for _ in range(1 + TIMINGS)]
     return samples / median(seconds[1:])
 
 
@@ -58,7 +58,7 @@ def balanced_batches(samples: int, speed: float, group: dist.ProcessGroup | None
     """
     speeds: list[float | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(speeds, speed, group=group)
-    return divide_batch(samples, [float(told or 0.0) for told in speeds])
+    return divide_batch(samples, [float(each or 0.0) for each in speeds])
 
 
 def _time_s(work: Callable[[], object]) -> float:

@@ -42,7 +42,9 @@ class TimedBucket(StagedBucket):
 
 
 class State:
-    """What the hook keeps between steps. It can be pickled with a checkpoint: what is owed and the step travel along.
+    """What the hook keeps between steps.
+
+    It can be pickled with a checkpoint: its step, and what was lost and is still to be sent, travel along.
 
     Attributes
     ----------
@@ -151,7 +153,7 @@ class State:
         """Say how many samples this rank's gradients of the coming step will be the mean of.
 
         Every sample then counts the same, whichever rank has it; a rank may have none. It holds until another number is
-        told. All ranks have to say ``Options(samples=...)``, for then they expect it. The sooner before the backward
+        given. All ranks have to say ``Options(samples=...)``, for then they expect it. The sooner before the backward
         pass, the less others wait for it.
 
         Raises
@@ -159,7 +161,7 @@ class State:
         ValueError
             It is no whole number of samples, or the options do not say ``samples``.
         RuntimeError
-            The step's backward pass has begun, or it has been told already.
+            The step's backward pass has begun, or its number of samples has been sent already.
         """
         if self._session is None:
             check_samples(count)

@@ -14,7 +14,7 @@ ADVISED: Final = "advised"
 """DLCP with the settings that ``dlcp advise`` has chosen."""
 WARM_UP_ROUNDS: Final = 3
 """Rounds that do not count: DDP arranges its buckets anew after the first step, and rate control finds its rate."""
-STEPS: Final = 60
+MEASURED_STEPS: Final = 60
 FEWEST_STEPS: Final = 9
 LITTLE: Final = 0.05
 """A share of a step too small to be worth gaining. Chosen by us."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from dlcp import configuration
 from dlcp.suggestion import closest
-from dlcp.train.plan import Plan, Report, read_reports
+from dlcp.train.plan import Report, TrainPlan, read_reports
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -31,7 +31,7 @@ class UsageError(ValueError):
 
 
 def launch(
-    torchrun: Sequence[str], script: Sequence[str], options: Sequence[str], plan: Plan
+    torchrun: Sequence[str], script: Sequence[str], options: Sequence[str], plan: TrainPlan
 ) -> tuple[int, list[Report]]:
     """Run a script and return its exit status, as a shell would, and the reports of this machine's ranks.
 

@@ -108,7 +108,7 @@ class Measurement:
         return sum(p.numel() * p.element_size() for p in self.model.module.parameters() if p.requires_grad)
 
     def report(self) -> dict[str, Any]:
-        """Return what the launcher is told."""
+        """Return the report for the launcher."""
         return {
             "model": type(self.model.module).__name__,
             "gradient_bytes": self.gradient_bytes,

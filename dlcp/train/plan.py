@@ -18,7 +18,7 @@ _ADVISE: Final = "DLCP_TRAIN_ADVISE"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainPlan:
     """What a worker is to do beside running the script.
 
     Parameters
@@ -45,7 +45,7 @@ class Plan:
         }
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "Plan":
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "TrainPlan":
         """Return the plan that the launcher wrote down."""
         environment = os.environ if environment is None else environment
         return cls(

@@ -18,7 +18,7 @@ WhenHooked = Callable[[DistributedDataParallel, object], None]
 
 
 class Watch:
-    """A context manager; within it models that are wrapped and hooks that are registered are told of.
+    """A context manager; it reports models that are wrapped and hooks that are registered within it.
 
     Parameters
     ----------

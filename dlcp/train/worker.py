@@ -19,10 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import dlcp.torch
 from dlcp import configuration
 from dlcp.train.measurement import AdvisedMeasurement, Measurement, MeasurementDoneError
-from dlcp.train.plan import Plan, Report, report_folder, write_report
+from dlcp.train.plan import Report, TrainPlan, report_folder, write_report
 from dlcp.train.watch import Watch
-
-BACKEND = "dlcp"
 
 
 class Model:
@@ -51,7 +49,7 @@ class Model:
             self.state.close(reason)
 
     def report(self) -> dict[str, Any]:
-        """Return what the launcher is told of it."""
+        """Return its report for the launcher."""
         state = self.state
         return {
             "model": self.name,
@@ -66,7 +64,7 @@ class Model:
         }
 
 
-class Session:
+class ScriptSession:
     """A context manager around the script of one rank.
 
     Parameters
@@ -77,17 +75,17 @@ class Session:
         Where the launcher wants the report; None for no report.
     """
 
-    def __init__(self, plan: Plan, folder: Path | None) -> None:
+    def __init__(self, plan: TrainPlan, folder: Path | None) -> None:
         self.plan = plan
         self.models: list[Model] = []
         self._folder = folder
         self._measurement: Measurement | None = None
         self._hooking = False
-        self._watch = Watch(self.ready, self.hooked, BACKEND if plan.backend else None)
+        self._watch = Watch(self.ready, self.hooked, dlcp.torch.BACKEND if plan.backend else None)
 
-    def __enter__(self) -> "Session":
+    def __enter__(self) -> "ScriptSession":
         if self.plan.backend:
-            _say(f"every process group of the script uses the backend {BACKEND}")
+            _say(f"every process group of the script uses the backend {dlcp.torch.BACKEND}")
         self._watch.__enter__()
         return self
 
@@ -163,7 +161,7 @@ class Session:
             "ranks": int(os.environ.get("WORLD_SIZE", "1")),
             "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             "error": failure,
-            "backend": BACKEND if self.plan.backend else None,
+            "backend": dlcp.torch.BACKEND if self.plan.backend else None,
             "models": [model.report() for model in self.models],
             "measured": self._measurement.report() if self._measurement else None,
         }
@@ -190,7 +188,7 @@ def _failure(error: BaseException | None) -> str | None:
 
 def main(argv: Sequence[str]) -> None:
     """Run a script or a module to its end; what it raises, ``SystemExit`` too, goes on to the caller."""
-    with Session(Plan.from_environment(), report_folder()):
+    with ScriptSession(TrainPlan.from_environment(), report_folder()):
         if argv[0] == "-m":
             sys.argv = list(argv[1:])
             sys.path[0] = str(Path.cwd())

@@ -191,22 +191,22 @@ def decide(figures: Figures, given: Settings | None = None, now: Settings | None
 
 def _bound(figures: Figures, given: Settings, now: Settings) -> tuple[float, str]:
     enough = LOSS_ENDS if now.loss_bound else LOSS_MATTERS
-    told = f"{figures.wanting:.2%} of {figures.packets:,} packets did not arrive at first"
+    seen = f"{figures.wanting:.2%} of {figures.packets:,} packets did not arrive at first"
     if figures.ranks < 2:
         return given.loss_bound, "one rank exchanges nothing"
     if figures.wanting < enough:
-        return 0.0, f"{told}, less than {enough:.2%}: averages may as well be exact, and packets need no classes"
+        return 0.0, f"{seen}, less than {enough:.2%}: averages may as well be exact, and packets need no classes"
     found = next((bound for bound in BOUNDS if bound >= figures.worst), BOUNDS[-1])
     bound = min(found, given.loss_bound)
     worst = f"of the worst hundredth of messages {figures.worst:.1%}"
     if bound < found:
         return (
             bound,
-            f"{told}, {worst}; {found:.0%} would pass over that, but no more than {bound:.1%} has been allowed",
+            f"{seen}, {worst}; {found:.0%} would pass over that, but no more than {bound:.1%} has been allowed",
         )
     if figures.worst > bound:
-        return bound, f"{told}, {worst}; more than {bound:.0%} is not known to leave every model unharmed"
-    return bound, f"{told}, {worst}: a bound of {bound:.0%} passes over it without sending again"
+        return bound, f"{seen}, {worst}; more than {bound:.0%} is not known to leave every model unharmed"
+    return bound, f"{seen}, {worst}: a bound of {bound:.0%} passes over it without sending again"
 
 
 def _protected(figures: Figures, bound: float, given: Settings, now: Settings) -> tuple[float, str]:
@@ -215,15 +215,15 @@ def _protected(figures: Figures, bound: float, given: Settings, now: Settings) -
     if now.protected_share != given.protected_share:
         return now.protected_share, "chosen before; what it has cured is no reason to take it back"
     theirs = 1 - figures.spared
-    told = f"{theirs:.0%} of what was lost had to be sent again; {figures.protected:.0%} of packets are protected"
+    seen = f"{theirs:.0%} of what was lost had to be sent again; {figures.protected:.0%} of packets are protected"
     if figures.protected > FEW_PROTECTED and theirs >= BLIND * figures.protected and figures.worst <= bound:
         return (
             FEW_PROTECTED,
-            f"{told}: the network does not spare them, so each costs a round trip; the largest tenth is enough",
+            f"{seen}: the network does not spare them, so each costs a round trip; the largest tenth is enough",
         )
     if theirs < BLIND * figures.protected:
-        return given.protected_share, f"{told}: the network drops what matters least, as the classes ask"
-    return given.protected_share, f"{told}; messages lose more than the bound, so more would be sent again anyway"
+        return given.protected_share, f"{seen}: the network drops what matters least, as the classes ask"
+    return given.protected_share, f"{seen}; messages lose more than the bound, so more would be sent again anyway"
 
 
 def _compression(figures: Figures, given: Settings, now: Settings) -> tuple[str, str]:
@@ -232,25 +232,25 @@ def _compression(figures: Figures, given: Settings, now: Settings) -> tuple[str,
     if now.compression:
         return now.compression, "chosen before; what it has cured is no reason to take it back"
     saved_s, cost_s = figures.waited_s / 2, CAST_S + figures.gradient_bytes / CAST_BYTES_PER_S
-    told = (
+    seen = (
         f"steps wait {1e3 * figures.waited_s:.1f} ms of {1e3 * figures.step_s:.1f} for {_size(figures.gradient_bytes)}"
     )
     if given.collective == SERVER:
-        return "", f"{told}; a parameter server has to be started for 16 bits, so that is left alone"
+        return "", f"{seen}; a parameter server has to be started for 16 bits, so that is left alone"
     if figures.hosts == 1:
-        return "", f"{told}; on one host they go through memory, and casting costs more than it saves"
+        return "", f"{seen}; on one host they go through memory, and casting costs more than it saves"
     if figures.waiting < WAITING_MATTERS:
-        return "", f"{told}: less than {WAITING_MATTERS:.0%}, so nothing is to be won"
+        return "", f"{seen}: less than {WAITING_MATTERS:.0%}, so nothing is to be won"
     if not figures.rate_bps or figures.wanting < LOSS_MATTERS:
-        return "", f"{told}, but no path was found to be full, which would lose some: fewer would not come sooner"
+        return "", f"{seen}, but no path was found to be full, which would lose some: fewer would not come sooner"
     wire_s = 2 * (figures.ranks - 1) / figures.ranks * 8 * figures.gradient_bytes / figures.rate_bps
     if wire_s < figures.waited_s / 2:
-        return "", f"{told}; they need {1e3 * wire_s:.1f} ms of a path, so it is not bytes that steps wait for"
+        return "", f"{seen}; they need {1e3 * wire_s:.1f} ms of a path, so it is not bytes that steps wait for"
     if saved_s <= cost_s:
-        return "", f"{told}; casting them takes {1e3 * cost_s:.1f} ms, more than half of them on the way"
+        return "", f"{seen}; casting them takes {1e3 * cost_s:.1f} ms, more than half of them on the way"
     return (
         COMPRESSION,
-        f"{told}, at {figures.rate_bps / 1e6:,.0f} Mbit/s: half the bytes save {1e3 * saved_s:.1f} ms, "
+        f"{seen}, at {figures.rate_bps / 1e6:,.0f} Mbit/s: half the bytes save {1e3 * saved_s:.1f} ms, "
         f"casting takes {1e3 * cost_s:.1f} ms",
     )
 
@@ -270,14 +270,14 @@ def _collective(figures: Figures, given: Settings) -> tuple[str, str]:
     costs = CollectiveCosts()
     size = figures.gradient_bytes
     direct_s, ring_s = direct_seconds(size, ranks, topology, costs), ring_seconds(size, ranks, topology, costs)
-    told = (
+    seen = (
         f"{_size(size)} among {figures.ranks} ranks on {figures.hosts} {'host' if figures.hosts == 1 else 'hosts'}: "
         f"direct about {1e3 * direct_s:.1f} ms, ring {1e3 * ring_s:.1f} ms"
     )
     chosen = choose(size, ranks, topology, costs)
     if chosen == DIRECT and ring_s < direct_s:
-        told += f"; a ring waits for its slowest hop, so it has to win by more than {costs.ring_margin - 1:.0%}"
-    return chosen, told
+        seen += f"; a ring waits for its slowest hop, so it has to win by more than {costs.ring_margin - 1:.0%}"
+    return chosen, seen
 
 
 def _size(count: float) -> str:

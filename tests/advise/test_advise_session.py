@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 from dlcp.train import advice, headroom
-from dlcp.train.plan import Plan
+from dlcp.train.plan import TrainPlan
 from dlcp.tuning.rules import Figures, Settings, decide
 from tests.torch.workers import launch, values
 from tests.train.scripts import in_session, make, train
@@ -24,7 +24,7 @@ def advising(worker):
         train(DistributedDataParallel(make(width=2000)), 1000)
         return "never reached"
 
-    return in_session(worker, script, Plan(measure_steps=STEPS, advise=True))
+    return in_session(worker, script, TrainPlan(measure_steps=STEPS, advise=True))
 
 
 def test_settings_are_chosen_by_what_is_measured_and_then_tried():
@@ -51,7 +51,7 @@ def test_settings_are_chosen_by_what_is_measured_and_then_tried():
 
 
 def test_a_plan_to_advise_reaches_the_workers():
-    plan = Plan(measure_steps=30, advise=True)
-    assert Plan.from_environment(plan.as_environment(Path("x"))) == plan
-    assert not Plan.from_environment({}).advise
+    plan = TrainPlan(measure_steps=30, advise=True)
+    assert TrainPlan.from_environment(plan.as_environment(Path("x"))) == plan
+    assert not TrainPlan.from_environment({}).advise
     assert Settings() == Settings(0.1, -1.0, "", "direct")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training scripts for tests: what a user's script does, run by :class:`dlcp.train.worker.Session` in real ranks."""
+"""Training scripts for tests: what a user's script does, run by :mod:`dlcp.train.worker` in real ranks."""
 
 import os
 import tempfile
 from pathlib import Path
 
-from dlcp.train.plan import Plan, read_reports
+from dlcp.train.plan import TrainPlan, read_reports
 
 STEPS = 4
 
@@ -45,7 +45,7 @@ def digest(model):
 
 def in_session(worker, script, plan=None, folder=None, **environment):
     """Run a script in a session; return what it returned or raised, and this rank's report."""
-    from dlcp.train.worker import Session
+    from dlcp.train.worker import ScriptSession
 
     os.environ.update(
         {"RANK": str(worker.rank), "WORLD_SIZE": str(worker.count), "DLCP_BIND": f"127.0.0.1:{worker.port}"},
@@ -54,7 +54,7 @@ def in_session(worker, script, plan=None, folder=None, **environment):
     with tempfile.TemporaryDirectory() as own:
         path = Path(folder or own)
         try:
-            with Session(plan or Plan(), path):
+            with ScriptSession(plan or TrainPlan(), path):
                 value = script(worker)
         except BaseException as error:
             value = error

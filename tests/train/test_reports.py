@@ -4,7 +4,7 @@
 import pytest
 
 from dlcp.train import headroom, summary
-from dlcp.train.plan import Plan, read_reports, report_folder, write_report
+from dlcp.train.plan import TrainPlan, read_reports, report_folder, write_report
 
 
 def ledger(sent=1000, lost=0, violations=0, worst=0.0):
@@ -107,11 +107,11 @@ def test_reports_of_the_last_start_count(tmp_path):
 
 
 def test_a_plan_travels_in_the_environment(tmp_path):
-    for plan in (Plan(), Plan(backend=True), Plan(measure_steps=60)):
+    for plan in (TrainPlan(), TrainPlan(backend=True), TrainPlan(measure_steps=60)):
         environment = plan.as_environment(tmp_path)
-        assert Plan.from_environment(environment) == plan
+        assert TrainPlan.from_environment(environment) == plan
         assert report_folder(environment) == tmp_path
-    assert Plan.from_environment({}) == Plan()
+    assert TrainPlan.from_environment({}) == TrainPlan()
     assert report_folder({}) is None
 
 

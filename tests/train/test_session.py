@@ -4,7 +4,7 @@
 import pytest
 
 from dlcp.train import headroom
-from dlcp.train.plan import Plan
+from dlcp.train.plan import TrainPlan
 from tests.torch.workers import launch, values
 from tests.train.scripts import in_session, make, plain_script, train
 from tests.transport.free_ports import free_port, free_udp_ports
@@ -212,7 +212,7 @@ def on_the_backend(worker, port):
     dist.barrier()  # nobody leaves while another still connects
     dist.destroy_process_group()
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return in_session(worker, script, Plan(backend=True), DLCP_LOSS_BOUND="0", **where)
+    return in_session(worker, script, TrainPlan(backend=True), DLCP_LOSS_BOUND="0", **where)
 
 
 def test_a_script_that_asks_for_gloo_gets_the_backend(ranks):
@@ -239,7 +239,7 @@ def measuring(worker):
         train(DistributedDataParallel(make(width=2000)), 1000)
         return "never reached"
 
-    return in_session(worker, script, Plan(measure_steps=12))
+    return in_session(worker, script, TrainPlan(measure_steps=12))
 
 
 def test_a_script_that_fails_is_reported_and_its_error_goes_on():

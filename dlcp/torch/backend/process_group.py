@@ -14,12 +14,11 @@ import torch.distributed as dist
 
 from dlcp.backend.collectives import Exchange
 from dlcp.backend.process_group import AllowedLoss
+from dlcp.torch import BACKEND
 from dlcp.torch.backend.memory import HostMemory, HostTensor
 from dlcp.torch.backend.operations import arithmetic_of, op_of, scaled
 from dlcp.torch.backend.work import Issuer, Work, call_aside, joined
 from dlcp.torch.staging import Device
-
-NAME = "dlcp"
 
 Tensors = Sequence[torch.Tensor]
 _EXCHANGES: "weakref.WeakSet[Exchange]" = weakref.WeakSet()
@@ -56,11 +55,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
         """Return ``dlcp``."""
-        return NAME
+        return BACKEND
 
     def name(self) -> str:
         """Return ``dlcp``."""
-        return NAME
+        return BACKEND
 
     @property
     def group_name(self) -> str:
