@@ -54,6 +54,14 @@ DLCP_LOSS_KEEP: Final = 0.75
 TRIMMED_BYTES: Final = 64
 """What is left of a packet that lost its payload (NDP)."""
 
+# The P4 program's own numbers, as in p4/shared/constants.p4; tests/sim/test_sim_agreement.py compares them.
+SLOT_REGISTER_SIZE: Final = 1 << 16
+SLOT_OWNED: Final = 0x80000000
+SLOT_IDLE_US: Final = 1_000_000
+ROUTE_MEMBERS_SIZE: Final = 1024
+PORT_INDEX_WIDTH: Final = 6
+EVENT_MARKED, EVENT_BUDGET_SPENT, EVENT_SLOT_TAKEN = 1, 5, 6
+
 
 class TransportKind(IntEnum):
     """How a stream's window grows and shrinks, and how it detects losses."""

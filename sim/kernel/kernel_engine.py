@@ -10,9 +10,8 @@ from dlcp.sim.graph import NODE_RECORD
 from dlcp.sim.kernel import state as k
 from dlcp.sim.kernel.events import BUCKETS_PER_WORD, TIME_BUCKETS
 from dlcp.sim.kernel.loop import begin_nodes, run
-from dlcp.sim.kernel.switching import BUDGET_SLOTS
 from dlcp.sim.packet_engine import COUNTER_CELLS, STREAM_START, Completion, CompletionKind, Submission
-from dlcp.sim.plan import PORT_QUEUES, Discipline, EnginePlan, TransportKind, as_rows
+from dlcp.sim.plan import PORT_QUEUES, SLOT_REGISTER_SIZE, Discipline, EnginePlan, TransportKind, as_rows
 from dlcp.sim.topology import Routes
 from numpy.typing import NDArray
 
@@ -49,7 +48,7 @@ class KernelEngine:
         self._switches["divisor"] = plan.topology.divisors
         switches = len(plan.topology.names) - plan.hosts
         has_slots = plan.switches.discipline == Discipline.DLCP
-        self._slots = np.zeros((switches, BUDGET_SLOTS) if has_slots else (1, 1), k.SLOT_ROW)
+        self._slots = np.zeros((switches, SLOT_REGISTER_SIZE) if has_slots else (1, 1), k.SLOT_ROW)
         self._streams = np.zeros(0, k.STREAM_ROW)
         self._stream_count = 0
         self._stream_rows: dict[int, int] = {-1: -1}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Switches: which way a packet goes, whether it is let in, where it waits, and which one leaves next."""
 
-from typing import Final
-
 from dlcp.sim.arithmetic import PS_PER_US
 from dlcp.sim.kernel.events import push
 from dlcp.sim.kernel.jit import call
@@ -26,14 +24,20 @@ from dlcp.sim.kernel.state import (
     switches_of,
 )
 from dlcp.sim.packet_engine import EngineCounter
-from dlcp.sim.plan import PORT_QUEUES, TRIMMED_BYTES, BufferScope, Discipline, PacketKind, PathChoice
+from dlcp.sim.plan import (
+    PORT_QUEUES,
+    SLOT_IDLE_US,
+    SLOT_OWNED,
+    SLOT_REGISTER_SIZE,
+    TRIMMED_BYTES,
+    BufferScope,
+    Discipline,
+    PacketKind,
+    PathChoice,
+)
 
 SEND_NOW, WAITS = -2, -1
 """What `enqueue` did with a packet, unless it dropped one."""
-BUDGET_SLOTS: Final = 1 << 16
-"""The program's SLOT_REGISTER_SIZE."""
-_SLOT_OWNED: Final = 0x80000000
-_SLOT_IDLE_US: Final = 1_000_000
 
 
 @call
@@ -87,12 +91,12 @@ def spend_drop_budget(w: Row, switch: int, owner: int, budget: int, now: int) ->
     every drop, every budget spent and every slot taken has to be the same.
     """
     counts = counts_of(w)
-    slot = slots_of(w)[switch * BUDGET_SLOTS + (owner & (BUDGET_SLOTS - 1))]
-    owner |= _SLOT_OWNED
+    slot = slots_of(w)[switch * SLOT_REGISTER_SIZE + (owner & (SLOT_REGISTER_SIZE - 1))]
+    owner |= SLOT_OWNED
     now_us = (now // PS_PER_US) & 0xFFFFFFFF
     holder = int(slot.owner)
     spent = int(slot.spent)
-    if holder != owner and (holder == 0 or ((now_us - int(slot.used)) & 0xFFFFFFFF) > _SLOT_IDLE_US):
+    if holder != owner and (holder == 0 or ((now_us - int(slot.used)) & 0xFFFFFFFF) > SLOT_IDLE_US):
         holder = owner
         spent = 0
         slot.owner = owner

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from dlcp.sim.arithmetic import HOST_ADDRESS, PS_PER_US
 from dlcp.sim.packet_engine import ORDINARY_PORT, source_port
-from dlcp.sim.plan import PORT_QUEUES, EnginePlan, PacketKind, PathChoice, TransportKind
+from dlcp.sim.plan import (
+    EVENT_BUDGET_SPENT,
+    EVENT_MARKED,
+    EVENT_SLOT_TAKEN,
+    PORT_INDEX_WIDTH,
+    PORT_QUEUES,
+    ROUTE_MEMBERS_SIZE,
+    EnginePlan,
+    PacketKind,
+    PathChoice,
+    TransportKind,
+)
 from dlcp.sim.reference.parts import SimulatedPacket
 
 from dlcp.switch import DROP_PORT, PROGRAM_PATH, Action, GroupRef, Program, ProgramDef, load_definition
@@ -18,13 +29,11 @@ if TYPE_CHECKING:
     from dlcp.sim.reference.reference_engine import ReferenceEngine
     from dlcp.sim.reference.switch import ReferenceSwitch
 
-_PORTS_MAX = 63
-_MEMBERS_MAX = 1024
-"""ROUTE_MEMBERS_SIZE of the program."""
+_PORTS_MAX = (1 << PORT_INDEX_WIDTH) - 1
 _PORT_ADDRESS = 0x0B000000
 """Destination that has port n, and no other, as its next hop: this + n."""
 _EVENTS = 8
-_EVENT_MARKED, _EVENT_BUDGET_SPENT, _EVENT_SLOT_TAKEN = 1, 5, 6
+"""Kinds of events that each counter array has room for, the low bits of its index."""
 _FRAME_BYTES = 74
 
 
@@ -89,8 +98,8 @@ class P4Pipeline:
                 repeat = self._switch.divisor if len(links) > 1 else 1
                 numbers = range(members + 1, members + 1 + len(links) * repeat)
                 members += len(numbers)
-                if members > _MEMBERS_MAX:
-                    raise ValueError(f"{self._switch.node}: more than {_MEMBERS_MAX} next hops")
+                if members > ROUTE_MEMBERS_SIZE:
+                    raise ValueError(f"{self._switch.node}: more than {ROUTE_MEMBERS_SIZE} next hops")
                 for position, number in enumerate(numbers):
                     port = self._port_of[links[position // repeat]]
                     profile.add_member(number, Action("to_next_hop", {"port": port, "mac": 1}))
@@ -127,9 +136,9 @@ class P4Pipeline:
         ingress = next(cells for name, cells in snapshot.items() if name.endswith("ingress_events"))[:, 0]
         egress = next(cells for name, cells in snapshot.items() if name.endswith("egress_events"))[:, 0]
         return (
-            int(ingress[_EVENT_BUDGET_SPENT::_EVENTS].sum()),
-            int(ingress[_EVENT_SLOT_TAKEN::_EVENTS].sum()),
-            int(egress[_EVENT_MARKED::_EVENTS].sum()),
+            int(ingress[EVENT_BUDGET_SPENT::_EVENTS].sum()),
+            int(ingress[EVENT_SLOT_TAKEN::_EVENTS].sum()),
+            int(egress[EVENT_MARKED::_EVENTS].sum()),
         )
 
 

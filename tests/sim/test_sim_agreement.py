@@ -9,20 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dlcp.sim import CollectiveJob, Scenario, SimulationResult, simulate
+from dlcp.sim import CollectiveJob, Scenario, SimulationResult, plan, simulate
 from dlcp.sim.arithmetic import slot_owners
 from dlcp.sim.graph import GraphBuilder
 from dlcp.sim.kernel.kernel_engine import KernelEngine
 from dlcp.sim.kernel.state import SEQUENCE_MAX
-from dlcp.sim.kernel.switching import BUDGET_SLOTS
 from dlcp.sim.packet_engine import EngineCounter, counts_by_name
-from dlcp.sim.plan import EnginePlan
 from dlcp.sim.reference.program import chooses_paths
 from dlcp.sim.simulation import Simulation
 from dlcp.sim.switches import SwitchSpec
 from dlcp.sim.topology import LinkSpec, Star
 from dlcp.sim.transports import DlcpTransport, NewRenoTransport, PFabricTransport
 
+from tests.p4.p4source import constants
 from tests.sim.sim_scenarios import RARE, draw
 
 pytest.importorskip("numba")
@@ -69,10 +68,17 @@ def test_cases_cover_what_there_is():
         assert len(values) >= 5
 
 
+def test_constants_are_the_programs():
+    for name, value in constants().items():
+        assert getattr(plan, name, value) == value, name
+    repeated = {"SLOT_REGISTER_SIZE", "SLOT_OWNED", "SLOT_IDLE_US", "ROUTE_MEMBERS_SIZE", "EVENT_MARKED"}
+    assert repeated <= {*constants()} & {*vars(plan)}
+
+
 def test_shared_slots_are_counted_as_the_program_does():
     """Messages whose hashes have the same low bits share a switch's slot, which the first of them holds."""
     steps = np.arange(1 << 20)
-    slots = slot_owners(steps * 0, steps, steps * 0, steps * 0) & (BUDGET_SLOTS - 1)
+    slots = slot_owners(steps * 0, steps, steps * 0, steps * 0) & (plan.SLOT_REGISTER_SIZE - 1)
     same = np.flatnonzero(slots == slots[0])[:8]
     scenario = Scenario(
         topology=Star(hosts=9, host_link=LinkSpec(rate_gbps=10.0)),
@@ -109,8 +115,8 @@ def test_events_are_numbered_anew_before_their_numbers_are_used_up(monkeypatch):
     late: list[KernelEngine] = []
 
     class LateEngine(KernelEngine):
-        def __init__(self, plan: EnginePlan) -> None:
-            super().__init__(plan)
+        def __init__(self, described: plan.EnginePlan) -> None:
+            super().__init__(described)
             self._w["sequence"] = SEQUENCE_MAX - 500
             late.append(self)
 
