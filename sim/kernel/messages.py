@@ -58,18 +58,20 @@ def free_transmission(w: Row, transmission: int) -> None:
 
 
 @call
-def unlink_transmission(w: Row, s: Row, queue: int, transmission: int) -> None:
-    """Take a transmission out of its stream's packets in flight."""
+def take_from_flight(w: Row, s: Row, m: Row, transmission: int) -> None:
+    """Take a transmission out of the packets in flight of its stream and its message."""
     transmissions = transmissions_of(w)
     r = transmissions[transmission]
     if r.previous >= 0:
         transmissions[r.previous].next = r.next
     else:
-        s.first[queue] = r.next
+        s.first[r.queue] = r.next
     if r.next >= 0:
         transmissions[r.next].previous = r.previous
     else:
-        s.last[queue] = r.previous
+        s.last[r.queue] = r.previous
+    s.in_flight -= 1
+    m.in_flight -= 1
 
 
 @call

@@ -21,7 +21,7 @@ from dlcp.sim.kernel.messages import (
     close_message,
     free_stream_if_dead,
     free_transmission,
-    unlink_transmission,
+    take_from_flight,
 )
 from dlcp.sim.kernel.state import (
     CLASS_MASK,
@@ -272,7 +272,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     counts = counts_of(w)
     s = streams_of(w)[stream]
     t = transports_of(w)[s.transport]
-    again = 0
+    retransmission = 0
     if what == RETRANSMISSION:
         transmission = s.retransmit_head
         r = transmissions[transmission]
@@ -281,7 +281,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
         index = r.index
         m = messages[message]
         m.retransmits -= 1
-        again = 1
+        retransmission = 1
     else:
         message = s.head
         m = messages[message]
@@ -296,7 +296,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
         r.repeated = 0
         if m.filling_holes != 0:
             m.holes -= 1
-            again = 1
+            retransmission = 1
         elif m.next_index == m.packets:
             s.head = m.next_in_stream
             m.listed = 0
@@ -304,6 +304,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     cell = m.offset + index
     state = states[cell]
     states[cell] = (state & ~STATE_MASK) | STATE_IN_FLIGHT
+    # Rows of transmissions are reused, so an acknowledgement counts only if it has the serial number of this packet.
     serial = w.serial
     w.serial = serial + 1
     r.serial = serial
@@ -319,6 +320,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
         s.first[queue] = transmission
     s.last[queue] = transmission
     s.spare = 0
+    # The timeout runs from the oldest packet in flight; acknowledgements restart it, further packets do not.
     if s.in_flight == 0:
         restart_timers(s, t, now)
     else:
@@ -333,7 +335,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     m.sent += 1
     m.refs += 1
     counts[EngineCounter.SENT] += 1
-    counts[EngineCounter.RETRANSMITTED] += again
+    counts[EngineCounter.RETRANSMITTED] += retransmission
     packet = allocate_packet(w)
     x = packets_of(w)[packet]
     x.serial = serial
@@ -345,16 +347,17 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     x.rank = m.packets - m.acked
     x.kind = PacketKind.DATA
     x.queue = queue
-    x.drop_class = (state & CLASS_MASK) if again == 0 else 0
+    # Whoever retransmits needs the packet, so no policy may drop it a second time.
+    x.drop_class = (state & CLASS_MASK) if retransmission == 0 else 0
     x.ecn = t.ecn
     x.sprayed = t.sprayed
     x.satisfied = 0
-    x.retransmission = again
+    x.retransmission = retransmission
     x.trimmed = 0
     path_hash = s.path_hash
     if t.sprayed != 0:
         # The P4 program adds this entropy to the fields that its hash covers. A retransmission takes another path.
-        entropy = (index + m.step + again) & 0xFFFFFFFF
+        entropy = (index + m.step + retransmission) & 0xFFFFFFFF
         path_hash ^= ENTROPY_TABLE[0, entropy >> 24] ^ ENTROPY_TABLE[1, (entropy >> 16) & 255]
         path_hash ^= ENTROPY_TABLE[2, (entropy >> 8) & 255] ^ ENTROPY_TABLE[3, entropy & 255]
     x.path_hash = path_hash
@@ -500,9 +503,7 @@ def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
         number = r.number
         rtt = now - r.sent_at
         s.repairing -= r.repeated
-        unlink_transmission(w, s, queue, x.transmission)
-        s.in_flight -= 1
-        m.in_flight -= 1
+        take_from_flight(w, s, m, x.transmission)
         states[cell] = (state & ~STATE_MASK) | STATE_ACKED
         m.acked += 1
         free_transmission(w, x.transmission)
@@ -522,10 +523,7 @@ def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
             if sent + t.reorder > number and sent >= before:
                 break
             on_loss(s, t, sent, now)
-            other = transmissions[first].message
-            declare_lost(w, first)
-            probe_receiver(w, port, other, now)
-            close_message(w, other)
+            lose(w, port, first, now)
             first = s.first[queue]
         restart_timers(s, t, now)
         arm_timer(w, s, m.stream)
@@ -564,9 +562,7 @@ def declare_lost(w: Row, transmission: int) -> None:
     r = transmissions_of(w)[transmission]
     m = messages_of(w)[r.message]
     s = streams_of(w)[m.stream]
-    unlink_transmission(w, s, r.queue, transmission)
-    s.in_flight -= 1
-    m.in_flight -= 1
+    take_from_flight(w, s, m, transmission)
     counts_of(w)[EngineCounter.DECLARED_LOST] += 1
     cell = m.offset + r.index
     state = states[cell]
@@ -580,10 +576,12 @@ def declare_lost(w: Row, transmission: int) -> None:
 
 
 @call
-def retransmit_in_flight(w: Row, s: Row, transmission: int) -> None:
-    """Retransmit a packet in flight that its caller has stopped counting as such."""
-    unlink_transmission(w, s, transmissions_of(w)[transmission].queue, transmission)
-    queue_retransmission(w, s, transmission)
+def lose(w: Row, port: int, transmission: int, now: int) -> None:
+    """Declare a packet in flight lost, and do what its message may have waited for with it."""
+    message = transmissions_of(w)[transmission].message
+    declare_lost(w, transmission)
+    probe_receiver(w, port, message, now)
+    close_message(w, message)
 
 
 @call
@@ -666,7 +664,6 @@ def stream_timer(w: Row, port: int, stream: int, now: int) -> Number:
 @call
 def time_out_stream(w: Row, port: int, stream: int, now: int) -> None:
     """Declare everything lost that is in flight."""
-    transmissions = transmissions_of(w)
     s = streams_of(w)[stream]
     t = transports_of(w)[s.transport]
     counts_of(w)[EngineCounter.TIMEOUTS] += 1
@@ -677,10 +674,7 @@ def time_out_stream(w: Row, port: int, stream: int, now: int) -> None:
         s.credit += max(1, s.in_flight)
     for queue in range(PORT_QUEUES):
         while s.first[queue] >= 0:
-            other = transmissions[s.first[queue]].message
-            declare_lost(w, s.first[queue])
-            probe_receiver(w, port, other, now)
-            close_message(w, other)
+            lose(w, port, s.first[queue], now)
     if s.probe_mode != 0 and awaits_reply(s, t):
         send_flow_probe(w, port, stream)
         restart_timers(s, t, now)
@@ -723,6 +717,5 @@ def probe_tail(w: Row, stream: int, now: int) -> None:
                 latest = transmission
         s.tail_message = transmissions[latest].message
         s.tail_index = transmissions[latest].index
-        s.in_flight -= 1
-        messages_of(w)[s.tail_message].in_flight -= 1
-        retransmit_in_flight(w, s, latest)
+        take_from_flight(w, s, messages_of(w)[s.tail_message], latest)
+        queue_retransmission(w, s, latest)
