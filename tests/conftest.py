@@ -16,16 +16,25 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def is_fast(path: str, lines: list[str]) -> bool:
+LINES = [line for line in (HERE / "fast.txt").read_text().splitlines() if not line.startswith("#")]
+
+
+def is_fast(path: Path) -> bool:
     """Return whether a module is among the fast ones; the last line that matches its path decides."""
-    matching = [line for line in lines if fnmatch.fnmatch(path, line.removeprefix("!"))]
+    name = path.relative_to(HERE).as_posix() if path.is_relative_to(HERE) else ""
+    matching = [line for line in LINES if fnmatch.fnmatch(name, line.removeprefix("!"))]
     return bool(matching) and not matching[-1].startswith("!")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave the other modules unread where only fast ones are asked for: reading them takes longer than these tests."""
+    only_fast = config.option.markexpr == "fast" and collection_path.name.startswith("test_")
+    return True if only_fast and not is_fast(collection_path) else None
+
+
 def pytest_collection_modifyitems(items):
-    lines = [line for line in (HERE / "fast.txt").read_text().splitlines() if not line.startswith("#")]
     for item in items:
-        if item.path.is_relative_to(HERE) and is_fast(item.path.relative_to(HERE).as_posix(), lines):
+        if is_fast(item.path):
             item.add_marker(pytest.mark.fast)
 
 

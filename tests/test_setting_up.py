@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make` does to the system: it says what it installs before it does, and leaves it alone if told to."""
+"""What `make` and `pip` do to a system: they say what they install, and leave alone what is somebody else's."""
 
 import os
+import shutil
 import subprocess
+import venv
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-PACKAGES = Path(__file__).parents[1] / ".ci" / "packages"
+import dlcp
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ROOT / ".ci" / "packages"
 
 
 @pytest.fixture
@@ -74,5 +80,89 @@ def test_a_system_that_has_everything_is_left_alone(system):
 
 def test_whoever_sets_up_or_runs_uses_this_script_alone():
     for name in (".ci/set-up", ".ci/set-up-framework", "Makefile"):
-        assert "apt-get install -" not in (PACKAGES.parents[1] / name).read_text()
+        assert "apt-get install -" not in (ROOT / name).read_text()
     assert os.access(PACKAGES, os.X_OK)
+
+
+@pytest.fixture(scope="module")
+def bystanders(tmp_path_factory):
+    """An environment with DLCP and, installed before it, other packages called ``sim`` and ``controller``."""
+    pytest.importorskip("setuptools", minversion="77", reason="building takes setuptools 77")
+    folder = tmp_path_factory.mktemp("bystanders")
+    source = folder / "source"
+    ignore = shutil.ignore_patterns("*.so", "__pycache__", "data")
+    for name in ("dlcp", "controller", "sim", "p4", "docs", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignore)
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    venv.create(folder / "venv", with_pip=False)
+    python = folder / "venv" / "bin" / "python"
+    ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = Path(subprocess.run(ask, check=True, capture_output=True, text=True, timeout=60).stdout.strip())
+    for name in ("sim", "controller"):
+        (packages / name).mkdir()
+        (packages / name / "__init__.py").write_text("OWNER = 'somebody else'\n")
+    # What DLCP and its build need comes from where this environment has it, but DLCP itself does not.
+    found = {str(Path(find_spec(name).origin).parents[1]) for name in ("pip", "setuptools", "numpy")}
+    (packages / "environment.pth").write_text("\n".join(sorted(found)))
+    install = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-build-isolation",
+        "--no-deps",
+        "--no-index",
+        "--ignore-installed",
+    ]
+    done = subprocess.run([*install, source], capture_output=True, text=True, timeout=200, cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+    def run(*words):
+        environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+        return subprocess.run(
+            [str(folder / "venv" / "bin" / words[0]), *words[1:]],
+            capture_output=True, text=True, timeout=100, cwd=folder, env=environment,
+        )  # fmt: skip
+
+    return packages, run
+
+
+def test_an_installation_overwrites_nobodys_packages(bystanders):
+    packages, run = bystanders
+    for name in ("sim", "controller"):
+        assert [path.name for path in (packages / name).iterdir() if path.name != "__pycache__"] == ["__init__.py"]
+        assert run("python", "-c", f"import {name}; print({name}.OWNER)").stdout == "somebody else\n"
+    assert not {"tests", "p4", "docs"} & {path.name for path in packages.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--version"], dlcp.__version__),
+        (["sim", "--help"], "usage: dlcp sim"),
+        (["fabric", "--help"], "usage: dlcp fabric"),
+        (["testbed", "--help"], "usage: dlcp testbed"),
+    ],
+)
+def test_commands_work_once_installed(bystanders, words, expected):
+    _, run = bystanders
+    done = run("dlcp", *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert expected in done.stdout
+
+
+def test_the_compiled_program_and_the_library_are_installed(bystanders):
+    packages, run = bystanders
+    code = (
+        "import dlcp.native, dlcp.switch as switch;"
+        "program = switch.Program.load(switch.PROGRAM_FOLDER / 'dlcp.json');"
+        "print(dlcp.native.LIBRARY, switch.PROGRAM_FOLDER, len(program.tables))"
+    )
+    done = run("python", "-c", code)
+    assert done.returncode == 0, done.stderr
+    library, folder, tables = done.stdout.split()
+    assert Path(library).is_relative_to(packages)
+    assert Path(folder).is_relative_to(packages)
+    assert int(tables) > 5
