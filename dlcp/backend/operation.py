@@ -6,12 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from dlcp.collectives.shards import COPY_BYTES_PER_S, PATIENCE_S
 from dlcp.transport import TransportError
-
-PATIENCE_S = 0.002
-"""So long the last confirmations of what was lent are waited for before it is copied. Chosen by us."""
-COPY_BYTES_PER_S = 1e9
-"""At which memory is copied, about. What takes long to copy is waited for as long again."""
 
 Later = Callable[[float, Callable[[], None]], None]
 
@@ -39,7 +35,7 @@ class Operation:
         self._lock = threading.Lock()
         self._open = 1
         self._ended = False
-        self._lent: dict[int, tuple[int, Callable[[], None]]] = {}
+        self._sent_in_place: dict[int, tuple[int, Callable[[], None]]] = {}
         self._serial = 0
 
     def __enter__(self) -> "Operation":
@@ -73,15 +69,15 @@ class Operation:
 
         part.add_done_callback(on_done)
 
-    def lend(self, sending: "Future[Any]", size: int, take_back: Callable[[], None]) -> None:
+    def send_in_place(self, sending: "Future[Any]", size: int, detach: Callable[[], None]) -> None:
         """Stay open until ``sending`` is done or, if it takes longer than all else, memory of ``size`` bytes is copied.
 
-        ``take_back`` lets what is left be sent from a copy. It is called in the endpoint's thread.
+        ``detach`` lets what is left be sent from a copy. It is called in the endpoint's thread.
         """
         with self._lock:
             self._serial += 1
             serial = self._serial
-            self._lent[serial] = size, take_back
+            self._sent_in_place[serial] = size, detach
 
         def on_done(future: "Future[Any]") -> None:
             error = future.exception()
@@ -89,7 +85,7 @@ class Operation:
                 self.fail(error)
                 return
             with self._lock:
-                self._lent.pop(serial, None)
+                self._sent_in_place.pop(serial, None)
                 over = self._is_over()
             if over:
                 self.done.set_result(None)
@@ -121,25 +117,25 @@ class Operation:
         with self._lock:
             self._open -= 1
             over = self._is_over()
-            size = 0 if self._open or self._ended else sum(size for size, _ in self._lent.values())
+            size = 0 if self._open or self._ended else sum(size for size, _ in self._sent_in_place.values())
         if over:
             self.done.set_result(None)
         elif size and self._later:
-            self._later(PATIENCE_S + 2 * size / COPY_BYTES_PER_S, self._take_back)
+            self._later(PATIENCE_S + 2 * size / COPY_BYTES_PER_S, self._detach)
 
     def _is_over(self) -> bool:
         """Claim the end, if it has come. For one who holds the lock."""
-        over = not (self._open or self._lent or self._ended)
+        over = not (self._open or self._sent_in_place or self._ended)
         self._ended |= over
         return over
 
-    def _take_back(self) -> None:
+    def _detach(self) -> None:
         with self._lock:
-            lent = [] if self._ended else list(self._lent.values())
-        for _, take_back in lent:
-            take_back()
+            unconfirmed = [] if self._ended else list(self._sent_in_place.values())
+        for _, detach in unconfirmed:
+            detach()
         with self._lock:
-            self._lent.clear()
+            self._sent_in_place.clear()
             over = self._is_over()
         if over:
             self.done.set_result(None)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages from one rank to another, found by tag, in the order in which they were sent.
 
-Nobody knows beforehand when such a message comes. So an envelope announces each: a message that fits into one packet is
-in it, and of any other it says where to find it. The receiver takes envelopes whenever they come, and a message once
-somebody asks for it.
+No receiver knows beforehand when such a message comes. So a header precedes each. A message that fits into one packet
+with its header goes *eagerly*, along with it; of any other the header says which message will follow (*rendezvous*).
+Headers are received whenever they come. One that no posted receive matches waits in the unexpected queue.
 """
 
 import struct
@@ -32,19 +32,19 @@ from dlcp.transport import (
     TransportError,
 )
 
-WATCH_EVERY_S: Final = 1.0
-"""How often somebody who waits asks whether the other is alive. Chosen by us, to be small against ``silence_s``."""
+PROBE_EVERY_S: Final = 1.0
+"""How often a posted receive asks whether the sender is alive. Chosen by us, to be small against ``silence_s``."""
 FORGET_AFTER_S: Final = 30.0
-"""So long a message that has been taken is known, so that late packets of it are. Chosen by us: none is as late."""
-_ENVELOPE: Final = struct.Struct(">BQqQ")
+"""How long a complete message stays known, so that late packets of it are recognized. Chosen by us: none is as late."""
+_HEADER: Final = struct.Struct(">BQqQ")
 
 
 class _Kind(IntEnum):
-    """What an envelope is for."""
+    """What a header is for."""
 
     CONTENT = 0
-    WATCH = 1
-    """Nothing: only to be confirmed by a rank that lives."""
+    PROBE = 1
+    """Nothing but to be confirmed, by a rank that is alive."""
 
 
 class _Stamp(NamedTuple):
@@ -55,17 +55,17 @@ class _Stamp(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Outbox:
-    """What goes to one rank."""
+class _SendState:
+    """What is sent to one rank."""
 
     stamp: _Stamp = field(default_factory=lambda: _Stamp(0, 0))
     order: int = 0
     unconfirmed: dict[_Stamp, int] = field(default_factory=dict)
-    watching: bool = False
+    probing: bool = False
 
 
-class _Letter(NamedTuple):
-    """A message that an envelope has announced; ``content`` is that of a short one."""
+class _Header(NamedTuple):
+    """The header of a message; ``content`` is that of an eager one."""
 
     source: int
     key: MessageKey
@@ -75,8 +75,8 @@ class _Letter(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Wanted:
-    """Somebody waits for a message."""
+class _PostedReceive:
+    """A receive that no header has matched."""
 
     source: int | None
     tag: int
@@ -85,11 +85,11 @@ class _Wanted:
     answer: "Future[int]"
     deadline_s: float
 
-    def fits(self, letter: _Letter) -> bool:
-        return self.tag == letter.tag and self.source in (None, letter.source)
+    def matches(self, header: _Header) -> bool:
+        return self.tag == header.tag and self.source in (None, header.source)
 
 
-class Mailbox:
+class PointToPoint:
     """Point-to-point messages of one rank. Its methods may be called from any thread.
 
     Parameters
@@ -117,40 +117,40 @@ class Mailbox:
         self._endpoint, self._where, self._on_failure = endpoint, where, on_failure
         self._peers, self._step = peers, step
         self._lock = threading.Lock()
-        self._outboxes: dict[int, _Outbox] = {}
-        self._early: dict[int, dict[int, _Letter]] = {}
+        self._send_states: dict[int, _SendState] = {}
+        self._early: dict[int, dict[int, _Header]] = {}
         """Letters by source and order whose predecessors are still on their way."""
         self._next_order: dict[int, int] = {}
-        self._taken: deque[tuple[float, int, MessageKey]] = deque()
+        self._complete: deque[tuple[float, int, MessageKey]] = deque()
         """When each message was complete, its source and its key."""
-        self._unclaimed: list[_Letter] = []
-        self._wanted: list[_Wanted] = []
+        self._unexpected: list[_Header] = []
+        self._posted: list[_PostedReceive] = []
         self._under_way: set[Operation] = set()
-        self._watching = False
+        self._probing = False
         self._failure: TransportError | None = None
         endpoint.call(partial(setattr, endpoint, "on_unexpected", self._on_unexpected))
 
     def send(self, data: memoryview, peer: int, tag: int) -> "Future[None]":
-        """Send a message; done when the other has taken it. Until then ``data`` must not change."""
+        """Send a message; done when the other has received it. Until then ``data`` must not change."""
         label = f"message to rank {peer} with tag {tag}"
         operation = Operation(f"{self._where}: {label}", self._on_failure)
         self._begin(operation, partial(self._send, operation, data, peer, tag, label))
         return operation.done
 
     def receive(self, data: memoryview, peer: int | None, tag: int) -> "Future[int]":
-        """Wait for the oldest unclaimed message of this tag, from one rank or any; done with the rank it is from."""
+        """Wait for the oldest unexpected message of this tag, from one rank or any; done with the rank it is from."""
         sender = "any rank" if peer is None else f"rank {peer}"
         operation = Operation(f"{self._where}: message from {sender} with tag {tag}", self._on_failure)
         deadline_s = time.monotonic() + self._endpoint.options.deadline_s
-        wanted = _Wanted(peer, tag, data, operation, Future(), deadline_s)
-        operation.done.add_done_callback(partial(_pass_error, wanted.answer))
-        self._begin(operation, partial(self._want, wanted))
-        return wanted.answer
+        posted = _PostedReceive(peer, tag, data, operation, Future(), deadline_s)
+        operation.done.add_done_callback(partial(_pass_error, posted.answer))
+        self._begin(operation, partial(self._post_receive, posted))
+        return posted.answer
 
-    def floor(self, peer: int) -> int:
+    def lowest_step(self, peer: int) -> int:
         """Return the lowest step of a message that may still be on its way to a rank, now or later."""
-        outbox = self._outboxes.get(peer)
-        return min([self._step(), *(stamp.step for stamp in outbox.unconfirmed)] if outbox else [self._step()])
+        state = self._send_states.get(peer)
+        return min([self._step(), *(stamp.step for stamp in state.unconfirmed)] if state else [self._step()])
 
     def fail(self, error: TransportError) -> None:
         """End everything that waits, and everything asked for from now on, with ``error``."""
@@ -183,34 +183,34 @@ class Mailbox:
     # Sending ----------------------------------------------------------------------------------------------------------
 
     def _send(self, operation: Operation, data: memoryview, peer: int, tag: int, label: str) -> None:
-        outbox = self._outboxes.setdefault(peer, _Outbox())
-        order, outbox.order = outbox.order, outbox.order + 1
-        envelope = _ENVELOPE.pack(_Kind.CONTENT, order, tag, len(data))
-        inside = len(envelope) + len(data) <= self._endpoint.options.payload_bytes
-        stamp = self._post(peer, outbox, operation, envelope + (bytes(data) if inside else b""), label)
+        state = self._send_states.setdefault(peer, _SendState())
+        order, state.order = state.order, state.order + 1
+        packed = _HEADER.pack(_Kind.CONTENT, order, tag, len(data))
+        inside = len(packed) + len(data) <= self._endpoint.options.payload_bytes
+        stamp = self._send_header(peer, state, operation, packed + (bytes(data) if inside else b""), label)
         if not inside:
-            self._dispatch(peer, outbox, operation, stamp, 1, data, label)
+            self._send_message(peer, state, operation, stamp, 1, data, label)
 
-    def _post(self, peer: int, outbox: _Outbox, operation: Operation, envelope: bytes, label: str) -> _Stamp:
-        step, slot = outbox.stamp
+    def _send_header(self, peer: int, state: _SendState, operation: Operation, packed: bytes, label: str) -> _Stamp:
+        step, slot = state.stamp
         if self._step() > step:
             step, slot = self._step(), 0
         elif slot == POINT_TO_POINT_SLOTS:
             step, slot = step + 1, 0
         stamp = _Stamp(step, slot)
-        outbox.stamp = _Stamp(step, slot + 1)
-        self._dispatch(peer, outbox, operation, stamp, 0, memoryview(envelope), label)
+        state.stamp = _Stamp(step, slot + 1)
+        self._send_message(peer, state, operation, stamp, 0, memoryview(packed), label)
         return stamp
 
-    def _dispatch(
-        self, peer: int, outbox: _Outbox, operation: Operation, stamp: _Stamp, part: int, data: memoryview, label: str
+    def _send_message(
+        self, peer: int, state: _SendState, operation: Operation, stamp: _Stamp, part: int, data: memoryview, label: str
     ) -> None:
-        outbox.unconfirmed[stamp] = outbox.unconfirmed.get(stamp, 0) + 1
+        state.unconfirmed[stamp] = state.unconfirmed.get(stamp, 0) + 1
 
         def on_confirmed(_: object) -> None:
-            outbox.unconfirmed[stamp] -= 1
-            if not outbox.unconfirmed[stamp]:
-                del outbox.unconfirmed[stamp]
+            state.unconfirmed[stamp] -= 1
+            if not state.unconfirmed[stamp]:
+                del state.unconfirmed[stamp]
 
         key = MessageKey(stamp.step, point_to_point_number(stamp.slot, part))
         tags = plain_tags(-(-len(data) // self._endpoint.options.payload_bytes))
@@ -221,101 +221,101 @@ class Mailbox:
     def _on_unexpected(self, source: int, key: MessageKey) -> None:
         if key.message < POINT_TO_POINT.first or key.message % 2:
             return
-        arriving = self._endpoint.receive(ReceiveRequest(source, key, None, RELIABLE, f"envelope from rank {source}"))
-        operation = Operation(f"{self._where}: envelope from rank {source}", self._on_failure)
+        arriving = self._endpoint.receive(ReceiveRequest(source, key, None, RELIABLE, f"header from rank {source}"))
+        operation = Operation(f"{self._where}: packed from rank {source}", self._on_failure)
         with operation:
-            operation.wait_for(arriving, partial(self._on_envelope, source, key))
+            operation.wait_for(arriving, partial(self._on_header, source, key))
 
-    def _on_envelope(self, source: int, key: MessageKey, arrival: Arrival) -> None:
-        self._note_taken(source, key)
-        envelope = arrival.payload.tobytes()
-        kind, order, tag, size = _ENVELOPE.unpack_from(envelope)
-        if kind == _Kind.WATCH or order < self._next_order.get(source, 0):
+    def _on_header(self, source: int, key: MessageKey, arrival: Arrival) -> None:
+        self._note_complete(source, key)
+        packed = arrival.payload.tobytes()
+        kind, order, tag, size = _HEADER.unpack_from(packed)
+        if kind == _Kind.PROBE or order < self._next_order.get(source, 0):
             return
         early = self._early.setdefault(source, {})
-        content = envelope[_ENVELOPE.size :]
-        early[order] = _Letter(source, MessageKey(key.step, key.message + 1), tag, size, content)
-        while (letter := early.pop(self._next_order.get(source, 0), None)) is not None:
+        content = packed[_HEADER.size :]
+        early[order] = _Header(source, MessageKey(key.step, key.message + 1), tag, size, content)
+        while (header := early.pop(self._next_order.get(source, 0), None)) is not None:
             self._next_order[source] = self._next_order.get(source, 0) + 1
-            self._deliver(letter)
+            self._deliver(header)
 
-    def _deliver(self, letter: _Letter) -> None:
-        for wanted in self._wanted:
-            if wanted.fits(letter):
-                self._wanted.remove(wanted)
-                self._open(wanted, letter)
+    def _deliver(self, header: _Header) -> None:
+        for posted in self._posted:
+            if posted.matches(header):
+                self._posted.remove(posted)
+                self._accept(posted, header)
                 return
-        self._unclaimed.append(letter)
+        self._unexpected.append(header)
 
-    def _want(self, wanted: _Wanted) -> None:
-        wanted.operation.hold()  # until a letter has been opened
-        for letter in self._unclaimed:
-            if wanted.fits(letter):
-                self._unclaimed.remove(letter)
-                self._open(wanted, letter)
+    def _post_receive(self, posted: _PostedReceive) -> None:
+        posted.operation.hold()  # until a header has been opened
+        for header in self._unexpected:
+            if posted.matches(header):
+                self._unexpected.remove(header)
+                self._accept(posted, header)
                 return
-        self._wanted.append(wanted)
-        self._keep_watch()
+        self._posted.append(posted)
+        self._schedule_probe()
 
-    def _open(self, wanted: _Wanted, letter: _Letter) -> None:
+    def _accept(self, posted: _PostedReceive, header: _Header) -> None:
         def on_done(done: "Future[None]") -> None:
             if done.exception() is None:
-                wanted.answer.set_result(letter.source)
+                posted.answer.set_result(header.source)
 
-        wanted.operation.done.add_done_callback(on_done)
-        label = f"message from rank {letter.source} with tag {letter.tag}"
-        with wanted.operation:
-            if letter.size != len(wanted.data):
-                raise MessageMismatchError(f"rank {letter.source} sends {letter.size} bytes, not {len(wanted.data)}")
-            if len(letter.content) == letter.size:
-                wanted.data[:] = letter.content
+        posted.operation.done.add_done_callback(on_done)
+        label = f"message from rank {header.source} with tag {header.tag}"
+        with posted.operation:
+            if header.size != len(posted.data):
+                raise MessageMismatchError(f"rank {header.source} sends {header.size} bytes, not {len(posted.data)}")
+            if len(header.content) == header.size:
+                posted.data[:] = header.content
             else:
-                content = ReceiveRequest(letter.source, letter.key, letter.size, RELIABLE, label, into=wanted.data)
-                wanted.operation.wait_for(
+                content = ReceiveRequest(header.source, header.key, header.size, RELIABLE, label, into=posted.data)
+                posted.operation.wait_for(
                     self._endpoint.receive(content),
-                    lambda _: self._note_taken(letter.source, letter.key),
+                    lambda _: self._note_complete(header.source, header.key),
                 )
 
-    def _note_taken(self, source: int, key: MessageKey) -> None:
+    def _note_complete(self, source: int, key: MessageKey) -> None:
         """Let the endpoint forget what was complete long ago: without collectives no horizon would ever do so."""
         now_s = time.monotonic()
-        self._taken.append((now_s, source, key))
-        while self._taken and self._taken[0][0] < now_s - FORGET_AFTER_S:
-            _, peer, old = self._taken.popleft()
+        self._complete.append((now_s, source, key))
+        while self._complete and self._complete[0][0] < now_s - FORGET_AFTER_S:
+            _, peer, old = self._complete.popleft()
             self._endpoint.forget(peer, old)
 
     # Waiting ----------------------------------------------------------------------------------------------------------
 
-    def _keep_watch(self) -> None:
-        if not self._watching:
-            self._watching = True
-            self._endpoint.call_later(WATCH_EVERY_S, self._watch)
+    def _schedule_probe(self) -> None:
+        if not self._probing:
+            self._probing = True
+            self._endpoint.call_later(PROBE_EVERY_S, self._probe)
 
-    def _watch(self) -> None:
+    def _probe(self) -> None:
         """Ask those who are waited for whether they live: one who does not confirm it is found to be silent."""
-        self._watching = False
-        self._wanted = [wanted for wanted in self._wanted if not wanted.operation.done.done()]
-        if not self._wanted or self._failure:
+        self._probing = False
+        self._posted = [posted for posted in self._posted if not posted.operation.done.done()]
+        if not self._posted or self._failure:
             return
         now_s = time.monotonic()
-        late = [wanted for wanted in self._wanted if now_s >= wanted.deadline_s]
-        sources = {wanted.source for wanted in self._wanted}
+        late = [posted for posted in self._posted if now_s >= posted.deadline_s]
+        sources = {posted.source for posted in self._posted}
         for peer in self._peers if None in sources else sources:
             assert peer is not None
-            self._ask(peer)
-        self._keep_watch()
-        for wanted in late:
-            wanted.operation.fail(DeadlineError(f"nothing came in {self._endpoint.options.deadline_s:.1f} s"))
+            self._probe_peer(peer)
+        self._schedule_probe()
+        for posted in late:
+            posted.operation.fail(DeadlineError(f"nothing came in {self._endpoint.options.deadline_s:.1f} s"))
 
-    def _ask(self, peer: int) -> None:
-        outbox = self._outboxes.setdefault(peer, _Outbox())
-        if outbox.watching:
+    def _probe_peer(self, peer: int) -> None:
+        state = self._send_states.setdefault(peer, _SendState())
+        if state.probing:
             return
-        outbox.watching = True
+        state.probing = True
         operation = Operation(f"{self._where}: waiting for a message from rank {peer}", self._on_failure)
-        operation.done.add_done_callback(lambda _: setattr(outbox, "watching", False))
+        operation.done.add_done_callback(lambda _: setattr(state, "probing", False))
         with operation:
-            self._post(peer, outbox, operation, _ENVELOPE.pack(_Kind.WATCH, 0, 0, 0), f"a message from rank {peer}")
+            self._send_header(peer, state, operation, _HEADER.pack(_Kind.PROBE, 0, 0, 0), f"a message from rank {peer}")
 
 
 def _pass_error(answer: "Future[int]", done: "Future[None]") -> None:

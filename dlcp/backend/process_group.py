@@ -1,323 +1,178 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a group's collectives: their numbers, what becomes of them, and when they are over for good."""
+"""Collectives of a group of ranks over one endpoint, on raw bytes: everything arrives whole unless a loss is allowed.
 
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+Collectives are numbered in the order in which they are issued, which must be the same on all ranks; the number is the
+step of their messages. So any number of them can be under way, and none waits for another.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
-import numpy as np
-
-from dlcp.backend.arithmetic import Arithmetic
-from dlcp.backend.operation import Operation
-from dlcp.backend.point_to_point import Mailbox
-from dlcp.collectives.message_numbers import collective_number, horizon_number
-from dlcp.dtypes import ValueType
-from dlcp.ledger import Ledger
-from dlcp.tags import Layer, PacketTags, Segment, Tagger, plain_tags
-from dlcp.transport import (
-    RELIABLE,
-    Arrival,
-    Delivery,
-    Endpoint,
-    LossBound,
-    MessageKey,
-    ReceiveRequest,
-    SendRequest,
-    TransportError,
-)
-
-EAGER_BYTES = 16 << 10
-"""What is as small as this is sent from a copy, and need not be confirmed for a collective to end. Chosen by us."""
-HORIZON_EVERY = 256
-"""Every so many collectives the ranks tell each other which messages are over for good. Chosen by us."""
-RANKS_MAX = 2048
-"""So many have a message number of their own in every round of a collective."""
+from dlcp.backend.channel import EAGER_BYTES, AllowedLoss, Channel, Collective, copy_bytes
+from dlcp.backend.elementwise_ops import ElementwiseOp
+from dlcp.backend.reduce import Reduction
+from dlcp.collectives.bucket import ALL_GATHER, REDUCE_SCATTER
+from dlcp.collectives.shards import binomial_tree, shard_bounds
 
 
-@dataclass(slots=True)
-class AllowedLoss:
-    """What contributions to a reduction may lose, and where it is entered.
+class Collectives(Channel):
+    """All collectives of one rank with its group. Its methods may be called from any thread, and return at once.
 
-    There is no error feedback: nothing tells that a tensor is the one that was reduced in the last step. What is lost
-    is made up for by scaling the sum of those who delivered.
+    Buffers are contiguous memoryviews of bytes; those given to be sent must not change, and those given to be written
+    not be read, until the operation's future is done. That is when what this rank waits for has come, and what it gives
+    is with the others or has been copied: a failure of theirs may only show in a later collective.
     """
 
-    bound: LossBound
-    tagger: Tagger = field(default_factory=Tagger)
-    ledger: Ledger = field(default_factory=Ledger)
-    least_values: int = 1024
-    """Smaller buffers arrive whole: they are cheap, and more often a norm or a count than a gradient."""
+    # Moving bytes -----------------------------------------------------------------------------------------------------
 
+    def barrier(self) -> "Future[None]":
+        """Be done when all ranks have come this far: in round k each learns of 2**k ranks more."""
+        collective = self.start("barrier")
+        token = memoryview(bytearray(1))
+        rounds = (self.ranks - 1).bit_length()
 
-@dataclass(slots=True)
-class Run:
-    """A collective that has been issued."""
+        def confirmed() -> None:
+            pass
 
-    number: int
-    operation: Operation
-    label: str
-    loss: AllowedLoss | None
-    arithmetic: Arithmetic | None
-
-
-class Channel:
-    """What one rank's collectives send to and receive from its group. Its methods may be called from any thread.
-
-    A collective that fails ends the whole group: the other ranks are told, and everything under way and to come fails
-    with that error.
-
-    Parameters
-    ----------
-    endpoint
-        This rank's endpoint; closed by :meth:`close`.
-    ranks
-        How many ranks there are, 0 to ``ranks - 1``.
-    name
-        The group's name, for error messages.
-    """
-
-    def __init__(self, endpoint: Endpoint, ranks: int, name: str) -> None:
-        if ranks > RANKS_MAX:
-            raise ValueError(f"group {name} has {ranks} ranks; messages can be numbered for {RANKS_MAX}")
-        self.endpoint = endpoint
-        self.rank, self.ranks, self.name = endpoint.rank, ranks, name
-        self.peers = [rank for rank in range(ranks) if rank != self.rank]
-        self._lock = threading.RLock()
-        self._next = 0
-        self._failure: TransportError | None = None
-        self._under_way: dict[int, Operation] = {}
-        self._floors: dict[int, int] = dict.fromkeys(self.peers, 0)
-        self._unconfirmed = 0
-        """Parts that peers have not confirmed."""
-        self._adder = ThreadPoolExecutor(1, f"dlcp-{name}-add")
-        where = f"group {name}, rank {self.rank}"
-        self.mailbox = Mailbox(endpoint, where, self._fail, self.peers, lambda: self._next)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a collective is under way."""
-        return bool(self._under_way)
-
-    def close(self, reason: str | None = None) -> None:
-        """End; without a ``reason`` once the peers have what they wait for, with one after telling them of it."""
-        end_s = time.monotonic() + self.endpoint.options.silence_s
-        while reason is None and self._unconfirmed and not self._failure and time.monotonic() < end_s:
-            time.sleep(0.002)
-        self.endpoint.close(reason)
-        self._fail(TransportError(f"group {self.name}, rank {self.rank}: the group has been closed"))
-        self._adder.shutdown(wait=True, cancel_futures=True)
-
-    def start(
-        self, what: str, loss: AllowedLoss | None = None, arithmetic: Arithmetic | None = None, size: int = 0
-    ) -> Run:
-        """Give a collective its number; a reduction of ``size`` bytes may lose what ``loss`` allows and it bears."""
-        if loss and arithmetic:
-            values = size // arithmetic.storage.itemsize
-            if not arithmetic.bears_loss or values < loss.least_values or loss.bound.ratio == 0:
-                loss = None
-        with self._lock:
-            number = self._next
-            self._next += 1
-            where = f"group {self.name}, rank {self.rank}: {what} number {number}"
-            operation = Operation(where, self._fail, self._later)
-            run = Run(number, operation, f"{what} number {number} of group {self.name}", loss, arithmetic)
-            if self._failure:
-                operation.fail(self._failure)
-            else:
-                self._under_way[number] = operation
-                operation.done.add_done_callback(lambda _: self._end(number))
-        if number % HORIZON_EVERY == HORIZON_EVERY - 1:
-            self.call(partial(self._tell_horizon, number))
-        return run
-
-    def begin(self, run: Run, action: Callable[[], None]) -> None:
-        """Do a collective's first things in the endpoint's thread, where all that follows is done, too."""
-        run.operation.hold()
-
-        def act() -> None:
-            with run.operation:
-                action()
-
-        self.call(act, run.operation)
-
-    def aside(self, run: Run, function: Callable[[], None], then: Callable[[], None]) -> None:
-        """Do what takes long in a thread for such things, one after the other, and ``then`` in the endpoint's."""
-        run.operation.hold()
-
-        def conclude(done: "Future[None]") -> None:
-            with run.operation:
-                done.result()
-                then()
-
-        self._adder.submit(function).add_done_callback(lambda done: self.call(partial(conclude, done), run.operation))
-
-    def call(self, action: Callable[[], None], operation: Operation | None = None) -> None:
-        """Do something in the endpoint's thread. If that has ended, an operation fails that needs it."""
-        try:
-            self.endpoint.call(action)
-        except TransportError as error:
-            if operation:
-                operation.fail(error)
-
-    # Parts of collectives, for the endpoint's thread ------------------------------------------------------------------
-
-    def send_part(
-        self,
-        run: Run,
-        peer: int,
-        phase: int,
-        data: memoryview,
-        *,
-        then: Callable[[], None] | None = None,
-        lossy: bool = False,
-        own: bool = False,
-    ) -> None:
-        """Send a part of a collective, whole or, if ``lossy``, within its bound; an empty one is not sent.
-
-        Parameters
-        ----------
-        then
-            Called once the peer has it, which the collective then waits for. Else it may end before.
-        own
-            The data is the collective's own, and changes no more.
-        """
-        if run.operation.done.done():
-            return
-        if not len(data):
-            if then:
-                then()
-            return
-        operation, size = run.operation, len(data)
-        copied = size <= EAGER_BYTES and not (own or then or lossy)
-        if copied:
-            data = memoryview(bytes(data))
-        key = MessageKey(run.number, collective_number(phase, peer, self.ranks))
-        tags, bound = (self._lossy_tags(run, data), run.loss.bound) if lossy and run.loss else (None, RELIABLE)
-        sending = self.endpoint.send(SendRequest(peer, key, data, tags or self._plain_tags(size), bound, run.label))
-        self._unconfirmed += 1
-
-        def on_delivery(delivery: Delivery) -> None:
-            if tags and run.loss:
-                run.loss.ledger.record(key, peer, run.label, tags, bound, delivery)
-            if then:
-                then()
-
-        if tags or then:
-            operation.wait_for(sending, on_delivery)
-        elif own or copied:
-            operation.watch(sending)
-        else:
-            operation.lend(sending, size, partial(self.endpoint.detach, peer, key))
-        sending.add_done_callback(self._on_confirmed)
-
-    def receive_part(
-        self, run: Run, peer: int, phase: int, data: memoryview, then: Callable[[], None] | None = None
-    ) -> None:
-        """Let a part of a collective come whole into ``data``, and call ``then``; an empty one is there at once."""
-
-        def on_arrival(_: Arrival) -> None:
-            if then:
-                then()
-
-        if len(data):
-            self.receive_arrival(run, peer, phase, len(data), RELIABLE, on_arrival, into=data)
-        elif then:
-            then()
-
-    def receive_arrival(
-        self,
-        run: Run,
-        peer: int,
-        phase: int,
-        size: int,
-        bound: LossBound,
-        then: Callable[[Arrival], None],
-        **place: Any,
-    ) -> None:
-        """Wait for a part of a collective, and call ``then`` with what arrived of it.
-
-        ``place`` says where it goes, as in :class:`ReceiveRequest`.
-        """
-        if not run.operation.done.done():
-            key = MessageKey(run.number, collective_number(phase, self.rank, self.ranks))
-            request = ReceiveRequest(peer, key, size, bound, run.label, **place)
-            run.operation.wait_for(self.endpoint.receive(request), then)
-
-    def _on_confirmed(self, _: object) -> None:
-        self._unconfirmed -= 1
-
-    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
-        self.call(partial(self.endpoint.call_later, delay_s, action))
-
-    def _plain_tags(self, size: int) -> PacketTags:
-        return plain_tags(-(-size // self.endpoint.options.payload_bytes))
-
-    def _lossy_tags(self, run: Run, data: memoryview) -> PacketTags:
-        assert run.loss
-        assert run.arithmetic
-        value_type = ValueType(run.arithmetic.format_name)
-        values = np.frombuffer(data, value_type.storage)
-        # Buffers of one size are taken for one kind, of which the magnitudes are comparable.
-        layer = Layer(f"{run.operation.where.rsplit(' number', 1)[0]}, {len(values)} values", 128)
-        segment = Segment(layer, 0, len(values))
-        packet = self.endpoint.options.payload_bytes // value_type.storage.itemsize
-        return run.loss.tagger.tag(values, value_type, [segment], packet)
-
-    # What is over -----------------------------------------------------------------------------------------------------
-
-    def _tell_horizon(self, number: int) -> None:
-        """Tell each peer from which step on messages may still come, and learn the same of it.
-
-        What is older than all say is refused from then on, and need not be remembered any longer.
-        """
-        operation = Operation(f"group {self.name}, rank {self.rank}: horizon {number}", self._fail)
-        key = MessageKey(number, horizon_number())
-        label = f"the horizon of group {self.name}"
-
-        def learn(peer: int, arrival: Arrival) -> None:
-            with self._lock:
-                self._floors[peer] = int(arrival.payload.view(">u4")[0])
-                horizon = min([*self._floors.values(), *self._under_way, self._next])
-            self.call(partial(self.endpoint.begin_step, horizon))
-
-        with operation:
-            for peer in self.peers:
-                floor = np.array([self.mailbox.floor(peer)], ">u4").tobytes()
-                operation.wait_for(
-                    self.endpoint.send(SendRequest(peer, key, memoryview(floor), self._plain_tags(4), RELIABLE, label))
-                )
-                operation.wait_for(
-                    self.endpoint.receive(ReceiveRequest(peer, key, 4, RELIABLE, label)), partial(learn, peer)
-                )
-
-    def _end(self, number: int) -> None:
-        with self._lock:
-            del self._under_way[number]
-
-    def _fail(self, error: TransportError) -> None:
-        with self._lock:
-            if self._failure:
+        def enter(number: int) -> None:
+            if number == rounds:
                 return
-            self._failure = error
-            under_way = list(self._under_way.values())
+            distance = 1 << number
+            # Who has left a barrier may end without another word: so the others must know of it before.
+            self.send_part(collective, (self.rank + distance) % self.ranks, number, token, then=confirmed)
+            arrived = memoryview(bytearray(1))
+            self.receive_part(
+                collective, (self.rank - distance) % self.ranks, number, arrived, partial(enter, number + 1)
+            )
 
-        def tell() -> None:
-            self.endpoint.abort(str(error))
-            self.endpoint.fail(error)
+        return self._run(collective, partial(enter, 0))
 
-        self.call(tell)
-        cause = error.__cause__ or error
-        for operation in under_way:
-            operation.fail(cause)
-        self.mailbox.fail(error)
+    def broadcast(self, data: memoryview, root: int) -> "Future[None]":
+        """Give all ranks the root's ``data``: by a binomial tree, or in parts that the ranks pass to each other."""
+        collective = self.start("broadcast")
+        small = self.ranks == 2 or len(data) <= EAGER_BYTES * self.ranks
+        way = self._broadcast_by_tree if small else self._broadcast_in_parts
+        return self._run(collective, partial(way, collective, data, root))
 
+    def _broadcast_by_tree(self, collective: Collective, data: memoryview, root: int) -> None:
+        parent, children = binomial_tree(self.rank, root, self.ranks)
 
-def copy_bytes(source: memoryview, target: memoryview) -> None:
-    """Copy from one buffer to another of the same size, which may be the same."""
-    theirs, ours = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
-    if theirs.ctypes.data != ours.ctypes.data:
-        np.copyto(ours, theirs)
+        def pass_on() -> None:
+            for child in children:
+                self.send_part(collective, child.rank, REDUCE_SCATTER, data)
+
+        if parent:
+            self.receive_part(collective, parent.rank, REDUCE_SCATTER, data, pass_on)
+        else:
+            pass_on()
+
+    def _broadcast_in_parts(self, collective: Collective, data: memoryview, root: int) -> None:
+        shards = shard_bounds(len(data), self.endpoint.options.payload_bytes, dict.fromkeys(range(self.ranks), 1.0))
+        parts = {rank: data[start:stop] for rank, (start, stop) in shards.items()}
+
+        def pass_on() -> None:
+            for peer in self.peers:
+                if peer != root:
+                    self.send_part(collective, peer, ALL_GATHER, parts[self.rank])
+
+        if self.rank == root:
+            for peer in self.peers:
+                self.send_part(collective, peer, REDUCE_SCATTER, parts[peer])
+            pass_on()
+        else:
+            self.receive_part(collective, root, REDUCE_SCATTER, parts[self.rank], pass_on)
+            for peer in self.peers:
+                if peer != root:
+                    self.receive_part(collective, peer, ALL_GATHER, parts[peer])
+            self.receive_part(collective, root, ALL_GATHER, parts[root])
+
+    def all_gather(self, mine: memoryview, parts: Sequence[memoryview]) -> "Future[None]":
+        """Fill ``parts`` with what each rank gives as ``mine``; sizes may differ between ranks."""
+        return self._all_to_all("all_gather", [mine] * self.ranks, parts)
+
+    def gather(self, mine: memoryview, parts: Sequence[memoryview] | None, root: int) -> "Future[None]":
+        """Fill the root's ``parts`` with what each rank gives as ``mine``."""
+        collective = self.start("gather")
+        if self.rank != root:
+            return self._run(collective, partial(self.send_part, collective, root, ALL_GATHER, mine))
+        assert parts is not None
+
+        def receive() -> None:
+            for peer in self.peers:
+                self.receive_part(collective, peer, ALL_GATHER, parts[peer])
+
+        return self._run(collective, receive, partial(copy_bytes, mine, parts[root]))
+
+    def scatter(self, mine: memoryview, parts: Sequence[memoryview] | None, root: int) -> "Future[None]":
+        """Fill each rank's ``mine`` with its part of the root's ``parts``."""
+        collective = self.start("scatter")
+        if self.rank != root:
+            return self._run(collective, partial(self.receive_part, collective, root, REDUCE_SCATTER, mine))
+        assert parts is not None
+
+        def send() -> None:
+            for peer in self.peers:
+                self.send_part(collective, peer, REDUCE_SCATTER, parts[peer])
+
+        return self._run(collective, send, partial(copy_bytes, parts[root], mine))
+
+    def all_to_all(self, given: Sequence[memoryview], parts: Sequence[memoryview]) -> "Future[None]":
+        """Fill ``parts`` with what each rank has in its ``given`` for this one; any of them may be empty."""
+        return self._all_to_all("all_to_all", given, parts)
+
+    def _all_to_all(self, what: str, given: Sequence[memoryview], parts: Sequence[memoryview]) -> "Future[None]":
+        collective = self.start(what)
+
+        def swap() -> None:
+            for distance in range(1, self.ranks):  # each begins with another, so that none is overrun
+                source, target = (self.rank - distance) % self.ranks, (self.rank + distance) % self.ranks
+                self.receive_part(collective, source, ALL_GATHER, parts[source])
+                self.send_part(collective, target, ALL_GATHER, given[target])
+
+        return self._run(collective, swap, partial(copy_bytes, given[self.rank], parts[self.rank]))
+
+    def _run(
+        self, collective: Collective, begin: Callable[[], None], meanwhile: Callable[[], None] | None = None
+    ) -> "Future[None]":
+        """Start a collective; ``meanwhile`` is what the caller's thread has to do for it."""
+        with collective.operation:
+            self.begin(collective, begin)
+            if meanwhile:
+                meanwhile()
+        return collective.operation.done
+
+    # Reductions -------------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, data: memoryview, op: ElementwiseOp, loss: AllowedLoss | None = None) -> "Future[None]":
+        """Reduce ``data`` over all ranks, in place and to the same bits everywhere."""
+        collective = self.start("all_reduce", loss, op, len(data))
+        return self._run(collective, partial(Reduction(self, collective, op).all_reduce, data))
+
+    def reduce(self, data: memoryview, op: ElementwiseOp, root: int, loss: AllowedLoss | None = None) -> "Future[None]":
+        """Reduce ``data`` over all ranks, into the root's; that of the others stays."""
+        collective = self.start("reduce", loss, op, len(data))
+        return self._run(collective, partial(Reduction(self, collective, op).reduce, data, root))
+
+    def reduce_scatter(
+        self,
+        parts: Sequence[memoryview],
+        result: memoryview,
+        op: ElementwiseOp,
+        loss: AllowedLoss | None = None,
+    ) -> "Future[None]":
+        """Reduce each rank's part over all ranks into its ``result``, which may be its own part."""
+        collective = self.start("reduce_scatter", loss, op, sum(map(len, parts)))
+        with collective.operation:
+            Reduction(self, collective, op).reduce_scatter(parts, result)
+        return collective.operation.done
+
+    # Point to point ---------------------------------------------------------------------------------------------------
+
+    def send(self, data: memoryview, peer: int, tag: int) -> "Future[None]":
+        """Send ``data`` to one rank; done when that rank has taken it."""
+        return self.point_to_point.send(data, peer, tag)
+
+    def receive(self, data: memoryview, peer: int | None, tag: int) -> "Future[int]":
+        """Fill ``data`` with the oldest message of that tag, from one rank or, with None, from any; tell from which."""
+        return self.point_to_point.receive(data, peer, tag)

@@ -1,151 +1,256 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions: every rank adds up a shard of what all contribute, and gives the result to those who want it.
+"""Reductions: every rank reduces a shard of what all contribute, and gives the result to those who want it.
 
-Small ones take one hop instead of two: all send everything to all, and each adds up by itself.
+Shards are cut into chunks, so that one is reduced while the next is on its way. Small all-reduces take one hop instead
+of two: all send everything to all, and each reduces by itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
-from dlcp.backend.arithmetic import Arithmetic
-from dlcp.backend.process_group import Channel, Run
-from dlcp.backend.totals import FoldedTotal, Total
-from dlcp.collectives.message_numbers import COLLECTIVES
-from dlcp.collectives.shards import shard_bounds
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.backend.channel import Channel, Collective, copy_bytes
+from dlcp.backend.elementwise_ops import ElementwiseOp, ReduceOp
+from dlcp.collectives.bucket import ALL_GATHER, REDUCE_SCATTER
+from dlcp.collectives.message_numbers import COLLECTIVES as NUMBERS
+from dlcp.collectives.shards import ShardAccumulator, shard_bounds
+from dlcp.transport import RELIABLE, Arrival
 
 SMALL_BYTES: Final = 16 << 10
-"""What is as small as this is added up by one rank, for those that are too many to send everything to all."""
+"""A shard for every rank pays only above this; what is smaller is reduced by one rank."""
 ONE_HOP_BYTES: Final = 64 << 10
-"""The most that all send to all. Chosen by us: all add it up in the endpoint's thread."""
+"""The most that all send to all. Chosen by us: all reduce it in the endpoint's thread."""
 HOP_S: Final = 200e-6
 HOST_BYTES_PER_S: Final = 1e9
 """What a hop takes, and how fast bytes leave a busy host: the order of magnitude on the machines we know."""
-PIECE_BYTES: Final = 8 << 20
-"""A reduction is cut into pieces, so that one is added up while the next is on its way. Chosen by us."""
-SCATTER, GATHER = 0, 1
-"""Phases: to those who add up or pass on, and from them."""
+CHUNK_BYTES: Final = 8 << 20
+"""The size of a chunk. Chosen by us."""
+ASIDE_BYTES: Final = 64 << 10
+"""More than this is not reduced in the endpoint's thread. Chosen by us: 10 us of work."""
 
 
-class Summing:
+class Reduction:
     """One reduction, in the endpoint's thread.
 
     Parameters
     ----------
-    channel, run
+    channel, collective
         Where it happens, and which collective it is.
-    arithmetic
+    op
         What is done with the values.
     """
 
-    def __init__(self, channel: Channel, run: Run, arithmetic: Arithmetic) -> None:
-        self.channel, self.run, self.arithmetic = channel, run, arithmetic
+    def __init__(self, channel: Channel, collective: Collective, op: ElementwiseOp) -> None:
+        self.channel, self.collective, self.op = channel, collective, op
 
-    def for_all(self, data: memoryview) -> None:
+    def all_reduce(self, data: memoryview) -> None:
         """Let every rank have the result in place of its contribution."""
-        if self.run.loss is None and len(data) <= one_hop_bytes(self.channel.ranks):
-            self._everywhere(data)
+        if self.collective.loss is None and len(data) <= one_hop_bytes(self.channel.ranks):
+            self._one_hop(data)
             return
         shards = self._shards(data)
         mine = shards[self.channel.rank]
-        self._push(shards, results=True)
-        self._add_up(mine, mine, self.channel.peers)
+        self._contribute(shards, gather=True)
+        self._accumulate(mine, mine, self.channel.peers)
 
-    def for_one(self, data: memoryview, root: int) -> None:
+    def reduce(self, data: memoryview, root: int) -> None:
         """Let the root have the result in place of its contribution."""
         rank = self.channel.rank
         if self._is_small(data):
             shards = [data if rank == root else data[:0] for rank in range(self.channel.ranks)]
         else:
             shards = self._shards(data)
-        self._push(shards, results=rank == root)
+        self._contribute(shards, gather=rank == root)
         if rank == root:
-            self._add_up(shards[rank], shards[rank], [])
+            self._accumulate(shards[rank], shards[rank], [])
         elif len(shards[rank]):
-            scratch = self.channel.endpoint.buffers
-            room = scratch.take(len(shards[rank]))
-            self._add_up(shards[rank], room.data, [root])
+            buffers = self.channel.endpoint.buffers
+            buffer = buffers.take(len(shards[rank]))
+            self._accumulate(shards[rank], buffer.data, [root])
             # By then all that was sent from there is confirmed, or has been copied.
-            give = partial(scratch.give, room)
-            self.run.operation.done.add_done_callback(lambda _: self.channel.call(give))
+            give = partial(buffers.give, buffer)
+            self.collective.operation.done.add_done_callback(lambda _: self.channel.call(give))
 
-    def for_each(self, parts: Sequence[memoryview], result: memoryview) -> None:
+    def reduce_scatter(self, parts: Sequence[memoryview], result: memoryview) -> None:
         """Let every rank have the result of its part. For the caller's thread, which copies while packets leave."""
         channel = self.channel
-        channel.begin(self.run, partial(self._push, parts, results=False))
-        for phase, total in self._totals(parts[channel.rank], result, []):
-            total.prepare()
-            channel.begin(self.run, partial(total.begin, phase))
+        channel.begin(self.collective, partial(self._contribute, parts, gather=False))
+        for chunk in self._chunks_of(parts[channel.rank], result, []):
+            chunk.prepare()
+            channel.begin(self.collective, chunk.begin)
 
     def _is_small(self, data: memoryview) -> bool:
-        return self.run.loss is None and len(data) <= SMALL_BYTES
+        return self.collective.loss is None and len(data) <= SMALL_BYTES
 
     def _shards(self, data: memoryview) -> list[memoryview]:
-        size, ranks = self.arithmetic.storage.itemsize, self.channel.ranks
+        size, ranks = self.op.storage.itemsize, self.channel.ranks
         if self._is_small(data):
-            only = self.run.number % ranks  # one after the other, so that none is busier than the rest
+            only = self.collective.number % ranks  # one after the other, so that none is busier than the rest
             return [data if rank == only else data[:0] for rank in range(ranks)]
         per_packet = self.channel.endpoint.options.payload_bytes // size
         shards = shard_bounds(len(data) // size, per_packet, dict.fromkeys(range(ranks), 1.0))
         return [data[start * size : stop * size] for start, stop in shards.values()]
 
-    def _everywhere(self, data: memoryview) -> None:
-        """Send everything to everybody; each adds up by itself, in the order of ranks."""
-        channel, scratch = self.channel, self.channel.endpoint.buffers
+    def _one_hop(self, data: memoryview) -> None:
+        """Send everything to everybody; each reduces by itself, in the order of ranks."""
+        channel, buffers = self.channel, self.channel.endpoint.buffers
         own = memoryview(bytes(data))
-        rooms = {peer: scratch.take(len(data)) for peer in channel.peers}
-        missing = len(rooms)
+        received = {peer: buffers.take(len(data)) for peer in channel.peers}
+        missing = len(received)
 
-        def on_share() -> None:
+        def on_contribution() -> None:
             nonlocal missing
             missing -= 1
             if missing > 0:
                 return
-            shares = [rooms[rank].data if rank in rooms else own for rank in range(channel.ranks)]
-            self.arithmetic.reduce(shares, data, channel.ranks)
-            for room in rooms.values():
-                scratch.give(room)
+            parts = [received[rank].data if rank in received else own for rank in range(channel.ranks)]
+            self.op.reduce(parts, data, channel.ranks)
+            for buffer in received.values():
+                buffers.give(buffer)
 
         for peer in channel.peers:
-            channel.send_part(self.run, peer, GATHER, own, own=True)
+            channel.send_part(self.collective, peer, ALL_GATHER, own, own=True)
         for peer in channel.peers:
-            channel.receive_part(self.run, peer, GATHER, rooms[peer].data, on_share)
+            channel.receive_part(self.collective, peer, ALL_GATHER, received[peer].data, on_contribution)
         if not channel.peers:
-            on_share()
+            on_contribution()
 
-    def _push(self, shards: Sequence[memoryview], *, results: bool) -> None:
-        """Send each owner its shard; with ``results``, let what it makes of that come back to the same place."""
-        channel, lossy = self.channel, self.run.loss is not None
+    def _contribute(self, shards: Sequence[memoryview], *, gather: bool) -> None:
+        """Send each owner its shard; with ``gather``, let what it makes of that come back to the same memory."""
+        channel, lossy = self.channel, self.collective.loss is not None
         for distance in range(1, channel.ranks):  # each begins with another, so that none is overrun
             owner = (channel.rank + distance) % channel.ranks
-            for number, piece in enumerate(self._pieces(shards[owner])):
-                # Only then, for the result overwrites what may still have to be sent.
-                then = partial(channel.receive_part, self.run, owner, 2 * number + GATHER, piece) if results else None
-                channel.send_part(self.run, owner, 2 * number + SCATTER, piece, lossy=lossy, then=then)
+            for number, chunk in enumerate(self._cut(shards[owner])):
+                receive = partial(channel.receive_part, self.collective, owner, 2 * number + ALL_GATHER, chunk)
+                # Only once that is confirmed: the result overwrites what may have to be sent again.
+                then = receive if gather else None
+                phase = 2 * number + REDUCE_SCATTER
+                channel.send_part(self.collective, owner, phase, chunk, lossy=lossy, then=then)
 
-    def _pieces(self, shard: memoryview) -> list[memoryview]:
-        """Cut a shard at packet borders, into no more pieces than can be numbered."""
-        most = max(1, COLLECTIVES.stop // (2 * self.channel.ranks) - 1)
+    def _cut(self, shard: memoryview) -> list[memoryview]:
+        """Cut a shard into chunks at packet borders, into no more than can be numbered."""
+        most = max(1, NUMBERS.stop // (2 * self.channel.ranks) - 1)
         packet = self.channel.endpoint.options.payload_bytes
-        packets = max(PIECE_BYTES // packet, -(-len(shard) // (packet * most)), 1)
+        packets = max(CHUNK_BYTES // packet, -(-len(shard) // (packet * most)), 1)
         packets += packets % 2  # a packet need not hold whole values of 16 bytes, two do
         return [shard[start : start + packets * packet] for start in range(0, len(shard), packets * packet)]
 
-    def _add_up(self, mine: memoryview, result: memoryview, receivers: Sequence[int]) -> None:
-        """Add up this rank's shard into ``result``, and send it to those who want it."""
-        for phase, total in self._totals(mine, result, receivers):
-            total.prepare()
-            total.begin(phase)
+    def _accumulate(self, mine: memoryview, result: memoryview, receivers: Sequence[int]) -> None:
+        """Reduce this rank's shard into ``result``, and send it to those who want it."""
+        for chunk in self._chunks_of(mine, result, receivers):
+            chunk.prepare()
+            chunk.begin()
 
-    def _totals(self, mine: memoryview, result: memoryview, receivers: Sequence[int]) -> Iterator[tuple[int, Total]]:
-        kind = FoldedTotal if FoldedTotal.serves(self.arithmetic) else Total
-        for number, (own, out) in enumerate(zip(self._pieces(mine), self._pieces(result), strict=True)):
+    def _chunks_of(
+        self, mine: memoryview, result: memoryview, receivers: Sequence[int]
+    ) -> "Iterator[ChunkAccumulator]":
+        for number, (own, out) in enumerate(zip(self._cut(mine), self._cut(result), strict=True)):
             then = partial(self._send_result, number, out, receivers)
-            yield 2 * number + SCATTER, kind(self.channel, self.run, self.arithmetic, own, out, then)
+            yield ChunkAccumulator(self, 2 * number + REDUCE_SCATTER, own, out, then)
 
     def _send_result(self, number: int, out: memoryview, receivers: Sequence[int]) -> None:
         for peer in receivers:
-            self.channel.send_part(self.run, peer, 2 * number + GATHER, out)
+            self.channel.send_part(self.collective, peer, 2 * number + ALL_GATHER, out)
+
+
+class ChunkAccumulator:
+    """The reduction of one chunk of this rank's shard.
+
+    Sums and means of float32 are formed while packets arrive; everything else once all contributions are here, if it
+    takes long in a thread beside the endpoint's.
+
+    Parameters
+    ----------
+    reduction, phase
+        What it is a part of, and the phase of its messages.
+    own, out
+        This rank's contribution, and where the result is to be; they may be the same.
+    then
+        Called with the result in ``out``.
+    """
+
+    def __init__(
+        self, reduction: Reduction, phase: int, own: memoryview, out: memoryview, then: Callable[[], None]
+    ) -> None:
+        self.channel, self.collective, self.op = reduction.channel, reduction.collective, reduction.op
+        self.phase, self.own, self.out, self.then = phase, own, out, then
+        self.streaming = self.op.format_name == "float32" and self.op.kind in (ReduceOp.SUM, ReduceOp.MEAN)
+
+    def prepare(self) -> None:
+        """Let a streaming sum begin with this rank's contribution, in any thread, before :meth:`begin`."""
+        if self.streaming:
+            copy_bytes(self.own, self.out)
+
+    def begin(self) -> None:
+        """Post receives for the contributions; with none to come, this rank's is the result."""
+        channel, collective = self.channel, self.collective
+        if not channel.peers:
+            self.op.reduce([self.own], self.out, 1)
+            self.then()
+            return
+        own = np.frombuffer(self.out, np.float32) if self.streaming else np.frombuffer(self.own, np.uint8)
+        divisor = channel.ranks if self.op.kind is ReduceOp.MEAN else 1
+        accumulator = self.accumulator = ShardAccumulator(
+            channel.endpoint, channel.peers, own, streaming=self.streaming, divisor=divisor
+        )
+        bound = collective.loss.bound if collective.loss else RELIABLE
+        key = channel.key(collective, self.phase, channel.rank)
+        for position, peer in enumerate(channel.peers):
+            request = accumulator.request(position, key, bound, collective.label)
+            channel.post_receive(collective, request, partial(self._on_contribution, peer))
+
+    def _on_contribution(self, peer: int, arrival: Arrival) -> None:
+        if not self.accumulator.take(peer, arrival):
+            return
+        if self.streaming:
+            self._finish_streaming()
+        elif len(self.own) > ASIDE_BYTES:
+            self.channel.aside(self.collective, self._reduce, self._over)
+            return
+        else:
+            self._reduce()
+        self._over()
+
+    def _finish_streaming(self) -> None:
+        """Form the result of packets that lack contributions, so that it stands for all ranks."""
+        accumulator = self.accumulator
+        assert accumulator.reduction
+        accumulator.reduction.finish(self.op.kind is ReduceOp.MEAN)
+        if accumulator.whole or self.op.kind is ReduceOp.MEAN:
+            return
+        held, values = self._held(), np.frombuffer(self.out, np.float32)
+        per_packet = self.channel.endpoint.options.payload_bytes // values.itemsize
+        ranks = np.float32(self.channel.ranks)
+        with np.errstate(all="ignore"):
+            for packet in np.flatnonzero(held < self.channel.ranks).tolist():
+                part = values[packet * per_packet : (packet + 1) * per_packet]
+                part /= np.float32(held[packet])
+                part *= ranks
+
+    def _reduce(self) -> None:
+        delivered = None
+        if not self.accumulator.whole:
+            size = self.op.storage.itemsize
+            per_packet = self.channel.endpoint.options.payload_bytes // size
+            delivered = np.repeat(self._held(), per_packet)[: len(self.own) // size].astype(np.float32)
+        received = self.accumulator.contributions
+        self.op.reduce(
+            [self.own, *(received[peer].data for peer in self.channel.peers)],
+            self.out,
+            self.channel.ranks,
+            delivered,
+        )
+
+    def _over(self) -> None:
+        self.accumulator.release()
+        self.then()
+
+    def _held(self) -> NDArray[np.intp]:
+        """Return how many ranks each packet holds, shape (packets,)."""
+        return np.asarray(1 + np.sum(list(self.accumulator.delivered.values()), axis=0))
 
 
 def one_hop_bytes(ranks: int) -> int:

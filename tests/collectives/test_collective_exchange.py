@@ -6,25 +6,23 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from dlcp.backend import point_to_point as mailbox
-from dlcp.backend import reduce as summing
-from dlcp.backend import totals
-from dlcp.backend.arithmetic import Arithmetic, ReduceOp
-from dlcp.backend.collectives import Exchange
-from dlcp.backend.process_group import AllowedLoss
+from dlcp.backend import point_to_point, reduce
+from dlcp.backend.channel import AllowedLoss
+from dlcp.backend.elementwise_ops import ElementwiseOp, ReduceOp
+from dlcp.backend.process_group import Collectives
 from dlcp.tags import Tagger, TagPolicy
 from dlcp.transport import LossBound, TransportError
 from tests.collectives.cycles import cycles
 from tests.transport.network import Network
 
 NOTHING_PROTECTED = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
-SUM = Arithmetic(ReduceOp.SUM, "float32")
+SUM = ElementwiseOp(ReduceOp.SUM, "float32")
 
 
 @pytest.fixture(autouse=True)
 def _in_one_thread(monkeypatch):
-    monkeypatch.setattr(totals, "ADD_ASIDE_BYTES", 1 << 40)  # virtual time has no other threads
-    monkeypatch.setattr(summing, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(reduce, "ASIDE_BYTES", 1 << 40)  # virtual time has no other threads
+    monkeypatch.setattr(reduce, "CHUNK_BYTES", 20_000)
 
 
 class Group:
@@ -32,7 +30,7 @@ class Group:
 
     def __init__(self, count, **network):
         self.network = Network(count, **network)
-        self.exchanges = [Exchange(self.network.ranks[rank], count, "test") for rank in range(count)]
+        self.exchanges = [Collectives(self.network.ranks[rank], count, "test") for rank in range(count)]
 
     def run(self, start):
         """Start a collective on every rank and let time pass until all are done."""
@@ -136,12 +134,12 @@ def test_a_bound_of_zero_loses_nothing():
 
 def test_only_sums_and_averages_of_floats_may_lose():
     for op, name in ((ReduceOp.MAX, "float32"), (ReduceOp.SUM, "int32"), (ReduceOp.SUM, "complex64")):
-        assert not Arithmetic(op, name).bears_loss
-    assert Arithmetic(ReduceOp.MEAN, "bfloat16").bears_loss
+        assert not ElementwiseOp(op, name).bears_loss
+    assert ElementwiseOp(ReduceOp.MEAN, "bfloat16").bears_loss
     group = Group(2, loss=0.3, seed=3)
     allowed = AllowedLoss(LossBound(0.5, immediate=True), Tagger(NOTHING_PROTECTED), least_values=64)
     data = [np.full(20_000, rank + 1, np.int32) for rank in range(2)]
-    arithmetic = Arithmetic(ReduceOp.SUM, "int32")
+    arithmetic = ElementwiseOp(ReduceOp.SUM, "int32")
     group.run(lambda rank, exchange: exchange.all_reduce(view(data[rank]), arithmetic, allowed))
     assert (data[0] == 3).all()
     assert allowed.ledger.summary()["sent"] == 0
@@ -165,7 +163,7 @@ def test_messages_are_found_by_tag_and_keep_their_order(size):
 
 
 def test_messages_that_have_been_taken_are_not_known_for_ever(monkeypatch):
-    monkeypatch.setattr(mailbox, "FORGET_AFTER_S", -1.0)
+    monkeypatch.setattr(point_to_point, "FORGET_AFTER_S", -1.0)
     group = Group(2)
     for number in range(50):
         data, room = np.full(500, number, np.int32), np.zeros(500, np.int32)
@@ -208,7 +206,7 @@ def test_a_reduce_scatter_leaves_its_input_as_it_was():
     inputs = [values_of(rank, 60_000) for rank in range(3)]
     kept = [data.copy() for data in inputs]
     results = [np.zeros(20_000, np.float32) for _ in range(3)]
-    mean = Arithmetic(ReduceOp.MEAN, "float32")
+    mean = ElementwiseOp(ReduceOp.MEAN, "float32")
     group.run(
         lambda rank, exchange: exchange.reduce_scatter(
             [view(part) for part in np.split(inputs[rank], 3)], view(results[rank]), mean
@@ -228,7 +226,7 @@ def test_memory_for_what_arrives_is_used_again(name, size):
     for _ in range(6):
         data = [values_of(rank, size, name) for rank in range(3)]
         group.run(
-            lambda rank, exchange, data=data: exchange.all_reduce(view(data[rank]), Arithmetic(ReduceOp.SUM, name))
+            lambda rank, exchange, data=data: exchange.all_reduce(view(data[rank]), ElementwiseOp(ReduceOp.SUM, name))
         )
         free = [protocol.buffers._free for protocol in group.network.ranks]
         sizes.append([sum(length * len(rooms) for length, rooms in one.items()) for one in free])
@@ -252,7 +250,7 @@ def test_a_failure_names_what_failed_and_ends_what_is_under_way():
 
 def test_a_group_that_cannot_be_numbered_is_refused():
     with pytest.raises(ValueError, match="messages can be numbered for 2048"):
-        Exchange(Network(2).ranks[0], 3000, "large")
+        Collectives(Network(2).ranks[0], 3000, "large")
 
 
 @pytest.mark.parametrize(
@@ -261,11 +259,11 @@ def test_a_group_that_cannot_be_numbered_is_refused():
 )
 def test_operations_that_make_no_sense_are_refused(op, name):
     with pytest.raises(TypeError, match=f"{op.value} makes no sense for {name}"):
-        Arithmetic(op, name)
+        ElementwiseOp(op, name)
 
 
 def test_half_precision_is_rounded_once():
-    arithmetic = Arithmetic(ReduceOp.SUM, "float16")
+    arithmetic = ElementwiseOp(ReduceOp.SUM, "float16")
     parts = [np.array([2048.0], np.float16)] + [np.array([1.0], np.float16)] * 3
     out = np.zeros(1, np.float16)
     arithmetic.reduce([view(part) for part in parts], view(out), 4)

@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from dlcp.backend import process_group as channel
-from dlcp.backend import reduce as summing
-from dlcp.backend import totals
+from dlcp.backend import channel, reduce
 
 SMALL, MIDDLE = 7, 4_501
 """Values: few enough to go to everybody at once; and so many that each rank adds up a part, if they have 4 bytes."""
@@ -154,7 +152,7 @@ class Checks:
         dist.barrier(self.group)  # and nothing is broken
 
     def check_many_pieces(self):
-        with changed(summing, PIECE_BYTES=40_000), changed(totals, ADD_ASIDE_BYTES=10_000):
+        with changed(reduce, CHUNK_BYTES=40_000, ASIDE_BYTES=10_000):
             for dtype in (torch.float32, torch.bfloat16, torch.complex128):
                 parts = self.inputs(dtype, 400_000 // dtype.itemsize)
                 tensor = parts[self.rank].clone()
@@ -378,13 +376,13 @@ class Checks:
     def check_what_is_over_is_forgotten(self):
         """More collectives than one horizon, with messages under way all the time."""
         left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        before = self.group.exchange._next
+        before = self.group.collectives._next
         early = dist.isend(torch.full((MIDDLE,), float(self.rank)), right, self.group, tag=70)
         horizons = []
         with changed(channel, HORIZON_EVERY=8):
             for _ in range(20):
                 dist.all_reduce(torch.ones(1), group=self.group)
-            horizons.append(self.group.exchange.endpoint.first_step)
+            horizons.append(self.group.collectives.endpoint.first_step)
             got = torch.zeros(MIDDLE)
             dist.recv(got, left, self.group, tag=70)
             assert (got == left).all()
@@ -392,7 +390,7 @@ class Checks:
             for _ in range(20):
                 dist.all_reduce(torch.ones(1), group=self.group)
             dist.barrier(self.group)
-            horizons.append(self.group.exchange.endpoint.first_step)
+            horizons.append(self.group.collectives.endpoint.first_step)
         # It is numbered by the endpoint's thread, when the collective after it may have its number already.
         assert horizons[0] <= before + 1, "a message that nobody has taken yet must not be forgotten"
         assert horizons[1] > before, "the horizon has not moved"

@@ -157,7 +157,7 @@ def world(worker, path):
     mesh = init_device_mesh("cpu", (1, worker.count), mesh_dim_names=("outer", "inner"))
     dist.all_reduce(tensor, group=mesh.get_group("inner"))
     net = ddp(None, worker.rank)
-    endpoint = dist.group.WORLD.exchange.endpoint
+    endpoint = dist.group.WORLD.collectives.endpoint
     dist.barrier()
     dist.destroy_process_group()
     return tensor.tolist(), sorted(net), not endpoint._thread.is_alive()

@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but its types do not say so
 
-from dlcp.backend.collectives import Exchange
-from dlcp.backend.process_group import AllowedLoss
+from dlcp.backend.channel import AllowedLoss
+from dlcp.backend.process_group import Collectives
 from dlcp.ledger import Ledger
 from dlcp.session.options import Options
 from dlcp.tags import Tagger
@@ -80,7 +80,7 @@ def create(given: Any, options: Options | None) -> ProcessGroup:
     _made[given.group_id] += 1
     store = PrefixStore(f"{_made[given.group_id]}", given.store)
     endpoint = endpoint_of_new_group(options, store, given.group_rank, given.group_size, timeout)
-    return ProcessGroup(Exchange(endpoint, given.group_size, given.group_id))
+    return ProcessGroup(Collectives(endpoint, given.group_size, given.group_id))
 
 
 def _heeded(options: Options | None, *, says: bool = False) -> Options:

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlcp.backend.collectives import Exchange
-from dlcp.backend.process_group import AllowedLoss
+from dlcp.backend.channel import AllowedLoss
+from dlcp.backend.elementwise_ops import ElementwiseOp, ReduceOp
+from dlcp.backend.process_group import Collectives
 from dlcp.torch import BACKEND
 from dlcp.torch.backend.memory import HostMemory, HostTensor
-from dlcp.torch.backend.operations import arithmetic_of, op_of, scaled
 from dlcp.torch.backend.work import Issuer, Work, call_aside, joined
 from dlcp.torch.staging import Device
 
 Tensors = Sequence[torch.Tensor]
-_EXCHANGES: "weakref.WeakSet[Exchange]" = weakref.WeakSet()
+_OPEN: "weakref.WeakSet[Collectives]" = weakref.WeakSet()
 """Those of all groups that have not been destroyed."""
 
 _Base: Any = dist.ProcessGroup
@@ -36,20 +36,20 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
 
     Parameters
     ----------
-    exchange
+    collectives
         The group's collectives on bytes.
     memory
         The way of tensors to the host.
     """
 
-    def __init__(self, exchange: Exchange, memory: HostMemory | None = None) -> None:
-        super().__init__(exchange.rank, exchange.ranks)
-        self.exchange = exchange
+    def __init__(self, collectives: Collectives, memory: HostMemory | None = None) -> None:
+        super().__init__(collectives.rank, collectives.ranks)
+        self.collectives = collectives
         self.loss: AllowedLoss | None = None
         self._memory = memory or HostMemory()
         self._issuer: Issuer | None = None
         self._coalesced: list[Work] | None = None
-        _EXCHANGES.add(exchange)
+        _OPEN.add(collectives)
 
     # What torch.distributed asks about a group ------------------------------------------------------------------------
 
@@ -64,15 +64,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
     @property
     def group_name(self) -> str:
         """The name under which ``torch.distributed`` knows the group."""
-        return self.exchange.name
+        return self.collectives.name
 
     def rank(self) -> int:
         """Return this rank in the group."""
-        return self.exchange.rank
+        return self.collectives.rank
 
     def size(self) -> int:
         """Return how many ranks there are."""
-        return self.exchange.ranks
+        return self.collectives.ranks
 
     def shutdown(self) -> None:
         """Leave the group once the peers have what they wait for; ``dist.destroy_process_group`` calls it."""
@@ -85,8 +85,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
     def _close(self, reason: str | None) -> None:
         if self._issuer:
             self._issuer.close()
-        _EXCHANGES.discard(self.exchange)
-        self.exchange.close(reason)
+        _OPEN.discard(self.collectives)
+        self.collectives.close(reason)
 
     # Collectives ------------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         for tensor in tensors:
             is_root = self.rank() == opts.rootRank
             host = self._memory.read(tensor) if is_root else self._memory.room(tensor)
-            start = partial(self.exchange.broadcast, host.data, opts.rootRank)
+            start = partial(self.collectives.broadcast, host.data, opts.rootRank)
             works.append(self._issue("broadcast", start, [host], [] if is_root else [host], [tensor]))
         return joined("broadcast", works, tensors)
 
@@ -132,7 +132,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         whole = self._memory.room(output)
         mine = self._memory.read(tensor)
         sizes = [len(mine.data)] * self.size()
-        start = partial(self.exchange.all_gather, mine.data, _split("all_gather", whole.data, sizes))
+        start = partial(self.collectives.all_gather, mine.data, _split("all_gather", whole.data, sizes))
         return self._issue("all_gather", start, [mine], [whole], output)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
@@ -144,14 +144,14 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         """Fill the root's list of tensors with the input of every rank."""
         mine = self._memory.read(inputs[0])
         parts = self._parts_of_root("gather", "output", outputs, opts.rootRank, self._memory.room)
-        start = partial(self.exchange.gather, mine.data, [part.data for part in parts], opts.rootRank)
+        start = partial(self.collectives.gather, mine.data, [part.data for part in parts], opts.rootRank)
         return self._issue("gather", start, [mine], parts, outputs)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         """Give each rank its tensor of the root's list."""
         mine = self._memory.room(outputs[0])
         parts = self._parts_of_root("scatter", "input", inputs, opts.rootRank, self._memory.read)
-        start = partial(self.exchange.scatter, mine.data, [part.data for part in parts], opts.rootRank)
+        start = partial(self.collectives.scatter, mine.data, [part.data for part in parts], opts.rootRank)
         return self._issue("scatter", start, parts, [mine], outputs)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = dist.ReduceOp.SUM) -> Work:
@@ -177,7 +177,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         _check_count("all_to_all", "input", len(inputs), self.size())
         gifts = [self._memory.read(tensor) for tensor in inputs]
         parts = [self._memory.room(tensor) for tensor in outputs]
-        start = partial(self.exchange.all_to_all, [gift.data for gift in gifts], [part.data for part in parts])
+        start = partial(self.collectives.all_to_all, [gift.data for gift in gifts], [part.data for part in parts])
         return self._issue("all_to_all", start, gifts, parts, outputs)
 
     def all_to_all_single(
@@ -191,7 +191,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         """Give every rank its rows of a tensor; without split sizes each gets as many."""
         gifts, parts = self._memory.read(tensor), self._memory.room(output)
         start = partial(
-            self.exchange.all_to_all,
+            self.collectives.all_to_all,
             self._split_rows(tensor, gifts.data, input_split_sizes),
             self._split_rows(output, parts.data, output_split_sizes),
         )
@@ -199,7 +199,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
 
     def barrier(self, opts: Any = None) -> Work:
         """Be done when all ranks have come this far."""
-        return self._issue("barrier", self.exchange.barrier, [], [], [])
+        return self._issue("barrier", self.collectives.barrier, [], [], [])
 
     # The names that torch.distributed used before 2.13.
     _allgather_base = all_gather_single
@@ -213,7 +213,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
         """Send a tensor to a rank; done when that rank has taken it."""
         mine = self._memory.read(tensors[0])
-        return self._issue("send", partial(self.exchange.send, mine.data, peer, tag), [mine], [], tensors)
+        return self._issue("send", partial(self.collectives.send, mine.data, peer, tag), [mine], [], tensors)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
         """Receive the oldest message of that tag from a rank."""
@@ -225,7 +225,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
 
     def _receive(self, tensors: Tensors, peer: int | None, tag: int) -> Work:
         room = self._memory.room(tensors[0])
-        return self._issue("recv", partial(self.exchange.receive, room.data, peer, tag), [], [room], tensors)
+        return self._issue("recv", partial(self.collectives.receive, room.data, peer, tag), [], [room], tensors)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
@@ -246,32 +246,32 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         return [host(tensor) for tensor in lists[0]]
 
     def _reduce(self, what: str, tensor: torch.Tensor, op: Any, root: int | None) -> Work:
-        arithmetic = arithmetic_of(op, tensor)
+        operation = elementwise_op(op, tensor)
         host = self._memory.read(scaled(op, tensor, in_place=root is None))
         if root is None:
-            start = partial(self.exchange.all_reduce, host.data, arithmetic, self.loss)
+            start = partial(self.collectives.all_reduce, host.data, operation, self.loss)
             return self._issue(what, start, [host], [host], [tensor])
-        start = partial(self.exchange.reduce, host.data, arithmetic, root, self.loss)
+        start = partial(self.collectives.reduce, host.data, operation, root, self.loss)
         written = [host.back_into(tensor)] if root == self.rank() else []
         return self._issue(what, start, [host], written, [tensor])
 
     def _reduce_scatter(self, output: torch.Tensor, tensors: list[torch.Tensor], op: Any) -> Work:
         """Reduce a tensor for each rank, or one that holds the parts of all."""
-        arithmetic = arithmetic_of(op, tensors[0])
+        operation = elementwise_op(op, tensors[0])
         hosts = [self._memory.read(scaled(op, tensor)) for tensor in tensors]
         result = self._memory.room(output)
         parts = [host.data for host in hosts]
         if len(parts) != self.size():
             parts = _split("reduce_scatter", parts[0], [len(result.data)] * self.size())
         _check_sizes("reduce_scatter", [len(parts[self.rank()])], [len(result.data)])
-        start = partial(self.exchange.reduce_scatter, parts, result.data, arithmetic, self.loss)
+        start = partial(self.collectives.reduce_scatter, parts, result.data, operation, self.loss)
         return self._issue("reduce_scatter", start, hosts, [result], output)
 
     def _all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> Work:
         mine = self._memory.read(tensor)
         parts = [self._memory.room(output) for output in outputs]
         _check_sizes("all_gather", [len(mine.data)], [len(parts[self.rank()].data)])
-        start = partial(self.exchange.all_gather, mine.data, [part.data for part in parts])
+        start = partial(self.collectives.all_gather, mine.data, [part.data for part in parts])
         return self._issue("all_gather", start, [mine], parts, outputs)
 
     def _split_rows(self, tensor: torch.Tensor, data: memoryview, rows: Sequence[int]) -> list[memoryview]:
@@ -294,10 +294,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         value: Any,
     ) -> Work:
         """Start a collective once what it reads is on the host; give back what it writes when it is done."""
-        what = f"{what} of group {self.exchange.name}"
+        what = f"{what} of group {self.collectives.name}"
         device = self._memory.device_of([*read, *written])
         if device and not self._issuer:
-            self._issuer = Issuer(self.exchange.name)
+            self._issuer = Issuer(self.collectives.name)
         if self._issuer or any(host.is_copy for host in written):
             work = self._issue_with_copies(what, start, read, written, value, device)
         else:
@@ -358,8 +358,59 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
 @atexit.register
 def _leave_groups() -> None:
     """Leave the groups that a script has not destroyed: peers may still wait for a word on what is over."""
-    for exchange in list(_EXCHANGES):
-        exchange.close(f"rank {exchange.rank} has ended in the middle of a collective" if exchange.busy else None)
+    for collectives in list(_OPEN):
+        reason = f"rank {collectives.rank} has ended in the middle of a collective"
+        collectives.close(reason if collectives.busy else None)
+
+
+# PyTorch's reduce operations as ours ----------------------------------------------------------------------------------
+
+_OPERATIONS: dict[Any, ReduceOp] = {
+    dist.ReduceOp.SUM: ReduceOp.SUM,
+    dist.ReduceOp.AVG: ReduceOp.MEAN,
+    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
+    dist.ReduceOp.MIN: ReduceOp.MIN,
+    dist.ReduceOp.MAX: ReduceOp.MAX,
+    dist.ReduceOp.BAND: ReduceOp.BITWISE_AND,
+    dist.ReduceOp.BOR: ReduceOp.BITWISE_OR,
+    dist.ReduceOp.BXOR: ReduceOp.BITWISE_XOR,
+}
+_SCALED_SUM: Any = getattr(dist.ReduceOp, "PREMUL_SUM", None)
+"""A sum of scaled contributions, which older versions lack."""
+if _SCALED_SUM is not None:
+    _OPERATIONS[_SCALED_SUM] = ReduceOp.SUM
+
+
+def op_of(opts: Any) -> Any:
+    """Return the operation that the options of a collective name, or that was given in their place."""
+    return getattr(opts, "reduceOp", opts)
+
+
+def elementwise_op(op: Any, tensor: torch.Tensor) -> ElementwiseOp:
+    """Return how tensors like this one are reduced.
+
+    Raises
+    ------
+    TypeError
+        The operation is unknown, or makes no sense for the tensor's format.
+    """
+    kind = getattr(op, "op", op)
+    if kind not in _OPERATIONS:
+        raise TypeError(f"the dlcp backend does not know {op}")
+    name = str(tensor.dtype).removeprefix("torch.")
+    try:
+        return ElementwiseOp(_OPERATIONS[kind], name)
+    except TypeError as error:
+        raise TypeError(f"{kind} of {tensor.dtype} tensors: {error}; cast them, or choose another operation") from None
+
+
+def scaled(op: Any, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
+    """Return what a rank contributes: for PREMUL_SUM the tensor times its factor; ``in_place`` it becomes that."""
+    if _SCALED_SUM is None or getattr(op, "op", op) != _SCALED_SUM:
+        return tensor
+    plain = tensor.detach()
+    contribution: torch.Tensor = plain.mul_(op.factor) if in_place else plain * op.factor
+    return contribution
 
 
 def _split(what: str, data: memoryview, sizes: Sequence[int]) -> list[memoryview]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the contributions of several ranks become one: the arithmetic of a reduction, over raw bytes."""
+"""Elementwise operations: how the contributions of several ranks become one, over raw bytes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Arithmetic:
+class ElementwiseOp:
     """A reduction of values of one format.
 
     Half-precision formats are widened, so that they are rounded once and not with every rank. Bools add as "or" and
@@ -63,7 +63,7 @@ class Arithmetic:
 
     Parameters
     ----------
-    op
+    kind
         What to do.
     format_name
         A NumPy type's name, or ``bfloat16``.
@@ -74,13 +74,13 @@ class Arithmetic:
         The operation makes no sense for the format.
     """
 
-    op: ReduceOp
+    kind: ReduceOp
     format_name: str
 
     def __post_init__(self) -> None:
-        kind = "f" if self.format_name in _WIDENED else np.dtype(self.format_name).kind
-        if kind not in _KINDS[self.op]:
-            raise TypeError(f"{self.op.value} makes no sense for {self.format_name}")
+        numbers = "f" if self.format_name in _WIDENED else np.dtype(self.format_name).kind
+        if numbers not in _KINDS[self.kind]:
+            raise TypeError(f"{self.kind.value} makes no sense for {self.format_name}")
 
     @property
     def storage(self) -> np.dtype[np.generic]:
@@ -91,7 +91,7 @@ class Arithmetic:
     @property
     def bears_loss(self) -> bool:
         """Whether an average over those who delivered can stand for the whole."""
-        if self.op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        if self.kind not in (ReduceOp.SUM, ReduceOp.MEAN):
             return False
         return self.format_name in _WIDENED or self.storage.kind == "f"
 
@@ -140,12 +140,12 @@ class Arithmetic:
                 np.copyto(total, parts[0])
         first = total if widened else parts[0]
         for part in parts[1:]:
-            first = _UFUNCS[self.op](first, widened.widen(part) if widened else part, out=total)
+            first = _UFUNCS[self.kind](first, widened.widen(part) if widened else part, out=total)
         if held is not None:
             np.divide(total, held, out=total, casting="unsafe")
-            if self.op is ReduceOp.SUM:
+            if self.kind is ReduceOp.SUM:
                 np.multiply(total, ranks, out=total, casting="unsafe")
-        elif self.op is ReduceOp.MEAN:
+        elif self.kind is ReduceOp.MEAN:
             np.divide(total, total.dtype.type(ranks), out=total)
         if widened:
             np.copyto(result, widened.narrow(cast(NDArray[np.floating], total)))
