@@ -15,10 +15,10 @@ from dlcp.namespace import StarNetwork
 from dlcp.switch import PacketPort, udp_headers
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE, Header, PacketType
 
-Rows: TypeAlias = NDArray[np.uint8]
-Numbers: TypeAlias = NDArray[np.int64]
+_Rows: TypeAlias = NDArray[np.uint8]
+_Numbers: TypeAlias = NDArray[np.int64]
 
-FRAME_BYTES: Final = 1042
+FRAME_SIZE: Final = 1042
 """A gradient packet of 242 floats: what the comparison was first made with."""
 NEXT_HOP: Final = "02:00:00:00:01:02"
 """Where the switch is to address frames: not the receiver's own address, so that its kernel ignores them."""
@@ -38,7 +38,7 @@ _UDP_END: Final = 42
 _STEP: Final = slice(_UDP_END + 8, _UDP_END + 12)
 """The number of the run stands here, so that what comes late does not count for the next one."""
 _INDEX: Final = slice(_UDP_END + 16, _UDP_END + 20)
-_TAIL: Final = slice(_UDP_END + 20, FRAME_BYTES)
+_TAIL: Final = slice(_UDP_END + 20, FRAME_SIZE)
 _TAKEN_MAX: Final = 256
 _POLL_S: Final = 0.0005
 
@@ -76,18 +76,25 @@ class Traffic(Closing):
             self._out.close()
             raise
         headers = udp_headers(
-            source.mac, NEXT_HOP, source.address, target.address, UDP_PORT_BASE, UDP_PORT_BASE, 0, FRAME_BYTES - 42
+            source.mac,
+            NEXT_HOP,
+            source.address,
+            target.address,
+            UDP_PORT_BASE,
+            UDP_PORT_BASE,
+            0,
+            FRAME_SIZE - 42,
         )
-        tail = np.random.default_rng(1).integers(0, 256, FRAME_BYTES - 42 - HEADER_BYTES, np.uint8).tobytes()
-        self._frames: Rows = np.empty((_TEMPLATES, FRAME_BYTES), np.uint8)
+        tail = np.random.default_rng(1).integers(0, 256, FRAME_SIZE - 42 - HEADER_BYTES, np.uint8).tobytes()
+        self._frames: _Rows = np.empty((_TEMPLATES, FRAME_SIZE), np.uint8)
         for number in range(_TEMPLATES):
             tags = Header(PacketType.DATA, 0, _QUEUES[number % len(_QUEUES)], 0, 0, 1, 0, 1, 1, 0, 0, 1 << 20, 7)
             self._frames[number] = np.frombuffer(headers + tags.encode() + tail, np.uint8)
         self._expected = self._frames[0, _TAIL].copy()
         self._mac = np.frombuffer(bytes.fromhex(NEXT_HOP.replace(":", "")), np.uint8)
         self._run = 0
-        self._lengths: Numbers = np.full(_TEMPLATES, FRAME_BYTES)
-        self._rows: Rows = np.empty((_TAKEN_MAX, self._in.frame_max_bytes), np.uint8)
+        self._lengths: _Numbers = np.full(_TEMPLATES, FRAME_SIZE)
+        self._rows: _Rows = np.empty((_TAKEN_MAX, self._in.frame_max_bytes), np.uint8)
 
     def close(self) -> None:
         """Close both interfaces."""
@@ -161,7 +168,7 @@ class Traffic(Closing):
 class _Receiver(threading.Thread):
     """Fetches, counts and checks a run's frames until none comes any more."""
 
-    def __init__(self, port: PacketPort, rows: Rows, expected: Rows, mac: Rows, run: Rows) -> None:
+    def __init__(self, port: PacketPort, rows: _Rows, expected: _Rows, mac: _Rows, run: _Rows) -> None:
         super().__init__(name="frames", daemon=True)
         self._port, self._rows, self._expected, self._mac, self._run = port, rows, expected, mac, run
         self._sent = threading.Event()
@@ -202,8 +209,8 @@ class _Receiver(threading.Thread):
             self._check(self._rows[chosen], lengths[chosen], seen)
         self.over_s = (last_ns - first_ns) * 1e-9
 
-    def _check(self, rows: Rows, lengths: Numbers, seen: Rows) -> None:
-        whole = (lengths == FRAME_BYTES).all() and (rows[:, _TAIL] == self._expected).all()
+    def _check(self, rows: _Rows, lengths: _Numbers, seen: _Rows) -> None:
+        whole = (lengths == FRAME_SIZE).all() and (rows[:, _TAIL] == self._expected).all()
         if not whole or not (rows[:, :6] == self._mac).all():
             self.trouble = "a frame came through damaged"
         index = np.ascontiguousarray(rows[:, _INDEX]).view(">u4")[:, 0].astype(np.int64)
@@ -213,7 +220,7 @@ class _Receiver(threading.Thread):
             seen[index] = 1
 
 
-def _are_of(rows: Rows, run: Rows) -> NDArray[np.bool_]:
+def _are_of(rows: _Rows, run: _Rows) -> NDArray[np.bool_]:
     """Return which frames are of a run, and not late ones of an earlier."""
     found: NDArray[np.bool_] = (rows[:, _STEP] == run).all(axis=1)
     return found

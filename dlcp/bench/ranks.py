@@ -22,7 +22,7 @@ from dlcp.namespace import enter
 
 CALL_DEADLINE_S: Final = 120.0
 """How long a call may take on the slowest rank, unless told otherwise. Chosen by us: far above any run's time."""
-STOP_DEADLINE_S: Final = 5.0
+_STOP_DEADLINE_S: Final = 5.0
 
 _context = multiprocessing.get_context("forkserver")
 # PyTorch takes seconds to import: a server that has it forks the ranks of all benchmarks.
@@ -96,12 +96,12 @@ class Ranks:
         """End the processes, politely first."""
         for channel in self._channels:
             channel.close()
-        end_s = time.monotonic() + STOP_DEADLINE_S
+        end_s = time.monotonic() + _STOP_DEADLINE_S
         for process in self._processes:
             process.join(max(0.0, end_s - time.monotonic()))
             if process.is_alive():
                 process.kill()
-                process.join(STOP_DEADLINE_S)
+                process.join(_STOP_DEADLINE_S)
         self._channels, self._processes = [], []
 
     def _collect(self, method: str, deadline_s: float) -> list[Any]:
@@ -115,7 +115,7 @@ class Ranks:
                 raise RankError(f"rank {rank} has not answered {method} within {deadline_s:.0f} s")
             worked, value = channel.recv()
         except (EOFError, OSError) as error:
-            self._processes[rank].join(STOP_DEADLINE_S)
+            self._processes[rank].join(_STOP_DEADLINE_S)
             status = self._processes[rank].exitcode
             raise RankError(f"rank {rank} ended during {method}, exit status {status}") from error
         if not worked:
@@ -148,7 +148,7 @@ def _end_with(channel: Connection) -> None:
     ends = select.poll()
     ends.register(channel.fileno(), 0)  # a hang-up is told without being asked for
     ends.poll()
-    time.sleep(STOP_DEADLINE_S)
+    time.sleep(_STOP_DEADLINE_S)
     os._exit(1)
 
 

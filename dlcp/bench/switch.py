@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.bench.frames import FRAME_BYTES, NEXT_HOP, Traffic
+from dlcp.bench.frames import FRAME_SIZE, NEXT_HOP, Traffic
 from dlcp.bench.results import BenchResult, interleave, median, result, significant
 from dlcp.closing import Closing, end
 from dlcp.namespace import NetworkHost, StarNetwork
@@ -103,7 +103,7 @@ def measure(*, rounds: int, warm_up: int, progress: Callable[[str], None]) -> li
             values[-rounds:],
             None if peer_values is None else peer_values[-rounds:],
             smaller_is_better=False,
-            details={"frame_bytes": FRAME_BYTES, "depth_packets": _DEPTH_PACKETS, **details},
+            details={"frame_bytes": FRAME_SIZE, "depth_packets": _DEPTH_PACKETS, **details},
         )
 
     latencies_us = [1e6 * value for value in ours.latencies_s[-rounds:]]
@@ -113,13 +113,13 @@ def measure(*, rounds: int, warm_up: int, progress: Callable[[str], None]) -> li
         rates("switch.veth", samples[_OURS], samples.get(_PEER), **named, **_extremes(samples)),
         rates("switch.veth.paced", ours.paced, peer.paced if peer else None, **named),
         rates("switch.veth.flood", ours.floods, peer.floods if peer else None, **named),
-        result("switch.veth.latency", "us", latencies_us, peer_us, details={"frame_bytes": FRAME_BYTES, **named}),
+        result("switch.veth.latency", "us", latencies_us, peer_us, details={"frame_bytes": FRAME_SIZE, **named}),
         result(
             "switch.veth.cost",
             "us of processor time/packet",
             [1e6 * value for value in ours.costs_s[-rounds:]],
             None if peer is None else [1e6 * value for value in peer.costs_s[-rounds:]],
-            details={"frame_bytes": FRAME_BYTES, "rate_pps": SLOWEST_PPS, **named},
+            details={"frame_bytes": FRAME_SIZE, "rate_pps": SLOWEST_PPS, **named},
         ),
     ]
 

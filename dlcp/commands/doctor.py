@@ -14,7 +14,7 @@ from dlcp.commands.train import measure
 from dlcp.doctor import sockets
 from dlcp.doctor.examination import as_json, examine, parse_peer, reason_of
 from dlcp.doctor.findings import anything_missing, show
-from dlcp.doctor.path import COUNT, DEFAULT_PORT, ProbeListener, open_socket
+from dlcp.doctor.path import DOCTOR_PORT, PROBES, ProbeListener, open_socket
 from dlcp.train.headroom import MEASURED_STEPS
 
 _LISTEN_TURN_S: Final = 1.0
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="try the path to a doctor that listens",
     )
     path.add_argument(
-        "--packets", type=int, default=COUNT, metavar="N", help="packets to measure loss with (default: %(default)s)"
+        "--packets", type=int, default=PROBES, metavar="N", help="packets to measure loss with (default: %(default)s)"
     )
     path.add_argument("--listen", nargs="?", const="", metavar="HOST[:PORT]", help="answer doctors on other machines")
     path.add_argument("--seconds", type=float, metavar="SECONDS", help="how long to listen (default: until Ctrl-C)")
@@ -73,7 +73,7 @@ def _listen(text: str, seconds: float | None) -> int:
     own = ", ".join(interface.address for interface in sockets.interfaces() if not interface.loopback)
     where = listener.address[0] if host != "0.0.0.0" else (own or "127.0.0.1")
     print(f"listening at UDP port {port} of {where}", flush=True)
-    suffix = "" if port == DEFAULT_PORT else f":{port}"
+    suffix = "" if port == DOCTOR_PORT else f":{port}"
     print(f"on the other machine: dlcp doctor --peer {where.split(', ')[0]}{suffix}", flush=True)
     end_s = None if seconds is None else time.monotonic() + seconds
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(listener):

@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 _INSTALL_P4RUNTIME: Final = "pip install 'dlcp[p4runtime]'"
 
-Setting: TypeAlias = tuple[int | None, float]
+_PortSetting: TypeAlias = tuple[int | None, float]
 """What the command line says of a port, or of all ports (None)."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class SwitchParts:
     """What a switch is to be made of."""
 
     groups: list[PortGroup]
@@ -195,7 +195,7 @@ def _backend(arguments: argparse.Namespace) -> Backend:
     return "numba" if interfaces and compiled else "python"
 
 
-def _plan(arguments: argparse.Namespace, program: Program | None) -> Plan:
+def _plan(arguments: argparse.Namespace, program: Program | None) -> SwitchParts:
     """Load the entries into the program, if there is one, and open the ports."""
     fabric = _fabric(arguments)
     entries, document = Entries(), None
@@ -219,7 +219,7 @@ def _plan(arguments: argparse.Namespace, program: Program | None) -> Plan:
             group.close()
         raise
     queueing = {port: _override(entries.ports.get(port, PortQueueing()), arguments, port) for port in ports}
-    return Plan(groups, entries, queueing)
+    return SwitchParts(groups, entries, queueing)
 
 
 def _fabric(arguments: argparse.Namespace) -> Any:
@@ -247,7 +247,7 @@ def _policy_entries(fabric: Any, name: str | None) -> Entries:
     return entries(fabric, _own_name(fabric, name))
 
 
-def _setting(word: str) -> Setting:
+def _setting(word: str) -> _PortSetting:
     """Return what ``VALUE`` or ``PORT=VALUE`` says."""
     port, _, value = word.rpartition("=")
     return int(port) if port else None, float(value)

@@ -9,8 +9,8 @@ from typing import Any, Final
 from dlcp import configuration
 from dlcp.configuration import FILE_VARIABLE, PREFIX, Setting
 from dlcp.doctor import machine, sockets
-from dlcp.doctor.findings import Finding, Section, Status, anything_missing, is_secret
-from dlcp.doctor.path import COUNT, DEFAULT_PORT, PeerError, describe, try_path
+from dlcp.doctor.findings import Diagnosis, Section, Status, anything_missing, is_secret
+from dlcp.doctor.path import DOCTOR_PORT, PROBES, PeerError, describe, try_path
 from dlcp.suggestion import closest
 from dlcp.transport import Address
 
@@ -20,7 +20,7 @@ _JUMBO_MTU_BYTES: Final = 9000
 _INTERNAL: Final = ("DLCP_IN_", "DLCP_TRAIN_")
 
 
-def examine(peers: Sequence[str], packets: int = COUNT) -> tuple[list[Section], list[Setting]]:
+def examine(peers: Sequence[str], packets: int = PROBES) -> tuple[list[Section], list[Setting]]:
     """Examine this machine, the options, and the paths to ``peers``; return what was found, and all options."""
     here = (machine.examine_kernel, machine.examine_namespaces, machine.examine_shared_memory)
     python = (machine.examine_python, machine.examine_torch, machine.examine_native, machine.examine_extras)
@@ -68,9 +68,11 @@ def examine_path(text: str, packets: int, settings: Sequence[Setting]) -> Sectio
         peer = parse_peer(text)
         report = try_path(peer, packets)
     except PeerError as error:
-        return Section(f"Path to {text}", [Finding("answer", Status.MISSING, str(error), error.fix)])
+        return Section(f"Path to {text}", [Diagnosis("answer", Status.MISSING, str(error), error.fix)])
     except (OSError, ValueError) as error:
-        return Section(f"Path to {text}", [Finding("answer", Status.MISSING, f"cannot be reached: {reason_of(error)}")])
+        return Section(
+            f"Path to {text}", [Diagnosis("answer", Status.MISSING, f"cannot be reached: {reason_of(error)}")]
+        )
     section = describe(report)
     section.findings.extend(examine_payload(settings, report.mtu_bytes, "this path"))
     return section
@@ -86,7 +88,7 @@ def parse_peer(text: str) -> Address:
     """
     host, _, port = text.partition(":")
     if not port:
-        return host, DEFAULT_PORT
+        return host, DOCTOR_PORT
     if not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"expected HOST or HOST:PORT, got {text!r}")
     return host, int(port)
@@ -97,13 +99,13 @@ def reason_of(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def safely(look: Callable[[], Finding]) -> Finding:
+def safely(look: Callable[[], Diagnosis]) -> Diagnosis:
     """Examine one thing; where that fails in a way nobody thought of, the rest is still reported."""
     try:
         return look()
     except (OSError, AttributeError) as error:
         subject = look.__name__.removeprefix("examine_").replace("_", " ")
-        return Finding(subject, Status.NOTE, f"could not be examined: {error!r}")
+        return Diagnosis(subject, Status.NOTE, f"could not be examined: {error!r}")
 
 
 def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Section, list[Setting]]:
@@ -119,17 +121,17 @@ def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Secti
         found = configuration.settings(Options, environment)
         configuration.build(Options, environment)
     except ValueError as error:
-        section.findings.append(Finding("options", Status.MISSING, str(error), "correct or remove it"))
+        section.findings.append(Diagnosis("options", Status.MISSING, str(error), "correct or remove it"))
         return section, []
     chosen = [setting for setting in found if not setting.is_default]
     where = f"file {path}" if path else f"no file (dlcp.toml here, or the one that {FILE_VARIABLE} names)"
     text = f"{len(chosen)} set, {len(found) - len(chosen)} at their defaults; {where}"
-    section.findings.append(Finding("origin", Status.OK, text, data={"file": str(path) if path else None}))
+    section.findings.append(Diagnosis("origin", Status.OK, text, data={"file": str(path) if path else None}))
     section.findings.extend(_unknown_variables(environment, [setting.name for setting in found]))
     return section, found
 
 
-def examine_payload(found: Sequence[Setting], mtu_bytes: int, where: str) -> list[Finding]:
+def examine_payload(found: Sequence[Setting], mtu_bytes: int, where: str) -> list[Diagnosis]:
     """Compare the packet size that was chosen with the MTU of ``where``."""
     setting = next((setting for setting in found if setting.name == "payload_bytes"), None)
     if setting is None or not isinstance(setting.value, int) or not mtu_bytes:
@@ -137,24 +139,26 @@ def examine_payload(found: Sequence[Setting], mtu_bytes: int, where: str) -> lis
     chosen, fits = setting.value, sockets.payload_for(min(mtu_bytes, _JUMBO_MTU_BYTES))
     data = {"payload_bytes": chosen, "payload_bytes_that_fit": fits}
     if not chosen:
-        return [Finding("packet size", Status.OK, f"determined at the start: {fits} bytes of values here", data=data)]
+        return [Diagnosis("packet size", Status.OK, f"determined at the start: {fits} bytes of values here", data=data)]
     variable = f"{PREFIX}PAYLOAD_BYTES"
     if chosen > fits:
         text = f"{chosen} bytes of values ({setting.origin}) make packets larger than {where} carries"
         return [
-            Finding("packet size", Status.NOTE, text, f"unset {variable}, or set {variable}={fits} on every rank", data)
+            Diagnosis(
+                "packet size", Status.NOTE, text, f"unset {variable}, or set {variable}={fits} on every rank", data
+            )
         ]
     if fits >= 2 * chosen:
         text = f"{chosen} bytes of values ({setting.origin}); {where} carries {fits}"
-        return [Finding("packet size", Status.NOTE, text, f"unset {variable}: fewer packets, less work", data)]
-    return [Finding("packet size", Status.OK, f"{chosen} bytes of values fit {where}", data=data)]
+        return [Diagnosis("packet size", Status.NOTE, text, f"unset {variable}: fewer packets, less work", data)]
+    return [Diagnosis("packet size", Status.OK, f"{chosen} bytes of values fit {where}", data=data)]
 
 
-def _unknown_variables(environment: Mapping[str, str], known: list[str]) -> list[Finding]:
+def _unknown_variables(environment: Mapping[str, str], known: list[str]) -> list[Diagnosis]:
     """Find variables that look like options and are none, such as misspelt ones."""
     names = [PREFIX + name.upper() for name in known]
     return [
-        Finding(variable, Status.NOTE, "is set, but there is no such option", f"unset it{hint}")
+        Diagnosis(variable, Status.NOTE, "is set, but there is no such option", f"unset it{hint}")
         for variable in sorted(environment)
         if variable.startswith(PREFIX)
         and variable not in (*names, *_OTHER_VARIABLES)

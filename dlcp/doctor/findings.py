@@ -24,7 +24,7 @@ class Status(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     """One thing that was examined.
 
     Parameters
@@ -63,7 +63,7 @@ class Section:
     """Diagnoses that belong together."""
 
     title: str
-    findings: list[Finding]
+    findings: list[Diagnosis]
 
 
 def anything_missing(sections: Iterable[Section]) -> bool:
@@ -121,7 +121,7 @@ def as_text(sections: Sequence[Section], settings: Sequence[Setting], *, every_o
     return "\n".join([*lines[1:], "", verdict(sections), ""])
 
 
-def _lines(finding: Finding, width: int) -> list[str]:
+def _lines(finding: Diagnosis, width: int) -> list[str]:
     head = f"{' ' * _INDENT}{finding.status.value:<9}{finding.subject + ':':<18} "
     hang = " " * len(head)
     lines = textwrap.wrap(finding.text, width, initial_indent=head, subsequent_indent=hang, break_long_words=False)

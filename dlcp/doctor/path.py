@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dlcp import wire
-from dlcp.doctor.findings import Finding, Section, Status
+from dlcp.doctor.findings import Diagnosis, Section, Status
 from dlcp.doctor.sockets import IP_RECVTOS
 from dlcp.transport import Address
 
-DEFAULT_PORT: Final = wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT - 1
+DOCTOR_PORT: Final = wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT - 1
 """The last port of DLCP's block; ranks take the first ones."""
 IP_UDP_BYTES: Final = 28
 
@@ -36,7 +36,7 @@ _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3
 _IP_PKTINFO: Final = 8
 _SESSIONS: Final = 1024
 """How many sessions a listener counts packets of; the oldest is forgotten first."""
-COUNT: Final = 200
+PROBES: Final = 200
 """Packets for loss and round trip; one in 200 shows from 0.5 % loss on."""
 INTERVAL_S: Final = 0.002
 GREET_S: Final = 3.0
@@ -228,7 +228,7 @@ class PathReport:
         return statistics.median(self.rtts_s) if self.rtts_s else math.nan
 
 
-def try_path(peer: Address, count: int = COUNT) -> PathReport:
+def try_path(peer: Address, count: int = PROBES) -> PathReport:
     """Try the path to a peer at which ``dlcp doctor --listen`` runs; takes some seconds.
 
     Raises
@@ -268,7 +268,7 @@ class Conversation:
     def greet(self) -> None:
         """Wait for a first answer."""
         host, port = self.peer
-        listen = f"run there: dlcp doctor --listen{'' if port == DEFAULT_PORT else f' {host}:{port}'}"
+        listen = f"run there: dlcp doctor --listen{'' if port == DOCTOR_PORT else f' {host}:{port}'}"
         end_s = time.monotonic() + GREET_S
         while time.monotonic() < end_s:
             try:
@@ -418,15 +418,15 @@ def describe(report: PathReport) -> Section:
     return Section(f"Path to {host}:{port}", findings)
 
 
-def _round_trip_finding(report: PathReport) -> Finding:
+def _round_trip_finding(report: PathReport) -> Diagnosis:
     if not report.rtts_s:
-        return Finding("round trip", Status.MISSING, "no probe was answered", "see the loss below")
+        return Diagnosis("round trip", Status.MISSING, "no probe was answered", "see the loss below")
     low, middle, high = (1e3 * value for value in (min(report.rtts_s), report.rtt_median_s, max(report.rtts_s)))
     data = {"rtt_ms": {"least": low, "median": middle, "most": high}}
-    return Finding("round trip", Status.OK, f"{middle:.2f} ms, from {low:.2f} to {high:.2f}", data=data)
+    return Diagnosis("round trip", Status.OK, f"{middle:.2f} ms, from {low:.2f} to {high:.2f}", data=data)
 
 
-def _loss_finding(report: PathReport) -> Finding:
+def _loss_finding(report: PathReport) -> Diagnosis:
     there, back = report.sent - report.arrived_there, report.arrived_there - report.arrived_back
     data = {
         "packets": report.sent,
@@ -436,26 +436,26 @@ def _loss_finding(report: PathReport) -> Finding:
         "loss_back": report.loss_back,
     }
     if not there and not back:
-        return Finding("loss", Status.OK, f"none of {report.sent} packets", data=data)
+        return Diagnosis("loss", Status.OK, f"none of {report.sent} packets", data=data)
     text = f"{there} of {report.sent} packets lost there, {back} of {report.arrived_there} answers lost back"
     if max(report.loss_there, report.loss_back) >= BAD_LOSS:
         fix = "look for a broken cable, a duplex mismatch, or a rate limit on UDP on the way"
-        return Finding("loss", Status.MISSING, text, fix, data)
-    return Finding("loss", Status.NOTE, f"{text}; DLCP tolerates that, TCP slows down", data=data)
+        return Diagnosis("loss", Status.MISSING, text, fix, data)
+    return Diagnosis("loss", Status.NOTE, f"{text}; DLCP tolerates that, TCP slows down", data=data)
 
 
-def _largest_finding(report: PathReport) -> Finding:
+def _largest_finding(report: PathReport) -> Diagnosis:
     mtu, there = report.mtu_bytes, report.mtu_there_bytes
     data = {"mtu_bytes": mtu, "mtu_there_bytes": there, "interface_mtu_bytes": report.interface_mtu_bytes}
     subject = "largest packet"
     if not mtu:
         fix = "look for a firewall that lets small packets through only"
-        return Finding(subject, Status.MISSING, "not even 576 bytes pass both ways", fix, data)
+        return Diagnosis(subject, Status.MISSING, "not even 576 bytes pass both ways", fix, data)
     text = f"{mtu} bytes both ways, don't-fragment set"
     if mtu == report.interface_mtu_bytes:
-        return Finding(subject, Status.OK, text, data=data)
+        return Diagnosis(subject, Status.OK, text, data=data)
     only = "" if there == mtu else f"; {there} to the peer, so the way back is the narrower one"
-    return Finding(
+    return Diagnosis(
         subject,
         Status.NOTE,
         f"{text}{only}; the interface would take {report.interface_mtu_bytes}",
@@ -464,37 +464,37 @@ def _largest_finding(report: PathReport) -> Finding:
     )
 
 
-def _dscp_finding(report: PathReport) -> Finding:
+def _dscp_finding(report: PathReport) -> Diagnosis:
     there, back = _changed(report.dscp_there), _changed(report.dscp_back)
     data = {"dscp_there": _as_json(report.dscp_there), "dscp_back": _as_json(report.dscp_back)}
     subject = "DSCP"
     if not report.dscp_there:
         fix = "look for a firewall that refuses unknown DSCP values, or set DLCP_TAGGED=0"
-        return Finding(subject, Status.MISSING, "packets with DLCP's tags do not arrive", fix, data)
+        return Diagnosis(subject, Status.MISSING, "packets with DLCP's tags do not arrive", fix, data)
     if not there and not back:
-        return Finding(subject, Status.OK, "tags survive both ways", data=data)
+        return Diagnosis(subject, Status.OK, "tags survive both ways", data=data)
     ways = " and ".join(way for way, lost in (("there", there), ("back", back)) if lost)
     text = f"tags are changed on the way {ways} ({_example(there or back)})"
     fix = "trust DSCP at the switch ports of the ranks, if switches without P4 should help; DLCP also works without"
-    return Finding(subject, Status.NOTE, text, fix, data)
+    return Diagnosis(subject, Status.NOTE, text, fix, data)
 
 
-def _ecn_finding(report: PathReport) -> Finding:
+def _ecn_finding(report: PathReport) -> Diagnosis:
     there, back = _changed(report.ecn_there), _changed(report.ecn_back)
     data = {"ecn_there": _as_json(report.ecn_there), "ecn_back": _as_json(report.ecn_back)}
     subject = "ECN"
     absent = [name for code, name in ECN_NAMES.items() if code not in report.ecn_there]
     if absent:
         text = f"packets marked {', '.join(absent)} do not arrive"
-        return Finding(subject, Status.NOTE, text, "look for a firewall that refuses ECN", data)
+        return Diagnosis(subject, Status.NOTE, text, "look for a firewall that refuses ECN", data)
     if not there and not back:
-        return Finding(subject, Status.OK, "marks survive both ways", data=data)
+        return Diagnosis(subject, Status.OK, "marks survive both ways", data=data)
     congested = all(after == 3 for changes in (there, back) for after in changes.values())
     if congested:
-        return Finding(subject, Status.OK, "works: the path marked these packets as congested", data=data)
+        return Diagnosis(subject, Status.OK, "works: the path marked these packets as congested", data=data)
     ways = " and ".join(way for way, lost in (("there", there), ("back", back)) if lost)
     fix = "let the routers keep ECN bits; until then only loss and delay slow DLCP down"
-    return Finding(subject, Status.NOTE, f"marks are bleached on the way {ways}", fix, data)
+    return Diagnosis(subject, Status.NOTE, f"marks are bleached on the way {ways}", fix, data)
 
 
 def _changed(seen: dict[int, int]) -> dict[int, int]:

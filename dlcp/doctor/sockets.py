@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dlcp import wire
-from dlcp.doctor.findings import Finding, Status
+from dlcp.doctor.findings import Diagnosis, Status
 
 SOL_UDP: Final = 17
 UDP_SEGMENT: Final = 103
@@ -62,7 +62,7 @@ def interfaces() -> list[NetworkInterface]:
     return found
 
 
-def examine_segmentation() -> Finding:
+def examine_segmentation() -> Diagnosis:
     """Send a burst with one call (UDP_SEGMENT) over the loopback interface, and count what arrives."""
     subject = "bursts out"
     with _udp() as receiver, _udp() as sender:
@@ -71,7 +71,7 @@ def examine_segmentation() -> Finding:
             sender.sendto(bytes(_SEGMENT_BYTES * _SEGMENTS), receiver.getsockname())
             sizes = [len(receiver.recv(65536)) for _ in range(_SEGMENTS)]
         except OSError as error:
-            return Finding(
+            return Diagnosis(
                 subject,
                 Status.NOTE,
                 f"UDP_SEGMENT does not work here ({error}): one system call a packet, three to ten times slower",
@@ -79,7 +79,7 @@ def examine_segmentation() -> Finding:
                 {"udp_segment": False},
             )
     whole = sizes == [_SEGMENT_BYTES] * _SEGMENTS
-    return Finding(
+    return Diagnosis(
         subject,
         Status.OK if whole else Status.NOTE,
         "UDP_SEGMENT works" if whole else f"UDP_SEGMENT cuts bursts wrongly: {sizes}",
@@ -87,7 +87,7 @@ def examine_segmentation() -> Finding:
     )
 
 
-def examine_coalescing() -> Finding:
+def examine_coalescing() -> Diagnosis:
     """Receive a burst with one call (UDP_GRO) over the loopback interface."""
     subject = "bursts in"
     with _udp() as receiver, _udp() as sender:
@@ -98,7 +98,7 @@ def examine_coalescing() -> Finding:
             sender.sendto(bytes(_SEGMENT_BYTES * _SEGMENTS), receiver.getsockname())
             size, ancillary, _, _ = receiver.recvmsg_into([bytearray(65536)], 64)
         except OSError as error:
-            return Finding(
+            return Diagnosis(
                 subject,
                 Status.NOTE,
                 f"UDP_GRO does not work here ({error}): one system call a packet",
@@ -108,10 +108,10 @@ def examine_coalescing() -> Finding:
     segment = next((struct.unpack_from("i", value)[0] for level, kind, value in ancillary if kind == UDP_GRO), 0)
     whole = size == _SEGMENT_BYTES * _SEGMENTS and segment == _SEGMENT_BYTES
     text = "UDP_GRO works" if whole else f"UDP_GRO is accepted, and {size} bytes came of {_SEGMENT_BYTES * _SEGMENTS}"
-    return Finding(subject, Status.OK if whole else Status.NOTE, text, data={"udp_gro": whole})
+    return Diagnosis(subject, Status.OK if whole else Status.NOTE, text, data={"udp_gro": whole})
 
 
-def examine_interface(interface: NetworkInterface) -> Finding:
+def examine_interface(interface: NetworkInterface) -> Diagnosis:
     """Say what an interface carries, and whether it takes bursts: without checksum offload some kernels answer EIO.
 
     The burst goes to a multicast address with a TTL of 0. The kernel handles it up to the point where it would give it
@@ -121,14 +121,14 @@ def examine_interface(interface: NetworkInterface) -> Finding:
     text = f"{interface.address}, MTU {interface.mtu_bytes}"
     data = {"interface": interface.name, "address": interface.address, "mtu_bytes": interface.mtu_bytes}
     if interface.loopback or not interface.multicast:
-        return Finding(subject, Status.OK, text, data=data)
+        return Diagnosis(subject, Status.OK, text, data=data)
     taken = _takes_bursts(interface)
     if taken is None:
-        return Finding(subject, Status.OK, text, data=data)
+        return Diagnosis(subject, Status.OK, text, data=data)
     data["bursts"] = taken
     if taken:
-        return Finding(subject, Status.OK, f"{text}, takes bursts", data=data)
-    return Finding(
+        return Diagnosis(subject, Status.OK, f"{text}, takes bursts", data=data)
+    return Diagnosis(
         subject,
         Status.NOTE,
         f"{text}, refuses bursts (UDP_SEGMENT gives EIO): its checksum offload is off",
@@ -137,7 +137,7 @@ def examine_interface(interface: NetworkInterface) -> Finding:
     )
 
 
-def examine_buffers() -> list[Finding]:
+def examine_buffers() -> list[Diagnosis]:
     """Ask for the buffers that DLCP asks for, and say what is granted."""
     return [
         _examine_buffer("receive buffer", socket.SO_RCVBUF, SO_RCVBUFFORCE, "net.core.rmem_max", ENOUGH_BUFFER_BYTES),
@@ -145,20 +145,20 @@ def examine_buffers() -> list[Finding]:
     ]
 
 
-def examine_ports() -> Finding:
+def examine_ports() -> Diagnosis:
     """Say which of DLCP's UDP ports are free; every rank on this machine takes one."""
     ports = range(wire.UDP_PORT_BASE, wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT)
     taken = [port for port in ports if not _is_free(port)]
     subject, data = "UDP ports", {"ports": [ports[0], ports[-1]], "ports_taken": taken}
     text = f"{ports[0]}-{ports[-1]}"
     if not taken:
-        return Finding(subject, Status.OK, f"{text} are free", data=data)
+        return Diagnosis(subject, Status.OK, f"{text} are free", data=data)
     if len(taken) < len(ports):
-        return Finding(
+        return Diagnosis(
             subject, Status.OK, f"{text}, {len(ports) - len(taken)} of them free on every address", data=data
         )
     fix = "end the job that holds them (ss -ulpn), or give each rank another address with DLCP_BIND=HOST:PORT"
-    return Finding(subject, Status.NOTE, f"all of {text} are in use", fix, data)
+    return Diagnosis(subject, Status.NOTE, f"all of {text} are in use", fix, data)
 
 
 def payload_for(mtu_bytes: int) -> int:
@@ -166,7 +166,7 @@ def payload_for(mtu_bytes: int) -> int:
     return (mtu_bytes - 28 - wire.HEADER_BYTES) // 8 * 8
 
 
-def _examine_buffer(subject: str, option: int, force: int, sysctl: str, enough: int) -> Finding:
+def _examine_buffer(subject: str, option: int, force: int, sysctl: str, enough: int) -> Diagnosis:
     forced = True
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
@@ -179,10 +179,10 @@ def _examine_buffer(subject: str, option: int, force: int, sysctl: str, enough: 
     data = {f"{name}_granted_bytes": granted, f"{name}_asked_bytes": WANTED_BUFFER_BYTES}
     text = f"{_mebibytes(granted)} of {_mebibytes(WANTED_BUFFER_BYTES)} requested"
     if granted >= WANTED_BUFFER_BYTES:
-        return Finding(subject, Status.OK, text + (f", beyond {sysctl}, as root" if forced else ""), data=data)
+        return Diagnosis(subject, Status.OK, text + (f", beyond {sysctl}, as root" if forced else ""), data=data)
     small = 2 * granted < enough
     text += ": windows will be small" if small else ", enough for most links"
-    return Finding(
+    return Diagnosis(
         subject, Status.NOTE if small else Status.OK, text, f"sysctl -w {sysctl}={WANTED_BUFFER_BYTES}", data
     )
 

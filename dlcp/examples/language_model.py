@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-UNKNOWN = "<unk>"
+UNKNOWN_WORD = "<unk>"
 Hidden = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -30,7 +30,7 @@ class Corpus:
     def __init__(self, vocabulary: int) -> None:
         words = re.findall(r"[A-Za-z_]+|[0-9]+|[^\sA-Za-z0-9_]", " ".join(topics[name] for name in sorted(topics)))
         common = [word for word, _ in sorted(Counter(words).items(), key=lambda entry: (-entry[1], entry[0]))]
-        self.words = [UNKNOWN, *common[: vocabulary - 1]]
+        self.words = [UNKNOWN_WORD, *common[: vocabulary - 1]]
         numbers = {word: number for number, word in enumerate(self.words)}
         text = torch.tensor([numbers.get(word, 0) for word in words])
         split = len(text) * 9 // 10

@@ -46,8 +46,8 @@ STYLE: Final = (
 )
 """What a page, or a file with a single plot, has to define for the plots."""
 PAPER, INK, SOFT, GRID = (COLOURS[name][0] for name in ("paper", "ink", "soft", "grid"))
-WIDE: Final = 920
-HALF: Final = 448
+WIDE_PX: Final = 920
+HALF_PX: Final = 448
 """Widths of a plot, in px."""
 
 _SVG: Final = "{http://www.w3.org/2000/svg}"

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dlcp.report import wording
-from dlcp.report.drawing import COLOURS, HALF, INK, PAPER, SOFT, WIDE, Plot, blank, finish, legend, look, tip
+from dlcp.report.drawing import COLOURS, HALF_PX, INK, PAPER, SOFT, WIDE_PX, Plot, blank, finish, legend, look, tip
 from dlcp.report.runs import Run
 from dlcp.report.wording import SHORT_NAMES, bit_rate, duration, percent
 from dlcp.wire import DROP_CLASSES
@@ -71,7 +71,7 @@ def layer_medians(runs: Runs) -> dict[str, dict[int, float]]:
 
 
 def _accuracy(runs: Runs, summary: Mapping[str, Any]) -> Plot:
-    figure, (axes,) = blank(WIDE, 416)
+    figure, (axes,) = blank(WIDE_PX, 416)
     end = max(run["curve"][-1]["seconds"] for run in runs.values())
     axes.set(xlim=(0, end * 1.02), ylim=(0, 1.04), xlabel="seconds of training, without evaluation")
     _percent_axis(axes)
@@ -119,7 +119,7 @@ def _mark_target(axes: Axes, runs: Runs, summary: Mapping[str, Any], target: flo
 
 
 def _steps(runs: Runs, summary: Mapping[str, Any]) -> Plot:
-    figure, (axes,) = blank(HALF, 306)
+    figure, (axes,) = blank(HALF_PX, 306)
     steps = {name: np.sort(np.asarray(run["steps"], np.float64)) for name, run in runs.items()}
     low, high = min(values[0] for values in steps.values()), max(values[-1] for values in steps.values())
     logarithmic = high > 8 * low
@@ -141,7 +141,7 @@ def _steps(runs: Runs, summary: Mapping[str, Any]) -> Plot:
 
 
 def _waiting(runs: Runs, summary: Mapping[str, Any]) -> Plot:
-    figure, (axes,) = blank(HALF, 60 + 52 * len(runs))
+    figure, (axes,) = blank(HALF_PX, 60 + 52 * len(runs))
     _rows(axes, [SHORT_NAMES[name] for name in runs])
     legend(figure, {"computing": {"color": _GREY}, "waiting for gradients": {"color": _colour("dlcp")}}, 2)
     for row, (name, run) in enumerate(runs.items()):
@@ -155,7 +155,7 @@ def _waiting(runs: Runs, summary: Mapping[str, Any]) -> Plot:
 
 
 def _background(runs: Runs) -> Plot:
-    figure, panels = blank(WIDE, 58 + 104 * len(runs), len(runs), sharex=True, sharey=True)
+    figure, panels = blank(WIDE_PX, 58 + 104 * len(runs), len(runs), sharex=True, sharey=True)
     end = max([1.0, *(sample[0] for run in runs.values() for sample in run["background"]["samples"])])
     for axes, (name, run) in zip(panels, runs.items(), strict=True):
         background = run["background"]
@@ -193,7 +193,7 @@ def binned(samples: Sequence[tuple[float, float]], end_s: float) -> list[tuple[f
 
 
 def _drops(runs: Runs) -> Plot:
-    figure, (axes,) = blank(WIDE, 60 + 44 * len(runs))
+    figure, (axes,) = blank(WIDE_PX, 60 + 44 * len(runs))
     kinds = {
         "chosen: least valuable gradients": _colour("dlcp"),
         "queue full: gradients": _colour("gloo"),
@@ -226,7 +226,7 @@ def drop_shares(run: Run) -> tuple[float, float, float]:
 
 
 def _loss_by_class(runs: Runs) -> Plot:
-    figure, (axes,) = blank(HALF, 290)
+    figure, (axes,) = blank(HALF_PX, 290)
     lossy = _lossy(runs)
     _name_bars(figure, lossy)
     highest = 0.01
@@ -247,7 +247,7 @@ def _loss_by_layer(runs: Runs) -> Plot:
     tables = {name: run["ledger"]["by_layer"] for name, run in lossy.items()}
     positions = sorted({int(position) for table in tables.values() for position in table})
     row_height = _row_height(len(positions))
-    figure, (axes,) = blank(HALF, 60 + row_height * len(positions))
+    figure, (axes,) = blank(HALF_PX, 60 + row_height * len(positions))
     layers = [_layer_name(runs["dlcp"], position) for position in positions]
     _rows(axes, layers)
     _name_bars(figure, lossy)
@@ -267,7 +267,7 @@ def _loss_by_layer(runs: Runs) -> Plot:
 
 
 def _bound(runs: Runs, summary: Mapping[str, Any]) -> Plot:
-    figure, (axes,) = blank(HALF, 226)
+    figure, (axes,) = blank(HALF_PX, 226)
     bound = runs["dlcp"]["ledger"]["bound"]
     rows: list[tuple[str, float]] = []
     for name, run in _lossy(runs).items():
@@ -289,7 +289,7 @@ def _bound(runs: Runs, summary: Mapping[str, Any]) -> Plot:
 def _layers(runs: Runs) -> Plot:
     timed = {name: run for name, run in runs.items() if run["layer_seconds"]}
     positions = sorted({int(position) for run in timed.values() for position in run["layer_seconds"]})
-    figure, (axes,) = blank(WIDE, 92 + (_row_height(len(positions)) + 4) * len(positions))
+    figure, (axes,) = blank(WIDE_PX, 92 + (_row_height(len(positions)) + 4) * len(positions))
     _rows(axes, [_layer_name(runs["dlcp"], position) for position in positions])
     _name_runs(figure, timed, 4, dashes=False)
     for row, position in enumerate(positions):

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from dlcp.report.drawing import COLOURS, HALF, INK, SOFT, Plot, blank, finish, legend, look, tip
+from dlcp.report.drawing import COLOURS, HALF_PX, INK, SOFT, Plot, blank, finish, legend, look, tip
 
 Series = Mapping[str, Mapping[str, Spread]]
 """Numbers of a plot: by series, then by point on the x axis."""
@@ -40,10 +40,10 @@ def draw(figure: Figure, series: Series, name: str, caption: str) -> Plot:
     if not xs:
         raise ValueError(f"{figure.title}: there is nothing to draw")
     labels = [_wrapped(x, len(xs)) for x in xs]
-    columns = max(1, int(HALF / (50 + _CHARACTER * max(map(len, series))))) if len(series) > 1 else 0
+    columns = max(1, int(HALF_PX / (50 + _CHARACTER * max(map(len, series))))) if len(series) > 1 else 0
     height = 244 + 16 * max(label.count("\n") + 1 for label in labels) + 20 * math.ceil(len(series) / (columns or 99))
     with look():
-        canvas, (axes,) = blank(HALF, height)
+        canvas, (axes,) = blank(HALF_PX, height)
         _scale(axes, figure, series)
         colours = _colours(list(series))
         if columns:

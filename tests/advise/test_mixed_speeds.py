@@ -33,7 +33,7 @@ def training(worker, divisions):
     for sizes in divisions:
         worked = 0
         Net.forward = counted
-        outcome = mixed_speeds.train(mixed_speeds.Setup(epochs=EPOCHS), sizes, worker.options())
+        outcome = mixed_speeds.train(mixed_speeds.TrainingSetup(epochs=EPOCHS), sizes, worker.options())
         Net.forward = forward
         found.append((outcome, worked))
     speed = dlcp.torch.samples_per_s(lambda: None, 8)

@@ -25,7 +25,7 @@ from dlcp.bench.path import BenchPath as Way
 from dlcp.bench.path import loopback
 from dlcp.bench.ranks import Ranks
 from dlcp.bench.results import BenchResult, interleave, result, say, show
-from dlcp.examples.clusters.mixed_speeds import Outcome, Setup, measured_sizes, train
+from dlcp.examples.clusters.mixed_speeds import TrainingOutcome, TrainingSetup, measured_sizes, train
 from dlcp.examples.image_classifier import load_data
 
 SLOWNESS = (8, 24)
@@ -35,7 +35,7 @@ EQUAL, BALANCED = "equal batches", "balanced batches"
 class Trainee:
     """A rank that trains for some epochs with some batch sizes; see :class:`dlcp.bench.ranks.Ranks`."""
 
-    def __init__(self, rank: int, hosts: list[str], store: str, setup: Setup) -> None:
+    def __init__(self, rank: int, hosts: list[str], store: str, setup: TrainingSetup) -> None:
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         file = dist.FileStore(store, len(hosts))
@@ -47,16 +47,16 @@ class Trainee:
         """Return batch sizes in proportion to the ranks' speeds."""
         return measured_sizes(self.setup, load_data()[0])
 
-    def train(self, sizes: list[int]) -> Outcome:
+    def train(self, sizes: list[int]) -> TrainingOutcome:
         """Train from the beginning with batches of these sizes."""
         return train(self.setup, sizes, self.options)
 
 
 def measure(rounds: int, warm_up: int, epochs: int) -> list[BenchResult]:
     """Train in both ways in turn; return seconds of training and the accuracies."""
-    setup = Setup(epochs=epochs, slowness=SLOWNESS)
+    setup = TrainingSetup(epochs=epochs, slowness=SLOWNESS)
     ranks = len(SLOWNESS)
-    outcomes: dict[str, list[Outcome]] = {EQUAL: [], BALANCED: []}
+    outcomes: dict[str, list[TrainingOutcome]] = {EQUAL: [], BALANCED: []}
     path: Way
     with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder, loopback(ranks) as path:
         arguments = [[path.address(rank) for rank in range(ranks)], str(Path(folder) / "store"), setup]
@@ -65,7 +65,7 @@ def measure(rounds: int, warm_up: int, epochs: int) -> list[BenchResult]:
             say(f"balanced batches: {sizes[BALANCED]}")
 
             def once(name: str) -> float:
-                found: list[Outcome] = trainees.call("train", sizes[name])
+                found: list[TrainingOutcome] = trainees.call("train", sizes[name])
                 if len({outcome.digest for outcome in found}) > 1:
                     raise RuntimeError(f"{name}: ranks have different parameters")
                 outcomes[name].append(found[0])

@@ -16,7 +16,7 @@ from dlcp.cli import main
 from dlcp.configuration import Setting
 from dlcp.doctor import findings, machine
 from dlcp.doctor.examination import examine_path, examine_payload, safely
-from dlcp.doctor.findings import Finding, Section, Status
+from dlcp.doctor.findings import Diagnosis, Section, Status
 from dlcp.doctor.path import open_socket
 from tests.doctor.pathway import Pathway, listening
 
@@ -29,7 +29,7 @@ def healthy(monkeypatch):
     """A machine whose every finding is known: what is tested is the page, not the machine it is tested on."""
     monkeypatch.setenv("COLUMNS", "120")
     for name in ("examine_kernel", "examine_namespaces", "examine_python", "examine_torch"):
-        finding = Finding(name.removeprefix("examine_"), Status.OK, "as it should be", data={"known": True})
+        finding = Diagnosis(name.removeprefix("examine_"), Status.OK, "as it should be", data={"known": True})
         monkeypatch.setattr(machine, name, lambda finding=finding: finding)
 
 
@@ -102,7 +102,7 @@ def test_a_file_in_the_working_directory_is_in_force(capsys, tmp_path, healthy):
 
 
 def test_what_is_needed_and_missing_decides_the_exit_status(capsys, monkeypatch, healthy):
-    gone = Finding("PyTorch", Status.MISSING, "not installed", "pip install 'dlcp[torch]'")
+    gone = Diagnosis("PyTorch", Status.MISSING, "not installed", "pip install 'dlcp[torch]'")
     monkeypatch.setattr(machine, "examine_torch", lambda: gone)
     status, text = printed(capsys)
     assert status == 1
@@ -190,7 +190,7 @@ def test_the_real_machine_is_examined():
 
 
 def test_long_lines_are_folded_under_their_text():
-    section = Section("Machine", [Finding("thing", Status.NOTE, "word " * 40, "do " * 40)])
+    section = Section("Machine", [Diagnosis("thing", Status.NOTE, "word " * 40, "do " * 40)])
     lines = findings.as_text([section], [], every_option=False, width=80).splitlines()
     assert max(map(len, lines)) <= 80
     assert all(line.startswith(" " * 30) for line in lines[2:5])

@@ -7,7 +7,7 @@ import pytest
 
 from dlcp import wire
 from dlcp.doctor.findings import Status
-from dlcp.doctor.path import COUNT, SMALLEST_BYTES, PeerError, Probe, decode, describe, open_socket, try_path
+from dlcp.doctor.path import PROBES, SMALLEST_BYTES, PeerError, Probe, decode, describe, open_socket, try_path
 from tests.doctor.pathway import Pathway, listening
 
 pytestmark = pytest.mark.timeout(60)
@@ -160,9 +160,9 @@ def test_a_hop_with_a_smaller_mtu_is_found_with_real_fragments_forbidden(namespa
             )
         assert router.run(["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"]).returncode == 0
         with listening(far.call(lambda: open_socket("", [53703]))):
-            report = near.call(lambda: try_path(("10.8.2.2", 53703), COUNT))
+            report = near.call(lambda: try_path(("10.8.2.2", 53703), PROBES))
         assert (report.mtu_bytes, report.interface_mtu_bytes) == (1400, 1500)
-        assert report.arrived_back == COUNT
+        assert report.arrived_back == PROBES
     finally:
         for host in (near, router, far):
             host.close()

@@ -22,7 +22,7 @@ from dlcp.examples.image_classifier import Net, load_data
 
 
 @dataclass(frozen=True)
-class Setup:
+class TrainingSetup:
     """What all processes do alike.
 
     Parameters
@@ -43,7 +43,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """What came of it: batch sizes by rank, seconds of training alone, accuracy, and a digest of the model."""
 
     sizes: list[int]
@@ -62,7 +62,7 @@ def backward(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, times
     functional.nll_loss(model(images), labels).backward()  # type: ignore[no-untyped-call]  # PyTorch does not annotate it
 
 
-def measured_sizes(setup: Setup, training: TensorDataset) -> list[int]:
+def measured_sizes(setup: TrainingSetup, training: TensorDataset) -> list[int]:
     """Return each process's batch size, in proportion to the speeds that are measured now."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     probe = setup.global_batch // ranks
@@ -73,7 +73,7 @@ def measured_sizes(setup: Setup, training: TensorDataset) -> list[int]:
     return dlcp.torch.balanced_batches(setup.global_batch, speed)
 
 
-def train(setup: Setup, sizes: Sequence[int], options: dlcp.torch.Options) -> Outcome:
+def train(setup: TrainingSetup, sizes: Sequence[int], options: dlcp.torch.Options) -> TrainingOutcome:
     """Train with these batch sizes on all processes, which have a process group; the same global batches either way."""
     rank = dist.get_rank()
     training, testing = load_data()
@@ -99,7 +99,7 @@ def train(setup: Setup, sizes: Sequence[int], options: dlcp.torch.Options) -> Ou
     digest = dlcp.torch.parameter_digest(model.module)
     lost = state.ledger.summary()["lost"]
     state.close()
-    return Outcome(list(sizes), seconds, setup.epochs * len(batches), accuracy, digest, lost)
+    return TrainingOutcome(list(sizes), seconds, setup.epochs * len(batches), accuracy, digest, lost)
 
 
 def main() -> None:
@@ -113,7 +113,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
-    setup = Setup(arguments.batch_size, arguments.epochs, slowness=(*[1] * (ranks - 1), arguments.slowness))
+    setup = TrainingSetup(arguments.batch_size, arguments.epochs, slowness=(*[1] * (ranks - 1), arguments.slowness))
     training, _ = load_data()
     even = [arguments.batch_size // ranks] * ranks
     outcome = train(setup, even if arguments.equal else measured_sizes(setup, training), dlcp.torch.Options())

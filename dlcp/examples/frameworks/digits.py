@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
-TEST_IMAGES = 600
+_TEST_IMAGES = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,4 +29,4 @@ def load() -> tuple[Digits, Digits]:
     order = np.random.default_rng(0).permutation(len(data.target))
     images = (data.images[order, :, :, np.newaxis] / 16).astype(np.float32)
     labels = data.target[order].astype(np.int32)
-    return Digits(images[TEST_IMAGES:], labels[TEST_IMAGES:]), Digits(images[:TEST_IMAGES], labels[:TEST_IMAGES])
+    return Digits(images[_TEST_IMAGES:], labels[_TEST_IMAGES:]), Digits(images[:_TEST_IMAGES], labels[:_TEST_IMAGES])
