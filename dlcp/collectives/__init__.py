@@ -4,14 +4,19 @@
 :func:`make_reducer` makes the pipeline that averages buckets; each algorithm is a module.
 """
 
+from typing import TYPE_CHECKING
+
 from dlcp.collectives.bucket import Bucket, LayerBounds, RankContext, ReduceOptions, Reducer
 from dlcp.collectives.choice import Topology
 from dlcp.collectives.direct import DirectAllReduce
-from dlcp.collectives.parameter_server import ParameterServer, ServerOptions
 from dlcp.collectives.pipeline import AutoAllReduce, Pipeline, make_reducer
 from dlcp.collectives.residual import Residual
-from dlcp.collectives.ring import RingAllReduce
 from dlcp.collectives.shards import shard_bounds
+from dlcp.on_demand import on_demand
+
+if TYPE_CHECKING:
+    from dlcp.collectives.parameter_server import ParameterServer, ServerOptions
+    from dlcp.collectives.ring import RingAllReduce
 
 __all__ = [
     "AutoAllReduce",
@@ -30,3 +35,6 @@ __all__ = [
     "make_reducer",
     "shard_bounds",
 ]
+__getattr__ = on_demand(
+    __name__, {"ParameterServer": "parameter_server", "RingAllReduce": "ring", "ServerOptions": "parameter_server"}
+)

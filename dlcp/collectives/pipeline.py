@@ -15,25 +15,23 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives import adasum, choice
-from dlcp.collectives.adasum import Adasum
+from dlcp.collectives import choice
 from dlcp.collectives.bucket import Bucket, RankContext, Reducer, Strategy
 from dlcp.collectives.choice import AUTO, COLLECTIVES, DIRECT, RING, SERVER, Costs, Topology
-from dlcp.collectives.compressed_all_gather import CompressedAllGather
-from dlcp.collectives.compressed_all_reduce import CompressedAllReduce
 from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.message_numbers import ring_buckets
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import ADASUM, AVERAGE, COMBINES, RULES, SUM, multiply_for_sum
 from dlcp.collectives.residual import Residual
-from dlcp.collectives.ring import RingAllReduce
 from dlcp.collectives.shards import inbound_rates
-from dlcp.compress.choice import make_compressor
-from dlcp.compress.compressor import Compressor, Feedback
+
+if TYPE_CHECKING:
+    from dlcp.compress import Compressor
 
 
 class AutoAllReduce:
@@ -205,7 +203,14 @@ def make_reducer(
         plain = _plain(collective, context, topology, costs)
         if combine != ADASUM:
             return Pipeline(plain, plain, multiplier=multiplier)
-        return Pipeline(plain, Adasum(context, work=work), numbers_per_bucket=adasum.NUMBERS_PER_BUCKET)
+        from dlcp.collectives import adasum
+
+        return Pipeline(plain, adasum.Adasum(context, work=work), numbers_per_bucket=adasum.NUMBERS_PER_BUCKET)
+    # Most jobs do not compress, so what does is loaded here.
+    from dlcp.collectives.compressed_all_gather import CompressedAllGather
+    from dlcp.collectives.compressed_all_reduce import CompressedAllReduce
+    from dlcp.compress.choice import make_compressor
+
     small = context.tagger.policy.small_layer_values
     compressor = make_compressor(compression, error_feedback=options.error_feedback, whole_below=small)
     # What a compressor leaves out belongs into the gradient's positions; what is lost of what it sends, does not.
@@ -213,7 +218,12 @@ def make_reducer(
     plain = _plain(collective, transit, topology, costs)
     if not compressor.reduces:
         return Pipeline(plain, CompressedAllGather(context, compressor, RULES[combine], work))
-    inner, numbers = (plain, 1) if combine != ADASUM else (Adasum(transit, work=work), adasum.NUMBERS_PER_BUCKET)
+    inner: Strategy = plain
+    numbers = 1
+    if combine == ADASUM:
+        from dlcp.collectives import adasum
+
+        inner, numbers = adasum.Adasum(transit, work=work), adasum.NUMBERS_PER_BUCKET
     compressed = CompressedAllReduce(context, compressor, inner, transit.residual, work)
     return Pipeline(plain, compressed, numbers_per_bucket=compressor.rounds * numbers, multiplier=multiplier)
 
@@ -236,7 +246,11 @@ def check_stages(compression: str, combine: str, collective: str = DIRECT, *, fa
     """
     if combine not in COMBINES:
         raise ValueError(f"combine must be one of {', '.join(COMBINES)}, got {combine!r}")
-    compressor: Compressor | None = make_compressor(compression) if compression else None
+    compressor: Compressor | None = None
+    if compression:
+        from dlcp.compress import Feedback, make_compressor
+
+        compressor = make_compressor(compression)
     if fallback and combine != AVERAGE:
         raise ValueError(
             f"combine {combine!r} cannot go on over the framework's all-reduce, which averages: set fallback=False, so "
@@ -270,6 +284,8 @@ def _plain(collective: str, context: RankContext, topology: Topology, costs: Cos
     if collective in (AUTO, DIRECT):
         reducers[DIRECT] = DirectAllReduce(context)
     if collective in (AUTO, RING):
+        from dlcp.collectives.ring import RingAllReduce
+
         reducers[RING] = RingAllReduce(context, order=topology.ring_order(context.contributors))
     if collective in (AUTO, SERVER) and topology.server is not None:
         reducers[SERVER] = DirectAllReduce(context, weights={topology.server: 1.0})

@@ -22,16 +22,16 @@ n (n+1)/2 per layer are all that has to be known before anything is added up.
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.compress.compressor import Values
-from dlcp.compress.compressor import average as average_of_values
-from dlcp.compress.matrices import folded_sum
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
+
+if TYPE_CHECKING:  # and loaded where it is needed: most jobs neither compress nor use Adasum
+    from dlcp.compress.compressor import Values
 
 AVERAGE: Final = "average"
 SUM: Final = "sum"
@@ -42,7 +42,7 @@ MOST_SAMPLES: Final = 1 << 22
 
 Products = NDArray[np.float64]
 """Scalar products between ranks, shape (n, n) or for each layer (layers, n, n)."""
-Rule = Callable[[Sequence[Callable[[], Values]], Sequence[Segment]], Values]
+Rule = Callable[[Sequence[Callable[[], "Values"]], Sequence[Segment]], "Values"]
 """Makes one of all ranks' gradients, in the order of ranks; each can be decoded as often as it is needed."""
 
 # Weights --------------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def coefficients(products: Products) -> NDArray[np.float64]:
     return combined[0]
 
 
-def scalar_products(parts: Sequence[Values], borders: Sequence[int]) -> Products:
+def scalar_products(parts: "Sequence[Values]", borders: Sequence[int]) -> Products:
     """Return the scalar products between arrays, by layer; the same bits everywhere.
 
     Parameters
@@ -261,6 +261,8 @@ def scalar_products(parts: Sequence[Values], borders: Sequence[int]) -> Products
     -------
     Shape (layers, n, n).
     """
+    from dlcp.compress.matrices import folded_sum
+
     ranks = len(parts)
     found = np.zeros((len(borders) - 1, ranks, ranks))
     for layer, (start, stop) in enumerate(pairwise(borders)):
@@ -272,7 +274,7 @@ def scalar_products(parts: Sequence[Values], borders: Sequence[int]) -> Products
     return found
 
 
-def combine_with(parts: Sequence[Values], borders: Sequence[int], factors: NDArray[np.float64]) -> Values:
+def combine_with(parts: "Sequence[Values]", borders: Sequence[int], factors: NDArray[np.float64]) -> "Values":
     """Return the sum of arrays, each layer of each multiplied by its factor, shape (layers, n)."""
     total: Values = np.zeros_like(parts[0])
     lengths = np.diff(borders)
@@ -284,6 +286,7 @@ def combine_with(parts: Sequence[Values], borders: Sequence[int], factors: NDArr
 
 def _pair(products: Products, one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
     """Combine two linear combinations of gradients."""
+    from dlcp.compress.matrices import folded_sum
 
     def product(left: NDArray[np.float64], right: NDArray[np.float64]) -> float:
         with np.errstate(invalid="ignore"):
@@ -301,19 +304,21 @@ def _factor(between: float, square: float) -> float:
 # Rules for a compressed all-gather -----------------------------------------------------------------------------------
 
 
-def average_of(parts: Sequence[Callable[[], Values]], segments: Sequence[Segment]) -> Values:
+def average_of(parts: "Sequence[Callable[[], Values]]", segments: Sequence[Segment]) -> "Values":
     """Return the average; only one decoded part is there at a time."""
+    from dlcp.compress.compressor import average as average_of_values
+
     return average_of_values(part() for part in parts)
 
 
-def sum_of(parts: Sequence[Callable[[], Values]], segments: Sequence[Segment]) -> Values:
+def sum_of(parts: "Sequence[Callable[[], Values]]", segments: Sequence[Segment]) -> "Values":
     """Return the sum."""
     mean = average_of(parts, segments)
     mean *= mean.dtype.type(len(parts))
     return mean
 
 
-def adasum_of(parts: Sequence[Callable[[], Values]], segments: Sequence[Segment]) -> Values:
+def adasum_of(parts: "Sequence[Callable[[], Values]]", segments: Sequence[Segment]) -> "Values":
     """Return Adasum."""
     decoded = [part() for part in parts]
     borders = [segment.start for segment in segments] + [segments[-1].stop]

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compression of gradients: one small interface, and what the literature has behind it. README.md has a table."""
 
-from dlcp.compress.choice import COMPRESSORS, make_compressor
+from typing import TYPE_CHECKING
+
 from dlcp.compress.compressor import Compressor, Encoded, Feedback, Occasion
+from dlcp.on_demand import on_demand
+
+if TYPE_CHECKING:
+    from dlcp.compress.choice import COMPRESSORS, make_compressor
 
 __all__ = ["COMPRESSORS", "Compressor", "Encoded", "Feedback", "Occasion", "make_compressor"]
+__getattr__ = on_demand(__name__, {"COMPRESSORS": "choice", "make_compressor": "choice"})

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """DLCP for any framework: ranks join a group, and average gradients that are NumPy arrays."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from dlcp.on_demand import on_demand
 from dlcp.session.joining import NotJoinedError
 from dlcp.session.options import Options
 
@@ -34,12 +35,5 @@ __all__ = [
     "shutdown",
     "size",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Load groups when they are asked for: PyTorch needs none of them."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dlcp.session import job
-
-    return getattr(job, name)
+# PyTorch needs no groups.
+__getattr__ = on_demand(__name__, dict.fromkeys(set(__all__) - {"NotJoinedError", "Options"}, "job"))

@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from dlcp.collectives import Bucket, RankContext, Reducer, Residual, make_reducer
 from dlcp.collectives.partial_result import PartialResult, RecoveryChannel
 from dlcp.collectives.reduction_rules import check_samples
-from dlcp.collectives.step_metadata import bucket_of
 from dlcp.ledger import Ledger
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join
 from dlcp.session.options import Options
@@ -427,6 +426,8 @@ class TrainingSession:
         """Send this rank's metadata to all ranks, if options ask for it; once a step, however often it is called."""
         tuner = self.autotuner
         if tuner and tuner.sends and step > self.metadata_step:
+            from dlcp.collectives.step_metadata import bucket_of
+
             self.metadata_step = step
             pending = HostBucket.of(step, 0, bucket_of(tuner.table(step)))
             self._metadata = pending.answer
@@ -510,7 +511,10 @@ class TrainingSession:
         tuner, step = self.autotuner, pending.step
         assert self._reducer
         if step > self._reducer_step:
-            self._reducer_step, self._replaced = step, None
+            self._reducer_step = step
+            if self._replaced:
+                self._replaced.close()
+                self._replaced = None
             self._reducer.begin_step(step)
         tuned = tuner is not None and not bucket.exact
         if tuner and tuned:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
+from dlcp.on_demand import on_demand
 from dlcp.session.options import Options
 from dlcp.torch.hook import State, enable, hook, noop_hook, parameter_digest, replicas_identical
 
@@ -32,24 +33,17 @@ BACKEND: Final = "dlcp"
 """What ``init_process_group`` knows DLCP's backend as."""
 _DEVICES: Final = ["cpu", "cuda"]
 """Named one by one, for without them PyTorch guesses; and with the CPU alone it would not let CUDA tensors in."""
-_MODULES: Final = {
-    "BalancedBatches": "balance",
-    "CrossStep": "crossstep",
-    "allow_loss": "backend",
-    "balanced_batches": "balance",
-    "cross_step": "crossstep",
-    "samples_per_s": "balance",
-}
-"""What is loaded when it is asked for, and where it is: a plain hook needs none of it."""
-
-
-def __getattr__(name: str) -> Any:
-    """Load what a plain hook does not need."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = on_demand(
+    __name__,
+    {
+        "BalancedBatches": "balance",
+        "CrossStep": "crossstep",
+        "allow_loss": "backend",
+        "balanced_batches": "balance",
+        "cross_step": "crossstep",
+        "samples_per_s": "balance",
+    },
+)
 
 
 def _create_group(given: Any, options: Options | None) -> Any:
