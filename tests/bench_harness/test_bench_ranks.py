@@ -12,21 +12,9 @@ import pytest
 
 from dlcp.bench.ranks import RankError, Ranks
 from tests.bench_harness.bench_rank import Rank
+from tests.waiting import gone, until
 
 ROOT = Path(__file__).parents[2]
-
-
-def gone(pid, within_s=20.0):
-    end_s = time.monotonic() + within_s
-    while time.monotonic() < end_s:
-        try:
-            os.kill(pid, 0)
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (ProcessLookupError, FileNotFoundError):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_all_ranks_do_what_they_are_told():
@@ -35,7 +23,7 @@ def test_all_ranks_do_what_they_are_told():
         assert [answer[:2] for answer in answers] == [(rank, "one two") for rank in range(3)]
         pids = {answer[2] for answer in answers}
         assert len(pids | {os.getpid()}) == 4
-    assert all(gone(pid) for pid in pids)
+    until(lambda: all(map(gone, pids)), "a rank is left behind")
 
 
 def test_what_goes_wrong_is_named():
@@ -50,7 +38,7 @@ def test_what_goes_wrong_is_named():
         began_s = time.monotonic()
         ranks.close()
         assert time.monotonic() - began_s < 30
-    assert all(gone(pid) for pid in pids)
+    until(lambda: all(map(gone, pids)), "a rank is left behind")
     with Ranks(Rank, [""], [None] * 2) as ranks, pytest.raises(RankError, match=r"rank 1 ended during end, .* 7"):
         ranks.call("end", 1)
 
@@ -73,4 +61,4 @@ def test_ranks_end_with_a_program_that_is_killed(tmp_path):
         pids = [int(word) for word in program.stdout.readline().split()]
         assert len(pids) == 2
         program.send_signal(signal.SIGKILL)
-    assert all(gone(pid) for pid in pids)
+    until(lambda: all(map(gone, pids)), "a rank is left behind")

@@ -5,9 +5,8 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from dlcp.controller.fabric import Switch, Tls
 from dlcp.switch.p4runtime.device import P4RuntimeDevice
 from dlcp.switch.p4runtime.server import P4RuntimeServer, TlsFiles
 from tests.transport.free_ports import free_port
+from tests.waiting import until
 
 START_DEADLINE_S = 20.0
 
@@ -116,15 +116,14 @@ def described(switch, name="s1", **changes):
 
 def await_port(address, process):
     host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + START_DEADLINE_S
-    while True:
-        try:
+
+    def answers():
+        assert process.poll() is None, "the switch has ended"
+        with suppress(OSError):
             socket.create_connection((host, int(port)), 1).close()
-            return
-        except OSError:
-            assert process.poll() is None, "the switch has ended"
-            assert time.monotonic() < deadline, f"nobody listens at {address}"
-            time.sleep(0.02)
+            return True
+
+    until(answers, f"nobody listens at {address}", START_DEADLINE_S)
 
 
 class Certificates:

@@ -213,7 +213,7 @@ def test_a_higher_bid_takes_over_and_the_lower_one_takes_its_place_again(switch,
                     await asyncio.wait_for(asyncio.shield(first.lost), 10)
                 async with Session(described(switch), pipeline, election_id=15) as third:
                     waiting = asyncio.create_task(third.become_primary(stand_by=True))
-                    await asyncio.sleep(0.2)
+                    await asyncio.sleep(0.2)  # nothing comes: that is what is tested
                     assert not waiting.done()
                     await second.close()
                     await asyncio.wait_for(waiting, 10)
@@ -229,7 +229,7 @@ def test_who_bids_the_same_waits_a_moment_for_the_one_before_to_be_gone(switch, 
             await first.become_primary()
             async with Session(described(switch), pipeline) as second:
                 waiting = asyncio.create_task(second.become_primary())
-                await asyncio.sleep(ENDING_S / 4)
+                await asyncio.sleep(ENDING_S / 4)  # the time for which it bids again is what is tested
                 assert not waiting.done()
                 await first.close()
                 await asyncio.wait_for(waiting, 10)
@@ -267,7 +267,7 @@ def test_nobody_there_is_an_error_that_names_the_switch(pipeline):
 def test_somebody_who_never_answers_is_not_waited_for(pipeline):
     async def work():
         async def silent(reader, writer):
-            await asyncio.sleep(5)
+            await reader.read()  # until whoever asks gives up
 
         server = await asyncio.start_server(silent, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dlcp import namespace
 from dlcp.switch import SwitchProcess
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType
+from tests.waiting import until
 
 GRPC, METRICS = "127.0.0.1:9559", "127.0.0.1:9464"
 DEADLINE_S = 60
@@ -115,11 +116,9 @@ def until_delivered(one, two):
 
 
 def until_counted(network, packets):
-    """Return how many forwarded packets Prometheus is told of, once it is as many as expected or time is up."""
-    deadline = time.monotonic() + 10
-    while (counted := network.switch.call(scrape)) < packets and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return counted
+    """Return how many forwarded packets Prometheus collects, once they are as many as expected."""
+    until(lambda: network.switch.call(scrape) >= packets, lambda: f"{network.switch.call(scrape)} of {packets} counted")
+    return network.switch.call(scrape)
 
 
 def scrape():

@@ -2,7 +2,6 @@
 """The loop that keeps switches as they should be, and what it tells Prometheus."""
 
 import asyncio
-import time
 import urllib.request
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -26,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dlcp.switch import EgressEvent, EventCount, IngressEvent, PortQueueing, decode_events, event_index
 from tests.controller.switches import described
 from tests.transport.free_ports import free_port
+from tests.waiting import soon
 
 DEADLINE_S = 30
 
@@ -51,13 +51,6 @@ async def watching(watcher):
             await task
 
 
-async def until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
-
-
 async def held(fabric, pipeline):
     async with Session(fabric.switches[0], pipeline) as session:
         return difference(wanted(fabric, fabric.switches[0], pipeline), await session.entities())
@@ -69,13 +62,13 @@ def test_a_restarted_switch_is_restored_and_one_that_is_right_is_left_alone(swit
     async def work():
         watcher = Watcher(fabric, pipeline, every_s=0.1)
         async with watching(watcher) as state:
-            await until(lambda: state.connected)
+            await soon(lambda: state.connected)
             writes = state.writes
             reconciles = state.reconciles
-            await until(lambda: state.reconciles > reconciles + 2)
+            await soon(lambda: state.reconciles > reconciles + 2)
             assert state.writes == writes == 3
             await asyncio.to_thread(switch.restart)
-            await until(lambda: state.installs == 2 and state.connected)
+            await soon(lambda: state.installs == 2 and state.connected)
             assert state.failures >= 1
             assert state.writes == 2 * writes
             assert len(await held(fabric, pipeline)) == 0
@@ -89,13 +82,13 @@ def test_what_somebody_else_changed_is_put_right(switch, pipeline):
     async def work():
         watcher = Watcher(fabric, pipeline, every_s=0.1)
         async with watching(watcher) as state:
-            await until(lambda: state.connected)
+            await soon(lambda: state.connected)
             entity = wanted(fabric, fabric.switches[0], pipeline)[-1]
             async with Session(fabric.switches[0], pipeline, election_id=99) as meddler:
                 await meddler.become_primary()
                 await meddler.write([Change(Action.DELETE, entity)])
             # It stood by while the other had the say, and took over when it went.
-            await until(lambda: state.connected and state.changes["insert"] > len(wanted_count(fabric, pipeline)))
+            await soon(lambda: state.connected and state.changes["insert"] > len(wanted_count(fabric, pipeline)))
             assert len(await held(fabric, pipeline)) == 0
             assert state.installs == 1
 

@@ -19,6 +19,7 @@ from tests.faults.bad_network import BadNetwork, Weather, place_of, set_weather
 from tests.faults.fault_training import Said, train
 from tests.torch.workers import WAYS, launch, values
 from tests.transport.free_ports import free_udp_ports
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(110)
 RANKS = 3
@@ -30,8 +31,6 @@ STEPS = 3
 WEATHER_STEPS = 2
 LAST = 2
 """In the forward pass of step 1 DDP talks to all ranks itself, to agree on its buckets; from step 2 on it does not."""
-AWAIT_S = 0.3
-"""Longer than the last step's comparison takes, in which the others still need this rank."""
 
 
 def options_of(worker, **changes):
@@ -262,14 +261,24 @@ def test_a_rank_without_dlcp_is_named_and_the_framework_averages(unfit):
         assert sum("rank 1 has not called dlcp.torch.enable" in message for message in result.said) == (rank == 0)
 
 
+def others_need_no_more(worker, step):
+    """Return whether this is rank 2 in its last step, once all others are through with the comparison before it."""
+    store = dist.distributed_c10d._get_default_store()
+    if step == LAST and worker.rank != 2:
+        store.add("in the last step", 1)
+    if step != LAST or worker.rank != 2:
+        return False
+    until(lambda: store.add("in the last step", 0) >= RANKS - 1, "not all ranks came to the last step")
+    return True
+
+
 def paused(worker):
     said, results = Said(), {}
     change(worker, Weather())
     for name, seconds in (("shortly", 0.6), ("long", 3.0)):
 
         def pause_at_last(step, state, seconds=seconds):
-            if step == LAST and worker.rank == 2:
-                time.sleep(AWAIT_S)
+            if others_need_no_more(worker, step):
                 pause(seconds)
 
         results[name] = train(
@@ -303,8 +312,7 @@ def lost_for_good(worker, how):
     change(worker, Weather())
 
     def go_at_last(step, state):
-        if step == LAST and worker.rank == 2:
-            time.sleep(AWAIT_S)
+        if others_need_no_more(worker, step):
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from dlcp.cli import main
+from tests.waiting import gone, until
 
 LIMIT_S = 40
 TELL = """
@@ -20,8 +20,8 @@ with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
     json.dump([os.environ[name] for name in names] + sys.argv[2:], file)
 """
 LIVE = """
-import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 with open(os.path.join(sys.argv[1], os.environ["RANK"] + ".part"), "w") as file:
     file.write(f"{os.getpid()} {child.pid}")
 os.rename(file.name, os.path.join(sys.argv[1], os.environ["RANK"]))
@@ -29,7 +29,7 @@ if os.environ["RANK"] == sys.argv[2]:
     while len([name for name in os.listdir(sys.argv[1]) if name.isdecimal()]) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)
     sys.exit(7)
-time.sleep(60)
+signal.pause()
 """
 
 
@@ -62,24 +62,8 @@ def test_several_machines_divide_the_ranks(tmp_path):
 
 
 def pids(folder, count):
-    end_s = time.monotonic() + LIMIT_S
-    while len([name for name in os.listdir(folder) if name.isdecimal()]) < count:
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
+    until(lambda: len([name for name in os.listdir(folder) if name.isdecimal()]) >= count, "not all ranks began")
     return [int(pid) for rank in range(count) for pid in (folder / str(rank)).read_text().split()]
-
-
-def gone(pid):
-    end_s = time.monotonic() + 5
-    while time.monotonic() < end_s:
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] == "Z":
-                    return True  # dead, and nobody has asked for its status
-        except FileNotFoundError:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_one_that_fails_ends_all_with_what_they_started(tmp_path):
@@ -88,8 +72,7 @@ def test_one_that_fails_ends_all_with_what_they_started(tmp_path):
     assert job.returncode == 7
     assert errors == "dlcp launch: rank 1 ended with status 7; ending the others\n"
     running = pids(tmp_path, 3)
-    assert all(gone(pid) for pid in running[:2] + running[4:])
-    assert gone(running[2])
+    until(lambda: all(map(gone, running)), "a process is left behind")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -98,7 +81,7 @@ def test_a_signal_ends_all(tmp_path, number):
     running = pids(tmp_path, 2)
     job.send_signal(number)
     assert job.wait(LIMIT_S) == 128 + number
-    assert all(gone(pid) for pid in running)
+    until(lambda: all(map(gone, running)), "a process is left behind")
 
 
 def test_a_killed_process_is_told(tmp_path):

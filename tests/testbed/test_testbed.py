@@ -5,7 +5,6 @@ import dataclasses
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from dlcp.commands import testbed as command
 from dlcp.demo.setup import variants
 from dlcp.demo.testbed import TestbedSetup, check, train
 from dlcp.switch import PortQueueing
+from tests.waiting import until
 
 RATE_BPS = 32_000_000
 KINDS = ["builtin", "bmv2"]
@@ -42,13 +42,6 @@ def names_of(name):
 
 def pids_in(state):
     return {pid for namespace in state.namespaces for pid in NamedNamespace(namespace).pids()}
-
-
-def until(condition, what):
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.1)
 
 
 def talk(state, sender, receiver):

@@ -3,7 +3,6 @@
 
 import os
 import threading
-import time
 from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
@@ -12,6 +11,7 @@ from dlcp.transport import RELIABLE, Endpoint, ReceiveRequest, SendRequest, Tran
 from dlcp.transport.shared_memory import SharedMemoryRendezvous
 from dlcp.wire import Header, PacketType
 from tests.transport.network import plain_tags
+from tests.waiting import until
 
 LIMIT_S = 20
 TOKEN = 77
@@ -85,11 +85,10 @@ def ring_from(end, peer):
     return end._engine._shared.inward[peer]
 
 
-def wait_until(condition):
-    end_s = time.monotonic() + LIMIT_S
-    while not condition() and time.monotonic() < end_s:
-        time.sleep(0.005)
-    assert condition()
+def greeted(end, peer):
+    """Wait until an end has read all that a peer wrote for it: greetings, if nothing else was sent."""
+    marks = ring_from(end, peer).marks
+    until(lambda: np.array_equal(marks[:8], marks[64:72]), "greetings stay in the ring")
 
 
 def data_packet(index=0, packets=1, **changes):

@@ -23,6 +23,7 @@ from dlcp.transport import (
     parse_address,
 )
 from tests.transport.network import plain_tags
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("engine")
 LIMIT_S = 20
@@ -112,9 +113,7 @@ def test_noise_on_the_port_is_refused_and_counted(pair):
             stranger.sendto(noise, target)
     arrival, _ = start(*pair, MessageKey(0, 0), bytes_of(5000))
     arrival.result(LIMIT_S)
-    end_s = time.monotonic() + LIMIT_S
-    while pair[1].refused["malformed"] < 4 and time.monotonic() < end_s:
-        time.sleep(0.01)
+    until(lambda: pair[1].refused["malformed"] >= 4)
     assert dict(pair[1].refused) == {"malformed": 4}
 
 

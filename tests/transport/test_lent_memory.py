@@ -20,12 +20,13 @@ from tests.transport.neighbouring import (
     TOKEN,
     bytes_of,
     data_packet,
+    greeted,
     neighbours,
     put_record,
     ring_from,
-    wait_until,
 )
 from tests.transport.network import plain_tags
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(
     native.library() is None or not shared_memory.available(), reason="needs the engine in C, memfd_create and eventfd"
@@ -81,7 +82,7 @@ def ring_bytes_for(sender, receiver, action):
 @pytest.mark.parametrize("size", [1, 1440, 1441, 100_003, 5 * RING_BYTES + 17])
 def test_lent_bytes_arrive_and_are_not_copied_into_the_ring(size):
     with neighbours(2, export_bytes=LENT_BYTES) as (first, second):
-        time.sleep(0.2)  # greetings are through
+        greeted(first, 1)
         for number, place in enumerate([0, 7, len(first.exported.memory) - size]):
             payload = first.exported.memory[place : place + size]
             payload[:] = bytes_of(size, number)
@@ -134,14 +135,14 @@ def test_a_rank_without_neighbours_lends_nothing():
 )
 def test_a_header_of_lent_bytes_is_refused_for_what_it_would_be_in_the_network(changes, reason):
     with neighbours(2, export_bytes=LENT_BYTES) as (first, _):
-        time.sleep(0.2)  # greetings are through
+        greeted(first, 1)
         put_record(ring_from(first, 1), 32, 32, data_packet(**changes)[:32], message_bytes=100)
-        wait_until(lambda: first.refused[reason] == 1)
+        until(lambda: first.refused[reason] == 1)
 
 
 def test_lent_bytes_that_do_not_fit_their_message_are_refused():
     with neighbours(2, export_bytes=LENT_BYTES) as (first, _):
-        time.sleep(0.2)  # greetings are through
+        greeted(first, 1)
         arrival = first.receive(ReceiveRequest(1, MessageKey(0, 0), 2880, RELIABLE, "layer"))
         first.flush(LIMIT_S)  # it waits
         put_record(ring_from(first, 1), 32, 32, data_packet(packets=5)[:32], message_bytes=7200)
@@ -170,11 +171,11 @@ def test_a_record_of_bytes_that_are_not_lent_is_refused_and_its_ring_read_no_mor
 ):
     with neighbours(2, silence_s=1.0, export_bytes=LENT_BYTES) as (first, second):
         assert len(second.exported.memory) == LENT_BYTES
-        time.sleep(0.2)  # greetings are through
+        greeted(first, 1)
         first.receive(ReceiveRequest(1, MessageKey(0, 0), 1440 * 5, RELIABLE, "layer"))
         header = data_packet(index, max(5, index))[:32]
         put_record(ring_from(first, 1), size, segment, header, place, message_bytes)
-        wait_until(lambda: first.refused["malformed"] == 1)
+        until(lambda: first.refused["malformed"] == 1)
         with pytest.raises(TransportError):
             exchange(second, first, MessageKey(0, 1), bytes_of(5000))
         assert first.refused["malformed"] == 1
@@ -182,9 +183,9 @@ def test_a_record_of_bytes_that_are_not_lent_is_refused_and_its_ring_read_no_mor
 
 def test_a_rank_that_lent_nothing_is_not_read_from():
     with neighbours(2, silence_s=1.0) as (first, _):
-        time.sleep(0.2)  # greetings are through
+        greeted(first, 1)
         put_record(ring_from(first, 1), 32, 32, data_packet()[:32], message_bytes=100)
-        wait_until(lambda: first.refused["malformed"] == 1)
+        until(lambda: first.refused["malformed"] == 1)
 
 
 def reduce_and_spoil(ends, steps, *, value_type=ValueType.FLOAT32, lent=False, count=200_000):
@@ -213,7 +214,7 @@ def reduce_and_spoil(ends, steps, *, value_type=ValueType.FLOAT32, lent=False, c
         total = sum(value_type.widen(share) for share in shares) / np.float32(len(ends))
         for done, kept in waiting:
             done.result(LIMIT_S)
-            wait_until(lambda kept=kept: kept)
+            until(lambda kept=kept: kept)
             np.testing.assert_array_equal(kept[0], value_type.narrow(total))
 
 
@@ -230,7 +231,7 @@ def test_neighbours_read_one_copy_of_a_result_which_is_used_again(apart):
     with neighbours(4, apart=apart, export_bytes=LENT_BYTES) as ends:
         reduce_and_spoil(ends, 12)
         for end in ends:
-            wait_until(lambda end=end: end.all_confirmed and not end.exported._taken)
+            until(lambda end=end: end.all_confirmed and not end.exported._taken)
             assert np.flatnonzero(end.exported.memory)[-1] < 2 * 50_000 * 4, "no more than two steps at a time"
 
 

@@ -31,14 +31,15 @@ from tests.transport.neighbouring import (
     TOKEN,
     bytes_of,
     data_packet,
+    greeted,
     meet,
     neighbours,
     put_record,
     ring_from,
     start,
-    wait_until,
 )
 from tests.transport.network import plain_tags
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(
     native.library() is None or not shared_memory.available(), reason="needs the engine in C, memfd_create and eventfd"
@@ -252,18 +253,17 @@ def test_a_neighbour_that_falls_silent_is_named_though_its_memory_is_there():
 )
 def test_a_datagram_in_memory_is_refused_for_what_it_would_be_in_the_network(content, reason):
     with neighbours(2) as (first, _):
-        written, taken = ring_from(first, 1).marks[:8], ring_from(first, 1).marks[64:72]
-        wait_until(lambda: np.array_equal(written, taken))  # greetings are through
+        greeted(first, 1)
         put_record(ring_from(first, 1), len(content), len(content), content)
-        wait_until(lambda: first.refused[reason] == 1)
+        until(lambda: first.refused[reason] == 1)
 
 
 @pytest.mark.parametrize(("size", "segment"), [(RING_BYTES, 1472), (0xFFFFFFFF, 1472), (3000, 0), (5000, 1472)])
 def test_a_record_that_cannot_be_is_refused_and_its_ring_read_no_more(size, segment):
     with neighbours(2, silence_s=1.0) as (first, second):
-        time.sleep(0.2)  # greetings are through
+        greeted(first, 1)
         put_record(ring_from(first, 1), size, segment)
-        wait_until(lambda: first.refused["malformed"] == 1)
+        until(lambda: first.refused["malformed"] == 1)
         arrival, _ = start(second, first, MessageKey(0, 0), bytes_of(5000))
         with pytest.raises(TransportError):
             arrival.result(LIMIT_S)
