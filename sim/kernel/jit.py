@@ -27,6 +27,11 @@ def call(function: _F) -> _F:
     return _jit(function)
 
 
+def inlined(function: _F) -> _F:
+    """Compile a function into its callers: for those on every packet's way, where calls cost 5 to 10 % of a run."""
+    return _jit(function, inline="always")
+
+
 def entry(function: _F) -> _F:
     """Compile a function that Python calls, and keep the result on disk."""
     with _cache_folder() as kept:

@@ -3,7 +3,7 @@
 
 from dlcp.sim.arithmetic import RATE_SHIFT
 from dlcp.sim.kernel.events import advance, pop, push
-from dlcp.sim.kernel.jit import call, entry
+from dlcp.sim.kernel.jit import call, entry, inlined
 from dlcp.sim.kernel.messages import close_message, complete_node, free_stream_if_dead, remove_packet
 from dlcp.sim.kernel.receiver import receive_data, receive_probe, send_pull
 from dlcp.sim.kernel.sender import (
@@ -59,7 +59,7 @@ def interface_of(w: Row, stream: int, host: int) -> Number:
     return choose_port(w, host, s.source, s.reverse_path_hash, 0)
 
 
-@call
+@inlined
 def next_at_interface(w: Row, interface: int, now: int) -> Number:
     """Return the packet that leaves a host next by an idle interface; -1 if there is none after all.
 
@@ -97,7 +97,7 @@ def next_at_interface(w: Row, interface: int, now: int) -> Number:
     return leaving
 
 
-@call
+@inlined
 def send_packet(w: Row, port: int, packet: int, now: int) -> None:
     """Send a packet over a link that is free; it arrives, or gets lost."""
     counts = counts_of(w)

@@ -3,7 +3,7 @@
 
 from dlcp.sim.arithmetic import PS_PER_US
 from dlcp.sim.kernel.events import push
-from dlcp.sim.kernel.jit import call
+from dlcp.sim.kernel.jit import call, inlined
 from dlcp.sim.kernel.state import (
     URGENT_QUEUE,
     EventKind,
@@ -177,7 +177,7 @@ def dequeue_smallest(w: Row, port: int) -> Number:
     return at
 
 
-@call
+@inlined
 def waiting_queue(w: Row, first: int, packet: int, discipline: int) -> Number:
     """Return the queue in which a packet waits at the port whose queues begin at ``first``; NDP may trim it."""
     x = packets_of(w)[packet]
@@ -194,7 +194,7 @@ def waiting_queue(w: Row, first: int, packet: int, discipline: int) -> Number:
     return URGENT_QUEUE
 
 
-@call
+@inlined
 def is_full(w: Row, p: Row, q: Row, size: int) -> Number:
     """Return whether a queue of a port has no room for ``size`` bytes."""
     rules = rules_of(w)[0]
