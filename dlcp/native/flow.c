@@ -1,8 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Everything on its way to one peer: its window, its round-trip time, and what of it is lost.
+/* Everything on its way to one peer: its window, its round-trip time, what of it is lost, and the acknowledgements of
+ * both directions.
  *
  * Packets count as lost when one that was sent later into the same queue has arrived, by more than the disorder to be
  * expected (RACK, RFC 8985, kept per queue because strict priority reorders across queues).
+ *
+ * An acknowledgement tells of blocks of 64 packets which of them have arrived. It tells all that is known of its
+ * blocks, and repeats the last ones before, so that the next one makes up for it if it is lost. Its payload has entries
+ * of step (4 bytes), message (2), block (4; with ACK_WHOLE if the message is complete, and all of it is here) and bits
+ * (8; bit k is packet 64 block + k). In its header, `index` and `count` hold how many packets of the flow arrived so
+ * far and how many of them marked congested, `step` how many microseconds ago the newest of them came.
  */
 
 #include <math.h>
@@ -11,173 +18,411 @@
 
 #include "engine.h"
 
-void sample_rtt(flow *f, double rtt_s) {
-    if (rtt_s < 1e-6) rtt_s = 1e-6;
-    if (f->rtt_s == 0 || rtt_s < f->rtt_s) f->rtt_s = rtt_s;
-    if (f->smoothed_rtt_s == 0) {
-        f->smoothed_rtt_s = rtt_s, f->rtt_variation_s = rtt_s / 2;
+/* What is on the wire ---------------------------------------------------------------------------------------------- */
+
+static void sample_rtt(flow *self, double rtt_s) {
+    rtt_s = fmax(rtt_s, 1e-6);
+    if (self->rtt_s == 0 || rtt_s < self->rtt_s)
+        self->rtt_s = rtt_s;
+    if (self->smoothed_rtt_s == 0) { /* RFC 6298 */
+        self->smoothed_rtt_s = rtt_s;
+        self->rtt_variation_s = rtt_s / 2;
         return;
     }
-    f->rtt_variation_s += (fabs(f->smoothed_rtt_s - rtt_s) - f->rtt_variation_s) / 4;
-    f->smoothed_rtt_s += (rtt_s - f->smoothed_rtt_s) / 8;
+    self->rtt_variation_s += (fabs(self->smoothed_rtt_s - rtt_s) - self->rtt_variation_s) / 4;
+    self->smoothed_rtt_s += (rtt_s - self->smoothed_rtt_s) / 8;
 }
 
-static int64_t find_lost(engine *e, flow *f) {
-    double disorder_s = f->smoothed_rtt_s * f->disorder;
-    if (disorder_s < e->reorder_min_s) disorder_s = e->reorder_min_s;
+/* Find what of packets that were sent together is lost, now that they are judged; return how many. */
+static int64_t lose_run(flow *self, const run *sent) {
     int64_t lost = 0;
-    for (int q = 0; q < QUEUES; q++) {
-        run_ring *ring = &f->runs[q];
-        while (ring->count) {
-            run r = ring->runs[ring->first];
-            if (r.message && r.sent_s >= f->newest_delivered_s[q] - disorder_s) break;
-            ring->first = (ring->first + 1) % ring->capacity, ring->count--;
-            if (!r.message) continue;
-            for (uint32_t k = 0; k < (r.packets ? r.packets : 1); k++) {
-                uint32_t index = r.packets ? r.message->order[r.first + k] : r.first;
-                if (r.message->state[index] == FLYING && r.message->sent_s[index] == r.sent_s)
-                    lose(f, r.message, index), lost++;
-            }
-        }
+    for (uint32_t k = 0; k < (sent->packets ? sent->packets : 1); k++) {
+        uint32_t index = sent->packets ? sent->message->order[sent->first + k] : sent->first;
+        /* One that was sent again since then has a run of its own. */
+        if (sent->message->state[index] != FLYING || sent->message->sent_s[index] != sent->sent_s)
+            continue;
+        outgoing_lost(self, sent->message, index);
+        lost++;
     }
-    if (lost) f->disorder = fmax(f->disorder * e->disorder_decay, e->disorder_min);
     return lost;
 }
 
-/* Find when the next report may be taken. Where nothing asks for a smaller or a larger window there is no hurry; of what goes
- * through memory there is nothing to learn. */
-static void schedule_report(const engine *e, flow *f) {
-    if (f->out.bytes || (!f->delivered && !f->lost)) return;
-    int hurry = f->lost || f->marked || (f->limited && f->eager);
-    double calm_s = hurry ? e->report_min_s : e->report_calm_s;
-    f->report_due_s = f->reported_s + (f->smoothed_rtt_s > calm_s ? f->smoothed_rtt_s : calm_s);
+static int64_t find_lost(const engine *owner, flow *self) {
+    double disorder_s = fmax(self->smoothed_rtt_s * self->disorder, owner->config.reorder_min_s);
+    int64_t lost = 0;
+    for (int queue = 0; queue < QUEUES; queue++) {
+        run_queue *sent = &self->runs[queue];
+        while (sent->count) {
+            run first = sent->runs[sent->first];
+            if (first.message && first.sent_s >= self->newest_delivered_s[queue] - disorder_s)
+                break;
+            sent->first = (sent->first + 1) % sent->capacity;
+            sent->count--;
+            if (first.message)
+                lost += lose_run(self, &first);
+        }
+    }
+    if (lost)
+        self->disorder = fmax(self->disorder * owner->config.disorder_decay, owner->config.disorder_min);
+    return lost;
 }
 
-void feed_back(engine *e, flow *f, int64_t delivered, int64_t marked, int64_t lost) {
-    if (delivered) lost += find_lost(e, f);
-    if (!delivered && !lost) return;
-    f->delivered += delivered, f->lost += lost;
-    f->marked += marked < delivered ? marked : delivered;
-    schedule_report(e, f);
-    for (int64_t k = 0; k < f->message_count; k++) {
-        outgoing *m = f->messages[k];
-        if (!m->unsent && !m->flying && m->delivered < m->packets && !m->idle_told) m->idle_told = e->attention = 1;
+/* Find when the next report may be taken. Where nothing asks for a smaller or a larger window there is no hurry; of
+ * what goes through memory there is nothing to learn. */
+static void schedule_report(const engine *owner, flow *self) {
+    if (self->out.bytes || (!self->delivered && !self->lost))
+        return;
+    int hurry = self->lost || self->marked || (self->limited && self->slow_start);
+    double calm_s = hurry ? owner->config.report_min_s : owner->config.report_calm_s;
+    self->report_due_s = self->reported_s + fmax(self->smoothed_rtt_s, calm_s);
+}
+
+/* Note what came back, for the next report. */
+void flow_feed_back(engine *owner, flow *self, int64_t delivered, int64_t marked, int64_t lost) {
+    if (delivered)
+        lost += find_lost(owner, self);
+    if (!delivered && !lost)
+        return;
+    self->delivered += delivered;
+    self->lost += lost;
+    self->marked += smaller(marked, delivered);
+    schedule_report(owner, self);
+    for (int64_t k = 0; k < self->message_count; k++) {
+        outgoing *message = self->messages[k];
+        int idle = !message->unsent && !message->flying && message->delivered < message->packets;
+        if (!idle || message->idle_noticed)
+            continue;
+        message->idle_noticed = 1;
+        self->look_s = 0; /* ask at once */
     }
 }
 
-double paused_until(const flow *f) {
-    return f->sent_last_s + f->smoothed_rtt_s / (f->window < 1 ? f->window : 1);
+static int is_waiting(const flow *self) {
+    for (int64_t k = 0; k < self->message_count; k++)
+        if (self->messages[k]->unsent)
+            return 1;
+    return 0;
 }
 
-static int64_t room(const flow *f, double now_s) {
-    if (f->window < 1) return f->flying == 0 && now_s >= paused_until(f);
-    double window = f->window < (double)f->largest_window ? f->window : (double)f->largest_window;
-    return (int64_t)window - f->flying;
-}
-
-static uint32_t next_packet(outgoing *m) {
-    while (m->again_count) {
-        uint32_t index = m->again[m->again_first];
-        if (m->state[index] == AGAIN) return index;
-        m->again_first = (m->again_first + 1) % m->packets, m->again_count--;
+/* Report on flows once one is due; return when the next one is. Half its time before it is due is not too early: those
+ * of several flows are taken together, for a turn of Python costs more than a report. */
+double flow_report(engine *owner, double now_s) {
+    double due_s = INFINITY;
+    for (int64_t i = 0; i < owner->config.peers; i++)
+        due_s = sooner(due_s, owner->flows[i].report_due_s);
+    if (now_s < due_s)
+        return due_s;
+    due_s = INFINITY;
+    for (int64_t i = 0; i < owner->config.peers; i++) {
+        flow *self = &owner->flows[i];
+        if (now_s < (self->reported_s + self->report_due_s) / 2) {
+            due_s = sooner(due_s, self->report_due_s);
+            continue;
+        }
+        event *news = engine_event(owner, EVENT_REPORT, self->peer, now_s);
+        if (!news)
+            return due_s;
+        news->delivered = self->delivered;
+        news->marked = self->marked;
+        news->lost = self->lost;
+        news->limited = self->limited;
+        news->waiting = is_waiting(self);
+        news->rtt_s = self->rtt_s;
+        news->smoothed_rtt_s = self->smoothed_rtt_s;
+        self->delivered = self->marked = self->lost = self->limited = 0;
+        self->rtt_s = 0;
+        self->reported_s = now_s;
+        self->report_due_s = INFINITY;
     }
-    return m->order[m->next];
+    return due_s;
+}
+
+/* Sending ---------------------------------------------------------------------------------------------------------- */
+
+/* Return when a window of less than a packet admits the next one. */
+double flow_paused_until(const flow *self) {
+    return self->sent_last_s + self->smoothed_rtt_s / fmin(self->window, 1);
+}
+
+static int64_t room(const flow *self, double now_s) {
+    if (self->window < 1)
+        return self->flying == 0 && now_s >= flow_paused_until(self);
+    return (int64_t)fmin(self->window, (double)self->largest_window) - self->flying;
 }
 
 /* The most urgent queue first; in it the layer nearest the input; then who came first. */
-static outgoing *most_urgent(flow *f) {
+static outgoing *most_urgent(const flow *self) {
     outgoing *best = NULL;
-    int best_rank = -1;
-    for (int64_t k = 0; k < f->message_count; k++) {
-        outgoing *m = f->messages[k];
-        if (!m->unsent) continue;
-        uint32_t index = next_packet(m);
-        int rank = (m->tags[index][1] >> 5) << 8 | (255 - m->tags[index][2]);
-        if (rank > best_rank) best = m, best_rank = rank;
+    int best_urgency = -1;
+    for (int64_t k = 0; k < self->message_count; k++) {
+        outgoing *message = self->messages[k];
+        if (!message->unsent)
+            continue;
+        const uint8_t *tags = message->tags[outgoing_next_packet(message)];
+        int urgency = (tags[1] >> 5) << 8 | (255 - tags[2]);
+        if (urgency <= best_urgency)
+            continue;
+        best = message;
+        best_urgency = urgency;
     }
     return best;
 }
 
-static int note_run(flow *f, int queue, run r) {
-    run_ring *ring = &f->runs[queue];
-    if (ring->count == ring->capacity) {
-        int64_t capacity = ring->capacity ? ring->capacity * 2 : 64;
-        run *runs = malloc((size_t)capacity * sizeof *runs);
-        if (!runs) return -1;
-        for (int64_t k = 0; k < ring->count; k++) runs[k] = ring->runs[(ring->first + k) % ring->capacity];
-        free(ring->runs);
-        ring->runs = runs, ring->first = 0, ring->capacity = capacity;
-    }
-    ring->runs[(ring->first + ring->count++) % ring->capacity] = r;
+/* Make room for so many more runs; return 0, or NO_MEMORY. */
+static int reserve_runs(run_queue *sent, int64_t more) {
+    if (sent->count + more <= sent->capacity)
+        return 0;
+    int64_t capacity = sent->capacity ? sent->capacity * 2 : SEGMENTS_MAX;
+    run *runs = malloc((size_t)capacity * sizeof *runs);
+    if (!runs)
+        return NO_MEMORY;
+    for (int64_t k = 0; k < sent->count; k++)
+        runs[k] = sent->runs[(sent->first + k) % sent->capacity];
+    free(sent->runs);
+    sent->runs = runs;
+    sent->first = 0;
+    sent->capacity = capacity;
     return 0;
 }
 
-static int64_t packet_size(const engine *e, const outgoing *m, uint32_t index) {
-    int64_t left = m->bytes + m->tail_bytes - (int64_t)index * e->payload_bytes;
-    return left < e->payload_bytes ? left : e->payload_bytes;
+static void note_run(run_queue *sent, run one) {
+    sent->runs[(sent->first + sent->count) % sent->capacity] = one;
+    sent->count++;
 }
 
-/* Choose packets of a message that may leave in one burst: all but the last of full size, all with one type of service. */
-static int64_t gather(const engine *e, outgoing *m, int64_t limit, uint32_t *packets) {
-    int64_t count = 0;
-    uint32_t first = next_packet(m); /* passes over what is stale at the head of the ring */
-    uint8_t tos = m->tags[first][3];
-    int queue = m->tags[first][1] >> 5;
-    int64_t available = m->again_count ? m->again_count : m->packets - m->next;
-    for (int64_t k = 0; k < available && count < limit; k++) {
-        uint32_t index = m->again_count ? m->again[(m->again_first + k) % m->packets] : m->order[m->next + k];
-        if (m->again_count && m->state[index] != AGAIN) break;
-        if (m->tags[index][3] != tos || m->tags[index][1] >> 5 != queue) break;
-        packets[count++] = index;
-        if (packet_size(e, m, index) < e->payload_bytes) break;
-    }
-    return count;
-}
-
-static void note_sent(flow *f, outgoing *m, const uint32_t *packets, int64_t count, double now_s) {
-    int queue = m->tags[packets[0]][1] >> 5;
-    int again = m->state[packets[0]] == AGAIN;
-    if (!again) note_run(f, queue, (run){now_s, m, (uint32_t)m->next, (uint32_t)count});
+static void note_sent(flow *self, outgoing *message, const uint32_t *packets, int64_t count, double now_s) {
+    run_queue *sent = &self->runs[message->tags[packets[0]][1] >> 5];
+    int again = message->state[packets[0]] == RETRANSMIT;
+    if (!again)
+        note_run(sent, (run){now_s, message, (uint32_t)message->next, (uint32_t)count});
     for (int64_t k = 0; k < count; k++) {
         uint32_t index = packets[k];
-        if (again) note_run(f, queue, (run){now_s, m, index, 0});
-        m->state[index] = FLYING;
-        m->sent_s[index] = now_s;
+        if (again)
+            note_run(sent, (run){now_s, message, index, 0});
+        message->state[index] = FLYING;
+        message->sent_s[index] = now_s;
     }
-    if (again) m->again_first = (m->again_first + count) % m->packets, m->again_count -= count, m->resent += count;
-    else m->next += count;
-    m->unsent -= count, m->flying += count, m->sent += count, f->flying += count;
-    m->active_s = f->sent_last_s = now_s;
-    m->idle_told = 0;
+    if (again) {
+        message->retransmit_first = (message->retransmit_first + count) % message->packets;
+        message->retransmit_count -= count;
+        message->resent += count;
+    } else {
+        message->next += count;
+    }
+    message->unsent -= count;
+    message->flying += count;
+    message->sent += count;
+    self->flying += count;
+    message->active_s = self->sent_last_s = now_s;
+    message->idle_noticed = 0;
 }
 
 /* Send one burst within the window, the most urgent packets first; return how many packets, or what keeps them. */
-int64_t pump_flow(engine *e, flow *f, double now_s) {
-    if (!f->message_count || f->mute) return 0;
-    outgoing *m = most_urgent(f);
-    if (!m) return 0;
-    int64_t limit = room(f, now_s);
+int64_t flow_pump(engine *owner, flow *self, double now_s) {
+    if (!self->message_count || self->mute)
+        return 0;
+    outgoing *message = most_urgent(self);
+    if (!message)
+        return 0;
+    int64_t limit = room(self, now_s), packet_bytes = HEADER_BYTES + owner->config.payload_bytes;
     if (limit <= 0) {
-        if (!f->limited && f->window < (double)f->largest_window) f->limited = 1, schedule_report(e, f);
+        if (!self->limited && self->window < (double)self->largest_window) {
+            self->limited = 1;
+            schedule_report(owner, self);
+        }
         return 0;
     }
-    if (limit > f->burst) limit = f->burst;
-    if (limit > SEGMENTS_MAX) limit = SEGMENTS_MAX;
-    if (limit * (HEADER_BYTES + e->payload_bytes) > 65000) limit = 65000 / (HEADER_BYTES + e->payload_bytes);
-    if (limit < 1) limit = 1;
+    limit = smaller(smaller(limit, self->burst), smaller(SEGMENTS_MAX, 65000 / packet_bytes));
+    if (limit < 1)
+        limit = 1;
     uint32_t packets[SEGMENTS_MAX];
     uint8_t headers[SEGMENTS_MAX][HEADER_BYTES];
-    int64_t count = gather(e, m, limit, packets);
-    int again = m->state[packets[0]] == AGAIN;
+    int64_t count = outgoing_gather(owner, message, limit, packets);
+    int again = message->state[packets[0]] == RETRANSMIT;
+    /* Before anything leaves: a packet that no run tells of would never be found lost. */
+    if (reserve_runs(&self->runs[message->tags[packets[0]][1] >> 5], again ? count : 1)) {
+        owner->failed = 1;
+        return 0;
+    }
     for (int64_t k = 0; k < count; k++) {
-        uint8_t *tags = m->tags[packets[k]];
-        if (again) tags[0] |= RETRANSMISSION;
-        memcpy(headers[k], m->head, HEADER_BYTES);
+        uint8_t *tags = message->tags[packets[k]];
+        if (again)
+            tags[0] |= RETRANSMISSION;
+        memcpy(headers[k], message->head, HEADER_BYTES);
         memcpy(headers[k] + 1, tags, 3);
         put32(headers[k] + 16, packets[k]);
     }
-    int kept = emit_burst(e, f, m, packets, count, headers);
-    if (kept < 0) return kept;
-    note_sent(f, m, packets, count, now_s);
+    int kept = engine_send_burst(owner, self, message, packets, count, headers);
+    if (kept < 0)
+        return kept;
+    note_sent(self, message, packets, count, now_s);
     return count;
+}
+
+/* Acknowledgements out --------------------------------------------------------------------------------------------- */
+
+static void note_block(flow *self, incoming *message, int64_t block) {
+    /* As good as all of them: packets of a block come one after the other. */
+    for (int64_t k = self->fresh_count - 1; k >= 0 && k >= self->fresh_count - 4; k--)
+        if (self->fresh[k].message == message && self->fresh[k].block == block)
+            return;
+    if (self->fresh_count == self->fresh_capacity) {
+        int64_t capacity = self->fresh_capacity ? self->fresh_capacity * 2 : 64;
+        ack_block *fresh = realloc(self->fresh, (size_t)capacity * sizeof *fresh);
+        if (!fresh)
+            return; /* as good as a lost acknowledgement */
+        self->fresh = fresh;
+        self->fresh_capacity = capacity;
+    }
+    self->fresh[self->fresh_count++] = (ack_block){message, block};
+}
+
+/* Note a packet of data, be it for the first time or again. */
+void flow_note_arrival(const engine *owner, flow *self, incoming *message, int64_t index, int tos, double now_s) {
+    self->data_received++;
+    self->marked_received += (tos & 3) == 3; /* ECN: congestion experienced */
+    if (!self->fresh_packets++)
+        self->ack_due_s = now_s + owner->config.ack_delay_s;
+    self->data_last_s = now_s;
+    note_block(self, message, index / ACK_BLOCK_PACKETS);
+}
+
+/* Acknowledge nothing of a message any more. */
+void flow_forget_incoming(flow *self, const incoming *message) {
+    for (int64_t k = 0; k < self->fresh_count; k++)
+        if (self->fresh[k].message == message)
+            self->fresh[k].message = NULL;
+    for (int64_t k = 0; k < self->recent_count; k++)
+        if (self->recent[k].message == message)
+            self->recent[k].message = NULL;
+}
+
+static void put_entry(uint8_t *at, const ack_block *block) {
+    const incoming *message = block->message;
+    put32(at, (uint32_t)message->name.step);
+    put16(at + 4, (uint16_t)message->name.message);
+    put32(at + 6, (uint32_t)block->block | (message->complete && incoming_is_whole(message) ? ACK_WHOLE : 0));
+    put64(at + 10, message->bits[block->block]);
+}
+
+/* Remember what the next acknowledgement repeats. */
+static void note_recent(flow *self, ack_block block) {
+    if (self->recent_count == ACK_RECENT) {
+        memmove(self->recent, self->recent + 1, (ACK_RECENT - 1) * sizeof *self->recent);
+        self->recent_count--;
+    }
+    self->recent[self->recent_count++] = block;
+}
+
+void flow_acknowledge(engine *owner, flow *self, double now_s) {
+    if (!self->fresh_packets)
+        return;
+    uint8_t datagram[HEADER_BYTES + DATAGRAM_MAX];
+    int64_t limit = owner->config.payload_bytes / ACK_ENTRY_BYTES, done = 0;
+    double ago_us = fmin(fmax((now_s - self->data_last_s) * 1e6, 0), 4e9);
+    do {
+        engine_write_header(owner, datagram, ACK, (int64_t)ago_us, 0, self->data_received, self->marked_received);
+        int64_t entries = 0;
+        for (int64_t k = 0; k < self->recent_count && entries < limit - 1; k++)
+            if (self->recent[k].message)
+                put_entry(datagram + HEADER_BYTES + entries++ * ACK_ENTRY_BYTES, &self->recent[k]);
+        self->recent_count = 0;
+        for (; done < self->fresh_count && entries < limit; done++) {
+            if (!self->fresh[done].message)
+                continue;
+            put_entry(datagram + HEADER_BYTES + entries++ * ACK_ENTRY_BYTES, &self->fresh[done]);
+            note_recent(self, self->fresh[done]);
+        }
+        if (entries) {
+            engine_send_datagram(owner, self, datagram, HEADER_BYTES + entries * ACK_ENTRY_BYTES,
+                                 (int)owner->config.control_tos);
+            owner->acknowledgements++;
+        }
+    } while (done < self->fresh_count);
+    self->fresh_count = self->fresh_packets = 0;
+    self->ack_due_s = INFINITY;
+    self->acknowledged_s = now_s;
+}
+
+/* Tell at once that a message is complete, and all of it is here. */
+void flow_acknowledge_whole(engine *owner, flow *self, incoming *message, double now_s) {
+    note_block(self, message, (message->packets - 1) / ACK_BLOCK_PACKETS);
+    if (!self->fresh_packets)
+        self->fresh_packets = 1;
+    flow_acknowledge(owner, self, now_s);
+}
+
+/* Acknowledge what is due; return when the next acknowledgement will be. */
+double flow_acknowledge_due(engine *owner, double now_s) {
+    const config *rules = &owner->config;
+    double due_s = INFINITY;
+    for (int64_t i = 0; i < rules->peers; i++) {
+        flow *self = &owner->flows[i];
+        if (!self->fresh_packets)
+            continue;
+        double at_s = self->ack_due_s;
+        double spacing_s = fmax(rules->ack_spacing_s, self->smoothed_rtt_s * rules->ack_round_trips);
+        if (self->fresh_packets >= rules->ack_every)
+            at_s = sooner(at_s, self->acknowledged_s + spacing_s);
+        if (self->fresh_packets >= rules->ack_at_once || now_s >= at_s)
+            flow_acknowledge(owner, self, now_s);
+        else
+            due_s = sooner(due_s, at_s);
+    }
+    return due_s;
+}
+
+/* Acknowledgements in ---------------------------------------------------------------------------------------------- */
+
+/* Return how many packets arrived marked since the last acknowledgement; `total` counts all so far. */
+static int64_t marked_since(flow *self, uint32_t total) {
+    uint32_t marked = total - self->marked_seen;
+    if (marked >= 0x80000000u)
+        return 0; /* overtaken by a later one */
+    self->marked_seen = total;
+    return marked;
+}
+
+void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagram, int64_t bytes, double now_s) {
+    int64_t size = bytes - HEADER_BYTES, delivered = 0;
+    if (size <= 0 || size % ACK_ENTRY_BYTES) {
+        owner->refused_malformed++;
+        return;
+    }
+    int64_t marked = marked_since(self, (uint32_t)header_count(datagram));
+    double newest_s = 0;
+    outgoing *taken[DATAGRAM_MAX / ACK_ENTRY_BYTES + 1];
+    int64_t taken_count = 0;
+    for (const uint8_t *at = datagram + HEADER_BYTES; at < datagram + bytes; at += ACK_ENTRY_BYTES) {
+        outgoing *message = outgoing_find(self, get32(at), get16(at + 4));
+        int64_t first = (int64_t)(get32(at + 6) & ~ACK_WHOLE) * ACK_BLOCK_PACKETS;
+        uint64_t bits = get64(at + 10);
+        if (!message || first >= message->packets)
+            continue;
+        if (message->packets - first < ACK_BLOCK_PACKETS)
+            bits &= (1ull << (message->packets - first)) - 1;
+        for (uint64_t fresh = bits & ~message->acked[first / ACK_BLOCK_PACKETS]; fresh; fresh &= fresh - 1) {
+            uint32_t index = (uint32_t)(first + __builtin_ctzll(fresh));
+            if (message->state[index] == UNSENT)
+                continue; /* nobody can have got it: forged or confused */
+            double sent_s = outgoing_delivered(owner, self, message, index, now_s);
+            delivered++;
+            /* Karn: the time of a packet that was sent twice is no round trip. */
+            if (!(message->tags[index][0] & RETRANSMISSION) && sent_s > newest_s)
+                newest_s = sent_s;
+        }
+        if (get32(at + 6) & ACK_WHOLE && message->next == message->packets) {
+            delivered += outgoing_all_delivered(owner, self, message, now_s);
+            int known = 0;
+            for (int64_t k = 0; k < taken_count; k++)
+                known |= taken[k] == message;
+            if (!known)
+                taken[taken_count++] = message;
+        }
+    }
+    if (newest_s > 0)
+        sample_rtt(self, now_s - newest_s - (double)header_step(datagram) * 1e-6);
+    flow_feed_back(owner, self, delivered, marked, 0);
+    for (int64_t k = 0; k < taken_count; k++)
+        outgoing_complete(owner, self, taken[k], NULL, now_s);
 }

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Messages on their way in: which packets of them have arrived, and where their bytes go. */
+/* A message on its way in: which of its packets have arrived and where their bytes go, from its first packet or its
+ * posted receive, whichever is first, until its sender knows that it is complete. */
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #ifdef __SSE2__
@@ -9,86 +11,109 @@
 
 #include "engine.h"
 
-static int64_t chain_of(const engine *e, int64_t peer, int64_t step, int64_t message) {
+static const uint8_t MORE = 1; /* see outgoing.c */
+
+/* Names of messages ------------------------------------------------------------------------------------------------ */
+
+int table_make(table *self) {
+    self->capacity = 64;
+    self->chains = calloc((size_t)self->capacity, sizeof *self->chains);
+    return self->chains ? 0 : NO_MEMORY;
+}
+
+static known **chain_of(const table *self, int64_t peer, int64_t step, int64_t message) {
     uint64_t mixed = ((uint64_t)step << 32 ^ (uint64_t)message << 16 ^ (uint64_t)peer) * 0x9E3779B97F4A7C15ull;
-    return (int64_t)(mixed >> 40) & (e->chain_count - 1);
+    return &self->chains[(int64_t)(mixed >> 40) & (self->capacity - 1)];
 }
 
-incoming *find_incoming(const engine *e, int64_t peer, int64_t step, int64_t message) {
-    incoming *m = e->chains[chain_of(e, peer, step, message)];
-    while (m && (m->peer != peer || m->step != step || m->message != message)) m = m->next;
-    return m;
+known *table_find(const table *self, int64_t peer, int64_t step, int64_t message) {
+    known *one = *chain_of(self, peer, step, message);
+    while (one && (one->peer != peer || one->step != step || one->message != message))
+        one = one->next;
+    return one;
 }
 
-/* Return 0, or -1 where memory is short. */
-static int grow(engine *e) {
-    int64_t old_count = e->chain_count;
-    incoming **old = e->chains, **chains = calloc((size_t)old_count * 2, sizeof *chains);
-    if (!chains) return -1;
-    e->chains = chains, e->chain_count = old_count * 2;
-    for (int64_t c = 0; c < old_count; c++)
-        for (incoming *m = old[c], *next; m; m = next) {
-            next = m->next;
-            int64_t chain = chain_of(e, m->peer, m->step, m->message);
-            m->next = chains[chain], chains[chain] = m;
+/* Make room for one more; return 0, or NO_MEMORY. */
+static int table_reserve(table *self) {
+    if (self->count < self->capacity)
+        return 0;
+    table larger = {.count = self->count, .capacity = self->capacity * 2};
+    larger.chains = calloc((size_t)larger.capacity, sizeof *larger.chains);
+    if (!larger.chains)
+        return NO_MEMORY;
+    for (int64_t i = 0; i < self->capacity; i++) {
+        known *next = NULL;
+        for (known *one = self->chains[i]; one; one = next) {
+            next = one->next;
+            known **chain = chain_of(&larger, one->peer, one->step, one->message);
+            one->next = *chain;
+            *chain = one;
         }
-    free(old);
+    }
+    free(self->chains);
+    *self = larger;
     return 0;
 }
 
-/* Know a message from now on. Its bytes go to `buffer` and, beyond `bytes`, to `tail`. NULL where memory is short. */
-API incoming *dlcp_incoming_new(engine *e, int64_t peer, int64_t step, int64_t message, int64_t packets, uint8_t *buffer,
-                                int64_t bytes, uint8_t *tail, int64_t tail_bytes) {
-    if (e->incoming_count >= e->chain_count && grow(e)) return NULL;
-    incoming *m = calloc(1, sizeof *m);
-    if (!m) return NULL;
-    m->packets = packets, m->protected_packets = -1, m->required = -1;
-    m->id = ++e->next_id, m->peer = peer, m->step = step, m->message = message;
-    m->buffer = buffer, m->bytes = bytes, m->tail = tail, m->tail_bytes = tail_bytes;
-    m->bits = calloc((size_t)(packets + 63) / 64, sizeof *m->bits);
-    m->layer = calloc((size_t)packets, 1);
-    if (!m->bits || !m->layer) {
-        free(m->bits), free(m->layer), free(m);
-        return NULL;
+static void table_add(table *self, known *one) {
+    known **chain = chain_of(self, one->peer, one->step, one->message);
+    one->next = *chain;
+    *chain = one;
+    self->count++;
+}
+
+static void table_remove(table *self, const known *one) {
+    known **link = chain_of(self, one->peer, one->step, one->message);
+    while (*link && *link != one)
+        link = &(*link)->next;
+    if (!*link)
+        return;
+    *link = one->next;
+    self->count--;
+}
+
+/* Memory for messages that arrive early ---------------------------------------------------------------------------- */
+
+static uint8_t *early_take(engine *owner, int64_t bytes) {
+    for (int i = 0; i < EARLY_CACHED; i++) {
+        early_buffer *free_one = &owner->early[i];
+        if (free_one->bytes < bytes || free_one->bytes > 2 * bytes)
+            continue;
+        uint8_t *memory = free_one->memory;
+        *free_one = (early_buffer){NULL, 0};
+        owner->early_bytes += bytes;
+        return memory;
     }
-    int64_t chain = chain_of(e, peer, step, message);
-    m->next = e->chains[chain], e->chains[chain] = m;
-    e->incoming_count++;
-    return m;
+    uint8_t *memory = malloc((size_t)bytes);
+    if (memory)
+        owner->early_bytes += bytes;
+    return memory;
 }
 
-static void unchain(engine *e, incoming *m) {
-    incoming **link = &e->chains[chain_of(e, m->peer, m->step, m->message)];
-    while (*link && *link != m) link = &(*link)->next;
-    if (*link) *link = m->next, e->incoming_count--;
-}
-
-/* Take no more packets for a message. What is known of it stays until it is freed. */
-API void dlcp_incoming_close(engine *e, incoming *m) {
-    for (int64_t i = 0; i < e->flow_count; i++) { /* what is not acknowledged yet is with the message's STOP */
-        flow *f = &e->flows[i];
-        if (f->peer != m->peer) continue;
-        for (int64_t k = 0; k < f->fresh_count; k++)
-            if (f->fresh[k].message == m) f->fresh[k].message = NULL;
-        for (int64_t k = 0; k < f->recent_count; k++)
-            if (f->recent[k].message == m) f->recent[k].message = NULL;
+static void early_give(engine *owner, uint8_t *memory, int64_t bytes) {
+    owner->early_bytes -= bytes;
+    early_buffer *chosen = &owner->early[0]; /* an empty one, or the smallest */
+    for (int i = 1; i < EARLY_CACHED; i++)
+        if (owner->early[i].bytes < chosen->bytes)
+            chosen = &owner->early[i];
+    if (chosen->bytes > bytes) {
+        free(memory);
+        return;
     }
-    unchain(e, m);
+    free(chosen->memory);
+    *chosen = (early_buffer){memory, bytes};
 }
 
-API void dlcp_incoming_free(incoming *m) {
-    if (m->sum) m->sum->from[m->position] = NULL;
-    free(m->bits), free(m->layer), free(m);
-}
+/* Copies past the caches ------------------------------------------------------------------------------------------- */
 
-/* From this size on, a message is not wanted in the caches: it would only push out what is. Chosen by us, of a core's usual L2. */
+/* From this size on, a message is not wanted in the caches: it would only push out what is. Chosen by us, of a core's
+ * usual L2. */
 enum { STREAM_MIN_BYTES = 1 << 20 };
 
 #ifdef __SSE2__
 /* Copy to memory past the caches, without reading first what is overwritten. */
 void stream(uint8_t *into, const uint8_t *from, int64_t bytes) {
-    int64_t done = -(intptr_t)into & 15;
-    if (done > bytes) done = bytes;
+    int64_t done = smaller(-(intptr_t)into & 15, bytes);
     memcpy(into, from, (size_t)done);
     for (; done + 16 <= bytes; done += 16)
         _mm_stream_si128((__m128i *)(into + done), _mm_loadu_si128((const __m128i *)(from + done)));
@@ -104,121 +129,542 @@ void stream(uint8_t *into, const uint8_t *from, int64_t bytes) {
     memcpy(into, from, (size_t)bytes);
 }
 
-static void finish_streams(void) {}
+static void finish_streams(void) {
+}
 #endif
 
-static void copy_in(incoming *m, int64_t offset, const uint8_t *payload, int64_t bytes) {
-    int64_t direct = m->bytes - offset;
-    if (direct >= bytes) {
-        memmove(m->buffer + offset, payload, (size_t)bytes); /* where dlcp_incoming_move moves, it may lie there already */
-        return;
+/* From first packet to last ---------------------------------------------------------------------------------------- */
+
+incoming *incoming_find(const engine *owner, int64_t peer, int64_t step, int64_t message) {
+    return (incoming *)table_find(&owner->incoming, peer, step, message);
+}
+
+int incoming_is_whole(const incoming *self) {
+    return self->arrived == self->packets;
+}
+
+static incoming *incoming_make(engine *owner, int64_t peer, int64_t step, int64_t message, int64_t packets) {
+    incoming *self = calloc(1, sizeof *self);
+    if (!self)
+        return NULL;
+    self->name = (known){peer, step, message, NULL};
+    self->packets = packets;
+    self->protected_packets = self->required = -1;
+    self->bits = calloc(bit_words(packets), sizeof *self->bits);
+    self->layer = calloc((size_t)packets, 1);
+    if (!self->bits || !self->layer || table_reserve(&owner->incoming)) {
+        incoming_free(self);
+        return NULL;
     }
-    if (direct > 0) memmove(m->buffer + offset, payload, (size_t)direct);
-    else direct = 0;
-    memcpy(m->tail + offset + direct - m->bytes, payload + direct, (size_t)(bytes - direct));
+    self->active = 1;
+    table_add(&owner->incoming, &self->name);
+    return self;
 }
 
-/* Move a message that came before anybody waited for it to where it belongs: a new buffer and tail. */
-API void dlcp_incoming_move(engine *e, incoming *m, uint8_t *buffer, int64_t bytes, uint8_t *tail, int64_t tail_bytes) {
-    const uint8_t *from = m->buffer;
-    m->buffer = buffer, m->bytes = bytes, m->tail = tail, m->tail_bytes = tail_bytes;
-    int64_t total = bytes + tail_bytes;
-    for (int64_t i = 0; i < m->packets; i++) {
-        int64_t offset = i * e->payload_bytes, left = total - offset;
-        if (has_bit(m->bits, i)) copy_in(m, offset, from + offset, left < e->payload_bytes ? left : e->payload_bytes);
+void incoming_free(incoming *self) {
+    free(self->bits);
+    free(self->layer);
+    free(self);
+}
+
+/* Take no more packets for a message. A reduction may still need what has arrived, and frees it. */
+static void incoming_close(engine *owner, incoming *self) {
+    flow_forget_incoming(&owner->flows[self->name.peer], self); /* what is not acknowledged yet is with its STOP */
+    table_remove(&owner->incoming, &self->name);
+    self->active = 0;
+    if (self->early_bytes)
+        early_give(owner, self->buffer, self->early_bytes);
+    self->early_bytes = 0;
+}
+
+static void incoming_drop(engine *owner, incoming *self) {
+    incoming_close(owner, self);
+    if (!self->reduction)
+        incoming_free(self);
+}
+
+/* Know a message that arrives before its receive is posted; NULL if it is not taken. */
+static incoming *incoming_unexpected(engine *owner, flow *from, const uint8_t *header, double now_s) {
+    int64_t packets = header_count(header), bytes = packets * owner->config.payload_bytes;
+    if (packets < 1 || packets > MESSAGE_PACKETS_MAX) {
+        owner->refused_malformed++;
+        return NULL;
+    }
+    if (owner->early_bytes + bytes > owner->config.early_bytes_max) {
+        owner->early_full++; /* nothing is lost: unacknowledged packets are sent again */
+        return NULL;
+    }
+    uint8_t *buffer = early_take(owner, bytes);
+    if (!buffer)
+        return NULL;
+    incoming *self = incoming_make(owner, from->peer, header_step(header), header_message(header), packets);
+    if (!self) {
+        early_give(owner, buffer, bytes);
+        return NULL;
+    }
+    self->buffer = buffer;
+    self->bytes = self->early_bytes = bytes;
+    event *news = engine_event(owner, EVENT_UNEXPECTED, from->peer, now_s);
+    if (news) {
+        news->step = self->name.step;
+        news->message = self->name.message;
+        news->packets = packets;
+    }
+    return self;
+}
+
+static void copy_in(incoming *self, int64_t offset, const uint8_t *payload, int64_t bytes) {
+    int64_t direct = smaller(self->bytes - offset, bytes);
+    if (direct > 0)
+        memcpy(self->buffer + offset, payload, (size_t)direct);
+    else
+        direct = 0;
+    if (direct < bytes)
+        memcpy(self->tail + (offset + direct - self->bytes), payload + direct, (size_t)(bytes - direct));
+}
+
+/* Put what arrived early where it belongs. */
+static void settle_in(engine *owner, incoming *self, const uint8_t *from) {
+    int64_t payload_bytes = owner->config.payload_bytes, total = self->bytes + self->tail_bytes;
+    for (int64_t i = 0; i < self->packets; i++) {
+        if (!has_bit(self->bits, i))
+            continue;
+        int64_t offset = i * payload_bytes;
+        if (self->reduction)
+            reduction_add(self->reduction, self->position, i, from + offset);
+        else
+            copy_in(self, offset, from + offset, smaller(total - offset, payload_bytes));
     }
 }
 
-/* Let a message be summed from now on; what has arrived of it must be in its buffer. */
-API void dlcp_incoming_join(engine *e, incoming *m, fold *s, int64_t position) {
-    m->sum = s, m->position = position;
-    s->from[position] = m;
-    for (int64_t i = 0; i < m->packets; i++)
-        if (has_bit(m->bits, i) && is_in_turn(s, position, i)) fold_packet(s, position, i, m->buffer + i * e->payload_bytes);
+/* What is known of complete messages ------------------------------------------------------------------------------- */
+
+/* Tell the sender no more. */
+static void finished_settle(engine *owner, finished *self) {
+    if (self->state == FINISHED_STOPPING) {
+        finished **link = &owner->stopping;
+        while (*link != self)
+            link = &(*link)->next_stopping;
+        *link = self->next_stopping;
+        owner->stopping_count--;
+        free(self->bitmap);
+        free(self->unconfirmed);
+        self->bitmap = self->unconfirmed = NULL;
+    }
+    self->state = FINISHED_KNOWN;
 }
 
-static int is_settled(const incoming *m) {
-    if (m->required < 0) return 0;
-    if (is_whole(m)) return 1;
-    return (m->asked || m->immediate) && m->protected_packets >= 0 && m->arrived >= m->required &&
-           m->arrived_protected >= m->protected_packets;
+static void finished_free(engine *owner, finished *self) {
+    finished_settle(owner, self);
+    table_remove(&owner->finished, &self->name);
+    *(self->older ? &self->older->newer : &owner->oldest_finished) = self->newer;
+    *(self->newer ? &self->newer->older : &owner->newest_finished) = self->older;
+    free(self);
 }
 
-static int64_t settle(engine *e, incoming *m, double now_s) {
-    if (m->settled || !is_settled(m)) return 0;
+/* Say once more that no more of a message is needed, in those parts that its sender has not confirmed. */
+static void finished_stop(engine *owner, finished *self, double now_s) {
+    flow *to = &owner->flows[self->name.peer];
+    int64_t span = engine_bitmap_packets(owner), bytes = (self->packets + 7) / 8;
+    for (int64_t part = 0; part < self->parts; part++) {
+        if (!self->unconfirmed[part])
+            continue;
+        int64_t start = part * span / 8, size = self->bitmap ? smaller(bytes - start, span / 8) : 0;
+        engine_send_control(owner, to, STOP, &self->name, part * span, self->packets,
+                            self->bitmap ? self->bitmap + start : NULL, size);
+    }
+    self->due_s = now_s + self->repeat_s;
+    self->repeat_s = fmin(owner->config.stop_repeat_max_s, self->repeat_s * 2);
+}
+
+/* Tell a sender until it confirms it; `bits` is what arrived, NULL if everything did. */
+static int finished_begin_stop(engine *owner, finished *self, const uint64_t *bits, double now_s, double give_up_s) {
+    int64_t span = engine_bitmap_packets(owner), parts = bits ? (self->packets + span - 1) / span : 1;
+    uint8_t *unconfirmed = malloc((size_t)parts), *bitmap = bits ? calloc((size_t)(self->packets + 7) / 8, 1) : NULL;
+    if (!unconfirmed || (bits && !bitmap)) {
+        free(unconfirmed);
+        free(bitmap);
+        return NO_MEMORY;
+    }
+    for (int64_t i = 0; bits && i < self->packets; i++)
+        if (has_bit(bits, i))
+            bitmap[i >> 3] |= (uint8_t)(0x80 >> (i & 7));
+    memset(unconfirmed, 1, (size_t)parts);
+    self->bitmap = bitmap;
+    self->unconfirmed = unconfirmed;
+    self->parts = self->unconfirmed_count = parts;
+    self->give_up_s = give_up_s;
+    self->repeat_s = owner->config.stop_repeat_s;
+    self->state = FINISHED_STOPPING;
+    self->next_stopping = NULL;
+    finished **link = &owner->stopping; /* there are few */
+    while (*link)
+        link = &(*link)->next_stopping;
+    *link = self;
+    owner->stopping_count++;
+    finished_stop(owner, self, now_s);
+    return 0;
+}
+
+static void finished_tell_whole(engine *owner, const finished *self) {
+    engine_send_control(owner, &owner->flows[self->name.peer], STOP, &self->name, 0, self->packets, NULL, 0);
+}
+
+static finished *finished_add(engine *owner, const known *name, int64_t packets, double now_s) {
+    finished *self = (finished *)table_find(&owner->finished, name->peer, name->step, name->message);
+    if (self)
+        finished_free(owner, self);
+    self = calloc(1, sizeof *self);
+    if (!self || table_reserve(&owner->finished)) {
+        free(self);
+        owner->failed = 1; /* late packets of it would begin it again */
+        return NULL;
+    }
+    self->name = (known){name->peer, name->step, name->message, NULL};
+    self->state = FINISHED_KNOWN;
+    self->packets = packets;
+    self->completed_s = now_s;
+    self->older = owner->newest_finished;
+    *(self->older ? &self->older->newer : &owner->oldest_finished) = self;
+    owner->newest_finished = self;
+    table_add(&owner->finished, &self->name);
+    return self;
+}
+
+static finished *finished_find(const engine *owner, int64_t peer, int64_t step, int64_t message) {
+    return (finished *)table_find(&owner->finished, peer, step, message);
+}
+
+/* Say again what senders have not confirmed; return when to do so next. */
+double finished_repeat(engine *owner, double now_s) {
+    double due_s = INFINITY;
+    finished *next = NULL;
+    for (finished *self = owner->stopping; self; self = next) {
+        next = self->next_stopping;
+        if (now_s >= self->give_up_s) {
+            finished_settle(owner, self);
+            continue;
+        }
+        if (now_s >= self->due_s)
+            finished_stop(owner, self, now_s);
+        due_s = sooner(due_s, sooner(self->due_s, self->give_up_s));
+    }
+    return due_s;
+}
+
+/* Tell senders of whole messages again, for a moment or until they confirm it: soon nobody can be asked. */
+API void dlcp_remind(engine *owner, double now_s) {
+    for (finished *self = owner->oldest_finished; self; self = self->newer) {
+        if (self->state != FINISHED_WHOLE)
+            continue;
+        self->state = FINISHED_KNOWN;
+        if (self->completed_s > now_s - owner->config.known_after_s)
+            finished_begin_stop(owner, self, NULL, now_s, now_s + owner->config.remind_s);
+    }
+}
+
+/* Forget a complete message, of which no packets will come any more. */
+API void dlcp_forget(engine *owner, int64_t peer, int64_t step, int64_t message) {
+    finished *self = finished_find(owner, peer, step, message);
+    if (self && self->state != FINISHED_STOPPING)
+        finished_free(owner, self);
+}
+
+/* Refuse packets of steps before `step` from now on, and forget their messages. */
+API void dlcp_begin_step(engine *owner, int64_t step, double now_s) {
+    if (step > owner->oldest_step)
+        owner->oldest_step = step;
+    for (int64_t i = 0; i < owner->incoming.capacity; i++) {
+        known *next = NULL;
+        for (known *one = owner->incoming.chains[i]; one; one = next) {
+            next = one->next;
+            if (one->step < step)
+                incoming_drop(owner, (incoming *)one);
+        }
+    }
+    /* A sender that missed our acknowledgement may still ask; after twice the silence that we bear, it will not. */
+    double asked_since_s = now_s - 2 * owner->config.silence_s;
+    finished *next = NULL;
+    for (finished *self = owner->oldest_finished; self && self->name.step < step; self = next) {
+        next = self->newer;
+        if (self->state == FINISHED_WHOLE && self->completed_s > asked_since_s)
+            break; /* what follows is younger */
+        if (self->state != FINISHED_STOPPING)
+            finished_free(owner, self);
+    }
+}
+
+/* Drop all messages. */
+void incoming_drop_all(engine *owner) {
+    for (int64_t i = 0; i < owner->incoming.capacity; i++)
+        while (owner->incoming.chains[i])
+            incoming_drop(owner, (incoming *)owner->incoming.chains[i]);
+    while (owner->oldest_finished)
+        finished_free(owner, owner->oldest_finished);
+}
+
+/* Completion ------------------------------------------------------------------------------------------------------- */
+
+static int meets_bound(const incoming *self) {
+    if (self->required < 0)
+        return 0;
+    if (incoming_is_whole(self))
+        return 1;
+    return (self->asked || self->immediate) && self->protected_packets >= 0 && self->arrived >= self->required &&
+           self->arrived_protected >= self->protected_packets;
+}
+
+/* Report a message whose bound is met, and tell its sender; return whether it is. The message may be gone then. */
+static int complete(engine *owner, incoming *self, double now_s) {
+    if (!meets_bound(self))
+        return 0;
     finish_streams();
-    m->settled = 1;
-    if (is_whole(m)) acknowledge_whole(e, &e->flows[m->peer], m, now_s);
-    else acknowledge(e, &e->flows[m->peer], now_s);
-    e->on_settled(m, now_s);
+    flow *from = &owner->flows[self->name.peer];
+    int whole = incoming_is_whole(self);
+    self->complete = 1;
+    finished *done = finished_add(owner, &self->name, self->packets, now_s);
+    if (whole)
+        flow_acknowledge_whole(owner, from, self, now_s);
+    else
+        flow_acknowledge(owner, from, now_s);
+    incoming_close(owner, self);
+    event *news = engine_event(owner, EVENT_ARRIVED, from->peer, now_s);
+    if (news) {
+        news->step = self->name.step;
+        news->message = self->name.message;
+        news->packets = self->packets;
+        news->last_bytes = self->last_bytes;
+        news->bits = whole ? NULL : self->bits;
+        news->data = self->layer;
+    }
+    if (done && whole)
+        done->state = FINISHED_WHOLE;
+    else if (done && finished_begin_stop(owner, done, self->bits, now_s, now_s + owner->config.deadline_s))
+        owner->failed = 1;
+    if (!self->reduction) { /* else that frees it; what the event points at stays */
+        engine_discard(owner, self->bits);
+        engine_discard(owner, self->layer);
+        free(self);
+    }
     return 1;
 }
 
-/* Wait for a message, of which `required` packets and all protected ones are enough; return whether it is done. */
-API int64_t dlcp_incoming_wait(engine *e, incoming *m, int64_t required, int64_t immediate, int64_t last_bytes,
-                               double now_s) {
-    m->required = required, m->immediate = immediate;
-    if (last_bytes) m->last_bytes = last_bytes;
-    return settle(e, m, now_s);
+static int agrees(const engine *owner, const incoming *self, const receive_request *request) {
+    if (!request->last_bytes)
+        return 1;
+    return request->packets == self->packets && (!self->last_bytes || self->last_bytes == request->last_bytes) &&
+           request->last_bytes <= owner->config.payload_bytes;
 }
 
-/* Note that the sender asked what is missing, and how many packets are protected; return whether the message is done. */
-API int64_t dlcp_incoming_ask(engine *e, incoming *m, int64_t protected_packets, double now_s) {
-    m->asked = 1, m->protected_packets = protected_packets;
-    return settle(e, m, now_s);
-}
-
-static void count_data(engine *e, flow *f, incoming *m, int64_t index, int tos, double now_s) {
-    f->data_received++;
-    f->marked_received += (tos & 3) == 3;
-    note_arrival(e, f, m, index, now_s);
-}
-
-/* Note a packet whose payload is where it belongs. The message may be gone afterwards. */
-static void note_data(engine *e, flow *f, incoming *m, int64_t index, const uint8_t *header, int64_t size, int tos, double now_s) {
-    count_data(e, f, m, index, tos, now_s);
-    set_bit(m->bits, index);
-    if (index == m->packets - 1) m->last_bytes = size;
-    m->layer[index] = header[3];
-    m->arrived++;
-    m->arrived_protected += (header[1] & PROTECTED) != 0;
-    e->data++;
-    settle(e, m, now_s);
-}
-
-/* Show Python a packet that does not fit its message. */
-static void misfit(engine *e, flow *f, const uint8_t *header, const uint8_t *payload, int64_t size, double now_s) {
-    if (payload != header + HEADER_BYTES) {
-        memcpy(e->buffers, header, HEADER_BYTES);
-        memcpy(e->buffers + HEADER_BYTES, payload, (size_t)size);
-        header = e->buffers;
+/* Post a receive. Its memory is the caller's, who keeps it until EVENT_ARRIVED, and where there is a reduction until
+ * that is freed. Return 0; NO_MEMORY; or, if the message that is here has another size, how many packets it has. */
+API int64_t dlcp_receive(engine *owner, const receive_request *request, double now_s) {
+    incoming *self = incoming_find(owner, request->peer, request->step, request->message);
+    if (self && !agrees(owner, self, request)) {
+        int64_t packets = self->packets;
+        known name = self->name;
+        incoming_drop(owner, self);
+        finished_add(owner, &name, packets, now_s);
+        return packets;
     }
-    e->on_control(f->peer, header, HEADER_BYTES + size, now_s);
+    uint8_t *early = NULL;
+    int64_t early_bytes = 0;
+    if (self) {
+        early = self->buffer;
+        early_bytes = self->early_bytes;
+        self->early_bytes = 0;
+    } else {
+        self = incoming_make(owner, request->peer, request->step, request->message, request->packets);
+        if (!self)
+            return NO_MEMORY;
+    }
+    self->buffer = request->buffer;
+    self->bytes = request->bytes;
+    self->tail = request->tail;
+    self->tail_bytes = request->tail_bytes;
+    if (request->reduction) {
+        self->reduction = request->reduction;
+        self->position = request->position;
+        self->reduction->from[self->position] = self;
+    }
+    if (early)
+        settle_in(owner, self, early);
+    if (early_bytes)
+        early_give(owner, early, early_bytes);
+    self->required = request->required;
+    self->immediate = request->immediate;
+    if (request->last_bytes)
+        self->last_bytes = request->last_bytes;
+    complete(owner, self, now_s);
+    return 0;
+}
+
+/* Tell how many packets of a message have arrived, and how many it has; 0 if it is not known. */
+API void dlcp_receiving(engine *owner, int64_t peer, int64_t step, int64_t message, int64_t *progress) {
+    const incoming *self = incoming_find(owner, peer, step, message);
+    progress[0] = self ? self->arrived : 0;
+    progress[1] = self ? self->packets : 0;
+}
+
+/* Packets ---------------------------------------------------------------------------------------------------------- */
+
+static int is_current(const engine *owner, int64_t step) {
+    return step >= owner->oldest_step && step <= owner->oldest_step + STEPS_AHEAD_MAX;
+}
+
+/* Return the message that data belongs to which is not known yet; NULL if none is to be begun. */
+static incoming *begin(engine *owner, flow *from, const uint8_t *header, int64_t size, double now_s) {
+    int64_t step = header_step(header), index = header_index(header), count = header_count(header);
+    if (!is_current(owner, step)) {
+        owner->refused_stale++;
+        return NULL;
+    }
+    if (owner->closed)
+        return NULL;
+    finished *done = finished_find(owner, from->peer, step, header_message(header));
+    if (done) {
+        owner->late++;
+        if (done->state == FINISHED_STOPPING) {
+            if (now_s > done->due_s - done->repeat_s / 2)
+                finished_stop(owner, done, now_s);
+        } else if (done->state == FINISHED_WHOLE &&
+                   now_s > fmax(owner->reminded_s, done->completed_s) + owner->config.stop_repeat_s / 2) {
+            owner->reminded_s = now_s;
+            finished_tell_whole(owner, done);
+        }
+        return NULL;
+    }
+    int64_t payload_bytes = owner->config.payload_bytes;
+    if (index >= count || size < 1 || size > payload_bytes || (index < count - 1 && size < payload_bytes)) {
+        owner->refused_malformed++;
+        return NULL;
+    }
+    return incoming_unexpected(owner, from, header, now_s);
+}
+
+/* Refuse data that does not fit its message. Whoever posted the receive learns that sizes differ. */
+static void refuse_misfit(engine *owner, incoming *self, const uint8_t *header, int64_t size, double now_s) {
+    owner->refused_malformed++;
+    if (self->required < 0)
+        return;
+    int64_t payload_bytes = owner->config.payload_bytes, count = header_count(header);
+    int last = header_index(header) == count - 1;
+    int sound = size > 0 && size <= payload_bytes && (last || size == payload_bytes);
+    if (!sound || (count == self->packets && !last))
+        return;
+    event *news = engine_event(owner, EVENT_MISMATCH, self->name.peer, now_s);
+    if (news) {
+        news->step = self->name.step;
+        news->message = self->name.message;
+        news->packets = count;
+    }
+    known name = self->name;
+    int64_t packets = self->packets;
+    incoming_drop(owner, self);
+    finished_add(owner, &name, packets, now_s);
 }
 
 /* Take in a packet of data. Its payload need not be behind its header. */
-void store_data(engine *e, flow *f, const uint8_t *header, const uint8_t *payload, int64_t size, int tos, double now_s) {
-    int64_t step = get32(header + 8), message = get16(header + 12), index = get32(header + 16);
-    incoming *m = find_incoming(e, f->peer, step, message);
-    if (!m) {
-        m = e->on_unknown(f->peer, header, HEADER_BYTES + size, now_s);
-        if (!m) return;
+void incoming_take_data(engine *owner, flow *from, const uint8_t *header, const uint8_t *payload, int64_t size, int tos,
+                        double now_s) {
+    int64_t index = header_index(header), payload_bytes = owner->config.payload_bytes;
+    incoming *self = incoming_find(owner, from->peer, header_step(header), header_message(header));
+    if (!self) {
+        self = begin(owner, from, header, size, now_s);
+        if (!self)
+            return;
     }
-    int64_t last = index == m->packets - 1;
-    int fits = get32(header + 20) == m->packets && index < m->packets && size > 0 && size <= e->payload_bytes &&
-               (!last || !m->last_bytes || size == m->last_bytes) && (last || size == e->payload_bytes);
+    int last = index == self->packets - 1;
+    int fits = header_count(header) == self->packets && index < self->packets && size > 0 && size <= payload_bytes &&
+               (!last || !self->last_bytes || size == self->last_bytes) && (last || size == payload_bytes);
     if (!fits) {
-        misfit(e, f, header, payload, size, now_s);
+        refuse_misfit(owner, self, header, size, now_s);
         return;
     }
-    if (has_bit(m->bits, index)) {
-        count_data(e, f, m, index, tos, now_s);
-        e->duplicate++;
+    flow_note_arrival(owner, from, self, index, tos, now_s);
+    if (has_bit(self->bits, index)) {
+        owner->duplicate++;
         return;
     }
-    int64_t offset = index * e->payload_bytes;
-    if (m->sum) fold_packet(m->sum, m->position, index, payload);
-    else if (m->bytes >= STREAM_MIN_BYTES && offset + size <= m->bytes) stream(m->buffer + offset, payload, size);
-    else copy_in(m, offset, payload, size);
-    note_data(e, f, m, index, header, size, tos, now_s);
+    int64_t offset = index * payload_bytes;
+    if (self->reduction)
+        reduction_add(self->reduction, self->position, index, payload);
+    else if (self->bytes >= STREAM_MIN_BYTES && offset + size <= self->bytes)
+        stream(self->buffer + offset, payload, size);
+    else
+        copy_in(self, offset, payload, size);
+    set_bit(self->bits, index);
+    if (last)
+        self->last_bytes = size;
+    self->layer[index] = header[3];
+    self->arrived++;
+    self->arrived_protected += (header[1] & PROTECTED) != 0;
+    owner->data++;
+    complete(owner, self, now_s);
+}
+
+static void send_bitmap(engine *owner, flow *to, const incoming *self) {
+    int64_t span = engine_bitmap_packets(owner);
+    uint8_t bitmap[DATAGRAM_MAX];
+    for (int64_t first = 0; first < self->packets; first += span) {
+        int64_t count = smaller(span, self->packets - first), bytes = (count + 7) / 8;
+        memset(bitmap, 0, (size_t)bytes);
+        for (int64_t i = 0; i < count; i++)
+            if (has_bit(self->bits, first + i))
+                bitmap[i >> 3] |= (uint8_t)(0x80 >> (i & 7));
+        engine_send_control(owner, to, BITMAP, &self->name, first, self->packets, bitmap, bytes);
+    }
+}
+
+/* Answer a sender's question: what is missing, or that no more is needed. */
+void incoming_take_probe(engine *owner, flow *from, const uint8_t *datagram, int64_t bytes, double now_s) {
+    int64_t step = header_step(datagram), message = header_message(datagram);
+    finished *done = finished_find(owner, from->peer, step, message);
+    incoming *self = incoming_find(owner, from->peer, step, message);
+    if (done && done->state == FINISHED_STOPPING) {
+        finished_stop(owner, done, now_s);
+        return;
+    }
+    /* A sender that has not asked for so long knows. */
+    if (done && done->state == FINISHED_WHOLE && now_s < done->completed_s + 2 * owner->config.silence_s) {
+        finished_tell_whole(owner, done);
+        return;
+    }
+    if (done || !is_current(owner, step)) {
+        owner->refused_stale++;
+        return;
+    }
+    if (!self && !owner->closed)
+        self = incoming_unexpected(owner, from, datagram, now_s);
+    if (!self)
+        return;
+    if (header_count(datagram) != self->packets || header_index(datagram) > self->packets) {
+        owner->refused_malformed++;
+        return;
+    }
+    int more = bytes == HEADER_BYTES + 1 && datagram[HEADER_BYTES] == MORE;
+    if (!more) {
+        self->asked = 1;
+        self->protected_packets = header_index(datagram);
+        if (complete(owner, self, now_s))
+            return;
+    }
+    send_bitmap(owner, from, self);
+}
+
+/* Note that a sender knows one part of what became of its message. */
+void incoming_take_stop_ack(engine *owner, flow *from, const uint8_t *datagram) {
+    finished *done = finished_find(owner, from->peer, header_step(datagram), header_message(datagram));
+    if (!done)
+        return;
+    if (done->state == FINISHED_WHOLE)
+        done->state = FINISHED_KNOWN;
+    if (done->state != FINISHED_STOPPING)
+        return;
+    int64_t part = header_index(datagram) / engine_bitmap_packets(owner);
+    if (header_index(datagram) % engine_bitmap_packets(owner) || part >= done->parts || !done->unconfirmed[part])
+        return;
+    done->unconfirmed[part] = 0;
+    if (--done->unconfirmed_count == 0)
+        finished_settle(owner, done);
 }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Messages on their way out: which packets are on the wire, delivered, lost, or to be sent again. */
+/* A message on its way out: which of its packets are on the wire, delivered, lost or to be sent again, and what its
+ * receiver is asked when nothing of it is on its way. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -8,140 +9,423 @@
 #include "engine.h"
 
 enum { NONE = 0xFFFFFFFF };
+static const uint8_t MORE = 1; /* payload of a PROBE whose sender has more to send: do not go without it yet */
 
-outgoing *find_outgoing(flow *f, int64_t step, int64_t message) {
-    for (int64_t k = 0; k < f->message_count; k++)
-        if (f->messages[k]->message == message && f->messages[k]->step == step) return f->messages[k];
+outgoing *outgoing_find(flow *to, int64_t step, int64_t message) {
+    for (int64_t k = 0; k < to->message_count; k++)
+        if (to->messages[k]->message == message && to->messages[k]->step == step)
+            return to->messages[k];
     return NULL;
 }
 
-static void release(outgoing *m) {
-    free(m->state), free(m->sent_s), free(m->landed), free(m->again), free(m->forgone_next);
-    m->state = NULL, m->sent_s = NULL, m->landed = NULL, m->again = m->forgone_next = NULL;
+static void release(outgoing *self) {
+    free(self->tags);
+    free(self->order);
+    free(self->state);
+    free(self->sent_s);
+    free(self->acked);
+    free(self->retransmit);
+    free(self->abandoned_next);
+    free(self->confirmed);
+    free(self);
 }
 
-/* Queue a message for sending. The arrays are the caller's and must live until it is removed; NULL: no memory. */
-API outgoing *dlcp_outgoing_new(engine *e, int64_t peer, int64_t step, int64_t message, int64_t packets,
-                                const uint8_t *payload, int64_t bytes, const uint8_t *tail, int64_t tail_bytes,
-                                uint8_t (*tags)[4], const uint32_t *order, const uint8_t *head, int64_t allowed,
-                                double now_s) {
-    flow *f = &e->flows[peer];
-    if (f->message_count == f->message_capacity) {
-        int64_t capacity = f->message_capacity ? f->message_capacity * 2 : 16;
-        outgoing **messages = realloc(f->messages, (size_t)capacity * sizeof *messages);
-        if (!messages) return NULL;
-        f->messages = messages, f->message_capacity = capacity;
+/* Forget a message, and what of it was on the wire. */
+void outgoing_free(flow *to, outgoing *self) {
+    for (int64_t k = 0; k < to->message_count; k++) {
+        if (to->messages[k] != self)
+            continue;
+        to->message_count--;
+        memmove(to->messages + k, to->messages + k + 1, (size_t)(to->message_count - k) * sizeof *to->messages);
+        break;
     }
-    outgoing *m = calloc(1, sizeof *m);
-    if (!m) return NULL;
-    m->packets = m->unsent = packets, m->active_s = now_s;
-    m->id = ++e->next_id, m->peer = peer, m->step = step, m->message = message;
-    m->payload = payload, m->bytes = bytes, m->tail = tail, m->tail_bytes = tail_bytes;
-    m->tags = tags, m->order = order, m->allowed = allowed;
-    memcpy(m->head, head, HEADER_BYTES);
-    for (int c = 0; c < 8; c++) m->forgone_first[c] = NONE;
-    m->state = calloc((size_t)packets, 1);
-    m->sent_s = calloc((size_t)packets, sizeof *m->sent_s);
-    m->landed = calloc((size_t)(packets + 63) / 64, sizeof *m->landed);
-    m->again = calloc((size_t)packets, sizeof *m->again);
-    m->forgone_next = calloc((size_t)packets, sizeof *m->forgone_next);
-    if (!m->state || !m->sent_s || !m->landed || !m->again || !m->forgone_next) {
-        release(m), free(m);
-        return NULL;
+    to->flying -= self->flying;
+    for (int queue = 0; queue < QUEUES; queue++) {
+        run_queue *sent = &to->runs[queue];
+        for (int64_t k = 0; k < sent->count; k++) {
+            run *one = &sent->runs[(sent->first + k) % sent->capacity];
+            if (one->message == self)
+                one->message = NULL;
+        }
     }
-    f->messages[f->message_count++] = m;
-    return m;
+    release(self);
 }
 
-/* Forget a message that is done or given up. It is freed. */
-API void dlcp_outgoing_remove(engine *e, outgoing *m) {
-    flow *f = &e->flows[m->peer];
-    for (int64_t k = 0; k < f->message_count; k++)
-        if (f->messages[k] == m) {
-            memmove(f->messages + k, f->messages + k + 1, (size_t)(--f->message_count - k) * sizeof *f->messages);
+/* Give packets their tags and their order; return 0, or NO_MEMORY. */
+static int tag_packets(const engine *owner, const flow *to, outgoing *self, const send_request *request) {
+    size_t packets = (size_t)request->packets;
+    uint8_t *droppable = malloc(packets), *ordinary = NULL;
+    const uint8_t *queue = request->queue;
+    if (!owner->config.tagged) {
+        ordinary = malloc(packets);
+        queue = ordinary;
+    }
+    if (droppable && queue) {
+        if (ordinary)
+            memset(ordinary, ORDINARY_QUEUE, packets);
+        uint32_t bounded = owner->config.tagged && request->bounded;
+        dlcp_encode_tags(queue, request->drop_class, request->layer, request->is_protected, (uint32_t)packets, bounded,
+                         PROTECTED, to->service, self->tags, droppable);
+        dlcp_send_order(queue, droppable, (uint32_t)packets, (uint32_t)request->seed, (uint32_t)request->chunk,
+                        (uint32_t)request->chunks, self->order);
+    }
+    int made = droppable && queue ? 0 : NO_MEMORY;
+    free(droppable);
+    free(ordinary);
+    return made;
+}
+
+static void ask(engine *owner, flow *to, outgoing *self, double now_s) {
+    if (self->probes_unanswered > 1)
+        engine_event(owner, EVENT_TIMEOUT, to->peer, now_s);
+    if (self->asked_s < 0)
+        self->asked_s = now_s;
+    self->probed_s = now_s;
+    self->probes_without_news++;
+    self->probes_unanswered++;
+    owner->probe++;
+    known name = {to->peer, self->step, self->message, NULL};
+    engine_send_control(owner, to, PROBE, &name, self->protected_packets, self->packets, &MORE,
+                        self->unsent && !self->immediate);
+}
+
+/* Send a message. Its bytes are the caller's, who keeps them until EVENT_SENT. Return 0, or NO_MEMORY. */
+API int64_t dlcp_send(engine *owner, const send_request *request, double now_s) {
+    flow *to = &owner->flows[request->peer];
+    if (to->message_count == to->message_capacity) {
+        int64_t capacity = to->message_capacity ? to->message_capacity * 2 : 16;
+        outgoing **messages = realloc(to->messages, (size_t)capacity * sizeof *messages);
+        if (!messages)
+            return NO_MEMORY;
+        to->messages = messages;
+        to->message_capacity = capacity;
+    }
+    outgoing *self = calloc(1, sizeof *self);
+    if (!self)
+        return NO_MEMORY;
+    size_t packets = (size_t)request->packets;
+    self->peer = request->peer;
+    self->step = request->step;
+    self->message = request->message;
+    self->packets = self->unsent = request->packets;
+    self->active_s = now_s;
+    self->payload = request->payload;
+    self->bytes = request->bytes;
+    self->tail = request->tail;
+    self->tail_bytes = request->tail_bytes;
+    self->allowed = request->allowed;
+    self->immediate = request->immediate;
+    self->asked_s = -1;
+    for (int i = 0; i < DROP_CLASSES; i++)
+        self->abandoned_first[i] = NONE;
+    for (size_t i = 0; i < packets; i++)
+        self->protected_packets += request->is_protected[i] != 0;
+    engine_write_header(owner, self->head, DATA, self->step, self->message, 0, self->packets);
+    put16(self->head + 6, (uint16_t)request->budget);
+    self->tags = malloc(packets * sizeof *self->tags);
+    self->order = malloc(packets * sizeof *self->order);
+    self->state = calloc(packets, 1);
+    self->sent_s = calloc(packets, sizeof *self->sent_s);
+    self->acked = calloc(bit_words(self->packets), sizeof *self->acked);
+    self->retransmit = malloc(packets * sizeof *self->retransmit);
+    self->abandoned_next = malloc(packets * sizeof *self->abandoned_next);
+    if (!self->tags || !self->order || !self->state || !self->sent_s || !self->acked || !self->retransmit ||
+        !self->abandoned_next || tag_packets(owner, to, self, request)) {
+        release(self);
+        return NO_MEMORY;
+    }
+    to->messages[to->message_count++] = self;
+    to->look_s = sooner(to->look_s, now_s + owner->config.probe_timeout_min_s);
+    if (self->immediate)
+        ask(owner, to, self, now_s); /* tells the receiver how many packets are protected */
+    return 0;
+}
+
+/* Go on sending a message from a copy of its payload; return whether anything of it may still be sent. */
+API int64_t dlcp_detach(engine *owner, int64_t peer, int64_t step, int64_t message, const uint8_t *payload) {
+    outgoing *self = outgoing_find(&owner->flows[peer], step, message);
+    if (!self || self->delivered == self->packets)
+        return 0;
+    if (payload)
+        self->payload = payload;
+    return 1;
+}
+
+/* Tell how many packets of a message have been delivered, are on the wire or wait to be sent, and how many it has: for
+ * messages about errors. All are 0 if the message is gone. */
+API void dlcp_sending(engine *owner, int64_t peer, int64_t step, int64_t message, int64_t *progress) {
+    const outgoing *self = outgoing_find(&owner->flows[peer], step, message);
+    progress[0] = self ? self->delivered : 0;
+    progress[1] = self ? self->flying : 0;
+    progress[2] = self ? self->unsent : 0;
+    progress[3] = self ? self->packets : 0;
+}
+
+/* Packets ---------------------------------------------------------------------------------------------------------- */
+
+static int64_t size_of(const engine *owner, const outgoing *self, uint32_t index) {
+    int64_t left = self->bytes + self->tail_bytes - (int64_t)index * owner->config.payload_bytes;
+    return smaller(left, owner->config.payload_bytes);
+}
+
+/* Point at a packet's payload; return in how many pieces it is. */
+int outgoing_pieces(const engine *owner, const outgoing *self, uint32_t index, struct iovec *pieces) {
+    int64_t offset = (int64_t)index * owner->config.payload_bytes, size = size_of(owner, self, index);
+    int64_t direct = smaller(self->bytes - offset, size);
+    int count = 0;
+    if (direct > 0)
+        pieces[count++] = (struct iovec){(void *)(self->payload + offset), (size_t)direct};
+    else
+        direct = 0;
+    if (direct < size)
+        pieces[count++] =
+            (struct iovec){(void *)(self->tail + (offset + direct - self->bytes)), (size_t)(size - direct)};
+    return count;
+}
+
+/* Return the packet that is next to be sent; call it only while some are unsent. */
+uint32_t outgoing_next_packet(outgoing *self) {
+    while (self->retransmit_count) {
+        uint32_t index = self->retransmit[self->retransmit_first];
+        if (self->state[index] == RETRANSMIT)
+            return index;
+        self->retransmit_first = (self->retransmit_first + 1) % self->packets;
+        self->retransmit_count--;
+    }
+    return self->order[self->next];
+}
+
+/* Choose packets that may leave in one burst: all but the last of full size, all with one type of service and queue. */
+int64_t outgoing_gather(const engine *owner, outgoing *self, int64_t limit, uint32_t *packets) {
+    uint32_t first = outgoing_next_packet(self); /* passes over what is stale at the head of the ring */
+    uint8_t tos = self->tags[first][3];
+    int queue = self->tags[first][1] >> 5;
+    int64_t again = self->retransmit_count, count = 0;
+    int64_t available = again ? again : self->packets - self->next;
+    for (int64_t k = 0; k < available && count < limit; k++) {
+        uint32_t index =
+            again ? self->retransmit[(self->retransmit_first + k) % self->packets] : self->order[self->next + k];
+        if (again && self->state[index] != RETRANSMIT)
             break;
-        }
-    f->flying -= m->flying;
-    m->flying = m->unsent = 0;
-    for (int q = 0; q < QUEUES; q++)
-        for (int64_t k = 0; k < f->runs[q].count; k++) {
-            run *r = &f->runs[q].runs[(f->runs[q].first + k) % f->runs[q].capacity];
-            if (r->message == m) r->message = NULL;
-        }
-    release(m);
-    free(m);
-}
-
-/* Go on sending a message from a copy of its payload. */
-API void dlcp_outgoing_replace(outgoing *m, const uint8_t *payload) {
-    m->payload = payload;
+        if (self->tags[index][3] != tos || self->tags[index][1] >> 5 != queue)
+            break;
+        packets[count++] = index;
+        if (size_of(owner, self, index) < owner->config.payload_bytes)
+            break;
+    }
+    return count;
 }
 
 /* Note that a packet arrived; return when it was sent. */
-double land(const engine *e, flow *f, outgoing *m, uint32_t index, double now_s) {
-    uint8_t state = m->state[index];
+double outgoing_delivered(const engine *owner, flow *to, outgoing *self, uint32_t index, double now_s) {
+    uint8_t state = self->state[index];
     /* It was late, not lost: an over-share packet, say, that waited in a lower queue. */
-    if (state == FORGONE || state == AGAIN) f->disorder = fmin(f->disorder * 2, e->disorder_max);
-    if (state == FLYING) m->flying--, f->flying--;
-    if (state == AGAIN) m->unsent--;
-    m->state[index] = DELIVERED;
-    set_bit(m->landed, index);
-    m->delivered++;
-    m->active_s = now_s;
-    int queue = m->tags[index][1] >> 5;
-    double sent_s = m->sent_s[index];
-    if (sent_s > f->newest_delivered_s[queue]) f->newest_delivered_s[queue] = sent_s;
+    if (state == ABANDONED || state == RETRANSMIT)
+        to->disorder = fmin(to->disorder * 2, owner->config.disorder_max);
+    if (state == FLYING) {
+        self->flying--;
+        to->flying--;
+    }
+    if (state == RETRANSMIT)
+        self->unsent--;
+    self->state[index] = DELIVERED;
+    set_bit(self->acked, index);
+    self->delivered++;
+    self->active_s = now_s;
+    int queue = self->tags[index][1] >> 5;
+    double sent_s = self->sent_s[index];
+    if (sent_s > to->newest_delivered_s[queue])
+        to->newest_delivered_s[queue] = sent_s;
     return sent_s;
 }
 
-/* Note that everything arrived that has not been known to; return how many packets that is. All have been sent. */
-int64_t land_rest(const engine *e, flow *f, outgoing *m, double now_s) {
-    int64_t before = m->delivered;
-    for (uint32_t i = 0; m->delivered < m->packets; i++)
-        if (m->state[i] != DELIVERED) land(e, f, m, i, now_s);
-    return m->delivered - before;
+/* Note that everything arrived, all of which has been sent; return how many packets were not known to have arrived. */
+int64_t outgoing_all_delivered(const engine *owner, flow *to, outgoing *self, double now_s) {
+    int64_t before = self->delivered;
+    for (uint32_t i = 0; self->delivered < self->packets; i++)
+        if (self->state[i] != DELIVERED)
+            outgoing_delivered(owner, to, self, i, now_s);
+    return self->delivered - before;
 }
 
-static void send_again(outgoing *m, uint32_t index) {
-    m->state[index] = AGAIN;
-    m->again[(m->again_first + m->again_count++) % m->packets] = index;
-    m->unsent++;
+static void send_again(outgoing *self, uint32_t index) {
+    self->state[index] = RETRANSMIT;
+    self->retransmit[(self->retransmit_first + self->retransmit_count) % self->packets] = index;
+    self->retransmit_count++;
+    self->unsent++;
 }
 
-/* Note that a flying packet is lost, and choose what to send again. Protected packets always are. Of the others the least
- * valuable are forgone, up to the bound. */
-void lose(flow *f, outgoing *m, uint32_t index) {
-    m->flying--, f->flying--;
-    if (m->tags[index][0] & PROTECTED) {
-        send_again(m, index);
+/* Note that a flying packet is lost, and choose what to send again. Protected packets always are. Of the others the
+ * least valuable are abandoned, up to the bound. */
+void outgoing_lost(flow *to, outgoing *self, uint32_t index) {
+    self->flying--;
+    to->flying--;
+    if (self->tags[index][0] & PROTECTED) {
+        send_again(self, index);
         return;
     }
-    m->state[index] = FORGONE;
-    int class = m->tags[index][1] >> 2 & 7;
-    m->forgone_next[index] = m->forgone_first[class], m->forgone_first[class] = index;
-    for (m->forgone++; m->forgone > m->allowed; m->forgone--) {
+    self->state[index] = ABANDONED;
+    int drop_class = self->tags[index][1] >> 2 & 7;
+    self->abandoned_next[index] = self->abandoned_first[drop_class];
+    self->abandoned_first[drop_class] = index;
+    for (self->abandoned++; self->abandoned > self->allowed; self->abandoned--) {
         int most_valuable = 0;
-        while (m->forgone_first[most_valuable] == NONE) most_valuable++;
-        uint32_t packet = m->forgone_first[most_valuable];
-        m->forgone_first[most_valuable] = m->forgone_next[packet];
-        if (m->state[packet] == FORGONE) send_again(m, packet);
+        while (self->abandoned_first[most_valuable] == NONE)
+            most_valuable++;
+        uint32_t packet = self->abandoned_first[most_valuable];
+        self->abandoned_first[most_valuable] = self->abandoned_next[packet];
+        /* It may have been delivered since it was found lost. */
+        if (self->state[packet] == ABANDONED)
+            send_again(self, packet);
     }
 }
 
-/* Take in which of `count` packets from `first` on have arrived (one byte each). What was sent before `before_s` and is not
- * among them is lost. Return whether that was news. */
-API int64_t dlcp_outgoing_bitmap(engine *e, outgoing *m, int64_t first, int64_t count, const uint8_t *arrived,
-                                 double before_s, double now_s) {
-    flow *f = &e->flows[m->peer];
+/* Control ---------------------------------------------------------------------------------------------------------- */
+
+/* Report a message that its receiver has confirmed, and forget it. `bits` is what arrived, the event's from now on. */
+void outgoing_complete(engine *owner, flow *to, outgoing *self, uint64_t *bits, double now_s) {
+    event *done = engine_event(owner, EVENT_SENT, to->peer, now_s);
+    if (done) {
+        done->step = self->step;
+        done->message = self->message;
+        done->packets = self->packets;
+        done->sent = self->sent;
+        done->resent = self->resent;
+        done->bits = bits;
+    }
+    outgoing_free(to, self);
+}
+
+static double probe_timeout_s(const engine *owner, const flow *to) {
+    const config *rules = &owner->config;
+    if (to->out.bytes)
+        return rules->probe_timeout_max_s; /* memory loses nothing: the peer is only slow */
+    if (to->smoothed_rtt_s == 0)
+        return 4 * rules->probe_timeout_min_s;
+    double timeout_s = to->smoothed_rtt_s + 4 * to->rtt_variation_s;
+    return fmin(rules->probe_timeout_max_s, fmax(rules->probe_timeout_min_s, timeout_s));
+}
+
+/* Find when to ask what is missing; infinity while packets leave freely. */
+static double ask_due_s(const engine *owner, outgoing *self, double timeout_s) {
+    if (self->delivered != self->delivered_seen) {
+        self->delivered_seen = self->delivered;
+        self->probes_unanswered = self->probes_without_news = 0;
+    }
+    int idle = !self->unsent && !self->flying;
+    if (!idle && !self->flying)
+        return INFINITY;
+    if (idle && self->delivered < self->packets && !self->probes_without_news)
+        return 0; /* what is missing may stay lost, if the receiver agrees */
+    /* Questions and answers get lost like anything else: only answers without news say that asking is no use. */
+    int64_t without_news = self->probes_without_news - self->probes_unanswered +
+                           self->probes_unanswered / owner->config.unanswered_patience;
+    return fmax(self->active_s, self->probed_s) +
+           timeout_s * (double)(1 << smaller(owner->config.backoff_max, without_news));
+}
+
+/* Ask a peer what is missing, where that is due; return when to look again. Not all messages are looked at each time:
+ * there may be many, and little time. */
+double outgoing_ask(engine *owner, flow *to, double now_s) {
+    if (!to->message_count)
+        return INFINITY;
+    if (now_s < to->look_s)
+        return to->look_s;
+    double due_s = now_s + owner->config.look_s, timeout_s = probe_timeout_s(owner, to);
+    for (int64_t k = 0; k < to->message_count; k++) {
+        outgoing *self = to->messages[k];
+        double ask_s = ask_due_s(owner, self, timeout_s);
+        if (now_s >= ask_s) {
+            ask(owner, to, self, now_s);
+            ask_s = ask_due_s(owner, self, timeout_s);
+        }
+        due_s = sooner(due_s, ask_s);
+    }
+    to->look_s = fmax(due_s, now_s + owner->config.probe_timeout_min_s / 2);
+    return to->look_s;
+}
+
+/* What was sent before `asked_s` and is not in the bitmap is lost. Return whether that was news. */
+static int take_missing(engine *owner, flow *to, outgoing *self, int64_t first, int64_t count, const uint8_t *bitmap,
+                        double now_s) {
     int64_t news = 0, lost = 0;
-    for (int64_t i = first; i < first + count; i++) {
-        uint8_t state = m->state[i];
-        if (arrived[i - first]) {
-            if (state != DELIVERED && state != UNSENT) land(e, f, m, (uint32_t)i, now_s), news++;
-        } else if (state == FLYING && m->sent_s[i] < before_s) {
-            lose(f, m, (uint32_t)i), lost++;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t index = (uint32_t)(first + i);
+        uint8_t state = self->state[index];
+        if (bitmap[i >> 3] >> (7 - (i & 7)) & 1) {
+            if (state == DELIVERED || state == UNSENT) /* nobody can have got what was not sent */
+                continue;
+            outgoing_delivered(owner, to, self, index, now_s);
+            news++;
+        } else if (state == FLYING && self->sent_s[index] < self->asked_s) {
+            outgoing_lost(to, self, index);
+            lost++;
         }
     }
-    feed_back(e, f, news, 0, lost);
-    return news + lost;
+    flow_feed_back(owner, to, news, 0, lost);
+    return news + lost > 0;
+}
+
+/* Take in one part of a STOP; complete the message once every part is here. */
+static void take_stop(engine *owner, flow *to, outgoing *self, int64_t first, int64_t count, const uint8_t *bitmap,
+                      double now_s) {
+    if (!self->confirmed) {
+        /* Behind the bits there is one for each part, to tell those that are here. */
+        size_t words = bit_words(self->packets) * 2;
+        self->confirmed = calloc(words, sizeof *self->confirmed);
+        if (!self->confirmed)
+            return; /* the STOP is repeated */
+    }
+    uint64_t *seen = self->confirmed + bit_words(self->packets);
+    int64_t part = first / engine_bitmap_packets(owner);
+    if (has_bit(seen, part))
+        return;
+    set_bit(seen, part);
+    for (int64_t i = 0; i < count; i++)
+        if (bitmap[i >> 3] >> (7 - (i & 7)) & 1)
+            set_bit(self->confirmed, first + i);
+    self->confirmed_packets += count;
+    if (self->confirmed_packets < self->packets)
+        return;
+    uint64_t *bits = self->confirmed;
+    self->confirmed = NULL;
+    outgoing_complete(owner, to, self, bits, now_s);
+    engine_discard(owner, bits);
+}
+
+/* Take in a BITMAP, which packets of a message have arrived, or a STOP: no more of them are needed. */
+void outgoing_take_bitmap(engine *owner, flow *to, const uint8_t *datagram, int64_t bytes, double now_s) {
+    int is_stop = header_type(datagram) == STOP;
+    known name = {to->peer, header_step(datagram), header_message(datagram), NULL};
+    int64_t first = header_index(datagram), span = engine_bitmap_packets(owner), size = bytes - HEADER_BYTES;
+    outgoing *self = outgoing_find(to, name.step, name.message);
+    if (!self) {
+        if (is_stop) /* our last answer was lost; the bitmap has been read */
+            engine_send_control(owner, to, STOP_ACK, &name, first, 0, NULL, 0);
+        else
+            owner->late++;
+        return;
+    }
+    int whole = is_stop && !size;
+    int64_t count = whole ? self->packets : smaller(span, self->packets - first);
+    int fits = whole ? !first : first % span == 0 && size == (count + 7) / 8;
+    if (header_count(datagram) != self->packets || count < 1 || !fits) {
+        owner->refused_malformed++;
+        return;
+    }
+    if (is_stop) {
+        engine_send_control(owner, to, STOP_ACK, &name, first, 0, NULL, 0);
+        if (whole)
+            outgoing_complete(owner, to, self, NULL, now_s);
+        else
+            take_stop(owner, to, self, first, count, datagram + HEADER_BYTES, now_s);
+    } else if (self->asked_s >= 0) {
+        /* A peer that is not there yet answers without news: ask it less often, but the network is not to blame. */
+        self->probes_unanswered = 0;
+        to->look_s = now_s;
+        if (take_missing(owner, to, self, first, count, datagram + HEADER_BYTES, now_s))
+            self->probes_without_news = 0;
+        if (first + count >= self->packets)
+            self->asked_s = -1;
+    }
 }

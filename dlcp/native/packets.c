@@ -4,11 +4,11 @@
 
 #define _GNU_SOURCE
 #include <errno.h>
+#include <linux/if_packet.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <linux/if_packet.h>
 
 #include "engine.h"
 
@@ -37,9 +37,11 @@ API int64_t dlcp_packets_take(packet_ring *ring, uint8_t *rows, int64_t row_byte
     int64_t taken = 0;
     for (int64_t seen = 0; taken < count && seen < ring->frames; seen++) {
         struct tpacket2_hdr *head = frame_at(ring, ring->next);
-        if (!(__atomic_load_n(&head->tp_status, __ATOMIC_ACQUIRE) & TP_STATUS_USER)) break;
+        if (!(__atomic_load_n(&head->tp_status, __ATOMIC_ACQUIRE) & TP_STATUS_USER))
+            break;
         int64_t length = head->tp_snaplen;
-        if (head->tp_len > head->tp_snaplen && length != ring->tagged_bytes) length = head->tp_len;
+        if (head->tp_len > head->tp_snaplen && length != ring->tagged_bytes)
+            length = head->tp_len;
         if (length == ring->tagged_bytes) {
             others[TAKEN_REFUSED]++;
         } else if (length < ring->frame_min) {
@@ -59,7 +61,8 @@ API int64_t dlcp_packets_take(packet_ring *ring, uint8_t *rows, int64_t row_byte
 }
 
 static int kind_of(int error) {
-    if (error == EMSGSIZE) return SENT_OVERSIZE;
+    if (error == EMSGSIZE)
+        return SENT_OVERSIZE;
     return error == ENETDOWN || error == ENXIO || error == ENODEV ? SENT_UNREACHABLE : SENT_FAILED;
 }
 
@@ -70,7 +73,8 @@ API int64_t dlcp_packets_send(int socket, const uint8_t *rows, int64_t row_bytes
     struct mmsghdr messages[TOGETHER];
     struct iovec pieces[TOGETHER];
     memset(messages, 0, sizeof messages);
-    for (int i = 0; i < TOGETHER; i++) messages[i].msg_hdr.msg_iov = &pieces[i], messages[i].msg_hdr.msg_iovlen = 1;
+    for (int i = 0; i < TOGETHER; i++)
+        messages[i].msg_hdr.msg_iov = &pieces[i], messages[i].msg_hdr.msg_iovlen = 1;
     int64_t sent = 0, done = 0;
     *bytes = 0;
     while (done < count) {
@@ -81,7 +85,8 @@ API int64_t dlcp_packets_send(int socket, const uint8_t *rows, int64_t row_bytes
         }
         int left = sendmmsg(socket, messages, (unsigned)n, MSG_DONTWAIT);
         if (left > 0) {
-            for (int i = 0; i < left; i++) *bytes += lengths[done + i];
+            for (int i = 0; i < left; i++)
+                *bytes += lengths[done + i];
             sent += left, done += left;
         } else if (errno != EINTR) {
             failures[kind_of(errno)]++, done++;

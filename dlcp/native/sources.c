@@ -2,7 +2,6 @@
 /* What the library was compiled from, so that nobody calls one that no longer fits. */
 
 /* The SHA-256 of all sources, in hexadecimal; setup.py gives it. */
-const char *dlcp_sources(void)
-{
+const char *dlcp_sources(void) {
     return DLCP_SOURCES;
 }

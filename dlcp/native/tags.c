@@ -17,38 +17,33 @@
 
 enum { LANES = 32 }; /* independent sums, so that vector units need not wait for one another */
 
-INLINED float float_of(uint32_t bits)
-{
+INLINED float float_of(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-INLINED uint32_t bits_of(float value)
-{
+INLINED uint32_t bits_of(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
 }
 
-INLINED float widen_float32(float value)
-{
+INLINED float widen_float32(float value) {
     return value;
 }
 
-INLINED double widen_float64(double value)
-{
+INLINED double widen_float64(double value) {
     return value;
 }
 
-INLINED float widen_bfloat16(uint16_t bits)
-{
+INLINED float widen_bfloat16(uint16_t bits) {
     return float_of((uint32_t)bits << 16);
 }
 
-/* The absolute value of a half-precision number. Every case is worked out and then chosen, which vector units can do. */
-INLINED float widen_float16(uint16_t bits)
-{
+/* The absolute value of a half-precision number. Every case is worked out and then chosen, which vector units can do.
+ */
+INLINED float widen_float16(uint16_t bits) {
     uint32_t rest = (uint32_t)(bits & 0x7fff) << 13;
     uint32_t normal = rest + (112u << 23);
     /* A number without a leading one gets one in front, which is then taken off: no subnormal float, they are slow. */
@@ -59,31 +54,30 @@ INLINED float widen_float16(uint16_t bits)
 }
 
 /* Adds the squares of `width` values to as many sums. */
-#define ADD_SQUARES(FORMAT, WIDE, width)                                                                              \
-    for (int lane = 0; lane < (width); lane++) {                                                                      \
-        WIDE value = widen_##FORMAT(packet[i + lane]);                                                                \
-        sums[lane] += value * value;                                                                                  \
+#define ADD_SQUARES(FORMAT, WIDE, width)                                                                               \
+    for (int lane = 0; lane < (width); lane++) {                                                                       \
+        WIDE value = widen_##FORMAT(packet[i + lane]);                                                                 \
+        sums[lane] += value * value;                                                                                   \
     }
 
 /* Root mean square of each packet. A packet with NaN counts as infinite. */
-#define MAGNITUDES(FORMAT, STORED, WIDE, ROOT)                                                                        \
-    FASTEST static void magnitudes_##FORMAT(const STORED *values, int64_t count, int64_t per_packet, float *result)   \
-    {                                                                                                                 \
-        for (int64_t start = 0; start < count; start += per_packet) {                                                 \
-            int64_t size = count - start < per_packet ? count - start : per_packet, i = 0;                            \
-            const STORED *packet = values + start;                                                                    \
-            WIDE sums[LANES] = {0};                                                                                   \
-            for (; i + LANES <= size; i += LANES)                                                                     \
-                ADD_SQUARES(FORMAT, WIDE, LANES)                                                                      \
-            for (; i + LANES / 4 <= size; i += LANES / 4)                                                             \
-                ADD_SQUARES(FORMAT, WIDE, LANES / 4)                                                                  \
-            ADD_SQUARES(FORMAT, WIDE, size - i)                                                                       \
-            for (int half = LANES / 2; half; half /= 2)                                                               \
-                for (int lane = 0; lane < half; lane++)                                                               \
-                    sums[lane] += sums[lane + half];                                                                  \
-            float magnitude = (float)ROOT(sums[0] / (WIDE)size);                                                      \
-            *result++ = isnan(magnitude) ? INFINITY : magnitude;                                                      \
-        }                                                                                                             \
+#define MAGNITUDES(FORMAT, STORED, WIDE, ROOT)                                                                         \
+    FASTEST static void magnitudes_##FORMAT(const STORED *values, int64_t count, int64_t per_packet, float *result) {  \
+        for (int64_t start = 0; start < count; start += per_packet) {                                                  \
+            int64_t size = count - start < per_packet ? count - start : per_packet, i = 0;                             \
+            const STORED *packet = values + start;                                                                     \
+            WIDE sums[LANES] = {0};                                                                                    \
+            for (; i + LANES <= size; i += LANES)                                                                      \
+                ADD_SQUARES(FORMAT, WIDE, LANES)                                                                       \
+            for (; i + LANES / 4 <= size; i += LANES / 4)                                                              \
+                ADD_SQUARES(FORMAT, WIDE, LANES / 4)                                                                   \
+            ADD_SQUARES(FORMAT, WIDE, size - i)                                                                        \
+            for (int half = LANES / 2; half; half /= 2)                                                                \
+                for (int lane = 0; lane < half; lane++)                                                                \
+                    sums[lane] += sums[lane + half];                                                                   \
+            float magnitude = (float)ROOT(sums[0] / (WIDE)size);                                                       \
+            *result++ = isnan(magnitude) ? INFINITY : magnitude;                                                       \
+        }                                                                                                              \
     }
 
 MAGNITUDES(float32, float, float, sqrtf)
@@ -92,8 +86,7 @@ MAGNITUDES(float16, uint16_t, float, sqrtf)
 MAGNITUDES(bfloat16, uint16_t, float, sqrtf)
 
 /* Writes ceil(count / per_packet) magnitudes. `format` counts as dlcp.dtypes.ValueType does; unknown ones return -1. */
-int dlcp_packet_magnitudes(const void *values, int format, int64_t count, int64_t per_packet, float *result)
-{
+int dlcp_packet_magnitudes(const void *values, int format, int64_t count, int64_t per_packet, float *result) {
     switch (format) {
     case 0:
         magnitudes_float32(values, count, per_packet, result);
@@ -123,8 +116,7 @@ struct layer_packets {
 };
 
 /* Sorts keys by their bytes, lowest first; the result is in `keys`. Four passes, so it ends where it began. */
-static void sort_keys(uint32_t *keys, uint32_t *other, int64_t count)
-{
+static void sort_keys(uint32_t *keys, uint32_t *other, int64_t count) {
     int64_t places[4][256] = {{0}};
     for (int64_t i = 0; i < count; i++)
         for (int byte = 0; byte < 4; byte++)
@@ -145,8 +137,7 @@ static void sort_keys(uint32_t *keys, uint32_t *other, int64_t count)
 }
 
 /* The value at a quantile of sorted magnitudes, interpolated between the two next to it. */
-static double at_quantile(const uint32_t *sorted, int64_t count, double quantile)
-{
+static double at_quantile(const uint32_t *sorted, int64_t count, double quantile) {
     double place = quantile * (double)(count - 1);
     place = place < (double)(count - 1) ? place : (double)(count - 1);
     int64_t below = (int64_t)place, above = below + 1 < count ? below + 1 : below;
@@ -156,15 +147,13 @@ static double at_quantile(const uint32_t *sorted, int64_t count, double quantile
 }
 
 /* The least float that is not below a border: floats compare with it as with the border. */
-static float threshold(double border)
-{
+static float threshold(double border) {
     float value = (float)border;
     return (double)value < border ? nextafterf(value, INFINITY) : value;
 }
 
 FASTEST static void classes_between(const float *magnitudes, int64_t count, const float thresholds[BORDERS],
-                                    uint8_t class_of_zero, uint8_t *classes)
-{
+                                    uint8_t class_of_zero, uint8_t *classes) {
     for (int64_t i = 0; i < count; i++) {
         int below = 0;
         for (int border = 0; border < BORDERS; border++)
@@ -174,9 +163,8 @@ FASTEST static void classes_between(const float *magnitudes, int64_t count, cons
 }
 
 /* Moves a layer's borders to where its finite magnitudes have their quantiles, but only `1 - memory` of the way. */
-static void move_borders(const float *magnitudes, const uint8_t *kept, const struct layer_packets *layer,
-                         double memory, double *borders, uint32_t *keys, uint32_t *other)
-{
+static void move_borders(const float *magnitudes, const uint8_t *kept, const struct layer_packets *layer, double memory,
+                         double *borders, uint32_t *keys, uint32_t *other) {
     int64_t count = 0;
     for (int64_t i = layer->first; i < layer->stop; i++) {
         memcpy(&keys[count], &magnitudes[i], sizeof *keys);
@@ -198,8 +186,7 @@ static void move_borders(const float *magnitudes, const uint8_t *kept, const str
    scratch: twice `scratch_half` keys, and that is as many as the layer with the most packets has. */
 void dlcp_classify(const float *magnitudes, const uint8_t *kept, const struct layer_packets *layers, int64_t count,
                    double memory, double *borders, uint32_t *scratch, int64_t scratch_half, uint8_t *classes,
-                   uint8_t *protected)
-{
+                   uint8_t *protected) {
     for (const struct layer_packets *layer = layers; layer < layers + count; layer++) {
         double *row = borders + layer->row * BORDERS;
         move_borders(magnitudes, kept, layer, memory, row, scratch, scratch + scratch_half);
@@ -224,12 +211,11 @@ void dlcp_classify(const float *magnitudes, const uint8_t *kept, const struct la
 
 /* ---- what packets carry of their tags ---- */
 
-/* Writes bytes 1 to 3 of each packet's header and its type of service, of those that `service` has for its queue and for
-   whether it may be dropped: if at least its class says so, it is not protected, and `bounded` allows for loss. */
+/* Writes bytes 1 to 3 of each packet's header and its type of service, of those that `service` has for its queue and
+   for whether it may be dropped: if at least its class says so, it is not protected, and `bounded` allows for loss. */
 void dlcp_encode_tags(const uint8_t *queue, const uint8_t *drop_class, const uint8_t *layer, const uint8_t *protected,
                       uint32_t packets, uint32_t bounded, uint32_t flag, const uint8_t service[][2],
-                      uint8_t (*encoded)[4], uint8_t *droppable)
-{
+                      uint8_t (*encoded)[4], uint8_t *droppable) {
     for (uint32_t i = 0; i < packets; i++) {
         uint8_t dropped = bounded && !protected[i] && drop_class[i];
         encoded[i][0] = protected[i] ? (uint8_t)flag : 0;
@@ -246,29 +232,27 @@ enum { QUEUES = 8, BLOCK = 256 }; /* SEND_BLOCK_PACKETS of engine.h */
 
 /* One queue's part of the order while it is being written. */
 struct queue_order {
-    uint32_t *order;           /* where its packets go */
-    uint32_t packets, blocks;  /* how many there are */
-    uint32_t start;            /* the block that goes first */
-    uint32_t seen;             /* how many have been met */
-    uint32_t *next;            /* where the next that is not droppable goes */
-    uint32_t waiting;          /* droppable ones of this block, which follow those */
+    uint32_t *order;          /* where its packets go */
+    uint32_t packets, blocks; /* how many there are */
+    uint32_t start;           /* the block that goes first */
+    uint32_t seen;            /* how many have been met */
+    uint32_t *next;           /* where the next that is not droppable goes */
+    uint32_t waiting;         /* droppable ones of this block, which follow those */
     uint32_t droppable[BLOCK];
 };
 
 /* Where a block goes: those before `start` follow the last one, which may be short. */
-static uint32_t *place_of_block(const struct queue_order *queue, uint32_t block)
-{
+static uint32_t *place_of_block(const struct queue_order *queue, uint32_t block) {
     if (block >= queue->start)
         return queue->order + (size_t)(block - queue->start) * BLOCK;
     return queue->order + (queue->packets - (size_t)queue->start * BLOCK) + (size_t)block * BLOCK;
 }
 
 /* Writes the indices of packets in the order of sending: the highest queue first; in a queue by blocks of 256 of its
-   packets, beginning with block `seed` modulo their number, or `place` of `places` parts of them later; in a block those
-   first that may not be dropped. Queues are 0 to 7. */
+   packets, beginning with block `seed` modulo their number, or `place` of `places` parts of them later; in a block
+   those first that may not be dropped. Queues are 0 to 7. */
 void dlcp_send_order(const uint8_t *queue, const uint8_t *droppable, uint32_t packets, uint32_t seed, uint32_t place,
-                     uint32_t places, uint32_t *order)
-{
+                     uint32_t places, uint32_t *order) {
     struct queue_order queues[QUEUES] = {0};
     for (uint32_t i = 0; i < packets; i++)
         queues[queue[i] & (QUEUES - 1)].packets++;

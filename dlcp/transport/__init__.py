@@ -3,6 +3,7 @@
 
 from dlcp.transport.buffers import BufferPool, ExportedMemory
 from dlcp.transport.endpoint import Endpoint, bind_socket, parse_address
+from dlcp.transport.engine import StreamingReduction
 from dlcp.transport.errors import (
     BoundExceededError,
     DeadlineError,
@@ -23,7 +24,6 @@ from dlcp.transport.messages import (
     SendRequest,
 )
 from dlcp.transport.options import CONGESTION, TransportOptions
-from dlcp.transport.reduction import StreamingReduction
 
 __all__ = [
     "CONGESTION",

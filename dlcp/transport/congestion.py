@@ -91,7 +91,7 @@ class RateControl(Protocol):
     ecn_capable: bool
 
     @property
-    def eager(self) -> bool:
+    def slow_start(self) -> bool:
         """Whether the window grows by all that is delivered while it holds packets back: then each report counts."""
 
     def on_report(self, report: Report) -> None:
@@ -217,7 +217,7 @@ class DctcpWindow:
         """Whether this round is of packets that were on the way when the window shrank."""
 
     @property
-    def eager(self) -> bool:
+    def slow_start(self) -> bool:
         """See :class:`RateControl`: at first, after a silence, and while losses are tried out."""
         return self._starting or self._random.trying or self.window < self._resume_at
 
@@ -326,7 +326,7 @@ class NoWindow:
     """No window: there is no network in between that could be congested."""
 
     ecn_capable = False
-    eager = False
+    slow_start = False
 
     def __init__(self) -> None:
         self.window, self.weight = math.inf, 1.0
@@ -365,7 +365,7 @@ class CubicWindow:
         self._recovery_until_s = -1.0
 
     @property
-    def eager(self) -> bool:
+    def slow_start(self) -> bool:
         """See :class:`RateControl`: in slow start."""
         return self.window < self._threshold
 

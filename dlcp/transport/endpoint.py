@@ -1,38 +1,537 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's socket, and the thread that runs the protocol over it."""
+"""A rank's end of all its conversations: messages in and out, over the engine, with a thread of its own.
+
+:class:`Protocol` is that without a thread and without a clock; :class:`Endpoint` adds both, and the socket.
+"""
 
 import contextlib
+import heapq
 import socket
+import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dlcp import wire
-from dlcp.transport.errors import PeerSilentError, TransportError
-from dlcp.transport.messages import Address, Arrival, Delivery, ReceiveRequest, SendRequest
-from dlcp.transport.options import TransportOptions
-from dlcp.transport.protocol import Protocol
+from dlcp.transport import native_engine
+from dlcp.transport.buffers import BufferPool, ExportedMemory
+from dlcp.transport.congestion import NoWindow
+from dlcp.transport.engine import (
+    MESSAGE_PACKETS_MAX,
+    Arrived,
+    Control,
+    Datagram,
+    Engine,
+    Mismatch,
+    Reported,
+    Sent,
+    StreamingReduction,
+    Unanswered,
+    Unexpected,
+    first_block,
+)
+from dlcp.transport.errors import (
+    DeadlineError,
+    MessageMismatchError,
+    PeerAbortedError,
+    PeerSilentError,
+    TransportError,
+    at_step,
+)
+from dlcp.transport.messages import (
+    EMPTY,
+    RELIABLE,
+    Address,
+    Arrival,
+    Bytes,
+    Delivery,
+    LossBound,
+    MessageKey,
+    ReceiveRequest,
+    SendRequest,
+)
+from dlcp.transport.options import TransportOptions, weight_of
+from dlcp.transport.peer import Peer
+from dlcp.transport.plain import PlainEngine
+from dlcp.transport.promise import Receiving, Sending
 from dlcp.transport.shared_memory import SharedMemory
+from dlcp.wire import PacketType
 
-RECEIVE_BUFFER_BYTES = 8 << 20
-SKB_OVERHEAD_BYTES = 832
+RECEIVE_BUFFER_BYTES: Final = 8 << 20
+SKB_OVERHEAD_BYTES: Final = 832
 """What Linux charges a datagram for beside its bytes, rounded up (sk_buff and its data's alignment)."""
-CLOSE_LINGER_S = 1.0
-TURN_S = 0.005
+HELLO_REPEAT_S: Final = 0.1
+KEEPALIVE_S: Final = 0.5
+"""A peer that something is wanted of and that says nothing for so long is greeted, to see whether it lives."""
+CLOSE_LINGER_S: Final = 1.0
+POLL_S: Final = 0.005
+ABORT_BYTES_MAX: Final = 1000
+_HELLO = struct.Struct(">II")
+"""Bytes of a message per packet, and how many packets the receiver may have on their way to it."""
 _SO_RCVBUFFORCE = 33
 _UDP_GRO = 104
+
+Emit = Callable[[int, bytes, int], object]
+"""Takes what leaves without a socket: rank, datagram, IPv4 type of service."""
+
+
+class Protocol:
+    """All messages of one rank, without a thread. Whoever drives it gives it packets and time.
+
+    Attributes
+    ----------
+    local_peers
+        Ranks to and from which packets go through memory: nothing gets lost there.
+    buffers
+        Memory for what arrives out of turn.
+    exported
+        Memory from which local peers read what is sent to them.
+    on_unexpected
+        Called with sender and key of a message that arrives before its receive is posted.
+    first_step
+        The step of the last :meth:`begin_step`; packets of earlier ones are refused.
+    due_s
+        When to call :meth:`on_time` next.
+
+    Parameters
+    ----------
+    rank, peers
+        This rank, and the address of every other.
+    job, token
+        Job number, and the session token that all ranks share; packets without it are refused.
+    options
+        See :class:`TransportOptions`.
+    receive_packets
+        How many packets the socket's receive buffer holds; peers divide it among themselves.
+    clock
+        The clock of whoever drives it.
+    sock
+        The socket, if the engine is to use it.
+    emit
+        How packets leave otherwise.
+    compiled
+        Whether to use the engine in C; None: if it is here.
+    shared
+        Memory through which packets go to and come from ranks of this host; for the engine in C only.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        peers: dict[int, Address],
+        *,
+        job: int,
+        token: int,
+        options: TransportOptions,
+        receive_packets: int,
+        clock: Callable[[], float] = time.monotonic,
+        sock: socket.socket | None = None,
+        emit: Emit | None = None,
+        compiled: bool | None = None,
+        shared: SharedMemory | None = None,
+    ) -> None:
+        self.rank, self.job, self.token, self.options = rank, job, token, options
+        self.local_peers = shared.ranks if shared else frozenset[int]()
+        self.buffers = BufferPool()
+        self.exported = ExportedMemory(shared.exported if shared else EMPTY)
+        self.on_unexpected: Callable[[int, MessageKey], None] | None = None
+        self.first_step = 0
+        self._clock, self._emit = clock, emit
+        self._looked_s = self.due_s = now_s = clock()
+        self._refused: Counter[str] = Counter()
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._later_serial = 0
+        self._failure: TransportError | None = None
+        self._window = max(1, receive_packets // max(1, len(peers) - len(self.local_peers)))
+        controls = {
+            peer: NoWindow() if peer in self.local_peers else options.rate_control(len(peers)) for peer in peers
+        }
+        common: dict[str, Any] = {"job": job, "token": token, "options": options, "sock": sock, "now_s": now_s}
+        ecn_capable = {peer: control.ecn_capable for peer, control in controls.items()}
+        self._engine: Engine
+        if native_engine.available() if compiled is None else compiled:
+            self._engine = native_engine.NativeEngine(rank, peers, ecn_capable, shared=shared, **common)
+        elif self.local_peers:
+            raise TransportError(f"rank {rank}: only the engine in C reads memory that ranks share")
+        else:
+            self._engine = PlainEngine(rank, peers, ecn_capable, **common)
+        self._peers = {
+            peer: Peer(
+                *(peer, self._engine.flows[peer], control, options.payload_bytes),
+                *(self._window, peer in self.local_peers),
+            )
+            for peer, control in controls.items()
+        }
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def send(self, request: SendRequest) -> Future[Delivery]:
+        """Send a message; the future resolves once the receiver has confirmed it."""
+        size, packets = len(request.payload) + len(request.tail), len(request.tags.queue)
+        if packets != self._packets(size) or not 0 < packets <= MESSAGE_PACKETS_MAX:
+            raise ValueError(f"{size} bytes need other than {packets} packets of {self.options.payload_bytes}")
+        now_s, bound = self._clock(), self._bound(request.peer, request.bound)
+        sending = Sending(request, bound, now_s, now_s + self.options.deadline_s)
+        if self._failure:
+            sending.done.set_exception(self._failure)
+            return sending.done
+        self._engine.send(request, bound, now_s)
+        unconfirmed = self._peers[request.peer].sending
+        unconfirmed.pop(request.key, None)  # they stay in the order of their deadlines
+        unconfirmed[request.key] = sending
+        return sending.done
+
+    def detach(self, peer: int, key: MessageKey, copy: Bytes | None = None) -> None:
+        """Go on sending a message from a copy, so that its payload may change although it is not confirmed.
+
+        Without a ``copy`` one is made, if anything of it may still have to be sent.
+        """
+        sending = self._peers[peer].sending.get(key)
+        if sending is None or not self._engine.detach(peer, key, copy):
+            return
+        sending.copy = np.frombuffer(sending.request.payload, np.uint8).copy() if copy is None else copy
+        if copy is None:
+            self._engine.detach(peer, key, sending.copy)
+
+    def receive(self, request: ReceiveRequest) -> Future[Arrival]:
+        """Receive a message; the future resolves when its bound is met."""
+        now_s, bound, into = self._clock(), self._bound(request.peer, request.bound), request.checked_into()
+        receiving = Receiving(request, bound, now_s, now_s + self.options.deadline_s, EMPTY, False)
+        if self._failure:
+            receiving.done.set_exception(self._failure)
+            return receiving.done
+        peer, reduction = request.peer, request.reduction
+        if request.message_bytes is None:
+            packets = self._engine.receiving(peer, request.key)[1]
+            size = packets * self.options.payload_bytes
+            if not packets:
+                raise ValueError(
+                    f"{at_step(self.job, request.key.step)}: nothing of {request.label} has come from rank {peer}: "
+                    "size unknown"
+                )
+        else:
+            size = request.message_bytes
+            packets = self._packets(size)
+        if into is None and reduction is None:
+            into, receiving.clear = np.empty(size - len(request.tail), np.uint8), True
+        elif reduction is not None and reduction.needs_buffer(request.position):
+            into = self.buffers.take(size)
+        receiving.payload = EMPTY if into is None else into
+        posted = self._peers[peer].receiving
+        posted.pop(request.key, None)
+        posted[request.key] = receiving
+        theirs = self._engine.receive(request, packets, into, bound, now_s)
+        if theirs:
+            self._on_mismatch(Mismatch(peer, request.key, theirs))
+        return receiving.done
+
+    def reduction(
+        self,
+        values: NDArray[np.float32],
+        members: int,
+        divisor: float | None = None,
+        key: MessageKey | None = None,
+    ) -> StreamingReduction:
+        """Return a reduction of ``values`` with what ``members`` others send, for their :class:`ReceiveRequest`.
+
+        The sum is divided by ``divisor``: by default the number of ranks, which gives the average. Others that begin
+        with different chunks all send it as ``key``; the one at position k then has the order
+        ``ChunkOrder(-k % members, members)``.
+        """
+        per_packet = self.options.payload_bytes // values.itemsize
+        first = -1 if key is None else first_block(key, len(values), per_packet)
+        divisor = members + 1 if divisor is None else divisor
+        return self._engine.reduction(values, per_packet, members, divisor, first)
+
+    def begin_step(self, step: int) -> None:
+        """Refuse packets of steps before ``step`` from now on; receives that are still posted for them fail."""
+        self.first_step = max(self.first_step, step)
+        self._engine.begin_step(step, self._clock())
+        for peer in self._peers.values():
+            for key in [key for key in peer.receiving if key.step < step]:
+                receiving = peer.receiving.pop(key)
+                receiving.done.set_exception(
+                    TransportError(
+                        f"{at_step(self.job, key.step)} is over: {receiving.request.label} of rank {peer.rank} is not "
+                        "waited for any more"
+                    )
+                )
+
+    def forget(self, peer: int, key: MessageKey) -> None:
+        """Forget a complete message, of which no packets will come any more."""
+        self._engine.forget(peer, key)
+
+    def remind(self) -> None:
+        """Tell senders again which messages came whole, until they confirm it: soon this rank cannot be asked."""
+        self._engine.remind(self._clock())
+
+    def _packets(self, size: int) -> int:
+        return -(-size // self.options.payload_bytes)
+
+    def _bound(self, peer: int, bound: LossBound) -> LossBound:
+        """Return what a message may lose, where it may lose ``bound`` in the network."""
+        return RELIABLE if peer in self.local_peers else bound
+
+    # Calls, and the end -----------------------------------------------------------------------------------------------
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a function where the protocol runs: at once."""
+        function()
+
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
+        """Run a function about ``delay_s`` from now."""
+        self._later_serial += 1
+        due_s = self._clock() + delay_s
+        self.due_s = min(self.due_s, due_s)
+        heapq.heappush(self._later, (due_s, self._later_serial, function))
+
+    def abort(self, reason: str) -> None:
+        """Tell all peers that this rank gives up."""
+        payload = reason.encode()[: min(ABORT_BYTES_MAX, self.options.payload_bytes)]
+        for peer in self._peers:
+            self._engine.send_control(peer, PacketType.ABORT, payload)
+
+    def fail(self, error: TransportError) -> None:
+        """Give up: everything that waits, and everything asked for from now on, gets ``error``."""
+        self._failure = self._failure or error
+        self._engine.stop()
+        failed: list[Sending | Receiving] = []
+        for peer in self._peers.values():
+            failed += [*peer.sending.values(), *peer.receiving.values()]
+            peer.sending.clear()
+            peer.receiving.clear()
+        for message in failed:
+            if not message.done.done():
+                message.done.set_exception(error)
+
+    def greet_all(self) -> None:
+        """Announce this rank to all peers."""
+        for peer in self._peers.values():
+            self._greet(peer, self._clock())
+
+    # What is known ----------------------------------------------------------------------------------------------------
+
+    @property
+    def strangers(self) -> list[int]:
+        """Ranks that have not answered a greeting yet."""
+        return [rank for rank, peer in self._peers.items() if not peer.greeted]
+
+    @property
+    def all_confirmed(self) -> bool:
+        """Whether peers have confirmed all that was sent to them."""
+        return not any(peer.sending for peer in self._peers.values())
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is on its way and every peer knows it."""
+        return self.all_confirmed and not self._engine.stopping
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Packets refused, by reason."""
+        counted = self._engine.counters().items()
+        return self._refused + Counter({n.removeprefix("refused_"): v for n, v in counted if n.startswith("refused_")})
+
+    def counters(self) -> Counter[str]:
+        """Return what else was counted, by name."""
+        return Counter({n: v for n, v in self._engine.counters().items() if not n.startswith("refused_")})
+
+    def rate_to(self, rank: int) -> float:
+        """Return how fast a rank has taken in lately what waited to be sent to it, in bit/s; 0 if that is not known.
+
+        It is not known of local peers: a rank's rate is that of its port.
+        """
+        if rank in self.local_peers or rank not in self._peers:
+            return 0.0
+        return self._peers[rank].rate.packets_per_s(self._looked_s) * self.options.payload_bytes * 8
+
+    def rtt_to(self, rank: int) -> float:
+        """Return the smoothed round-trip time to a rank in seconds; 0 if it is not known."""
+        return self._peers[rank].smoothed_rtt_s if rank in self._peers else 0.0
+
+    def set_flow_weight(self, flow_weight: float | None) -> None:
+        """Let each flow count as another share of one from now on; see ``TransportOptions.flow_weight``."""
+        for peer in self._peers.values():
+            peer.control.weight = weight_of(flow_weight, len(self._peers))
+
+    # Events -----------------------------------------------------------------------------------------------------------
+
+    def take_events(self) -> None:
+        """Take in what the engine has to say; callbacks run here."""
+        while events := self._engine.take_events():
+            for event in events:
+                match event:
+                    case Sent():
+                        self._on_sent(event)
+                    case Arrived():
+                        self._on_arrived(event)
+                    case Reported():
+                        self._peers[event.peer].on_report(event)
+                    case Unexpected():
+                        if self.on_unexpected:
+                            self.on_unexpected(event.peer, event.key)
+                    case Control():
+                        self._on_control(event)
+                    case Unanswered():
+                        self._peers[event.peer].on_timeout()
+                    case Mismatch():
+                        self._on_mismatch(event)
+                    case Datagram():
+                        assert self._emit
+                        self._emit(*event)
+
+    def _on_sent(self, event: Sent) -> None:
+        sending = self._peers[event.peer].sending.pop(event.key, None)
+        if sending is not None:
+            seconds = event.now_s - sending.started_s
+            sending.done.set_result(Delivery(event.delivered, event.sent, event.resent, seconds))
+
+    def _on_arrived(self, event: Arrived) -> None:
+        receiving = self._peers[event.peer].receiving.pop(event.key, None)
+        if receiving is None:
+            return
+        payload, packet_bytes = receiving.payload, self.options.payload_bytes
+        if receiving.request.message_bytes is None:
+            payload = payload[: (len(event.delivered) - 1) * packet_bytes + event.last_bytes]
+        if receiving.clear:
+            for index in np.flatnonzero(~event.delivered).tolist():
+                payload[index * packet_bytes : (index + 1) * packet_bytes] = 0
+        seconds = event.now_s - receiving.started_s
+        receiving.done.set_result(Arrival(payload, event.delivered, event.layer, seconds))
+
+    def _on_mismatch(self, event: Mismatch) -> None:
+        receiving = self._peers[event.peer].receiving.pop(event.key, None)
+        if receiving is not None:
+            receiving.done.set_exception(
+                MessageMismatchError(
+                    f"{at_step(self.job, event.key.step)}: rank {event.peer} sends {receiving.request.label} in "
+                    f"{event.packets} packets, but {receiving.request.message_bytes} bytes were expected; do all ranks "
+                    "run the same model and options?"
+                )
+            )
+
+    def _on_control(self, event: Control) -> None:
+        header, payload = wire.decode(event.datagram), event.datagram[wire.HEADER_BYTES :]
+        if header.type is PacketType.ABORT:
+            reason = payload[:ABORT_BYTES_MAX].decode(errors="replace")
+            self.fail(PeerAbortedError(f"job {self.job}: rank {event.peer} gave up: {reason}"))
+        elif len(payload) != _HELLO.size:
+            self._refused["malformed"] += 1
+        else:
+            payload_bytes, window = _HELLO.unpack(payload)
+            self._on_hello(self._peers[event.peer], header.type, payload_bytes, window, event.now_s)
+
+    def _on_hello(self, peer: Peer, kind: PacketType, payload_bytes: int, window: int, now_s: float) -> None:
+        if payload_bytes != self.options.payload_bytes:
+            self.fail(
+                MessageMismatchError(
+                    f"job {self.job}: rank {peer.rank} sends {payload_bytes} bytes a packet and rank {self.rank} "
+                    f"{self.options.payload_bytes}; give all ranks the same payload_bytes"
+                )
+            )
+            return
+        peer.greeted = True
+        peer.room_packets = max(1, window)
+        peer.limit_window()
+        if kind is PacketType.HELLO:
+            self._greet(peer, now_s, PacketType.HELLO_ACK)
+
+    def _greet(self, peer: Peer, now_s: float, kind: PacketType = PacketType.HELLO) -> None:
+        peer.hello_due_s = now_s + HELLO_REPEAT_S
+        self._engine.send_control(peer.rank, kind, _HELLO.pack(self.options.payload_bytes, self._window))
+
+    # Packets and time, for whoever drives it --------------------------------------------------------------------------
+
+    def on_datagram(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
+        """Take in one datagram; whatever is wrong with it is counted in ``refused``. For use without a socket."""
+        self._engine.take_in(datagram, tos, source, now_s)
+        self.take_events()
+
+    def tick(self, now_s: float) -> None:
+        """Do what is due, in the engine and here. For use without a socket."""
+        self._engine.tick(now_s)
+        self.take_events()
+        self.on_time(now_s)
+        self.take_events()
+
+    def pump(self, now_s: float) -> bool:
+        """Send what the windows admit, a burst to each peer; return whether anything was sent."""
+        sent = self._engine.pump(now_s) > 0
+        self.take_events()
+        return sent
+
+    def on_time(self, now_s: float) -> None:
+        """Call what was to be called later, and look for peers and messages that are overdue; find :attr:`due_s`."""
+        # This process may not have run for so long: what peers sent meanwhile is still to be read.
+        paused_s = now_s - self._looked_s - HELLO_REPEAT_S
+        if paused_s > KEEPALIVE_S:
+            for peer in self._peers.values():
+                peer.flow.heard_s += paused_s
+        self._looked_s = now_s
+        self.due_s = now_s + HELLO_REPEAT_S
+        while self._later and self._later[0][0] <= now_s:
+            heapq.heappop(self._later)[2]()
+        if self._later:
+            self.due_s = min(self.due_s, self._later[0][0])
+        for peer in self._peers.values():
+            error = self._silence(peer, now_s) or self._overdue(peer, now_s)
+            if error:
+                self.fail(error)
+
+    def _silence(self, peer: Peer, now_s: float) -> TransportError | None:
+        """Ask a peer for a sign of life where something hangs on it; return the error if it is silent for too long."""
+        silent_s = now_s - peer.flow.heard_s
+        if not peer.sending and not peer.receiving:
+            peer.flow.heard_s = max(peer.flow.heard_s, now_s - self.options.silence_s / 2)
+        elif silent_s > self.options.silence_s:
+            # What somebody waits for tells more than what was sent and may be in, and only its confirmation lost.
+            waiting: dict[MessageKey, Any] = peer.receiving or peer.sending
+            step, label = min((key.step, message.request.label) for key, message in waiting.items())
+            return PeerSilentError(
+                f"{at_step(self.job, step)}: rank {peer.rank} has been silent for {silent_s:.1f} s "
+                f"while rank {self.rank} waited for {label}; is its process alive and the path up?"
+            )
+        elif silent_s > KEEPALIVE_S and now_s >= peer.hello_due_s:
+            self._greet(peer, now_s)
+        return None
+
+    def _overdue(self, peer: Peer, now_s: float) -> TransportError | None:
+        """Return the error of a message that is not complete by its deadline, if there is one."""
+        for key, sending in peer.sending.items():
+            if now_s < sending.deadline_s:
+                break  # the others are due later
+            delivered, _, _, packets = self._engine.sending(peer.rank, key)
+            return DeadlineError(
+                f"{at_step(self.job, key.step)}: rank {peer.rank} confirmed {delivered / packets:.0%} of "
+                f"{sending.request.label} (bound {sending.bound.required(packets) / packets:.0%}) "
+                f"in {now_s - sending.started_s:.1f} s"
+            )
+        for key, receiving in peer.receiving.items():
+            if now_s < receiving.deadline_s:
+                break
+            arrived, packets = self._engine.receiving(peer.rank, key)
+            return DeadlineError(
+                f"{at_step(self.job, key.step)}: rank {peer.rank} delivered {arrived / packets:.0%} of "
+                f"{receiving.request.label} (bound {receiving.bound.required(packets) / packets:.0%}) "
+                f"in {self.options.deadline_s:.1f} s"
+            )
+        return None
 
 
 class Endpoint(Protocol):
     """One rank's end of all its conversations, over a socket, with a thread of its own.
 
-    Any thread may call :meth:`send`, :meth:`receive`, :meth:`call`, :meth:`greet`, :meth:`flush` and :meth:`close`. The
-    others are for functions given to :meth:`call` and for callbacks, which all run in the endpoint's thread.
+    Any thread may call :meth:`send`, :meth:`receive`, :meth:`call`, :meth:`greet`, :meth:`flush` and :meth:`close`, and
+    read rates and counters. The other methods are for functions given to :meth:`call` and for callbacks, which all run
+    in the endpoint's thread.
 
     Parameters
     ----------
@@ -48,7 +547,7 @@ class Endpoint(Protocol):
         See :class:`TransportOptions`.
     shared
         Memory through which packets go to and come from ranks of this host, from
-        :meth:`dlcp.transport.shared_memory.SharedMemoryRendezvous.meet`; closed with the endpoint.
+        :meth:`dlcp.transport.shared_memory.SharedMemoryRendezvous.connect`; closed with the endpoint.
     """
 
     def __init__(
@@ -69,8 +568,7 @@ class Endpoint(Protocol):
         self._lock = threading.Lock()
         self._ended: str | None = None
         """Why the thread takes no more commands; changed, and read by others, under the lock."""
-        self._closing = self._closed = False
-        self._idle = False
+        self._closing = False
         with contextlib.suppress(OSError):  # an older kernel hands over datagrams one by one
             sock.setsockopt(socket.IPPROTO_UDP, _UDP_GRO, 1)
         super().__init__(
@@ -103,7 +601,7 @@ class Endpoint(Protocol):
             The thread has ended, because the endpoint was closed or has failed; the message says which.
         """
         if threading.current_thread() is self._thread:
-            self._commands.append(function)
+            self._commands.append(function)  # run before the engine's next turn
             return
         with self._lock:
             if self._ended:
@@ -132,22 +630,6 @@ class Endpoint(Protocol):
             self.call(self.greet_all)
             time.sleep(0.05)
 
-    def close(self, reason: str | None = None) -> None:
-        """Stop; without a ``reason`` once peers have confirmed what is done, with one after telling them of it."""
-        if self._closing or self._closed:
-            return
-        if reason is None:
-            self._linger()
-        with contextlib.suppress(TransportError):  # it has failed before, and told the peers
-            if reason is not None:
-                self.call(partial(self.abort, reason))
-            self.call(self._stop)
-        self._thread.join(5)
-        self._socket.close()
-        if not self._thread.is_alive():
-            self._closed = True
-            self._engine.release()
-
     def flush(self, timeout_s: float) -> bool:
         """Wait until peers have confirmed all that was sent, and its senders know; tell whether that came in time.
 
@@ -165,21 +647,36 @@ class Endpoint(Protocol):
                     return True
             if time.monotonic() >= end_s:
                 return False
-            time.sleep(TURN_S)
+            time.sleep(POLL_S)
 
-    def _report_confirmed(self, answer: "Future[bool]") -> None:
-        answer.set_result(self.all_confirmed)
+    def close(self, reason: str | None = None) -> None:
+        """Stop; without a ``reason`` once peers have confirmed what was sent, with one after telling them of it.
+
+        Several threads may call it at once: whoever gives a reason ends the others' wait. What the endpoint holds is
+        released by its own thread, which therefore is through with it.
+        """
+        if reason is None:
+            self._linger()
+        with contextlib.suppress(TransportError):  # it has ended before, or failed and told the peers
+            if reason is not None:
+                self.call(partial(self.abort, reason))
+            self.call(self._stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
 
     def _linger(self) -> None:
         """Wait until peers have what was sent to them, and for a moment until they know that it is confirmed."""
         with contextlib.suppress(TransportError):
             if not self.flush(self.options.silence_s):
                 return
-            self.call(self.tell_again)
+            self.call(self.remind)
             self.flush(CLOSE_LINGER_S)  # which asks after that was done
-        end_s = time.monotonic() + CLOSE_LINGER_S
-        while not self.settled and self._thread.is_alive() and time.monotonic() < end_s:
-            time.sleep(TURN_S)
+            end_s = time.monotonic() + CLOSE_LINGER_S
+            while not self._ended and not self.settled and time.monotonic() < end_s:
+                time.sleep(POLL_S)
+
+    def _report_confirmed(self, answer: "Future[bool]") -> None:
+        answer.set_result(self.all_confirmed)
 
     def _stop(self) -> None:
         self._closing = True
@@ -208,18 +705,23 @@ class Endpoint(Protocol):
         return answer
 
     def _run(self) -> None:
+        why = self._closed_words
         try:
             while not self._closing:
                 self._turn()
         except Exception as error:
             failure = TransportError(f"rank {self.rank}: the endpoint failed: {error!r}")
             failure.__cause__ = error
+            why = str(failure)
             with contextlib.suppress(Exception):  # it may be what has failed
-                self.abort(str(failure))
+                self.abort(why)
             self.fail(failure)
-            self._end(str(failure))
             raise
-        self._end(self._closed_words)
+        finally:
+            self._end(why)
+            # Here, where nothing else can be using them: a number that is closed is soon somebody else's.
+            self._engine.release()
+            self._socket.close()
 
     def _end(self, why: str) -> None:
         """Take no more commands, and answer those that came meanwhile: with the error that the protocol has by now."""
@@ -230,13 +732,14 @@ class Endpoint(Protocol):
                 self._commands.popleft()()
 
     def _turn(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
         now_s = time.monotonic()
-        self.on_reports(now_s)
-        if self._idle or now_s >= self.due_s:
-            self.on_time(now_s, idle=self._idle)
-        self._idle = self._engine.turn(self.due_s)
+        if now_s >= self.due_s:
+            self.on_time(now_s)
+        while self._commands:  # last, for callbacks give commands, too, and nobody wakes the engine for them
+            self._commands.popleft()()
+        if not self._closing:
+            self._engine.turn(self.due_s)
+            self.take_events()
 
 
 def bind_socket(host: str, ports: Iterable[int]) -> socket.socket:

@@ -1,170 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the protocol asks of the per-packet machinery: data and acknowledgements, windows, and what is lost.
+"""What the endpoint asks of an engine, and what it gets back.
 
-Two do it: :class:`dlcp.transport.native.NativeEngine` in C and :class:`dlcp.transport.plain.PlainEngine` in NumPy. They
-speak the same wire format and differ in speed only.
+An engine moves messages: their packets, acknowledgements, windows and losses, and the control packets by which sender
+and receiver agree that a message is complete. The endpoint submits messages, lets the engine take a turn, takes the
+events that came of it, and runs callbacks then; an engine calls nobody.
+
+Two do it: :class:`dlcp.transport.native_engine.NativeEngine` in C and
+:class:`dlcp.transport.plain.engine.PlainEngine` in NumPy. They speak the same wire format, send the same packets at the
+same times, and differ in speed only.
+
+A sender numbers the packets of a message and sends them within its window. The receiver acknowledges what arrives, and
+with the last of them that the message is complete. When the sender has nothing left to send it asks (PROBE); the
+receiver answers with what is missing (BITMAP), or that it needs no more (STOP). A STOP that leaves packets out is sent
+without being asked for, and repeated until STOP_ACK. Control packets carry their own state and may be lost, repeated or
+late.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.tags import BLOCK_PACKETS as SEND_BLOCK_PACKETS
 from dlcp.transport.congestion import Report
-from dlcp.transport.messages import Address, Bytes, MessageKey
-from dlcp.wire import Header
+from dlcp.transport.messages import Address, Bytes, LossBound, MessageKey, ReceiveRequest, SendRequest
+from dlcp.wire import PacketType
 
-REPORT_MIN_S = 0.001
-REPORT_CALM_S = 0.01
-"""The least time between two reports on a flow: with something to react to, and without; a round trip where that is
-longer. Chosen by us: a report costs as much as a burst of packets. That a window holds packets back is something to
-react to while it is eager.
-"""
-REORDER_MIN_S = 0.001
-"""Disorder that counts as none, at least: spraying sends neighbours over different paths."""
-DISORDER_MIN, DISORDER_MAX = 0.25, 4.0
-"""Disorder to be expected, in round-trip times; doubled when a packet that counted as lost arrives (RFC 8985)."""
-DISORDER_DECAY = 0.98
-MESSAGE_PACKETS_MAX = 1 << 22
-SEGMENTS_MAX = 64
+MESSAGE_PACKETS_MAX: Final = 1 << 22
+STEPS_AHEAD_MAX: Final = 1 << 16
+SEGMENTS_MAX: Final = 64
 """Datagrams in one send; the kernel's own limit (UDP_MAX_SEGMENTS)."""
-BLOCK_PACKETS = 64
-"""Packets that one entry of an acknowledgement tells of."""
-ACK_EVERY_PACKETS = 8
-ACK_DELAY_S = 0.001
-"""An acknowledgement waits for this many packets, or this long. Chosen by us: it costs as much as a packet of data."""
-ACK_SPACING_S = 0.0002
-ACKS_PER_ROUND_TRIP = 8
-ACK_AT_ONCE_PACKETS = 512
-"""On fast paths they leave no closer than this, no more often, or after this many packets. Chosen by us, by CPU time on
-a loopback; TACK (SIGCOMM 2020) finds that two to four a round trip are enough."""
-ACK_WHOLE = 1 << 31
-"""Set in the block of an acknowledgement's entry: the message is done, and all of it has arrived; nobody need ask."""
-ACK_RECENT = 4
+ACK_BLOCK_PACKETS: Final = 64
+"""Packets in one entry of an acknowledgement."""
+ACK_WHOLE: Final = 1 << 31
+"""Set in the block of an acknowledgement's entry: the message is complete, all of it has arrived, nobody need ask."""
+ACK_RECENT: Final = 4
 """How many entries of the last acknowledgement the next one repeats, in case it was lost. Chosen by us."""
+MORE: Final = b"\1"
+"""Payload of a PROBE whose sender still has packets to send: what is missing is no reason yet to go without."""
+
+RULES: Final = {
+    # Disorder that counts as none, at least: spraying sends packets that follow one another over different paths.
+    "reorder_min_s": 0.001,
+    # Disorder to be expected, in round-trip times; doubled when a packet that counted as lost arrives (RFC 8985).
+    "disorder_min": 0.25,
+    "disorder_max": 4.0,
+    "disorder_decay": 0.98,
+    # The least time between two reports on a flow, or a round trip if that is longer: with something to react to, and
+    # without. Chosen by us: a report costs as much as a burst of packets. That a window holds packets back is something
+    # to react to in slow start.
+    "report_min_s": 0.001,
+    "report_calm_s": 0.01,
+    # An acknowledgement waits for so many packets, or so long. Chosen by us: it costs as much as a packet of data.
+    "ack_every": 8,
+    "ack_delay_s": 0.001,
+    # On fast paths they leave no closer than this, no more often than so many a round trip, or after so many packets.
+    # Chosen by us, by CPU time on a loopback; TACK (SIGCOMM 2020) finds that two to four a round trip are enough.
+    "ack_spacing_s": 0.0002,
+    "ack_round_trips": 1 / 8,
+    "ack_at_once": 512,
+    # Bounds of the probe timeout. The lower one covers a scheduling delay on a busy host. Chosen by us.
+    "probe_timeout_min_s": 0.005,
+    "probe_timeout_max_s": 0.2,
+    # Probes without news are spaced by up to two to the power of this many timeouts.
+    "backoff_max": 6,
+    # Questions without an answer that count as one answer without news. Chosen by us: at 30 % loss half are answered.
+    "unanswered_patience": 4,
+    # Messages to ask about some time are looked at so often at least, at most twice a probe timeout: there may be many.
+    # One that is idle is looked at at once. Chosen by us.
+    "look_s": 0.1,
+    # A STOP is repeated after the first of these, then after twice as long each time up to the second.
+    "stop_repeat_s": 0.02,
+    "stop_repeat_max_s": 0.5,
+    # A sender that does not know that its message is complete asks within the first of these, and a rank that leaves
+    # reminds it for the second. Both are several of a sender's timeouts, or of the times between STOPs. Chosen by us.
+    "known_after_s": 1.0,
+    "remind_s": 0.2,
+}
+"""What both engines go by, with the reasons."""
 
 
-def first_block_seed(key: MessageKey) -> int:
-    """Return what decides which block of a message is sent first; see :func:`dlcp.tags.send_order`."""
-    return key.step * 31 + key.message
+class Sent(NamedTuple):
+    """The receiver has confirmed a message: which packets arrived, and how many were sent, the first time and again."""
+
+    peer: int
+    key: MessageKey
+    delivered: NDArray[np.bool_]
+    sent: int
+    resent: int
+    now_s: float
 
 
-@dataclass(slots=True)
-class Packets:
-    """A message's packets as they are to leave.
+class Arrived(NamedTuple):
+    """A message is complete, as far as its bound asks; ``layer`` and ``delivered`` as in ``Arrival``."""
 
-    Parameters
-    ----------
-    payload, tail
-        Its bytes, which must not change until it is removed: those of ``tail`` follow those of ``payload``.
-    tags
-        Bytes 1 to 3 of each packet's header (flags; queue and drop class; layer) and its IPv4 type of service, shape
-        (packets, 4). The engine sets the retransmission flag in it.
-    order
-        The packets in the order of sending, shape (packets,); urgent queues first.
-    head
-        The header that all have in common.
-    allowed
-        How many may stay lost.
-    """
-
-    payload: Bytes
-    tail: Bytes
-    tags: Bytes
-    order: NDArray[np.uint32]
-    head: bytes
-    allowed: int
+    peer: int
+    key: MessageKey
+    delivered: NDArray[np.bool_]
+    layer: Bytes
+    last_bytes: int
+    now_s: float
 
 
-class Outgoing(Protocol):
-    """A message on its way out. After it is removed the numbers stay as they were."""
+class Unexpected(NamedTuple):
+    """The first packet of a message has arrived before its receive was posted."""
 
-    @property
-    def packets(self) -> int:
-        """How many packets it has."""
-
-    @property
-    def flying(self) -> int:
-        """Packets on the wire."""
-
-    @property
-    def unsent(self) -> int:
-        """Packets that wait to be sent, for the first time or again."""
-
-    @property
-    def sent(self) -> int:
-        """Transmissions so far."""
-
-    @property
-    def resent(self) -> int:
-        """Transmissions of packets after their first."""
-
-    @property
-    def delivered(self) -> int:
-        """Packets known to have arrived."""
-
-    @property
-    def active_s(self) -> float:
-        """When a packet was last sent or found delivered."""
+    peer: int
+    key: MessageKey
 
 
-class Incoming(Protocol):
-    """A message on its way in."""
+class Mismatch(NamedTuple):
+    """The sender's message has another size than the receive that was posted; it has so many packets."""
 
-    owner: Any
-    """Whatever the protocol attaches, until the message is closed."""
-
-    @property
-    def packets(self) -> int:
-        """How many packets it has."""
-
-    @property
-    def arrived(self) -> int:
-        """How many of them are in."""
-
-    @property
-    def last_bytes(self) -> int:
-        """Bytes in the last packet; 0 if not known."""
-
-    def bitmap(self) -> NDArray[np.bool_]:
-        """Return which packets are in, shape (packets,)."""
-
-    def layers(self) -> Bytes:
-        """Return the layer position that each packet told, shape (packets,)."""
+    peer: int
+    key: MessageKey
+    packets: int
 
 
-class Fold(Protocol):
-    """A sum over ranks, formed in place while packets arrive: own values first, then the others by position.
+class Control(NamedTuple):
+    """A packet about a peer, not about a message: HELLO, HELLO_ACK or ABORT."""
 
-    With a key, the packets are divided into as many regions as there are others, and in region r the others come in the
-    order of (position + r) modulo their number: in the order in which they send it, if they take turns
-    (:class:`dlcp.tags.ChunkOrder`). The order does not depend on who comes first, so neither does the sum.
-    """
+    peer: int
+    datagram: bytes
+    now_s: float
 
-    def copy_into(self, copy: NDArray[np.float32]) -> None:
-        """Have each average in ``copy``, too, as soon as it is complete; to be called before anything is added.
 
-        What :meth:`finish` averages is not written there.
-        """
+class Reported(NamedTuple):
+    """What became of packets to a peer since the last report, and whether more wait to be sent."""
 
-    def included(self, position: int) -> NDArray[np.bool_]:
-        """Return which packets of a member are in the sum, shape (packets,); not to be asked after :meth:`finish`."""
+    peer: int
+    report: Report
+    waiting: bool
 
-    def finish(self, rescale: bool, owed: NDArray[np.float32] | None) -> int:
-        """Average the packets to which some contribution will never come; return how many there were.
 
-        Complete packets have been averaged before.
+class Unanswered(NamedTuple):
+    """A peer leaves questions unanswered."""
 
-        Parameters
-        ----------
-        rescale
-            Divide by how many ranks contributed, else by how many there are.
-        owed
-            Gets, for these packets, the sum less the number of ranks times the average, where that is finite; shape
-            (values,).
-        """
+    peer: int
+
+
+class Datagram(NamedTuple):
+    """Without a socket: a packet leaves, with an IPv4 type of service."""
+
+    peer: int
+    datagram: bytes
+    tos: int
+
+
+Event = Sent | Arrived | Unexpected | Mismatch | Control | Reported | Unanswered | Datagram
 
 
 class Flow(Protocol):
@@ -174,136 +158,173 @@ class Flow(Protocol):
     """Packets that may be on the wire; less than one admits one packet now and then."""
     largest_window: int
     """What the receiver's buffer admits, in packets."""
-    eager: bool
+    slow_start: bool
     """Whether the window is to grow at once if it holds packets back."""
     burst: int
     """The most packets in one send."""
     mute: bool
     """Send nothing but control packets."""
     heard_s: float
-    """When the peer was last heard of."""
+    """When the last packet of the peer arrived."""
+    flying: int
+    """Packets on the wire."""
+    smoothed_rtt_s: float
+    """Round-trip time, averaged as in RFC 6298; 0 if not known."""
+    rtt_variation_s: float
+    """Its mean deviation."""
 
-    @property
-    def flying(self) -> int:
-        """Packets on the wire."""
 
-    @property
-    def smoothed_rtt_s(self) -> float:
-        """Round-trip time, averaged as in RFC 6298; 0 if not known."""
+class StreamingReduction(ABC):
+    """The average of this rank's values and what others send, formed in place while packets arrive.
 
-    @property
-    def rtt_variation_s(self) -> float:
-        """Its mean deviation."""
+    Own values come first, then those of the others in a fixed order, whoever arrives first: so the result is the same
+    every time. With ``first_block`` each of the others begins with another chunk of its message
+    (:class:`dlcp.tags.ChunkOrder`), and the order differs by chunk accordingly. Packets that arrive before their turn
+    wait in a buffer. Use it in the endpoint's thread.
 
-    def take_report(self, now_s: float) -> Report | None:
-        """Return what came back since the last report, or None if nothing did or it is too early for the next.
+    Parameters
+    ----------
+    values
+        Own values, shape (m,); the average in the end.
+    members
+        How many others contribute.
+    first_block
+        The block of packets at which chunk 0 begins; below 0 for no chunks.
+    """
 
-        Half its time before it is due (:meth:`Engine.report_due_s`) is not too early: those of several flows are taken
-        together, for a turn of the protocol costs more than a report.
+    def __init__(self, values: NDArray[np.float32], members: int, first_block: int) -> None:
+        if values.dtype != np.float32 or not values.flags.c_contiguous or not values.flags.writeable:
+            raise ValueError("a reduction needs contiguous, writable float32 values")
+        self.values = values
+        self._members, self._by_chunks = members, first_block >= 0
+
+    def needs_buffer(self, position: int) -> bool:
+        """Return whether packets of the contribution at a position may arrive before their turn, and have to wait."""
+        return self._members > 1 and (self._by_chunks or position > 0)
+
+    @abstractmethod
+    def copy_into(self, copy: NDArray[np.float32]) -> None:
+        """Have each packet's average in ``copy``, too, as soon as it is complete; call it before anything arrives.
+
+        What :meth:`finish` averages is not written there.
+        """
+
+    @abstractmethod
+    def included(self, position: int) -> NDArray[np.bool_]:
+        """Return which packets of a contribution are in the sum, shape (packets,); call it before :meth:`finish`."""
+
+    @abstractmethod
+    def finish(self, rescale: bool, residual: NDArray[np.float32] | None = None) -> int:
+        """Average the packets that lack a contribution which will never arrive; return how many there were.
+
+        Complete packets have been averaged before. The reduction is over then.
+
+        Parameters
+        ----------
+        rescale
+            Divide by how many ranks contributed, else by the divisor.
+        residual
+            Gets, for these packets, the sum less the divisor times the average, where that is finite; shape (m,).
         """
 
 
-OnControl = Callable[[int, Header, memoryview, float], None]
-"""Rank, header, payload and time of a packet that is neither data that fits nor an acknowledgement."""
-OnUnknown = Callable[[int, Header, int, float], Incoming | None]
-"""Rank, header, payload bytes and time of data of a message not known; returns the message to store it in, if any."""
-OnSettled = Callable[[Incoming, float], None]
-"""A message that is waited for is done."""
-OnTaken = Callable[[int, MessageKey, float], None]
-"""A rank has taken all of a message that was sent to it: so it says with its acknowledgement."""
-Emit = Callable[[int, bytes, int], bool]
-"""Sends a datagram with an IPv4 type of service to a rank; False if the socket is full. For use without a socket."""
+def chunk_seed(key: MessageKey) -> int:
+    """Return what decides which block of a message is sent first; see :func:`dlcp.tags.send_order`."""
+    return key.step * 31 + key.message
+
+
+def first_block(key: MessageKey, values: int, per_packet: int) -> int:
+    """Return the block of packets with which chunk 0 of a reduction begins, whose contributions are sent as ``key``."""
+    return chunk_seed(key) % max(1, -(-values // (per_packet * SEND_BLOCK_PACKETS)))
 
 
 class Engine(Protocol):
-    """The per-packet machinery of one rank. Not thread-safe, but for :meth:`wake`."""
+    """The messages of one rank. Not thread-safe, but for :meth:`wake`."""
 
     flows: dict[int, Flow]
     """By rank."""
+    room: int
+    """Without a socket: how many datagrams may leave; below 0 any number."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a sender does not know yet what became of its message, but for whole ones: about those it asks."""
+
+    @property
+    def early_bytes(self) -> int:
+        """Memory in use for messages that arrived before their receive was posted."""
 
     def counters(self) -> dict[str, int]:
         """Return what was counted so far; names that begin with ``refused_`` are of packets refused."""
 
-    def send(self, rank: int, key: MessageKey, packets: Packets, now_s: float) -> Outgoing:
-        """Queue a message for sending."""
+    def take_events(self) -> list[Event]:
+        """Return what has happened since the last call, in order.
 
-    def remove(self, message: Outgoing) -> None:
-        """Forget a message that is done or given up."""
+        Raises
+        ------
+        MemoryError
+            Memory was short where nothing could be refused; the engine must not go on.
+        """
 
-    def replace_payload(self, message: Outgoing, payload: Bytes) -> None:
-        """Go on sending a message from a copy of its payload, without the tail."""
+    def send(self, request: SendRequest, bound: LossBound, now_s: float) -> None:
+        """Send a message of which ``bound`` may be lost; its bytes are kept until :class:`Sent`."""
 
-    def take_bitmap(
-        self, message: Outgoing, first: int, arrived: NDArray[np.bool_], before_s: float, now_s: float
-    ) -> bool:
-        """Take in which packets from ``first`` on have arrived; what was sent before ``before_s`` and has not is lost.
+    def detach(self, peer: int, key: MessageKey, payload: Bytes | None) -> bool:
+        """Go on sending from a copy of a message's payload; return whether anything of it may still be sent."""
+
+    def sending(self, peer: int, key: MessageKey) -> tuple[int, int, int, int]:
+        """Return how many packets of a message are delivered, on the wire, to be sent, and all; 0 if it is gone."""
+
+    def receive(
+        self, request: ReceiveRequest, packets: int, buffer: Bytes | None, bound: LossBound, now_s: float
+    ) -> int:
+        """Post a receive into ``buffer`` and ``request.tail``, or into its reduction.
+
+        Without a buffer a reduction must not need one. Memory is kept until :class:`Arrived`, and for a reduction until
+        that is over.
 
         Returns
         -------
-        Whether that was news.
+        0, or how many packets the sender's message has, if the two have different sizes.
         """
 
-    def expect(self, rank: int, key: MessageKey, packets: int, buffer: Bytes | None, tail: Bytes) -> Incoming:
-        """Know a message from now on.
+    def receiving(self, peer: int, key: MessageKey) -> tuple[int, int]:
+        """Return how many packets of a message have arrived, and how many it has, 0 if it is not known."""
 
-        Its bytes go to ``buffer`` and beyond that to ``tail``; without a buffer it must be joined to a sum before
-        anything of it arrives: one without regions at position 0, or one of a single member.
-        """
-
-    def move(self, message: Incoming, buffer: Bytes, tail: Bytes) -> None:
-        """Move a message that came before anybody waited for it to where it belongs."""
-
-    def join(self, message: Incoming, fold: Fold, position: int) -> None:
-        """Let a message be summed from now on; what has arrived of it must be in its buffer."""
-
-    def wait(self, message: Incoming, required: int, immediate: bool, last_bytes: int, now_s: float) -> bool:
-        """Wait for a message; return whether it is done: ``required`` packets and all protected ones are enough.
-
-        ``last_bytes`` is the size of its last packet, 0 if that is not known.
-        """
-
-    def ask(self, message: Incoming, protected_packets: int, now_s: float) -> bool:
-        """Note that the sender asked what is missing, and how many packets are protected; return whether it is done."""
-
-    def close(self, message: Incoming) -> None:
-        """Take no more packets for a message; what is known of it stays."""
-
-    def free(self, message: Incoming) -> None:
-        """Forget a message that is closed."""
-
-    def fold(
+    def reduction(
         self, values: NDArray[np.float32], per_packet: int, members: int, divisor: float, first_block: int = -1
-    ) -> Fold:
-        """Return a sum of ``values`` with those of ``members`` others, divided by ``divisor``.
+    ) -> StreamingReduction:
+        """Return a reduction of ``values`` with those of ``members`` others, divided by ``divisor``."""
 
-        ``first_block`` is the block of packets at which region 0 begins; below 0 for no regions.
-        """
+    def begin_step(self, step: int, now_s: float) -> None:
+        """Refuse packets of steps before ``step``, and drop what is received of them."""
 
-    def send_control(self, rank: int, datagram: bytes, tos: int) -> bool:
-        """Send one datagram; False if the socket is full."""
+    def forget(self, peer: int, key: MessageKey) -> None:
+        """Forget a complete message, of which no packets will come any more."""
+
+    def remind(self, now_s: float) -> None:
+        """Tell senders again which messages came whole, until they confirm it: soon nobody can be asked."""
+
+    def send_control(self, peer: int, kind: PacketType, payload: bytes) -> None:
+        """Send a packet that is about a peer, not about a message."""
 
     def take_in(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
-        """Take in one datagram; whatever is wrong with it is counted."""
+        """Take in one datagram, for use without a socket."""
 
-    def acknowledge(self, now_s: float) -> float:
-        """Send the acknowledgements that are due; return when the next one will be."""
+    def tick(self, now_s: float) -> float:
+        """Do what is due: acknowledge, ask, repeat, report; return when something is due next."""
 
     def pump(self, now_s: float) -> int:
         """Send a burst to each peer whose window admits it; return how many packets, or -1 if the socket is full."""
 
-    def report_due_s(self) -> float:
-        """Return when the first report is due."""
-
-    def turn(self, until_s: float) -> bool:
-        """Move packets between socket and messages until a time, or until the protocol has something to do.
-
-        Returns
-        -------
-        Whether a message has nothing left to send that is not confirmed.
-        """
+    def turn(self, until_s: float) -> None:
+        """Move packets between socket and messages until a time, or until there are events."""
 
     def wake(self) -> None:
         """Make :meth:`turn` return; from any thread."""
 
+    def stop(self) -> None:
+        """Drop all messages, and take no more."""
+
     def release(self) -> None:
-        """Free everything; the engine is of no use any more."""
+        """Stop, and close what the engine has opened."""

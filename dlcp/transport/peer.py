@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of another rank, and how much may be on its way there."""
+"""Another rank: how much may be on its way there, how fast it takes that in, and whether it is there at all."""
 
 import math
 from dataclasses import dataclass, field
 
 from dlcp.transport.congestion import RateControl
-from dlcp.transport.delivery_rate import DeliveryRate
-from dlcp.transport.engine import Flow
+from dlcp.transport.engine import Flow, Reported
 from dlcp.transport.messages import MessageKey
-from dlcp.transport.sending import Sending
+from dlcp.transport.promise import Receiving, Sending
 
 USEFUL_WINDOW_BYTES = 2 << 20
 FASTEST_BPS = 100e9
@@ -17,6 +16,40 @@ FASTEST_BPS = 100e9
 More only stands in buffers, and falls out of a host's caches. Chosen by us, by CPU time on a loopback.
 """
 UNLIMITED_PACKETS = 1 << 40
+RATE_MEMORY_S = 0.3
+"""Time constant of the rate's average, in seconds of sending. Chosen by us: a part of a training step on a slow
+network."""
+RATE_MIN_S = 0.03
+"""How long packets must have been waiting, in the average, before the rate means something."""
+RATE_STALE_S = 3.0
+
+
+class DeliveryRate:
+    """Rate of one flow, from acknowledgements that arrive while packets wait (as BBR samples it, but averaged).
+
+    It is judged only while there is something to send: else one would measure one's own idleness.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._packets = 0.0
+        self._last_s = 0.0
+        self._waiting = False
+
+    def on_feedback(self, now_s: float, delivered: int, waiting: bool) -> None:
+        """Take in that ``delivered`` packets arrived; ``waiting`` says whether more wait to be sent."""
+        if self._waiting:
+            elapsed_s = now_s - self._last_s
+            keep = math.exp(-elapsed_s / RATE_MEMORY_S)
+            self._seconds = keep * self._seconds + elapsed_s
+            self._packets = keep * self._packets + delivered
+        self._last_s, self._waiting = now_s, waiting
+
+    def packets_per_s(self, now_s: float) -> float:
+        """Return the rate, or 0 if it is not known."""
+        if self._seconds < RATE_MIN_S or now_s - self._last_s > RATE_STALE_S:
+            return 0.0
+        return self._packets / self._seconds
 
 
 @dataclass(slots=True)
@@ -47,40 +80,44 @@ class Peer:
     local: bool = False
     rate: DeliveryRate = field(default_factory=DeliveryRate)
     sending: dict[MessageKey, Sending] = field(default_factory=dict)
-    """Messages that it has not confirmed."""
-    look_s: float = 0.0
-    """When to look next which of them to ask about, if none falls idle before."""
+    """Messages that it has not confirmed, in the order of their deadlines: all are given equally long."""
+    receiving: dict[MessageKey, Receiving] = field(default_factory=dict)
+    """Receives posted for its messages, in the same order."""
     greeted: bool = False
     hello_due_s: float = 0.0
+    smoothed_rtt_s: float = 0.0
+    """As of the last report; 0 if it is not known."""
     base_rtt_s: float = math.inf
     """The shortest round trip so far."""
 
     def __post_init__(self) -> None:
         self.limit_window()
-        self.flow.window = self.control.window
 
-    def follow_reports(self, now_s: float) -> None:
+    def on_report(self, reported: Reported) -> None:
         """Let the window follow what came back."""
-        report = self.flow.take_report(now_s)
-        if report is not None:
-            self.control.on_report(report)
-            self.limit_window(report.rtt_s)
-            self.flow.window, self.flow.eager = self.control.window, self.control.eager
-            self.rate.on_feedback(now_s, report.delivered, any(s.message.unsent for s in self.sending.values()))
+        report = reported.report
+        self.smoothed_rtt_s = report.smoothed_rtt_s
+        self.control.on_report(report)
+        self.limit_window(report.rtt_s)
+        self.rate.on_feedback(report.now_s, report.delivered, reported.waiting)
+
+    def on_timeout(self) -> None:
+        """Shrink the window: questions go unanswered."""
+        self.control.on_timeout()
+        self._apply_window()
 
     def limit_window(self, rtt_s: float = 0.0) -> None:
         """Bound the window by what the receiver has room for, and by what may be of use; 0: no new round trip."""
         if self.local:
             self.flow.largest_window = UNLIMITED_PACKETS
-            return
-        if rtt_s:
-            self.base_rtt_s = min(self.base_rtt_s, rtt_s)
-        useful_bytes = max(USEFUL_WINDOW_BYTES, self.base_rtt_s * FASTEST_BPS / 8)
-        self.flow.largest_window = max(1, int(min(float(self.room_packets), useful_bytes / self.payload_bytes)))
-        # A window must not grow on the strength of what the bound lets through.
-        self.control.window = min(self.control.window, float(self.flow.largest_window))
+        else:
+            if rtt_s:
+                self.base_rtt_s = min(self.base_rtt_s, rtt_s)
+            useful_bytes = max(USEFUL_WINDOW_BYTES, self.base_rtt_s * FASTEST_BPS / 8)
+            self.flow.largest_window = max(1, int(min(float(self.room_packets), useful_bytes / self.payload_bytes)))
+            # A window must not grow on the strength of what the bound lets through.
+            self.control.window = min(self.control.window, float(self.flow.largest_window))
+        self._apply_window()
 
-    def on_timeout(self) -> None:
-        """Note that questions go unanswered."""
-        self.control.on_timeout()
-        self.flow.window, self.flow.eager = self.control.window, self.control.eager
+    def _apply_window(self) -> None:
+        self.flow.window, self.flow.slow_start = self.control.window, self.control.slow_start

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Futures for one thread.
+"""What waits for messages: futures for one thread, and the messages that resolve them.
 
-There are two to every message. One that any thread may wait for has a lock, a condition and a dozen objects more, all
-of which Python's collector looks at while the message is on its way.
+There are two futures to every message. One that any thread may wait for has a lock, a condition and a dozen objects
+more, all of which Python's collector looks at while the message is on its way.
 """
 
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from dlcp.transport.messages import Arrival, Bytes, Delivery, LossBound, ReceiveRequest, SendRequest
 
 T = TypeVar("T")
 _PENDING: Any = object()
@@ -108,3 +111,32 @@ class Promise(Future[T]):
             callback(self)
         except Exception:
             log.exception("what was to follow a message failed")
+
+
+@dataclass(slots=True)
+class Sending:
+    """A message until its receiver has confirmed it."""
+
+    request: SendRequest
+    """It holds the bytes that the engine reads."""
+    bound: LossBound
+    started_s: float
+    deadline_s: float
+    copy: Bytes | None = None
+    """What the engine reads instead of the payload, see ``Endpoint.detach``."""
+    done: Promise[Delivery] = field(default_factory=Promise)
+
+
+@dataclass(slots=True)
+class Receiving:
+    """A posted receive until its message is complete."""
+
+    request: ReceiveRequest
+    bound: LossBound
+    started_s: float
+    deadline_s: float
+    payload: Bytes
+    """Where the engine puts the message, without its tail."""
+    clear: bool
+    """Whether missing packets are to read as zeros."""
+    done: Promise[Arrival] = field(default_factory=Promise)

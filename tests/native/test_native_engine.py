@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from dlcp import native
-from dlcp.transport.native import NativeEngine, available
+from dlcp.transport import TransportOptions
+from dlcp.transport.native_engine import NativeEngine, available
 
 ROOT = Path(__file__).resolve().parents[2]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
@@ -20,7 +21,7 @@ TESTS = [
     "transport/test_engine_sending.py",
     "transport/test_engine_feedback.py",
     "transport/test_engine_receiving.py",
-    "transport/test_engine_fold.py",
+    "transport/test_engine_reduction.py",
     "transport/test_engine_sockets.py",
     "transport/test_refusals.py",
     "transport/test_shared_memory.py",
@@ -96,14 +97,26 @@ def test_the_checks_see_an_access_that_is_out_of_bounds(checked, tmp_path):
     wrong = tmp_path / "test_wrong.py"
     wrong.write_text(
         "import numpy as np\n"
-        "from bare_engine import BareEngine, KEY, SIZE\n"
+        "from dlcp.transport import RELIABLE, ReceiveRequest\n"
+        "from tests.transport.bare_engine import BareEngine, KEY, SIZE\n"
         "def test_wrong():\n"
         "    bare = BareEngine(compiled=True)\n"
-        "    bare.engine.expect(1, KEY, 4, np.zeros(3 * SIZE, np.uint8), np.zeros(0, np.uint8))\n"
+        "    request = ReceiveRequest(1, KEY, 4 * SIZE, RELIABLE, 'layer')\n"
+        "    bare.engine.receive(request, 4, np.zeros(3 * SIZE, np.uint8), RELIABLE, 0.0)\n"
         "    bare.take_data(3, 4)\n"
     )
-    transport = f"pythonpath={ROOT / 'tests' / 'transport'}"
-    done = run(checked, "-q", "-s", "-p", "no:cacheprovider", "-o", transport, "--rootdir", str(tmp_path), str(wrong))
+    done = run(
+        checked,
+        "-q",
+        "-s",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        f"pythonpath={ROOT}",
+        "--rootdir",
+        str(tmp_path),
+        str(wrong),
+    )
     assert done.returncode != 0
     assert "Sanitizer" in done.stdout + done.stderr or "runtime error" in done.stdout + done.stderr
 
@@ -113,6 +126,5 @@ def test_the_engine_says_why_it_is_not_here():
     with native.switched_off():
         assert not available()
         with pytest.raises(Exception, match="the engine in C is not here"):
-            NativeEngine(0, {}, job=0, token=0, payload_bytes=64, tagged=True, on_control=None, on_unknown=None,
-                         on_settled=None, on_taken=None, sock=None, emit=None, now_s=0.0)  # fmt: skip
+            NativeEngine(0, {}, {}, job=0, token=0, options=TransportOptions(), sock=None, now_s=0.0)
     assert available()

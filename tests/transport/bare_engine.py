@@ -7,10 +7,10 @@ import numpy as np
 
 from dlcp import wire
 from dlcp.tags import PacketTags
-from dlcp.transport import LossBound, MessageKey, TransportOptions
-from dlcp.transport.native import NativeEngine
+from dlcp.transport import LossBound, MessageKey, ReceiveRequest, SendRequest, TransportOptions
+from dlcp.transport.engine import Arrived, Control, Datagram, Mismatch, Reported, Sent, Unexpected
+from dlcp.transport.native_engine import NativeEngine
 from dlcp.transport.plain import PlainEngine
-from dlcp.transport.sending import packets_of
 from dlcp.wire import Flag, Header, PacketType
 from tests.transport.network import TOKEN, Network
 
@@ -19,32 +19,63 @@ SIZE = 96
 KEY = MessageKey(1, 2)
 NOTHING = np.zeros(0, np.uint8)
 ENTRY = struct.Struct(">IHIQ")
-EVER = float("inf")
+
+
+class Outgoing:
+    """What can be known of a message on its way out."""
+
+    def __init__(self, bare, rank, key, packets):
+        self.bare, self.rank, self.key, self.packets = bare, rank, key, packets
+
+    def _sent(self):
+        datagrams = [wire.decode(data) for rank, data, _ in self.bare.all_sent if rank == self.rank]
+        return [h for h in datagrams if h.type is PacketType.DATA and (h.step, h.message) == self.key]
+
+    sent = property(lambda self: len(self._sent()))
+    resent = property(lambda self: sum(bool(header.flags & Flag.RETRANSMISSION) for header in self._sent()))
+    flying = property(lambda self: self.bare.engine.sending(self.rank, self.key)[1])
+    unsent = property(lambda self: self.bare.engine.sending(self.rank, self.key)[2])
+
+    @property
+    def delivered(self):
+        done = [event for event in self.bare.confirmed if (event.peer, event.key) == (self.rank, self.key)]
+        return int(done[-1].delivered.sum()) if done else self.bare.engine.sending(self.rank, self.key)[0]
+
+
+class Incoming:
+    """What can be known of a message on its way in."""
+
+    def __init__(self, bare, rank, key):
+        self.bare, self.rank, self.key = bare, rank, key
+
+    @property
+    def done(self):
+        """What the engine has told of it; None so far."""
+        found = [event for event in self.bare.settled if (event.peer, event.key) == (self.rank, self.key)]
+        return found[-1] if found else None
+
+    @property
+    def arrived(self):
+        return int(self.done.delivered.sum()) if self.done else self.bare.engine.receiving(self.rank, self.key)[0]
 
 
 class BareEngine:
     """Rank 0's engine; what it sends is kept in ``sent`` as (rank, datagram, type of service)."""
 
-    def __init__(self, *, peers=(1,), size=SIZE, tagged=True, window=1000.0, compiled=None):
-        self.sent, self.controls, self.unknown, self.settled, self.taken = [], [], [], [], []
-        self.takes = lambda datagram: True
-        self.on_unknown = lambda rank, header, size, now_s: None
-        self.on_settled = lambda message: None
+    def __init__(self, *, peers=(1,), size=SIZE, tagged=True, window=1000.0, compiled=None, **options):
+        self.sent, self.all_sent = [], []
+        self.controls, self.unexpected, self.settled, self.confirmed, self.reports = [], [], [], [], []
+        self.mismatches = []
         self.size = size
         make = NativeEngine if (Network.compiled if compiled is None else compiled) else PlainEngine
         self.engine = make(
             0,
             {peer: (f"10.0.0.{peer}", 53696) for peer in peers},
+            dict.fromkeys(peers, True),
             job=1,
             token=TOKEN,
-            payload_bytes=size,
-            tagged=tagged,
-            on_control=lambda rank, header, payload, now_s: self.controls.append((rank, header, bytes(payload))),
-            on_unknown=self._hear,
-            on_settled=self._settle,
-            on_taken=lambda rank, key, now_s: self.taken.append((rank, key)),
+            options=TransportOptions(payload_bytes=size, tagged=tagged, **options),
             sock=None,
-            emit=self._emit,
             now_s=0.0,
         )
         self._engine = self.engine
@@ -54,19 +85,18 @@ class BareEngine:
         for flow in self.engine.flows.values():
             flow.window, flow.largest_window = window, 1 << 20
 
-    def _emit(self, rank, datagram, tos):
-        if not self.takes(datagram):
-            return False
-        self.sent.append((rank, datagram, tos))
-        return True
-
-    def _hear(self, rank, header, size, now_s):
-        self.unknown.append((rank, header, size))
-        return self.on_unknown(rank, header, size, now_s)
-
-    def _settle(self, message, now_s):
-        self.settled.append(message)
-        self.on_settled(message)
+    def drain(self):
+        """Take the engine's events."""
+        kinds = {Arrived: self.settled, Sent: self.confirmed, Control: self.controls, Unexpected: self.unexpected,
+                 Mismatch: self.mismatches}  # fmt: skip
+        for event in self.engine.take_events():
+            if isinstance(event, Datagram):
+                self.sent.append(tuple(event))
+                self.all_sent.append(tuple(event))
+            elif isinstance(event, Reported):
+                self.reports.append(event.report)
+            elif type(event) in kinds:
+                kinds[type(event)].append(event)
 
     @property
     def flow(self):
@@ -74,27 +104,25 @@ class BareEngine:
 
     # Sending ----------------------------------------------------------------------------------------------------------
 
-    def send(self, tags, *, ratio=0.0, key=KEY, short_by=0, tail_bytes=0, rank=1, ecn_capable=True, seed=0):
+    def send(self, tags, *, ratio=0.0, key=KEY, short_by=0, tail_bytes=0, rank=1, seed=0, immediate=False):
         """Queue a message of as many packets as there are tags; return it and its bytes."""
         count = len(tags.queue)
         size = count * self.size - short_by
         whole = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-        packets = packets_of(
-            Header(PacketType.DATA, 0, 0, 0, 0, 1, 0, *key, 0, 0, count, TOKEN),
-            whole[: size - tail_bytes].copy(),
-            whole[size - tail_bytes :].copy(),
-            tags,
-            LossBound(ratio),
-            TransportOptions(payload_bytes=self.size),
-            ecn_capable=ecn_capable,
-        )
-        return self.engine.send(rank, key, packets, 0.0), whole
+        payload = whole[: size - tail_bytes].copy()
+        bound = LossBound(ratio, immediate)
+        request = SendRequest(rank, key, payload.data, tags, bound, "layer", whole[size - tail_bytes :].copy())
+        self.kept = [*getattr(self, "kept", []), request]
+        self.engine.send(request, bound, 0.0)
+        self.drain()
+        return Outgoing(self, rank, key, count), whole
 
     def pump(self, now_s=0.0, burst=64):
         """Let one burst leave; return the packets in it."""
         self.flow.burst = burst
         before = len(self.sent)
         self.engine.pump(now_s)
+        self.drain()
         return [wire.decode(datagram).index for _, datagram, _ in self.sent[before:]]
 
     def pump_all(self, now_s=0.0, burst=64):
@@ -102,6 +130,17 @@ class BareEngine:
         while burst_of := self.pump(now_s, burst):
             indices += burst_of
         return indices
+
+    def tick(self, now_s):
+        due_s = self.engine.tick(now_s)
+        self.drain()
+        return due_s
+
+    def report(self, now_s):
+        """Return what the engine reports at a time, if anything."""
+        self.reports.clear()
+        self.tick(now_s)
+        return self.reports[-1] if self.reports else None
 
     def acknowledge(self, now_s, *indices, key=KEY, marked=0, ago_us=0, rank=1):
         """Tell that packets have arrived."""
@@ -111,27 +150,60 @@ class BareEngine:
         payload = b"".join(ENTRY.pack(*key, block, bits) for block, bits in blocks.items())
         self.take(PacketType.ACK, payload, step=ago_us, count=marked, rank=rank, now_s=now_s)
 
-    def lose(self, message, indices, now_s=0.0):
+    def ask(self, now_s):
+        """Have the engine ask what is missing; what it sends is not kept in ``sent``."""
+        before = len(self.sent)
+        self.tick(now_s)
+        kinds = [wire.decode(datagram).type for _, datagram, _ in self.sent[before:]]
+        assert kinds
+        assert set(kinds) == {PacketType.PROBE}
+        del self.sent[before:]
+
+    def answer(self, message, arrived, now_s, first=0):
+        """Let the receiver say which packets of a message have arrived."""
+        bitmap = np.packbits(np.asarray(arrived, np.bool_)).tobytes()
+        self.take(PacketType.BITMAP, bitmap, step=message.key.step, message=message.key.message, index=first,
+                  count=message.packets, now_s=now_s)  # fmt: skip
+
+    def lose(self, message, indices, now_s=1.0):
         """Let a bitmap tell that of what is flying everything but ``indices`` has arrived."""
         arrived = np.ones(message.packets, np.bool_)
         arrived[list(indices)] = False
-        return self.engine.take_bitmap(message, 0, arrived, EVER, now_s)
+        self.ask(now_s)
+        self.answer(message, arrived, now_s)
 
     # Receiving --------------------------------------------------------------------------------------------------------
 
-    def expect(self, size, *, key=KEY, rank=1, tail_bytes=0, required=None, immediate=False, fill=0):
-        """Wait for a message; return it, its buffer and its tail."""
+    def expect(self, size, *, key=KEY, rank=1, tail_bytes=0, ratio=0.0, immediate=False, fill=0, known=True):
+        """Post a receive; return the message, its buffer and its tail."""
         packets = -(-size // self.size)
         buffer, tail = np.full(size - tail_bytes, fill, np.uint8), np.full(tail_bytes, fill, np.uint8)
-        message = self.engine.expect(rank, key, packets, buffer, tail)
-        self.engine.wait(message, required or packets, immediate, size - (packets - 1) * self.size, 0.0)
-        return message, buffer, tail
+        bound = LossBound(ratio, immediate)
+        request = ReceiveRequest(rank, key, size if known else None, bound, "layer", buffer, tail)
+        self.kept = [*getattr(self, "kept", []), request]
+        self.refused_with = self.engine.receive(request, packets, buffer, bound, 0.0)
+        self.drain()
+        return Incoming(self, rank, key), buffer, tail
 
     def take(self, kind, payload=b"", *, step=KEY.step, message=KEY.message, index=0, count=1, flags=0, layer=0, rank=1,
              tos=0, now_s=0.0):  # fmt: skip
         """Take in one packet of a peer."""
         header = Header(kind, flags, 4, 0, layer, 1, 0, step, message, rank, index, count, TOKEN)
         self.engine.take_in(memoryview(header.encode() + payload), tos, (f"10.0.0.{rank}", 53696), now_s)
+        self.drain()
+
+    def probe(self, packets, protected=0, *, more=False, key=KEY, now_s=0.0):
+        """Let the sender ask what is missing; return what it is told: (type, bitmap), without acknowledgements."""
+        before = len(self.sent)
+        self.take(PacketType.PROBE, b"\1" if more else b"", step=key.step, message=key.message, index=protected,
+                  count=packets, now_s=now_s)  # fmt: skip
+        answers = []
+        for _, datagram, _ in self.sent[before:]:
+            header = wire.decode(datagram)
+            if header.type is not PacketType.ACK:
+                bits = np.unpackbits(np.frombuffer(datagram[wire.HEADER_BYTES :], np.uint8))[:packets]
+                answers.append((header.type, bits.astype(np.bool_).tolist()))
+        return answers
 
     def take_data(self, index, count, payload=None, *, key=KEY, protected=False, **fields):
         flags = Flag.PROTECTED if protected else 0

@@ -4,7 +4,7 @@
 import pytest
 
 import dlcp.native
-from dlcp.transport import native
+from dlcp.transport import native_engine as native
 from tests.transport.network import Network
 
 COMPILED = {"C": True, "NumPy": False}

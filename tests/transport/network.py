@@ -9,8 +9,8 @@ from concurrent.futures import Future
 import numpy as np
 
 from dlcp.tags import PacketTags
+from dlcp.transport.endpoint import Protocol
 from dlcp.transport.options import TransportOptions
-from dlcp.transport.protocol import Protocol
 
 TOKEN = 0x1122334455667788
 
@@ -114,9 +114,7 @@ class Network:
             self.now = turn
             for rank, protocol in enumerate(self.ranks):
                 if rank not in self.dead:
-                    protocol.acknowledge(self.now)
-                    protocol.on_reports(self.now)
-                    protocol.on_time(self.now)
+                    protocol.tick(self.now)
                     while protocol.pump(self.now):
                         pass
         assert until(), f"not done after {self.now:.2f} s of virtual time"

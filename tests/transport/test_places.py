@@ -83,6 +83,7 @@ def test_what_is_received_is_the_receiver_s_own():
         send(network, payload, key=key)
         network.run(lambda number=number: network.now >= 0.1 * (number + 1))
         arrivals.append((receive(network, SIZE, key=key, tail=tail), tail))
+        network.ranks[1].take_events()
     for (arrival, tail), payload in zip(arrivals, payloads, strict=True):
         assert np.concatenate([arrival.result(0).payload, tail]).tobytes() == payload.tobytes()
 

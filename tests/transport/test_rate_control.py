@@ -6,7 +6,7 @@ import pytest
 
 from dlcp.transport import LossBound, MessageKey, TransportOptions
 from dlcp.transport.congestion import CubicWindow, DctcpWindow, Report
-from dlcp.transport.delivery_rate import DeliveryRate
+from dlcp.transport.peer import DeliveryRate
 from tests.transport.exchanges import (
     Network,
     PacketType,
@@ -220,16 +220,16 @@ def test_the_smallest_window_still_gets_a_message_through(control):
     network.run(all_done(*futures), limit_s=5)
 
 
-def test_a_flow_is_eager_until_its_window_shrinks_and_after_a_silence():
+def test_a_flow_is_in_slow_start_until_its_window_shrinks_and_after_a_silence():
     network = Network(2, rate_bps=20e6, depth=40)
     flow, peer = network.ranks[0]._engine.flows[1], network.ranks[0]._peers[1]
-    assert flow.eager
+    assert flow.slow_start
     payload = payload_of(1_000_000)
     network.run(all_done(receive(network, len(payload)), send(network, payload)))
-    assert not flow.eager
+    assert not flow.slow_start
     for _ in range(3):
         peer.on_timeout()
-    assert flow.eager
+    assert flow.slow_start
 
 
 def test_a_delivery_rate_counts_only_while_packets_wait():

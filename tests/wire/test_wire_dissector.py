@@ -6,9 +6,8 @@ import subprocess
 
 import pytest
 
-from dlcp.transport import control_packets
-from dlcp.transport.engine import ACK_WHOLE
-from dlcp.transport.plain import acknowledge
+from dlcp.transport.engine import ACK_WHOLE, MORE
+from dlcp.transport.plain import flow
 from dlcp.wire import (
     FIELD_BITS,
     HEADER_BYTES,
@@ -133,7 +132,7 @@ def test_tshark_reads_what_is_acknowledged(tmp_path):
     header = Header(PacketType.ACK, 0, 7, 0, 0, 3, 0, 120, 0, 5, 400, 17, 9).encode()
     columns = [f"dlcp.{name}" for name in ACK_ENTRY]
     payload = b"".join(
-        acknowledge.ENTRY.pack(step, message, whole * ACK_WHOLE | block, arrived)
+        flow.ENTRY.pack(step, message, whole * ACK_WHOLE | block, arrived)
         for step, message, whole, block, arrived in entries
     )
     whole, broken = shown([header + payload, header + payload[:-1]], tmp_path, "_ws.col.Info", *columns)
@@ -143,8 +142,8 @@ def test_tshark_reads_what_is_acknowledged(tmp_path):
 
 
 def test_the_dissector_knows_the_payloads_that_the_transport_sends():
-    assert acknowledge.ENTRY.size == dissector.ENTRY_BYTES
-    assert bytes([dissector.MORE]) == control_packets.MORE
+    assert flow.ENTRY.size == dissector.ENTRY_BYTES
+    assert bytes([dissector.MORE]) == MORE
 
 
 @needs_tshark

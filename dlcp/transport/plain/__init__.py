@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine in NumPy, used where the C sources are not compiled.
+"""The engine in NumPy, used where the C sources are not compiled, and what those are compared with.
 
-Its modules are named as those sources are; ``engine`` and ``burst_socket`` together are ``loop.c``.
+Its modules are named as those sources are.
 """
 
 from dlcp.transport.plain.engine import PlainEngine

@@ -65,6 +65,9 @@ class BurstSocket:
         self._socket, self._counters = sock, counters
         self._buffer = bytearray(BURST_BYTES_MAX)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll = select.poll()  # knows descriptors from 1024 on, too
+        for descriptor in (sock.fileno(), self._wake_read):
+            self._poll.register(descriptor, select.POLLIN)
         self.offload = True
 
     def send(self, burst: Burst) -> bool:
@@ -122,8 +125,8 @@ class BurstSocket:
 
     def wait(self, wait_s: float) -> bool:
         """Wait until there is something to receive, at most so long; return whether :meth:`wake` has ended that."""
-        readable, _, _ = select.select([self._socket.fileno(), self._wake_read], [], [], wait_s)
-        if self._wake_read not in readable:
+        ready = self._poll.poll(wait_s * 1000)
+        if not any(descriptor == self._wake_read for descriptor, _ in ready):
             return False
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
@@ -139,4 +142,4 @@ class BurstSocket:
         if self._wake_write >= 0:
             os.close(self._wake_read)
             os.close(self._wake_write)
-        self._wake_write = -1
+        self._wake_read = self._wake_write = -1

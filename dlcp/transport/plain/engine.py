@@ -1,77 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine in NumPy, and the loop that moves whole bursts between it and its socket."""
+"""The engine in NumPy: messages and their control packets, and the loop that moves bursts between them and a socket.
+
+``dlcp/native/engine.c`` does the same, with what concerns one message beside that message.
+"""
 
 import math
 import socket
 import time
 from collections import Counter
-from typing import cast
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp import wire
 from dlcp.transport.engine import (
+    ACK_BLOCK_PACKETS,
     ACK_WHOLE,
-    BLOCK_PACKETS,
-    REORDER_MIN_S,
-    Emit,
+    MESSAGE_PACKETS_MAX,
+    MORE,
+    RULES,
+    STEPS_AHEAD_MAX,
+    Arrived,
+    Control,
+    Datagram,
+    Event,
     Flow,
-    Fold,
-    Incoming,
-    OnControl,
-    OnSettled,
-    OnTaken,
-    OnUnknown,
-    Outgoing,
-    Packets,
+    Mismatch,
+    Reported,
+    Sent,
+    StreamingReduction,
+    Unanswered,
+    Unexpected,
 )
-from dlcp.transport.messages import Address, Bytes, MessageKey
-from dlcp.transport.plain.acknowledge import ENTRY, Acknowledgements, indices_of
+from dlcp.transport.messages import EMPTY, Address, Bytes, LossBound, MessageKey, ReceiveRequest, SendRequest
+from dlcp.transport.native_engine import service_of
+from dlcp.transport.options import TransportOptions
 from dlcp.transport.plain.burst_socket import Burst, BurstSocket
-from dlcp.transport.plain.flow import PlainFlow
-from dlcp.transport.plain.fold import PlainFold
-from dlcp.transport.plain.incoming import PlainIncoming
+from dlcp.transport.plain.flow import ENTRY, Acknowledgements, PlainFlow, indices_of
+from dlcp.transport.plain.incoming import Finished, Name, PlainIncoming
 from dlcp.transport.plain.outgoing import DELIVERED, FLYING, UNSENT, Indices, PlainOutgoing
+from dlcp.transport.plain.reduction import PlainReduction
 from dlcp.wire import Flag, Header, PacketType, Queue
 
 ECN_MASK = 3
 CONGESTED = 3
 BURSTS_A_TURN = 16
 BUSY_RETRY_S = 0.0005
+NO_MESSAGE = MessageKey(0, 0)
+"""What a packet says that is about no message."""
 
 
 class PlainEngine:
-    """See :class:`dlcp.transport.engine.Engine`; parameters as of :class:`dlcp.transport.native.NativeEngine`."""
+    """See :class:`dlcp.transport.engine.Engine`; the parameters are as of ``NativeEngine``."""
 
     def __init__(
         self,
         rank: int,
         peers: dict[int, Address],
+        ecn_capable: dict[int, bool],
         *,
         job: int,
         token: int,
-        payload_bytes: int,
-        tagged: bool,
-        on_control: OnControl,
-        on_unknown: OnUnknown,
-        on_settled: OnSettled,
-        on_taken: OnTaken,
+        options: TransportOptions,
         sock: socket.socket | None,
-        emit: Emit | None,
         now_s: float,
     ) -> None:
-        self._rank, self._job, self._token, self._payload_bytes = rank, job, token, payload_bytes
-        self._queue = Queue.CONTROL if tagged else Queue.ORDINARY
-        self._control_tos = wire.dscp(self._queue, False) << 2 if tagged else 0
-        self._on_control, self._on_unknown, self._on_settled = on_control, on_unknown, on_settled
-        self._on_taken = on_taken
-        self._emit, self._peers = emit, peers
-        packet_bytes = wire.HEADER_BYTES + payload_bytes
-        self._plain = {peer: PlainFlow(now_s, packet_bytes, REORDER_MIN_S) for peer in peers}
-        self.flows: dict[int, Flow] = dict(self._plain)
+        self._rank, self._job, self._token, self._options = rank, job, token, options
+        self._payload_bytes = options.payload_bytes
+        self._queue = Queue.CONTROL if options.tagged else Queue.ORDINARY
+        self._control_tos = wire.dscp(self._queue, False) << 2 if options.tagged else 0
+        self._peers = peers
+        self._service = {peer: service_of(options.tagged, ecn_capable[peer]) for peer in peers}
+        self._flows = {peer: PlainFlow(now_s, wire.HEADER_BYTES + options.payload_bytes) for peer in peers}
+        self.flows: dict[int, Flow] = dict(self._flows)
+        self.room = -1
+        self.early_bytes = 0
         self._acknowledgements = {peer: Acknowledgements() for peer in peers}
-        self._incoming: dict[tuple[int, int, int], PlainIncoming] = {}
+        self._incoming: dict[Name, PlainIncoming] = {}
+        self._finished: dict[Name, Finished] = {}
+        """In the order in which they were completed."""
+        self._stopping: dict[Name, Finished] = {}
+        self._oldest_step = 0
+        self._reminded_s = -math.inf
+        self._stopped = False
+        self._events: list[Event] = []
         self._counters: Counter[str] = Counter()
         self._socket = BurstSocket(sock, self._counters) if sock else None
         self._woken = False
@@ -85,34 +98,125 @@ class PlainEngine:
         """Whether the kernel takes whole bursts (UDP_SEGMENT)."""
         return self._socket is None or self._socket.offload
 
-    # Messages ---------------------------------------------------------------------------------------------------------
+    @property
+    def stopping(self) -> bool:
+        """See :attr:`dlcp.transport.engine.Engine.stopping`."""
+        return bool(self._stopping)
 
-    def send(self, rank: int, key: MessageKey, packets: Packets, now_s: float) -> Outgoing:
+    def take_events(self) -> list[Event]:
+        """See :meth:`dlcp.transport.engine.Engine.take_events`."""
+        events, self._events = self._events, []
+        return events
+
+    # Messages out -----------------------------------------------------------------------------------------------------
+
+    def send(self, request: SendRequest, bound: LossBound, now_s: float) -> None:
         """See :meth:`dlcp.transport.engine.Engine.send`."""
-        message = PlainOutgoing(rank, key, packets, self._payload_bytes, now_s)
-        self._plain[rank].messages[key] = message
-        return message
+        peer, options = request.peer, self._options
+        message = PlainOutgoing(
+            request,
+            bound,
+            self._header(PacketType.DATA, request.key),
+            self._service[peer],
+            payload_bytes=self._payload_bytes,
+            tagged=options.tagged,
+            switch_hops=options.switch_hops,
+            now_s=now_s,
+        )
+        flow = self._flows[peer]
+        flow.messages[request.key] = message
+        flow.look_s = min(flow.look_s, now_s + RULES["probe_timeout_min_s"])
+        if bound.immediate:
+            self._ask(peer, message, now_s)  # tells the receiver how many packets are protected
 
-    def remove(self, message: Outgoing) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.remove`."""
-        assert isinstance(message, PlainOutgoing)
-        self._plain[message.rank].remove(message)
+    def detach(self, peer: int, key: MessageKey, payload: Bytes | None) -> bool:
+        """See :meth:`dlcp.transport.engine.Engine.detach`."""
+        message = self._flows[peer].messages.get(key)
+        if message is None or message.delivered == message.packets:
+            return False
+        if payload is not None:
+            message.payload = payload
+        return True
 
-    def replace_payload(self, message: Outgoing, payload: Bytes) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.replace_payload`."""
-        assert isinstance(message, PlainOutgoing)
-        message.kept.payload = payload
+    def sending(self, peer: int, key: MessageKey) -> tuple[int, int, int, int]:
+        """See :meth:`dlcp.transport.engine.Engine.sending`."""
+        message = self._flows[peer].messages.get(key)
+        return (message.delivered, message.flying, message.unsent, message.packets) if message else (0, 0, 0, 0)
 
-    def take_bitmap(
-        self, message: Outgoing, first: int, arrived: NDArray[np.bool_], before_s: float, now_s: float
+    def _complete_sending(self, peer: int, message: PlainOutgoing, delivered: NDArray[np.bool_], now_s: float) -> None:
+        self._events.append(Sent(peer, message.key, delivered, message.sent, message.resent, now_s))
+        self._flows[peer].remove(message)
+
+    def _ask(self, peer: int, message: PlainOutgoing, now_s: float) -> None:
+        if message.probes_unanswered > 1:
+            self._events.append(Unanswered(peer))
+        message.note_asked(now_s)
+        self._counters["probe"] += 1
+        payload = MORE if message.unsent and not message.immediate else b""
+        counts = {"index": message.protected_packets, "count": message.packets}
+        self._send_control(peer, PacketType.PROBE, message.key, payload, **counts)
+
+    def _ask_due(self, peer: int, now_s: float) -> float:
+        """Ask a peer what is missing, where that is due; return when to look again."""
+        flow = self._flows[peer]
+        if not flow.messages:
+            return math.inf
+        if now_s < flow.look_s:
+            return flow.look_s
+        due_s, timeout_s = now_s + RULES["look_s"], flow.probe_timeout_s
+        for message in flow.messages.values():
+            ask_s = message.ask_due_s(timeout_s)
+            if now_s >= ask_s:
+                self._ask(peer, message, now_s)
+                ask_s = message.ask_due_s(timeout_s)
+            due_s = min(due_s, ask_s)
+        flow.look_s = max(due_s, now_s + RULES["probe_timeout_min_s"] / 2)
+        return flow.look_s
+
+    def _take_bitmap(self, peer: int, header: Header, payload: memoryview, now_s: float) -> None:
+        """Take in which packets of a message have arrived, or that no more of them are needed."""
+        key, flow, is_stop = MessageKey(header.step, header.message), self._flows[peer], header.type is PacketType.STOP
+        message = flow.messages.get(key)
+        if message is None:
+            if is_stop:  # our last answer was lost; the bitmap has been read
+                self._send_control(peer, PacketType.STOP_ACK, key, index=header.index)
+            else:
+                self._counters["late"] += 1
+            return
+        packets, span = message.packets, self._bitmap_packets
+        whole = is_stop and not payload
+        part = packets if whole else min(span, packets - header.index)
+        fits = not header.index if whole else not header.index % span and len(payload) == -(-part // 8)
+        if header.count != packets or part < 1 or not fits:
+            self._counters["refused_malformed"] += 1
+            return
+        if whole:
+            delivered = np.ones(packets, np.bool_)
+        else:
+            delivered = np.unpackbits(np.frombuffer(payload, np.uint8), count=part).astype(np.bool_)
+        if is_stop:
+            self._send_control(peer, PacketType.STOP_ACK, key, index=header.index)
+            confirmed = message.confirm(header.index, delivered)
+            if confirmed is not None:
+                self._complete_sending(peer, message, confirmed, now_s)
+        elif message.asked_s is not None:
+            # A peer that is not there yet answers without news: ask it less often, but the network is not to blame.
+            message.probes_unanswered = 0
+            flow.look_s = now_s
+            if self._take_missing(flow, message, header.index, delivered, now_s):
+                message.probes_without_news = 0
+            if header.index + part >= packets:
+                message.asked_s = None
+
+    def _take_missing(
+        self, flow: PlainFlow, message: PlainOutgoing, first: int, arrived: NDArray[np.bool_], now_s: float
     ) -> bool:
-        """See :meth:`dlcp.transport.engine.Engine.take_bitmap`."""
-        assert isinstance(message, PlainOutgoing)
-        flow = self._plain[message.rank]
+        """Take as lost what was sent before the question and has not arrived; return whether there is news."""
+        assert message.asked_s is not None
         part = slice(first, first + len(arrived))
         state = message.state[part]
         landed = np.flatnonzero(arrived & (state != DELIVERED) & (state != UNSENT)) + first
-        lost = np.flatnonzero(~arrived & (state == FLYING) & (message.sent_s[part] < before_s)) + first
+        lost = np.flatnonzero(~arrived & (state == FLYING) & (message.sent_s[part] < message.asked_s)) + first
         if len(landed):
             flow.land(message, landed.astype(np.uint32), now_s)
         if len(lost):
@@ -120,93 +224,291 @@ class PlainEngine:
         flow.feed_back(len(landed), 0, len(lost), now_s)
         return bool(len(landed) or len(lost))
 
-    def expect(self, rank: int, key: MessageKey, packets: int, buffer: Bytes | None, tail: Bytes) -> Incoming:
-        """See :meth:`dlcp.transport.engine.Engine.expect`."""
-        message = PlainIncoming(rank, key, packets, self._payload_bytes, buffer, tail)
-        self._incoming[rank, key.step, key.message] = message
+    # Messages in ------------------------------------------------------------------------------------------------------
+
+    def receive(
+        self, request: ReceiveRequest, packets: int, buffer: Bytes | None, bound: LossBound, now_s: float
+    ) -> int:
+        """See :meth:`dlcp.transport.engine.Engine.receive`."""
+        name, size = (request.peer, *request.key), request.message_bytes
+        last = 0 if size is None else size - (packets - 1) * self._payload_bytes
+        message = self._incoming.get(name)
+        if message is not None and last and (message.packets != packets or message.last_bytes not in (0, last)):
+            self._drop(message)
+            self._finish(name, message.packets, now_s)
+            return message.packets
+        if message is None:
+            message = self._incoming[name] = PlainIncoming(request.peer, request.key, packets, self._payload_bytes)
+        self.early_bytes -= message.early_bytes
+        message.early_bytes = 0
+        reduction = request.reduction
+        assert reduction is None or isinstance(reduction, PlainReduction)
+        message.place(buffer, request.tail, reduction, request.position)
+        message.required, message.immediate = bound.required(packets), bound.immediate
+        message.last_bytes = last or message.last_bytes
+        self._complete(message, now_s)
+        return 0
+
+    def receiving(self, peer: int, key: MessageKey) -> tuple[int, int]:
+        """See :meth:`dlcp.transport.engine.Engine.receiving`."""
+        message = self._incoming.get((peer, *key))
+        return (message.arrived, message.packets) if message else (0, 0)
+
+    def reduction(
+        self, values: NDArray[np.float32], per_packet: int, members: int, divisor: float, first_block: int = -1
+    ) -> StreamingReduction:
+        """See :meth:`dlcp.transport.engine.Engine.reduction`."""
+        return PlainReduction(values, per_packet, members, divisor, first_block)
+
+    def begin_step(self, step: int, now_s: float) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.begin_step`."""
+        self._oldest_step = max(self._oldest_step, step)
+        for message in [message for message in self._incoming.values() if message.key.step < step]:
+            self._drop(message)
+        # A sender that missed our acknowledgement may still ask; after twice the silence that we bear, it will not.
+        asked_since_s = now_s - 2 * self._options.silence_s
+        over = []
+        for name, finished in self._finished.items():
+            if name[1] >= step or (finished.whole and finished.completed_s > asked_since_s):
+                break  # what follows is younger
+            if not finished.stopping:
+                over.append(name)
+        for name in over:
+            del self._finished[name]
+
+    def forget(self, peer: int, key: MessageKey) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.forget`."""
+        finished = self._finished.get((peer, *key))
+        if finished is not None and not finished.stopping:
+            del self._finished[peer, key.step, key.message]
+
+    def remind(self, now_s: float) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.remind`."""
+        for name, finished in self._finished.items():
+            if finished.whole:
+                finished.whole = False
+                if finished.completed_s > now_s - RULES["known_after_s"]:
+                    self._begin_stop(name, finished, {0}, now_s, now_s + RULES["remind_s"])
+
+    def _drop(self, message: PlainIncoming) -> None:
+        self._incoming.pop(message.name, None)
+        self._acknowledgements[message.rank].drop(message)
+        self.early_bytes -= message.early_bytes
+        message.early_bytes = 0
+
+    def _finish(self, name: Name, packets: int, now_s: float) -> Finished:
+        self._finished.pop(name, None)
+        self._stopping.pop(name, None)
+        finished = self._finished[name] = Finished(packets, now_s)
+        return finished
+
+    def _complete(self, message: PlainIncoming, now_s: float) -> bool:
+        if not message.meets_bound:
+            return False
+        message.complete = True
+        whole, peer, name = message.arrived == message.packets, message.rank, message.name
+        finished = self._finish(name, message.packets, now_s)
+        if whole:
+            self._acknowledgements[peer].note_whole(message)
+        self._acknowledge(peer, now_s)
+        self._drop(message)
+        delivered = message.delivered.copy()
+        self._events.append(Arrived(peer, message.key, delivered, message.layer.copy(), message.last_bytes, now_s))
+        if whole:
+            finished.whole = True
+        else:
+            finished.bitmap = np.packbits(delivered).tobytes()
+            parts = set(range(0, message.packets, self._bitmap_packets))
+            self._begin_stop(name, finished, parts, now_s, now_s + self._options.deadline_s)
+        return True
+
+    def _begin_stop(self, name: Name, finished: Finished, parts: set[int], now_s: float, give_up_s: float) -> None:
+        finished.unconfirmed, finished.give_up_s = parts, give_up_s
+        finished.repeat_s = RULES["stop_repeat_s"]
+        self._stopping[name] = finished
+        self._stop(name, finished, now_s)
+
+    def _stop(self, name: Name, finished: Finished, now_s: float) -> None:
+        for first in sorted(finished.unconfirmed):
+            part = finished.bitmap[first // 8 : first // 8 + self._payload_bytes]
+            counts = {"index": first, "count": finished.packets}
+            self._send_control(name[0], PacketType.STOP, MessageKey(*name[1:]), part, **counts)
+        finished.due_s = now_s + finished.repeat_s
+        finished.repeat_s = min(RULES["stop_repeat_max_s"], finished.repeat_s * 2)
+
+    def _tell_whole(self, name: Name, finished: Finished) -> None:
+        self._send_control(name[0], PacketType.STOP, MessageKey(*name[1:]), count=finished.packets)
+
+    def _repeat_stops(self, now_s: float) -> float:
+        """Say again what senders have not confirmed; return when to do so next."""
+        due_s = math.inf
+        for name, finished in list(self._stopping.items()):
+            if now_s >= finished.give_up_s:
+                del self._stopping[name]
+                finished.unconfirmed = set()
+                continue
+            if now_s >= finished.due_s:
+                self._stop(name, finished, now_s)
+            due_s = min(due_s, finished.due_s, finished.give_up_s)
+        return due_s
+
+    def _is_current(self, step: int) -> bool:
+        return self._oldest_step <= step <= self._oldest_step + STEPS_AHEAD_MAX
+
+    def _begin(self, peer: int, header: Header, size: int, now_s: float) -> PlainIncoming | None:
+        """Return the message that data belongs to which is not known yet; None if none is to be begun."""
+        name = (peer, header.step, header.message)
+        if not self._is_current(header.step):
+            self._counters["refused_stale"] += 1
+            return None
+        if self._stopped:
+            return None
+        finished = self._finished.get(name)
+        if finished is not None:
+            self._counters["late"] += 1
+            told_s = max(self._reminded_s, finished.completed_s)
+            if finished.stopping:
+                if now_s > finished.due_s - finished.repeat_s / 2:
+                    self._stop(name, finished, now_s)
+            elif finished.whole and now_s > told_s + RULES["stop_repeat_s"] / 2:
+                self._reminded_s = now_s
+                self._tell_whole(name, finished)
+            return None
+        is_last = header.index == header.count - 1
+        if header.index >= header.count or not (
+            size == self._payload_bytes or (is_last and 0 < size < self._payload_bytes)
+        ):
+            self._counters["refused_malformed"] += 1
+            return None
+        return self._begin_unexpected(peer, header)
+
+    def _begin_unexpected(self, peer: int, header: Header) -> PlainIncoming | None:
+        packets, key = header.count, MessageKey(header.step, header.message)
+        if not 0 < packets <= MESSAGE_PACKETS_MAX:
+            self._counters["refused_malformed"] += 1
+            return None
+        size = packets * self._payload_bytes
+        if self.early_bytes + size > self._options.early_buffer_bytes:
+            self._counters["early_full"] += 1  # nothing is lost: unacknowledged packets are sent again
+            return None
+        message = self._incoming[peer, key.step, key.message] = PlainIncoming(peer, key, packets, self._payload_bytes)
+        message.place(np.empty(size, np.uint8), EMPTY)
+        message.early_bytes = size
+        self.early_bytes += size
+        self._events.append(Unexpected(peer, key))
         return message
 
-    def move(self, message: Incoming, buffer: Bytes, tail: Bytes) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.move`."""
-        cast(PlainIncoming, message).move(buffer, tail)
+    def _refuse_misfit(self, message: PlainIncoming, header: Header, size: int, now_s: float) -> None:
+        """Refuse data that does not fit its message: whoever posted the receive learns that sizes differ."""
+        self._counters["refused_malformed"] += 1
+        if message.required is None:
+            return
+        is_last = header.index == header.count - 1
+        sound = 0 < size <= self._payload_bytes and (is_last or size == self._payload_bytes)
+        if sound and (header.count != message.packets or is_last):
+            self._events.append(Mismatch(message.rank, message.key, header.count))
+            self._drop(message)
+            self._finish(message.name, message.packets, now_s)
 
-    def join(self, message: Incoming, fold: Fold, position: int) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.join`."""
-        cast(PlainIncoming, message).join(cast(PlainFold, fold), position)
+    def _take_probe(self, peer: int, header: Header, payload: memoryview, now_s: float) -> None:
+        """Answer what is missing, or that no more is needed."""
+        name = (peer, header.step, header.message)
+        finished = self._finished.get(name)
+        if finished is not None and finished.stopping:
+            self._stop(name, finished, now_s)
+            return
+        # A sender that has not asked for so long knows.
+        if finished is not None and finished.whole and now_s < finished.completed_s + 2 * self._options.silence_s:
+            self._tell_whole(name, finished)
+            return
+        if finished is not None or not self._is_current(header.step):
+            self._counters["refused_stale"] += 1
+            return
+        message = self._incoming.get(name)
+        if message is None and not self._stopped:
+            message = self._begin_unexpected(peer, header)
+        if message is None:
+            return
+        if header.count != message.packets or header.index > message.packets:
+            self._counters["refused_malformed"] += 1
+            return
+        if bytes(payload) != MORE:
+            message.asked, message.protected_packets = True, header.index
+            if self._complete(message, now_s):
+                return
+        bitmap = np.packbits(message.delivered).tobytes()
+        for first in range(0, message.packets, self._bitmap_packets):
+            part = bitmap[first // 8 : first // 8 + self._payload_bytes]
+            counts = {"index": first, "count": message.packets}
+            self._send_control(peer, PacketType.BITMAP, message.key, part, **counts)
 
-    def wait(self, message: Incoming, required: int, immediate: bool, last_bytes: int, now_s: float) -> bool:
-        """See :meth:`dlcp.transport.engine.Engine.wait`."""
-        assert isinstance(message, PlainIncoming)
-        message.required, message.immediate = required, immediate
-        message.last_bytes = last_bytes or message.last_bytes
-        return self._settle(message, now_s)
+    def _take_stop_ack(self, peer: int, header: Header) -> None:
+        """Note that a sender knows one part of what became of its message."""
+        name = (peer, header.step, header.message)
+        finished = self._finished.get(name)
+        if finished is None:
+            return
+        finished.whole = False
+        finished.unconfirmed.discard(header.index)
+        if not finished.unconfirmed:
+            self._stopping.pop(name, None)
 
-    def ask(self, message: Incoming, protected_packets: int, now_s: float) -> bool:
-        """See :meth:`dlcp.transport.engine.Engine.ask`."""
-        assert isinstance(message, PlainIncoming)
-        message.asked, message.protected_packets = True, protected_packets
-        return self._settle(message, now_s)
-
-    def close(self, message: Incoming) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.close`."""
-        assert isinstance(message, PlainIncoming)
-        self._incoming.pop((message.rank, *message.key), None)
-        self._acknowledgements[message.rank].drop(message)
-
-    def free(self, message: Incoming) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.free`."""
-        cast(PlainIncoming, message).leave()
-
-    def fold(
-        self, values: NDArray[np.float32], per_packet: int, members: int, divisor: float, first_block: int = -1
-    ) -> Fold:
-        """See :meth:`dlcp.transport.engine.Engine.fold`."""
-        return PlainFold(values, per_packet, members, divisor, first_block)
-
-    def _settle(self, message: PlainIncoming, now_s: float) -> bool:
-        if message.settled or not message.done:
-            return False
-        message.settled = True
-        if message.arrived == message.packets:
-            self._acknowledgements[message.rank].note_whole(message)
-        self._acknowledge(message.rank, now_s)
-        self._on_settled(message, now_s)
-        return True
+    def stop(self) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.stop`."""
+        self._stopped = True
+        for flow in self._flows.values():
+            for outgoing in list(flow.messages.values()):
+                flow.remove(outgoing)
+        for incoming in list(self._incoming.values()):
+            self._drop(incoming)
+        self._finished.clear()
+        self._stopping.clear()
 
     # Packets in -------------------------------------------------------------------------------------------------------
 
     def take_in(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
         """See :meth:`dlcp.transport.engine.Engine.take_in`."""
+        self._take_in(datagram, tos, source, now_s)
+        self._report(now_s)  # as after each batch from a socket
+
+    def _take_in(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
         try:
             header = wire.decode(datagram)
         except wire.HeaderError:
             self._counters["refused_malformed"] += 1
             return
-        rank = header.sender
+        peer = header.sender
         if header.token != self._token:
             self._counters["refused_token"] += 1
         elif header.job != self._job:
             self._counters["refused_job"] += 1
-        elif self._peers.get(rank) != source:
+        elif self._peers.get(peer) != source:
             self._counters["refused_sender"] += 1
         else:
-            self._plain[rank].heard_s = now_s
+            self._flows[peer].heard_s = now_s
             payload = datagram[wire.HEADER_BYTES :]
-            if header.type is PacketType.DATA:
-                self._take_data(rank, header, payload, tos, now_s)
-            elif header.type is PacketType.ACK:
-                self._take_acknowledgement(rank, header, payload, now_s)
-            else:
-                self._on_control(rank, header, payload, now_s)
+            match header.type:
+                case PacketType.DATA:
+                    self._take_data(peer, header, payload, tos, now_s)
+                case PacketType.ACK:
+                    self._take_acknowledgement(peer, header, payload, now_s)
+                case PacketType.PROBE:
+                    self._take_probe(peer, header, payload, now_s)
+                case PacketType.BITMAP | PacketType.STOP:
+                    self._take_bitmap(peer, header, payload, now_s)
+                case PacketType.STOP_ACK:
+                    self._take_stop_ack(peer, header)
+                case _:
+                    self._events.append(Control(peer, bytes(datagram), now_s))
 
-    def _take_data(self, rank: int, header: Header, payload: memoryview, tos: int, now_s: float) -> None:
-        message = self._incoming.get((rank, header.step, header.message))
+    def _take_data(self, peer: int, header: Header, payload: memoryview, tos: int, now_s: float) -> None:
+        message = self._incoming.get((peer, header.step, header.message))
         if message is None:
-            message = cast("PlainIncoming | None", self._on_unknown(rank, header, len(payload), now_s))
+            message = self._begin(peer, header, len(payload), now_s)
         if message is None:
             return
         if header.count != message.packets or not message.fits(header.index, len(payload)):
-            self._on_control(rank, header, payload, now_s)
+            self._refuse_misfit(message, header, len(payload), now_s)
             return
         row = np.frombuffer(payload, np.uint8)[None]
         layer = np.array([header.layer], np.uint8)
@@ -233,13 +535,13 @@ class PlainEngine:
             indices, rows, layers, protected = indices[new], rows[new], layers[new], protected[new]
         message.store(indices, rows, layers, int(np.count_nonzero(protected)))
         self._counters["data"] += fresh
-        self._settle(message, now_s)
+        self._complete(message, now_s)
 
     def _split(self, burst: Burst, now_s: float) -> None:
         """Take in the packets of a burst: the leading ones together if that can be, the others one by one."""
         together_bytes = self._take_together(burst, now_s)
         for packet in burst.packets(together_bytes):
-            self.take_in(packet, burst.tos, burst.peer, now_s)
+            self._take_in(packet, burst.tos, burst.peer, now_s)
 
     def _take_together(self, burst: Burst, now_s: float) -> int:
         """Take in the leading packets of a burst if they are data of one message; return their bytes, else 0."""
@@ -255,33 +557,34 @@ class PlainEngine:
             same &= headers[name] == first[name]
         if not same.all() or first["token"] != self._token or first["job"] != self._job:
             return 0
-        rank = int(first["sender"])
+        peer = int(first["sender"])
         indices = headers["index"].astype(np.uint32)
-        if self._peers.get(rank) != burst.peer:
+        if self._peers.get(peer) != burst.peer:
             return 0
         if len(np.unique(indices)) < count or indices.max() >= first["count"] - 1:
             return 0
-        message = self._incoming.get((rank, int(first["step"]), int(first["message"])))
+        message = self._incoming.get((peer, int(first["step"]), int(first["message"])))
         if message is None or message.packets != first["count"]:
             return 0  # the first of a message, or none that is wanted: one by one
-        self._plain[rank].heard_s = now_s
+        self._flows[peer].heard_s = now_s
         protected = headers["flags"] & Flag.PROTECTED != 0
         self._store(message, indices, rows[:, wire.HEADER_BYTES :], headers["layer"], protected, burst.tos, now_s)
         return count * size
 
-    def _take_acknowledgement(self, rank: int, header: Header, payload: memoryview, now_s: float) -> None:
+    def _take_acknowledgement(self, peer: int, header: Header, payload: memoryview, now_s: float) -> None:
         if not payload or len(payload) % ENTRY.size:
             self._counters["refused_malformed"] += 1
             return
-        flow = self._plain[rank]
+        flow = self._flows[peer]
         marked = flow.marked_since(header.count)
-        newest_s, delivered, taken = 0.0, 0, []
+        newest_s, delivered = 0.0, 0
+        complete: dict[MessageKey, PlainOutgoing] = {}
         for step, number, block, bits in ENTRY.iter_unpack(payload):
             message = flow.messages.get(MessageKey(step, number))
             if message is None:
                 continue
             whole, block = block & ACK_WHOLE, block & ~ACK_WHOLE
-            if block * BLOCK_PACKETS >= message.packets:
+            if block * ACK_BLOCK_PACKETS >= message.packets:
                 continue
             indices = indices_of(block, bits)
             indices = indices[indices < message.packets]
@@ -291,109 +594,135 @@ class PlainEngine:
                 flow.land(message, indices, now_s)
                 delivered += len(indices)
                 # Karn: the time of a packet that was sent twice is no round trip.
-                once = indices[message.kept.tags[indices, 0] & Flag.RETRANSMISSION == 0]
+                once = indices[message.tags[indices, 0] & Flag.RETRANSMISSION == 0]
                 newest_s = max(newest_s, float(message.sent_s[once].max(initial=0.0)))
             if whole and message.all_sent:
                 rest = np.flatnonzero(message.state != DELIVERED).astype(np.uint32)
                 flow.land(message, rest, now_s)
                 delivered += len(rest)
-                taken.append(message.key)
+                complete[message.key] = message
         if newest_s:
             flow.sample_rtt(now_s - newest_s - header.step * 1e-6)
         flow.feed_back(delivered, marked, 0, now_s)
-        for key in taken:
-            self._on_taken(rank, key, now_s)
+        for message in complete.values():
+            self._complete_sending(peer, message, np.ones(message.packets, np.bool_), now_s)
 
     # Packets out ------------------------------------------------------------------------------------------------------
 
-    def send_control(self, rank: int, datagram: bytes, tos: int) -> bool:
-        """See :meth:`dlcp.transport.engine.Engine.send_control`."""
-        if self._emit:
-            return self._emit(rank, datagram, tos)
-        assert self._socket
-        return self._socket.send_packet(memoryview(datagram), tos, self._peers[rank])
+    @property
+    def _bitmap_packets(self) -> int:
+        """How many packets one BITMAP or STOP tells of."""
+        return self._payload_bytes * 8
 
-    def acknowledge(self, now_s: float) -> float:
-        """See :meth:`dlcp.transport.engine.Engine.acknowledge`."""
+    def _header(self, kind: PacketType, key: MessageKey, *, index: int = 0, count: int = 0) -> Header:
+        return Header(kind, 0, self._queue, 0, 0, self._job, 0, *key, self._rank, index, count, self._token)
+
+    def _send_control(
+        self,
+        peer: int,
+        kind: PacketType,
+        key: MessageKey = NO_MESSAGE,
+        payload: bytes = b"",
+        *,
+        index: int = 0,
+        count: int = 0,
+    ) -> None:
+        datagram = self._header(kind, key, index=index, count=count).encode() + payload
+        # A control packet that the socket cannot take now is as good as lost, and repeated as such.
+        if not self._send_datagram(peer, datagram, self._control_tos):
+            self._counters["control_unsent"] += 1
+
+    def send_control(self, peer: int, kind: PacketType, payload: bytes) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.send_control`."""
+        self._send_control(peer, kind, payload=payload)
+
+    def _send_datagram(self, peer: int, datagram: bytes, tos: int) -> bool:
+        if self._socket:
+            return self._socket.send_packet(memoryview(datagram), tos, self._peers[peer])
+        if not self.room:
+            return False
+        self.room -= self.room > 0
+        self._events.append(Datagram(peer, datagram, tos))
+        return True
+
+    def _acknowledge_due(self, now_s: float) -> float:
         due_s = math.inf
-        for rank, waiting in self._acknowledgements.items():
-            this_due_s = waiting.due_s(self._plain[rank].smoothed_rtt_s)
+        for peer, waiting in self._acknowledgements.items():
+            this_due_s = waiting.due_s(self._flows[peer].smoothed_rtt_s)
             if now_s >= this_due_s:
-                self._acknowledge(rank, now_s)
+                self._acknowledge(peer, now_s)
             else:
                 due_s = min(due_s, this_due_s)
         return due_s
 
-    def _acknowledge(self, rank: int, now_s: float) -> None:
-        waiting = self._acknowledgements[rank]
+    def _acknowledge(self, peer: int, now_s: float) -> None:
+        waiting = self._acknowledgements[peer]
         if not waiting.waiting:
             return
-        ago_us = min(0xFFFFFFFF, max(0, int((now_s - waiting.newest_s) * 1e6)))
-        header = Header(
-            PacketType.ACK,
-            0,
-            self._queue,
-            0,
-            0,
-            self._job,
-            0,
-            ago_us,
-            0,
-            self._rank,
-            waiting.data_received & 0xFFFFFFFF,
-            waiting.marked_received & 0xFFFFFFFF,
-            self._token,
-        ).encode()
+        ago_us = min(4_000_000_000, max(0, int((now_s - waiting.newest_s) * 1e6)))
+        counts = {"index": waiting.data_received & 0xFFFFFFFF, "count": waiting.marked_received & 0xFFFFFFFF}
+        header = self._header(PacketType.ACK, MessageKey(ago_us, 0), **counts).encode()
         for payload in waiting.take(self._payload_bytes, now_s):
             self._counters["acknowledgements"] += 1
-            self.send_control(rank, header + payload, self._control_tos)
+            self._send_datagram(peer, header + payload, self._control_tos)
 
     def pump(self, now_s: float) -> int:
         """See :meth:`dlcp.transport.engine.Engine.pump`."""
         sent = 0
-        for flow in self._plain.values():
+        for peer, flow in self._flows.items():
             if flow.messages:
-                count = flow.pump(now_s, self._emit_burst)
+                count = flow.pump(now_s, self._emit_burst_to(peer))
                 if count < 0:
                     return -1
                 sent += count
         return sent
 
-    def _emit_burst(self, message: PlainOutgoing, chosen: Indices) -> bool:
-        size = wire.HEADER_BYTES + self._payload_bytes
-        tos = int(message.kept.tags[chosen[0], 3])
-        burst = Burst(message.bytes_of(chosen).data, size, tos, self._peers[message.rank])
-        if self._emit:
-            return burst.send_each(lambda packet: self.send_control(message.rank, bytes(packet), tos))
-        assert self._socket
-        return self._socket.send(burst)
+    def _emit_burst_to(self, peer: int) -> Callable[[PlainOutgoing, Indices], bool]:
+        def emit(message: PlainOutgoing, chosen: Indices) -> bool:
+            size = wire.HEADER_BYTES + self._payload_bytes
+            tos = int(message.tags[chosen[0], 3])
+            burst = Burst(message.bytes_of(chosen).data, size, tos, self._peers[peer])
+            if self._socket:
+                return self._socket.send(burst)
+            return burst.send_each(lambda packet: self._send_datagram(peer, bytes(packet), tos))
+
+        return emit
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
-    def report_due_s(self) -> float:
-        """See :meth:`dlcp.transport.engine.Engine.report_due_s`."""
-        return min((flow.report_due_s for flow in self._plain.values()), default=math.inf)
+    def tick(self, now_s: float) -> float:
+        """See :meth:`dlcp.transport.engine.Engine.tick`."""
+        due_s = self._acknowledge_due(now_s)
+        for peer in self._flows:
+            due_s = min(due_s, self._ask_due(peer, now_s))
+        return min(due_s, self._repeat_stops(now_s), self._report(now_s))
 
-    def turn(self, until_s: float) -> bool:
+    def _report(self, now_s: float) -> float:
+        due_s = min((flow.report_due_s for flow in self._flows.values()), default=math.inf)
+        if now_s < due_s:
+            return due_s
+        for peer, flow in self._flows.items():
+            report = flow.take_report(now_s)
+            if report is not None:
+                waiting = any(message.unsent for message in flow.messages.values())
+                self._events.append(Reported(peer, report, waiting))
+        return min((flow.report_due_s for flow in self._flows.values()), default=math.inf)
+
+    def turn(self, until_s: float) -> None:
         """See :meth:`dlcp.transport.engine.Engine.turn`."""
-        while True:
+        while not self._events:
             received = self._receive()
             now_s = time.monotonic()
-            acknowledge_s = self.acknowledge(now_s)
+            due_s = self.tick(now_s)
             sent = self.pump(now_s)
-            due_s = min(until_s, self.report_due_s())
-            attention = any(flow.attention for flow in self._plain.values())
-            if now_s >= due_s or attention or self._woken:
+            if now_s >= until_s or self._woken:
                 break
-            if not received and sent <= 0:
-                self._wait(min(due_s, acknowledge_s, self._resume_s()), full=sent < 0)
+            if not received and sent <= 0 and not self._events:
+                self._wait(min(until_s, due_s, self._resume_s()), full=sent < 0)
         self._woken = False
-        for flow in self._plain.values():
-            flow.attention = False
-        return attention
 
     def _resume_s(self) -> float:
-        paused = [f.paused_until_s for f in self._plain.values() if f.messages and f.window < 1 and not f.flying]
+        paused = [f.paused_until_s for f in self._flows.values() if f.messages and f.window < 1 and not f.flying]
         return min(paused, default=math.inf)
 
     def _wait(self, until_s: float, *, full: bool) -> None:
@@ -421,5 +750,6 @@ class PlainEngine:
 
     def release(self) -> None:
         """See :meth:`dlcp.transport.engine.Engine.release`."""
+        self.stop()
         if self._socket:
             self._socket.release()

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything on its way to one peer: its window, its round-trip time, and what of it is lost.
+"""Everything on its way to one peer: its window, its round-trip time, what of it is lost, and acknowledgements.
+
+``dlcp/native/flow.c`` in NumPy.
 
 Packets count as lost when one that was sent later into the same queue has arrived, by more than the disorder to be
 expected (RACK, RFC 8985, kept per queue because strict priority reorders across queues).
 """
 
+import math
+import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from dlcp.transport.congestion import Report
-from dlcp.transport.engine import DISORDER_DECAY, DISORDER_MAX, DISORDER_MIN, REPORT_CALM_S, REPORT_MIN_S, SEGMENTS_MAX
+from dlcp.transport.engine import ACK_BLOCK_PACKETS, ACK_RECENT, ACK_WHOLE, RULES, SEGMENTS_MAX
 from dlcp.transport.messages import MessageKey
+from dlcp.transport.plain.incoming import PlainIncoming
 from dlcp.transport.plain.outgoing import FLYING, Indices, PlainOutgoing
 
 QUEUES = 8
@@ -22,27 +27,114 @@ Emit = Callable[[PlainOutgoing, Indices], bool]
 """Sends packets of a message in one burst; False if the socket is full."""
 
 
+FRESH_COMPARED = 4
+ENTRY = struct.Struct(">IHIQ")
+"""Step, message, block (maybe with ``ACK_WHOLE``), and what of the block has arrived: bit k is packet 64 block + k."""
+
+
+class Acknowledgements:
+    """What is to be acknowledged to one peer."""
+
+    def __init__(self) -> None:
+        self.data_received = 0
+        self.marked_received = 0
+        self.newest_s = 0.0
+        self._late_s = math.inf
+        self._last_s = 0.0
+        self._packets = 0
+        self._fresh: list[tuple[PlainIncoming, int]] = []
+        self._recent: deque[tuple[PlainIncoming, int]] = deque(maxlen=ACK_RECENT)
+
+    def note(self, message: PlainIncoming, indices: Indices, marked: bool, now_s: float) -> None:
+        """Note that data arrived, be it for the first time or again."""
+        if not self._packets:
+            self._late_s = now_s + RULES["ack_delay_s"]
+        self._packets += len(indices)
+        self.data_received += len(indices)
+        self.marked_received += len(indices) * marked
+        self.newest_s = now_s
+        for block in np.unique(indices // ACK_BLOCK_PACKETS).tolist():
+            self._note_block(message, block)
+
+    def note_whole(self, message: PlainIncoming) -> None:
+        """Note that all of a message is here and complete."""
+        self._packets = max(1, self._packets)
+        self._note_block(message, (message.packets - 1) // ACK_BLOCK_PACKETS)
+
+    def _note_block(self, message: PlainIncoming, block: int) -> None:
+        # As good as all of them: packets of a block come one after the other.
+        if (message, block) not in self._fresh[-FRESH_COMPARED:]:
+            self._fresh.append((message, block))
+
+    def drop(self, message: PlainIncoming) -> None:
+        """Tell nothing of a message any more."""
+        self._fresh = [value for value in self._fresh if value[0] is not message]
+        self._recent = deque((value for value in self._recent if value[0] is not message), ACK_RECENT)
+
+    def due_s(self, smoothed_rtt_s: float) -> float:
+        """Return when an acknowledgement must leave; infinity if there is nothing to acknowledge."""
+        if self._packets >= RULES["ack_at_once"]:
+            return 0.0
+        if self._packets >= RULES["ack_every"]:
+            spacing_s = max(RULES["ack_spacing_s"], smoothed_rtt_s * RULES["ack_round_trips"])
+            return min(self._late_s, self._last_s + spacing_s)
+        return self._late_s
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is anything to acknowledge."""
+        return self._packets > 0
+
+    def take(self, payload_bytes: int, now_s: float) -> Iterator[bytes]:
+        """Return the payloads of what is to be sent now."""
+        limit = payload_bytes // ENTRY.size
+        fresh, self._fresh = self._fresh, []
+        self._packets = 0
+        self._late_s = math.inf
+        self._last_s = now_s
+        while fresh:
+            repeated = list(self._recent)[: limit - 1]
+            room = limit - len(repeated)
+            entries = repeated + fresh[:room]
+            self._recent = deque(fresh[:room], ACK_RECENT)
+            fresh = fresh[room:]
+            yield b"".join(_entry(*entry) for entry in entries)
+
+
+def _entry(message: PlainIncoming, block: int) -> bytes:
+    there = message.delivered[block * ACK_BLOCK_PACKETS : (block + 1) * ACK_BLOCK_PACKETS]
+    bits = int.from_bytes(np.packbits(there, bitorder="little").tobytes(), "little")
+    whole = ACK_WHOLE if message.complete and message.arrived == message.packets else 0
+    return ENTRY.pack(message.key.step, message.key.message, block | whole, bits)
+
+
+def indices_of(block: int, bits: int) -> Indices:
+    """Return the packets that an entry names."""
+    there = np.unpackbits(np.frombuffer(bits.to_bytes(8, "little"), np.uint8), bitorder="little")
+    return (np.flatnonzero(there) + block * ACK_BLOCK_PACKETS).astype(np.uint32)
+
+
 class PlainFlow:
     """See :class:`dlcp.transport.engine.Flow`."""
 
-    def __init__(self, now_s: float, packet_bytes: int, reorder_min_s: float) -> None:
+    def __init__(self, now_s: float, packet_bytes: int) -> None:
         self.window = 1.0
         self.largest_window = 1
         self.burst = SEGMENTS_MAX
-        self.eager = True
+        self.slow_start = True
         self.mute = False
         self.heard_s = now_s
         self.flying = 0
         self.smoothed_rtt_s = self.rtt_variation_s = 0.0
         self.messages: dict[MessageKey, PlainOutgoing] = {}
-        self.attention = False
         self._packets_max = max(1, BURST_BYTES_MAX // packet_bytes)
-        self._reorder_min_s = reorder_min_s
+        self.look_s = 0.0
+        """When to look next which messages to ask about, if none falls idle before."""
         self._delivered = self._marked = self._lost = 0
         self._rtt_s = 0.0
         self._limited = False
         self._reported_s = 0.0
-        self._disorder = DISORDER_MIN
+        self._disorder = RULES["disorder_min"]
         self._newest_delivered_s = [-1.0] * QUEUES
         self._runs: list[deque[tuple[float, PlainOutgoing, Indices]]] = [deque() for _ in range(QUEUES)]
         """What was sent into each queue, in that order."""
@@ -55,15 +147,23 @@ class PlainFlow:
         return self._sent_last_s + self.smoothed_rtt_s / min(1.0, self.window)
 
     @property
+    def probe_timeout_s(self) -> float:
+        """How long to wait for news before asking."""
+        if not self.smoothed_rtt_s:
+            return 4 * RULES["probe_timeout_min_s"]
+        timeout_s = self.smoothed_rtt_s + 4 * self.rtt_variation_s
+        return min(RULES["probe_timeout_max_s"], max(RULES["probe_timeout_min_s"], timeout_s))
+
+    @property
     def report_due_s(self) -> float:
         """When the next report may be taken; infinity if there is nothing to report."""
         if not self._delivered and not self._lost:
             return float("inf")
-        hurry = self._lost or self._marked or (self._limited and self.eager)
-        return self._reported_s + max(REPORT_MIN_S if hurry else REPORT_CALM_S, self.smoothed_rtt_s)
+        hurry = self._lost or self._marked or (self._limited and self.slow_start)
+        return self._reported_s + max(RULES["report_min_s"] if hurry else RULES["report_calm_s"], self.smoothed_rtt_s)
 
     def take_report(self, now_s: float) -> Report | None:
-        """See :meth:`dlcp.transport.engine.Flow.take_report`."""
+        """Return what came back since the last report, or None if it is too early for the next: half its time."""
         if now_s < (self._reported_s + self.report_due_s) / 2:
             return None
         report = Report(
@@ -103,7 +203,7 @@ class PlainFlow:
         if not emit(message, chosen):
             return -1
         message.note_sent(chosen, again, now_s)
-        self._runs[message.kept.tags[chosen[0], 1] >> 5].append((now_s, message, chosen))
+        self._runs[message.tags[chosen[0], 1] >> 5].append((now_s, message, chosen))
         self.flying += len(chosen)
         self._sent_last_s = now_s
         return len(chosen)
@@ -118,7 +218,7 @@ class PlainFlow:
         best, best_rank = None, -1
         for message in self.messages.values():
             if message.unsent:
-                _, queue, layer, _ = message.kept.tags[message.next_packet()].tolist()
+                _, queue, layer, _ = message.tags[message.next_packet()].tolist()
                 rank = (queue >> 5) << 8 | (255 - layer)
                 if rank > best_rank:
                     best, best_rank = message, rank
@@ -130,8 +230,8 @@ class PlainFlow:
         self.flying -= flew
         if late:
             # They were late, not lost: over-share packets, say, that waited in a lower queue.
-            self._disorder = min(DISORDER_MAX, self._disorder * 2**late)
-        queues = message.kept.tags[indices, 1] >> 5
+            self._disorder = min(RULES["disorder_max"], self._disorder * 2**late)
+        queues = message.tags[indices, 1] >> 5
         for queue in np.unique(queues).tolist():
             newest_s = float(message.sent_s[indices[queues == queue]].max())
             self._newest_delivered_s[queue] = max(self._newest_delivered_s[queue], newest_s)
@@ -163,11 +263,12 @@ class PlainFlow:
         self._marked += min(marked, delivered)
         for message in self.messages.values():
             idle = not message.unsent and not message.flying and message.delivered < message.packets
-            if idle and not message.idle_told:
-                message.idle_told = self.attention = True
+            if idle and not message.idle_noticed:
+                message.idle_noticed = True
+                self.look_s = 0.0  # ask at once
 
     def _find_lost(self) -> int:
-        disorder_s = max(self._reorder_min_s, self.smoothed_rtt_s * self._disorder)
+        disorder_s = max(RULES["reorder_min_s"], self.smoothed_rtt_s * self._disorder)
         lost = 0
         for runs, newest_s in zip(self._runs, self._newest_delivered_s, strict=True):
             while runs and (runs[0][0] < newest_s - disorder_s or runs[0][1].key not in self.messages):
@@ -177,5 +278,5 @@ class PlainFlow:
                     self.lose(message, gone)
                     lost += len(gone)
         if lost:
-            self._disorder = max(DISORDER_MIN, self._disorder * DISORDER_DECAY)
+            self._disorder = max(RULES["disorder_min"], self._disorder * RULES["disorder_decay"])
         return lost

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages on their way in: which packets of them have arrived, and where their bytes go."""
+"""A message on its way in: which of its packets have arrived, and where their bytes go.
 
-from typing import Any
+``dlcp/native/incoming.c`` in NumPy.
+"""
+
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.transport.messages import Bytes, MessageKey
-from dlcp.transport.plain.fold import PlainFold
+from dlcp.transport.engine import RULES
+from dlcp.transport.messages import EMPTY, Bytes, MessageKey
+from dlcp.transport.plain.reduction import PlainReduction
+
+Name = tuple[int, int, int]
+"""Sender, step and number of a message."""
 
 
-def are_neighbours(indices: NDArray[np.uint32]) -> bool:
+def are_consecutive(indices: NDArray[np.uint32]) -> bool:
     """Tell whether each is one more than the one before."""
     if len(indices) == 1:
         return True
@@ -18,45 +25,71 @@ def are_neighbours(indices: NDArray[np.uint32]) -> bool:
     return span == len(indices) - 1 and bool((indices[1:] == indices[:-1] + np.uint32(1)).all())
 
 
-class PlainIncoming:
-    """The receiver's view of one message; see :class:`dlcp.transport.engine.Incoming`."""
+@dataclass(slots=True)
+class Finished:
+    """A message that is complete here, of which packets may still come.
 
-    def __init__(
-        self, rank: int, key: MessageKey, packets: int, payload_bytes: int, buffer: Bytes | None, tail: Bytes
-    ) -> None:
-        self.owner: Any = None
-        self.rank = rank
-        self.key = key
-        self.packets = packets
+    Its sender may not know: it was told by an acknowledgement if ``whole``, and is told by STOP while ``stopping``.
+    """
+
+    packets: int
+    completed_s: float
+    whole: bool = False
+    bitmap: bytes = b""
+    """Most significant bit first; empty if every packet is in."""
+    unconfirmed: set[int] = field(default_factory=set)
+    """Parts of the bitmap, by first packet, that the sender has not confirmed."""
+    due_s: float = 0.0
+    give_up_s: float = 0.0
+    repeat_s: float = RULES["stop_repeat_s"]
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the sender is told until it confirms that."""
+        return bool(self.unconfirmed)
+
+
+class PlainIncoming:
+    """One message until its bound is met."""
+
+    def __init__(self, rank: int, key: MessageKey, packets: int, payload_bytes: int) -> None:
+        self.rank, self.key, self.packets = rank, key, packets
         self.arrived = self.arrived_protected = self.last_bytes = 0
         self.protected_packets: int | None = None
         self.required: int | None = None
-        self.immediate = self.asked = self.settled = False
+        """None: no receive is posted."""
+        self.immediate = self.asked = self.complete = False
         self.delivered: NDArray[np.bool_] = np.zeros(packets, np.bool_)
         self.layer: Bytes = np.zeros(packets, np.uint8)
-        self.buffer, self.tail = buffer, tail
-        self.fold: PlainFold | None = None
+        self.buffer: Bytes | None = None
+        self.tail = EMPTY
+        self.early_bytes = 0
+        self.reduction: PlainReduction | None = None
         self.position = 0
         self._payload_bytes = payload_bytes
 
-    def bitmap(self) -> NDArray[np.bool_]:
-        """Return which packets are in, shape (packets,)."""
-        return np.array(self.delivered, np.bool_)
+    @property
+    def name(self) -> Name:
+        """What tells it from all others."""
+        return self.rank, *self.key
 
-    def layers(self) -> Bytes:
-        """Return the layer position that each packet told, shape (packets,)."""
-        return np.array(self.layer, np.uint8)
-
-    def join(self, fold: PlainFold, position: int) -> None:
-        """Be summed from now on."""
-        self.fold, self.position = fold, position
-        fold.members[position] = self
-        fold.catch_up(position)
-
-    def leave(self) -> None:
-        """Be no part of a sum any more."""
-        if self.fold:
-            self.fold.members[self.position] = None
+    def place(
+        self, buffer: Bytes | None, tail: Bytes, reduction: PlainReduction | None = None, position: int = 0
+    ) -> None:
+        """Have its bytes stored there or added to a reduction, those that have arrived and those to come."""
+        early, self.buffer, self.tail = self.buffer, buffer, tail
+        self.reduction, self.position = reduction, position
+        if reduction is not None:
+            reduction.members[position] = self
+        total = tail.size + (0 if buffer is None else buffer.size)
+        for index in np.flatnonzero(self.delivered).tolist():
+            assert early is not None
+            start = index * self._payload_bytes
+            row = early[start : start + self._payload_bytes]
+            if reduction is not None:
+                reduction.add(position, np.array([index], np.uint32), row[None])
+            else:
+                self.keep(index, row[: max(0, total - start)])
 
     def fits(self, index: int, size: int) -> bool:
         """Tell whether a payload has the size its place asks for."""
@@ -69,8 +102,8 @@ class PlainIncoming:
         if indices[-1] == self.packets - 1:
             self.last_bytes = rows.shape[1]
         self.delivered[indices] = True
-        if self.fold:
-            self.fold.add(self.position, indices, rows)
+        if self.reduction is not None:
+            self.reduction.add(self.position, indices, rows)
         elif self.buffer is not None and self._contiguous_inside(indices):
             start = int(indices[0]) * self._payload_bytes
             self.buffer[start : start + rows.size] = rows.reshape(-1)
@@ -84,7 +117,7 @@ class PlainIncoming:
     def _contiguous_inside(self, indices: NDArray[np.uint32]) -> bool:
         assert self.buffer is not None
         last = int(indices[-1])
-        return (last + 1) * self._payload_bytes <= len(self.buffer) and are_neighbours(indices)
+        return (last + 1) * self._payload_bytes <= len(self.buffer) and are_consecutive(indices)
 
     def keep(self, index: int, row: NDArray[np.uint8]) -> None:
         """Put a payload into the buffer, and what is beyond it into the tail."""
@@ -101,18 +134,9 @@ class PlainIncoming:
         assert self.buffer is not None
         return self.buffer[index * self._payload_bytes : (index + 1) * self._payload_bytes]
 
-    def move(self, buffer: Bytes, tail: Bytes) -> None:
-        """Move what has arrived to where it belongs."""
-        old, self.buffer, self.tail = self.buffer, buffer, tail
-        assert old is not None
-        total = len(buffer) + len(tail)
-        for index in np.flatnonzero(self.delivered).tolist():
-            start = index * self._payload_bytes
-            self.keep(index, old[start : min(start + self._payload_bytes, total)])
-
     @property
-    def done(self) -> bool:
-        """Whether whoever waits for it has enough."""
+    def meets_bound(self) -> bool:
+        """Whether the posted receive has enough."""
         if self.required is None:
             return False
         if self.arrived == self.packets:

@@ -1,48 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages on their way out: which packets are on the wire, delivered, lost, or to be sent again."""
+"""A message on its way out: which of its packets are on the wire, delivered or lost, and when its receiver is asked.
+
+``dlcp/native/outgoing.c`` in NumPy.
+"""
 
 import heapq
+import math
 from collections import deque
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.transport.engine import Packets
-from dlcp.transport.messages import MessageKey
-from dlcp.transport.plain.incoming import are_neighbours
+from dlcp import wire
+from dlcp.tags import encode_tags, send_order
+from dlcp.transport.engine import RULES, chunk_seed
+from dlcp.transport.messages import Bytes, LossBound, SendRequest
+from dlcp.transport.plain.incoming import are_consecutive
 from dlcp.wire import Flag
 
 UNSENT: Final = 0
 FLYING: Final = 1
 DELIVERED: Final = 2
-FORGONE: Final = 3
+ABANDONED: Final = 3
 """Lost, and not to be sent again."""
-AGAIN: Final = 4
+RETRANSMIT: Final = 4
 """Lost, and to be sent again."""
 
 Indices = NDArray[np.uint32]
 
 
 class PlainOutgoing:
-    """The sender's view of one message; see :class:`dlcp.transport.engine.Outgoing`."""
+    """One message until its receiver has confirmed it.
 
-    def __init__(self, rank: int, key: MessageKey, packets: Packets, payload_bytes: int, now_s: float) -> None:
-        self.rank = rank
-        self.key = key
-        self.kept = packets
-        self.packets = self.unsent = len(packets.order)
+    Attributes
+    ----------
+    payload, tail
+        Its bytes: those of ``tail`` follow those of ``payload``.
+    tags
+        Bytes 1 to 3 of each packet's header (flags; queue and drop class; layer) and its IPv4 type of service, shape
+        (packets, 4).
+    order
+        The packets in the order of sending.
+    """
+
+    def __init__(
+        self,
+        request: SendRequest,
+        bound: LossBound,
+        head: wire.Header,
+        service: NDArray[np.uint8],
+        *,
+        payload_bytes: int,
+        tagged: bool,
+        switch_hops: int,
+        now_s: float,
+    ) -> None:
+        self.key = request.key
+        self.payload: Bytes = np.frombuffer(request.payload, np.uint8)
+        self.tail = request.tail
+        self.packets = self.unsent = len(request.tags.queue)
+        tags = request.tags
+        if not tagged:
+            tags = tags._replace(queue=np.full(self.packets, wire.Queue.ORDINARY, np.uint8))
+        self.allowed, self.immediate = bound.allowed(self.packets), bound.immediate
+        self.tags, droppable = encode_tags(tags, tagged and bound.ratio > 0, service)
+        self.order = send_order(tags.queue, droppable, chunk_seed(request.key), request.order)
+        budget = min(0xFFFF, self.allowed // switch_hops)
+        self._head = head._replace(type=wire.PacketType.DATA, budget=budget, count=self.packets).encode()
         self.flying = self.sent = self.resent = self.delivered = 0
         self.active_s = now_s
-        self.idle_told = False
+        self.idle_noticed = False
         self.state = np.zeros(self.packets, np.uint8)
         self.sent_s = np.zeros(self.packets)
+        self.protected_packets = int(np.count_nonzero(request.tags.protected))
+        self.asked_s: float | None = None
+        """When the first PROBE left that has not been answered."""
+        self.probes_unanswered = self.probes_without_news = 0
+        self._probed_s = 0.0
+        self._delivered_seen = 0
+        self._confirmed: dict[int, NDArray[np.bool_]] = {}
         self._payload_bytes = payload_bytes
         self._next = 0
-        self._again: deque[int] = deque()
-        self._forgone: list[tuple[int, int, int]] = []
+        self._retransmit: deque[int] = deque()
+        self._abandoned: list[tuple[int, int, int]] = []
         """Drop class, the latest first, and packet."""
         self._losses = 0
+
+    def ask_due_s(self, timeout_s: float) -> float:
+        """Return when to ask what is missing, after a probe timeout; infinity while packets leave freely."""
+        if self.delivered != self._delivered_seen:
+            self._delivered_seen = self.delivered
+            self.probes_unanswered = self.probes_without_news = 0
+        idle = not self.unsent and not self.flying
+        if not idle and not self.flying:
+            return math.inf
+        if idle and self.delivered < self.packets and not self.probes_without_news:
+            return 0.0  # what is missing may stay lost, if the receiver agrees
+        # Questions and answers get lost like anything else: only answers without news say that asking is no use.
+        patience = int(RULES["unanswered_patience"])
+        without_news = self.probes_without_news - self.probes_unanswered + self.probes_unanswered // patience
+        return max(self.active_s, self._probed_s) + timeout_s * float(2 ** min(int(RULES["backoff_max"]), without_news))
+
+    def note_asked(self, now_s: float) -> None:
+        """Note that a PROBE leaves."""
+        if self.asked_s is None:
+            self.asked_s = now_s
+        self._probed_s = now_s
+        self.probes_without_news += 1
+        self.probes_unanswered += 1
+
+    def confirm(self, first: int, delivered: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
+        """Take in one part of a STOP; return them together once every part is here."""
+        self._confirmed[first] = delivered
+        if sum(map(len, self._confirmed.values())) < self.packets:
+            return None
+        return np.concatenate([self._confirmed[first] for first in sorted(self._confirmed)])
 
     @property
     def all_sent(self) -> bool:
@@ -51,15 +124,15 @@ class PlainOutgoing:
 
     def next_packet(self) -> int:
         """Return the packet that is next to be sent; call it only while some are unsent."""
-        while self._again:
-            if self.state[self._again[0]] == AGAIN:
-                return self._again[0]
-            self._again.popleft()
-        return int(self.kept.order[self._next])
+        while self._retransmit:
+            if self.state[self._retransmit[0]] == RETRANSMIT:
+                return self._retransmit[0]
+            self._retransmit.popleft()
+        return int(self.order[self._next])
 
     def size_of(self, index: int) -> int:
         """Return how many bytes of the message a packet carries."""
-        left = len(self.kept.payload) + len(self.kept.tail) - index * self._payload_bytes
+        left = len(self.payload) + len(self.tail) - index * self._payload_bytes
         return min(left, self._payload_bytes)
 
     def gather(self, limit: int) -> tuple[Indices, bool]:
@@ -68,15 +141,15 @@ class PlainOutgoing:
         All but the last are of full size, and all have one type of service and queue.
         """
         self.next_packet()
-        again = bool(self._again)
+        again = bool(self._retransmit)
         if again:
-            chosen = np.fromiter((i for _, i in zip(range(limit), self._again, strict=False)), np.uint32)
+            chosen = np.fromiter((i for _, i in zip(range(limit), self._retransmit, strict=False)), np.uint32)
         else:
-            chosen = self.kept.order[self._next : self._next + limit]
-        tags = self.kept.tags[chosen]
+            chosen = self.order[self._next : self._next + limit]
+        tags = self.tags[chosen]
         fits = (tags[:, 3] == tags[0, 3]) & (tags[:, 1] >> 5 == tags[0, 1] >> 5)
         if again:
-            fits &= self.state[chosen] == AGAIN
+            fits &= self.state[chosen] == RETRANSMIT
         short = np.flatnonzero(chosen == self.packets - 1)
         if len(short) and self.size_of(self.packets - 1) < self._payload_bytes:
             fits[short[0] + 1 :] = False
@@ -85,20 +158,20 @@ class PlainOutgoing:
 
     def bytes_of(self, chosen: Indices) -> NDArray[np.uint8]:
         """Return packets as they leave, one after the other, each with its header."""
-        size, kept = self._payload_bytes, self.kept
+        size = self._payload_bytes
         last = int(chosen[-1])
         missing = size - self.size_of(last)
         out = np.empty((len(chosen), 32 + size), np.uint8)
-        out[:, :32] = np.frombuffer(kept.head, np.uint8)
-        out[:, 1:4] = kept.tags[chosen, :3]
+        out[:, :32] = np.frombuffer(self._head, np.uint8)
+        out[:, 1:4] = self.tags[chosen, :3]
         out[:, 16:20] = chosen.astype(">u4").view(np.uint8).reshape(-1, 4)
-        whole = len(kept.payload) // size
+        whole = len(self.payload) // size
         inside = chosen < whole
         first = int(chosen[0])
-        if inside.all() and are_neighbours(chosen):
-            out[:, 32:] = kept.payload[first * size : (last + 1) * size].reshape(-1, size)
+        if inside.all() and are_consecutive(chosen):
+            out[:, 32:] = self.payload[first * size : (last + 1) * size].reshape(-1, size)
         else:
-            rows = kept.payload[: whole * size].reshape(whole, size)
+            rows = self.payload[: whole * size].reshape(whole, size)
             out[inside, 32:] = rows[chosen[inside]]
             for row in np.flatnonzero(~inside):
                 part = self._crossing(int(chosen[row]))
@@ -107,17 +180,15 @@ class PlainOutgoing:
 
     def _crossing(self, index: int) -> NDArray[np.uint8]:
         start, stop = index * self._payload_bytes, index * self._payload_bytes + self.size_of(index)
-        border = len(self.kept.payload)
-        return np.concatenate(
-            [self.kept.payload[start:stop], self.kept.tail[max(0, start - border) : max(0, stop - border)]]
-        )
+        border = len(self.payload)
+        return np.concatenate([self.payload[start:stop], self.tail[max(0, start - border) : max(0, stop - border)]])
 
     def note_sent(self, chosen: Indices, again: bool, now_s: float) -> None:
         """Note that packets from :meth:`gather` have left."""
         count = len(chosen)
         if again:
             for _ in range(count):
-                self._again.popleft()
+                self._retransmit.popleft()
             self.resent += count
         else:
             self._next += count
@@ -127,18 +198,18 @@ class PlainOutgoing:
         self.flying += count
         self.sent += count
         self.active_s = now_s
-        self.idle_told = False
+        self.idle_noticed = False
 
     def mark_resent(self, chosen: Indices) -> None:
         """Set the retransmission flag in the headers of packets."""
-        self.kept.tags[chosen, 0] |= np.uint8(Flag.RETRANSMISSION)
+        self.tags[chosen, 0] |= np.uint8(Flag.RETRANSMISSION)
 
     def land(self, indices: Indices, now_s: float) -> tuple[int, int]:
         """Note that packets arrived; return how many of them were on the wire, and how many had been found lost."""
         states = self.state[indices]
         flew = int(np.count_nonzero(states == FLYING))
         late = len(indices) - flew
-        self.unsent -= int(np.count_nonzero(states == AGAIN))
+        self.unsent -= int(np.count_nonzero(states == RETRANSMIT))
         self.flying -= flew
         self.state[indices] = DELIVERED
         self.delivered += len(indices)
@@ -148,25 +219,25 @@ class PlainOutgoing:
     def lose(self, indices: Indices) -> None:
         """Note that flying packets are lost, and choose what to send again.
 
-        Protected packets always are. Of the others the least valuable are forgone, up to the bound.
+        Protected packets always are. Of the others the least valuable are abandoned, up to the bound.
         """
         self.flying -= len(indices)
         for index in indices.tolist():
-            flags, tags = self.kept.tags[index, :2]
+            flags, tags = self.tags[index, :2]
             if flags & Flag.PROTECTED:
                 self._send_again(index)
                 continue
-            self.state[index] = FORGONE
+            self.state[index] = ABANDONED
             self._losses += 1
-            heapq.heappush(self._forgone, (int(tags) >> 2 & 7, -self._losses, index))
-            while len(self._forgone) > self.kept.allowed:
-                most_valuable = heapq.heappop(self._forgone)[-1]
-                if self.state[most_valuable] == FORGONE:
+            heapq.heappush(self._abandoned, (int(tags) >> 2 & 7, -self._losses, index))
+            while len(self._abandoned) > self.allowed:
+                most_valuable = heapq.heappop(self._abandoned)[-1]
+                if self.state[most_valuable] == ABANDONED:
                     self._send_again(most_valuable)
 
     def _send_again(self, index: int) -> None:
-        self.state[index] = AGAIN
-        self._again.append(index)
+        self.state[index] = RETRANSMIT
+        self._retransmit.append(index)
         self.unsent += 1
 
     def drop(self) -> int:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from dlcp.tags import BLOCK_PACKETS, ChunkOrder, send_order
-from dlcp.transport import MessageKey
-from tests.transport.bare_engine import NOTHING, SIZE, BareEngine
+from dlcp.transport import RELIABLE, MessageKey, ReceiveRequest
+from tests.transport.bare_engine import SIZE, BareEngine
 from tests.transport.engines import is_here
 
 PER_PACKET = SIZE // 4
@@ -60,43 +60,36 @@ class Folding:
         self.bare = BareEngine(peers=range(1, self.members + 1), compiled=compiled)
         self.values = shares[0].copy()
         self.in_turns = first_block is not None
-        self.fold = self.bare.engine.fold(
+        self.fold = self.bare.engine.reduction(
             self.values, PER_PACKET, self.members, divisor or self.members + 1, first_block if self.in_turns else -1
         )
         self.copy = np.full_like(self.values, np.nan)
         self.fold.copy_into(self.copy)
-        self.messages, self.rooms = {}, {}
+        self.rooms = {}
 
     def key(self, position):
         return MessageKey(0, position)
 
-    def expect(self, position, *, stash=False):
-        if stash:
-            room = np.full(self.packets * SIZE, 0xEE, np.uint8)
-        else:
-            room = np.full(self.count * 4, 0xEE, np.uint8) if position or self.in_turns else None
+    def expect(self, position):
+        """Post the receive of a contribution, some of which may have arrived."""
+        room = np.full(self.count * 4, 0xEE, np.uint8) if self.fold.needs_buffer(position) else None
         self.rooms[position] = room
-        self.messages[position] = self.bare.engine.expect(position + 1, self.key(position), self.packets, room, NOTHING)
-
-    def join(self, position):
-        message = self.messages[position]
-        self.bare.engine.join(message, self.fold, position)
-        self.bare.engine.wait(message, self.packets, False, self.count * 4 - (self.packets - 1) * SIZE, 0.0)
+        key, size = self.key(position), self.count * 4
+        request = ReceiveRequest(position + 1, key, size, RELIABLE, "layer", reduction=self.fold, position=position)
+        self.bare.engine.receive(request, self.packets, room, RELIABLE, 0.0)
+        self.bare.drain()
 
     def take(self, position, packet):
         payload = self.shares[position + 1][packet * PER_PACKET : (packet + 1) * PER_PACKET].tobytes()
         self.bare.take_data(packet, self.packets, payload, key=self.key(position), rank=position + 1)
 
     def finish(self, rescale, owed=None):
-        incomplete = self.fold.finish(rescale, owed)
-        for message in self.messages.values():
-            self.bare.engine.close(message)
-            self.bare.engine.free(message)
-        return incomplete
+        self.bare.engine.stop()
+        return self.fold.finish(rescale, owed)
 
 
 def run(shares, seed, *, loss, rescale, early, compiled=None, duplicate=0.1, divisor=None, first_block=None):
-    """Let packets arrive in a random order, some of them before their message is joined; return what comes of it."""
+    """Let packets arrive in a random order, some of them before their receive is posted; return what comes of it."""
     rng = np.random.default_rng(seed)
     folding = Folding(shares, compiled=compiled, divisor=divisor, first_block=first_block)
     members, packets = folding.members, folding.packets
@@ -104,15 +97,12 @@ def run(shares, seed, *, loss, rescale, early, compiled=None, duplicate=0.1, div
     early = rng.random(members) < early
     for position in np.flatnonzero(~early).tolist():
         folding.expect(position)
-        folding.join(position)
-    for position in np.flatnonzero(early).tolist():
-        folding.expect(position, stash=True)
     joins = rng.permutation(np.flatnonzero(early)).tolist()
     order = rng.permutation(np.argwhere(arrived)).tolist()
     joined_at = sorted(rng.integers(0, len(order) + 1, len(joins)).tolist())
     for number in range(len(order) + 1):
         while joined_at and joined_at[0] == number:
-            folding.join(joins.pop())
+            folding.expect(joins.pop())
             del joined_at[0]
         if number < len(order):
             folding.take(*order[number])
@@ -170,7 +160,6 @@ def test_nothing_waits_where_members_take_turns(members):
     orders = []
     for position in range(members):
         folding.expect(position)
-        folding.join(position)
         turn = ChunkOrder(-position % members, members)
         orders.append(send_order(np.zeros(packets, np.uint8), np.zeros(packets, bool), seed, turn).tolist())
     for sent_together in zip(*orders, strict=True):
@@ -235,7 +224,6 @@ def test_what_is_no_number_is_not_owed(value):
     folding = Folding(shares)
     for position in (0, 1):
         folding.expect(position)
-        folding.join(position)
     folding.take(0, 0)
     owed = np.zeros(PER_PACKET, np.float32)
     with np.errstate(invalid="ignore"):
@@ -251,7 +239,6 @@ def test_what_is_owed_is_added_to_what_was_owed():
     folding = Folding(shares)
     for position in (0, 1):
         folding.expect(position)
-        folding.join(position)
         folding.take(position, 1)
     owed = np.full(PER_PACKET * 2, 5, np.float32)
     assert folding.finish(True, owed) == 1
@@ -265,7 +252,6 @@ def test_nothing_of_a_message_that_is_lost_altogether_is_needed():
     folding = Folding(shares)
     for position in (0, 2):
         folding.expect(position)
-        folding.join(position)
         for packet in range(folding.packets):
             folding.take(position, packet)
     assert folding.finish(True, None) == folding.packets
@@ -279,12 +265,9 @@ def test_what_has_been_summed_stands_after_the_messages_are_gone():
     folding = Folding(shares)
     for position in (0, 1):
         folding.expect(position)
-        folding.join(position)
     for position, packet in ((0, 0), (0, 2), (1, 2), (1, 1)):
         folding.take(position, packet)
-    for message in folding.messages.values():
-        folding.bare.engine.close(message)
-        folding.bare.engine.free(message)
+    folding.bare.engine.stop()
     assert folding.fold.included(0).tolist() == [True, False, True]
     assert folding.fold.included(1).tolist() == [False, False, True]
 
@@ -297,4 +280,4 @@ def test_what_has_been_summed_stands_after_the_messages_are_gone():
 )
 def test_sums_are_formed_in_writable_contiguous_float32_only(values):
     with pytest.raises(ValueError, match="contiguous, writable float32"):
-        BareEngine().engine.fold(values, PER_PACKET, 1, 2)
+        BareEngine().engine.reduction(values, PER_PACKET, 1, 2)

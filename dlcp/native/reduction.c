@@ -1,0 +1,176 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* An average over ranks that is formed while packets arrive: own values first, then the others by position.
+ *
+ * Each of the others begins with another chunk of its message, so that contributions to different chunks arrive at the
+ * same time. In chunk c therefore the others come in the order of (position + c) modulo their number: in the order in
+ * which they send it. The order does not depend on who comes first, so neither does the result. What comes before its
+ * turn waits in its message's buffer. */
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine.h"
+
+typedef float unaligned_float __attribute__((aligned(1), may_alias));
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define VECTOR __attribute__((target_clones("avx2", "default"), optimize("tree-vectorize")))
+#else
+#define VECTOR
+#endif
+
+VECTOR static void add(float *restrict into, const unaligned_float *restrict part, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        into[i] += part[i];
+}
+
+VECTOR static void add_scale(float *restrict into, const unaligned_float *restrict part, int64_t count, float factor) {
+    for (int64_t i = 0; i < count; i++)
+        into[i] = (into[i] + part[i]) * factor;
+}
+
+VECTOR static void add_divide(float *restrict into, const unaligned_float *restrict part, int64_t count,
+                              float divisor) {
+    for (int64_t i = 0; i < count; i++)
+        into[i] = (into[i] + part[i]) / divisor;
+}
+
+static int64_t values_of(const reduction *self, int64_t index) {
+    int64_t left = self->count - index * self->per_packet;
+    return left < self->per_packet ? left : self->per_packet;
+}
+
+static void add_packet(reduction *self, int64_t index, const uint8_t *payload) {
+    float *into = self->values + index * self->per_packet;
+    const unaligned_float *part = (const unaligned_float *)payload;
+    int64_t count = values_of(self, index);
+    int exponent;
+    if (++self->added[index] < self->members) {
+        add(into, part, count);
+        return;
+    }
+    if (frexpf(self->divisor, &exponent) == 0.5f)
+        add_scale(into, part, count, 1 / self->divisor); /* exact, and faster */
+    else
+        add_divide(into, part, count, self->divisor);
+    if (self->copy)
+        stream((uint8_t *)(self->copy + index * self->per_packet), (const uint8_t *)into, count * 4);
+}
+
+/* The chunk that a packet belongs to. */
+static int64_t chunk_of(const reduction *self, int64_t index) {
+    if (self->first_block < 0)
+        return 0;
+    int64_t block = index / SEND_BLOCK_PACKETS - self->first_block;
+    return (block < 0 ? block + self->blocks : block) * self->members / self->blocks;
+}
+
+/* How many others come before a member. */
+static int64_t turn_of(const reduction *self, int64_t position, int64_t index) {
+    return (position + chunk_of(self, index)) % self->members;
+}
+
+/* Who comes after `added` others. */
+static incoming *member_after(const reduction *self, int64_t added, int64_t index) {
+    return self->from[(added + self->members - chunk_of(self, index)) % self->members];
+}
+
+int reduction_is_in_turn(const reduction *self, int64_t position, int64_t index) {
+    return self->added[index] == turn_of(self, position, index);
+}
+
+void reduction_add(reduction *self, int64_t position, int64_t index, const uint8_t *payload) {
+    incoming *member = self->from[position];
+    if (!reduction_is_in_turn(self, position, index)) {
+        memcpy(member->buffer + index * self->per_packet * 4, payload, (size_t)values_of(self, index) * 4);
+        return;
+    }
+    add_packet(self, index, payload);
+    while (self->added[index] < self->members) {
+        incoming *waiting = member_after(self, self->added[index], index);
+        if (!waiting || !waiting->buffer || !has_bit(waiting->bits, index))
+            return;
+        add_packet(self, index, waiting->buffer + index * self->per_packet * 4);
+    }
+}
+
+/* Begin a reduction of `count` values, which are divided by `divisor` in the end. `first_block` is the block of packets
+ * at which chunk 0 begins; below 0 for no chunks. NULL: no memory. */
+API reduction *dlcp_reduction_new(float *values, int64_t count, int64_t per_packet, int64_t members, float divisor,
+                                  int64_t first_block) {
+    reduction *self = calloc(1, sizeof *self);
+    if (!self)
+        return NULL;
+    self->values = values;
+    self->count = count;
+    self->per_packet = per_packet;
+    self->members = members;
+    self->divisor = divisor;
+    self->packets = (count + per_packet - 1) / per_packet;
+    self->blocks = (self->packets + SEND_BLOCK_PACKETS - 1) / SEND_BLOCK_PACKETS;
+    self->first_block = first_block;
+    self->added = calloc((size_t)self->packets + 1, sizeof *self->added);
+    self->from = calloc((size_t)members + 1, sizeof(incoming *));
+    if (self->added && self->from)
+        return self;
+    free(self->added);
+    free(self->from);
+    free(self);
+    return NULL;
+}
+
+/* Have a copy of each average as soon as it is complete; call it before anything is added. */
+API void dlcp_reduction_copy(reduction *self, float *copy) {
+    self->copy = copy;
+}
+
+/* Free a reduction, and the messages that were added to it. None of them may be active. */
+API void dlcp_reduction_free(reduction *self) {
+    for (int64_t i = 0; i < self->members; i++)
+        if (self->from[i] && !self->from[i]->active)
+            incoming_free(self->from[i]);
+    free(self->added);
+    free(self->from);
+    free(self);
+}
+
+/* Fill `bits` (one bit a packet) with what of the member at `position` is in the sum, which must not be finished yet:
+ * until then all that count are those before it and itself. */
+API void dlcp_reduction_included(const reduction *self, int64_t position, uint64_t *bits) {
+    for (int64_t i = 0; i < self->packets; i++)
+        if (self->added[i] > turn_of(self, position, i))
+            set_bit(bits, i);
+}
+
+/* Average what has some contributions missing, once nothing more will come. `residual`, of `count` values or NULL, gets
+ * the sum less divisor times the average, where that is finite: what is not is for this step's loss scaler, and would
+ * spoil the next one. Return how many packets were not complete. */
+API int64_t dlcp_reduction_finish(reduction *self, int64_t rescale, float *residual) {
+    int64_t incomplete = 0;
+    for (int64_t i = 0; i < self->packets; i++) {
+        if (self->added[i] == self->members)
+            continue;
+        float *into = self->values + i * self->per_packet;
+        int64_t count = values_of(self, i);
+        int64_t contributions = 1 + self->added[i];
+        for (int64_t k = self->added[i]; k < self->members; k++) {
+            incoming *member = member_after(self, k, i);
+            if (!member || !member->buffer || !has_bit(member->bits, i))
+                continue;
+            add(into, (const unaligned_float *)(member->buffer + i * self->per_packet * 4), count);
+            contributions++;
+        }
+        self->added[i] = (uint16_t)self->members;
+        float divisor = rescale ? (float)contributions : self->divisor;
+        for (int64_t j = 0; j < count; j++) {
+            float total = into[j];
+            into[j] = total / divisor;
+            float error = total - self->divisor * into[j];
+            if (residual && isfinite(error))
+                residual[i * self->per_packet + j] += error;
+        }
+        incomplete++;
+    }
+    return incomplete;
+}

@@ -1,0 +1,517 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine in C, ``dlcp/native``, behind the interface of :mod:`dlcp.transport.engine`.
+
+``engine.h`` says what the records and functions mean. ctypes declares them here once more, because it needs neither
+Python's headers nor a compiler where DLCP is installed from a wheel; ``dlcp_sizes`` shows when the two differ.
+"""
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int64, c_uint32, c_uint64, c_void_p
+from functools import cache
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+import dlcp.native
+from dlcp import wire
+from dlcp.transport.congestion import Report
+from dlcp.transport.engine import (
+    RULES,
+    Arrived,
+    Control,
+    Datagram,
+    Event,
+    Flow,
+    Mismatch,
+    Reported,
+    Sent,
+    StreamingReduction,
+    Unanswered,
+    Unexpected,
+    chunk_seed,
+)
+from dlcp.transport.errors import TransportError
+from dlcp.transport.messages import Address, Bytes, LossBound, MessageKey, ReceiveRequest, SendRequest
+from dlcp.transport.options import TransportOptions
+from dlcp.transport.shared_memory import SharedMemory
+from dlcp.wire import PacketType, Queue
+
+_ECN_CAPABLE: Final = 2
+_NO_MEMORY: Final = -1
+_COUNTERS: Final = (
+    *("refused_malformed", "refused_token", "refused_job", "refused_sender", "refused_stale"),
+    *("data", "duplicate", "late", "early_full", "probe", "control_unsent"),
+    *("send_errors", "last_errno", "truncated", "acknowledgements", "received_bursts", "sent_bursts"),
+)
+
+
+def _record(name: str, **fields: Any) -> type[ctypes.Structure]:
+    """Return a structure; each argument is a type and the names of those fields, in the order of ``engine.h``."""
+    flat = [(field, kind) for kind, names in fields.values() for field in names.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": flat})
+
+
+_Config = _record(
+    "Config",
+    a=(c_int64, "rank job"),
+    b=(c_uint64, "token"),
+    c=(c_int64, "payload_bytes tagged peers ranks socket wake control_queue control_tos early_bytes_max"),
+    d=(c_double, "silence_s deadline_s reorder_min_s disorder_min disorder_max disorder_decay"),
+    e=(c_double, "report_min_s report_calm_s ack_delay_s ack_spacing_s ack_round_trips"),
+    f=(c_int64, "ack_every ack_at_once"),
+    g=(c_double, "probe_timeout_min_s probe_timeout_max_s look_s"),
+    h=(c_int64, "backoff_max unanswered_patience"),
+    i=(c_double, "stop_repeat_s stop_repeat_max_s known_after_s remind_s"),
+)
+_Event = _record(
+    "Event",
+    a=(
+        c_int64,
+        "kind peer step message packets sent resent last_bytes delivered marked lost limited waiting tos bytes",
+    ),
+    b=(c_double, "now_s rtt_s smoothed_rtt_s"),
+    c=(c_void_p, "bits data"),
+)
+_Head = _record(
+    "Head",
+    a=(c_void_p, "events"),
+    b=(c_int64, "event_count woken failed offload room stopping_count early_bytes oldest_step"),
+    c=(c_int64, " ".join(_COUNTERS)),
+)
+_Flow = _record(
+    "Flow",
+    a=(c_double, "window"),
+    b=(c_int64, "largest_window flying"),
+    c=(c_double, "smoothed_rtt_s rtt_variation_s heard_s"),
+    d=(c_int64, "burst mute slow_start"),
+)
+_SendRequest = _record(
+    "SendRequest",
+    a=(c_int64, "peer step message packets"),
+    b=(c_void_p, "payload tail"),
+    c=(c_int64, "bytes tail_bytes"),
+    d=(c_void_p, "queue drop_class layer is_protected"),
+    e=(c_int64, "allowed budget bounded immediate seed chunk chunks"),
+)
+_ReceiveRequest = _record(
+    "ReceiveRequest",
+    a=(c_int64, "peer step message packets required immediate last_bytes"),
+    b=(c_void_p, "buffer tail"),
+    c=(c_int64, "bytes tail_bytes"),
+    d=(c_void_p, "reduction"),
+    e=(c_int64, "position"),
+)
+_MIRRORS: Final = (_Head, _Flow, _Config, _Event, _SendRequest, _ReceiveRequest)
+"""In the order of ``dlcp_sizes``."""
+_NUMBERS = c_int64 * 4
+_SIGNATURES: Final[dict[str, tuple[Any, Sequence[Any]]]] = {
+    "dlcp_sizes": (c_int64, [c_int64]),
+    "dlcp_engine_new": (c_void_p, [POINTER(_Config)]),
+    "dlcp_engine_stop": (None, [c_void_p]),
+    "dlcp_engine_free": (None, [c_void_p]),
+    "dlcp_peer": (c_void_p, [c_void_p, c_int64, c_int64, c_uint32, c_int64, c_char_p, c_double]),
+    "dlcp_ring_in": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, ctypes.c_int]),
+    "dlcp_ring_out": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, ctypes.c_int]),
+    "dlcp_export": (None, [c_void_p, c_void_p, c_int64]),
+    "dlcp_import": (None, [c_void_p, c_int64, c_void_p, c_int64]),
+    "dlcp_send": (c_int64, [c_void_p, POINTER(_SendRequest), c_double]),
+    "dlcp_detach": (c_int64, [c_void_p, c_int64, c_int64, c_int64, c_void_p]),
+    "dlcp_sending": (None, [c_void_p, c_int64, c_int64, c_int64, POINTER(_NUMBERS)]),
+    "dlcp_receive": (c_int64, [c_void_p, POINTER(_ReceiveRequest), c_double]),
+    "dlcp_receiving": (None, [c_void_p, c_int64, c_int64, c_int64, POINTER(_NUMBERS)]),
+    "dlcp_begin_step": (None, [c_void_p, c_int64, c_double]),
+    "dlcp_forget": (None, [c_void_p, c_int64, c_int64, c_int64]),
+    "dlcp_remind": (None, [c_void_p, c_double]),
+    "dlcp_send_control": (None, [c_void_p, c_int64, c_int64, c_char_p, c_int64]),
+    "dlcp_take_in": (None, [c_void_p, c_void_p, c_int64, c_uint32, c_int64, c_int64, c_double]),
+    "dlcp_tick": (c_double, [c_void_p, c_double]),
+    "dlcp_pump": (c_int64, [c_void_p, c_double]),
+    "dlcp_turn": (c_int64, [c_void_p, c_double]),
+    "dlcp_reduction_new": (c_void_p, [c_void_p, c_int64, c_int64, c_int64, c_float, c_int64]),
+    "dlcp_reduction_copy": (None, [c_void_p, c_void_p]),
+    "dlcp_reduction_free": (None, [c_void_p]),
+    "dlcp_reduction_included": (None, [c_void_p, c_int64, c_void_p]),
+    "dlcp_reduction_finish": (c_int64, [c_void_p, c_int64, c_void_p]),
+}
+
+
+def available() -> bool:
+    """Return whether the engine in C is here.
+
+    Raises
+    ------
+    TransportError
+        It is, but its records are not those of this module.
+    """
+    library = dlcp.native.library()
+    return library is not None and _declare(library)
+
+
+@cache
+def _declare(library: ctypes.CDLL) -> bool:
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    for which, mirror in enumerate(_MIRRORS):
+        if library.dlcp_sizes(which) != ctypes.sizeof(mirror):
+            raise TransportError(f"the record {mirror.__name__} has another size in C; compile DLCP again")
+    return True
+
+
+class NativeReduction(StreamingReduction):
+    """See :class:`dlcp.transport.engine.StreamingReduction`."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        values: NDArray[np.float32],
+        per_packet: int,
+        members: int,
+        divisor: float,
+        first_block: int,
+    ) -> None:
+        super().__init__(values, members, first_block)
+        self._library = library
+        self._packets = -(-len(values) // per_packet)
+        self.kept: list[Bytes | None] = []
+        """Buffers of its messages."""
+        self.pointer = library.dlcp_reduction_new(
+            values.ctypes.data, len(values), per_packet, members, divisor, first_block
+        )
+        if not self.pointer:
+            raise MemoryError
+
+    def __del__(self) -> None:
+        if getattr(self, "pointer", None):
+            self._library.dlcp_reduction_free(self.pointer)
+
+    def copy_into(self, copy: NDArray[np.float32]) -> None:
+        """See :meth:`dlcp.transport.engine.StreamingReduction.copy_into`."""
+        self._copy = copy
+        self._library.dlcp_reduction_copy(self.pointer, copy.ctypes.data)
+
+    def included(self, position: int) -> NDArray[np.bool_]:
+        """See :meth:`dlcp.transport.engine.StreamingReduction.included`."""
+        bits = np.zeros(-(-self._packets // 64), np.uint64)
+        self._library.dlcp_reduction_included(self.pointer, position, bits.ctypes.data)
+        return np.unpackbits(bits.view(np.uint8), count=self._packets, bitorder="little").astype(np.bool_)
+
+    def finish(self, rescale: bool, residual: NDArray[np.float32] | None = None) -> int:
+        """See :meth:`dlcp.transport.engine.StreamingReduction.finish`."""
+        into = None if residual is None else residual.ctypes.data
+        incomplete = int(self._library.dlcp_reduction_finish(self.pointer, rescale, into))
+        self._library.dlcp_reduction_free(self.pointer)
+        self.pointer = None
+        self.kept.clear()
+        return incomplete
+
+
+class NativeEngine:
+    """See :class:`dlcp.transport.engine.Engine`.
+
+    Parameters
+    ----------
+    rank, peers
+        This rank, and the address of every other.
+    ecn_capable
+        Of each peer, whether packets to it may be marked instead of dropped.
+    job, token, options
+        As in :class:`dlcp.transport.Endpoint`.
+    sock
+        A non-blocking socket; without one packets leave as events.
+    shared
+        Memory through which packets go to and come from ranks of this host, instead of the socket; closed with the
+        engine.
+    """
+
+    _KINDS: ClassVar = ("_sent", "_arrived", "_unexpected", "_mismatch", "_control", "_report", "_timeout", "_datagram")
+    """How to read an event, in the order of ``event_kind``."""
+
+    def __init__(
+        self,
+        rank: int,
+        peers: dict[int, Address],
+        ecn_capable: dict[int, bool],
+        *,
+        job: int,
+        token: int,
+        options: TransportOptions,
+        sock: socket.socket | None,
+        now_s: float,
+        shared: SharedMemory | None = None,
+    ) -> None:
+        library = dlcp.native.library()
+        if not available() or library is None:
+            raise TransportError(f"the engine in C is not here: {dlcp.native.status()}")
+        self._library, self._options = library, options
+        self._ranks = list(peers)
+        self._numbers = {peer: number for number, peer in enumerate(peers)}
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if sock else (-1, -1)
+        queue = Queue.CONTROL if options.tagged else Queue.ORDINARY
+        rules = _Config(
+            rank=rank,
+            job=job,
+            token=token,
+            payload_bytes=options.payload_bytes,
+            tagged=options.tagged,
+            peers=len(peers),
+            ranks=max(peers, default=0) + 1,
+            socket=-1 if sock is None else sock.fileno(),
+            wake=self._wake_read,
+            control_queue=queue,
+            control_tos=wire.dscp(queue, False) << 2 if options.tagged else 0,
+            early_bytes_max=options.early_buffer_bytes,
+            silence_s=options.silence_s,
+            deadline_s=options.deadline_s,
+            **RULES,
+        )
+        self._engine = library.dlcp_engine_new(byref(rules))
+        if not self._engine:
+            raise MemoryError
+        self._head = _Head.from_address(self._engine)
+        self.flows: dict[int, Flow] = {}
+        for peer, number in self._numbers.items():
+            service = service_of(options.tagged, ecn_capable[peer]).tobytes()
+            host, port = ipv4_number(peers[peer][0]), peers[peer][1]
+            flow: Any = _Flow.from_address(library.dlcp_peer(self._engine, number, peer, host, port, service, now_s))
+            self.flows[peer] = flow
+        self._share(shared or SharedMemory())
+
+    def _share(self, shared: SharedMemory) -> None:
+        self._shared, library = shared, self._library
+        for rings, share in ((shared.inward, library.dlcp_ring_in), (shared.outward, library.dlcp_ring_out)):
+            for peer, ring in rings.items():
+                where = ring.marks.ctypes.data, ring.data.ctypes.data, len(ring.data), ring.asleep.ctypes.data
+                share(self._engine, self._numbers[peer], *where, ring.bell)
+        if len(shared.exported):
+            library.dlcp_export(self._engine, shared.exported.ctypes.data, len(shared.exported))
+        for peer, memory in shared.imported.items():
+            library.dlcp_import(self._engine, self._numbers[peer], memory.ctypes.data, len(memory))
+
+    def __del__(self) -> None:
+        # Not sooner: other threads read counters and flows until nobody knows the engine any more.
+        if getattr(self, "_engine", None):
+            self._library.dlcp_engine_free(self._engine)
+
+    @property
+    def room(self) -> int:
+        """See :attr:`dlcp.transport.engine.Engine.room`."""
+        return int(self._head.room)
+
+    @room.setter
+    def room(self, datagrams: int) -> None:
+        self._head.room = datagrams
+
+    @property
+    def offload(self) -> bool:
+        """Whether the kernel takes whole bursts (UDP_SEGMENT)."""
+        return bool(self._head.offload)
+
+    @property
+    def stopping(self) -> bool:
+        """See :attr:`dlcp.transport.engine.Engine.stopping`."""
+        return bool(self._head.stopping_count)
+
+    @property
+    def early_bytes(self) -> int:
+        """See :attr:`dlcp.transport.engine.Engine.early_bytes`."""
+        return int(self._head.early_bytes)
+
+    def counters(self) -> dict[str, int]:
+        """See :meth:`dlcp.transport.engine.Engine.counters`."""
+        return {name: value for name in _COUNTERS if (value := getattr(self._head, name)) and name != "last_errno"}
+
+    # Events -----------------------------------------------------------------------------------------------------------
+
+    def take_events(self) -> list[Event]:
+        """See :meth:`dlcp.transport.engine.Engine.take_events`."""
+        head = self._head
+        if head.failed:
+            raise MemoryError("the engine had no memory for what it must remember")
+        count = head.event_count
+        if not count:
+            return []
+        found = [
+            getattr(self, self._KINDS[event.kind])(self._ranks[event.peer], event)
+            for event in (_Event * count).from_address(head.events)
+        ]
+        head.event_count = 0
+        return found
+
+    @staticmethod
+    def _delivered(event: Any) -> NDArray[np.bool_]:
+        if not event.bits:
+            return np.ones(event.packets, np.bool_)
+        raw = np.frombuffer(ctypes.string_at(event.bits, -(-event.packets // 8)), np.uint8)
+        return np.unpackbits(raw, count=event.packets, bitorder="little").astype(np.bool_)
+
+    def _sent(self, peer: int, event: Any) -> Event:
+        key = MessageKey(event.step, event.message)
+        return Sent(peer, key, self._delivered(event), event.sent, event.resent, event.now_s)
+
+    def _arrived(self, peer: int, event: Any) -> Event:
+        key = MessageKey(event.step, event.message)
+        layer = np.frombuffer(ctypes.string_at(event.data, event.packets), np.uint8)
+        return Arrived(peer, key, self._delivered(event), layer, event.last_bytes, event.now_s)
+
+    def _unexpected(self, peer: int, event: Any) -> Event:
+        return Unexpected(peer, MessageKey(event.step, event.message))
+
+    def _mismatch(self, peer: int, event: Any) -> Event:
+        return Mismatch(peer, MessageKey(event.step, event.message), event.packets)
+
+    def _control(self, peer: int, event: Any) -> Event:
+        return Control(peer, ctypes.string_at(event.data, event.bytes), event.now_s)
+
+    def _report(self, peer: int, event: Any) -> Event:
+        counts = event.delivered, event.marked, event.lost
+        report = Report(event.now_s, *counts, event.rtt_s, event.smoothed_rtt_s, bool(event.limited))
+        return Reported(peer, report, bool(event.waiting))
+
+    def _timeout(self, peer: int, _event: Any) -> Event:
+        return Unanswered(peer)
+
+    def _datagram(self, peer: int, event: Any) -> Event:
+        return Datagram(peer, ctypes.string_at(event.data, event.bytes), event.tos)
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def send(self, request: SendRequest, bound: LossBound, now_s: float) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.send`."""
+        payload, tail, key = np.frombuffer(request.payload, np.uint8), request.tail, request.key
+        tags = [np.ascontiguousarray(each) for each in request.tags]
+        packets = len(tags[0])
+        allowed = bound.allowed(packets)
+        record = _SendRequest(
+            *(self._numbers[request.peer], key.step, key.message, packets),
+            *(payload.ctypes.data, tail.ctypes.data, len(payload), len(tail)),
+            *(each.ctypes.data for each in tags),
+            *(allowed, min(0xFFFF, allowed // self._options.switch_hops), bound.ratio > 0, bound.immediate),
+            *(chunk_seed(key) & 0xFFFFFFFF, *request.order),
+        )
+        if self._library.dlcp_send(self._engine, byref(record), now_s) == _NO_MEMORY:
+            raise MemoryError(f"no memory for a message of {len(payload)} bytes to rank {request.peer}")
+
+    def detach(self, peer: int, key: MessageKey, payload: Bytes | None) -> bool:
+        """See :meth:`dlcp.transport.engine.Engine.detach`."""
+        address = None if payload is None else payload.ctypes.data
+        return bool(self._library.dlcp_detach(self._engine, self._numbers[peer], *key, address))
+
+    def sending(self, peer: int, key: MessageKey) -> tuple[int, int, int, int]:
+        """See :meth:`dlcp.transport.engine.Engine.sending`."""
+        progress = _NUMBERS()
+        self._library.dlcp_sending(self._engine, self._numbers[peer], *key, byref(progress))
+        return progress[0], progress[1], progress[2], progress[3]
+
+    def receive(
+        self, request: ReceiveRequest, packets: int, buffer: Bytes | None, bound: LossBound, now_s: float
+    ) -> int:
+        """See :meth:`dlcp.transport.engine.Engine.receive`."""
+        key, size, reduction = request.key, request.message_bytes, request.reduction
+        last = 0 if size is None else size - (packets - 1) * self._options.payload_bytes
+        pointer = None
+        if reduction is not None:
+            assert isinstance(reduction, NativeReduction)
+            reduction.kept.append(buffer)
+            pointer = reduction.pointer
+        record = _ReceiveRequest(
+            *(self._numbers[request.peer], key.step, key.message, packets),
+            *(bound.required(packets), bound.immediate, last),
+            *(_address(buffer), _address(request.tail), 0 if buffer is None else len(buffer), len(request.tail)),
+            *(pointer, request.position),
+        )
+        done = int(self._library.dlcp_receive(self._engine, byref(record), now_s))
+        if done == _NO_MEMORY:
+            raise MemoryError(f"no memory for a message of {packets} packets from rank {request.peer}")
+        return done
+
+    def receiving(self, peer: int, key: MessageKey) -> tuple[int, int]:
+        """See :meth:`dlcp.transport.engine.Engine.receiving`."""
+        progress = _NUMBERS()
+        self._library.dlcp_receiving(self._engine, self._numbers[peer], *key, byref(progress))
+        return progress[0], progress[1]
+
+    def reduction(
+        self, values: NDArray[np.float32], per_packet: int, members: int, divisor: float, first_block: int = -1
+    ) -> StreamingReduction:
+        """See :meth:`dlcp.transport.engine.Engine.reduction`."""
+        return NativeReduction(self._library, values, per_packet, members, divisor, first_block)
+
+    def begin_step(self, step: int, now_s: float) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.begin_step`."""
+        self._library.dlcp_begin_step(self._engine, step, now_s)
+
+    def forget(self, peer: int, key: MessageKey) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.forget`."""
+        self._library.dlcp_forget(self._engine, self._numbers[peer], *key)
+
+    def remind(self, now_s: float) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.remind`."""
+        self._library.dlcp_remind(self._engine, now_s)
+
+    def send_control(self, peer: int, kind: PacketType, payload: bytes) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.send_control`."""
+        self._library.dlcp_send_control(self._engine, self._numbers[peer], kind, payload, len(payload))
+
+    # Packets ----------------------------------------------------------------------------------------------------------
+
+    def take_in(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.take_in`."""
+        raw = np.frombuffer(datagram, np.uint8)
+        host, port = ipv4_number(source[0]), source[1]
+        self._library.dlcp_take_in(self._engine, raw.ctypes.data, len(raw), host, port, tos, now_s)
+
+    def tick(self, now_s: float) -> float:
+        """See :meth:`dlcp.transport.engine.Engine.tick`."""
+        return float(self._library.dlcp_tick(self._engine, now_s))
+
+    def pump(self, now_s: float) -> int:
+        """See :meth:`dlcp.transport.engine.Engine.pump`."""
+        return int(self._library.dlcp_pump(self._engine, now_s))
+
+    def turn(self, until_s: float) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.turn`."""
+        self._library.dlcp_turn(self._engine, until_s)
+
+    def wake(self) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.wake`."""
+        self._head.woken = 1
+        with contextlib.suppress(OSError):  # full, which wakes as well; or closed
+            os.write(self._wake_write, b"\0")
+
+    def stop(self) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.stop`."""
+        self._library.dlcp_engine_stop(self._engine)
+
+    def release(self) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.release`."""
+        self.stop()
+        self._shared.close()
+        if self._wake_write >= 0:
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+        self._wake_read = self._wake_write = -1
+
+
+def ipv4_number(host: str) -> int:
+    """Return an IPv4 address as a number in host byte order."""
+    return int(struct.unpack(">I", socket.inet_aton(host))[0])
+
+
+def service_of(tagged: bool, ecn_capable: bool) -> NDArray[np.uint8]:
+    """Return the IPv4 type of service by queue and by whether a packet may be dropped, shape (8, 2)."""
+    service = np.zeros((8, 2), np.uint8)
+    if tagged:
+        service[:] = [[wire.dscp(queue, droppable) << 2 for droppable in (False, True)] for queue in range(8)]
+    service |= np.uint8(_ECN_CAPABLE if ecn_capable else 0)
+    return service
+
+
+def _address(buffer: Bytes | None) -> int | None:
+    return None if buffer is None or not len(buffer) else buffer.ctypes.data
