@@ -174,7 +174,7 @@ static event *report_packet(engine *self, event_kind kind, const flow *peer, con
     engine_discard(self, copy);
     event *news = engine_event(self, kind, peer->peer, peer->heard_s);
     if (!news)
-        return NULL;
+        return NULL; /* NOLINT(clang-analyzer-unix.Malloc): engine_discard has it */
     news->data = copy;
     news->bytes = bytes;
     return news;
@@ -212,8 +212,8 @@ static int after_error(engine *self) {
 }
 
 /* Append what the kernel is told beside a burst; return the bytes in use. */
-static size_t put_ancillary(struct cmsghdr *at, size_t used, int level, int type, const void *value, size_t bytes) {
-    struct cmsghdr *entry = (struct cmsghdr *)((uint8_t *)at + used);
+static size_t put_ancillary(char *at, size_t used, int level, int type, const void *value, size_t bytes) {
+    struct cmsghdr *entry = (struct cmsghdr *)(at + used);
     entry->cmsg_level = level;
     entry->cmsg_type = type;
     entry->cmsg_len = CMSG_LEN(bytes);
@@ -231,9 +231,9 @@ static ssize_t send_pieces(const engine *self, flow *to, struct iovec *pieces, i
     memset(&control, 0, sizeof control);
     size_t used = 0;
     if (tos)
-        used = put_ancillary(&control.align, used, IPPROTO_IP, IP_TOS, &tos, sizeof tos);
+        used = put_ancillary(control.bytes, used, IPPROTO_IP, IP_TOS, &tos, sizeof tos);
     if (segment)
-        used = put_ancillary(&control.align, used, IPPROTO_UDP, UDP_SEGMENT, &segment, sizeof segment);
+        used = put_ancillary(control.bytes, used, IPPROTO_UDP, UDP_SEGMENT, &segment, sizeof segment);
     struct msghdr message = {.msg_name = &to->address,
                              .msg_namelen = sizeof to->address,
                              .msg_iov = pieces,

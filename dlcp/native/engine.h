@@ -334,7 +334,7 @@ void outgoing_lost(flow *to, outgoing *self, uint32_t index);
 uint32_t outgoing_next_packet(outgoing *self);
 int64_t outgoing_gather(const engine *owner, outgoing *self, int64_t limit, uint32_t *packets);
 int outgoing_pieces(const engine *owner, const outgoing *self, uint32_t index, struct iovec *pieces);
-void outgoing_complete(engine *owner, flow *to, outgoing *self, uint64_t *bits, double now_s);
+void outgoing_complete(engine *owner, flow *to, outgoing *self, const uint64_t *bits, double now_s);
 double outgoing_ask(engine *owner, flow *to, double now_s);
 void outgoing_take_bitmap(engine *owner, flow *to, const uint8_t *datagram, int64_t bytes, double now_s);
 /* incoming.c */

@@ -186,7 +186,8 @@ static int reserve_runs(run_queue *sent, int64_t more) {
 }
 
 static void note_run(run_queue *sent, run one) {
-    sent->runs[(sent->first + sent->count) % sent->capacity] = one;
+    int64_t at = sent->first + sent->count; /* reserve_runs has made room */
+    sent->runs[at < sent->capacity ? at : at - sent->capacity] = one;
     sent->count++;
 }
 
@@ -274,6 +275,7 @@ static void note_block(flow *self, incoming *message, int64_t block) {
         self->fresh = fresh;
         self->fresh_capacity = capacity;
     }
+    /* NOLINTNEXTLINE(clang-analyzer-security.ArrayBound): the count is never below 0 */
     self->fresh[self->fresh_count++] = (ack_block){message, block};
 }
 

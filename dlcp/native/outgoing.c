@@ -283,7 +283,7 @@ void outgoing_lost(flow *to, outgoing *self, uint32_t index) {
 /* Control ---------------------------------------------------------------------------------------------------------- */
 
 /* Report a message that its receiver has confirmed, and forget it. `bits` is what arrived, the event's from now on. */
-void outgoing_complete(engine *owner, flow *to, outgoing *self, uint64_t *bits, double now_s) {
+void outgoing_complete(engine *owner, flow *to, outgoing *self, const uint64_t *bits, double now_s) {
     event *done = engine_event(owner, EVENT_SENT, to->peer, now_s);
     if (done) {
         done->step = self->step;
@@ -320,8 +320,8 @@ static double ask_due_s(const engine *owner, outgoing *self, double timeout_s) {
     /* Questions and answers get lost like anything else: only answers without news say that asking is no use. */
     int64_t without_news = self->probes_without_news - self->probes_unanswered +
                            self->probes_unanswered / owner->config.unanswered_patience;
-    return fmax(self->active_s, self->probed_s) +
-           timeout_s * (double)(1 << smaller(owner->config.backoff_max, without_news));
+    int doublings = (int)smaller(owner->config.backoff_max, without_news);
+    return fmax(self->active_s, self->probed_s) + ldexp(timeout_s, doublings);
 }
 
 /* Ask a peer what is missing, where that is due; return when to look again. Not all messages are looked at each time:

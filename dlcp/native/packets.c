@@ -78,12 +78,12 @@ API int64_t dlcp_packets_send(int socket, const uint8_t *rows, int64_t row_bytes
     int64_t sent = 0, done = 0;
     *bytes = 0;
     while (done < count) {
-        int n = count - done < TOGETHER ? (int)(count - done) : TOGETHER;
-        for (int i = 0; i < n; i++) {
+        int some = count - done < TOGETHER ? (int)(count - done) : TOGETHER;
+        for (int i = 0; i < some; i++) {
             pieces[i].iov_base = (void *)(rows + slots[done + i] * row_bytes);
             pieces[i].iov_len = (size_t)lengths[done + i];
         }
-        int left = sendmmsg(socket, messages, (unsigned)n, MSG_DONTWAIT);
+        int left = sendmmsg(socket, messages, (unsigned)some, MSG_DONTWAIT);
         if (left > 0) {
             for (int i = 0; i < left; i++)
                 *bytes += lengths[done + i];

@@ -125,14 +125,14 @@ int ring_send_datagram(flow *to, const uint8_t *datagram, int64_t bytes) {
 
 int ring_send_burst(engine *owner, flow *to, const struct iovec *pieces, int64_t parts) {
     uint64_t bytes = 0, segment = HEADER_BYTES + (uint64_t)owner->config.payload_bytes;
-    for (int64_t p = 0; p < parts; p++)
-        bytes += pieces[p].iov_len;
+    for (int64_t i = 0; i < parts; i++)
+        bytes += pieces[i].iov_len;
     uint8_t *at = reserve(&to->out, bytes, CONTROL_ROOM), *into = at;
     if (!at)
         return RING_FULL;
-    for (int64_t p = 0; p < parts; p++) {
-        memcpy(into, pieces[p].iov_base, pieces[p].iov_len);
-        into += pieces[p].iov_len;
+    for (int64_t i = 0; i < parts; i++) {
+        memcpy(into, pieces[i].iov_base, pieces[i].iov_len);
+        into += pieces[i].iov_len;
     }
     publish(to, at, (record_head){.bytes = (uint32_t)bytes, .segment = (uint32_t)segment});
     owner->sent_bursts++;
