@@ -6,10 +6,9 @@ from typing import Final
 
 from dlcp.compress.atomo import Atomo
 from dlcp.compress.casts import BFloat16, Float16
+from dlcp.compress.codes import Qsgd, ScaledSigns, SignSgd, TernGrad
 from dlcp.compress.compressor import Compressor
 from dlcp.compress.powersgd import PowerSgd
-from dlcp.compress.quantized import Qsgd, TernGrad
-from dlcp.compress.signs import ScaledSigns, SignSgd
 from dlcp.compress.sparse import RandomK, TopK
 from dlcp.suggestion import closest
 
