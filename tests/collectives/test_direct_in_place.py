@@ -135,7 +135,7 @@ class Broken:
         self.started = self.ranks.start(0, self.gradients, THREE_BUCKETS, delays_s)
         begin_s = 0.011 + rng.random() * 0.08 if begin_s is None else begin_s
         self._fail_at((begin_s + rng.random(count) * rng.choice([0, 0.01])).tolist())
-        self.salvaged = [{left.sequence: left for left in reducer.partial_results()} for reducer in self.ranks.reducers]
+        self.left = [{left.sequence: left for left in reducer.partial_results()} for reducer in self.ranks.reducers]
 
     def _fail_at(self, moments_s):
         network = self.ranks.network
@@ -152,7 +152,7 @@ class Broken:
         """Complete a bucket over another channel; return what each rank has then, in the wider type."""
 
         def one(channel, rank):
-            mine, finished = self.salvaged[rank].get(number), self.is_finished(rank, number)
+            mine, finished = self.left[rank].get(number), self.is_finished(rank, number)
             return recover(channel, rank, range(self.count), mine, finished=finished)
 
         return together(self.count, one)
@@ -221,7 +221,7 @@ def test_failures_meet_every_stage():
     stages = set()
     for seed in range(9):
         broken = Broken(3, seed, loss=0.1, begin_s=0.011 + 0.01 * seed)
-        for rank, by_number in enumerate(broken.salvaged):
+        for rank, by_number in enumerate(broken.left):
             stages |= {"finished"} if len(by_number) < len(THREE_BUCKETS) else set()
             for left in by_number.values():
                 final = left.final.mean()

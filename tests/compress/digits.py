@@ -5,7 +5,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from dlcp.tags import Segment, layers_in_order
-from tests.compress.coded_ranks import CodedRanks
+from tests.compress.compressed_ranks import CompressedRanks
 
 SHAPES = {"hidden.weight": (64, 24), "hidden.bias": (24,), "head.weight": (24, 10), "head.bias": (10,)}
 LAYERS = layers_in_order(list(SHAPES), SHAPES)
@@ -63,7 +63,7 @@ def train(compression="", combine="average", *, ranks=2, steps=150, rate=0.5, mo
           **options):  # fmt: skip
     """Train by what ranks exchange; return the accuracy on what was held back, and the ranks. Replicas are compared."""
     (images, labels), held_back = data()
-    job = CodedRanks(ranks, compression, combine, loss=loss, bound=bound, **options)
+    job = CompressedRanks(ranks, compression, combine, loss=loss, bound=bound, **options)
     models = [beginning() for _ in range(ranks)]
     speeds = [np.zeros_like(model) for model in models]
     rng = np.random.default_rng(2)

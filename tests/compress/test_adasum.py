@@ -8,7 +8,7 @@ from dlcp.collectives.pipeline import check_stages
 from dlcp.collectives.reduction_rules import adasum_of, coefficients, scalar_products
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
-from tests.compress.coded_ranks import SEGMENTS, SIZE, CodedRanks, assert_identical
+from tests.compress.compressed_ranks import SEGMENTS, SIZE, CompressedRanks, assert_identical
 
 ONE_LAYER = [Segment(Layer("w", 0), 0, 600)]
 
@@ -81,7 +81,7 @@ def test_coefficients_follow_from_scalar_products():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_over_the_network_it_is_adasum_of_each_layer(count):
-    ranks = CodedRanks(count, combine="adasum", depth=10_000)
+    ranks = CompressedRanks(count, combine="adasum", depth=10_000)
     gradients = ranks.gradients(1)
     results = ranks.reduce(0, gradients)
     assert_identical(results)
@@ -90,7 +90,7 @@ def test_over_the_network_it_is_adasum_of_each_layer(count):
 
 @pytest.mark.parametrize("value_type", list(ValueType), ids=lambda kind: kind.value)
 def test_of_every_format(value_type):
-    ranks = CodedRanks(2, combine="adasum", value_type=value_type)
+    ranks = CompressedRanks(2, combine="adasum", value_type=value_type)
     gradients = ranks.gradients(1)
     results = ranks.reduce(0, gradients)
     assert_identical(results)
@@ -101,7 +101,7 @@ def test_of_every_format(value_type):
 
 def test_with_loss_it_is_adasum_of_what_arrived_and_the_rest_comes_later():
     """What rank r owes after the step is what it gave less what its share in Adasum was made of."""
-    ranks = CodedRanks(3, combine="adasum", bound=0.3, loss=0.2, seed=5)
+    ranks = CompressedRanks(3, combine="adasum", bound=0.3, loss=0.2, seed=5)
     gradients = ranks.gradients(1)
     results = ranks.reduce(0, gradients)
     assert_identical(results)
@@ -117,7 +117,7 @@ def test_with_loss_it_is_adasum_of_what_arrived_and_the_rest_comes_later():
 
 
 def test_one_percent_loss_for_many_steps():
-    ranks = CodedRanks(4, combine="adasum", loss=0.01, seed=1)
+    ranks = CompressedRanks(4, combine="adasum", loss=0.01, seed=1)
     for step in range(5):
         assert_identical(ranks.reduce(step, ranks.gradients(step)))
     ranks.check_bounds(0.1)
@@ -126,7 +126,7 @@ def test_one_percent_loss_for_many_steps():
 def test_it_costs_the_packets_of_an_all_reduce_and_a_few_scalar_products():
     packets = []
     for combine in ("average", "adasum"):
-        ranks = CodedRanks(4, combine=combine, depth=10_000)
+        ranks = CompressedRanks(4, combine=combine, depth=10_000)
         ranks.reduce(0, ranks.gradients(1))
         ranks.settle()
         packets.append(ranks.packets)
@@ -136,11 +136,11 @@ def test_it_costs_the_packets_of_an_all_reduce_and_a_few_scalar_products():
 
 @pytest.mark.parametrize("text", ["bf16", "randomk:0.3", "topk:0.3", "qsgd:8"])
 def test_it_combines_what_was_compressed(text):
-    ranks = CodedRanks(2, text, "adasum", error_feedback=False)
+    ranks = CompressedRanks(2, text, "adasum", error_feedback=False)
     gradients = ranks.gradients(1)
     results = ranks.reduce(0, gradients)
     assert_identical(results)
-    alone = [CodedRanks(1, text, error_feedback=False) for _ in gradients]
+    alone = [CompressedRanks(1, text, error_feedback=False) for _ in gradients]
     if text != "qsgd:8":  # of which the draws are each rank's own
         decoded = [one.reduce(0, [values])[0] for one, values in zip(alone, gradients, strict=True)]
         np.testing.assert_allclose(results[0], by_layer(decoded), rtol=0.02, atol=0.02)
@@ -153,7 +153,7 @@ def test_it_combines_what_was_compressed(text):
 def test_the_sum_is_n_times_the_average(text, loss):
     results = {}
     for combine in ("average", "sum"):
-        ranks = CodedRanks(4, text, combine, loss=loss, bound=0.3, seed=3)
+        ranks = CompressedRanks(4, text, combine, loss=loss, bound=0.3, seed=3)
         gradients = ranks.gradients(1)
         found = ranks.reduce(0, gradients)
         assert_identical(found)
@@ -169,7 +169,7 @@ def test_the_sum_is_n_times_the_average(text, loss):
 @pytest.mark.parametrize(("text", "scale"), [("topk:0.1", 1), ("randomk:0.1", 2)])
 def test_sums_lose_nothing_for_good_either(text, scale):
     """What is averaged is n times the gradient, and so is what is owed of it."""
-    ranks = CodedRanks(2, text, "sum", bound=0.3, loss=0.1, seed=3)
+    ranks = CompressedRanks(2, text, "sum", bound=0.3, loss=0.1, seed=3)
     given, taken = np.zeros(SIZE), np.zeros(SIZE)
     for step in range(4):
         gradients = ranks.gradients(step)

@@ -7,7 +7,7 @@ import pytest
 from dlcp.session import Options
 from dlcp.session.joining import NotJoinedError
 from dlcp.transport import TransportError
-from tests.compress.coded_ranks import NOTHING_PROTECTED
+from tests.compress.compressed_ranks import NOTHING_PROTECTED
 from tests.faults.bad_network import BadNetwork, Weather
 from tests.group.group_ranks import together
 from tests.transport.free_ports import free_udp_ports

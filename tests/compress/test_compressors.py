@@ -10,7 +10,7 @@ from dlcp.compress.codes import pack, unpack
 from dlcp.compress.matrices import folded_sum, orthonormal, product, shape_of
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
-from tests.compress.coded import EVERY, LAYERS, SEGMENTS, SHAPES, SIZE, alone, gradient, made, matrix_of
+from tests.compress.compressed_gradients import EVERY, LAYERS, SEGMENTS, SHAPES, SIZE, alone, gradient, made, matrix_of
 
 
 def unit_mask(encoded, fraction, seed):

@@ -31,7 +31,7 @@ class AtOnce(Executor):
         function(*arguments, **named)
 
 
-class CodedRanks:
+class CompressedRanks:
     """``count`` ranks that compress, or combine, or both."""
 
     def __init__(self, count, compression="", combine="average", *, bound=0.1, error_feedback=True, rescale=True,

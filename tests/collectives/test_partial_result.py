@@ -105,9 +105,9 @@ def test_finished_everywhere_is_nothing_to_do_although_a_confirmation_is_missing
     def held(rank):
         if rank:
             return None
-        salvage = PartialResult.untouched(rank, 0, 0, np.ones(12, np.float32), VALUES_PER_PACKET)
-        salvage.final[:], salvage.included = [True, False, False], {}
-        return salvage
+        partial = PartialResult.untouched(rank, 0, 0, np.ones(12, np.float32), VALUES_PER_PACKET)
+        partial.final[:], partial.included = [True, False, False], {}
+        return partial
 
     results = together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank), finished=True))
     assert results == [None, None]
@@ -122,10 +122,10 @@ def test_averages_come_over_bit_by_bit():
     odd = np.array([-0.0, np.nan, np.inf, -np.inf, 1e-45], np.float32)
 
     def held(rank):
-        salvage = PartialResult.untouched(rank, 0, 0, odd.copy() if rank else np.ones(5, np.float32), VALUES_PER_PACKET)
+        partial = PartialResult.untouched(rank, 0, 0, odd.copy() if rank else np.ones(5, np.float32), VALUES_PER_PACKET)
         if rank:
-            salvage.final[:], salvage.included = True, {}
-        return salvage
+            partial.final[:], partial.included = True, {}
+        return partial
 
     for recovered in together(3, lambda channel, rank: recover(channel, rank, range(3), held(rank))):
         np.testing.assert_array_equal(recovered.values.view(np.uint32), odd.view(np.uint32))
@@ -148,9 +148,9 @@ def test_nested_sums_of_a_ring_are_counted_once():
     holds = [{0}, {0, 1}, {0, 1, 2}, {3}]
 
     def held(rank):
-        salvage = PartialResult.untouched(rank, 0, 0, np.full(5, sums[rank], np.float32), VALUES_PER_PACKET)
-        salvage.included = {peer: np.ones(1, np.bool_) for peer in holds[rank]}
-        return salvage
+        partial = PartialResult.untouched(rank, 0, 0, np.full(5, sums[rank], np.float32), VALUES_PER_PACKET)
+        partial.included = {peer: np.ones(1, np.bool_) for peer in holds[rank]}
+        return partial
 
     for recovered in together(4, lambda channel, rank: recover(channel, rank, range(4), held(rank))):
         np.testing.assert_array_equal(recovered.values, np.full(5, 2.5))
@@ -174,12 +174,12 @@ def test_buckets_that_differ_are_refused_by_name():
 
 def test_what_was_owed_anyway_is_owed_where_an_average_was_formed():
     def held(rank):
-        salvage = PartialResult.untouched(rank, 0, 0, np.ones(10, np.float32), VALUES_PER_PACKET)
-        salvage.residual = np.full(10, rank + 1, np.float32)
+        partial = PartialResult.untouched(rank, 0, 0, np.ones(10, np.float32), VALUES_PER_PACKET)
+        partial.residual = np.full(10, rank + 1, np.float32)
         if rank == 1:
-            salvage.final[0] = True
-            salvage.included[0] = np.array([True, False])
-        return salvage
+            partial.final[0] = True
+            partial.included[0] = np.array([True, False])
+        return partial
 
     for rank, recovered in enumerate(together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank)))):
         np.testing.assert_array_equal(recovered.residual[:5], rank + 1)
@@ -189,14 +189,14 @@ def test_what_was_owed_anyway_is_owed_where_an_average_was_formed():
 @pytest.mark.parametrize("settled", [False, True])
 def test_what_the_owner_confirmed_as_lost_is_owed_once(settled):
     def held(rank):
-        salvage = PartialResult.untouched(rank, 0, 0, np.full(5, 3.0, np.float32), VALUES_PER_PACKET)
+        partial = PartialResult.untouched(rank, 0, 0, np.full(5, 3.0, np.float32), VALUES_PER_PACKET)
         if rank == 0:
-            salvage.final[:] = True  # formed without rank 1
+            partial.final[:] = True  # formed without rank 1
         elif settled:
-            salvage.unconfirmed = np.zeros(1, np.bool_)
-            salvage.residual = np.full(5, 3.0, np.float32)
-            salvage.values[:2] = -7.0  # a part of the average is here already
-        return salvage
+            partial.unconfirmed = np.zeros(1, np.bool_)
+            partial.residual = np.full(5, 3.0, np.float32)
+            partial.values[:2] = -7.0  # a part of the average is here already
+        return partial
 
     owner, other = together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank)))
     assert owner.residual is None

@@ -69,7 +69,7 @@ def test_what_was_lost_before_stays_lost_and_ranks_agree(share, monkeypatch):
     assert sum(one.residual is not None for one in held if one) > 0, "what hops are known to have lost is told"
 
 
-def test_a_finished_bucket_leaves_nothing_to_salvage():
+def test_a_finished_bucket_leaves_no_partial_result():
     ranks = RingRanks(3)
     ranks.reduce(0, ranks.gradients(0))
     assert [reducer.partial_results() for reducer in ranks.reducers] == [[], [], []]

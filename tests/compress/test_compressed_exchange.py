@@ -13,7 +13,15 @@ from dlcp.compress import COMPRESSORS, Feedback, Occasion, make_compressor
 from dlcp.compress.compressor import average
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment, TagPolicy
-from tests.compress.coded_ranks import EVERY, LAYERS, PAYLOAD_BYTES, SEGMENTS, SIZE, CodedRanks, assert_identical
+from tests.compress.compressed_ranks import (
+    EVERY,
+    LAYERS,
+    PAYLOAD_BYTES,
+    SEGMENTS,
+    SIZE,
+    CompressedRanks,
+    assert_identical,
+)
 
 GATHERED = [text for text in EVERY if not COMPRESSORS[text.partition(":")[0]].reduces]
 FED_BACK = [text for text in EVERY if make_compressor(text).feedback is Feedback.ALL]
@@ -49,7 +57,7 @@ def by_definition(text, gradients, step=0):
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("text", EVERY)
 def test_without_loss_it_is_what_the_definition_says(text, count):
-    ranks = CodedRanks(count, text, depth=10_000)
+    ranks = CompressedRanks(count, text, depth=10_000)
     gradients = ranks.gradients(1)
     results = ranks.reduce(0, gradients)
     assert_identical(results)
@@ -60,7 +68,7 @@ def test_without_loss_it_is_what_the_definition_says(text, count):
 @pytest.mark.parametrize("collective", ["ring", "auto"])
 @pytest.mark.parametrize("text", ["fp16", "randomk:0.1", "powersgd:2"])
 def test_what_adds_up_goes_any_way(text, collective):
-    ranks = CodedRanks(3, text, collective=collective, depth=10_000)
+    ranks = CompressedRanks(3, text, collective=collective, depth=10_000)
     gradients = ranks.gradients(1)
     results = ranks.reduce(0, gradients)
     assert_identical(results)
@@ -71,7 +79,7 @@ def test_what_adds_up_goes_any_way(text, collective):
 
 @pytest.mark.parametrize("text", EVERY)
 def test_under_loss_bounds_are_kept_and_replicas_identical(text):
-    ranks = CodedRanks(3, text, loss=0.01, seed=2)
+    ranks = CompressedRanks(3, text, loss=0.01, seed=2)
     for step in range(6):
         assert_identical(ranks.reduce(step, ranks.gradients(step)))
     ranks.check_bounds(0.1)
@@ -80,7 +88,7 @@ def test_under_loss_bounds_are_kept_and_replicas_identical(text):
 
 @pytest.mark.parametrize("text", EVERY)
 def test_a_lossy_network_does_cost_packets(text):
-    ranks = CodedRanks(2, text, bound=0.3, loss=0.2, seed=4)
+    ranks = CompressedRanks(2, text, bound=0.3, loss=0.2, seed=4)
     for step in range(4):
         assert_identical(ranks.reduce(step, ranks.gradients(step)))
     ranks.check_bounds(0.3)
@@ -92,7 +100,7 @@ def test_a_lossy_network_does_cost_packets(text):
 @pytest.mark.parametrize("text", FED_BACK)
 def test_nothing_is_lost_for_good(text, count, loss, rescale):
     """Sum over steps of n times the result, and what is still owed, are the sum of all gradients."""
-    ranks = CodedRanks(count, text, bound=0.3, loss=loss, rescale=rescale, seed=5)
+    ranks = CompressedRanks(count, text, bound=0.3, loss=loss, rescale=rescale, seed=5)
     given, taken = np.zeros(SIZE), np.zeros(SIZE)
     for step in range(4):
         gradients = ranks.gradients(step)
@@ -109,7 +117,7 @@ def test_nothing_is_lost_for_good(text, count, loss, rescale):
 
 @pytest.mark.parametrize("text", ["qsgd:4", "terngrad", "atomo:2"])
 def test_of_what_is_unbiased_the_lost_part_is_owed_and_nothing_else(text):
-    ranks = CodedRanks(2, text, bound=0.3, loss=0.2, seed=6)
+    ranks = CompressedRanks(2, text, bound=0.3, loss=0.2, seed=6)
     gradients = ranks.gradients(1)
     results = ranks.reduce(0, gradients)
     assert ranks.lost > 0
@@ -117,7 +125,7 @@ def test_of_what_is_unbiased_the_lost_part_is_owed_and_nothing_else(text):
 
 
 def test_a_vote_owes_nothing():
-    ranks = CodedRanks(3, "signsgd", bound=0.3, loss=0.2, seed=7)
+    ranks = CompressedRanks(3, "signsgd", bound=0.3, loss=0.2, seed=7)
     results = ranks.reduce(0, ranks.gradients(1))
     assert set(np.unique(results[0])) <= {-1, 0, 1}
     assert not ranks.owed().any()
@@ -125,7 +133,7 @@ def test_a_vote_owes_nothing():
 
 @pytest.mark.parametrize("text", EVERY)
 def test_without_error_feedback_nothing_is_owed(text):
-    ranks = CodedRanks(2, text, bound=0.3, loss=0.2, error_feedback=False, seed=8)
+    ranks = CompressedRanks(2, text, bound=0.3, loss=0.2, error_feedback=False, seed=8)
     assert_identical(ranks.reduce(0, ranks.gradients(1)))
     assert not ranks.owed().any()
 
@@ -134,14 +142,14 @@ def test_without_error_feedback_nothing_is_owed(text):
 def test_bytes_on_the_wire_are_those_of_the_definition(text):
     """A reducing one sends a share to each owner and its result to each; a gathered one everything to everyone."""
     count = 3
-    ranks = CodedRanks(count, text, depth=10_000)
+    ranks = CompressedRanks(count, text, depth=10_000)
     ranks.reduce(0, ranks.gradients(1))
     ranks.settle()
     packets = CODED_BYTES[text] / PAYLOAD_BYTES
     copies = 2 * (count - 1) if COMPRESSORS[text.partition(":")[0]].reduces else count * (count - 1)
     # Shares end in packets that are not full, and results are followed by rates.
     assert copies * packets <= ranks.packets <= copies * (packets + 4) + 24
-    plain = CodedRanks(count, depth=10_000)
+    plain = CompressedRanks(count, depth=10_000)
     plain.reduce(0, plain.gradients(1))
     plain.settle()
     assert ranks.packets < 0.6 * plain.packets
@@ -150,7 +158,7 @@ def test_bytes_on_the_wire_are_those_of_the_definition(text):
 @pytest.mark.parametrize("text", EVERY)
 @pytest.mark.parametrize("value_type", [ValueType.FLOAT64, ValueType.FLOAT16, ValueType.BFLOAT16])
 def test_buckets_of_every_format(text, value_type):
-    ranks = CodedRanks(2, text, value_type=value_type, loss=0.05, seed=9)
+    ranks = CompressedRanks(2, text, value_type=value_type, loss=0.05, seed=9)
     gradients = ranks.gradients(1)
     results = ranks.reduce(0, gradients)
     assert_identical(results)
@@ -164,7 +172,7 @@ def test_buckets_of_every_format(text, value_type):
 
 @pytest.mark.parametrize("text", EVERY)
 def test_one_ranks_infinity_reaches_all_and_is_over_with_the_step(text):
-    ranks = CodedRanks(2, text)
+    ranks = CompressedRanks(2, text)
     ranks.reduce(0, ranks.gradients(0))
     gradients = ranks.gradients(1)
     gradients[1][7] = np.inf
@@ -177,7 +185,7 @@ def test_one_ranks_infinity_reaches_all_and_is_over_with_the_step(text):
 
 @pytest.mark.parametrize("text", ["topk:0.1", "fp16", "powersgd:2"])
 def test_what_must_be_exact_is_not_compressed(text):
-    ranks = CodedRanks(2, text, loss=0.1, bound=0.3, seed=3)
+    ranks = CompressedRanks(2, text, loss=0.1, bound=0.3, seed=3)
     gradients = ranks.gradients(1)
     started = ranks.start(0, gradients), ranks.start(0, gradients, sequence=1, exact=True)
     ranks.network.run(lambda: all(future.done() for row in started for future in row.values()))
@@ -186,7 +194,7 @@ def test_what_must_be_exact_is_not_compressed(text):
 
 @pytest.mark.parametrize("text", GATHERED)
 def test_a_gathered_message_may_lose_to_all_receivers_together_what_the_bound_says(text):
-    ranks = CodedRanks(4, text, bound=0.3)
+    ranks = CompressedRanks(4, text, bound=0.3)
     ranks.reduce(0, ranks.gradients(1))
     (bound,) = {record.bound for ledger in ranks.ledgers for record in ledger.records}
     assert bound == pytest.approx(0.1)
@@ -194,7 +202,7 @@ def test_a_gathered_message_may_lose_to_all_receivers_together_what_the_bound_sa
 
 def test_the_least_of_what_is_gathered_is_dropped_first():
     """Tags follow what is sent: the largest pairs are protected, the smallest are of the highest class."""
-    ranks = CodedRanks(2, "topk:0.2", policy=TagPolicy(small_layer_values=0))
+    ranks = CompressedRanks(2, "topk:0.2", policy=TagPolicy(small_layer_values=0))
     run = AllGatherRun(ranks.reducers[0].gradients, 0, 0, Bucket(ranks.gradients(1)[0], ValueType.FLOAT32, SEGMENTS))
     tags, encoded, per_packet = run.tags, run.encoded, run.units_per_packet
     worth = [encoded.worth[start : start + per_packet].mean() for start in range(0, encoded.units, per_packet)]
@@ -207,7 +215,7 @@ def test_the_least_of_what_is_gathered_is_dropped_first():
 
 
 def test_scales_must_arrive():
-    ranks = CodedRanks(2, "qsgd:4", bound=0.5, loss=0.3, seed=11)
+    ranks = CompressedRanks(2, "qsgd:4", bound=0.5, loss=0.3, seed=11)
     for step in range(3):
         ranks.reduce(step, ranks.gradients(step))
     assert ranks.lost > 0
@@ -221,7 +229,7 @@ def test_scales_must_arrive():
 @pytest.mark.parametrize("text", ["topk:0.1", "randomk:0.1"])
 def test_buckets_may_be_regrouped_between_steps(text):
     """What is owed is kept by layer, as DDP regroups its buckets after the first step."""
-    ranks = CodedRanks(2, text)
+    ranks = CompressedRanks(2, text)
     gradients = ranks.gradients(1)
     ranks.reduce(0, gradients)
     owed = ranks.owed()
@@ -237,7 +245,7 @@ def test_buckets_may_be_regrouped_between_steps(text):
 
 @pytest.mark.parametrize("text", ["topk:0.1", "qsgd:4"])
 def test_what_is_owed_travels_with_a_checkpoint(text):
-    ranks = CodedRanks(2, text, bound=0.3, loss=0.2, seed=6)
+    ranks = CompressedRanks(2, text, bound=0.3, loss=0.2, seed=6)
     ranks.reduce(0, ranks.gradients(0))
     owed = ranks.owed()
     ranks.residuals = [pickle.loads(pickle.dumps(residual)) for residual in ranks.residuals]

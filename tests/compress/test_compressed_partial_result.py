@@ -10,7 +10,7 @@ from dlcp.collectives.partial_result import recover
 from dlcp.compress import Feedback, make_compressor
 from dlcp.wire import PacketType
 from tests.collectives.meeting_ranks import together
-from tests.compress.coded_ranks import EVERY, SIZE, CodedRanks, assert_identical
+from tests.compress.compressed_ranks import EVERY, SIZE, CompressedRanks, assert_identical
 from tests.transport.exchanges import Selective
 
 AVERAGES = [text for text in EVERY if make_compressor(text).feedback is not Feedback.NOTHING]
@@ -35,7 +35,7 @@ def recovered(ranks, started, step=0):
 @pytest.mark.parametrize("until_s", [0.0, 0.0012, 0.003])
 @pytest.mark.parametrize("text", AVERAGES)
 def test_what_nobody_has_finished_is_averaged_exactly(text, until_s):
-    ranks = CodedRanks(3, text, rate_bps=5e6)
+    ranks = CompressedRanks(3, text, rate_bps=5e6)
     gradients = ranks.gradients(1)
     started = ranks.start(0, gradients)
     ranks.network.run(lambda: ranks.network.now >= until_s)
@@ -50,7 +50,7 @@ def test_what_nobody_has_finished_is_averaged_exactly(text, until_s):
 @pytest.mark.parametrize("text", AVERAGES)
 def test_what_one_rank_has_finished_all_get_and_owe_the_rest(text, lossy):
     """Rank 1 hears nothing of the last round's result, or of rank 0's last verdict; and some of its own is lost."""
-    ranks = CodedRanks(2, text, network=Selective, lose=withheld(text, lossy), bound=0.4)
+    ranks = CompressedRanks(2, text, network=Selective, lose=withheld(text, lossy), bound=0.4)
     gradients = ranks.gradients(1)
     started = ranks.start(0, gradients)
     ranks.network.run(started[0].done)
@@ -83,17 +83,17 @@ def withheld(text, lossy):
 
 
 def test_results_are_kept_only_as_long_as_others_may_need_them():
-    ranks = CodedRanks(2, "topk:0.1")
+    ranks = CompressedRanks(2, "topk:0.1")
     for step in range(3):
         ranks.reduce(step, ranks.gradients(step))
         held = ranks.reducers[0].partial_results()
-        assert [salvage.step for salvage in held] == [step]
+        assert [partial.step for partial in held] == [step]
         assert held[0].final.all()
 
 
 @pytest.mark.parametrize("text", ["topk:0.1", "fp16", "powersgd:2"])
-def test_exact_buckets_are_salvaged_too(text):
-    ranks = CodedRanks(2, text, rate_bps=5e6)
+def test_exact_buckets_have_partial_results_too(text):
+    ranks = CompressedRanks(2, text, rate_bps=5e6)
     gradients = ranks.gradients(1)
     started = ranks.start(3, gradients, sequence=5, exact=True)
     ranks.network.run(lambda: ranks.network.now >= 0.002)
@@ -105,12 +105,12 @@ def test_exact_buckets_are_salvaged_too(text):
 
 
 @pytest.mark.parametrize("combine", ["adasum", "sum"])
-def test_what_is_no_average_cannot_be_salvaged(combine):
-    assert not CodedRanks(2, combine=combine).reducers[0].recoverable
+def test_what_is_no_average_is_not_recoverable(combine):
+    assert not CompressedRanks(2, combine=combine).reducers[0].recoverable
 
 
-def test_a_salvaged_contribution_has_what_was_owed_before():
-    ranks = CodedRanks(2, "topk:0.1", rate_bps=5e6)
+def test_a_recovered_contribution_has_what_was_owed_before():
+    ranks = CompressedRanks(2, "topk:0.1", rate_bps=5e6)
     first = ranks.gradients(1)
     taken = 2 * ranks.reduce(0, first)[0].astype(np.float64)
     started = ranks.start(1, [np.zeros(SIZE, np.float32)] * 2)
