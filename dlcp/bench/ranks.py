@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as processes of this machine that do what they are told, all at once; no wait is without a deadline.
+"""Ranks as processes of this machine, whose methods are called all at once; no wait is without a deadline.
 
 They talk to the program that started them over pipes, so that neither meeting at a barrier nor collecting times uses
 the network that is being measured.
@@ -21,7 +21,7 @@ from typing import Any, Final
 from dlcp.namespace import enter
 
 CALL_DEADLINE_S: Final = 120.0
-"""How long a call may take on the slowest rank, unless told otherwise. Chosen by us: far above any run's time."""
+"""How long a call may take on the slowest rank, by default. Chosen by us: far above any run's time."""
 _STOP_DEADLINE_S: Final = 5.0
 
 _context = multiprocessing.get_context("forkserver")
@@ -30,7 +30,7 @@ _context.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", 
 
 
 class RankError(RuntimeError):
-    """A rank failed, ended or did not answer in time; the message names it and what it was told."""
+    """A rank failed, ended or did not answer in time; the message names it and the call."""
 
 
 class Ranks:
@@ -144,9 +144,9 @@ def _serve(
 
 
 def _end_with(channel: Connection) -> None:
-    """End this process soon after the other end of the channel has: whoever gave orders may have been killed."""
+    """End this process soon after the other end of the channel has: the program that calls may have been killed."""
     ends = select.poll()
-    ends.register(channel.fileno(), 0)  # a hang-up is told without being asked for
+    ends.register(channel.fileno(), 0)  # poll reports a hang-up in any case
     ends.poll()
     time.sleep(_STOP_DEADLINE_S)
     os._exit(1)

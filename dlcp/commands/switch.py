@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whose certificates controllers must have, PEM; all others are refused",
     )
     control.add_argument(
-        "--insecure", action="store_true", help="talk plain text, to whoever can reach the address, instead of TLS"
+        "--insecure", action="store_true", help="use plain text instead of TLS, with anybody who can reach the address"
     )
     look = parser.add_argument_group("looking at it")
     look.add_argument("--counters", type=Path, metavar="FILE", help="write all counters there, as JSON")

@@ -39,7 +39,7 @@ _WARM_UP_STEPS: Final = 6
 
 
 def send_fact(channel: Connection, fact: Fact) -> None:
-    """Report a fact to whoever started this worker.
+    """Report a fact to the process that started this worker.
 
     It travels as JSON: a pickle may hold what takes PyTorch to read (its version is a class of its own), and loading
     that holds up the reader of all reports for seconds on a busy machine.
@@ -227,7 +227,7 @@ class GlooServer:
             if len(parts) < len(self._workers):
                 return
             del self._arrived[number]
-        # Added up in the order of ranks, whoever came first, so that a run gives the same bits each time.
+        # Added in the order of ranks, not of arrival, so that a run gives the same bits each time.
         mean = reduce(torch.add, [parts[each] for each in self._workers]).div_(len(parts))
         for each in self._workers:
             self._sending[each].submit(dist.send, mean, each)

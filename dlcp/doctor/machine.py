@@ -47,7 +47,7 @@ def examine_python() -> Diagnosis:
 
 
 def examine_torch() -> Diagnosis:
-    """Say whether PyTorch is there and can communicate."""
+    """Examine PyTorch: whether it is installed, and can communicate."""
     found = _version("torch")
     data: dict[str, Any] = {"torch": found}
     install = "pip install 'dlcp[torch]' (a machine that only switches or serves parameters needs none)"
@@ -71,7 +71,7 @@ def examine_torch() -> Diagnosis:
 
 
 def examine_native() -> Diagnosis:
-    """Say which data path is in use: the native extension, or NumPy."""
+    """Examine which data path is in use: the native extension, or NumPy."""
     subject, forbidden = "data path", os.environ.get("DLCP_NATIVE") == "0"
     try:
         native = importlib.import_module("dlcp.native")
@@ -96,7 +96,7 @@ def examine_extras() -> Diagnosis:
 
 
 def examine_shared_memory() -> Diagnosis:
-    """Say whether ranks of this machine can exchange packets through memory, by letting two meet."""
+    """Examine whether ranks of this machine can exchange packets through memory, by connecting two."""
     subject, fix = "shared memory", ""
     try:
         if not shared_memory.supported():
@@ -133,7 +133,7 @@ def _two_meet() -> bool:
 
 
 def examine_namespaces() -> Diagnosis:
-    """Say whether ``dlcp demo`` can give each worker a network namespace; training needs none."""
+    """Examine whether ``dlcp demo`` can give each worker a network namespace; training needs none."""
     from dlcp import namespace
 
     works, reason = namespace.available()

@@ -112,7 +112,7 @@ def examine_coalescing() -> Diagnosis:
 
 
 def examine_interface(interface: NetworkInterface) -> Diagnosis:
-    """Say what an interface carries, and whether it takes bursts: without checksum offload some kernels answer EIO.
+    """Examine what an interface carries, and whether it takes bursts: without checksum offload some kernels answer EIO.
 
     The burst goes to a multicast address with a TTL of 0. The kernel handles it up to the point where it would give it
     to the interface, so nothing leaves the machine.
@@ -146,7 +146,7 @@ def examine_buffers() -> list[Diagnosis]:
 
 
 def examine_ports() -> Diagnosis:
-    """Say which of DLCP's UDP ports are free; every rank on this machine takes one."""
+    """Examine which of DLCP's UDP ports are free; every rank on this machine takes one."""
     ports = range(wire.UDP_PORT_BASE, wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT)
     taken = [port for port in ports if not _is_free(port)]
     subject, data = "UDP ports", {"ports": [ports[0], ports[-1]], "ports_taken": taken}

@@ -124,7 +124,7 @@ def train(args: argparse.Namespace, model: nn.Module, plain: RNNModel, source: t
 def main() -> None:
     """Read the arguments, train and validate."""
     parser = argparse.ArgumentParser(description="Word-level language model")
-    parser.add_argument("--vocabulary", type=int, default=3000, help="words that are told apart")
+    parser.add_argument("--vocabulary", type=int, default=3000, help="size of the vocabulary, in words")
     parser.add_argument("--width", type=int, default=96, help="of the embedding and of the LSTM")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=5.0)

@@ -75,7 +75,7 @@ def headline(summary: Mapping[str, Any]) -> str:
 
 
 def accuracy_sentence(summary: Mapping[str, Any]) -> str:
-    """Say how the runs' times to the target compare."""
+    """Return a sentence on how the runs' times to the target compare."""
     if summary["target_accuracy"] is None:
         return "No accuracy was held by every run."
     steps = [f"{SHORT_NAMES[name]} {summary[name]['steps_to_target']:.0f}" for name in SHORT_NAMES if summary[name]]
@@ -86,7 +86,7 @@ def accuracy_sentence(summary: Mapping[str, Any]) -> str:
 
 
 def step_sentence(summary: Mapping[str, Any]) -> str:
-    """Say how long typical and slow steps took."""
+    """Return a sentence on how long typical and slow steps took."""
     parts = [
         f"{SHORT_NAMES[name]} {duration(figures['step_seconds']['p50'])} and {duration(figures['step_seconds']['p99'])}"
         for name, figures in ((name, summary[name]) for name in SHORT_NAMES)
@@ -96,7 +96,7 @@ def step_sentence(summary: Mapping[str, Any]) -> str:
 
 
 def waiting_sentence(runs: Mapping[str, Run]) -> str:
-    """Say what share of a step was spent waiting for the network."""
+    """Return a sentence on what share of a step was spent waiting for the network."""
     shares = {name: waiting_share(run) for name, run in runs.items()}
     parts = [f"{SHORT_NAMES[name]} {percent(share, 0)}" for name, share in shares.items() if share is not None]
     if not parts:
@@ -113,7 +113,7 @@ def waiting_share(run: Run) -> float | None:
 
 
 def background_sentence(runs: Mapping[str, Run]) -> str:
-    """Say whether the background traffic got its fair share."""
+    """Return a sentence on whether the background traffic got its fair share."""
     shares = {name: fair_share_ratio(run) for name, run in runs.items()}
     parts = [f"{percent(share, 0)} beside {SHORT_NAMES[name]}" for name, share in shares.items()]
     sentence = f"Of its fair share (dashed), the background got {listing(parts)}, counted while its bursts were on."
@@ -133,7 +133,7 @@ def fair_share_ratio(run: Run) -> float:
 
 
 def drops_sentence(runs: Mapping[str, Run]) -> str:
-    """Say how many gradients the switch dropped in the run with DLCP, and how many of them by choice."""
+    """Return a sentence on how many gradients the switch dropped beside DLCP, and how many of them by choice."""
     switch, plain = runs["dlcp"]["switch"], runs["plain"]["switch"]
     chosen, ordinary = switch["policy_drops"], ordinary_tail_drops(runs["dlcp"])
     gradients = chosen + switch["tail_drops"] - ordinary
@@ -154,7 +154,7 @@ def ordinary_tail_drops(run: Run) -> int:
 
 
 def class_sentence(runs: Mapping[str, Run]) -> str:
-    """Say which drop classes lost how much."""
+    """Return a sentence on which drop classes lost how much."""
     ledger = runs["dlcp"]["ledger"]
     rates = [lost / packets if packets else 0.0 for packets, lost in ledger["by_class"]]
     if not ledger["lost"]:
@@ -166,7 +166,7 @@ def class_sentence(runs: Mapping[str, Run]) -> str:
 
 
 def layer_sentence(runs: Mapping[str, Run]) -> str:
-    """Say which layers lost how much."""
+    """Return a sentence on which layers lost how much."""
     ledger, names = runs["dlcp"]["ledger"], runs["dlcp"]["layer_names"]
     rates = {
         names.get(position, f"layer {position}"): lost / packets
@@ -186,7 +186,7 @@ def layer_sentence(runs: Mapping[str, Run]) -> str:
 
 
 def bound_sentence(summary: Mapping[str, Any]) -> str:
-    """Say whether the bound was kept."""
+    """Return a sentence on whether the bound was kept."""
     loss = summary["dlcp"]["loss"]
     broken = loss["violations"] + summary["dlcp_priority"]["loss"]["violations"]
     kept = "none ever broke the bound" if not broken else f"{broken} BROKE the bound, which must not happen"
@@ -197,7 +197,7 @@ def bound_sentence(summary: Mapping[str, Any]) -> str:
 
 
 def order_sentence(medians: Mapping[str, Sequence[float]]) -> str:
-    """Say in which order layers were complete; ``medians`` holds seconds by run, first layer first."""
+    """Return a sentence on in which order layers were complete; ``medians`` holds seconds by run, first layer first."""
     first, last = medians["dlcp"][0], medians["dlcp"][-1]
     order = "before" if first < last else "after"
     sentence = (
@@ -267,7 +267,7 @@ def testbed_words(run: Run) -> TestbedWords | None:
 
 
 def agreement_sentence(runs: Mapping[str, Run]) -> str:
-    """Say whether what hosts and switches counted agrees; empty if nobody compared."""
+    """Return a sentence on whether what hosts and switches counted agrees; empty if nobody compared."""
     compared = {name: run["agreement"] for name, run in runs.items() if "agreement" in run}
     if not compared:
         return ""

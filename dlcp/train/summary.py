@@ -57,7 +57,7 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
         f"  packets sent       {model['sent']:,}, through {model['through']}",
         f"  delivered          {model['delivered']:,}",
         f"  lost for this step {lost}; of one message at most {model['worst']:.1%}, allowed {model['loss_bound']:.1%}",
-        f"  sent again         {model['retransmitted']:,}",
+        f"  retransmitted      {model['retransmitted']:,}",
         f"  bound exceeded     {exceeded}",
         f"  fallback           {model['fallback'] or 'none, all steps went over DLCP'}",
     ]

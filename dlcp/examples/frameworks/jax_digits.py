@@ -79,9 +79,9 @@ def train(training: Digits, testing: Digits, args: argparse.Namespace, group: dl
         for chosen in np.split(order[: batches * args.batch_size], batches):
             params, state, cost = jitted_step(params, state, mine.images[chosen], mine.labels[chosen])
             costs.append(float(cost))
-        told = dlcp.jax.average_metrics({"loss": np.mean(costs)}, group)  # DLCP: the loss of all ranks
-        if group.rank == 0:  # DLCP: one of them speaks
-            print(f"epoch {epoch + 1}: loss {told['loss']:.4f}, accuracy {accuracy(params, testing):.4f}", flush=True)
+        mean = dlcp.jax.average_metrics({"loss": np.mean(costs)}, group)  # DLCP: the loss of all ranks
+        if group.rank == 0:  # DLCP: one rank prints
+            print(f"epoch {epoch + 1}: loss {mean['loss']:.4f}, accuracy {accuracy(params, testing):.4f}", flush=True)
     return params
 
 

@@ -50,7 +50,7 @@ def train(training: Digits, testing: Digits, args: argparse.Namespace) -> Any:
         args.epochs,
         validation_data=(testing.images, testing.labels),
         validation_freq=args.epochs,
-        verbose=2 if dlcp.rank() == 0 else 0,  # DLCP: one of them speaks
+        verbose=2 if dlcp.rank() == 0 else 0,  # DLCP: one rank prints
         callbacks=[
             dlcp.BroadcastGlobalVariablesCallback(0),  # DLCP: all begin with the weights of rank 0
             dlcp.MetricAverageCallback(),  # DLCP: loss and accuracy are those of all ranks
