@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from dlcp.controller.fabric import Fabric, Port
-from dlcp.controller.pipeline import Pipeline
+from dlcp.controller.pipeline import CompiledProgram
 from dlcp.controller.reconcile import Outcome, Plan
 from dlcp.controller.session import Readings
 from rich.box import SIMPLE_HEAD
@@ -40,7 +40,7 @@ def fabric_table(fabric: Fabric, entries: Mapping[str, Entries]) -> Table:
     return table
 
 
-def plan_tree(plan: Plan, pipeline: Pipeline, *, every: bool = False) -> Tree:
+def plan_tree(plan: Plan, pipeline: CompiledProgram, *, every: bool = False) -> Tree:
     """Return what a switch is going to be told; all of it, or the beginning."""
     difference = plan.difference
     if not plan:

@@ -22,7 +22,7 @@ from dlcp.wire import UDP_PORT_BASE
 
 PORT_MAX: Final = 63
 """The program counts and watches ports 0-63; fabrics begin at port 1."""
-RATE_BPS: Final = 200_000_000
+_RATE_BPS: Final = 200_000_000
 """A link's rate unless told otherwise. Chosen by us: plain Python carries four such ports with room to spare."""
 
 SwitchKind = Literal["builtin", "bmv2"]
@@ -64,7 +64,7 @@ class Tls:
 
 
 @dataclass(frozen=True)
-class Switch:
+class FabricSwitch:
     """A switch and how it is controlled.
 
     Parameters
@@ -218,12 +218,12 @@ class Fabric:
         up to more than a port.
     """
 
-    switches: tuple[Switch, ...]
+    switches: tuple[FabricSwitch, ...]
     hosts: tuple[Host, ...]
     links: tuple[Link, ...]
     jobs: tuple[Job, ...] = ()
     policy: Policy = field(default_factory=Policy)
-    queueing: PortQueueing = field(default_factory=lambda: PortQueueing(rate_bps=RATE_BPS))
+    queueing: PortQueueing = field(default_factory=lambda: PortQueueing(rate_bps=_RATE_BPS))
     udp_ports: tuple[int, ...] = (UDP_PORT_BASE,)
     mtu_bytes: int = 9000
 
@@ -253,7 +253,7 @@ class Fabric:
             if neighbour.host is not None
         }
 
-    def switch(self, name: str) -> Switch:
+    def switch(self, name: str) -> FabricSwitch:
         """Return the switch of that name.
 
         Raises
@@ -314,7 +314,7 @@ def _spell_out(content: dict[str, Any]) -> None:
         content["links"] = [{"a": f"{name}:{index + 1}", "b": host["name"]} for index, host in hosts]
 
 
-def _beside(folder: Path, switch: Switch) -> Switch:
+def _beside(folder: Path, switch: FabricSwitch) -> FabricSwitch:
     """Return a switch with the names of its certificate files made relative to where we are."""
     if switch.tls is None:
         return switch
@@ -355,7 +355,7 @@ def _check_switches(fabric: Fabric) -> None:
         _check_control(switch, ("switches", index))
 
 
-def _check_control(switch: Switch, steps: tuple[Step, ...]) -> None:
+def _check_control(switch: FabricSwitch, steps: tuple[Step, ...]) -> None:
     for name, address in (("grpc", switch.grpc), ("thrift", switch.thrift)):
         if address and not _ADDRESS.fullmatch(address):
             raise FabricError(f"{address!r} is no address; write HOST:PORT, as in 127.0.0.1:9559", *steps, name)
@@ -432,7 +432,7 @@ def _check_end(end: str, switches: Collection[str], hosts: Collection[str], step
         raise FabricError(f"port {number} is not one of 1..{PORT_MAX}", *steps)
 
 
-def _check_ends(link: Link, switches: Mapping[str, Switch], steps: tuple[Step, ...]) -> None:
+def _check_ends(link: Link, switches: Mapping[str, FabricSwitch], steps: tuple[Step, ...]) -> None:
     """Refuse a link whose ends do not go together."""
     a, b = as_port(link.a), as_port(link.b)
     if a is None and b is None:
@@ -529,7 +529,7 @@ def star(
     FabricError
         As :class:`Fabric` does.
     """
-    switch = Switch("switch", ports=ports)
+    switch = FabricSwitch("switch", ports=ports)
     described = tuple(map(Host.numbered, range(hosts)))
     links = tuple(Link(f"{switch.name}:{index + 1}", host.name) for index, host in enumerate(described))
     return Fabric((switch,), described, links, tuple(jobs), policy or Policy(), queueing or _queueing())
@@ -563,9 +563,9 @@ def leaf_spine(
         for spine in range(1, spines + 1)
     ]
     names = [f"leaf{leaf + 1}" for leaf in range(leaves)] + [f"spine{spine + 1}" for spine in range(spines)]
-    switches = tuple(Switch(name, device_id=index + 1) for index, name in enumerate(names))
+    switches = tuple(FabricSwitch(name, device_id=index + 1) for index, name in enumerate(names))
     return Fabric(switches, hosts, tuple(links), tuple(jobs), policy or Policy(), queueing or _queueing())
 
 
 def _queueing() -> PortQueueing:
-    return PortQueueing(rate_bps=RATE_BPS)
+    return PortQueueing(rate_bps=_RATE_BPS)

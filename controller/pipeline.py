@@ -27,7 +27,7 @@ class PipelineError(ValueError):
     """A program that cannot be read, or an entry that does not fit it; the message says which and why."""
 
 
-class Pipeline:
+class CompiledProgram:
     """A compiled program.
 
     Parameters
@@ -272,7 +272,7 @@ BATCH_UPDATES: Final = 1000
 """Updates in one write request. Chosen by us: some 100 kB, well below gRPC's limit of 4 MB for a message."""
 
 
-class Action(Enum):
+class ChangeKind(Enum):
     """What is done to an entity."""
 
     INSERT = "insert"
@@ -283,7 +283,7 @@ class Action(Enum):
 class Change(NamedTuple):
     """One entity and what is done to it."""
 
-    action: Action
+    action: ChangeKind
     entity: p4r.Entity
 
 
@@ -312,7 +312,7 @@ class Difference:
 
     def counts(self) -> dict[str, int]:
         """Return how many entities are inserted, modified and deleted."""
-        found = {action.value: 0 for action in Action}
+        found = {action.value: 0 for action in ChangeKind}
         for change in self:
             found[change.action.value] += 1
         return found
@@ -341,13 +341,13 @@ def difference(wanted: Iterable[p4r.Entity], found: Iterable[p4r.Entity]) -> Dif
         key = key_of(entity)
         old = before.pop(key, None)
         if old is None:
-            written[key[0]].append(Change(Action.INSERT, entity))
+            written[key[0]].append(Change(ChangeKind.INSERT, entity))
         elif _same(entity, old):
             kept += 1
         else:
-            written[key[0]].append(Change(Action.MODIFY, entity))
+            written[key[0]].append(Change(ChangeKind.MODIFY, entity))
     for key, entity in before.items():
-        (freed if _stands_alone(entity) else deleted[key[0]]).append(Change(Action.DELETE, _bare(entity)))
+        (freed if _stands_alone(entity) else deleted[key[0]]).append(Change(ChangeKind.DELETE, _bare(entity)))
     phases = [freed, *(written[kind] for kind in _REFERRED_FIRST)]
     phases += [deleted[kind] for kind in reversed(_REFERRED_FIRST)]
     return Difference(tuple(tuple(phase) for phase in phases if phase), kept)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from dlcp.controller.entries import entries
-from dlcp.controller.fabric import Fabric, Switch
-from dlcp.controller.pipeline import Difference, Pipeline, difference
+from dlcp.controller.fabric import Fabric, FabricSwitch
+from dlcp.controller.pipeline import CompiledProgram, Difference, difference
 from dlcp.controller.session import Session, within
 from finsy.proto import p4r
 
@@ -34,7 +34,7 @@ class Plan:
         What has to be written to its tables.
     """
 
-    switch: Switch
+    switch: FabricSwitch
     install: bool
     difference: Difference
 
@@ -62,7 +62,7 @@ class Outcome:
     elapsed_s: float
 
 
-def wanted(fabric: Fabric, switch: Switch, pipeline: Pipeline) -> list[p4r.Entity]:
+def wanted(fabric: Fabric, switch: FabricSwitch, pipeline: CompiledProgram) -> list[p4r.Entity]:
     """Return everything that a switch of a fabric should hold.
 
     Raises
@@ -113,7 +113,7 @@ class QueueDepthError(RuntimeError):
     """The depths could not be set; the message names the switch and says why."""
 
 
-def queue_depths_unavailable(switch: Switch) -> str:
+def queue_depths_unavailable(switch: FabricSwitch) -> str:
     """Return why the queue depths of a switch cannot be set; nothing if they can, or need not."""
     if switch.kind != "bmv2":
         return ""
@@ -124,7 +124,7 @@ def queue_depths_unavailable(switch: Switch) -> str:
     return ""
 
 
-async def set_queue_depths(switch: Switch, ports: Mapping[int, PortQueueing]) -> None:
+async def set_queue_depths(switch: FabricSwitch, ports: Mapping[int, PortQueueing]) -> None:
     """Set the depth of all queues of a switch. The rate is not set: BMv2 has one for each queue and none for a port.
 
     Raises

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Final, TypeVar
 
 import numpy as np
-from dlcp.controller.fabric import Switch
-from dlcp.controller.pipeline import Action, Change, Pipeline
+from dlcp.controller.fabric import FabricSwitch
+from dlcp.controller.pipeline import Change, ChangeKind, CompiledProgram
 from finsy import GRPCCredentialsTLS, GRPCStatusCode, P4Client, P4ClientError
 from finsy.proto import U128, p4r
 
@@ -54,7 +54,7 @@ async def stopped(task: "asyncio.Future[Any]") -> None:
         task.exception()  # seen: nobody else asks
 
 
-DEADLINE_S: Final = 10.0
+_DEADLINE_S: Final = 10.0
 """How long a switch may take for one answer. Chosen by us: BMv2 takes 0.1 s for its longest, a new pipeline."""
 ELECTION_ID: Final = 10
 """What we bid for being the one controller that writes. Chosen by us, with room for others below and above."""
@@ -64,9 +64,9 @@ milliseconds, more on a busy host."""
 _BID_AGAIN_S: Final = 0.05
 _REFUSALS_SHOWN: Final = 5
 _UPDATES: Final = {
-    Action.INSERT: p4r.Update.INSERT,
-    Action.MODIFY: p4r.Update.MODIFY,
-    Action.DELETE: p4r.Update.DELETE,
+    ChangeKind.INSERT: p4r.Update.INSERT,
+    ChangeKind.MODIFY: p4r.Update.MODIFY,
+    ChangeKind.DELETE: p4r.Update.DELETE,
 }
 _CONFIG: Final = p4r.GetForwardingPipelineConfigRequest
 
@@ -116,11 +116,11 @@ class Session:
 
     def __init__(
         self,
-        switch: Switch,
-        pipeline: Pipeline,
+        switch: FabricSwitch,
+        pipeline: CompiledProgram,
         *,
         election_id: int = ELECTION_ID,
-        deadline_s: float = DEADLINE_S,
+        deadline_s: float = _DEADLINE_S,
     ) -> None:
         if not switch.grpc:
             raise ControlError(f"switch {switch.name} has no address: give it one, as in grpc: 127.0.0.1:9559")
@@ -334,7 +334,7 @@ async def _collect(responses: AsyncIterator[p4r.ReadResponse]) -> list[p4r.Entit
     return [entity async for response in responses for entity in response.entities]
 
 
-COUNTERS: Final[dict[str, type[IntEnum]]] = {"ingress_events": IngressEvent, "egress_events": EgressEvent}
+COUNTER_EVENTS: Final[dict[str, type[IntEnum]]] = {"ingress_events": IngressEvent, "egress_events": EgressEvent}
 """The program's counters and what they count."""
 _PORTS_ASKED_SINGLY: Final = 32
 """Up to so many ports, only their counters are asked for; beyond, all. Chosen by us: half of what there are."""
@@ -372,7 +372,7 @@ async def read_counters(session: Session, ports: Iterable[int]) -> Readings:
     """
     used = sorted(ports)
     events: list[EventCount] = []
-    for name, kinds in COUNTERS.items():
+    for name, kinds in COUNTER_EVENTS.items():
         events += await _events(session, name, kinds, used)
     return Readings(tuple(events), await _depths(session, used))
 

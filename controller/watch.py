@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dlcp.controller.entries import entries
-from dlcp.controller.fabric import Fabric, Switch
-from dlcp.controller.pipeline import Action, Pipeline
+from dlcp.controller.fabric import Fabric, FabricSwitch
+from dlcp.controller.pipeline import ChangeKind, CompiledProgram
 from dlcp.controller.reconcile import Outcome, QueueDepthError, queue_depths_unavailable, reconcile, set_queue_depths
 from dlcp.controller.session import ELECTION_ID, ControlError, Readings, Session, read_counters
 from prometheus_client import CollectorRegistry, start_http_server
@@ -81,7 +81,7 @@ class FabricCollector(Collector):
         yield self._counter("dlcp_switch_writes", "P4Runtime write requests", lambda state: state.writes)
         changes = CounterMetricFamily("dlcp_switch_changes", "Changed entries", labels=["switch", "action"])
         for name, state in self._states.items():
-            for action in Action:
+            for action in ChangeKind:
                 changes.add_metric([name, action.value], state.changes[action.value])
         yield changes
         yield from self._events()
@@ -164,7 +164,7 @@ def _port(state: SwitchStatus, port: int) -> str:
     return str(port) if port in state.ports else "other"
 
 
-EVERY_S: Final = 5.0
+_EVERY_S: Final = 5.0
 """How often state is compared and counters are read. Chosen by us: more often than Prometheus usually asks."""
 RETRY_S: Final = 0.25
 RETRY_MAX_S: Final = 5.0
@@ -196,7 +196,7 @@ class Watcher:
     """
 
     def __init__(
-        self, fabric: Fabric, pipeline: Pipeline, *, election_id: int = ELECTION_ID, every_s: float = EVERY_S
+        self, fabric: Fabric, pipeline: CompiledProgram, *, election_id: int = ELECTION_ID, every_s: float = _EVERY_S
     ) -> None:
         self._pipeline, self._election_id, self._every_s = pipeline, election_id, every_s
         self._entries = {switch.name: entries(fabric, switch.name) for switch in fabric.switches}
@@ -210,7 +210,7 @@ class Watcher:
         """Keep them so until cancelled."""
         await asyncio.gather(*(self._keep(switch) for switch in self._switches))
 
-    async def _keep(self, switch: Switch) -> None:
+    async def _keep(self, switch: FabricSwitch) -> None:
         """Connect again and again, more slowly the longer nobody answers."""
         state = self.states[switch.name]
         retry_s = RETRY_S
@@ -246,7 +246,7 @@ class Watcher:
             for lost in done:
                 lost.result()
 
-    async def _set_depths(self, switch: Switch) -> None:
+    async def _set_depths(self, switch: FabricSwitch) -> None:
         """Set what BMv2 forgets when it starts and P4Runtime cannot tell."""
         if switch.kind != "bmv2":
             return

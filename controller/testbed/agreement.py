@@ -17,7 +17,7 @@ RATE_TOLERANCE: Final = 0.01
 
 
 @dataclass(frozen=True)
-class Finding:
+class Comparison:
     """One comparison.
 
     Parameters
@@ -58,7 +58,7 @@ def compare(
     if accounts.restarts:
         what = "Counters of the switches"
         note = "A switch was started again during the run, so its counters began anew and cannot be compared."
-        return [asdict(Finding(what, "-", "-", None, note))]
+        return [asdict(Comparison(what, "-", "-", None, note))]
     by_name = {host.name: host for host in layout.hosts}
     hosts = [by_name[name] for name in accounts.nics]
     findings = [_received(hosts, accounts), _sent(hosts, accounts)]
@@ -80,7 +80,7 @@ def uncounted_tails(layout: Layout, accounts: Accounts) -> int | None:
     return sent - _at_hosts(hosts, accounts, "FORWARDED") - _dropped(accounts.switches.values())
 
 
-def _received(hosts: list[HostPlan], accounts: Accounts) -> Finding:
+def _received(hosts: list[HostPlan], accounts: Accounts) -> Comparison:
     """Compare host by host what arrived with what the program let out of the host's port."""
     received = {host.name: accounts.nics[host.name].received for host in hosts}
     forwarded = {host.name: accounts.switches[host.switch].count("FORWARDED", ports=[host.port]) for host in hosts}
@@ -90,7 +90,7 @@ def _received(hosts: list[HostPlan], accounts: Accounts) -> Finding:
         if not differing
         else _difference(differing, received, forwarded)
     )
-    return Finding(
+    return Comparison(
         "Frames received by hosts, and forwarded to them",
         f"{sum(received.values()):,}",
         f"{sum(forwarded.values()):,}",
@@ -99,7 +99,7 @@ def _received(hosts: list[HostPlan], accounts: Accounts) -> Finding:
     )
 
 
-def _sent(hosts: list[HostPlan], accounts: Accounts) -> Finding:
+def _sent(hosts: list[HostPlan], accounts: Accounts) -> Comparison:
     """Compare what hosts sent with what came out at hosts or was dropped on the way."""
     sent = sum(accounts.nics[host.name].sent for host in hosts)
     forwarded = _at_hosts(hosts, accounts, "FORWARDED")
@@ -110,14 +110,14 @@ def _sent(hosts: list[HostPlan], accounts: Accounts) -> Finding:
     if None in tails:
         rest = sent - forwarded - dropped
         note = f"The other {rest:,} found a queue full; BMv2 does not count those."
-        return Finding(
+        return Comparison(
             what, f"{sent:,}", counted, None if rest >= 0 else False, note if rest >= 0 else "More than was sent."
         )
     full = sum(tail for tail in tails if tail is not None)
-    return Finding(what, f"{sent:,}", f"{counted}, {full:,} at a full queue", sent == forwarded + dropped + full)
+    return Comparison(what, f"{sent:,}", f"{counted}, {full:,} at a full queue", sent == forwarded + dropped + full)
 
 
-def _gradients(hosts: list[HostPlan], accounts: Accounts, ledgers: Sequence[Mapping[str, Any]]) -> Finding:
+def _gradients(hosts: list[HostPlan], accounts: Accounts, ledgers: Sequence[Mapping[str, Any]]) -> Comparison:
     """Compare the data packets of the ledgers with those of the switches.
 
     A packet is forwarded to a host once, and dropped or lost at a full queue once, wherever on its way. A switch tells
@@ -140,7 +140,7 @@ def _gradients(hosts: list[HostPlan], accounts: Accounts, ledgers: Sequence[Mapp
     if None in tails:
         rest = sent - seen
         note = "None was lost at a full queue." if not rest else f"The other {rest:,} found a queue full, uncounted."
-        return Finding(
+        return Comparison(
             what, f"{sent:,}", f"{seen:,}", rest == 0 or (None if rest > 0 else False), note if rest >= 0 else ""
         )
     full = sum(tail for tail in tails if tail is not None)
@@ -148,8 +148,8 @@ def _gradients(hosts: list[HostPlan], accounts: Accounts, ledgers: Sequence[Mapp
     note = f"{full:,} of them found a queue full."
     if 0 < seen - sent <= doubtful:
         note += f" As many as {doubtful:,} of those may have been control packets over the job's share."
-        return Finding(what, f"{sent:,}", f"{seen:,}", None, note)
-    return Finding(what, f"{sent:,}", f"{seen:,}", sent == seen, note)
+        return Comparison(what, f"{sent:,}", f"{seen:,}", None, note)
+    return Comparison(what, f"{sent:,}", f"{seen:,}", sent == seen, note)
 
 
 def _moved_between_switches(account: SwitchAccount, host_ports: Sequence[int]) -> int:
@@ -162,7 +162,7 @@ def _moved_between_switches(account: SwitchAccount, host_ports: Sequence[int]) -
     return min(moved, account.tails(ports=ports, queues=[Queue.EXCESS]) or 0)
 
 
-def _policy(accounts: Accounts, ledgers: Sequence[Mapping[str, Any]]) -> Finding:
+def _policy(accounts: Accounts, ledgers: Sequence[Mapping[str, Any]]) -> Comparison:
     """Check that the hosts know of everything that was dropped by choice, and that nothing protected was."""
     dropped = sum(account.count("POLICY_DROP") for account in accounts.switches.values())
     never = sum(
@@ -173,7 +173,7 @@ def _policy(accounts: Accounts, ledgers: Sequence[Mapping[str, Any]]) -> Finding
     )
     known = sum(ledger["lost"] + ledger["retransmitted"] for ledger in ledgers)
     note = f"Of class 0, never to be dropped: {never:,}. A packet may be sent again without need."
-    return Finding(
+    return Comparison(
         "Lost or sent again, and dropped by choice (at most as many)",
         f"{known:,}",
         f"{dropped:,}",
@@ -182,7 +182,7 @@ def _policy(accounts: Accounts, ledgers: Sequence[Mapping[str, Any]]) -> Finding
     )
 
 
-def _rate(layout: Layout, hosts: list[HostPlan], accounts: Accounts) -> Finding:
+def _rate(layout: Layout, hosts: list[HostPlan], accounts: Accounts) -> Comparison:
     """Check that no port has carried more than its rate."""
     asked = {
         host.name: next(port.rate_bps for port in layout.switch(host.switch).ports if port.number == host.port)
@@ -192,7 +192,7 @@ def _rate(layout: Layout, hosts: list[HostPlan], accounts: Accounts) -> Finding:
     busiest = accounts.busiest_bps[name]
     allowed = asked[name] * (1 + RATE_TOLERANCE + accounts.late_s / RATE_WINDOW_S)
     late = f" A switch was up to {1e3 * accounts.late_s:.0f} ms late, and made up for it." if accounts.late_s else ""
-    return Finding(
+    return Comparison(
         "Busiest second of any port, and its rate",
         f"{busiest / 1e6:.2f} Mbit/s",
         f"{asked[name] / 1e6:.2f} Mbit/s",

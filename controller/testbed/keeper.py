@@ -17,7 +17,7 @@ from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.layout import Layout, ProcessId, StateFile, TestbedState
 from dlcp.controller.testbed.network import Network
 
-READY: Final = "testbed ready"
+KEEPER_READY: Final = "testbed ready"
 SUPERVISE_S: Final = 0.2
 """How often it looks whether all switches run. Chosen by us: a switch is away for longer than this anyway."""
 
@@ -41,7 +41,7 @@ def keep(layout: Layout) -> None:
         made = files.read()
         assert made is not None
         files.write(dataclasses.replace(made, ready=True))
-        print(READY, flush=True)
+        print(KEEPER_READY, flush=True)
         while not stopped.wait(SUPERVISE_S):
             network.supervise()
     finally:

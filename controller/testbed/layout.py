@@ -19,7 +19,6 @@ from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.namespaces import NamedNamespace, free_ports
 from dlcp.controller.testbed.requirements import SwitchKind
 
-HOST_INTERFACE: Final = "eth0"
 RUN_FOLDER: Final = Path("/run/dlcp")
 """Where logs and the state are; emptied by every start of the machine, as the namespaces are."""
 INTERFACE_NAME_MAX: Final = 15

@@ -13,7 +13,7 @@ from typing import IO, Final
 import msgspec
 from dlcp.controller.fabric import Fabric, load
 from dlcp.controller.testbed import TestbedError
-from dlcp.controller.testbed.keeper import READY
+from dlcp.controller.testbed.keeper import KEEPER_READY
 from dlcp.controller.testbed.layout import Layout, StateFile, TestbedState, lay_out
 from dlcp.controller.testbed.namespaces import NamedNamespace
 from dlcp.controller.testbed.programming import Controller, with_addresses
@@ -131,6 +131,6 @@ def _says_ready(output: IO[bytes]) -> bool:
         if not some:
             return False
         pending += some
-        if f"{READY}\n".encode() in pending:
+        if f"{KEEPER_READY}\n".encode() in pending:
             return True
     return False

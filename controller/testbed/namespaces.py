@@ -24,7 +24,7 @@ from dlcp.controller.testbed import TestbedError
 from dlcp.closing import Closing
 from dlcp.namespace import enter
 
-FOLDER: Final = Path("/run/netns")
+_FOLDER: Final = Path("/run/netns")
 """Where iproute2 keeps the names."""
 END_DEADLINE_S: Final = 5.0
 _POLL_S: Final = 0.05
@@ -47,7 +47,7 @@ class NamedNamespace:
     @property
     def path(self) -> str:
         """The file that stands for it."""
-        return str(FOLDER / self.name)
+        return str(_FOLDER / self.name)
 
     @property
     def exists(self) -> bool:
@@ -154,7 +154,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 LOOPBACK: Final = "127.0.0.1"
-START_DEADLINE_S: Final = 10.0
+_START_DEADLINE_S: Final = 10.0
 _CHUNK_BYTES: Final = 1 << 16
 
 
@@ -186,7 +186,7 @@ class Doorways(Closing):
         self._thread = threading.Thread(target=self._loop.run_forever, name="dlcp-doorways", daemon=True)
         self._thread.start()
         try:
-            asyncio.run_coroutine_threadsafe(self._open(ways), self._loop).result(START_DEADLINE_S)
+            asyncio.run_coroutine_threadsafe(self._open(ways), self._loop).result(_START_DEADLINE_S)
         except OSError as error:
             self.close()
             raise TestbedError(f"no way in to the switches: {error.strerror}") from error
@@ -194,7 +194,7 @@ class Doorways(Closing):
     def close(self) -> None:
         """Let no more connections in; those there are end with this process."""
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(START_DEADLINE_S)
+        self._thread.join(_START_DEADLINE_S)
 
     async def _open(self, ways: Sequence[Way]) -> None:
         for way in ways:

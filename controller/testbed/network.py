@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlcp.controller.testbed.layout import (
-    HOST_INTERFACE,
     HostPlan,
     Layout,
     PortPlan,
@@ -18,7 +17,7 @@ from dlcp.controller.testbed.namespaces import Doorways, NamedNamespace, run_in
 from dlcp.controller.testbed.requirements import load_mininet, mininet_network
 from dlcp.controller.testbed.switches import SwitchProgram, limit_rate, make
 
-from dlcp.namespace import CONGESTION_CONTROL, turn_off_offloads
+from dlcp.namespace import CONGESTION_CONTROL, HOST_INTERFACE, turn_off_offloads
 
 if TYPE_CHECKING:
 

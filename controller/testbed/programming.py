@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Final, TypeVar
 
 from dlcp.controller.fabric import Fabric
-from dlcp.controller.pipeline import Pipeline
+from dlcp.controller.pipeline import CompiledProgram
 from dlcp.controller.session import ControlError, Readings, Session, read_counters
 from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.layout import Layout
@@ -22,7 +22,7 @@ from dlcp.switch import EventCount
 
 PROGRAM_DEADLINE_S: Final = 30.0
 READ_DEADLINE_S: Final = 20.0
-EVERY_S: Final = 5.0
+_EVERY_S: Final = 5.0
 """How often the switches' state is compared with what it should be. A lost connection is noticed at once."""
 _POLL_S: Final = 0.05
 
@@ -63,11 +63,11 @@ class Controller(Closing):
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
-        self._pipeline = Pipeline()
+        self._pipeline = CompiledProgram()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="dlcp-controller", daemon=True)
         self._thread.start()
-        self._watcher = Watcher(fabric, self._pipeline, every_s=EVERY_S)
+        self._watcher = Watcher(fabric, self._pipeline, every_s=_EVERY_S)
         self._task = asyncio.run_coroutine_threadsafe(self._watcher.run(), self._loop)
         try:
             self._await_programmed()

@@ -25,9 +25,9 @@ from dlcp.controller.testbed.requirements import SwitchKind
 
 from dlcp.closing import end
 
-BURST_BYTES: Final = 3_028
+_BURST_BYTES: Final = 3_028
 """Two full frames: what may leave at once after a pause. Ours: less would cost rate whenever a timer is late."""
-LIMIT_BYTES: Final = 262_144
+_LIMIT_BYTES: Final = 262_144
 """More than a socket's send buffer holds, so that the token bucket itself never drops."""
 SEND_BUFFER_BYTES: Final = 8_192
 """What a packet socket may hold, before the kernel doubles it: some seven full frames with their bookkeeping."""
@@ -46,7 +46,7 @@ def limit_rate(namespace: NamedNamespace, interface: str, rate_bps: int) -> None
     run_in(
         namespace,
         *("tc", "qdisc", "replace", "dev", interface, "root", "tbf"),
-        *("rate", f"{rate_bps}bit", "burst", str(BURST_BYTES), "limit", str(LIMIT_BYTES)),
+        *("rate", f"{rate_bps}bit", "burst", str(_BURST_BYTES), "limit", str(_LIMIT_BYTES)),
     )
 
 
@@ -95,8 +95,8 @@ def _shrink(pidfd: int, fd: int) -> bool:
     return True
 
 
-START_DEADLINE_S: Final = 60.0
-STOP_DEADLINE_S: Final = 10.0
+_START_DEADLINE_S: Final = 60.0
+_STOP_DEADLINE_S: Final = 10.0
 CONTROL_PORT: Final = 9559
 THRIFT_PORT: Final = 9090
 """The same in every switch's namespace, whose addresses are the switch's own."""
@@ -158,7 +158,7 @@ class SwitchProgram(ABC):
     def stop(self) -> None:
         """End it, politely first."""
         if self._process is not None:
-            end(self._process, STOP_DEADLINE_S)
+            end(self._process, _STOP_DEADLINE_S)
 
     def said(self) -> str:
         """Return the end of its log."""
@@ -170,13 +170,13 @@ class SwitchProgram(ABC):
         return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def _await_answer(self, process: "subprocess.Popen[Any]") -> None:
-        deadline_s = time.monotonic() + START_DEADLINE_S
+        deadline_s = time.monotonic() + _START_DEADLINE_S
         while not self._answers():
             if process.poll() is not None:
                 raise TestbedError(f"switch {self.plan.name} ended with status {process.returncode}: {self.said()}")
             if time.monotonic() > deadline_s:
                 raise TestbedError(
-                    f"switch {self.plan.name} does not answer after {START_DEADLINE_S:.0f} s: {self.said()}"
+                    f"switch {self.plan.name} does not answer after {_START_DEADLINE_S:.0f} s: {self.said()}"
                 )
             time.sleep(_POLL_S)
 

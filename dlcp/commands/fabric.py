@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from dlcp.commands.common import refuse
 
 if TYPE_CHECKING:
-    from dlcp.controller.fabric import Fabric, Switch
-    from dlcp.controller.pipeline import Pipeline
+    from dlcp.controller.fabric import Fabric, FabricSwitch
+    from dlcp.controller.pipeline import CompiledProgram
     from dlcp.controller.reconcile import Outcome, Plan
     from dlcp.controller.session import Readings, Session
 
@@ -67,10 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, "election_id", 1) < 1:
             raise ValueError(f"--election-id {arguments.election_id}: give 1 or more")
         from dlcp.controller.fabric import load
-        from dlcp.controller.pipeline import Pipeline
+        from dlcp.controller.pipeline import CompiledProgram
 
         fabric = load(arguments.file)
-        pipeline = Pipeline() if arguments.program is None else Pipeline(arguments.program)
+        pipeline = CompiledProgram() if arguments.program is None else CompiledProgram(arguments.program)
         status: int = _COMMANDS[arguments.fabric_command](arguments, fabric, pipeline)
         return status
     except ModuleNotFoundError as error:
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         return refuse("fabric", error)
 
 
-def _check(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
+def _check(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
     from dlcp.controller.display import fabric_table
     from dlcp.controller.entries import entries
 
@@ -90,7 +90,7 @@ def _check(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline"
     return 0
 
 
-def _plan(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
+def _plan(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
     from dlcp.controller.display import plan_tree
     from dlcp.controller.reconcile import plan, wanted
 
@@ -104,7 +104,7 @@ def _plan(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline")
     return _print_errors(found)
 
 
-def _apply(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
+def _apply(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
     from dlcp.controller.display import outcome_line
     from dlcp.controller.entries import entries
     from dlcp.controller.reconcile import queue_depths_unavailable, reconcile, set_queue_depths, wanted
@@ -126,7 +126,7 @@ def _apply(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline"
     return _print_errors(found)
 
 
-def _status(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
+def _status(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
     from dlcp.controller.display import ports_table, status_table
     from dlcp.controller.reconcile import plan, wanted
     from dlcp.controller.session import read_counters
@@ -145,7 +145,7 @@ def _status(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline
     return _print_errors(found)
 
 
-def _watch(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Pipeline") -> int:
+def _watch(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
     from dlcp.controller.watch import Watcher, serve
 
     if arguments.every <= 0:
@@ -176,13 +176,13 @@ async def _until_signal(work: Awaitable[None]) -> None:
 
 
 async def _everywhere(
-    fabric: "Fabric", pipeline: "Pipeline", ask: "Callable[[Session], Awaitable[_T]]", **options: Any
+    fabric: "Fabric", pipeline: "CompiledProgram", ask: "Callable[[Session], Awaitable[_T]]", **options: Any
 ) -> "dict[str, _T | str]":
     """Talk to all switches at once; return each one's answer, or its error as text, by the name of the switch."""
     from dlcp.controller.reconcile import QueueDepthError
     from dlcp.controller.session import ControlError, Session
 
-    async def talk(switch: "Switch") -> "_T | str":
+    async def talk(switch: "FabricSwitch") -> "_T | str":
         try:
             async with Session(switch, pipeline, **options) as session:
                 return await ask(session)

@@ -23,13 +23,14 @@ from dlcp.controller.testbed.accounts import (
     tail_drops,
 )
 from dlcp.controller.testbed.agreement import compare, uncounted_tails
-from dlcp.controller.testbed.layout import HOST_INTERFACE, StateFile, TestbedState
+from dlcp.controller.testbed.layout import StateFile, TestbedState
 from dlcp.controller.testbed.namespaces import NamedNamespace
 from dlcp.controller.testbed.programming import Controller, with_addresses
 from dlcp.demo.background import BackgroundBurst
 from dlcp.demo.network import DemoNetwork, Shares
 from dlcp.demo.run import Progress, execute
 from dlcp.demo.setup import DemoSetup, Variant
+from dlcp.namespace import HOST_INTERFACE
 from dlcp.report.runs import Run
 from dlcp.switch import PROGRAM_PATH
 from dlcp.wire import Queue

@@ -21,8 +21,8 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from dlcp.controller.fabric import Fabric, Job, Switch, leaf_spine
-from dlcp.controller.pipeline import Pipeline
+from dlcp.controller.fabric import Fabric, FabricSwitch, Job, leaf_spine
+from dlcp.controller.pipeline import CompiledProgram
 from dlcp.controller.reconcile import reconcile, wanted
 from dlcp.controller.session import Session
 
@@ -43,15 +43,15 @@ def described() -> Fabric:
 
 
 @contextmanager
-def builtin() -> Iterator[Switch]:
+def builtin() -> Iterator[FabricSwitch]:
     """Start a built-in switch that waits for a controller."""
     address = f"127.0.0.1:{free_port()}"
     with SwitchProcess(["--port", "1=loopback", "--p4runtime", address, "--insecure"], counters_every_s=5.0):
-        yield Switch("leaf1", grpc=address, insecure=True)
+        yield FabricSwitch("leaf1", grpc=address, insecure=True)
 
 
 @contextmanager
-def bmv2() -> Iterator[Switch]:
+def bmv2() -> Iterator[FabricSwitch]:
     """Start BMv2 without interfaces."""
     address = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder:
@@ -61,7 +61,7 @@ def bmv2() -> Iterator[Switch]:
         process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             await_listener(address)
-            yield Switch("leaf1", "bmv2", grpc=address, insecure=True)
+            yield FabricSwitch("leaf1", "bmv2", grpc=address, insecure=True)
         finally:
             process.terminate()
             process.wait(START_DEADLINE_S)
@@ -70,7 +70,7 @@ def bmv2() -> Iterator[Switch]:
 class Applying:
     """Applies the fabric to one switch, round by round, in a session that lasts."""
 
-    def __init__(self, switch: Switch, fabric: Fabric, pipeline: Pipeline) -> None:
+    def __init__(self, switch: FabricSwitch, fabric: Fabric, pipeline: CompiledProgram) -> None:
         self._switch, self._fabric, self._pipeline = switch, fabric, pipeline
         self.first_s: list[float] = []
         self.again_s: list[float] = []
@@ -109,9 +109,9 @@ class Applying:
         ]
 
 
-async def measure(switches: dict[str, Switch], rounds: int) -> dict[str, Applying]:
+async def measure(switches: dict[str, FabricSwitch], rounds: int) -> dict[str, Applying]:
     """Apply to each switch in turns."""
-    fabric, pipeline = described(), Pipeline()
+    fabric, pipeline = described(), CompiledProgram()
     applying = {name: Applying(switch, fabric, pipeline) for name, switch in switches.items()}
     for each in applying.values():
         await each.open()

@@ -4,14 +4,14 @@
 import shutil
 
 import pytest
-from dlcp.controller.pipeline import Pipeline
+from dlcp.controller.pipeline import CompiledProgram
 
 from tests.controller.switches import Certificates, running
 
 
 @pytest.fixture(scope="session")
 def pipeline():
-    return Pipeline()
+    return CompiledProgram()
 
 
 @pytest.fixture(params=["builtin", "bmv2"])

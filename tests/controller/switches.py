@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from dlcp.controller.fabric import Switch, Tls
+from dlcp.controller.fabric import FabricSwitch, Tls
 
 from dlcp.switch.p4runtime.device import P4RuntimeDevice
 from dlcp.switch.p4runtime.server import P4RuntimeServer, TlsFiles
@@ -111,7 +111,7 @@ def running(kind, tls=None):
 def described(switch, name="s1", **changes):
     """The description of a running switch."""
     control = {} if "tls" in changes else {"insecure": True}
-    return Switch(name, switch.kind, grpc=switch.address, **control, **changes)
+    return FabricSwitch(name, switch.kind, grpc=switch.address, **control, **changes)
 
 
 def await_port(address, process):

@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from dlcp.controller.fabric import Fabric, FabricError, Host, Job, Link, Port, Switch, Tls, leaf_spine, load, star
+from dlcp.controller.fabric import Fabric, FabricError, FabricSwitch, Host, Job, Link, Port, Tls, leaf_spine, load, star
 from dlcp.controller.policy import Policy
 
 from dlcp.document import DocumentError
@@ -77,7 +77,7 @@ def test_number_of_hosts_stands_for_a_star(tmp_path):
     path.write_text("hosts: 2\nswitches: [{name: s9}]\n")
     fabric = load(path)
     assert fabric.links == (Link("s9:1", "host0"), Link("s9:2", "host1"))
-    assert fabric.switches == (Switch("s9"),)
+    assert fabric.switches == (FabricSwitch("s9"),)
 
 
 def test_certificates_are_beside_the_file(tmp_path):
@@ -151,7 +151,7 @@ def test_file_errors_point_at_the_line(tmp_path, old, new, says):
 
 
 def test_two_bmv2_switches_must_not_share_a_device_id():
-    switches = (Switch("a", "bmv2"), Switch("b", "bmv2"))
+    switches = (FabricSwitch("a", "bmv2"), FabricSwitch("b", "bmv2"))
     links = (Link("a:1", "host0"), Link("b:1", "a:2"))
     with pytest.raises(FabricError, match="device_id 1 belongs to"):
         Fabric(switches, (Host.numbered(0),), links)
@@ -169,9 +169,12 @@ def test_two_bmv2_switches_must_not_share_a_device_id():
         ({"jobs": (Job(1, share=0.0),)}, "job 1: a share lies above 0"),
         ({"jobs": (Job(1, burst_s=0),)}, "burst_s lies above 0"),
         ({"jobs": (Job(1),), "queueing": PortQueueing()}, "has no rate, so no job can have a share"),
-        ({"switches": (Switch("switch", tls=Tls("a", "b", "c"), insecure=True),)}, "tls and insecure contradict"),
-        ({"switches": (Switch("switch", "bmv2", "loopback"),)}, "bmv2 has packet ports only"),
-        ({"switches": (Switch("switch"), Switch("lonely"))}, "no link leads from the hosts to switch 'lonely'"),
+        ({"switches": (FabricSwitch("switch", tls=Tls("a", "b", "c"), insecure=True),)}, "tls and insecure contradict"),
+        ({"switches": (FabricSwitch("switch", "bmv2", "loopback"),)}, "bmv2 has packet ports only"),
+        (
+            {"switches": (FabricSwitch("switch"), FabricSwitch("lonely"))},
+            "no link leads from the hosts to switch 'lonely'",
+        ),
     ],
 )
 def test_fabric_that_cannot_be_is_refused(changes, says):

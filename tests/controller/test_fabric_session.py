@@ -6,8 +6,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from dlcp.controller.fabric import Job, Switch, leaf_spine, star
-from dlcp.controller.pipeline import Action, Change, difference, key_of
+from dlcp.controller.fabric import FabricSwitch, Job, leaf_spine, star
+from dlcp.controller.pipeline import Change, ChangeKind, difference, key_of
 from dlcp.controller.reconcile import plan, reconcile, wanted
 from dlcp.controller.session import ENDING_S, ControlError, Session
 from finsy.proto import p4r
@@ -101,7 +101,7 @@ def test_foreign_entries_are_removed_and_missing_ones_restored(switch, pipeline)
             )
             [added] = pipeline.encode(Entries(entries=(foreign,)))
             missing = next(entity for entity in should(fabric(), pipeline) if entity.HasField("table_entry"))
-            await session.write([Change(Action.INSERT, added), Change(Action.DELETE, missing)])
+            await session.write([Change(ChangeKind.INSERT, added), Change(ChangeKind.DELETE, missing)])
 
     run(meddle())
     outcome, holds = applied(switch, pipeline, fabric())
@@ -141,7 +141,7 @@ def test_refused_changes_are_named_with_table_and_field_and_the_others_are_made(
             wrong = TableEntry("ipv4_route", {"ipv4_dst": "10.9.0.2/32"}, group=99)
             twice = TableEntry("port_trust", {"ig_port": 1}, "trust")
             changes = [
-                Change(Action.INSERT, entity) for entity in pipeline.encode(Entries(entries=(wrong, new, twice)))
+                Change(ChangeKind.INSERT, entity) for entity in pipeline.encode(Entries(entries=(wrong, new, twice)))
             ]
             with pytest.raises(ControlError) as refused:
                 await session.write(changes)
@@ -182,7 +182,7 @@ def test_malformed_writes_change_nothing(switch, pipeline):
         async with Session(described(switch), pipeline) as session:
             await session.become_primary()
             for entity in wrong:
-                for action in Action:
+                for action in ChangeKind:
                     with pytest.raises(ControlError):
                         await session.write([Change(action, entity)])
             return await session.entities()
@@ -195,7 +195,7 @@ def test_who_is_not_the_primary_cannot_write(switch, pipeline):
         async with Session(described(switch), pipeline) as session:
             [entity] = pipeline.encode(Entries(entries=(TableEntry("port_trust", {"ig_port": 9}, "trust"),)))
             with pytest.raises(ControlError, match=r"s1 at .*PERMISSION_DENIED"):
-                await session.write([Change(Action.INSERT, entity)])
+                await session.write([Change(ChangeKind.INSERT, entity)])
 
     run(work())
 
@@ -254,12 +254,12 @@ def test_a_switch_that_ends_is_noticed(switch, pipeline):
 
 def test_nobody_there_is_an_error_that_names_the_switch(pipeline):
     async def work():
-        nowhere = Switch("s7", grpc=f"127.0.0.1:{free_port()}", insecure=True)
+        nowhere = FabricSwitch("s7", grpc=f"127.0.0.1:{free_port()}", insecure=True)
         async with Session(nowhere, pipeline) as session:
             with pytest.raises(ControlError, match=r"switch s7 at 127.0.0.1:\d+: no connection: .*refused"):
                 await session.become_primary()
         with pytest.raises(ControlError, match="switch s8 has no address"):
-            Session(Switch("s8"), pipeline)
+            Session(FabricSwitch("s8"), pipeline)
 
     run(work())
 
@@ -272,7 +272,9 @@ def test_somebody_who_never_answers_is_not_waited_for(pipeline):
         server = await asyncio.start_server(silent, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         start = time.monotonic()
-        async with Session(Switch("s9", grpc=f"127.0.0.1:{port}", insecure=True), pipeline, deadline_s=0.5) as session:
+        async with Session(
+            FabricSwitch("s9", grpc=f"127.0.0.1:{port}", insecure=True), pipeline, deadline_s=0.5
+        ) as session:
             with pytest.raises(ControlError, match=r"s9 at .*no answer within 0.5 s"):
                 await session.become_primary()
             with pytest.raises(ControlError, match=r"s9 at .*no answer within 0.5 s"):
@@ -298,4 +300,4 @@ def test_with_certificates_only_who_has_one_may_talk(kind, pipeline, certificate
             run(talk(described(switch)))
     missing = replace(certificates.of_controller(), key="/nowhere.key")
     with pytest.raises(ControlError, match=r"switch s1: /nowhere.key: No such file"):
-        run(talk(Switch("s1", grpc="127.0.0.1:1", tls=missing)))
+        run(talk(FabricSwitch("s1", grpc="127.0.0.1:1", tls=missing)))

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 from dlcp.controller.entries import distances, most_switches, next_hop_mac, next_hops, port_mac, spray_groups
-from dlcp.controller.fabric import Fabric, Host, Link, Port, Switch, leaf_spine, star
+from dlcp.controller.fabric import Fabric, FabricSwitch, Host, Link, Port, leaf_spine, star
 
 
 def test_star_has_one_port_for_each_host():
@@ -54,7 +54,7 @@ def random_fabric(seed):
     """A connected fabric of random links, with a host at each switch's port 1."""
     draw = random.Random(seed)
     count = draw.randint(2, 9)
-    switches = tuple(Switch(f"s{k}") for k in range(count))
+    switches = tuple(FabricSwitch(f"s{k}") for k in range(count))
     hosts = tuple(map(Host.numbered, range(count)))
     used = [1] * count
     links = [Link(f"s{k}:1", f"host{k}") for k in range(count)]

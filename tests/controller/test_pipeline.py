@@ -3,7 +3,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from dlcp.controller.pipeline import Action, Pipeline, PipelineError, difference, key_of
+from dlcp.controller.pipeline import ChangeKind, CompiledProgram, PipelineError, difference, key_of
 from finsy.proto import p4r
 
 from dlcp.switch import Entries, MeterConfig, Profile, ProfileGroup, ProfileMember, TableEntry
@@ -76,17 +76,17 @@ def test_more_than_a_table_holds_is_refused(pipeline):
 
 def test_a_program_that_is_not_there_is_named(tmp_path):
     with pytest.raises(PipelineError, match=r"dlcp.json: No such file"):
-        Pipeline(tmp_path)
+        CompiledProgram(tmp_path)
     (tmp_path / "dlcp.json").write_text("{}")
     (tmp_path / "dlcp.p4info.txtpb").write_text("tables { nonsense: 3 }")
     with pytest.raises(PipelineError, match=r"dlcp.p4info.txtpb: 1:\d+"):
-        Pipeline(tmp_path)
+        CompiledProgram(tmp_path)
 
 
 def test_another_program_has_another_cookie(pipeline, tmp_path):
     for name, data in (("dlcp.json", pipeline.config.p4_device_config), ("dlcp.p4info.txtpb", b"")):
         (tmp_path / name).write_bytes(data)
-    assert Pipeline(tmp_path).cookie != pipeline.cookie == Pipeline().cookie
+    assert CompiledProgram(tmp_path).cookie != pipeline.cookie == CompiledProgram().cookie
 
 
 def test_what_the_switch_adds_by_itself_is_no_difference(pipeline):
@@ -117,7 +117,7 @@ def test_a_meter_that_was_not_asked_for_is_let_be_and_one_that_differs_is_set(pi
     unasked = pipeline.encode(Entries(entries=(replace(SHARE, meter=None),)))
     assert len(difference(unasked, asked)) == 0
     [change] = difference(asked, unasked)
-    assert change.action is Action.MODIFY
+    assert change.action is ChangeKind.MODIFY
 
 
 def test_what_a_difference_says_makes_the_switch_right_whatever_it_held(pipeline):
@@ -130,8 +130,8 @@ def test_what_a_difference_says_makes_the_switch_right_whatever_it_held(pipeline
             assert 1 <= len(batch) <= 3
             for change in batch:
                 key = key_of(change.entity)
-                assert (key in held) == (change.action is not Action.INSERT)
-                if change.action is Action.DELETE:
+                assert (key in held) == (change.action is not ChangeKind.INSERT)
+                if change.action is ChangeKind.DELETE:
                     del held[key]
                 else:
                     held[key] = change.entity
@@ -150,7 +150,7 @@ def test_a_full_table_is_emptied_before_it_is_filled_again(pipeline):
     before, after = (pipeline.encode(Entries(entries=entries)) for entries in jobs)
     held = 8192
     for change in difference(after, before):
-        held += {Action.INSERT: 1, Action.MODIFY: 0, Action.DELETE: -1}[change.action]
+        held += {ChangeKind.INSERT: 1, ChangeKind.MODIFY: 0, ChangeKind.DELETE: -1}[change.action]
         assert held <= 8192
     assert held == 8192
 

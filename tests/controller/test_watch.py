@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
-from dlcp.controller.fabric import Switch, star
-from dlcp.controller.pipeline import Action, Change, difference
+from dlcp.controller.fabric import FabricSwitch, star
+from dlcp.controller.pipeline import Change, ChangeKind, difference
 from dlcp.controller.reconcile import (
     QueueDepthError,
     _commands,
@@ -17,7 +17,7 @@ from dlcp.controller.reconcile import (
     set_queue_depths,
     wanted,
 )
-from dlcp.controller.session import COUNTERS, Readings, Session, read_counters
+from dlcp.controller.session import COUNTER_EVENTS, Readings, Session, read_counters
 from dlcp.controller.watch import SwitchStatus, Watcher, serve
 from finsy.proto import p4r
 from prometheus_client.parser import text_string_to_metric_families
@@ -86,7 +86,7 @@ def test_what_somebody_else_changed_is_put_right(switch, pipeline):
             entity = wanted(fabric, fabric.switches[0], pipeline)[-1]
             async with Session(fabric.switches[0], pipeline, election_id=99) as meddler:
                 await meddler.become_primary()
-                await meddler.write([Change(Action.DELETE, entity)])
+                await meddler.write([Change(ChangeKind.DELETE, entity)])
             # It stood by while the other had the say, and took over when it went.
             await soon(lambda: state.connected and state.changes["insert"] > len(wanted_count(fabric, pipeline)))
             assert len(await held(fabric, pipeline)) == 0
@@ -115,12 +115,12 @@ def test_counters_are_read_as_they_stand_in_the_switch(switch, pipeline):
             await session.become_primary()
             await reconcile(session, wanted_count(fabric, pipeline))
             changes = [
-                Change(Action.MODIFY, counter(pipeline, name, count))
+                Change(ChangeKind.MODIFY, counter(pipeline, name, count))
                 for name, counts in expected.items()
                 for count in counts
             ]
             changes.append(
-                Change(Action.MODIFY, counter(pipeline, "egress_events", EventCount("MARKED", 40, 0, 0, 7, 7)))
+                Change(ChangeKind.MODIFY, counter(pipeline, "egress_events", EventCount("MARKED", 40, 0, 0, 7, 7)))
             )
             await session.write(changes)
             return await read_counters(session, [1, 2, 3]), await read_counters(session, range(1, 64))
@@ -198,10 +198,12 @@ def test_the_depth_of_bmv2s_queues_is_set_and_refusals_are_named(pipeline):
 
 
 def test_why_depths_cannot_be_set_is_said(monkeypatch):
-    assert queue_depths_unavailable(Switch("a")) == ""
-    assert "a has no thrift address" in queue_depths_unavailable(Switch("a", "bmv2"))
+    assert queue_depths_unavailable(FabricSwitch("a")) == ""
+    assert "a has no thrift address" in queue_depths_unavailable(FabricSwitch("a", "bmv2"))
     monkeypatch.setenv("PATH", "")
-    assert "simple_switch_CLI is not on PATH" in queue_depths_unavailable(Switch("a", "bmv2", thrift="127.0.0.1:9090"))
+    assert "simple_switch_CLI is not on PATH" in queue_depths_unavailable(
+        FabricSwitch("a", "bmv2", thrift="127.0.0.1:9090")
+    )
 
 
 def test_what_the_program_counts_is_what_the_controller_reads(pipeline):
@@ -227,7 +229,7 @@ def test_what_the_program_counts_is_what_the_controller_reads(pipeline):
 
         program, found = run(work())
     counted = []
-    for name, events in COUNTERS.items():
+    for name, events in COUNTER_EVENTS.items():
         values = program.counters[name].values()
         counted += decode_events(events, values[:, 0], values[:, 1])
     assert list(found.events) == counted

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from dlcp.controller.pipeline import Pipeline, difference
+from dlcp.controller.pipeline import CompiledProgram, difference
 from finsy.proto import p4r
 
 from dlcp.switch import (
@@ -33,7 +33,7 @@ from tests.p4runtime.loops import Loop
 from tests.p4runtime.targets import DEVICE_ID
 from tests.packet.bmv2_target import MARKED, Bmv2
 
-PIPELINE = Pipeline()
+PIPELINE = CompiledProgram()
 GREEN_RATES = MeterConfig(**GREEN)
 
 
