@@ -17,14 +17,11 @@ from dlcp.sim.switches import SwitchSpec
 from dlcp.sim.topology import NetworkTopology, Routes
 from dlcp.sim.transports import (
     TRANSPORTS_MAX,
-    CubicTransport,
     DctcpTransport,
     DlcpTransport,
     NdpTransport,
-    NewRenoTransport,
     PFabricTransport,
     PiasTransport,
-    SwiftTransport,
     TransportSpec,
 )
 from numpy.typing import NDArray
@@ -64,7 +61,7 @@ EVENT_MARKED, EVENT_BUDGET_SPENT, EVENT_SLOT_TAKEN = 1, 5, 6
 
 
 class TransportKind(IntEnum):
-    """How a stream's window grows and shrinks, and how it detects losses."""
+    """How a stream's window grows and shrinks, and how it detects losses; names are those of ``kind`` in files."""
 
     NEW_RENO = 0
     CUBIC = 1
@@ -74,18 +71,6 @@ class TransportKind(IntEnum):
     PFABRIC = 5
     NDP = 6
     DLCP = 7
-
-
-_KINDS: Final[dict[type, TransportKind]] = {
-    NewRenoTransport: TransportKind.NEW_RENO,
-    CubicTransport: TransportKind.CUBIC,
-    DctcpTransport: TransportKind.DCTCP,
-    SwiftTransport: TransportKind.SWIFT,
-    PiasTransport: TransportKind.PIAS,
-    PFabricTransport: TransportKind.PFABRIC,
-    NdpTransport: TransportKind.NDP,
-    DlcpTransport: TransportKind.DLCP,
-}
 
 
 class Discipline(IntEnum):
@@ -177,7 +162,7 @@ class TransportRules:
         # What a transport does not have is 0, or () for thresholds.
         demotion = getattr(spec, "demotion_bytes", ())
         return cls(
-            kind=_KINDS[type(spec)],
+            kind=TransportKind[str(spec.__struct_config__.tag).upper()],
             payload=spec.packet_bytes - spec.header_bytes,
             header=spec.header_bytes,
             ack=spec.ack_bytes,

@@ -36,14 +36,9 @@ _INDIFFERENT: Final = ("report/", "experiments/", "sweep.py")
 _SHARED: Final = ("tags.py", "wire/__init__.py", "wire/header.py")
 """Sources of DLCP itself that define packets and their tags."""
 
-_PREFIXES: Final = {
-    "all": "fct",
-    "contribution": "contribution",
-    "result": "result",
-    "other": "other",
-    "other_small": "small",
-}
-"""Prefixes of metrics, by what the times are of."""
+_TIMES: Final = ("fct", "contribution", "result", "other", "small")
+"""What times are of, and the prefixes of their metrics: all messages of training, those to be reduced, results;
+messages of other traffic, and the small ones of these."""
 _DROPS: Final = (
     EngineCounter.DROPS_POLICY,
     EngineCounter.DROPS_TAIL,
@@ -121,7 +116,7 @@ class MessageMeasures:
     """
 
     traffic: frozenset[str] = frozenset()
-    times: dict[str, TimeDistribution] = field(default_factory=lambda: {name: TimeDistribution() for name in _PREFIXES})
+    times: dict[str, TimeDistribution] = field(default_factory=lambda: {name: TimeDistribution() for name in _TIMES})
     packets: int = 0
     missing: int = 0
     sent: int = 0
@@ -134,10 +129,10 @@ class MessageMeasures:
         took = records["end_ps"] - records["begin_ps"]
         if submitted.label[0] in self.traffic:
             self.times["other"].add(took)
-            self.times["other_small"].add(took[nodes["size_bytes"] <= SMALL_FLOW_BYTES])
+            self.times["small"].add(took[nodes["size_bytes"] <= SMALL_FLOW_BYTES])
             return
         results = (nodes["message"] & RESULT_MESSAGE) != 0
-        self.times["all"].add(took)
+        self.times["fct"].add(took)
         self.times["contribution"].add(took[~results])
         self.times["result"].add(took[results])
         self.packets += int(records["packets"][~results].sum())
@@ -259,8 +254,8 @@ def _metrics(simulation: Simulation, jobs: list[Progress], messages: MessageMeas
     """Return the metrics that figures and claims can name; see `sim/experiments/README.md`."""
     counts = simulation.engine.counts
     found: dict[str, float] = {"simulated_s": int(simulation.engine.now_ps) / 1e12}
-    for name, prefix in _PREFIXES.items():
-        times = messages.times[name]
+    for prefix in _TIMES:
+        times = messages.times[prefix]
         if times.count:
             found[f"{prefix}_mean_s"] = times.mean_s
             found[f"{prefix}_p50_s"] = times.quantile_s(0.5)

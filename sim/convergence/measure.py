@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what loss costs: the demo's network on handwritten digits, gradients lost packet by packet.
+"""Measure how many additional steps loss costs: the demo's network on handwritten digits, losing gradients by packet.
 
-``python -m dlcp.sim.convergence.measure`` trains anew and writes ``measured.yaml`` beside this file. Needs PyTorch and
-scikit-learn. Four workers average their gradients; of each worker's packets of 350 values a share is lost, the least
-valuable first as DLCP's switches do or at random, and the average is over what was delivered, as DLCP's receivers do.
+``python -m dlcp.sim.convergence.measure`` trains again and writes ``measured.yaml`` beside this file. It needs PyTorch
+and scikit-learn. Four workers average their gradients. Of each worker's packets of 350 values a share is lost, the
+least valuable first as in DLCP's switches, or at random. The average is over what was delivered, as in DLCP's
+receivers.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from dlcp.examples.digits import DigitTensors, accuracy, batches, load, network
 
 WORKERS: Final = 4
 BATCH: Final = 16
-"""Of a worker; small, so that there are enough steps to tell their number apart."""
+"""Of a worker; small, so that there are enough steps for their numbers to differ."""
 PACKET_VALUES: Final = 350
 LOSSES: Final = (0.0, 0.01, 0.1, 0.2, 0.3)
 MODES: Final = {
@@ -30,11 +31,11 @@ MODES: Final = {
     "digits_feedback": "the least valuable packets lost, sent with the next step instead (error feedback)",
 }
 EVERY: Final = 4
-"""Steps between looks at the accuracy."""
+"""Steps between two tests of the accuracy."""
 
 
 def steps_to_target(digits: DigitTensors, mode: str, loss: float, seed: int, target: float, most: int) -> int:
-    """Return after how many steps the test accuracy stays at or above a target for three looks; ``most`` if never."""
+    """Return the step from which three tests in a row reach the target accuracy; ``most`` if none does."""
     model = network(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     own = [batches(digits, most, rank, WORKERS, seed) for rank in range(WORKERS)]
@@ -69,7 +70,7 @@ def _assign(model: nn.Module, gradient: torch.Tensor) -> None:
 def _average(
     gradients: torch.Tensor, residual: torch.Tensor, mode: str, loss: float, random: np.random.Generator
 ) -> torch.Tensor:
-    """Return the average of what is delivered, and keep in ``residual`` what is to be sent again."""
+    """Return the average of what is delivered, and keep in ``residual`` what the next step adds."""
     feedback = mode == "digits_feedback"
     offered = gradients + residual if feedback else gradients
     count = -(-offered.shape[1] // PACKET_VALUES)

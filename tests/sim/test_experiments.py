@@ -54,7 +54,7 @@ def test_what_comes_with_dlcp_can_be_read(path) -> None:
         ("load: 0.2", "load: 2", 12, "Expected `float` < 1.0"),
     ],
 )
-def test_mistakes_are_told_with_their_line(tmp_path, old, new, line, message) -> None:
+def test_mistakes_are_reported_with_their_line(tmp_path, old, new, line, message) -> None:
     assert old in EXPERIMENT
     path = write_experiment(tmp_path, EXPERIMENT.replace(old, new, 1))
     with pytest.raises(DocumentError) as error:
@@ -181,7 +181,7 @@ def test_two_dask_workers_give_the_same_files(swept, tmp_path) -> None:
         assert result_file(tmp_path, item).read_bytes() == result_file(folder / "out" / "small", item).read_bytes()
 
 
-def test_a_scheduler_that_is_not_there_is_told(swept, tmp_path, monkeypatch) -> None:
+def test_a_missing_scheduler_is_reported(swept, tmp_path, monkeypatch) -> None:
     pytest.importorskip("distributed")
     _, described = swept
     import dlcp.sim.sweep as module

@@ -58,14 +58,14 @@ def test_every_model_has_two_gpus() -> None:
         assert len({entry.gpu for entry in THROUGHPUTS if entry.model == name}) >= 2
 
 
-def test_unknown_names_are_told_with_what_there_is() -> None:
+def test_unknown_names_are_reported_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="did you mean vgg16"):
         architecture("vgg17")
     with pytest.raises(ValueError, match=r"resnet50 on h100 .* there are: p100 single"):
         step_profile("resnet50", "h100")
 
 
-def test_a_model_of_ones_own_is_measured(tmp_path) -> None:
+def test_a_pytorch_model_is_measured(tmp_path) -> None:
     torch = pytest.importorskip("torch")
     from dlcp.sim.models.measure import ProfileError, measure
 

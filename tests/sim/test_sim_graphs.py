@@ -51,7 +51,7 @@ def test_order_decides_within_a_stream_and_what_has_begun_is_not_interrupted():
     assert np.argsort(records["end_ps"]).tolist() == [0, 2, 1]
 
 
-def test_watched_nodes_are_told_of():
+def test_watched_nodes_can_be_waited_for():
     sim = simulation()
     builder = GraphBuilder()
     builder.messages(0, 1, [1440, 14400], transport=0, watched=[True, False])

@@ -90,7 +90,7 @@ def uplink_packets(engine: str, spraying: str, balancing: str, fabric_gbps: floa
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_packets_take_paths_as_they_are_told_to(engine: str) -> None:
+def test_packets_take_paths_as_configured(engine: str) -> None:
     assert sorted(uplink_packets(engine, "hash", "flow").tolist()) == [0, 0, 0, 400]
     assert uplink_packets(engine, "round_robin", "packet").tolist() == [100] * 4
     # Four standard deviations of a binomial distribution around a quarter.

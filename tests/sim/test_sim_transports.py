@@ -183,7 +183,7 @@ def test_the_tail_of_a_message_is_repaired_after_two_round_trips(transport):
     assert timeouts > 0
 
 
-def test_pfabric_asks_after_some_timeouts_and_goes_on_when_it_is_answered():
+def test_pfabric_goes_into_probe_mode_after_some_timeouts_and_leaves_it_when_answered():
 
     # The link loses everything at first: timeouts of 45 us, so five of them after 225 us, then a question at each.
     topology = LeafSpine(leaves=2, spines=1, hosts_per_leaf=1, host_link=LINK, fabric_link=LINK)
@@ -290,7 +290,7 @@ def test_dlcp_recovers_beyond_its_bound():
         (4, 2_880, SwitchSpec(discipline="trim", trim_packets=2), 0.1, 200.0),
     ],
 )
-def test_dlcp_asks_for_what_is_missing_whatever_comes_last(senders, size_bytes, switches, loss_bound, min_timeout_us):
+def test_dlcp_probes_for_what_is_missing_whatever_comes_last(senders, size_bytes, switches, loss_bound, min_timeout_us):
     """The last news may be a late acknowledgement of what waits to be sent again, or that a packet was trimmed."""
     pytest.importorskip("numba")
     transport = DlcpTransport(min_timeout_us=min_timeout_us, reorder_packets=8)
