@@ -235,19 +235,16 @@ class RankContext:
     residual: Residual = field(default_factory=Residual)
     server: int | None = None
     beside_ring: bool = False
+    rank: int = field(init=False)
+    """The rank that this is."""
+    peers: Sequence[int] = field(init=False)
+    """The other contributors, ascending."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "contributors", sorted(self.contributors))
-
-    @property
-    def rank(self) -> int:
-        """The rank that this is."""
-        return self.endpoint.rank
-
-    @property
-    def peers(self) -> list[int]:
-        """The other contributors, ascending."""
-        return [rank for rank in self.contributors if rank != self.endpoint.rank]
+        contributors = sorted(self.contributors)
+        object.__setattr__(self, "contributors", contributors)
+        object.__setattr__(self, "rank", self.endpoint.rank)
+        object.__setattr__(self, "peers", [rank for rank in contributors if rank != self.endpoint.rank])
 
     def key(self, step: int, sequence: int, phase: int, receiver: int) -> MessageKey:
         """Return the key of a message of two hops; see :func:`dlcp.collectives.message_numbers.two_hop_number`."""

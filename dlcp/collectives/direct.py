@@ -46,7 +46,6 @@ from dlcp.transport import (
     BufferPool,
     Delivery,
     ExportedMemory,
-    LossBound,
     MessageKey,
     ReceiveRequest,
     SendRequest,
@@ -172,6 +171,9 @@ class DirectRun(BucketRun):
             for owner, (start, stop) in self.bounds.items()
             if start < stop
         }
+        self.labels = {owner: bucket.label(*self.bounds[owner]) for owner in self.shards}
+        within = self.context.options.bound_within
+        self.loss_bounds = {owner: within(bucket, *self.bounds[owner], self.values_per_packet) for owner in self.shards}
         self.accumulator: ShardAccumulator | None = None
         self.rates: NDArray[np.uint8] = np.zeros(0, np.uint8)
         """What follows the own averaged shard."""
@@ -201,7 +203,7 @@ class DirectRun(BucketRun):
     def _accumulate(self) -> None:
         start, stop = self.bounds[self.rank]
         endpoint, own, peers = self.context.endpoint, self.values[start:stop], self.context.peers
-        key, bound, label = self._key(REDUCE_SCATTER, self.rank), self._bound(self.rank), self._label(self.rank)
+        key, bound, label = self._key(REDUCE_SCATTER, self.rank), self.loss_bounds[self.rank], self.labels[self.rank]
         streaming = self.bucket.value_type is ValueType.FLOAT32
         accumulator = self.accumulator = ShardAccumulator(endpoint, peers, own, streaming=streaming, key=key)
         if accumulator.reduction is not None and not self.bucket.exported and endpoint.local_peers.intersection(peers):
@@ -274,21 +276,21 @@ class DirectRun(BucketRun):
     # Reduce-scatter: contributions to others' shards ------------------------------------------------------------------
 
     def _contribute(self, owner: int) -> None:
-        context, bound, tags = self.context, self._bound(owner), self._tags(owner)
+        context, bound, tags = self.context, self.loss_bounds[owner], self._tags(owner)
         if owner not in context.contributors:  # a parameter server
             if bound.ratio < context.options.bound.ratio:  # which is all that it knows of
                 protect_all_but(tags, np.arange(len(tags.queue)), bound.ratio, self.step)
             tags.protected[-1] = True  # tells it the size
         others = [rank for rank in context.contributors if rank != owner]
         order = ChunkOrder(-others.index(self.rank) % len(others), len(others))
-        key, label = self._key(REDUCE_SCATTER, owner), self._label(owner)
+        key, label = self._key(REDUCE_SCATTER, owner), self.labels[owner]
         sending = context.endpoint.send(SendRequest(owner, key, self._payload(owner), tags, bound, label, order=order))
         sending.add_done_callback(self.guard(partial(self._on_contributed, owner, tags)))
 
     def _on_contributed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
         start, stop = self.bounds[owner]
-        context, label = self.context, self._label(owner)
-        context.ledger.record(self._key(REDUCE_SCATTER, owner), owner, label, tags, self._bound(owner), delivery)
+        context, label = self.context, self.labels[owner]
+        context.ledger.record(self._key(REDUCE_SCATTER, owner), owner, label, tags, self.loss_bounds[owner], delivery)
         if delivery.lost:
             positions = self._positions(~delivery.delivered, stop - start)
             self._lose(owner, positions, self.bucket.value_type.widen(self.values[start:stop]))
@@ -311,13 +313,13 @@ class DirectRun(BucketRun):
 
     def _send_average(self, peer: int) -> None:
         """Send the own averaged shard to a peer that has confirmed its own contribution to come."""
-        key, label, tags = self._key(ALL_GATHER, peer), self._label(self.rank), self.average_tags
+        key, label, tags = self._key(ALL_GATHER, peer), self.labels[self.rank], self.average_tags
         payload = self._payload(self.rank) if self.copy is None else memoryview(self.copy.view(np.uint8).data)
         sending = self.context.endpoint.send(SendRequest(peer, key, payload, tags, RELIABLE, label, self.rates))
         sending.add_done_callback(self.guard(partial(self._on_average_sent, key, peer, tags)))
 
     def _on_average_sent(self, key: MessageKey, peer: int, tags: PacketTags, delivery: Delivery) -> None:
-        self.context.ledger.record(key, peer, self._label(self.rank), tags, RELIABLE, delivery)
+        self.context.ledger.record(key, peer, self.labels[self.rank], tags, RELIABLE, delivery)
         self.unconfirmed.discard(peer)
         self._advance()
 
@@ -464,14 +466,8 @@ class DirectRun(BucketRun):
         start, stop = self.bounds.get(owner, (0, 0))
         return slice(start // self.values_per_packet, -(-stop // self.values_per_packet))
 
-    def _bound(self, owner: int) -> LossBound:
-        return self.context.options.bound_within(self.bucket, *self.bounds[owner], self.values_per_packet)
-
     def _key(self, phase: int, receiver: int) -> MessageKey:
         return self.context.key(self.step, self.sequence, phase, receiver)
-
-    def _label(self, owner: int) -> str:
-        return self.bucket.label(*self.bounds[owner])
 
     def _payload(self, owner: int) -> memoryview:
         start, stop = self.bounds[owner]

@@ -33,21 +33,15 @@ class NumberRange:
     first: int
     stop: int
 
-    def number(self, offset: int, what: str, remedy: str) -> int:
-        """Return the number at an offset of the range.
+    def __contains__(self, number: int) -> bool:
+        return self.first <= number < self.stop
 
-        Raises
-        ------
-        MessageNumbersExhaustedError
-            It lies behind the range.
-        """
-        number = self.first + offset
-        if not self.first <= number < self.stop:
-            raise MessageNumbersExhaustedError(
-                f"{what} needs message number {number}, but {self.user} has the numbers {self.first} to "
-                f"{self.stop - 1} of a step; {remedy}"
-            )
-        return number
+    def exhausted(self, number: int, what: str, remedy: str) -> MessageNumbersExhaustedError:
+        """Return the error that ``what`` would need a number outside of the range."""
+        return MessageNumbersExhaustedError(
+            f"{what} needs message number {number}, but {self.user} has the numbers {self.first} to {self.stop - 1} of "
+            f"a step; {remedy}"
+        )
 
 
 TWO_HOPS_ALONE: Final = NumberRange("two hops", 0, MESSAGES_PER_STEP)
@@ -93,10 +87,18 @@ def two_hop_number(bucket: int, phase: int, receiver: int, ranks: int, *, shared
         One more than the highest rank that takes part in any bucket of the step.
     shared
         Whether a ring may take buckets of the same step.
+
+    Raises
+    ------
+    MessageNumbersExhaustedError
+        There is no number left, as from the functions below.
     """
-    remedy = "use larger buckets" + (", or the collective 'direct', which shares no step" if shared else "")
     numbers = TWO_HOPS if shared else TWO_HOPS_ALONE
-    return numbers.number((bucket * 2 + phase) * ranks + receiver, f"bucket {bucket} among {ranks} ranks", remedy)
+    number = numbers.first + (bucket * 2 + phase) * ranks + receiver
+    if number not in numbers:
+        remedy = "use larger buckets" + (", or the collective 'direct', which shares no step" if shared else "")
+        raise numbers.exhausted(number, f"bucket {bucket} among {ranks} ranks", remedy)
+    return number
 
 
 def ring_number(bucket: int, piece: int, phase: int, hop: int, ranks: int) -> int:
@@ -112,11 +114,11 @@ def ring_number(bucket: int, piece: int, phase: int, hop: int, ranks: int) -> in
     most = _ring_pieces(ranks)
     cut = _ring_buckets_in_pieces(ranks)
     index = bucket * most + piece if bucket < cut else cut * most + bucket - cut
-    return RING.number(
-        (index * 2 + phase) * ranks + hop,
-        f"bucket {bucket} around a ring of {ranks} ranks",
-        "use larger buckets, or the collective 'direct'",
-    )
+    number = RING.first + (index * 2 + phase) * ranks + hop
+    if number not in RING:
+        remedy = "use larger buckets, or the collective 'direct'"
+        raise RING.exhausted(number, f"bucket {bucket} around a ring of {ranks} ranks", remedy)
+    return number
 
 
 def pieces_allowed(bucket: int, ranks: int) -> int:
@@ -134,9 +136,11 @@ def ring_buckets(ranks: int) -> int:
 
 def collective_number(phase: int, receiver: int, ranks: int) -> int:
     """Return the number of a part of a process group's collective, which is a step of its own."""
-    return COLLECTIVES.number(
-        phase * ranks + receiver, f"phase {phase} of a collective among {ranks} ranks", "use smaller tensors"
-    )
+    number = COLLECTIVES.first + phase * ranks + receiver
+    if number not in COLLECTIVES:
+        what = f"phase {phase} of a collective among {ranks} ranks"
+        raise COLLECTIVES.exhausted(number, what, "use smaller tensors")
+    return number
 
 
 def horizon_number() -> int:
@@ -146,7 +150,10 @@ def horizon_number() -> int:
 
 def point_to_point_number(slot: int, part: int) -> int:
     """Return the number of a point-to-point message: part 0 is its header, part 1 its content."""
-    return POINT_TO_POINT.number(2 * slot + part, f"point-to-point message {slot} of a step", "send it in another step")
+    number = POINT_TO_POINT.first + 2 * slot + part
+    if number not in POINT_TO_POINT:
+        raise POINT_TO_POINT.exhausted(number, f"point-to-point message {slot}", "send it in another step")
+    return number
 
 
 POINT_TO_POINT_SLOTS: Final = (POINT_TO_POINT.stop - POINT_TO_POINT.first) // 2
@@ -155,11 +162,11 @@ POINT_TO_POINT_SLOTS: Final = (POINT_TO_POINT.stop - POINT_TO_POINT.first) // 2
 
 def broadcast_number(part: int, hop: int, ranks: int) -> int:
     """Return the number of a part of a broadcast down a binomial tree, over a hop that spans 2**hop ranks."""
-    return BROADCAST.number(
-        part * max(1, (ranks - 1).bit_length()) + hop,
-        f"part {part} of a broadcast to {ranks} ranks",
-        "divide the array among several broadcasts",
-    )
+    number = BROADCAST.first + part * max(1, (ranks - 1).bit_length()) + hop
+    if number not in BROADCAST:
+        what = f"part {part} of a broadcast to {ranks} ranks"
+        raise BROADCAST.exhausted(number, what, "divide the array among several broadcasts")
+    return number
 
 
 def _ring_pieces(ranks: int) -> int:
