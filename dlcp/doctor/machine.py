@@ -105,12 +105,12 @@ def examine_shared_memory() -> Diagnosis:
                 "a Python that was built on a recent Linux",
             )
         elif not shared_memory.available():
-            why, fix = "the engine in C is not here", "see the data path, below"
+            why, fix = "the compiled engine is not in use", "see the data path, below"
         elif _two_meet():
             text = "ranks in one network namespace exchange packets through memory"
             return Diagnosis(subject, Status.OK, text, data={"shared_memory": True})
         else:
-            why = "two ranks did not find each other"
+            why = "two ranks could not connect"
     except OSError as error:
         why = str(error)
         fix = "in a container, one whose seccomp profile lets memfd_create and Unix sockets through"
