@@ -60,7 +60,6 @@ from dlcp.transport.messages import (
 )
 from dlcp.transport.options import TransportOptions, weight_of
 from dlcp.transport.peer import Peer
-from dlcp.transport.plain import PlainEngine
 from dlcp.transport.promise import Receiving, Sending
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.wire import PacketType
@@ -162,6 +161,8 @@ class Protocol:
         elif self.local_peers:
             raise TransportError(f"rank {rank}: only the engine in C reads memory that ranks share")
         else:
+            from dlcp.transport.plain import PlainEngine  # where C is not compiled
+
             self._engine = PlainEngine(rank, peers, ecn_capable, **common)
         self._peers = {
             peer: Peer(
