@@ -203,7 +203,7 @@ def test_shared_memory_is_tried_and_what_prevents_it_said(monkeypatch):
     with native.switched_off():
         without_c = machine.examine_shared_memory()
     assert (without_c.status, without_c.data) == (Status.NOTE, {"shared_memory": False})
-    assert without_c.text.startswith("the compiled engine is not in use: ranks of this machine exchange packets through")
+    assert without_c.text.startswith("the compiled engine is not in use: ranks of this machine exchange packets")
 
     def forbidden(*_):
         raise PermissionError("memfd_create is not permitted")
