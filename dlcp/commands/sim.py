@@ -130,7 +130,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(file=sys.stderr)
     print(", ".join(f"{axis} {name}" for axis, name in fitting[0].point.items()) or described.experiment.title)
     for name, value in document["metrics"].items():
-        print(f"  {name:18} {value:.6g}")
+        print(f"  {name:20} {value:.6g}")
     if arguments.output is not None:
         write(document, arguments.output)
     return 0 if document["complete"] else 130
