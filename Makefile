@@ -54,6 +54,8 @@ test-testbed: $(STAMP) ## bring testbeds up, with BMv2 if it is there, and train
 lint: $(STAMP) ## check style, types and layers
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/clang-format --dry-run --Werror dlcp/native/*.[ch]
+	@printf '%s\n' dlcp/native/*.c | xargs -P2 -n2 sh -c '$(BIN)/clang-tidy --quiet "$$@" -- -std=gnu11 "-DDLCP_SOURCES=\"\"" 2>/dev/null' lint
 	@# As once installed: there controller/ and sim/ are packages of dlcp.
 	@mkdir -p out/types/dlcp && ln -sfn "$(CURDIR)"/dlcp/* "$(CURDIR)/controller" "$(CURDIR)/sim" out/types/dlcp
 	@find out/types -xtype l -delete

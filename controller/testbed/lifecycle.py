@@ -4,10 +4,10 @@
 import dataclasses
 import json
 import os
-import select
 import subprocess
 import sys
 import time
+from multiprocessing.connection import wait  # select.select knows no descriptors from 1024 on
 from typing import IO, Final
 
 import msgspec
@@ -126,7 +126,7 @@ def _says_ready(output: IO[bytes]) -> bool:
     """Read lines until the one that says ready; say whether it came, and in time."""
     deadline_s = time.monotonic() + UP_DEADLINE_S
     pending = b""
-    while select.select([output], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+    while wait([output.fileno()], max(0.0, deadline_s - time.monotonic())):
         some = os.read(output.fileno(), 4096)
         if not some:
             return False

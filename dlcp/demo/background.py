@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from multiprocessing.connection import wait  # select.select knows no descriptors from 1024 on
 from pathlib import Path
 from typing import Final
 
@@ -91,7 +92,8 @@ def tcp_sink(bind: Address, count: _Count) -> None:
     print("ready", flush=True)
     open_sockets = [server]
     while True:
-        for sock in select.select(open_sockets, [], [])[0]:
+        ready = wait(open_sockets)
+        for sock in [sock for sock in open_sockets if sock in ready]:
             if sock is server:
                 open_sockets.append(server.accept()[0])
                 continue
@@ -123,9 +125,13 @@ def tcp_send(
         flows[peer] = sock = socket.create_connection(address, timeout=10)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         sock.setblocking(False)
+    room = select.poll()
     for burst in bursts:
         while (left_s := stop(burst) - time.monotonic()) > 0:
-            if select.select([], [flows[burst.target]], [], left_s)[1]:
+            room.register(flows[burst.target], select.POLLOUT)
+            ready = room.poll(left_s * 1000)
+            room.unregister(flows[burst.target])
+            if ready:
                 flows[burst.target].send(_CHUNK)
 
 

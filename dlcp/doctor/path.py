@@ -10,7 +10,6 @@ import contextlib
 import errno
 import math
 import secrets
-import select
 import socket
 import statistics
 import struct
@@ -18,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait  # select.select knows no descriptors from 1024 on
 from typing import Final
 
 from dlcp import wire
@@ -311,7 +311,7 @@ class Conversation:
     def answers(self, wait_s: float) -> list[tuple[Probe, int]]:
         """Return the answers that are there, after waiting for the first one."""
         found = []
-        while select.select([self.sock], [], [], wait_s)[0]:
+        while wait([self.sock], wait_s):
             wait_s = 0.0
             try:
                 datagram, ancillary, _, _ = self.sock.recvmsg(65536, 128)

@@ -2,7 +2,9 @@
 /* One engine a rank: what Python calls, the events that it gets, the socket, and the loop over all that, which moves
  * whole bursts: UDP_SEGMENT out, UDP_GRO in. */
 
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include <errno.h>
 #include <math.h>
 #include <netinet/udp.h>

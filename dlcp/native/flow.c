@@ -168,6 +168,12 @@ static outgoing *most_urgent(const flow *self) {
     return best;
 }
 
+/* Where the run that was sent `after` the first one is. */
+static int64_t place_of_run(const run_queue *sent, int64_t after) {
+    int64_t at = sent->first + after;
+    return at < sent->capacity ? at : at - sent->capacity;
+}
+
 /* Make room for so many more runs; return 0, or NO_MEMORY. */
 static int reserve_runs(run_queue *sent, int64_t more) {
     if (sent->count + more <= sent->capacity)
@@ -177,7 +183,7 @@ static int reserve_runs(run_queue *sent, int64_t more) {
     if (!runs)
         return NO_MEMORY;
     for (int64_t k = 0; k < sent->count; k++)
-        runs[k] = sent->runs[(sent->first + k) % sent->capacity];
+        runs[k] = sent->runs[place_of_run(sent, k)];
     free(sent->runs);
     sent->runs = runs;
     sent->first = 0;
@@ -186,8 +192,7 @@ static int reserve_runs(run_queue *sent, int64_t more) {
 }
 
 static void note_run(run_queue *sent, run one) {
-    int64_t at = sent->first + sent->count; /* reserve_runs has made room */
-    sent->runs[at < sent->capacity ? at : at - sent->capacity] = one;
+    sent->runs[place_of_run(sent, sent->count)] = one; /* reserve_runs has made room */
     sent->count++;
 }
 

@@ -2,7 +2,9 @@
 /* Frames between network interfaces and rows of memory: many at a time, out of a ring that the kernel fills (packet(7),
  * TPACKET_V2, whose frames are seen at once, where those of version 3 wait until a block is full or a timer fires). */
 
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include <errno.h>
 #include <linux/if_packet.h>
 #include <stdint.h>

@@ -2,12 +2,12 @@
 """A built-in switch in a process of its own, for programs that need one."""
 
 import json
-import select
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import wait  # select.select knows no descriptors from 1024 on
 from pathlib import Path
 from typing import Any, Final
 
@@ -96,7 +96,7 @@ class SwitchProcess(Closing):
         deadline = time.monotonic() + _START_DEADLINE_S
         output = self._process.stdout
         assert output is not None
-        if not select.select([output], [], [], _START_DEADLINE_S)[0]:
+        if not wait([output.fileno()], _START_DEADLINE_S):
             raise SwitchProcessError(f"the switch is not ready after {_START_DEADLINE_S:.0f} s: {self._printed()}")
         if not output.readline().decode().startswith(READY):
             self._process.wait(_STOP_DEADLINE_S)

@@ -21,6 +21,7 @@ from dlcp.switch.ports.queues import NEVER_NS, QUEUES, PortQueueing, QueueCounte
 
 T = TypeVar("T")
 
+_FD_SETSIZE: Final = 1024
 MODERATION_S: Final = 100e-6
 """How long a busy switch sleeps before it looks for packets again, as network cards hold interrupts back. Chosen by
 us: it costs no rate, for the line's clock is virtual, delays a packet by less than its own length at 100 Mbit/s, and
@@ -178,8 +179,11 @@ class Switch:
             time.sleep(MODERATION_S)
         wait_s = min((forwarding.wake_ns - self.now_ns()) * 1e-9, sleep_max_s)
         if wait_s > 0:
-            # select sleeps by the microsecond; epoll alone knows milliseconds only.
-            select.select([self._epoll], [], [], wait_s)
+            # select sleeps by the microsecond, but knows no descriptors from 1024 on; epoll knows milliseconds only.
+            if self._epoll.fileno() < _FD_SETSIZE:
+                select.select([self._epoll], [], [], wait_s)
+            else:
+                self._epoll.poll(wait_s)
         now_ns = self.now_ns()
         self._idle_ns += now_ns - began_ns
         ready = []

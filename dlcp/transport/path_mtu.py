@@ -7,11 +7,11 @@ packets padded to a payload's size, never fragmented, each answered by a small H
 """
 
 import contextlib
-import select
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait  # select.select knows no descriptors from 1024 on
 from typing import Final
 
 from dlcp import wire
@@ -128,7 +128,7 @@ class PathProbe:
             for path in self._paths.values():
                 if not self._settled(path) and time.monotonic() >= path.due_s:
                     self._ask(path)
-            readable, _, _ = select.select([self.sock], [], [], wait_s)
+            readable = wait([self.sock], wait_s)
             while readable and self._receive():
                 pass
 

@@ -25,6 +25,7 @@ TESTS = [
     "transport/test_engine_sockets.py",
     "transport/test_refusals.py",
     "transport/test_shared_memory.py",
+    "transport/test_endpoint.py",
     "collectives/test_direct_in_place.py",
 ]
 LIMIT_S = 100
@@ -119,6 +120,76 @@ def test_the_checks_see_an_access_that_is_out_of_bounds(checked, tmp_path):
     )
     assert done.returncode != 0
     assert "Sanitizer" in done.stdout + done.stderr or "runtime error" in done.stdout + done.stderr
+
+
+SHORT = """
+#include <stdlib.h>
+long dlcp_test_left = -1;
+static void *maybe(void *memory) {
+    if (dlcp_test_left < 0) return memory;
+    if (dlcp_test_left == 0) { free(memory); return NULL; }
+    dlcp_test_left--;
+    return memory;
+}
+void *dlcp_test_malloc(size_t bytes) { return maybe(malloc(bytes)); }
+void *dlcp_test_calloc(size_t count, size_t bytes) { return maybe(calloc(count, bytes)); }
+void *dlcp_test_realloc(void *memory, size_t bytes) { return dlcp_test_left == 0 ? NULL : realloc(memory, bytes); }
+"""
+SHORT_RUN = """
+import ctypes, sys
+from pathlib import Path
+import dlcp.native
+dlcp.native.LIBRARY = Path(sys.argv[1])
+from tests.transport.bare_engine import BareEngine, KEY, tags_of
+left = ctypes.c_long.in_dll(dlcp.native.library(), "dlcp_test_left")
+bare = BareEngine(compiled=True)
+message, _ = bare.send(tags_of([4] * 5))
+left.value = 0
+assert bare.engine.pump(1.0) == 0
+left.value = -1
+assert message.sent == 0, "what could never be found lost must not leave"
+try:
+    bare.drain()
+except MemoryError:
+    print("told")
+"""
+
+
+def test_packets_that_cannot_be_noted_do_not_leave_and_the_engine_says_so(tmp_path):
+    sources = sorted(native.FOLDER.glob("*.c"))
+    if not sources or not shutil.which(compiler()[0]):
+        pytest.skip("needs DLCP's C sources and a compiler")
+    (tmp_path / "short.c").write_text(SHORT)
+    library = tmp_path / "short.so"
+    defined = [f"-D{name}=dlcp_test_{name}" for name in ("malloc", "calloc", "realloc")]
+    common = [*compiler(), "-std=gnu11", "-O1", "-fPIC"]
+    subprocess.run([*common, "-c", "short.c", "-o", "short.o"], cwd=tmp_path, check=True, timeout=LIMIT_S)
+    digest = f'-DDLCP_SOURCES="{native.digest_of_sources()}"'
+    prototypes = tmp_path / "short.h"
+    prototypes.write_text(
+        "#include <stdlib.h>\nvoid *dlcp_test_malloc(size_t);\nvoid *dlcp_test_calloc(size_t, size_t);\n"
+        "void *dlcp_test_realloc(void *, size_t);\n"
+    )
+    declared = ["-D_GNU_SOURCE=1", "-w", "-include", str(prototypes), *defined]
+    subprocess.run(
+        [
+            *common,
+            "-shared",
+            digest,
+            *declared,
+            *map(str, sources),
+            str(tmp_path / "short.o"),
+            "-o",
+            str(library),
+            "-lm",
+        ],
+        check=True,
+        timeout=LIMIT_S,
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT_RUN, str(library)], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.stdout == "told\n", done.stderr
 
 
 @pytest.mark.skipif(not available(), reason="the engine in C is not here")

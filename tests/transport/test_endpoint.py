@@ -165,6 +165,66 @@ def test_closing_ends_what_waits_and_what_is_asked_afterwards():
                 future.result(LIMIT_S)
 
 
+def test_what_is_called_from_the_endpoint_s_own_thread_runs_at_once(pair):
+    took_s, done = [], threading.Event()
+
+    def call_again(began_s):
+        took_s.append(time.monotonic() - began_s)
+        done.set()
+
+    def from_a_callback():
+        began_s = time.monotonic()
+        pair[0].call(lambda: call_again(began_s))
+
+    for _ in range(5):
+        done.clear()
+        pair[0].call(lambda: pair[0].call_later(0.01, from_a_callback))
+        assert done.wait(LIMIT_S)
+    assert min(took_s) < 0.02, "not only when the engine wakes up by itself"
+
+
+@pytest.mark.parametrize("lingering", [True, False])
+def test_several_threads_may_close_at_once(lingering):
+    """One leaves in peace, and waits for a peer that does not confirm; others give up meanwhile."""
+    for _ in range(10):
+        one, other = endpoints(2)
+        if lingering:
+            tags = plain_tags(4)
+            one.send(SendRequest(1, MessageKey(0, 0), memoryview(bytes(5000)), tags, RELIABLE, "layer"))
+        fileno = one._socket.fileno()
+        reasons = [None, "rank 0 breaks", "rank 0 breaks again", None]
+        threads = [threading.Thread(target=one.close, args=(reason,)) for reason in reasons]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert not any(thread.is_alive() for thread in threads)
+        assert not one._thread.is_alive()
+        assert one._socket.fileno() == -1 != fileno
+        assert isinstance(one.counters(), dict), "what was counted can still be read"
+        other.close("over")
+
+
+def test_the_socket_stays_until_the_thread_is_through_with_it(monkeypatch):
+    one, other = endpoints(2)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def stay():
+        inside.set()
+        go_on.wait(LIMIT_S)
+
+    one.call(stay)
+    assert inside.wait(LIMIT_S)
+    join = one._thread.join
+    monkeypatch.setattr(one._thread, "join", lambda timeout=None: join(0.05))
+    one.close("rank 0 breaks")
+    assert one._socket.fileno() >= 0, "its number must not be somebody else's while the engine has it"
+    go_on.set()
+    join(LIMIT_S)
+    assert one._socket.fileno() == -1
+    other.close("over")
+
+
 def test_closing_lets_peers_finish():
     # The last confirmation of the last step must not be left to a deadline.
     one, other = endpoints(2)

@@ -5,6 +5,8 @@ import fcntl
 import os
 import socket
 import struct
+import subprocess
+import sys
 import time
 from array import array
 from contextlib import closing
@@ -152,6 +154,50 @@ def test_a_handshake_that_is_wrong_is_refused(wrong):
     os.close(memory)
     os.close(bell)
     assert descriptors() == before + 1  # the memory of the last handshake
+
+
+STRANGER = """
+import os, socket, sys
+os.setuid(65534)
+if sys.argv[1] == "connect":
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
+        visitor.connect("\\0" + sys.argv[2])
+        socket.send_fds(visitor, [bytes.fromhex(sys.argv[3])], [int(sys.argv[4]), int(sys.argv[5])])
+else:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waiting:
+        waiting.bind("\\0" + sys.argv[2])
+        waiting.listen()
+        waiting.settimeout(20)
+        print("ready", flush=True)
+        visitor, _ = waiting.accept()
+        visitor.settimeout(20)
+        print(len(visitor.recvmsg(1000, 1000)[0]), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_s_process_gets_into_no_rank_s_memory():
+    memory, bell = inbox(), os.eventfd(0)
+    said = HANDSHAKE.pack(TOKEN, 0, 1, 0, RING_BYTES, 0)
+    with SharedMemoryRendezvous() as rendezvous, SharedMemoryRendezvous() as other:
+        command = [sys.executable, "-c", STRANGER, "connect", rendezvous.name, said.hex(), str(memory), str(bell)]
+        subprocess.run(command, pass_fds=[memory, bell], check=True, timeout=LIMIT_S)
+        shared = rendezvous.connect(0, {1: other.name}, job=0, token=TOKEN, timeout_s=0.3)
+        assert not shared.outward, "what it hands over is not taken"
+        shared.close()
+    os.close(memory)
+    os.close(bell)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_no_memory_is_handed_to_another_user_s_process():
+    name = f"dlcp-stranger-{os.getpid()}"
+    command = [sys.executable, "-c", STRANGER, "wait", name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger, SharedMemoryRendezvous() as mine:
+        assert stranger.stdout.readline() == "ready\n"
+        shared = mine.connect(0, {1: name}, job=0, token=TOKEN, timeout_s=0.3)
+        assert not shared.inward
+        assert stranger.stdout.readline() == "0\n", "it was told nothing"
 
 
 @pytest.mark.parametrize("size", [1, 1440, 1441, 100_003, 3 * RING_BYTES + 17])

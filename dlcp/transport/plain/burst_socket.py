@@ -15,6 +15,8 @@ from dlcp.transport.messages import Address
 
 BURST_BYTES_MAX: Final = 1 << 16
 _ANCILLARY_BYTES: Final = 128
+_FD_SETSIZE: Final = 1024
+"""From this descriptor on, select.select fails; below, it sleeps by the microsecond, poll by the millisecond."""
 _UDP_SEGMENT: Final = 103
 _UDP_GRO: Final = 104
 _REFUSES_BURSTS: Final = (errno.EIO, errno.EINVAL, errno.EOPNOTSUPP)
@@ -65,7 +67,7 @@ class BurstSocket:
         self._socket, self._counters = sock, counters
         self._buffer = bytearray(BURST_BYTES_MAX)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._poll = select.poll()  # knows descriptors from 1024 on, too
+        self._poll = select.poll()
         for descriptor in (sock.fileno(), self._wake_read):
             self._poll.register(descriptor, select.POLLIN)
         self.offload = True
@@ -125,8 +127,12 @@ class BurstSocket:
 
     def wait(self, wait_s: float) -> bool:
         """Wait until there is something to receive, at most so long; return whether :meth:`wake` has ended that."""
-        ready = self._poll.poll(wait_s * 1000)
-        if not any(descriptor == self._wake_read for descriptor, _ in ready):
+        watched = [self._socket.fileno(), self._wake_read]
+        if max(watched) < _FD_SETSIZE:
+            ready = select.select(watched, [], [], wait_s)[0]
+        else:
+            ready = [descriptor for descriptor, _ in self._poll.poll(wait_s * 1000)]
+        if self._wake_read not in ready:
             return False
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
