@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can choose. An argument beats the environment (``DLCP_*``), that a file, and that the default."""
+"""The options: an argument beats the environment (``DLCP_*``), which beats a file, which beats the default."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -42,9 +42,10 @@ class Options:
     server
         Address of the parameter server, ``host:port``.
     job
-        Job number, 0 to 65535; what a switch knows a job by.
+        Job number, 0 to 65535, by which a switch knows the job.
     token
-        Session token; rank 0 draws one if it is 0.
+        Session token; rank 0 draws one if it is 0. For ranks without PyTorch it is the secret that they meet by, too
+        (:func:`dlcp.session.store.job_secret`).
     payload_bytes
         Bytes of a message per packet: 1440 fill an MTU of 1500. 0 finds out what passes on every path, up to an MTU of
         9000. Whatever is chosen is tried with real packets first; if it does not pass, the largest that does is taken.
@@ -58,10 +59,10 @@ class Options:
         The share of a flow that each of this rank's flows counts as; 0, the default, lets all of a job into a port
         count as one. 1 gives a job as much as TCP would have, where several of its ranks send into one port.
     meet_s
-        How long the ranks wait for each other when DLCP is enabled.
+        How long the ranks wait for each other when they join.
     fallback
-        Go on over the framework's own all-reduce, or a group over its store, if DLCP cannot be used, at the start or
-        later. Off, it is an error.
+        Go on over the framework's own all-reduce, or in a group over its store, if DLCP cannot be used, at the start or
+        later. Off, that is an error.
     tag_policy
         See :class:`dlcp.tags.TagPolicy`.
     protected_share
@@ -70,8 +71,8 @@ class Options:
     layer_bounds
         Layers with a loss bound of their own, by name: ``embed*=0, *.norm?.*=0, head.*=0.01``.
     samples
-        How many samples this rank's gradients are the mean of in a step; ``samples`` of the state or group tells other
-        numbers as they come. Every sample then counts the same. 0, the default: every rank counts the same.
+        How many samples this rank's gradients are the mean of in a step; call ``samples`` of the state or group
+        when the number changes. Every sample then counts the same. 0, the default: every rank counts the same.
     adapt
         Measure while training, and choose bound, classes, compression and collective by it; those given are what it
         begins with. All ranks choose alike, between two steps.
@@ -81,7 +82,8 @@ class Options:
         What all ranks' gradients become: their ``average``, their ``sum``, or ``adasum``
         (:mod:`dlcp.collectives.reduction_rules`).
     phases
-        Hold the bound down to 0.6 % while the gradient's norm changes by half or more (:mod:`dlcp.tuning.phases`).
+        Hold the bound down to 0.6 % while the gradient's norm changes by half or more
+        (:class:`dlcp.tuning.autotuner.Phases`).
     """
 
     loss_bound: float = 0.1
