@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from dlcp.tags import PacketTags
 from dlcp.transport import BoundExceededError, Delivery, LossBound, MessageKey
+from dlcp.wire import DROP_CLASSES
 
 LAYER_POSITIONS = 256
-DROP_CLASSES = 8
 COUNTED_TOGETHER = 1 << 17
 """How many packets are counted by layer and class at a time: of a few, counting is the least that it costs. Chosen by
 us."""

@@ -5,7 +5,6 @@ There are two: `dlcp.sim.kernel` for speed and `dlcp.sim.reference` for trust. T
 `tests/sim/test_sim_agreement.py` checks.
 """
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -174,17 +173,6 @@ class PacketEngine(Protocol):
 
     def queue_bytes_max(self) -> NDArray[np.int64]:
         """Return the most bytes that ever waited for each link at a switch, int64 (links,)."""
-
-
-def make_engine(plan: EnginePlan, name: EngineName = "auto") -> PacketEngine:
-    """Return an engine: ``kernel`` (Numba), ``reference`` (SimPy), or the faster one of those that can run here."""
-    if name == "kernel" or (name == "auto" and importlib.util.find_spec("numba") is not None):
-        from dlcp.sim.kernel.kernel_engine import KernelEngine
-
-        return KernelEngine(plan)
-    from dlcp.sim.reference.reference_engine import ReferenceEngine
-
-    return ReferenceEngine(plan)
 
 
 def source_port(serial: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ involved. At one instant packets come first, then processes.
 `Simulation` and start processes of your own.
 """
 
+import importlib.util
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -24,12 +25,12 @@ from dlcp.sim.packet_engine import (
     Completion,
     CompletionKind,
     EngineName,
+    PacketEngine,
     Submitter,
     counts_by_name,
     drops_by_class,
-    make_engine,
 )
-from dlcp.sim.plan import make_plan
+from dlcp.sim.plan import EnginePlan, make_plan
 from dlcp.sim.scenario import CollectiveJob, FailureSpec, Scenario
 from dlcp.sim.topology import build_topology
 from dlcp.sim.traffic import BackgroundSpec, draw_sizes, mean_size
@@ -415,3 +416,14 @@ def _check_names(scenario: Scenario, senders: list[CollectiveJob | BackgroundSpe
         if spec.transport not in scenario.transports:
             known = ", ".join(sorted(scenario.transports))
             raise ValueError(f"{spec.name}: there is no transport {spec.transport!r}; there are: {known}")
+
+
+def make_engine(plan: EnginePlan, name: EngineName = "auto") -> PacketEngine:
+    """Return an engine: ``kernel`` (Numba), ``reference`` (SimPy), or the faster one of those that can run here."""
+    if name == "kernel" or (name == "auto" and importlib.util.find_spec("numba") is not None):
+        from dlcp.sim.kernel.kernel_engine import KernelEngine
+
+        return KernelEngine(plan)
+    from dlcp.sim.reference.reference_engine import ReferenceEngine
+
+    return ReferenceEngine(plan)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What holds for the project as a whole."""
 
+import ast
 import os
 import platform
 import re
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
 
@@ -88,6 +90,24 @@ def test_only_what_draws_loads_matplotlib():
     script = f"import sys, {', '.join(commands)}, dlcp.demo.series; print('matplotlib' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "False\n"
+
+
+def test_no_two_public_classes_or_constants_share_a_name():
+    classes, constants = defaultdict(set), defaultdict(set)
+    for path in files("dlcp", "controller", "sim"):
+        for node in ast.parse(path.read_text()).body if path.suffix == ".py" else ():
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].add(path.relative_to(ROOT).as_posix())
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                for name in ast.walk(node):
+                    if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
+                        constants[name.id].add(path.relative_to(ROOT).as_posix())
+    # A type variable has one letter.
+    constants = {name: places for name, places in constants.items() if name.isupper() and len(name) > 1}
+    for found in (classes, constants):
+        assert len(found) > 100
+        shared = {name: places for name, places in found.items() if name[0] != "_" and len(places) > 1}
+        assert shared == {}, "which one a reader sees must be clear from its name"
 
 
 def test_p4_is_no_python_package():

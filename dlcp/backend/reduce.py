@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dlcp.backend.channel import Channel, Collective, copy_bytes
 from dlcp.backend.elementwise_ops import ElementwiseOp, ReduceOp
 from dlcp.collectives.bucket import ALL_GATHER, REDUCE_SCATTER
-from dlcp.collectives.message_numbers import COLLECTIVES as NUMBERS
+from dlcp.collectives.message_numbers import COLLECTIVES_RANGE as NUMBERS
 from dlcp.collectives.shards import ShardAccumulator, shard_bounds
 from dlcp.transport import RELIABLE, Arrival
 
@@ -26,7 +26,7 @@ ONE_HOP_BYTES: Final = 64 << 10
 HOP_S: Final = 200e-6
 HOST_BYTES_PER_S: Final = 1e9
 """What a hop takes, and how fast bytes leave a busy host: the order of magnitude on the machines we know."""
-CHUNK_BYTES: Final = 8 << 20
+_CHUNK_BYTES: Final = 8 << 20
 """The size of a chunk. Chosen by us."""
 ASIDE_BYTES: Final = 64 << 10
 """More than this is not reduced in the endpoint's thread. Chosen by us: 10 us of work."""
@@ -134,7 +134,7 @@ class Reduction:
         """Cut a shard into chunks at packet borders, into no more than can be numbered."""
         most = max(1, NUMBERS.stop // (2 * self.channel.ranks) - 1)
         packet = self.channel.endpoint.options.payload_bytes
-        packets = max(CHUNK_BYTES // packet, -(-len(shard) // (packet * most)), 1)
+        packets = max(_CHUNK_BYTES // packet, -(-len(shard) // (packet * most)), 1)
         packets += packets % 2  # a packet need not hold whole values of 16 bytes, two do
         return [shard[start : start + packets * packet] for start in range(0, len(shard), packets * packet)]
 

@@ -135,7 +135,7 @@ class DirectAllReduce:
             self.rates_bps[rank], self._reported_with[rank] = rates_bps, sequence
 
 
-class Phase(Enum):
+class BucketPhase(Enum):
     """How far a bucket is on this rank."""
 
     EXCHANGING = "contributions and averaged shards are on their way"
@@ -165,7 +165,7 @@ class DirectRun(BucketRun):
         if self.context.options.error_feedback:
             self.context.residual.apply(self.values, bucket.segments, bucket.value_type)
         self.tags = self._tag()
-        self.phase = Phase.EXCHANGING
+        self.phase = BucketPhase.EXCHANGING
         self.shards = {
             owner: Shard.ACCUMULATING if owner == self.rank else Shard.CONTRIBUTING
             for owner, (start, stop) in self.bounds.items()
@@ -327,24 +327,24 @@ class DirectRun(BucketRun):
 
     def _advance(self) -> None:
         """Enter the next phases, as far as what is here and what is confirmed allow."""
-        if self.done.done() and self.phase is not Phase.RETURNED:  # it has failed
+        if self.done.done() and self.phase is not BucketPhase.RETURNED:  # it has failed
             return
-        if self.phase is Phase.EXCHANGING and all(state is Shard.AVERAGED for state in self.shards.values()):
-            self.phase = Phase.CONFIRMING
+        if self.phase is BucketPhase.EXCHANGING and all(state is Shard.AVERAGED for state in self.shards.values()):
+            self.phase = BucketPhase.CONFIRMING
             if self.unconfirmed and self.copy is None:
                 copying_s = len(self._payload(self.rank)) / COPY_BYTES_PER_S
                 self.context.endpoint.call_later(PATIENCE_S + copying_s, self._on_overdue)
-        if self.phase is Phase.OVERDUE and self.unconfirmed and not self._local_peers_read():
+        if self.phase is BucketPhase.OVERDUE and self.unconfirmed and not self._local_peers_read():
             self._detach()
         confirmed = not self.unconfirmed or self.copy is not None
-        if self.phase in (Phase.CONFIRMING, Phase.OVERDUE) and confirmed:
+        if self.phase in (BucketPhase.CONFIRMING, BucketPhase.OVERDUE) and confirmed:
             self._return()
-        if self.phase is Phase.RETURNED and not self.unconfirmed:
+        if self.phase is BucketPhase.RETURNED and not self.unconfirmed:
             self._end()
 
     def _on_overdue(self) -> None:
-        if self.phase is Phase.CONFIRMING:
-            self.phase = Phase.OVERDUE
+        if self.phase is BucketPhase.CONFIRMING:
+            self.phase = BucketPhase.OVERDUE
             self._advance()
 
     def _local_peers_read(self) -> bool:
@@ -363,7 +363,7 @@ class DirectRun(BucketRun):
 
     def _return(self) -> None:
         """Give the caller the bucket back."""
-        self.phase = Phase.RETURNED
+        self.phase = BucketPhase.RETURNED
         if not self.unconfirmed:
             self._end()
         if self.context.options.error_feedback:
@@ -372,7 +372,7 @@ class DirectRun(BucketRun):
         self.done.set_result(self.values)
 
     def _end(self) -> None:
-        self.phase = Phase.ENDED
+        self.phase = BucketPhase.ENDED
         self.reducer.end(self)
         if self.copy is not None:
             self.copy_of.give(self.copy.view(np.uint8))

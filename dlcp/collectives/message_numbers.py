@@ -46,16 +46,16 @@ class NumberRange:
 
 TWO_HOPS_ALONE: Final = NumberRange("two hops", 0, MESSAGES_PER_STEP)
 TWO_HOPS: Final = NumberRange("two hops beside a ring", 0, HALF)
-RING: Final = NumberRange("ring", HALF, MESSAGES_PER_STEP)
-COLLECTIVES: Final = NumberRange("collectives", 0, HALF - 1)
+RING_RANGE: Final = NumberRange("ring", HALF, MESSAGES_PER_STEP)
+COLLECTIVES_RANGE: Final = NumberRange("collectives", 0, HALF - 1)
 HORIZON: Final = NumberRange("horizon", HALF - 1, HALF)
 POINT_TO_POINT: Final = NumberRange("point to point", HALF, MESSAGES_PER_STEP)
 BROADCAST: Final = NumberRange("broadcast", 0, MESSAGES_PER_STEP)
 
 STEPS: Final[Mapping[str, Sequence[NumberRange]]] = {
     "gradients, without a ring": (TWO_HOPS_ALONE,),
-    "gradients, with a ring": (TWO_HOPS, RING),
-    "collectives of a process group": (COLLECTIVES, HORIZON, POINT_TO_POINT),
+    "gradients, with a ring": (TWO_HOPS, RING_RANGE),
+    "collectives of a process group": (COLLECTIVES_RANGE, HORIZON, POINT_TO_POINT),
     "a session's broadcast": (BROADCAST,),
 }
 """Who shares the numbers of a step. Two hops are direct all-reduce, parameter server, Adasum and compressed
@@ -114,10 +114,10 @@ def ring_number(bucket: int, piece: int, phase: int, hop: int, ranks: int) -> in
     most = _ring_pieces(ranks)
     cut = _ring_buckets_in_pieces(ranks)
     index = bucket * most + piece if bucket < cut else cut * most + bucket - cut
-    number = RING.first + (index * 2 + phase) * ranks + hop
-    if number not in RING:
+    number = RING_RANGE.first + (index * 2 + phase) * ranks + hop
+    if number not in RING_RANGE:
         remedy = "use larger buckets, or the collective 'direct'"
-        raise RING.exhausted(number, f"bucket {bucket} around a ring of {ranks} ranks", remedy)
+        raise RING_RANGE.exhausted(number, f"bucket {bucket} around a ring of {ranks} ranks", remedy)
     return number
 
 
@@ -131,15 +131,16 @@ def pieces_allowed(bucket: int, ranks: int) -> int:
 
 def ring_buckets(ranks: int) -> int:
     """Return how many buckets of a step may go around a ring: those with lower numbers than this."""
-    return (RING.stop - RING.first) // (2 * ranks) - _ring_buckets_in_pieces(ranks) * (_ring_pieces(ranks) - 1)
+    buckets = (RING_RANGE.stop - RING_RANGE.first) // (2 * ranks)
+    return buckets - _ring_buckets_in_pieces(ranks) * (_ring_pieces(ranks) - 1)
 
 
 def collective_number(phase: int, receiver: int, ranks: int) -> int:
     """Return the number of a part of a process group's collective, which is a step of its own."""
-    number = COLLECTIVES.first + phase * ranks + receiver
-    if number not in COLLECTIVES:
+    number = COLLECTIVES_RANGE.first + phase * ranks + receiver
+    if number not in COLLECTIVES_RANGE:
         what = f"phase {phase} of a collective among {ranks} ranks"
-        raise COLLECTIVES.exhausted(number, what, "use smaller tensors")
+        raise COLLECTIVES_RANGE.exhausted(number, what, "use smaller tensors")
     return number
 
 
@@ -174,4 +175,4 @@ def _ring_pieces(ranks: int) -> int:
 
 
 def _ring_buckets_in_pieces(ranks: int) -> int:
-    return (RING.stop - RING.first) // (2 * ranks) // (2 * _ring_pieces(ranks))
+    return (RING_RANGE.stop - RING_RANGE.first) // (2 * ranks) // (2 * _ring_pieces(ranks))

@@ -26,7 +26,7 @@ from dlcp.collectives.choice import AUTO, COLLECTIVES, DIRECT, RING, SERVER, Cos
 from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.message_numbers import ring_buckets
 from dlcp.collectives.partial_result import PartialResult
-from dlcp.collectives.reduction_rules import ADASUM, AVERAGE, COMBINES, RULES, SUM, multiply_for_sum
+from dlcp.collectives.reduction_rules import ADASUM, AVERAGE, COMBINES, REDUCTION_RULES, SUM, multiply_for_sum
 from dlcp.collectives.residual import Residual
 from dlcp.collectives.shards import inbound_rates
 
@@ -217,7 +217,7 @@ def make_reducer(
     transit = replace(context, residual=Residual())
     plain = _plain(collective, transit, topology, costs)
     if not compressor.reduces:
-        return Pipeline(plain, CompressedAllGather(context, compressor, RULES[combine], work))
+        return Pipeline(plain, CompressedAllGather(context, compressor, REDUCTION_RULES[combine], work))
     inner: Strategy = plain
     numbers = 1
     if combine == ADASUM:

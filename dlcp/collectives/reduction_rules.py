@@ -326,5 +326,5 @@ def adasum_of(parts: "Sequence[Callable[[], Values]]", segments: Sequence[Segmen
     return combine_with(decoded, borders, np.array([coefficients(layer) for layer in products]))
 
 
-RULES: Final[dict[str, Rule]] = {AVERAGE: average_of, SUM: sum_of, ADASUM: adasum_of}
+REDUCTION_RULES: Final[dict[str, Rule]] = {AVERAGE: average_of, SUM: sum_of, ADASUM: adasum_of}
 """By name."""

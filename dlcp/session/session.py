@@ -58,7 +58,7 @@ class RankEndedError(PeerSilentError):
     """A rank's process has ended, or has left the group."""
 
 
-class Phase(Enum):
+class SessionPhase(Enum):
     """What a session is at."""
 
     JOINING = "joining"
@@ -283,7 +283,7 @@ class TrainingSession:
         self.fallback = fallback
         self.ledger, self.feedback, self.tagger = ledger, feedback, tagger
         self.gradient_bytes = gradient_bytes
-        self.phase, self.reason = Phase.JOINING, ""
+        self.phase, self.reason = SessionPhase.JOINING, ""
         self.table = BucketTable()
         self.endpoint: Endpoint | None = None
         self.autotuner: Autotuner | None = None
@@ -338,7 +338,7 @@ class TrainingSession:
         self.endpoint, self._make = endpoint, make
         self._reducer = make(self.autotuner.settings if self.autotuner else None)
         self._recoverable = self.fallback.recovers and self.options.fallback and self.fallback.prepare()
-        self.phase = Phase.READY
+        self.phase = SessionPhase.READY
         if self.fallback.recovers:
             threading.Thread(target=self._watch, name="dlcp-watch", daemon=True).start()
 
@@ -347,7 +347,7 @@ class TrainingSession:
             raise problem
         if self.options.weighted and not agreement.all_publish(WEIGHTED):
             raise NotJoinedError(f"{problem}. Nor do all ranks say samples=..., so none can weigh by them") from None
-        self.phase, self.reason = Phase.FALLBACK, str(problem)
+        self.phase, self.reason = SessionPhase.FALLBACK, str(problem)
         if self.options.weighted:
             self.autotuner = self._make_autotuner(None)
         if agreement.speaker():
@@ -394,7 +394,7 @@ class TrainingSession:
     @property
     def active(self) -> bool:
         """Whether DLCP averages gradients; if not, see :attr:`reason`."""
-        return self.phase is Phase.READY
+        return self.phase is SessionPhase.READY
 
     @property
     def local_peers(self) -> int:
@@ -469,7 +469,7 @@ class TrainingSession:
         with self.table.changed:
             self.check()
             self.table.add(pending)
-            if self.phase is Phase.FALLBACK:
+            if self.phase is SessionPhase.FALLBACK:
                 self.fallback.average(self, pending)
                 return
         self.start(pending)
@@ -484,7 +484,7 @@ class TrainingSession:
         """
         with self.table.changed:
             self.check()
-            if self.phase is Phase.FALLBACK:
+            if self.phase is SessionPhase.FALLBACK:
                 return False
             self.table.add(pending)
             return True
@@ -493,7 +493,7 @@ class TrainingSession:
         """Average a bucket that was admitted and is on the host, or leave it until the ranks have recovered."""
         assert pending.bucket
         with self.table.changed:
-            pending.reducing = self.phase is Phase.READY
+            pending.reducing = self.phase is SessionPhase.READY
         if pending.reducing:
             try:
                 self._reduce(pending, pending.bucket)
@@ -543,7 +543,7 @@ class TrainingSession:
 
     def _watch(self) -> None:
         """Leave DLCP when another rank has, or has ended, even if this one waits for nothing just now."""
-        while self.phase is Phase.READY and not self._closing.wait(WATCH_S):
+        while self.phase is SessionPhase.READY and not self._closing.wait(WATCH_S):
             try:
                 error = self.fallback.why_leave(self)
             except RuntimeError as problem:
@@ -566,8 +566,8 @@ class TrainingSession:
         with self.table.changed:
             if self._closing.is_set():
                 failed = list(self.table.pending.values())
-            elif self.phase is Phase.READY:
-                self.phase = Phase.RECOVERING
+            elif self.phase is SessionPhase.READY:
+                self.phase = SessionPhase.RECOVERING
                 self._recovery = threading.Thread(
                     target=self._recover, args=(error,), name="dlcp-recovery", daemon=True
                 )
@@ -602,7 +602,7 @@ class TrainingSession:
                 raise DeadlineError(f"gradients did not come from the device in {deadline_s:g} s")
             for which in sorted(table.pending):
                 self.fallback.average(self, table.pending[which])
-            self.phase, self.reason = Phase.FALLBACK, reason
+            self.phase, self.reason = SessionPhase.FALLBACK, reason
         if self.rank == self.ranks[0]:
             log.warning(
                 "DLCP is off after step %d: %s. Training goes on over %s, with the gradients of that step.",
@@ -616,7 +616,7 @@ class TrainingSession:
         self.fallback.publish_failed(message)
         with self.table.changed:
             error = self._error = self._error or TransportError(message)
-            self.phase, self.reason = Phase.FAILED, message
+            self.phase, self.reason = SessionPhase.FAILED, message
             failed = self.table.drain()
             self.table.changed.notify_all()
         for pending in failed:
@@ -624,7 +624,7 @@ class TrainingSession:
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
-        if self.phase is Phase.CLOSED:
+        if self.phase is SessionPhase.CLOSED:
             return
         with self.table.changed:
             self._closing.set()
@@ -637,4 +637,4 @@ class TrainingSession:
             if reducer:
                 reducer.close()
         self.fallback.close()
-        self.phase = Phase.CLOSED
+        self.phase = SessionPhase.CLOSED

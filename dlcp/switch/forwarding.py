@@ -28,7 +28,7 @@ from dlcp.switch.ports.scheduler import (
     NO_PORT,
     OUT,
     PLACE,
-    READY,
+    READY_COUNT,
     SLOT,
     SLOT_CELLS,
     TOTAL_CELLS,
@@ -368,11 +368,11 @@ class BatchForwarding:
         pool: tuple[NDArray[np.uint8] | Numbers, ...]
         pool = (self._rows, self._slots, self._carry, self._spare, self._ports, totals, self._out)
         self._machine.forward(now_ns, self._arrived, count, self._places, *pool)
-        ready = int(totals[READY])
+        ready = int(totals[READY_COUNT])
         if ready:
-            for place in totals[READY + 1 : READY + 1 + ready].tolist():
+            for place in totals[READY_COUNT + 1 : READY_COUNT + 1 + ready].tolist():
                 self._send(place)
-            totals[READY] = 0
+            totals[READY_COUNT] = 0
 
     def _send(self, place: int) -> None:
         """Give a port the packets that have reached the far end of its line."""

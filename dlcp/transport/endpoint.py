@@ -27,7 +27,7 @@ from dlcp.transport.congestion import NoWindow
 from dlcp.transport.engine import (
     MESSAGE_PACKETS_MAX,
     Arrived,
-    Control,
+    ControlPacket,
     Datagram,
     Engine,
     Mismatch,
@@ -71,7 +71,7 @@ HELLO_REPEAT_S: Final = 0.1
 KEEPALIVE_S: Final = 0.5
 """A peer that something is wanted of and that says nothing for so long is greeted, to see whether it lives."""
 CLOSE_LINGER_S: Final = 1.0
-POLL_S: Final = 0.005
+_POLL_S: Final = 0.005
 ABORT_BYTES_MAX: Final = 1000
 _HELLO = struct.Struct(">II")
 """Bytes of a message per packet, and how many packets the receiver may have on their way to it."""
@@ -379,7 +379,7 @@ class Protocol:
                     case Unexpected():
                         if self.on_unexpected:
                             self.on_unexpected(event.peer, event.key)
-                    case Control():
+                    case ControlPacket():
                         self._on_control(event)
                     case Unanswered():
                         self._peers[event.peer].on_timeout()
@@ -419,7 +419,7 @@ class Protocol:
                 )
             )
 
-    def _on_control(self, event: Control) -> None:
+    def _on_control(self, event: ControlPacket) -> None:
         header, payload = wire.decode(event.datagram), event.datagram[wire.HEADER_BYTES :]
         if header.type is PacketType.ABORT:
             reason = payload[:ABORT_BYTES_MAX].decode(errors="replace")
@@ -648,7 +648,7 @@ class Endpoint(Protocol):
                     return True
             if time.monotonic() >= end_s:
                 return False
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
 
     def close(self, reason: str | None = None) -> None:
         """Stop; without a ``reason`` once peers have confirmed what was sent, with one after telling them of it.
@@ -674,7 +674,7 @@ class Endpoint(Protocol):
             self.flush(CLOSE_LINGER_S)  # which asks after that was done
             end_s = time.monotonic() + CLOSE_LINGER_S
             while not self._ended and not self.settled and time.monotonic() < end_s:
-                time.sleep(POLL_S)
+                time.sleep(_POLL_S)
 
     def _report_confirmed(self, answer: "Future[bool]") -> None:
         answer.set_result(self.all_confirmed)

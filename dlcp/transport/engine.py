@@ -118,7 +118,7 @@ class Mismatch(NamedTuple):
     packets: int
 
 
-class Control(NamedTuple):
+class ControlPacket(NamedTuple):
     """A packet about a peer, not about a message: HELLO, HELLO_ACK or ABORT."""
 
     peer: int
@@ -148,7 +148,7 @@ class Datagram(NamedTuple):
     tos: int
 
 
-Event = Sent | Arrived | Unexpected | Mismatch | Control | Reported | Unanswered | Datagram
+Event = Sent | Arrived | Unexpected | Mismatch | ControlPacket | Reported | Unanswered | Datagram
 
 
 class Flow(Protocol):

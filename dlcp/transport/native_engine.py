@@ -24,7 +24,7 @@ from dlcp.transport.congestion import Report
 from dlcp.transport.engine import (
     RULES,
     Arrived,
-    Control,
+    ControlPacket,
     Datagram,
     Event,
     Flow,
@@ -367,7 +367,7 @@ class NativeEngine:
         return Mismatch(peer, MessageKey(event.step, event.message), event.packets)
 
     def _control(self, peer: int, event: Any) -> Event:
-        return Control(peer, ctypes.string_at(event.data, event.bytes), event.now_s)
+        return ControlPacket(peer, ctypes.string_at(event.data, event.bytes), event.now_s)
 
     def _report(self, peer: int, event: Any) -> Event:
         counts = event.delivered, event.marked, event.lost

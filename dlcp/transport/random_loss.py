@@ -11,7 +11,7 @@ TOLERATED = 0.02
 """Losses without a standing queue that nobody needs to look into, as BBR has it (BBRLossThresh)."""
 BASELINE_MAX = 0.38
 """More than this is never taken for random. Chosen by us: above the 30 % that a path may lose in our tests."""
-BLOCK_PACKETS = 32
+_BLOCK_PACKETS = 32
 """Losses are judged over this many packets at least. Chosen by us."""
 CALM_BLOCK_PACKETS = 256
 """After this many packets without conspicuous losses a new block begins. Chosen by us."""
@@ -90,7 +90,7 @@ class RandomLoss:
         self._lost += lost
         if self.trying:
             return self._try(window, starting)
-        if self._packets < BLOCK_PACKETS:
+        if self._packets < _BLOCK_PACKETS:
             return Finding.NOTHING
         expected = self._packets * (self.baseline + TOLERATED)
         if self._lost > expected + DEVIATIONS * math.sqrt(expected):
@@ -119,7 +119,7 @@ class RandomLoss:
 
     def _try(self, window: float, starting: bool) -> Finding:
         least, losses, part = (
-            (BLOCK_PACKETS, QUICK_LOSSES, QUICK_REMAINDER)
+            (_BLOCK_PACKETS, QUICK_LOSSES, QUICK_REMAINDER)
             if starting
             else (DWELL_PACKETS, THOROUGH_LOSSES, THOROUGH_REMAINDER)
         )

@@ -51,7 +51,7 @@ from the peer, and ``count`` how many of them marked congested.
 WORD_BITS: Final = 32
 """Fields that fill no bytes are parts of a word of so many."""
 ENTRY_BYTES: Final = sum(bits for bits, _ in ACK_ENTRY.values()) // 8
-MORE: Final = 1
+_MORE: Final = 1
 """Payload of a PROBE whose sender still has packets to send."""
 
 _TEMPLATE = """\
@@ -250,7 +250,7 @@ def generate() -> str:
         "ACK": str(int(PacketType.ACK)),
         "PROBE": str(int(PacketType.PROBE)),
         "STOP": str(int(PacketType.STOP)),
-        "MORE": str(MORE),
+        "MORE": str(_MORE),
         "ENTRY_BYTES": str(ENTRY_BYTES),
         "ENTRY_ADDS": "\n".join(_entry_adds()),
         "ADDS": "\n".join(f"    branch:add(f.{name}, {_byte_range(name, first)})" for name, first in offsets.items()),

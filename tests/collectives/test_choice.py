@@ -26,7 +26,7 @@ from dlcp.collectives.choice import (
     ring_seconds,
     server_seconds,
 )
-from dlcp.collectives.message_numbers import RING as RING_NUMBERS
+from dlcp.collectives.message_numbers import RING_RANGE as RING_NUMBERS
 from dlcp.collectives.message_numbers import ring_buckets
 from dlcp.collectives.ring import RingAllReduce
 from dlcp.dtypes import ValueType

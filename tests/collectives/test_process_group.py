@@ -22,7 +22,7 @@ SUM = ElementwiseOp(ReduceOp.SUM, "float32")
 @pytest.fixture(autouse=True)
 def _in_one_thread(monkeypatch):
     monkeypatch.setattr(reduce, "ASIDE_BYTES", 1 << 40)  # virtual time has no other threads
-    monkeypatch.setattr(reduce, "CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(reduce, "_CHUNK_BYTES", 20_000)
 
 
 class Group:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of a job in a ring over a network in virtual time."""
 
-from dlcp.collectives.message_numbers import RING
+from dlcp.collectives.message_numbers import RING_RANGE
 from dlcp.collectives.ring import RingAllReduce
 from tests.collectives.virtual_ranks import Ranks
 
@@ -17,7 +17,7 @@ class RingRanks(Ranks):
         """All messages in the ledgers, as (rank that sent, phase, hop, record)."""
         self.network.run(lambda: all(protocol.settled for protocol in self.network.ranks))
         return [
-            (rank, *divmod((record.message - RING.first) % (2 * self.count), self.count), record)
+            (rank, *divmod((record.message - RING_RANGE.first) % (2 * self.count), self.count), record)
             for rank, ledger in enumerate(self.ledgers)
             for record in ledger.records
         ]

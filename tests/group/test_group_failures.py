@@ -11,7 +11,7 @@ import pytest
 
 import dlcp.session
 from dlcp.session import NotJoinedError, Options
-from dlcp.session.session import Phase
+from dlcp.session.session import SessionPhase
 from dlcp.session.store import StoreError
 from dlcp.transport import TransportError
 from tests.faults.bad_network import BadNetwork, Weather
@@ -139,7 +139,7 @@ def test_a_path_that_passes_no_udp_is_gone_around(caplog):
         network.weather = Weather(blocked=True)
         results = together(3, train_and_broadcast, through(network, ports, meet_s=2.0))
     for got, mode, reason in results:
-        assert mode is Phase.FALLBACK
+        assert mode is SessionPhase.FALLBACK
         assert "gets no UDP packet through" in reason
         for step, averages in enumerate(got):
             for name, wanted in mean(3, step).items():

@@ -13,7 +13,7 @@ from dlcp.collectives import Bucket, Residual
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.session import Options
-from dlcp.session.session import Fallback, HostBucket, Phase, TrainingSession
+from dlcp.session.session import Fallback, HostBucket, SessionPhase, TrainingSession
 from dlcp.tags import Layer, Segment, Tagger
 from dlcp.transport import DeadlineError, MessageMismatchError, PeerAbortedError, TransportError
 from tests.group.recovery_ranks import FakeEndpoint, FakeReducer, Network, close_while_it_leaves, start_late
@@ -90,9 +90,9 @@ def values(*buckets):
 
 def fallen_back(session, within_s=LIMIT_S):
     end_s = time.monotonic() + within_s
-    while session.phase is not Phase.FALLBACK and time.monotonic() < end_s:
+    while session.phase is not SessionPhase.FALLBACK and time.monotonic() < end_s:
         time.sleep(0.01)
-    return session.phase is Phase.FALLBACK
+    return session.phase is SessionPhase.FALLBACK
 
 
 def test_what_one_rank_has_given_dlcp_all_complete_and_nothing_else():
@@ -119,7 +119,7 @@ def test_what_comes_meanwhile_falls_back_in_order_once_it_is_on_the_host():
     middle = [session.take(0, 1, 0) for session in (first, second)]
     assert values(*done) == [2, 2]
     time.sleep(0.05)
-    assert {first.phase, second.phase} == {Phase.RECOVERING}, "one is still on the device"
+    assert {first.phase, second.phase} == {SessionPhase.RECOVERING}, "one is still on the device"
     for session, pending in zip((first, second), middle, strict=True):
         session.start(pending)
     assert fallen_back(first)
@@ -165,7 +165,7 @@ def test_ranks_that_run_different_models_do_not_recover():
     for one in pending:
         with pytest.raises(TransportError, match="rank 1 has 8 bytes"):
             one.answer.result(LIMIT_S)
-    assert {first.phase, second.phase} == {Phase.FAILED}
+    assert {first.phase, second.phase} == {SessionPhase.FAILED}
     with pytest.raises(TransportError, match="rank 1 has 8 bytes"):
         first.give(1, 0, 0)
 
@@ -210,7 +210,7 @@ def test_whoever_waits_for_a_closed_exchange_is_told():
     session.reducer.fail(DeadlineError("closed"))
     with pytest.raises(DeadlineError, match="closed"):
         pending.answer.result(0)
-    assert session.phase is Phase.CLOSED, "there is nothing to recover for"
+    assert session.phase is SessionPhase.CLOSED, "there is nothing to recover for"
 
 
 def test_many_threads_hand_over_while_another_fails():

@@ -143,7 +143,7 @@ def test_tshark_reads_what_is_acknowledged(tmp_path):
 
 def test_the_dissector_knows_the_payloads_that_the_transport_sends():
     assert flow.ENTRY.size == dissector.ENTRY_BYTES
-    assert bytes([dissector.MORE]) == MORE
+    assert bytes([dissector._MORE]) == MORE
 
 
 @needs_tshark

@@ -391,8 +391,8 @@ def serve(now_ns, {pool}{egress_more}):
                 give_back(spare, slot)
             slot = dequeue(port, slots, now_ns)
         if hand_over(port, slots, out[place], now_ns):
-            totals[READY] += 1
-            totals[READY + totals[READY]] = place
+            totals[READY_COUNT] += 1
+            totals[READY_COUNT + totals[READY_COUNT]] = place
         due = wake_ns(port, slots)
         if due < wake:
             wake = due

@@ -20,7 +20,7 @@ from typing import Final
 from dlcp.switch.ports import ETHERNET_BYTES, PortCounters, ReceivedFrames, enlarge_buffers
 from dlcp.wire import UDP_PORT_BASE
 
-MTU_BYTES: Final = 9000
+_MTU_BYTES: Final = 9000
 """Largest IPv4 packet that is taken from a host, unless told otherwise."""
 _UDP_HEADERS_BYTES = ETHERNET_BYTES + 20 + 8
 _IP_HEADERS_BYTES = 20 + 8
@@ -72,7 +72,7 @@ class LoopbackPorts:
     """
 
     def __init__(
-        self, hosts: Sequence[LoopbackHost], udp_ports: Iterable[int] = (UDP_PORT_BASE,), mtu_bytes: int = MTU_BYTES
+        self, hosts: Sequence[LoopbackHost], udp_ports: Iterable[int] = (UDP_PORT_BASE,), mtu_bytes: int = _MTU_BYTES
     ) -> None:
         self.hosts = tuple(hosts)
         self.counters = {host.port: PortCounters() for host in self.hosts}

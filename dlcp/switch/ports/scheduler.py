@@ -81,7 +81,7 @@ NO_PORT: Final = 1
 LATE_NS: Final = 2
 TREATED_NS: Final = 3
 """The time up to which everything has been treated; no packet comes before it."""
-READY: Final = 4
+READY_COUNT: Final = 4
 """How many ports have packets in OUT; their places follow."""
 TOTAL_CELLS: Final = 5
 

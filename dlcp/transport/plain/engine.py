@@ -22,7 +22,7 @@ from dlcp.transport.engine import (
     RULES,
     STEPS_AHEAD_MAX,
     Arrived,
-    Control,
+    ControlPacket,
     Datagram,
     Event,
     Flow,
@@ -499,7 +499,7 @@ class PlainEngine:
                 case PacketType.STOP_ACK:
                     self._take_stop_ack(peer, header)
                 case _:
-                    self._events.append(Control(peer, bytes(datagram), now_s))
+                    self._events.append(ControlPacket(peer, bytes(datagram), now_s))
 
     def _take_data(self, peer: int, header: Header, payload: memoryview, tos: int, now_s: float) -> None:
         message = self._incoming.get((peer, header.step, header.message))

@@ -20,8 +20,8 @@ from dlcp.transport.messages import MessageKey
 from dlcp.transport.plain.incoming import PlainIncoming
 from dlcp.transport.plain.outgoing import FLYING, Indices, PlainOutgoing
 
-QUEUES = 8
-BURST_BYTES_MAX = 65000
+_QUEUES = 8
+_BURST_BYTES_MAX = 65000
 
 Emit = Callable[[PlainOutgoing, Indices], bool]
 """Sends packets of a message in one burst; False if the socket is full."""
@@ -127,7 +127,7 @@ class PlainFlow:
         self.flying = 0
         self.smoothed_rtt_s = self.rtt_variation_s = 0.0
         self.messages: dict[MessageKey, PlainOutgoing] = {}
-        self._packets_max = max(1, BURST_BYTES_MAX // packet_bytes)
+        self._packets_max = max(1, _BURST_BYTES_MAX // packet_bytes)
         self.look_s = 0.0
         """When to look next which messages to ask about, if none falls idle before."""
         self._delivered = self._marked = self._lost = 0
@@ -135,8 +135,8 @@ class PlainFlow:
         self._limited = False
         self._reported_s = 0.0
         self._disorder = RULES["disorder_min"]
-        self._newest_delivered_s = [-1.0] * QUEUES
-        self._runs: list[deque[tuple[float, PlainOutgoing, Indices]]] = [deque() for _ in range(QUEUES)]
+        self._newest_delivered_s = [-1.0] * _QUEUES
+        self._runs: list[deque[tuple[float, PlainOutgoing, Indices]]] = [deque() for _ in range(_QUEUES)]
         """What was sent into each queue, in that order."""
         self._sent_last_s = 0.0
         self._marked_seen = 0
