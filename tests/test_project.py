@@ -179,6 +179,13 @@ def test_every_relative_link_in_the_documents_leads_somewhere():
     assert broken == []
 
 
+def test_the_files_that_the_architecture_page_names_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:dlcp|controller|sim|p4|tests)/[\w./]*)`", page))
+    assert len(named) > 30
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
 def test_continuous_integration_runs_what_the_readme_says():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)

@@ -17,6 +17,7 @@ from dlcp.session.session import Fallback, HostBucket, SessionPhase, TrainingSes
 from dlcp.tags import Layer, Segment, Tagger
 from dlcp.transport import DeadlineError, MessageMismatchError, PeerAbortedError, TransportError
 from tests.group.recovery_ranks import FakeEndpoint, FakeReducer, Network, close_while_it_leaves, start_late
+from tests.waiting import until
 
 LIMIT_S = 20
 VALUES = 100
@@ -88,11 +89,8 @@ def values(*buckets):
     return [float(bucket.answer.result(LIMIT_S)[0]) for bucket in buckets]
 
 
-def fallen_back(session, within_s=LIMIT_S):
-    end_s = time.monotonic() + within_s
-    while session.phase is not SessionPhase.FALLBACK and time.monotonic() < end_s:
-        time.sleep(0.01)
-    return session.phase is SessionPhase.FALLBACK
+def fallen_back(session):
+    return until(lambda: session.phase is SessionPhase.FALLBACK, lambda: f"the session is {session.phase}")
 
 
 def test_what_one_rank_has_given_dlcp_all_complete_and_nothing_else():
@@ -242,8 +240,6 @@ def test_rank_0_says_it_once(caplog):
         for session in sessions:
             session.leave(DeadlineError("the cable is out"))
         assert all(fallen_back(session) for session in sessions)
-        end_s = time.monotonic() + 5
-        while not caplog.messages and time.monotonic() < end_s:
-            time.sleep(0.01)
+        until(lambda: caplog.messages, "nobody said why")
     (message,) = caplog.messages
     assert "the cable is out. Training goes on over a list" in message

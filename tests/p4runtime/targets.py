@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -153,11 +152,3 @@ def _free_host() -> int:
             sock.bind((LoopbackHost.numbered(number - 1).alias, UDP_PORT_BASE))
             return number
     raise AssertionError("this machine runs too many switches")
-
-
-def wait_until(condition, deadline_s: float = 10.0) -> None:
-    """Wait for something to become true, and fail if it does not."""
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, "it has not happened in time"
-        time.sleep(0.01)

@@ -24,7 +24,8 @@ from dlcp.switch.p4runtime.server import P4RuntimeServer, parse_address
 from dlcp.wire import UDP_PORT_BASE
 from tests.p4runtime.control import DELETE, INSERT, Code, Control, config
 from tests.p4runtime.loops import DeadLoop, Loop
-from tests.p4runtime.targets import DEVICE_ID, BuiltIn, wait_until
+from tests.p4runtime.targets import DEVICE_ID, BuiltIn
+from tests.waiting import until
 
 
 def test_packets_wait_for_slices_only():
@@ -80,7 +81,7 @@ def test_a_call_that_nobody_waits_for_ends_without_a_word(caplog):
         control.arbitrate(1)
         request = control.signed(SetAction(action=SetAction.VERIFY_AND_COMMIT, config=config()))
         call = control.stub.SetForwardingPipelineConfig.future(request, timeout=20)
-        wait_until(lambda: loop.calls)
+        until(lambda: loop.calls)
         call.cancel()
         gone = p4r.GetForwardingPipelineConfigRequest(device_id=DEVICE_ID + 1)
         with pytest.raises(grpc.RpcError):  # an answer says that the server has heard of the cancellation before
@@ -107,7 +108,7 @@ def test_a_server_is_closed_while_its_thread_ends():
 
         loop.close = linger  # the thread is alive, and its loop is closed
         threading.Timer(0.1, loop.call_soon_threadsafe, [server._stop.set]).start()
-        wait_until(loop.is_closed)
+        until(loop.is_closed)
         assert server._thread.is_alive()
     assert not server._thread.is_alive()
 
@@ -214,7 +215,7 @@ def test_a_switch_drops_everything_until_it_has_a_program(tmp_path):
             sock.bind((host.real, UDP_PORT_BASE))
             sock.settimeout(10)
             sock.sendto(b"lost", (host.alias, UDP_PORT_BASE))
-            wait_until(lambda: counters.exists() and dropped() == 1)
+            until(lambda: counters.exists() and dropped() == 1)
             control.arbitrate(1)
             control.set_pipeline(config())
             words = control.words
@@ -228,7 +229,7 @@ def test_a_switch_drops_everything_until_it_has_a_program(tmp_path):
             assert sum(item.counter_entry.data.packet_count for item in forwarded) == 1
             control.write(DELETE, words.entry("ipv4_route", {"ipv4_dst": (address, 32)}))
             sock.sendto(b"lost", (host.alias, UDP_PORT_BASE))
-            wait_until(lambda: dropped() == 2)
+            until(lambda: dropped() == 2)
     finally:
         switch.stop()
 

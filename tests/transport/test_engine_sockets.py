@@ -15,6 +15,7 @@ from dlcp import wire
 from dlcp.transport import RELIABLE, Endpoint, LossBound, MessageKey, ReceiveRequest, SendRequest, bind_socket
 from dlcp.wire import Header, PacketType
 from tests.transport.network import plain_tags
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("engine")
 LIMIT_S = 20
@@ -54,13 +55,6 @@ def packets(bare, kind, count=1):
 def data(index, payload, *, count, message=0, token=TOKEN, step=0):
     header = Header(PacketType.DATA, 0, 4, 0, 7, 0, 0, step, message, 1, index, count, token)
     return header.encode() + payload
-
-
-def wait_until(condition):
-    end_s = time.monotonic() + LIMIT_S
-    while not condition() and time.monotonic() < end_s:
-        time.sleep(0.005)
-    assert condition()
 
 
 def test_packets_leave_with_their_type_of_service(pair):
@@ -162,7 +156,7 @@ def test_bursts_that_the_kernel_joined_are_taken_apart(pair, seed):
         segment = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("H", 1472))] if len(burst[0]) == 1472 else []
         bare.sendmsg([b"".join(burst)], segment, 0, endpoint._socket.getsockname())
         time.sleep(0.002)
-    wait_until(lambda: endpoint.counters()["data"] == 80)
+    until(lambda: endpoint.counters()["data"] == 80)
     arrivals.append(endpoint.receive(ReceiveRequest(1, MessageKey(0, 2), len(payloads[2]), RELIABLE, "layer")))
     for arrival, payload in zip(arrivals, payloads, strict=True):
         got = arrival.result(LIMIT_S)
@@ -177,4 +171,4 @@ def test_bursts_that_the_kernel_joined_are_taken_apart(pair, seed):
 def test_an_empty_datagram_is_only_malformed(pair):
     endpoint, bare = pair
     bare.sendto(b"", endpoint._socket.getsockname())
-    wait_until(lambda: endpoint.refused["malformed"] == 1)
+    until(lambda: endpoint.refused["malformed"] == 1)
