@@ -8,7 +8,7 @@ import numpy as np
 from dlcp import wire
 from dlcp.tags import PacketTags
 from dlcp.transport import LossBound, MessageKey, ReceiveRequest, SendRequest, TransportOptions
-from dlcp.transport.engine import Arrived, Control, Datagram, Mismatch, Reported, Sent, Unexpected
+from dlcp.transport.engine import Arrived, ControlPacket, Datagram, Mismatch, Reported, Sent, Unexpected
 from dlcp.transport.native_engine import NativeEngine
 from dlcp.transport.plain import PlainEngine
 from dlcp.wire import Flag, Header, PacketType
@@ -87,7 +87,7 @@ class BareEngine:
 
     def drain(self):
         """Take the engine's events."""
-        kinds = {Arrived: self.settled, Sent: self.confirmed, Control: self.controls, Unexpected: self.unexpected,
+        kinds = {Arrived: self.settled, Sent: self.confirmed, ControlPacket: self.controls, Unexpected: self.unexpected,
                  Mismatch: self.mismatches}  # fmt: skip
         for event in self.engine.take_events():
             if isinstance(event, Datagram):
