@@ -12,7 +12,7 @@ from functools import partial
 from dlcp.backend.channel import EAGER_BYTES, AllowedLoss, Channel, Collective, copy_bytes
 from dlcp.backend.elementwise_ops import ElementwiseOp
 from dlcp.backend.reduce import Reduction
-from dlcp.collectives.bucket import ALL_GATHER, REDUCE_SCATTER
+from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.shards import binomial_tree, shard_bounds
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dlcp.backend.channel import Channel, Collective, copy_bytes
 from dlcp.backend.elementwise_ops import ElementwiseOp, ReduceOp
-from dlcp.collectives.bucket import ALL_GATHER, REDUCE_SCATTER
+from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.message_numbers import COLLECTIVES_RANGE as NUMBERS
 from dlcp.collectives.shards import ShardAccumulator, shard_bounds
 from dlcp.transport import RELIABLE, Arrival

@@ -18,7 +18,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import ALL_GATHER, REDUCE_SCATTER, Bucket, BucketRun, RankContext
+from dlcp.collectives.bucket import Bucket, BucketRun, RankContext
+from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import coefficients, combine_with, scalar_products
 from dlcp.collectives.shards import shard_bounds

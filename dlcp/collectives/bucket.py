@@ -15,23 +15,18 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.message_numbers import two_hop_number
+from dlcp.collectives.message_numbers import ALL_GATHER, two_hop_number
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.residual import Residual
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, Segment, Tagger
 from dlcp.transport import RELIABLE, Endpoint, LossBound, MessageKey, TransportError
-
-REDUCE_SCATTER: Final = 0
-"""The phase in which contributions go to whoever reduces them."""
-ALL_GATHER: Final = 1
-"""The phase in which averaged shards go to all."""
 
 
 @dataclass(frozen=True, slots=True)

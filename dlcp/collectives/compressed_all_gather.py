@@ -18,8 +18,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import ALL_GATHER, REDUCE_SCATTER, Bucket, RankContext
+from dlcp.collectives.bucket import Bucket, RankContext
 from dlcp.collectives.compressed_bucket import CompressedReducer, CompressedRun, left_out
+from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.reduction_rules import Rule
 from dlcp.compress.compressor import Compressor, Feedback, Values
 from dlcp.dtypes import ValueType

@@ -19,14 +19,8 @@ from typing import Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
-    Bucket,
-    BucketRun,
-    RankContext,
-    protect_all_but,
-)
+from dlcp.collectives.bucket import Bucket, BucketRun, RankContext, protect_all_but
+from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average, divide_by_samples, held_samples
 from dlcp.collectives.shards import (

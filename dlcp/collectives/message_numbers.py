@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+REDUCE_SCATTER: Final = 0
+"""The phase in which contributions go to whoever reduces them."""
+ALL_GATHER: Final = 1
+"""The phase in which averaged shards go to all."""
 MESSAGES_PER_STEP: Final = 1 << 16
 """How many messages of a step the header can number."""
 HALF: Final = MESSAGES_PER_STEP // 2

@@ -9,9 +9,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import ALL_GATHER
 from dlcp.collectives.direct import RATE
-from dlcp.collectives.message_numbers import two_hop_number
+from dlcp.collectives.message_numbers import ALL_GATHER, two_hop_number
 from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.step_metadata import read_table, samples_of
 from dlcp.dtypes import ValueType

@@ -27,8 +27,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import ALL_GATHER, REDUCE_SCATTER, Bucket, BucketRun, RankContext
-from dlcp.collectives.message_numbers import pieces_allowed, ring_number
+from dlcp.collectives.bucket import Bucket, BucketRun, RankContext
+from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER, pieces_allowed, ring_number
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import divide
 from dlcp.collectives.shards import shard_bounds

@@ -6,7 +6,7 @@ import pytest
 
 from dlcp import wire
 from dlcp.collectives import Bucket, ring
-from dlcp.collectives.bucket import ALL_GATHER, REDUCE_SCATTER
+from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.message_numbers import RING_RANGE as RING_NUMBERS
 from dlcp.collectives.ring import RingAllReduce, bound_of_hop
 from dlcp.collectives.shards import shard_bounds
