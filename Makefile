@@ -26,7 +26,7 @@ check: $(STAMP) ## check style, types and layers, and run the fast tests: a minu
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint fast
 
 fast:
-	@$(BIN)/python -m pytest -m fast
+	@$(BIN)/python -m pytest -m fast -n auto --maxprocesses 2 --dist loadfile
 
 # The frameworks are fetched while the other tests run; what goes wrong with that is said when their tests begin.
 test: $(STAMP) ## set up, check style and types, and run every test
