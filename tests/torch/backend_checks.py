@@ -152,7 +152,7 @@ class Checks:
         dist.barrier(self.group)  # and nothing is broken
 
     def check_many_pieces(self):
-        with changed(reduce, CHUNK_BYTES=40_000, ASIDE_BYTES=10_000):
+        with changed(reduce, _CHUNK_BYTES=40_000, ASIDE_BYTES=10_000):
             for dtype in (torch.float32, torch.bfloat16, torch.complex128):
                 parts = self.inputs(dtype, 400_000 // dtype.itemsize)
                 tensor = parts[self.rank].clone()
