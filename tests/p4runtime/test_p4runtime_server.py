@@ -13,13 +13,13 @@ import time
 
 import grpc
 import pytest
-from finsy.proto import p4r
+from finsy.proto import p4r, rpc_code
 
 from dlcp.commands import switch as switch_command
 from dlcp.switch import LoopbackHost
 from dlcp.switch.p4runtime import device as device_module
 from dlcp.switch.p4runtime.device import P4RuntimeDevice, SetAction
-from dlcp.switch.p4runtime.messages import DEADLINE_EXCEEDED, UNAVAILABLE, Refused
+from dlcp.switch.p4runtime.messages import Refused
 from dlcp.switch.p4runtime.server import P4RuntimeServer, parse_address
 from dlcp.wire import UDP_PORT_BASE
 from tests.p4runtime.control import DELETE, INSERT, Code, Control, config
@@ -41,11 +41,11 @@ def test_packets_wait_for_slices_only():
 
 
 def test_a_packet_loop_that_does_not_run(monkeypatch):
-    monkeypatch.setattr(device_module, "DEADLINE_S", 0.05)
+    monkeypatch.setattr(device_module, "LOOP_DEADLINE_S", 0.05)
     device = P4RuntimeDevice(DeadLoop())
     with pytest.raises(Refused, match="does the switch run") as caught:
         device.set_pipeline(SetAction.VERIFY_AND_COMMIT, config())
-    assert caught.value.code == DEADLINE_EXCEEDED
+    assert caught.value.code == rpc_code.DEADLINE_EXCEEDED
     assert device.program is None
     with pytest.raises(Refused):
         device.get_pipeline(0)
@@ -68,7 +68,7 @@ def test_closing_ends_the_wait():
         thread.join(0.01)
     device.close()
     thread.join(2)
-    assert caught == [UNAVAILABLE]
+    assert caught == [rpc_code.UNAVAILABLE]
 
 
 def test_a_call_that_nobody_waits_for_ends_without_a_word(caplog):

@@ -188,6 +188,10 @@ class MeterCells(_Window):
         for number, value in enumerate((1, config.pburst, 0, config.pburst, config.cburst, 0, config.cburst)):
             row[number] = value
 
+    def values(self) -> list[MeterConfig | None]:
+        """Return the configuration of every meter; None where there is none."""
+        return [self._configs.get(index) for index in range(self.size)]
+
     def refill(self) -> None:
         """Fill every bucket, as if the configuration had just been written."""
         for index, config in self._configs.items():

@@ -12,9 +12,9 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
-from finsy.proto import p4r
+from finsy.proto import p4r, rpc_code
 from google.protobuf import text_format
 
 from dlcp.switch.errors import EntryError, UnsupportedFeature
@@ -32,16 +32,7 @@ from dlcp.switch.p4runtime.entities import (
     Registers,
     Tables,
 )
-from dlcp.switch.p4runtime.messages import (
-    DEADLINE_EXCEEDED,
-    FAILED_PRECONDITION,
-    INVALID_ARGUMENT,
-    NOT_FOUND,
-    OK,
-    UNAVAILABLE,
-    UNIMPLEMENTED,
-    Refused,
-)
+from dlcp.switch.p4runtime.messages import Refused
 from dlcp.switch.p4runtime.schema import Schema
 
 _FORWARDING_STATE: Final = (
@@ -50,14 +41,16 @@ _FORWARDING_STATE: Final = (
     p4r.Entity(table_entry=p4r.TableEntry(meter_config=p4r.MeterConfig())),
     p4r.Entity(meter_entry=p4r.MeterEntry()),
 )
-"""What is read to carry entries over to another pipeline, in the order in which it can be written."""
+"""What `ForwardingPipeline.adopt` carries over to another pipeline, in the order in which it can be written."""
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
+_Kind: TypeAlias = tuple[Callable[[int, Any], Change], Callable[[Any, Ask], Iterator[p4r.Entity]]]
+"""How entities of one kind are changed and read."""
 
 
 class ForwardingPipeline:
-    """A program with the p4info by which a controller speaks of it.
+    """A program with the p4info by which controllers refer to its parts.
 
     Parameters
     ----------
@@ -75,27 +68,18 @@ class ForwardingPipeline:
     def __init__(self, config: p4r.ForwardingPipelineConfig, program: Program) -> None:
         self.config, self.program = config, program
         schema = Schema(config.p4info, program)
-        tables, profiles, counters = Tables(schema), Profiles(schema), Counters(schema)
-        meters, registers = Meters(schema), Registers(schema)
-        self._change: dict[str, Callable[[int, Any], Change]] = {
-            "table_entry": tables.change_entry,
-            "direct_meter_entry": tables.change_meter,
-            "direct_counter_entry": tables.change_counter,
-            "action_profile_member": profiles.change_member,
-            "action_profile_group": profiles.change_group,
-            "counter_entry": counters.change,
-            "meter_entry": meters.change,
-            "register_entry": registers.change,
-        }
-        self._read: dict[str, Callable[[Any, Ask], Iterator[p4r.Entity]]] = {
-            "table_entry": lambda wanted, ask: tables.read_entries(wanted),
-            "direct_meter_entry": lambda wanted, ask: tables.read_meters(wanted),
-            "direct_counter_entry": lambda wanted, ask: tables.read_counters(wanted),
-            "action_profile_member": lambda wanted, ask: profiles.read_members(wanted),
-            "action_profile_group": lambda wanted, ask: profiles.read_groups(wanted),
-            "counter_entry": counters.read,
-            "meter_entry": meters.read,
-            "register_entry": registers.read,
+        tables, profiles = Tables(schema.tables), Profiles(schema.profiles)
+        counters, meters = Counters("counter", schema.counters), Meters("meter", schema.meters)
+        registers = Registers("register", schema.registers)
+        self._kinds: dict[str, _Kind] = {
+            "table_entry": (tables.change, tables.read),
+            "direct_meter_entry": (tables.change_meter, tables.read_meters),
+            "direct_counter_entry": (tables.change_counter, tables.read_counters),
+            "action_profile_member": (profiles.change_member, profiles.read_members),
+            "action_profile_group": (profiles.change_group, profiles.read_groups),
+            "counter_entry": (counters.change, counters.read),
+            "meter_entry": (meters.change, meters.read),
+            "register_entry": (registers.change, registers.read),
         }
 
     @classmethod
@@ -109,15 +93,15 @@ class ForwardingPipeline:
         """
         data = config.p4_device_config
         if not data or not config.HasField("p4info"):
-            raise Refused(INVALID_ARGUMENT, "a pipeline takes p4info and the JSON that p4c-bm2-ss writes with -o")
+            raise Refused("a pipeline takes p4info and the JSON that p4c-bm2-ss writes with -o")
         try:
             definition = bmv2_json.parse(json.loads(data), hashlib.sha256(data).hexdigest(), "the device config")
             program = Program(definition, backend)
         except UnsupportedFeature as error:
-            raise Refused(INVALID_ARGUMENT, str(error)) from None
-        # Whatever a damaged file makes go wrong, it is the file's fault and not ours.
+            raise Refused(str(error)) from None
+        # Any error here is due to a damaged file, so the controller gets it, not the log.
         except Exception as error:
-            raise Refused(INVALID_ARGUMENT, f"the device config cannot be run: {error}") from error
+            raise Refused(f"the device config cannot be run: {error}") from error
         return cls(config, program)
 
     @classmethod
@@ -136,34 +120,37 @@ class ForwardingPipeline:
         try:
             text_format.Parse(beside.read_text(encoding="utf-8"), config.p4info)
         except text_format.ParseError as error:
-            raise Refused(INVALID_ARGUMENT, f"{beside} is no p4info: {error}") from None
+            raise Refused(f"{beside} is no p4info: {error}") from None
         return cls(config, program)
 
     def change(self, update: p4r.Update) -> Change:
-        """Return what the packet loop is to call for one update; raises Refused for what is wrong at first sight."""
+        """Return the change that an update asks for, for the packet loop to make; raises Refused."""
         if update.type not in (INSERT, MODIFY, DELETE):
-            raise Refused(INVALID_ARGUMENT, f"an update inserts, modifies or deletes; its type is {update.type}")
-        kind, item = _part(update.entity)
-        return self._handler(self._change, kind)(update.type, item)
+            raise Refused(f"an update inserts, modifies or deletes; its type is {update.type}")
+        (change, _), item = self._kind_of(update.entity)
+        return change(update.type, item)
 
     def read(self, wanted: p4r.Entity, ask: Ask) -> Iterator[p4r.Entity]:
-        """Return what a request selects; raises Refused, and EntryError for an entry that is not there."""
-        kind, item = _part(wanted)
-        return self._handler(self._read, kind)(item, ask)
+        """Return what a request selects; raises Refused, and EntryError for an entry that does not exist."""
+        (_, read), item = self._kind_of(wanted)
+        return read(item, ask)
 
-    @staticmethod
-    def _handler(handlers: dict[str, T], kind: str) -> T:
-        if kind not in handlers:
-            raise Refused(UNIMPLEMENTED, f"the built-in switch has no {kind}")
-        return handlers[kind]
+    def _kind_of(self, entity: p4r.Entity) -> tuple[_Kind, Any]:
+        """Return the two methods of an entity's kind, and the message of that kind."""
+        kind = entity.WhichOneof("entity")
+        if kind is None:
+            raise Refused("no entity is given")
+        if kind not in self._kinds:
+            raise Refused(f"the built-in switch has no {kind}", rpc_code.UNIMPLEMENTED)
+        return self._kinds[kind], getattr(entity, kind)
 
     def adopt(self, other: "ForwardingPipeline", ask: Ask) -> None:
-        """Take over the entries, members, groups and meters of another pipeline; this one must not run yet.
+        """Copy the entries, members, groups and meters of another pipeline; this one must not run yet.
 
         Raises
         ------
         Refused
-            Something of it does not fit this program.
+            One of them does not fit this program.
         """
         for wanted in _FORWARDING_STATE:
             for entity in other.read(wanted, ask):
@@ -184,36 +171,28 @@ class ForwardingPipeline:
         try:
             self.change(update)()
         except (Refused, EntryError) as error:
-            raise Refused(INVALID_ARGUMENT, f"the new program cannot have what the old one has: {error}") from None
-
-
-def _part(entity: p4r.Entity) -> tuple[str, Any]:
-    """Return the kind of an entity and the message of that kind."""
-    kind = entity.WhichOneof("entity")
-    if kind is None:
-        raise Refused(INVALID_ARGUMENT, "no entity is given")
-    return kind, getattr(entity, kind)
+            raise Refused(f"the new program cannot have what the old one has: {error}") from None
 
 
 SLICE_S: Final = 0.5e-3
-"""How long packets wait for changes at most. Chosen by us: less than a burst of packets takes."""
-DEADLINE_S: Final = 5.0
-"""How long the packet loop may take to get to a call. Chosen by us: it takes microseconds when all is well."""
+"""The longest that packets wait for changes. Chosen by us: less than a burst of packets takes."""
+LOOP_DEADLINE_S: Final = 5.0
+"""How long the packet loop may take to answer a call. Chosen by us: it takes microseconds when all is well."""
 RESPONSE_ENTITIES: Final = 2_000
-"""Entities of one message of a read: some 100 KB, far below the 4 MB that gRPC takes without being asked."""
+"""Entities in one message of a read: some 100 KB, far below the 4 MB that gRPC accepts by default."""
 
 SetAction = p4r.SetForwardingPipelineConfigRequest
 GetResponse = p4r.GetForwardingPipelineConfigRequest
 
 
 class PacketLoop(Protocol):
-    """What is asked of the switch; ``dlcp.switch.switch.Switch`` is one."""
+    """What P4Runtime needs of the switch; `dlcp.switch.Switch` is one."""
 
-    def call(self, function: Callable[[], T]) -> "Future[T]":
+    def call(self, function: Callable[[], _T]) -> "Future[_T]":
         """Have the packet loop call a function between two bursts."""
 
     def replace(self, program: Program) -> None:
-        """Go on with another program; called by the packet loop."""
+        """Continue with another program; called by the packet loop."""
 
 
 class P4RuntimeDevice:
@@ -222,11 +201,11 @@ class P4RuntimeDevice:
     Parameters
     ----------
     switch
-        The packet loop; it must run, or every call ends with DEADLINE_EXCEEDED.
+        The packet loop; it must run, or every call ends with rpc_code.DEADLINE_EXCEEDED.
     backend
-        How programs are run that a controller sends.
+        Back end for the programs that controllers send.
     pipeline
-        What the switch runs already; None if it drops everything.
+        The pipeline that the switch runs; None if it drops everything.
     """
 
     def __init__(
@@ -234,9 +213,9 @@ class P4RuntimeDevice:
     ) -> None:
         self._switch, self._backend = switch, backend
         self._pipeline = pipeline
-        """What reads and writes refer to: the last pipeline that was saved."""
+        """The pipeline that reads and writes refer to: the last one that was saved."""
         self._saved = False
-        """Whether that one waits for COMMIT, and the switch still runs the one before."""
+        """Whether that pipeline waits for COMMIT while the switch still runs the previous one."""
         self._program = None if pipeline is None else pipeline.program
         self._waiting: Future[Any] | None = None
         self._closed = False
@@ -247,7 +226,7 @@ class P4RuntimeDevice:
         return self._program
 
     def close(self) -> None:
-        """Wait for the packet loop no longer, from any thread; what comes from now on is refused."""
+        """Stop waiting for the packet loop, and refuse every later call; from any thread."""
         self._closed = True
         waiting = self._waiting
         if waiting is not None:
@@ -265,15 +244,15 @@ class P4RuntimeDevice:
         """
         if action == SetAction.COMMIT:
             if config is not None:
-                raise Refused(INVALID_ARGUMENT, "COMMIT takes no config; it runs what VERIFY_AND_SAVE has saved")
+                raise Refused("COMMIT takes no config; it runs what VERIFY_AND_SAVE has saved")
             if not self._saved or self._pipeline is None:
-                raise Refused(NOT_FOUND, "no config is saved; use VERIFY_AND_SAVE first")
+                raise Refused("no config is saved; use VERIFY_AND_SAVE first", rpc_code.NOT_FOUND)
             self._commit(self._pipeline)
             return
         if action not in SetAction.Action.values() or action == SetAction.UNSPECIFIED:
-            raise Refused(INVALID_ARGUMENT, f"no action {action} for a pipeline")
+            raise Refused(f"no action {action} for a pipeline")
         if config is None:
-            raise Refused(INVALID_ARGUMENT, "this action needs a config")
+            raise Refused("this action needs a config")
         pipeline = ForwardingPipeline.build(config, self._backend)
         if action == SetAction.VERIFY:
             return
@@ -285,10 +264,10 @@ class P4RuntimeDevice:
         self._commit(pipeline)
 
     def get_pipeline(self, parts: int) -> p4r.ForwardingPipelineConfig:
-        """Return the parts of the configuration that are asked for; raises Refused if there is none."""
+        """Return the parts of the configuration that a request selects; raises Refused if there is none."""
         config, found = self._running().config, p4r.ForwardingPipelineConfig()
         if parts not in GetResponse.ResponseType.values():
-            raise Refused(INVALID_ARGUMENT, f"a config has no parts {parts}")
+            raise Refused(f"a config has no parts {parts}")
         if parts in (GetResponse.ALL, GetResponse.P4INFO_AND_COOKIE):
             found.p4info.CopyFrom(config.p4info)
         if parts in (GetResponse.ALL, GetResponse.DEVICE_CONFIG_AND_COOKIE):
@@ -303,20 +282,20 @@ class P4RuntimeDevice:
 
     def _running(self) -> ForwardingPipeline:
         if self._pipeline is None:
-            # Controllers know this by BMv2's words; finsy looks for them.
+            # BMv2's wording, which controllers such as finsy look for.
             raise Refused(
-                FAILED_PRECONDITION, "no forwarding pipeline config set; use SetForwardingPipelineConfig first"
+                "no forwarding pipeline config set; use SetForwardingPipelineConfig first", rpc_code.FAILED_PRECONDITION
             )
         return self._pipeline
 
     # ----------------------------------------------------------------------------------------- writing and reading
 
     def write(self, updates: Sequence[p4r.Update]) -> list[p4r.Error]:
-        """Make the changes that can be made, in order; each is made whole or not at all.
+        """Make every change that can be made, in order; each is atomic.
 
         Returns
         -------
-        What became of each update.
+        The result of each update.
 
         Raises
         ------
@@ -329,8 +308,9 @@ class P4RuntimeDevice:
             try:
                 changes.append(pipeline.change(update))
             except Refused as refusal:
-                changes.append(partial(_refuse, refusal))
-        # A compiled program has its tables made anew for packets; here and once, not by the packet loop in every slice.
+                changes.append(partial(_raise, refusal))
+        # A compiled program copies its tables for packets after a change. Do that once, in this thread: the packet loop
+        # would do it after every slice, while packets wait.
         machine = pipeline.program.machine
         batch = _Batch(self._switch, changes, machine.defer)
         try:
@@ -341,7 +321,7 @@ class P4RuntimeDevice:
         return batch.results
 
     def read(self, wanted: Iterable[p4r.Entity]) -> list[p4r.ReadResponse]:
-        """Return everything that is asked for, in messages of bounded size; raises Refused."""
+        """Return every selected entity, in messages of bounded size; raises Refused."""
         pipeline = self._running()
         responses: list[p4r.ReadResponse] = []
         entities: list[p4r.Entity] = []
@@ -358,42 +338,43 @@ class P4RuntimeDevice:
             responses.append(p4r.ReadResponse(entities=entities))
         return responses
 
-    def _ask(self, function: Callable[[], T]) -> T:
+    def _ask(self, function: Callable[[], _T]) -> _T:
         return self._wait(self._switch.call(function), lambda: 0)
 
-    def _wait(self, future: "Future[T]", progress: Callable[[], int]) -> T:
-        """Return what the packet loop answers; it has time for as long as it makes progress."""
+    def _wait(self, future: "Future[_T]", progress: Callable[[], int]) -> _T:
+        """Return the answer of the packet loop; the deadline starts again whenever it makes progress."""
         self._waiting = future
         while True:
             before = progress()
             try:
                 if self._closed:
                     raise CancelledError
-                return future.result(DEADLINE_S)
+                return future.result(LOOP_DEADLINE_S)
             except CancelledError:
-                raise Refused(UNAVAILABLE, "the switch is being stopped") from None
+                raise Refused("the switch is being stopped", rpc_code.UNAVAILABLE) from None
             except FutureTimeoutError:
                 if progress() > before:
                     continue
                 future.cancel()
                 raise Refused(
-                    DEADLINE_EXCEEDED, f"the packet loop has not answered for {DEADLINE_S:.0f} s; does the switch run?"
+                    f"the packet loop has not answered for {LOOP_DEADLINE_S:.0f} s; does the switch run?",
+                    rpc_code.DEADLINE_EXCEEDED,
                 ) from None
 
 
 class _Batch:
-    """Changes that the packet loop makes a slice at a time, one slice each turn, without waiting for another thread."""
+    """Changes that the packet loop makes one slice per turn, without waiting for another thread."""
 
     def __init__(self, switch: PacketLoop, changes: Sequence[Change], begin: Callable[[], None]) -> None:
         self._switch, self._changes, self._begin = switch, changes, begin
         self._done: Future[None] = Future()
         self.results: list[p4r.Error] = []
-        """What became of each change so far."""
+        """The result of each change so far."""
         self.abandoned = False
-        """Set when nobody waits any more."""
+        """Set once nobody waits for the results."""
 
     def start(self) -> "Future[None]":
-        """Have the packet loop begin; what is returned is done when all changes have a result."""
+        """Have the packet loop begin; the future is done once every change has a result."""
         self._switch.call(self._first)
         return self._done
 
@@ -406,7 +387,11 @@ class _Batch:
         if self.abandoned:
             return
         try:
-            _apply_some(self._changes, self.results)
+            end = time.perf_counter() + SLICE_S
+            while len(self.results) < len(self._changes):
+                self.results.append(_result(self._changes[len(self.results)]))
+                if time.perf_counter() >= end:
+                    break
         except BaseException as error:
             self._done.set_exception(error)
             raise
@@ -416,21 +401,12 @@ class _Batch:
             self._done.set_result(None)
 
 
-def _refuse(refusal: Refused) -> None:
+def _raise(refusal: Refused) -> None:
     raise refusal
 
 
-def _apply_some(changes: Sequence[Change], results: list[p4r.Error]) -> None:
-    """Make changes for the length of a slice, beginning after those that have a result."""
-    end = time.perf_counter() + SLICE_S
-    for change in changes[len(results) :]:
-        results.append(_result(change))
-        if time.perf_counter() >= end:
-            return
-
-
 def _result(change: Change) -> p4r.Error:
-    """Make one change and return what became of it."""
+    """Make one change and return its result."""
     try:
         change()
     except EntryError as error:
@@ -442,6 +418,6 @@ def _result(change: Change) -> p4r.Error:
     return p4r.Error(canonical_code=refusal.code, message=refusal.message, space=ERROR_SPACE)
 
 
-_DONE: Final = p4r.Error(canonical_code=OK)
+_DONE: Final = p4r.Error(canonical_code=rpc_code.OK)
 ERROR_SPACE: Final = "dlcp-v1model"
-"""To whom the errors belong, as P4Runtime names it: target and architecture."""
+"""The ``space`` of P4Runtime errors: target and architecture."""

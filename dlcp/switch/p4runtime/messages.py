@@ -3,85 +3,74 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeVar
 
 from finsy.proto import p4r, rpc_code
 
-from dlcp.switch.errors import CellError, ConstantError, DuplicateError, EntryError, FullError, InUseError, MissingError
+from dlcp.switch.errors import (
+    CellError,
+    ConstantError,
+    DuplicateError,
+    EntryError,
+    FullError,
+    InUseError,
+    MissingError,
+)
 from dlcp.switch.executor.cells import MeterConfig
 from dlcp.switch.executor.profiles import Action
 from dlcp.switch.executor.tables import Match
 
-OK: Final[int] = rpc_code.OK
-UNKNOWN: Final[int] = rpc_code.UNKNOWN
-INVALID_ARGUMENT: Final[int] = rpc_code.INVALID_ARGUMENT
-DEADLINE_EXCEEDED: Final[int] = rpc_code.DEADLINE_EXCEEDED
-NOT_FOUND: Final[int] = rpc_code.NOT_FOUND
-ALREADY_EXISTS: Final[int] = rpc_code.ALREADY_EXISTS
-PERMISSION_DENIED: Final[int] = rpc_code.PERMISSION_DENIED
-RESOURCE_EXHAUSTED: Final[int] = rpc_code.RESOURCE_EXHAUSTED
-FAILED_PRECONDITION: Final[int] = rpc_code.FAILED_PRECONDITION
-OUT_OF_RANGE: Final[int] = rpc_code.OUT_OF_RANGE
-UNIMPLEMENTED: Final[int] = rpc_code.UNIMPLEMENTED
-UNAVAILABLE: Final[int] = rpc_code.UNAVAILABLE
+BURST_MAX: Final = (1 << 32) - 1
+"""BMv2 stores a burst in 32 bits."""
 
 _CODES: Final = (
-    (DuplicateError, ALREADY_EXISTS),
-    (MissingError, NOT_FOUND),
-    (FullError, RESOURCE_EXHAUSTED),
-    (InUseError, FAILED_PRECONDITION),
-    (ConstantError, PERMISSION_DENIED),
-    (CellError, OUT_OF_RANGE),
+    (DuplicateError, rpc_code.ALREADY_EXISTS),
+    (MissingError, rpc_code.NOT_FOUND),
+    (FullError, rpc_code.RESOURCE_EXHAUSTED),
+    (InUseError, rpc_code.FAILED_PRECONDITION),
+    (ConstantError, rpc_code.PERMISSION_DENIED),
+    (CellError, rpc_code.OUT_OF_RANGE),
 )
 
 
 class Refused(Exception):  # noqa: N818 - the name says what it is
-    """A request that is not done.
+    """A request that is refused.
 
     Attributes
     ----------
-    code
-        Canonical code of google.rpc.
     message
         What is wrong, where, and what to do.
+    code
+        Canonical code of google.rpc.
     """
 
-    def __init__(self, code: int, message: str) -> None:
+    def __init__(self, message: str, code: int = rpc_code.INVALID_ARGUMENT) -> None:
         super().__init__(message)
-        self.code, self.message = code, message
+        self.message, self.code = message, code
 
     @classmethod
     def of(cls, error: EntryError) -> "Refused":
-        """Return what to answer when the program refuses an entry."""
-        code = next((code for kind, code in _CODES if isinstance(error, kind)), INVALID_ARGUMENT)
-        return cls(code, str(error))
+        """Return the answer for an entry that the program refuses."""
+        return cls(
+            str(error), next((code for kind, code in _CODES if isinstance(error, kind)), rpc_code.INVALID_ARGUMENT)
+        )
 
 
-def decode(value: bytes, width: int, what: str) -> int:
-    """Return the number that a byte string means; leading zeros are put up with, as the specification asks.
-
-    Parameters
-    ----------
-    width
-        Of the field, in bits.
-    what
-        What the value is for, for the error message.
-
-    Raises
-    ------
-    Refused
-        The string is empty, or the number does not fit.
-    """
-    number = int.from_bytes(value, "big")
-    if number >> width or not value:
-        given = f"0x{value[:32].hex()}" if value else "an empty string"
-        raise Refused(OUT_OF_RANGE, f"{what} has {width} bits; {given} does not fit")
-    return number
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
 
 
-def encode(number: int) -> bytes:
-    """Return the shortest byte string that means a number; zero takes one byte."""
-    return number.to_bytes((number.bit_length() + 7) // 8 or 1, "big")
+NamedT = TypeVar("NamedT", bound=_Named)
+
+
+def find(things: Mapping[int, NamedT], number: int, what: str) -> NamedT:
+    """Return a thing by its number; raises Refused, which lists those that exist. ``what`` begins the sentence."""
+    found = things.get(number)
+    if found is None:
+        known = ", ".join(f"{key} ({thing.name})" for key, thing in things.items())
+        raise Refused(f"{what} {number}; there are {known or 'none'}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,56 +101,78 @@ class ActionInfo:
     params: Mapping[int, ParamInfo]
 
 
+# ----------------------------------------------------------------------------------------------------------- values
+
+
+def decode(value: bytes, field: FieldInfo | ParamInfo) -> int:
+    """Return the number of a big-endian byte string; leading zeros are allowed, as the specification asks (8.4).
+
+    Raises
+    ------
+    Refused
+        The string is empty, or the number does not fit the field or parameter.
+    """
+    number = int.from_bytes(value, "big")
+    if number >> field.width or not value:
+        given = f"0x{value[:32].hex()}" if value else "an empty string"
+        raise Refused(f"{field.name} has {field.width} bits; {given} does not fit", rpc_code.OUT_OF_RANGE)
+    return number
+
+
+def encode(number: int) -> bytes:
+    """Return the shortest byte string for a number; zero takes one byte."""
+    return number.to_bytes((number.bit_length() + 7) // 8 or 1, "big")
+
+
+# ---------------------------------------------------------------------------------------------------------- matches
+
+
 def read_match(fields: Mapping[int, FieldInfo], items: Iterable[p4r.FieldMatch], where: str) -> Match:
     """Return a key as the program's table takes it; a field that is left out stays out.
 
     Raises
     ------
     Refused
-        A field that the table has not got, or is given twice, or in another way than the table matches it.
+        A field that the table lacks, or that is given twice, or not as the table matches it.
     """
     match: dict[str, int | tuple[int, int]] = {}
     for item in items:
-        field = fields.get(item.field_id)
-        if field is None:
-            raise Refused(INVALID_ARGUMENT, f"{where} has no field {item.field_id}; it has {_listed(fields)}")
+        field = find(fields, item.field_id, f"{where} has no field")
         kind = item.WhichOneof("field_match_type")
         if kind != field.kind:
-            raise Refused(INVALID_ARGUMENT, f"{where}: field {field.name} is {field.kind}, not {kind or 'empty'}")
+            raise Refused(f"{where}: field {field.name} is {field.kind}, not {kind or 'empty'}")
         if field.name in match:
-            raise Refused(INVALID_ARGUMENT, f"{where}: field {field.name} is given twice")
+            raise Refused(f"{where}: field {field.name} is given twice")
         match[field.name] = _READERS[kind](item, field, where)
     return match
 
 
 def _exact(item: p4r.FieldMatch, field: FieldInfo, where: str) -> int:
-    return decode(item.exact.value, field.width, field.name)
+    return decode(item.exact.value, field)
 
 
 def _optional(item: p4r.FieldMatch, field: FieldInfo, where: str) -> tuple[int, int]:
-    return decode(item.optional.value, field.width, field.name), (1 << field.width) - 1
+    return decode(item.optional.value, field), (1 << field.width) - 1
 
 
 def _lpm(item: p4r.FieldMatch, field: FieldInfo, where: str) -> tuple[int, int]:
     length = item.lpm.prefix_len
     if length == 0:
-        raise Refused(INVALID_ARGUMENT, f"{where}: field {field.name} has a prefix of 0 bits; leave the field out")
-    return decode(item.lpm.value, field.width, field.name), length
+        raise Refused(f"{where}: field {field.name} has a prefix of 0 bits; leave the field out")
+    return decode(item.lpm.value, field), length
 
 
 def _ternary(item: p4r.FieldMatch, field: FieldInfo, where: str) -> tuple[int, int]:
-    value = decode(item.ternary.value, field.width, field.name)
-    mask = decode(item.ternary.mask, field.width, field.name)
+    value, mask = decode(item.ternary.value, field), decode(item.ternary.mask, field)
     if not mask:
-        raise Refused(INVALID_ARGUMENT, f"{where}: field {field.name} has a mask of 0; leave the field out")
+        raise Refused(f"{where}: field {field.name} has a mask of 0; leave the field out")
     return value, mask
 
 
 def _range(item: p4r.FieldMatch, field: FieldInfo, where: str) -> tuple[int, int]:
-    low = decode(item.range.low, field.width, field.name)
-    high = decode(item.range.high, field.width, field.name)
+    low, high = decode(item.range.low, field), decode(item.range.high, field)
     if not low and high == (1 << field.width) - 1:
-        raise Refused(INVALID_ARGUMENT, f"{where}: field {field.name} may be anything; leave the field out")
+        raise Refused(f"{where}: field {field.name} may be anything; leave the field out")
     return low, high
 
 
@@ -175,7 +186,7 @@ _READERS: Final[Mapping[str, Callable[[p4r.FieldMatch, FieldInfo, str], int | tu
 
 
 def write_match(fields: Iterable[FieldInfo], match: Match, entry: p4r.TableEntry) -> None:
-    """Put a key into a message; fields that may be anything are left out, as P4Runtime asks."""
+    """Put a key into a message, without the fields that may be anything, as P4Runtime asks."""
     for field in fields:
         value: Any = match.get(field.name)
         if value is None:
@@ -184,9 +195,8 @@ def write_match(fields: Iterable[FieldInfo], match: Match, entry: p4r.TableEntry
             entry.match.add(field_id=field.id).exact.value = encode(value)
             continue
         first, second = value
-        full = (1 << field.width) - 1
         if field.kind == "range":
-            if (first, second) != (0, full):
+            if (first, second) != (0, (1 << field.width) - 1):
                 bounds = entry.match.add(field_id=field.id).range
                 bounds.low, bounds.high = encode(first), encode(second)
         elif not second:
@@ -201,27 +211,22 @@ def write_match(fields: Iterable[FieldInfo], match: Match, entry: p4r.TableEntry
             entry.match.add(field_id=field.id).optional.value = encode(first)
 
 
-def read_action(actions: Mapping[int, ActionInfo], action: p4r.Action, where: str) -> Action:
-    """Return an action as the program takes it.
+# ------------------------------------------------------------------------------------------------ actions and meters
 
-    Raises
-    ------
-    Refused
-        It is not one of ``actions``, or its parameters are not the right ones.
-    """
-    info = actions.get(action.action_id)
-    if info is None:
-        raise Refused(INVALID_ARGUMENT, f"{where} has no action {action.action_id}; it has {_listed(actions)}")
-    given = {}
+
+def read_action(actions: Mapping[int, ActionInfo], action: p4r.Action, where: str) -> Action:
+    """Return an action as the program takes it; raises Refused if it is none of ``actions``, or for its parameters."""
+    info = find(actions, action.action_id, f"{where} has no action")
+    given: dict[str, int] = {}
     for item in action.params:
         param = info.params.get(item.param_id)
         if param is None or param.name in given:
             wrong = "no parameter" if param is None else "been given twice the parameter"
-            raise Refused(INVALID_ARGUMENT, f"{where}: action {info.name} has {wrong} {item.param_id}")
-        given[param.name] = decode(item.value, param.width, param.name)
+            raise Refused(f"{where}: action {info.name} has {wrong} {item.param_id}")
+        given[param.name] = decode(item.value, param)
     if len(given) != len(info.params):
         missing = ", ".join(param.name for param in info.params.values() if param.name not in given)
-        raise Refused(INVALID_ARGUMENT, f"{where}: action {info.name} needs a value for {missing}")
+        raise Refused(f"{where}: action {info.name} needs a value for {missing}")
     return Action(info.name, given)
 
 
@@ -232,38 +237,31 @@ def write_action(info: ActionInfo, action: Action, message: p4r.Action) -> None:
         message.params.add(param_id=param.id, value=encode(action.params[param.name]))
 
 
-def _listed(things: Mapping[int, FieldInfo] | Mapping[int, ActionInfo]) -> str:
-    return ", ".join(f"{number} ({thing.name})" for number, thing in things.items()) or "none"
-
-
-BURST_MAX: Final = (1 << 32) - 1
-"""What BMv2 keeps a burst in."""
-
-
-def read_config(config: p4r.MeterConfig, where: str) -> MeterConfig | None:
-    """Return a configuration as the program takes it; None for the default, which finds everything green.
+def read_meter(config: p4r.MeterConfig, where: str) -> MeterConfig | None:
+    """Return a meter's configuration; None for the default, which finds everything green.
 
     Raises
     ------
     Refused
-        It is none of a two-rate meter that counts only upwards, or a burst is larger than BMv2 knows.
+        It does not describe a two-rate meter, or a burst is larger than BMv2 knows.
     """
     rates = config.cir, config.cburst, config.pir, config.pburst
-    # What PI, and so BMv2, takes for the default besides no configuration at all.
+    # PI, and so BMv2, takes this for the default, besides no configuration at all.
     if rates == (-1, -1, -1, -1):
         return None
     if min(rates) < 0:
-        raise Refused(INVALID_ARGUMENT, f"{where}: rates and bursts must not be negative, {rates}")
+        raise Refused(f"{where}: rates and bursts must not be negative, {rates}")
     if config.eburst:
-        raise Refused(INVALID_ARGUMENT, f"{where}: a two-rate meter has no excess burst")
+        raise Refused(f"{where}: a two-rate meter has no excess burst")
     if config.cir > config.pir:
-        raise Refused(INVALID_ARGUMENT, f"{where}: the committed rate {config.cir} exceeds the peak rate {config.pir}")
+        raise Refused(f"{where}: the committed rate {config.cir} exceeds the peak rate {config.pir}")
     if max(config.cburst, config.pburst) > BURST_MAX:
-        raise Refused(UNIMPLEMENTED, f"{where}: a burst may have {BURST_MAX} at most")
+        raise Refused(f"{where}: a burst may have {BURST_MAX} at most", rpc_code.UNIMPLEMENTED)
     return MeterConfig(*rates)
 
 
-def write_config(config: MeterConfig, message: p4r.MeterConfig) -> None:
-    """Put a configuration into a message."""
-    message.cir, message.cburst = config.cir, config.cburst
-    message.pir, message.pburst = config.pir, config.pburst
+def write_meter(config: MeterConfig | None, message: p4r.MeterConfig) -> None:
+    """Put a meter's configuration into a message; leave it out for the default."""
+    if config is not None:
+        message.cir, message.cburst = config.cir, config.cburst
+        message.pir, message.pburst = config.pir, config.pburst

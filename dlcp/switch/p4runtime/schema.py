@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
-from finsy.proto import p4i
+from finsy.proto import p4i, rpc_code
 
 from dlcp.switch.errors import EntryError
 from dlcp.switch.executor.profiles import ActionProfile, Actions
 from dlcp.switch.executor.program import Program
 from dlcp.switch.executor.tables import Table
-from dlcp.switch.p4runtime.messages import INVALID_ARGUMENT, UNIMPLEMENTED, ActionInfo, FieldInfo, ParamInfo, Refused
+from dlcp.switch.p4runtime.messages import ActionInfo, FieldInfo, ParamInfo, Refused
 
 MATCH_KINDS: Final[Mapping[int, str]] = {
     p4i.MatchField.EXACT: "exact",
@@ -70,7 +70,7 @@ class _DescribedSize(_Described, Protocol):
 
 
 class Schema:
-    """Everything that p4info numbers and the program has.
+    """Everything that has a number in p4info, joined to the program's object for it.
 
     Raises
     ------
@@ -81,7 +81,7 @@ class Schema:
     def __init__(self, p4info: p4i.P4Info, program: Program) -> None:
         for part in _UNSUPPORTED:
             if len(getattr(p4info, part)):
-                raise Refused(UNIMPLEMENTED, f"p4info has {part}, which the built-in switch does not do")
+                raise Refused(f"p4info has {part}, which the built-in switch does not do", rpc_code.UNIMPLEMENTED)
         self.actions = {item.preamble.id: _action(item) for item in p4info.actions}
         self.tables = {item.preamble.id: self._table(item, program) for item in p4info.tables}
         self.profiles = {item.preamble.id: self._profile(item, p4info, program) for item in p4info.action_profiles}
@@ -94,25 +94,21 @@ class Schema:
         name = item.preamble.name
         keys = table.definition.keys
         if len(keys) != len(item.match_fields):
-            raise Refused(
-                INVALID_ARGUMENT,
-                f"table {name} has {len(item.match_fields)} fields in p4info and {len(keys)} in the program",
-            )
+            raise Refused(f"table {name} has {len(item.match_fields)} fields in p4info and {len(keys)} in the program")
         fields = {}
         for field, key in zip(item.match_fields, keys, strict=True):
             kind = MATCH_KINDS.get(field.match_type)
             if kind is None or field.HasField("type_name"):
-                raise Refused(UNIMPLEMENTED, f"table {name}: field {field.name} has a kind or type of its own")
+                raise Refused(f"table {name}: field {field.name} has a kind or type of its own", rpc_code.UNIMPLEMENTED)
             known = "ternary" if kind == "optional" else kind
             if (field.name, field.bitwidth, known) != (key.name, key.width, key.match):
                 raise Refused(
-                    INVALID_ARGUMENT,
                     f"table {name}: p4info says {known} {field.name} of {field.bitwidth} bits, the program "
-                    f"{key.match} {key.name} of {key.width}",
+                    f"{key.match} {key.name} of {key.width}"
                 )
             fields[field.id] = FieldInfo(field.id, field.name, kind, field.bitwidth)
         if bool(item.implementation_id) != (table.profile is not None):
-            raise Refused(INVALID_ARGUMENT, f"table {name}: p4info and the program differ on its action profile")
+            raise Refused(f"table {name}: p4info and the program differ on its action profile")
         uses = {}
         for reference in item.action_refs:
             info = self._known(reference.id, name)
@@ -138,14 +134,16 @@ class Schema:
 
     def _known(self, action: int, where: str) -> ActionInfo:
         if action not in self.actions:
-            raise Refused(INVALID_ARGUMENT, f"{where} names the action {action}, which p4info does not describe")
+            raise Refused(f"{where} names the action {action}, which p4info does not describe")
         return self.actions[action]
 
 
 def _action(item: p4i.Action) -> ActionInfo:
     for param in item.params:
         if param.HasField("type_name"):
-            raise Refused(UNIMPLEMENTED, f"action {item.preamble.name}: parameter {param.name} has a type of its own")
+            raise Refused(
+                f"action {item.preamble.name}: parameter {param.name} has a type of its own", rpc_code.UNIMPLEMENTED
+            )
     params = {param.id: ParamInfo(param.id, param.name, param.bitwidth) for param in item.params}
     return ActionInfo(item.preamble.id, item.preamble.name, params)
 
@@ -157,9 +155,8 @@ def _check_actions(actions: Actions, uses: Iterable[ActionUse], where: str) -> N
         described = [(param.name, param.width) for param in use.info.params.values()]
         if known.get(use.info.name) != described:
             raise Refused(
-                INVALID_ARGUMENT,
                 f"{where}: action {use.info.name} has the parameters {described} in p4info and "
-                f"{known.get(use.info.name, 'is not there')} in the program",
+                f"{known.get(use.info.name, 'is not there')} in the program"
             )
 
 
@@ -168,14 +165,12 @@ def _named(objects: Mapping[str, T], item: _Described) -> T:
     try:
         return objects[item.preamble.name]
     except EntryError as error:
-        raise Refused(INVALID_ARGUMENT, f"p4info is not that of the program: {error}") from None
+        raise Refused(f"p4info is not that of the program: {error}") from None
 
 
 def _sized(objects: Mapping[str, S], item: _DescribedSize) -> S:
     """Return the array of the program that p4info describes."""
     found = _named(objects, item)
     if len(found) != item.size:
-        raise Refused(
-            INVALID_ARGUMENT, f"{item.preamble.name} has {item.size} cells in p4info and {len(found)} in the program"
-        )
+        raise Refused(f"{item.preamble.name} has {item.size} cells in p4info and {len(found)} in the program")
     return found

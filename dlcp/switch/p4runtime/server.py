@@ -12,40 +12,44 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
-from finsy.proto import p4r, p4r_grpc, rpc_status
+from finsy.proto import p4r, p4r_grpc, rpc_code, rpc_status
 
 from dlcp.closing import Closing
 from dlcp.switch.p4runtime.arbitration import Arbiter
 from dlcp.switch.p4runtime.device import ERROR_SPACE, P4RuntimeDevice
-from dlcp.switch.p4runtime.messages import (
-    INVALID_ARGUMENT,
-    NOT_FOUND,
-    PERMISSION_DENIED,
-    RESOURCE_EXHAUSTED,
-    UNAVAILABLE,
-    UNIMPLEMENTED,
-    UNKNOWN,
-    Refused,
-)
+from dlcp.switch.p4runtime.messages import Refused
 
+P4RUNTIME_PORT: Final = 9559
+"""Registered with IANA for P4Runtime."""
 API_VERSION: Final = "1.4.1"
 UNREAD_MAX: Final = 1_000
 """Messages that wait for a controller to read them before its stream ends. Chosen by us."""
+MESSAGE_MAX: Final = 64 << 20
+"""Longest message that is accepted, in bytes: a program, or a batch of half a million updates."""
+SWITCH_INTERVAL_S: Final = 0.2e-3
+"""How long this thread may keep the interpreter when the packet loop wants it; Python's own 5 ms would be some ten
+times as long as a burst takes. Chosen by us."""
+GC_THRESHOLDS: Final = 50_000, 20, 100
+"""How seldom the collector looks for cycles, during which nothing else runs: entries have none, and ten thousand of
+them would make it look at everything several times. Chosen by us."""
+_START_DEADLINE_S: Final = 30.0
+_STOP_DEADLINE_S: Final = 5.0
+_ADDRESS: Final = re.compile(r"(?:(?P<host>\[[^\]]+\]|[^:\[\]]*):)?(?P<port>\d+)|(?P<alone>\[[^\]]+\]|[^:\[\]]+)")
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 _DETAILS: Final = "grpc-status-details-bin"
-"""The trailer that gRPC keeps for a google.rpc.Status."""
+"""The trailer in which gRPC carries a google.rpc.Status."""
 
-Context = Any
+Context: TypeAlias = Any
 """``grpc.aio.ServicerContext``."""
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class QueuedStream:
-    """The stream of one controller: what is to be sent waits here for the task that sends it."""
+    """The stream of one controller: messages wait here for the task that sends them."""
 
     def __init__(self) -> None:
         self._waiting: asyncio.Queue[p4r.StreamMessageResponse] = asyncio.Queue(UNREAD_MAX)
@@ -53,14 +57,14 @@ class QueuedStream:
         """Set when the controller reads too slowly."""
 
     def send(self, response: p4r.StreamMessageResponse) -> None:
-        """Send a message some time soon."""
+        """Queue a message; a controller that reads too slowly loses its stream."""
         try:
             self._waiting.put_nowait(response)
         except asyncio.QueueFull:
             self.overrun.set()
 
     async def forward(self, context: Context) -> None:
-        """Send what waits, for as long as the stream lasts."""
+        """Send messages as they come, for as long as the stream lasts."""
         while True:
             await context.write(await self._waiting.get())
 
@@ -68,13 +72,13 @@ class QueuedStream:
 class Service(p4r_grpc.P4RuntimeServicer):
     """The servicer. All calls run in one event loop; what takes long, or waits for packets, runs in a thread.
 
-    Writes and reads have their turns, so that a read never sees half a write. A call whose controller goes away in the
-    middle is still brought to its end.
+    Writes and reads take turns, so that a read never sees half a write. A call continues to its end even if its
+    controller goes away.
     """
 
     def __init__(self, device: P4RuntimeDevice, device_id: int) -> None:
         self._device, self._device_id = device, device_id
-        self._arbiter: Arbiter[QueuedStream] = Arbiter(device_id)
+        self._arbiter = Arbiter(device_id)
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()
@@ -86,11 +90,11 @@ class Service(p4r_grpc.P4RuntimeServicer):
     # ------------------------------------------------------------------------------------------------- the calls
 
     async def Write(self, request: p4r.WriteRequest, context: Context) -> p4r.WriteResponse:
-        """Make the changes of a batch that can be made, and say of each that cannot why."""
+        """Make every change of a batch that can be made; the error says for each other one why not."""
         return await _answer(context, self._write(request))
 
     async def Read(self, request: p4r.ReadRequest, context: Context) -> AsyncIterator[p4r.ReadResponse]:
-        """Return the entities that are asked for."""
+        """Return the entities that a request selects."""
         for response in await _answer(context, self._read(request)):
             yield response
 
@@ -107,7 +111,7 @@ class Service(p4r_grpc.P4RuntimeServicer):
         return await _answer(context, self._get_pipeline(request))
 
     async def Capabilities(self, request: p4r.CapabilitiesRequest, context: Context) -> p4r.CapabilitiesResponse:
-        """Return the version of the specification that is followed."""
+        """Return the version of the specification."""
         return p4r.CapabilitiesResponse(p4runtime_api_version=API_VERSION)
 
     async def StreamChannel(  # type: ignore[override] # the stubs know of generators only
@@ -118,9 +122,9 @@ class Service(p4r_grpc.P4RuntimeServicer):
         listening = asyncio.create_task(self._listen(stream, requests))
         ends: dict[asyncio.Task[Any], Refused] = {
             asyncio.create_task(stream.overrun.wait()): Refused(
-                RESOURCE_EXHAUSTED, f"{UNREAD_MAX} messages are unread"
+                f"{UNREAD_MAX} messages are unread", rpc_code.RESOURCE_EXHAUSTED
             ),
-            asyncio.create_task(self._closing.wait()): Refused(UNAVAILABLE, "the switch is being stopped"),
+            asyncio.create_task(self._closing.wait()): Refused("the switch is being stopped", rpc_code.UNAVAILABLE),
         }
         tasks = [listening, asyncio.create_task(stream.forward(context)), *ends]
         try:
@@ -142,7 +146,7 @@ class Service(p4r_grpc.P4RuntimeServicer):
         self._check_device(request.device_id)
         self._check_writer(request)
         if request.atomicity != p4r.WriteRequest.CONTINUE_ON_ERROR:
-            raise Refused(UNIMPLEMENTED, "batches are not atomic; use CONTINUE_ON_ERROR")
+            raise Refused("batches are not atomic; use CONTINUE_ON_ERROR", rpc_code.UNIMPLEMENTED)
         errors = await self._in_turn(lambda: self._device.write(request.updates), lambda: self._check_writer(request))
         if any(error.canonical_code for error in errors):
             raise _BatchRefused(errors)
@@ -151,7 +155,7 @@ class Service(p4r_grpc.P4RuntimeServicer):
     async def _read(self, request: p4r.ReadRequest) -> list[p4r.ReadResponse]:
         self._check_device(request.device_id)
         if request.role:
-            raise Refused(NOT_FOUND, f"there is no role {request.role!r}, but the default one")
+            raise Refused(f"there is no role {request.role!r}, but the default one", rpc_code.NOT_FOUND)
         return await self._in_turn(lambda: self._device.read(request.entities))
 
     async def _set_pipeline(
@@ -183,14 +187,14 @@ class Service(p4r_grpc.P4RuntimeServicer):
             elif self._arbiter.knows(stream):
                 stream.send(p4r.StreamMessageResponse(error=self._stream_error(stream, request)))
             else:
-                raise Refused(INVALID_ARGUMENT, "the first message of a stream is about arbitration")
+                raise Refused("the first message of a stream is about arbitration")
 
     def _stream_error(self, stream: QueuedStream, request: p4r.StreamMessageRequest) -> p4r.StreamError:
-        """Return why a message of a stream is not acted upon."""
-        error = p4r.StreamError(canonical_code=UNIMPLEMENTED, space=ERROR_SPACE)
+        """Return the error for a message other than arbitration."""
+        error = p4r.StreamError(canonical_code=rpc_code.UNIMPLEMENTED, space=ERROR_SPACE)
         error.message = "the built-in switch takes neither packets nor digest acknowledgements from a controller"
         if not self._arbiter.is_primary(stream):
-            error.canonical_code, error.message = PERMISSION_DENIED, "only the primary may send this"
+            error.canonical_code, error.message = rpc_code.PERMISSION_DENIED, "only the primary may send this"
         kind = request.WhichOneof("update")
         if kind == "packet":
             error.packet_out.packet_out.CopyFrom(request.packet)
@@ -204,18 +208,22 @@ class Service(p4r_grpc.P4RuntimeServicer):
 
     def _check_device(self, device_id: int) -> None:
         if device_id != self._device_id:
-            raise Refused(NOT_FOUND, f"this is device {self._device_id}, not {device_id}")
+            raise Refused(f"this is device {self._device_id}, not {device_id}", rpc_code.NOT_FOUND)
 
     def _check_writer(self, request: p4r.WriteRequest | p4r.SetForwardingPipelineConfigRequest) -> None:
         if request.role or request.role_id:
-            raise Refused(NOT_FOUND, f"there is no role {request.role or request.role_id}, but the default one")
+            raise Refused(
+                f"there is no role {request.role or request.role_id}, but the default one", rpc_code.NOT_FOUND
+            )
         if not self._arbiter.may_write(request.election_id):
-            raise Refused(PERMISSION_DENIED, "only the primary may write; open a stream and win the arbitration first")
+            raise Refused(
+                "only the primary may write; open a stream and win the arbitration first", rpc_code.PERMISSION_DENIED
+            )
 
-    async def _in_turn(self, work: Callable[[], T], check: Callable[[], None] | None = None) -> T:
+    async def _in_turn(self, work: Callable[[], _T], check: Callable[[], None] | None = None) -> _T:
         """Do work in a thread, alone, and to its end even if the caller is cancelled."""
 
-        async def do() -> T:
+        async def do() -> _T:
             async with self._turn:
                 if check is not None:
                     check()
@@ -224,11 +232,11 @@ class Service(p4r_grpc.P4RuntimeServicer):
         task = asyncio.create_task(do())
         self._tasks.add(task)
         task.add_done_callback(self._ended)
-        await asyncio.wait([task])  # which leaves the task alone when this is cancelled
+        await asyncio.wait([task])  # unlike await task, this does not cancel the task when the call is cancelled
         return task.result()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        """Let a task go. Its error is the caller's; where the caller has gone away, nobody is left to be told."""
+        """Forget a task. Its error is the caller's, and is dropped if the caller has gone away."""
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()
@@ -239,15 +247,16 @@ class _BatchRefused(Refused):
 
     def __init__(self, errors: list[p4r.Error]) -> None:
         failed = [error for error in errors if error.canonical_code]
-        super().__init__(UNKNOWN, f"{len(failed)} of {len(errors)} updates failed, the first: {failed[0].message}")
+        message = f"{len(failed)} of {len(errors)} updates failed, the first: {failed[0].message}"
+        super().__init__(message, rpc_code.UNKNOWN)
         status = rpc_status.Status(code=self.code, message=self.message)
         for error in errors:
             status.details.add().Pack(error)
         self.details = status.SerializeToString()
 
 
-async def _answer(context: Context, answer: Awaitable[T]) -> T:
-    """Return the answer to a call, or end the call with what was refused."""
+async def _answer(context: Context, answer: Awaitable[_T]) -> _T:
+    """Return the answer to a call, or abort the call with the refusal."""
     try:
         return await answer
     except Refused as refusal:
@@ -260,24 +269,9 @@ async def _abort(context: Context, refusal: Refused) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-PORT: Final = 9559
-"""What IANA has registered for P4Runtime."""
-MESSAGE_MAX: Final = 64 << 20
-"""Longest message that is taken, in bytes: a program, or a batch of half a million updates."""
-START_DEADLINE_S: Final = 30.0
-STOP_DEADLINE_S: Final = 5.0
-SWITCH_INTERVAL_S: Final = 0.2e-3
-"""How long this thread may keep the interpreter when the packet loop wants it; Python's own 5 ms would be some ten
-times as long as a burst takes. Chosen by us."""
-GC_THRESHOLDS: Final = 50_000, 20, 100
-"""When the collector looks for cycles, during which nothing else runs: seldom, for entries have none, and ten thousand
-of them would have it look at everything several times. Chosen by us."""
-_ADDRESS: Final = re.compile(r"(?:(?P<host>\[[^\]]+\]|[^:\[\]]*):)?(?P<port>\d+)|(?P<alone>\[[^\]]+\]|[^:\[\]]+)")
-
-
 @dataclass(frozen=True)
 class TlsFiles:
-    """What TLS with certificates on both sides needs: PEM files. Whoever has no certificate of ``ca`` is refused."""
+    """PEM files for TLS with certificates on both sides; a controller without a certificate of ``ca`` is refused."""
 
     certificate: Path
     key: Path
@@ -326,7 +320,7 @@ class P4RuntimeServer(Closing):
         self._thread = threading.Thread(target=self._run, args=(host, port), name="dlcp-p4runtime", daemon=True)
         self._thread.start()
         try:
-            self.address = _join(host, self._started.result(START_DEADLINE_S))
+            self.address = _join(host, self._started.result(_START_DEADLINE_S))
         except BaseException:
             self.close()
             raise
@@ -336,7 +330,7 @@ class P4RuntimeServer(Closing):
         self._device.close()
         with suppress(RuntimeError):  # the thread has closed its loop
             self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(2 * STOP_DEADLINE_S)
+        self._thread.join(2 * _STOP_DEADLINE_S)
 
     def _run(self, host: str, port: int) -> None:
         asyncio.set_event_loop(self._loop)
@@ -359,40 +353,40 @@ class P4RuntimeServer(Closing):
         server = grpc.aio.server(options=options)
         service = Service(self._device, self._device_id)
         p4r_grpc.add_P4RuntimeServicer_to_server(service, server)
-        place = _join(host, port)
+        listened = _join(host, port)
         try:
             if self._credentials is None:
-                bound = server.add_insecure_port(place)
+                bound = server.add_insecure_port(listened)
             else:
-                bound = server.add_secure_port(place, self._credentials)
+                bound = server.add_secure_port(listened, self._credentials)
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {place} for P4Runtime: {error}") from None
+            raise OSError(f"cannot listen on {listened} for P4Runtime: {error}") from None
         await server.start()
         self._started.set_result(bound)
         await self._stop.wait()
         service.close()
-        await server.stop(STOP_DEADLINE_S)
+        await server.stop(_STOP_DEADLINE_S)
 
 
 def make_way_for_packets() -> None:
-    """Set up this process so that its controllers' calls hold packets up less; for a process that is a switch only."""
+    """Make the interpreter favour the packet loop over controllers' calls; for a process that is only a switch."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(*GC_THRESHOLDS)
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``, ``HOST`` or ``PORT``; this machine alone and port 9559 unless said.
+    """Return host and port of ``HOST:PORT``, ``HOST`` or ``PORT``, by default 127.0.0.1:9559.
 
     Raises
     ------
     ValueError
-        The text is none of these.
+        The text has none of these forms.
     """
     found = _ADDRESS.fullmatch(text)
-    if found is None or int(found["port"] or PORT) > 65_535:
-        raise ValueError(f"{text!r} is no address to listen on; give HOST:PORT, as in 127.0.0.1:{PORT}")
+    if found is None or int(found["port"] or P4RUNTIME_PORT) > 65_535:
+        raise ValueError(f"{text!r} is no address to listen on; give HOST:PORT, as in 127.0.0.1:{P4RUNTIME_PORT}")
     host = (found["host"] or found["alone"] or "127.0.0.1").strip("[]")
-    return host, int(found["port"] or PORT)
+    return host, int(found["port"] or P4RUNTIME_PORT)
 
 
 def _join(host: str, port: int) -> str:
