@@ -28,9 +28,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
+
+# gRPC reads it once, when it is loaded. What it reports below an error, a closed connection say, is nothing to a user.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+import grpc
 
 from dlcp.session.options import Options
 from dlcp.session.session import RankEndedError

@@ -183,6 +183,7 @@ def test_when_all_of_dlcps_ports_are_in_use_any_other_serves_and_is_said_once():
 
 def alone_in_the_store(worker):
     options = Options(bind="127.0.0.1")
+    dist.barrier()  # rank 1 is not to leave while rank 0 still connects to it
     store = dist.PrefixStore("nobody else", dist.distributed_c10d._get_default_store())
     if worker.rank:
         return ""

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The walk of one gradient bucket through the code, as Python sees it: what docs/architecture.md describes.
+
+Run ``python -m tests.architecture.walk`` to see every call on the way that leads from one file to another.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.torch.workers import launch, values
+
+ROOT = Path(__file__).parents[2]
+SETTLED_STEPS = 3
+"""Steps before the one that is traced: by then the buckets are rebuilt and round trips are known."""
+
+
+class Call(NamedTuple):
+    """A call that leads from one file of the project to another."""
+
+    caller_file: str
+    caller: str
+    file: str
+    function: str
+
+
+class Walk(NamedTuple):
+    """What one rank does for one bucket, from the hook until the average is back and confirmed.
+
+    ``files`` in the order of their first call, ``calls`` without repeats, and ``crossings``: which functions of the C
+    library Python calls, and how often.
+    """
+
+    files: list[str]
+    calls: list[Call]
+    crossings: dict[str, int]
+
+
+class _Tracer:
+    """Notes calls between the project's files in every thread that installs it, while it is on."""
+
+    def __init__(self):
+        self.on = False
+        self.files = {}
+        self.calls = {}
+        self.crossings = Counter()
+
+    def install(self):
+        sys.setprofile(self._note)
+
+    def _note(self, frame, event, _argument):
+        if not self.on or event != "call" or (file := _file_of(frame)) is None:
+            return
+        self.files.setdefault(file)
+        caller = frame.f_back
+        while caller is not None and _file_of(caller) is None:
+            caller = caller.f_back
+        if caller is not None and _file_of(caller) != file:
+            self.calls.setdefault(Call(_file_of(caller), caller.f_code.co_name, file, frame.f_code.co_name))
+
+    def count(self, library):
+        """Count the calls of a library's functions."""
+        for name, function in list(vars(library).items()):
+            if name.startswith("dlcp_"):
+                setattr(library, name, self._counted(name, function))
+
+    def _counted(self, name, function):
+        def call(*arguments):
+            if self.on:
+                self.crossings[name] += 1
+            return function(*arguments)
+
+        return call
+
+
+def _file_of(frame):
+    path = Path(frame.f_code.co_filename)
+    if not path.is_relative_to(ROOT / "dlcp"):
+        return None
+    return path.relative_to(ROOT).as_posix()
+
+
+def trace(worker):
+    """Train a small model for some steps with the hook, and return rank 0's walk of the last step's only bucket."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    import dlcp.native
+    from dlcp.torch import enable
+
+    network = torch.nn.Sequential(torch.nn.Linear(1000, 200), torch.nn.Linear(200, 10))
+    model = DistributedDataParallel(network, bucket_cap_mb=100)
+    state = enable(model, worker.options())
+    tracer = _Tracer()
+    if worker.rank == 0:
+        state.endpoint.call(tracer.install)
+        tracer.count(dlcp.native.library())
+    for step in range(SETTLED_STEPS + 1):
+        loss = model(torch.randn(16, 1000)).square().mean()
+        if worker.rank == 0 and step == SETTLED_STEPS:
+            tracer.on = True
+            tracer.install()
+        loss.backward()
+    sys.setprofile(None)
+    state.endpoint.flush(5.0)  # until what was sent is confirmed, which is the end of the walk
+    tracer.on = False
+    state.close()
+    return Walk(list(tracer.files), list(tracer.calls), dict(tracer.crossings))
+
+
+def walk_of_a_bucket():
+    """Return the walk of one float32 bucket of DDP over sockets between two ranks."""
+    return values(launch(2, trace))[0]
+
+
+def main():
+    """Print the walk as one JSON document."""
+    walk = walk_of_a_bucket()
+    print(json.dumps({"files": walk.files, "calls": walk.calls, "crossings": walk.crossings}, indent=1))
+    print(f"{len(walk.files)} files, {len(walk.calls)} moves, {len(walk.crossings)} C functions", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
