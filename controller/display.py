@@ -4,15 +4,15 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from dlcp.controller.fabric import Fabric, Port
-from dlcp.controller.pipeline import CompiledProgram
-from dlcp.controller.reconcile import Outcome, Plan
-from dlcp.controller.session import Readings
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from dlcp.controller.fabric import Fabric, Port
+from dlcp.controller.pipeline import CompiledProgram
+from dlcp.controller.reconcile import Outcome, Plan
+from dlcp.controller.session import Readings
 from dlcp.switch import Entries
 
 _CHANGES_SHOWN = 20

@@ -9,7 +9,6 @@ from typing import Final, NamedTuple
 
 from dlcp.controller.fabric import PORT_MAX, Fabric, Job, Port
 from dlcp.controller.policy import Remap
-
 from dlcp.switch import QUEUES, Entries, MeterConfig, Profile, ProfileGroup, ProfileMember, TableEntry, Value
 from dlcp.wire import DROP_CLASSES, PacketType, Queue
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from dlcp.controller.policy import Policy
-
 from dlcp.document import Document, PlaceError, Step
 from dlcp.suggestion import nearest
 from dlcp.switch import PortQueueing

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from finsy.proto import p4r
+
 from dlcp.controller.entries import entries
 from dlcp.controller.fabric import Fabric, FabricSwitch
 from dlcp.controller.pipeline import CompiledProgram, Difference, difference
 from dlcp.controller.session import Session, within
-from finsy.proto import p4r
-
 from dlcp.switch import PortQueueing
 
 

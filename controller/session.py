@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Any, Final, TypeVar
 
 import numpy as np
-from dlcp.controller.fabric import FabricSwitch
-from dlcp.controller.pipeline import Change, ChangeKind, CompiledProgram
 from finsy import GRPCCredentialsTLS, GRPCStatusCode, P4Client, P4ClientError
 from finsy.proto import U128, p4r
 
+from dlcp.controller.fabric import FabricSwitch
+from dlcp.controller.pipeline import Change, ChangeKind, CompiledProgram
 from dlcp.switch import EVENT_COUNTERS, QUEUES, EgressEvent, EventCount, IngressEvent, decode_events, event_index
 from dlcp.wire import DROP_CLASSES
 

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
 from dlcp.controller.entries import entries
 from dlcp.controller.fabric import Fabric, FabricSwitch
 from dlcp.controller.pipeline import ChangeKind, CompiledProgram
 from dlcp.controller.reconcile import Outcome, QueueDepthError, queue_depths_unavailable, reconcile, set_queue_depths
 from dlcp.controller.session import ELECTION_ID, ControlError, Readings, Session, read_counters
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 _EVENT: Final = ["switch", "port", "queue", "event"]
 

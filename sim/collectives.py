@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
-from dlcp.sim.graph import GraphBuilder, Nodes
 from numpy.typing import ArrayLike, NDArray
+
+from dlcp.sim.graph import GraphBuilder, Nodes
 
 RESULT_MESSAGE: Final = 0x8000
 """Set in the number of a message that carries a result, so that switches take it for another message."""

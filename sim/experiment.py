@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
+
+from dlcp.document import Document, DocumentError, Step, Steps
 from dlcp.sim.scenario import FailureSpec, Scenario
 from dlcp.sim.switches import SwitchSpec
 from dlcp.sim.topology import Star, TopologyError, TopologySpec, build_topology
@@ -20,9 +23,6 @@ from dlcp.sim.traffic import TrafficSpec
 from dlcp.sim.training.job import TrainingJob, place_jobs
 from dlcp.sim.training.steps import profile_of
 from dlcp.sim.transports import TRANSPORTS_MAX, DctcpTransport, TransportSpec
-from msgspec import Meta
-
-from dlcp.document import Document, DocumentError, Step, Steps
 from dlcp.suggestion import nearest
 
 

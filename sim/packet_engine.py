@@ -11,12 +11,12 @@ from enum import IntEnum
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
+
 from dlcp.sim.arithmetic import path_hashes, slot_owners
 from dlcp.sim.graph import OWN_LANE, Graph
 from dlcp.sim.plan import EnginePlan, TransportKind, as_rows
 from dlcp.sim.topology import Routes
-from numpy.typing import NDArray
-
 from dlcp.wire import UDP_PORT_BASE, Queue
 
 FOREVER_PS: Final = 1 << 62

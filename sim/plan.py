@@ -12,6 +12,8 @@ from enum import IntEnum
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
+
 from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_US, ps_per_kibibyte
 from dlcp.sim.switches import SwitchSpec
 from dlcp.sim.topology import NetworkTopology, Routes
@@ -24,8 +26,6 @@ from dlcp.sim.transports import (
     PiasTransport,
     TransportSpec,
 )
-from numpy.typing import NDArray
-
 from dlcp.wire import Queue
 
 PORT_QUEUES: Final = 8

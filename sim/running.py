@@ -13,6 +13,9 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
+
+import dlcp
 from dlcp.sim.collectives import RESULT_MESSAGE
 from dlcp.sim.convergence.curves import curve
 from dlcp.sim.experiment import ExperimentRun
@@ -21,9 +24,6 @@ from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, start_backg
 from dlcp.sim.training.job import place_jobs
 from dlcp.sim.training.schedulers import class_shares
 from dlcp.sim.training.steps import Progress, profile_of, training
-from numpy.typing import NDArray
-
-import dlcp
 from dlcp.switch import PROGRAM_PATH
 
 FORMAT: Final = 3

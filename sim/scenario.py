@@ -8,11 +8,12 @@ submits graphs to a `dlcp.sim.simulation.Simulation`.
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
+
 from dlcp.sim.switches import SwitchSpec
 from dlcp.sim.topology import Star, TopologySpec
 from dlcp.sim.traffic import BackgroundSpec
 from dlcp.sim.transports import DctcpTransport, TransportSpec
-from msgspec import Meta
 
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]

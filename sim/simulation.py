@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import simpy
+from numpy.typing import NDArray
+
 from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_S, seconds_to_ps
 from dlcp.sim.collectives import AllReduceSpec, all_reduce
 from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder
@@ -35,7 +37,6 @@ from dlcp.sim.scenario import CollectiveJob, FailureSpec, Scenario
 from dlcp.sim.topology import build_topology
 from dlcp.sim.traffic import BackgroundSpec, draw_sizes, mean_size
 from dlcp.sim.transports import DlcpTransport, TransportSpec
-from numpy.typing import NDArray
 
 Process: TypeAlias = Generator[simpy.Event, Any, Any]
 RecordSink: TypeAlias = Callable[["SubmittedGraph", NDArray[Any]], None]

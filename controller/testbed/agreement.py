@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from dlcp.controller.testbed.accounts import RATE_WINDOW_S, Accounts, SwitchAccount
 from dlcp.controller.testbed.layout import HostPlan, Layout
-
 from dlcp.wire import Queue
 
 GRADIENT_QUEUES: Final = (Queue.EXCESS, *range(Queue.FIRST_GRADIENT, Queue.LAST_GRADIENT + 1))

@@ -13,6 +13,7 @@ import threading
 from typing import Final
 
 import msgspec
+
 from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.layout import Layout, ProcessId, StateFile, TestbedState
 from dlcp.controller.testbed.network import Network

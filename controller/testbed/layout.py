@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
+
 from dlcp.controller.fabric import Fabric, Port
 from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.namespaces import NamedNamespace, free_ports

@@ -11,6 +11,7 @@ from multiprocessing.connection import wait  # select.select knows no descriptor
 from typing import IO, Final
 
 import msgspec
+
 from dlcp.controller.fabric import Fabric, load
 from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.keeper import KEEPER_READY

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from dlcp.controller.testbed import TestbedError
-
 from dlcp.closing import Closing
+from dlcp.controller.testbed import TestbedError
 from dlcp.namespace import enter
 
 _FOLDER: Final = Path("/run/netns")

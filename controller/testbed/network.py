@@ -16,7 +16,6 @@ from dlcp.controller.testbed.layout import (
 from dlcp.controller.testbed.namespaces import Doorways, NamedNamespace, run_in
 from dlcp.controller.testbed.requirements import load_mininet, mininet_network
 from dlcp.controller.testbed.switches import SwitchProgram, limit_rate, make
-
 from dlcp.namespace import CONGESTION_CONTROL, HOST_INTERFACE, turn_off_offloads
 
 if TYPE_CHECKING:

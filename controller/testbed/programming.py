@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Final, TypeVar
 
+from dlcp.closing import Closing
 from dlcp.controller.fabric import Fabric
 from dlcp.controller.pipeline import CompiledProgram
 from dlcp.controller.session import ControlError, Readings, Session, read_counters
@@ -16,8 +17,6 @@ from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.layout import Layout
 from dlcp.controller.testbed.namespaces import LOOPBACK
 from dlcp.controller.watch import Watcher
-
-from dlcp.closing import Closing
 from dlcp.switch import EventCount
 
 PROGRAM_DEADLINE_S: Final = 30.0

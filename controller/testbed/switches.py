@@ -18,12 +18,11 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO, Any, Final
 
+from dlcp.closing import end
 from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.layout import StateFile, SwitchPlan
 from dlcp.controller.testbed.namespaces import LOOPBACK, NamedNamespace, Way, connect, run_in
 from dlcp.controller.testbed.requirements import SwitchKind
-
-from dlcp.closing import end
 
 _BURST_BYTES: Final = 3_028
 """Two full frames: what may leave at once after a pause. Ours: less would cost rate whenever a timer is late."""

@@ -12,7 +12,6 @@ from typing import Final, NamedTuple
 
 from dlcp.controller.entries import entries as entries_of
 from dlcp.controller.fabric import Fabric, Port
-
 from dlcp.switch import QUEUES, Entries, MeterConfig, PortQueueing, Profile, TableEntry, parse_match, parse_number
 
 CELL_BYTES: Final = 80

@@ -37,9 +37,9 @@ from bfrt_writes import (
     queue_writes,
     report_writes,
 )
+
 from dlcp.controller.entries import entries as entries_of
 from dlcp.controller.fabric import Fabric, load
-
 from dlcp.switch import QUEUES
 
 PROGRAM: Final = "dlcp"

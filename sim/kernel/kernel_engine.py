@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
+
 from dlcp.sim.graph import NODE_RECORD
 from dlcp.sim.kernel import state as k
 from dlcp.sim.kernel.events import BUCKETS_PER_WORD, TIME_BUCKETS
@@ -13,7 +15,6 @@ from dlcp.sim.kernel.loop import begin_nodes, run
 from dlcp.sim.packet_engine import COUNTER_CELLS, STREAM_START, Completion, CompletionKind, Submission
 from dlcp.sim.plan import PORT_QUEUES, SLOT_REGISTER_SIZE, Discipline, EnginePlan, TransportKind, as_rows
 from dlcp.sim.topology import Routes
-from numpy.typing import NDArray
 
 _POOL: Final = 1 << 12
 """Packets, transmissions and events that there is room for at first. Chosen by us; arrays double when they are full."""

@@ -18,11 +18,11 @@ from enum import IntEnum
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
+
 from dlcp.sim.arithmetic import GOLDEN
 from dlcp.sim.kernel.jit import AVAILABLE, call
 from dlcp.sim.plan import PORT_QUEUES, SWITCH_RULES_ROW, TRANSPORT_ROW
-from numpy.typing import NDArray
-
 from dlcp.wire import Queue
 
 i8, i4, i2, i1, f8 = np.int64, np.int32, np.int16, np.int8, np.float64

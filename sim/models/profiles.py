@@ -7,9 +7,9 @@ from typing import Final
 
 import msgspec
 import yaml
-from dlcp.sim.models.architectures import ModelArchitecture, architecture
 
 from dlcp.document import Document
+from dlcp.sim.models.architectures import ModelArchitecture, architecture
 
 BACKWARD_OVER_FORWARD: Final = 2.0
 """Backward has two matrix products for each one of forward, for the gradients of inputs and of weights (Narayanan et

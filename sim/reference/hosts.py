@@ -20,7 +20,6 @@ from dlcp.sim.reference.parts import (
     data_packet,
 )
 from dlcp.sim.reference.switch import SimulatedLink
-
 from dlcp.wire import Queue
 
 if TYPE_CHECKING:

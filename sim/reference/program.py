@@ -6,6 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from dlcp.sim.arithmetic import HOST_ADDRESS, PS_PER_US
 from dlcp.sim.packet_engine import ORDINARY_PORT, source_port
 from dlcp.sim.plan import (
@@ -21,7 +22,6 @@ from dlcp.sim.plan import (
     TransportKind,
 )
 from dlcp.sim.reference.parts import SimulatedPacket
-
 from dlcp.switch import DROP_PORT, PROGRAM_PATH, Action, GroupRef, Program, ProgramDef, load_definition
 from dlcp.wire import UDP_PORT_BASE, Queue
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import simpy
+from numpy.typing import NDArray
+
 from dlcp.sim.arithmetic import MASK64, mix
 from dlcp.sim.graph import NODE_RECORD
 from dlcp.sim.packet_engine import COUNTER_CELLS, Completion, CompletionKind, EngineCounter, Submission
@@ -16,7 +18,6 @@ from dlcp.sim.reference.parts import GraphState, Message, MessageStream, Simulat
 from dlcp.sim.reference.program import P4Pipeline
 from dlcp.sim.reference.switch import ReferenceSwitch, SimulatedLink, SwitchPort
 from dlcp.sim.topology import Routes
-from numpy.typing import NDArray
 
 
 def drop_classes(message: Message) -> list[int]:

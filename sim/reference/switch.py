@@ -16,7 +16,6 @@ from dlcp.sim.plan import (
     PathChoice,
 )
 from dlcp.sim.reference.parts import SimulatedPacket
-
 from dlcp.wire import Queue
 
 if TYPE_CHECKING:

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from dlcp import __version__
+from dlcp.report.drawing import Plot
+from dlcp.report.page import render
 from dlcp.sim.convergence.curves import curves
 from dlcp.sim.experiment import Figure, PlannedExperiment
 from dlcp.sim.report.plots import draw, number
 from dlcp.sim.report.results import Results, Spread, load, series_of
 from dlcp.sim.report.summary import ClaimFinding, write_summary
 from dlcp.sim.running import sources_digest
-
-from dlcp import __version__
-from dlcp.report.drawing import Plot
-from dlcp.report.page import render
 
 _NAMES: Final = {
     "dlcp": "DLCP",

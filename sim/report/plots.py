@@ -6,13 +6,13 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dlcp.sim.experiment import Figure
-from dlcp.sim.report.results import Spread
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from dlcp.report.drawing import COLOURS, HALF_PX, INK, SOFT, Plot, blank, finish, legend, look, tip
+from dlcp.sim.experiment import Figure
+from dlcp.sim.report.results import Spread
 
 Series = Mapping[str, Mapping[str, Spread]]
 """Numbers of a plot: by series, then by point on the x axis."""

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlcp import __version__
 from dlcp.sim.experiment import Claim
 from dlcp.sim.report.results import Combination, Results, Spread
 from dlcp.sim.running import sources_digest
-
-from dlcp import __version__
 
 
 class ReportError(RuntimeError):

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
-from dlcp.sim.collectives import CollectiveName
 from msgspec import Meta
+
+from dlcp.sim.collectives import CollectiveName
 
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+
 from dlcp.sim.models.profiles import TimedLayer
 from dlcp.sim.training.job import SchedulerName, TrainingJob
-
 from dlcp.tags import BACK_SHARES, FRONT_SHARES, queue_of_layer
 
 DDP_BUCKET_BYTES: Final = 25 * 2**20

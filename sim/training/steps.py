@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
+
 from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
 from dlcp.sim.collectives import RESULT_MESSAGE, SHARD_MESSAGES, AllReduceSpec, all_reduce
 from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder, Nodes
@@ -18,7 +20,6 @@ from dlcp.sim.models.profiles import StepProfile, read_profile, step_profile
 from dlcp.sim.simulation import Process, Simulation
 from dlcp.sim.training.job import PlacedJob, TrainingJob
 from dlcp.sim.training.schedulers import GradientPiece, piece_limit, pieces
-from numpy.typing import NDArray
 
 STEPS_PER_GRAPH: Final = 4
 """Steps of one graph, in which workers drift apart freely; between graphs they synchronize. Chosen by us: memory holds

@@ -21,12 +21,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from dlcp.bench.results import BenchResult, median, say, show, spread
 from dlcp.controller.fabric import Fabric, FabricSwitch, Job, leaf_spine
 from dlcp.controller.pipeline import CompiledProgram
 from dlcp.controller.reconcile import reconcile, wanted
 from dlcp.controller.session import Session
-
-from dlcp.bench.results import BenchResult, median, say, show, spread
 from dlcp.switch import SwitchProcess
 
 LEAVES, SPINES, HOSTS_PER_LEAF, JOBS = 63, 2, 61, 20

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from dlcp.controller.fabric import star
 
 from dlcp.bench.results import BenchResult, result, say, show
+from dlcp.controller.fabric import star
 from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess
 from dlcp.tags import PacketTags
 from dlcp.transport import (

@@ -23,9 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.controller.testbed.requirements import SwitchKind, missing
-
 from dlcp.bench.results import BenchResult, Samples, interleave, median, result, say, show, significant
+from dlcp.controller.testbed.requirements import SwitchKind, missing
 from dlcp.demo.testbed import disagreements
 from dlcp.report.runs import Run, progress_to, target_accuracy
 

@@ -4,8 +4,8 @@
 import shutil
 
 import pytest
-from dlcp.controller.pipeline import CompiledProgram
 
+from dlcp.controller.pipeline import CompiledProgram
 from tests.controller.switches import Certificates, running
 
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from dlcp.controller.fabric import FabricSwitch, Tls
 
+from dlcp.controller.fabric import FabricSwitch, Tls
 from dlcp.switch.p4runtime.device import P4RuntimeDevice
 from dlcp.switch.p4runtime.server import P4RuntimeServer, TlsFiles
 from tests.transport.free_ports import free_port

@@ -4,6 +4,7 @@
 import asyncio
 
 import pytest
+
 from dlcp.controller.session import stopped, within
 
 

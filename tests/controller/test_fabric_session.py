@@ -6,12 +6,12 @@ import time
 from dataclasses import replace
 
 import pytest
+from finsy.proto import p4r
+
 from dlcp.controller.fabric import FabricSwitch, Job, leaf_spine, star
 from dlcp.controller.pipeline import Change, ChangeKind, difference, key_of
 from dlcp.controller.reconcile import plan, reconcile, wanted
 from dlcp.controller.session import ENDING_S, ControlError, Session
-from finsy.proto import p4r
-
 from dlcp.switch import Entries, TableEntry
 from tests.controller.switches import described, running
 from tests.transport.free_ports import free_port

@@ -2,6 +2,7 @@
 """How much of the machine's time was idle."""
 
 import pytest
+
 from dlcp.controller.testbed.accounts import ProcessorTime
 
 

@@ -3,9 +3,9 @@ import random
 from dataclasses import replace
 
 import pytest
-from dlcp.controller.pipeline import ChangeKind, CompiledProgram, PipelineError, difference, key_of
 from finsy.proto import p4r
 
+from dlcp.controller.pipeline import ChangeKind, CompiledProgram, PipelineError, difference, key_of
 from dlcp.switch import Entries, MeterConfig, Profile, ProfileGroup, ProfileMember, TableEntry
 
 ROUTE = TableEntry("ipv4_route", {"ipv4_dst": "10.0.1.77/24"}, group=3)

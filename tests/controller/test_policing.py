@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+
 from dlcp.controller.entries import entries
 from dlcp.controller.fabric import Job, star
-
 from dlcp.switch import (
     PROGRAM_PATH,
     IngressEvent,

@@ -7,6 +7,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
+from finsy.proto import p4r
+from prometheus_client.parser import text_string_to_metric_families
+
 from dlcp.controller.fabric import FabricSwitch, star
 from dlcp.controller.pipeline import Change, ChangeKind, difference
 from dlcp.controller.reconcile import (
@@ -19,9 +22,6 @@ from dlcp.controller.reconcile import (
 )
 from dlcp.controller.session import COUNTER_EVENTS, Readings, Session, read_counters
 from dlcp.controller.watch import SwitchStatus, Watcher, serve
-from finsy.proto import p4r
-from prometheus_client.parser import text_string_to_metric_families
-
 from dlcp.switch import EgressEvent, EventCount, IngressEvent, PortQueueing, decode_events, event_index
 from tests.controller.switches import described
 from tests.transport.free_ports import free_port

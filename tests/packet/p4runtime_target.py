@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from dlcp.controller.pipeline import CompiledProgram, difference
 from finsy.proto import p4r
 
+from dlcp.controller.pipeline import CompiledProgram, difference
 from dlcp.switch import (
     Backend,
     Entries,

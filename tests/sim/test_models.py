@@ -4,6 +4,7 @@
 import math
 
 import pytest
+
 from dlcp.sim.models.architectures import MODELS, architecture
 from dlcp.sim.models.profiles import THROUGHPUTS, read_profile, step_profile, write_profile
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from dlcp.sim import CollectiveJob, Scenario, SimulationResult, plan, simulate
 from dlcp.sim.arithmetic import slot_owners
 from dlcp.sim.graph import GraphBuilder
@@ -20,7 +21,6 @@ from dlcp.sim.simulation import Simulation
 from dlcp.sim.switches import SwitchSpec
 from dlcp.sim.topology import LinkSpec, Star
 from dlcp.sim.transports import DlcpTransport, NewRenoTransport, PFabricTransport
-
 from tests.p4.p4source import constants
 from tests.sim.sim_scenarios import RARE, draw
 

@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+
 from dlcp.sim import Scenario, Simulation
 from dlcp.sim.collectives import AllReduceSpec, direct, parameter_server, ring
 from dlcp.sim.graph import GraphBuilder

@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+
 from dlcp.sim import CollectiveJob, FailureSpec, Scenario, Simulation, simulate
 from dlcp.sim.graph import GraphBuilder
 from dlcp.sim.packet_engine import EngineCounter

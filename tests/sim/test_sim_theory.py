@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
 from dlcp.sim.graph import OWN_LANE, GraphBuilder
 from dlcp.sim.switches import EcnSpec, SwitchSpec

@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+
 from dlcp.sim.topology import Dragonfly, FatTree, LeafSpine, RailOptimised, Star, TopologyError, build_topology
 
 SPECS = {

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+
 from dlcp.sim import FailureSpec, Scenario, Simulation
 from dlcp.sim.graph import OWN_LANE, GraphBuilder
 from dlcp.sim.packet_engine import EngineCounter

@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+
 from dlcp.sim.traffic import WORKLOADS, TrafficSpec, draw_sizes, mean_size
 
 

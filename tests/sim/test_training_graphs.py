@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+
 from dlcp.sim.collectives import RESULT_MESSAGE, AllReduceSpec, all_reduce, ring
 from dlcp.sim.experiment import RunSetting
 from dlcp.sim.graph import Graph, GraphBuilder

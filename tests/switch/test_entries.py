@@ -2,9 +2,9 @@
 from pathlib import Path
 
 import pytest
+
 from dlcp.controller.entries import entries as fabric_entries
 from dlcp.controller.fabric import Job, star
-
 from dlcp.document import DocumentError
 from dlcp.switch import (
     Action,

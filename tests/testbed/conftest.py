@@ -4,6 +4,7 @@
 import os
 
 import pytest
+
 from dlcp.controller.testbed.requirements import missing
 
 

@@ -13,7 +13,6 @@ from dlcp.controller.fabric import leaf_spine, star
 from dlcp.controller.testbed.accounts import Accounts, NicCount, Place, SwitchAccount
 from dlcp.controller.testbed.agreement import compare, uncounted_tails
 from dlcp.controller.testbed.layout import lay_out
-
 from dlcp.demo.testbed import as_counters
 from dlcp.switch import PortQueueing
 

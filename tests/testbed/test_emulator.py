@@ -4,6 +4,7 @@
 import logging
 
 import pytest
+
 from dlcp.controller.testbed import requirements
 from dlcp.controller.testbed.requirements import mininet_folder
 

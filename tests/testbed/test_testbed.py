@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("finsy", reason="switches are programmed over P4Runtime: pip install dlcp[fabric]")
 pytest.importorskip("torch", reason="the demo trains with PyTorch")
 
+from dlcp.commands import testbed as command
 from dlcp.controller.entries import most_switches
 from dlcp.controller.fabric import leaf_spine, star
 from dlcp.controller.testbed import TestbedError
@@ -19,8 +20,6 @@ from dlcp.controller.testbed.accounts import port_rates
 from dlcp.controller.testbed.layout import RUN_FOLDER, StateFile
 from dlcp.controller.testbed.lifecycle import down, fabric_of, find, up
 from dlcp.controller.testbed.namespaces import NamedNamespace
-
-from dlcp.commands import testbed as command
 from dlcp.demo.setup import variants
 from dlcp.demo.testbed import TestbedSetup, check, train
 from dlcp.switch import PortQueueing

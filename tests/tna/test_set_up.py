@@ -9,9 +9,9 @@ import bfrt_writes
 import pytest
 import set_up
 from bfrt_writes import DevicePort, Key, QueuePlace, SetUpError, Write
+
 from dlcp.controller.entries import entries as entries_of
 from dlcp.controller.fabric import load
-
 from dlcp.switch import QUEUES, PortQueueing
 from tests.tna.fake_bfrt import FakeClient, FakeInfo, Refused, device_with_ports
 from tests.tna.p4text import P4
