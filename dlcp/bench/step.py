@@ -109,7 +109,7 @@ def measure(
             packets = {name: _total(trainees.call("packets", name)) for name in (_HOOK, _CROSS_STEP)}
             details: dict[str, Any] = {
                 "path": path.words,
-                "neighbours": trainees.call("neighbours")[0],
+                "local_peers": trainees.call("local_peers")[0],
                 "parameters": trainees.call("parameters")[0],
                 "compute_ms": significant(median(samples[_NOTHING])),
                 "communication_share_of_gloo_step": significant(1 - median(samples[_NOTHING]) / median(samples[_GLOO])),
@@ -285,7 +285,7 @@ class Trainee:
         """Return how many parameters the model has."""
         return sum(parameter.numel() for parameter in self.ways[_GLOO].plain.parameters())
 
-    def neighbours(self) -> int:
+    def local_peers(self) -> int:
         """Return to how many other ranks DLCP's packets go through memory."""
         hook = self.ways[_HOOK]
         assert isinstance(hook, HookTraining)
