@@ -60,7 +60,9 @@ def bmv2():
 
 @pytest.fixture(scope="module")
 def built_in_by_p4runtime():
-    targets = pytest.importorskip("p4runtime_target", reason="P4Runtime takes finsy: pip install dlcp[fabric]")
+    targets = pytest.importorskip(
+        "tests.packet.p4runtime_target", reason="P4Runtime takes finsy: pip install dlcp[fabric]"
+    )
     target = targets.BuiltInByP4Runtime("python")
     yield target
     target.close()
@@ -68,7 +70,9 @@ def built_in_by_p4runtime():
 
 @pytest.fixture(scope="module")
 def bmv2_by_p4runtime():
-    targets = pytest.importorskip("p4runtime_target", reason="P4Runtime takes finsy: pip install dlcp[fabric]")
+    targets = pytest.importorskip(
+        "tests.packet.p4runtime_target", reason="P4Runtime takes finsy: pip install dlcp[fabric]"
+    )
     needs_simple_switch()
     if shutil.which("simple_switch_grpc") is None:
         pytest.skip("simple_switch_grpc is not on PATH")
