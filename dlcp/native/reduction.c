@@ -143,9 +143,9 @@ API void dlcp_reduction_included(const reduction *self, int64_t position, uint64
             set_bit(bits, i);
 }
 
-/* Average what has some contributions missing, once nothing more will come. `residual`, of `count` values or NULL, gets
- * the sum less divisor times the average, where that is finite: what is not is for this step's loss scaler, and would
- * spoil the next one. Return how many packets were not complete. */
+/* Average what has some contributions missing, once nothing more will come, and free the reduction. `residual`, of
+ * `count` values or NULL, gets the sum less divisor times the average, where that is finite: what is not is for this
+ * step's loss scaler, and would spoil the next one. Return how many packets were not complete. */
 API int64_t dlcp_reduction_finish(reduction *self, int64_t rescale, float *residual) {
     int64_t incomplete = 0;
     for (int64_t i = 0; i < self->packets; i++) {
@@ -172,5 +172,6 @@ API int64_t dlcp_reduction_finish(reduction *self, int64_t rescale, float *resid
         }
         incomplete++;
     }
+    dlcp_reduction_free(self);
     return incomplete;
 }

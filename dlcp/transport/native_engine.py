@@ -206,7 +206,6 @@ class NativeReduction(StreamingReduction):
         """See :meth:`dlcp.transport.engine.StreamingReduction.finish`."""
         into = None if residual is None else residual.ctypes.data
         incomplete = int(self._library.dlcp_reduction_finish(self.pointer, rescale, into))
-        self._library.dlcp_reduction_free(self.pointer)
         self.pointer = None
         self.kept.clear()
         return incomplete
