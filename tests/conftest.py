@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-
-
 LINES = [line for line in (HERE / "fast.txt").read_text().splitlines() if not line.startswith("#")]
 
 
@@ -36,6 +34,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if is_fast(item.path):
             item.add_marker(pytest.mark.fast)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_configuration_folder(tmp_path_factory):
+    """Keep the user's key file (``~/.config/dlcp/key``) out of tests, and tests out of it; processes inherit this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield
 
 
 @pytest.fixture(autouse=True)
