@@ -261,7 +261,7 @@ def scalar_products(parts: "Sequence[Values]", borders: Sequence[int]) -> Produc
     -------
     Shape (layers, n, n).
     """
-    from dlcp.compress.matrices import folded_sum
+    from dlcp.compress.low_rank import folded_sum
 
     ranks = len(parts)
     found = np.zeros((len(borders) - 1, ranks, ranks))
@@ -286,7 +286,7 @@ def combine_with(parts: "Sequence[Values]", borders: Sequence[int], factors: NDA
 
 def _pair(products: Products, one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
     """Combine two linear combinations of gradients."""
-    from dlcp.compress.matrices import folded_sum
+    from dlcp.compress.low_rank import folded_sum
 
     def product(left: NDArray[np.float64], right: NDArray[np.float64]) -> float:
         with np.errstate(invalid="ignore"):

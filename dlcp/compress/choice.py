@@ -4,11 +4,9 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from dlcp.compress.atomo import Atomo
-from dlcp.compress.casts import BFloat16, Float16
-from dlcp.compress.codes import Qsgd, ScaledSigns, SignSgd, TernGrad
 from dlcp.compress.compressor import Compressor
-from dlcp.compress.powersgd import PowerSgd
+from dlcp.compress.low_rank import Atomo, PowerSgd
+from dlcp.compress.quantized import BFloat16, Float16, Qsgd, ScaledSigns, SignSgd, TernGrad
 from dlcp.compress.sparse import RandomK, TopK
 from dlcp.suggestion import closest
 

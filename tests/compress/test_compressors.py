@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from dlcp.compress import COMPRESSORS, Feedback, Occasion, make_compressor
-from dlcp.compress.atomo import probabilities, systematic
-from dlcp.compress.codes import pack, unpack
-from dlcp.compress.matrices import folded_sum, orthonormal, product, shape_of
+from dlcp.compress.low_rank import folded_sum, orthonormal, probabilities, product, shape_of, systematic
+from dlcp.compress.quantized import pack, unpack
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
 from tests.compress.compressed_gradients import EVERY, LAYERS, SEGMENTS, SHAPES, SIZE, alone, gradient, made, matrix_of

@@ -1,17 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few bits for each value, and a scale for each group of values: QSGD, TernGrad, and signs.
+"""A few bits for each value: half precision, and codes with a scale for each group: QSGD, TernGrad, and signs.
 
-The scales go first and must arrive; of the rest every packet can be read without the others.
+Scales go first and must arrive; of the rest every packet can be read without the others.
 """
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.compress.compressor import Compressor, Content, Encoded, Feedback, Occasion, Values
+from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
+
+
+class Cast(Compressor):
+    """Half precision: rounds every value to 16 bits, to nearest. Sums are formed in 32 and rounded once.
+
+    What rounding leaves out is sent with the next step, as error feedback does for any compressor (Seide et al.,
+    Interspeech 2014). Values beyond 65504 become infinite in float16; bfloat16 has float32's range and 8 bits of
+    precision.
+    """
+
+    reduces = True
+    value_type: ClassVar[ValueType]
+
+    def encode(self, values: Values, segments: Sequence[Segment], occasion: Occasion) -> Encoded:
+        """Return the rounded values."""
+        content = self.value_type.narrow(values.astype(np.float32, copy=False))
+        return Encoded(content, tuple(segments), 16, self.value_type)
+
+    def decode(self, encoded: Encoded, content: Content, present: NDArray[np.bool_] | None = None) -> Values:
+        """Return the values in float32."""
+        values = content if content.dtype.itemsize > 2 else self.value_type.widen(content)
+        widened = cast(NDArray[np.floating[Any]], values)
+        return widened if present is None else np.where(present, widened, widened.dtype.type(0))
+
+
+class Float16(Cast):
+    """IEEE 754 half precision."""
+
+    name = "fp16"
+    value_type = ValueType.FLOAT16
+
+
+class BFloat16(Cast):
+    """The upper half of float32."""
+
+    name = "bf16"
+    value_type = ValueType.BFLOAT16
+
 
 SCALE = np.dtype("<f4")
 GROUP_VALUES = 512
