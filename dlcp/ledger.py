@@ -3,7 +3,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import Any
@@ -161,6 +161,21 @@ class Ledger:
                 table[:, 0] += np.bincount(np.concatenate(parts), minlength=len(table))
             self._uncounted.clear()
             self._uncounted_packets = 0
+
+
+def add_up(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the summaries of some ledgers, of different ranks, as one."""
+    counts = ("sent", "delivered", "lost", "retransmitted", "violations")
+    layers = sorted({layer for each in summaries for layer in each["by_layer"]}, key=int)
+    return {
+        **{name: sum(each[name] for each in summaries) for name in counts},
+        "max_message_ratio": max((each["max_message_ratio"] for each in summaries), default=0.0),
+        "by_class": sum((np.array(each["by_class"]) for each in summaries), np.zeros((DROP_CLASSES, 2), int)).tolist(),
+        "by_layer": {
+            layer: [sum(each["by_layer"].get(layer, (0, 0))[column] for each in summaries) for column in (0, 1)]
+            for layer in layers
+        },
+    }
 
 
 def as_json(record: MessageRecord) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from dlcp.ledger import Ledger, as_json
+from dlcp.ledger import Ledger, add_up, as_json
 from dlcp.tags import PacketTags
 from dlcp.transport import BoundExceededError, Delivery, LossBound, MessageKey
 
@@ -135,3 +135,14 @@ def test_entries_from_several_threads_are_all_counted():
         thread.join(20)
     assert ledger.summary()["lost"] == 800
     assert ledger.loss_by_class()[7].tolist() == [800 * PACKETS, 800]
+
+
+def test_ledgers_of_several_ranks_add_up():
+    one = {"sent": 5, "delivered": 4, "lost": 1, "retransmitted": 0, "violations": 0, "max_message_ratio": 0.2}
+    one |= {"by_class": [[5, 1]] + [[0, 0]] * 7, "by_layer": {"0": [5, 1]}}
+    other = one | {"violations": 1, "max_message_ratio": 0.1, "by_layer": {"12": [3, 0], "0": [2, 1]}}
+    total = add_up([one, other])
+    assert (total["sent"], total["lost"], total["violations"], total["max_message_ratio"]) == (10, 2, 1, 0.2)
+    assert total["by_class"] == [[10, 2]] + [[0, 0]] * 7
+    assert total["by_layer"] == {"0": [7, 2], "12": [3, 0]}
+    assert add_up([])["sent"] == 0

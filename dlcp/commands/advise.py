@@ -8,8 +8,7 @@ from typing import Any
 
 from dlcp.commands.common import add_json, add_option, add_steps, refuse
 from dlcp.train import advice, headroom
-from dlcp.train.launcher import launch
-from dlcp.train.plan import TrainPlan
+from dlcp.train.launcher import TrainPlan, launch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from dlcp.commands.common import add_option, add_steps, refuse
 from dlcp.train import headroom, summary
-from dlcp.train.launcher import UsageError, launch
-from dlcp.train.plan import TrainPlan
+from dlcp.train.launcher import TrainPlan, UsageError, launch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

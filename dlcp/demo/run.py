@@ -18,6 +18,7 @@ from dlcp.demo.background import SAMPLE_S, BackgroundBurst, delivered_bps
 from dlcp.demo.network import DemoNetwork, Shares
 from dlcp.demo.processes import ChildProgram, DemoProcess, WorkerProcess
 from dlcp.demo.setup import BACKGROUND_FLOWS, RUN_DEADLINE_S, DemoSetup, Variant
+from dlcp.ledger import add_up
 from dlcp.wire import DROP_CLASSES
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ def execute(make_network: MakeNetwork, setup: DemoSetup, variant: Variant, *, pr
         "gradient_bytes": 4 * first["parameters"],
         "replicas_identical": len({report["digest"] for report in reports}) == 1,
         "final_accuracy": first["curve"][-1]["accuracy"],
-        "ledger": _sum_ledgers(ledgers, variant) if variant.mode == "dlcp" else None,
+        "ledger": add_up(ledgers) | {"bound": float(variant.environment["DLCP_LOSS_BOUND"])}
+        if variant.mode == "dlcp"
+        else None,
         "server_ledger": served["ledger"],
         **{name: first[name] for name in ("layer_names", "layer_seconds")},
         "switch": _switch_totals(counters),
@@ -278,24 +281,6 @@ def _processor() -> str:
     """Return the name of the processor, from /proc/cpuinfo."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _sum_ledgers(ledgers: Sequence[dict[str, Any]], variant: Variant) -> dict[str, Any]:
-    """Return the ledgers of all workers as one."""
-    total: dict[str, Any] = {
-        name: sum(ledger[name] for ledger in ledgers)
-        for name in ("sent", "delivered", "lost", "retransmitted", "violations")
-    }
-    total["max_message_ratio"] = max(ledger["max_message_ratio"] for ledger in ledgers)
-    total["by_class"] = [
-        [sum(ledger["by_class"][row][column] for ledger in ledgers) for column in (0, 1)] for row in range(DROP_CLASSES)
-    ]
-    total["by_layer"] = {
-        layer: [sum(ledger["by_layer"].get(layer, [0, 0])[column] for ledger in ledgers) for column in (0, 1)]
-        for layer in ledgers[0]["by_layer"]
-    }
-    total["bound"] = float(variant.environment["DLCP_LOSS_BOUND"])
-    return total
 
 
 def _switch_totals(counters: dict[str, Any]) -> dict[str, Any]:

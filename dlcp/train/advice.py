@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dlcp import configuration
 from dlcp.train import headroom
-from dlcp.train.plan import Report
+from dlcp.train.launcher import Report
 from dlcp.tuning.rules import Advice, Figures, Settings, decide
 
 SLOWER: Final = 0.98

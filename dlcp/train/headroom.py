@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import median, quantiles
 from typing import Any, Final
 
-from dlcp.train.plan import Report
+from dlcp.train.launcher import Report
 
 NONE: Final = "none"
 FRAMEWORK: Final = "framework"

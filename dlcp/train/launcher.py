@@ -1,20 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an unchanged training script under torchrun, with DLCP switched on from within each rank."""
+"""Runs an unchanged training script under torchrun, with DLCP switched on from within each rank.
+
+A plan passes to the ranks as a variable of the environment; they leave their reports as files.
+"""
 
 import importlib.util
+import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dlcp import configuration
 from dlcp.suggestion import closest
-from dlcp.train.plan import Report, TrainPlan, read_reports
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+Report = dict[str, Any]
+"""``rank``, ``ranks``, ``restart``, ``error`` (None, or the last line of what went wrong), ``backend`` (None without
+``--backend``), ``models`` (a list), and ``measured`` (None without ``--measure``)."""
+_VARIABLE: Final = "DLCP_TRAIN_PLAN"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainPlan:
+    """What a worker is to do beside running the script.
+
+    Parameters
+    ----------
+    backend
+        Make ``init_process_group`` use DLCP's backend.
+    measure_steps
+        How many steps to measure, instead of training; 0 trains.
+    advise
+        Choose settings by what is measured, and try them.
+    reports
+        The folder where a worker leaves its report; empty: nowhere.
+    """
+
+    backend: bool = False
+    measure_steps: int = 0
+    advise: bool = False
+    reports: str = ""
+
+    def as_environment(self) -> dict[str, str]:
+        """Return the variable that tells a worker of this plan."""
+        return {_VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "TrainPlan":
+        """Return the plan that the launcher wrote down; without a launcher, the default one."""
+        environment = os.environ if environment is None else environment
+        return cls(**json.loads(environment.get(_VARIABLE, "{}")))
+
+
+def write_report(folder: Path, report: Report) -> None:
+    """Write one rank's report, whole or not at all."""
+    path = folder / f"rank-{report['rank']}-{report['restart']}.json"
+    part = path.with_suffix(f".part{os.getpid()}")
+    part.write_text(json.dumps(report))
+    part.replace(path)
+
+
+def read_reports(folder: Path) -> list[Report]:
+    """Return the reports of the last start, by rank: torchrun may have started the ranks again after a failure."""
+    reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    last = max((report["restart"] for report in reports), default=0)
+    return sorted((report for report in reports if report["restart"] == last), key=lambda report: int(report["rank"]))
+
 
 _ONE_MACHINE: Final = ("--standalone", "--local-addr", "127.0.0.1")
 """Options for torchrun when the user gives none about a rendezvous: one machine, and a free port."""
@@ -64,7 +121,7 @@ def launch(
 
     status = 0
     with tempfile.TemporaryDirectory(prefix="dlcp-train-") as folder:
-        os.environ.update(plan.as_environment(Path(folder)))
+        os.environ.update(replace(plan, reports=folder).as_environment())
         try:
             main([*passed, "-m", "dlcp.train.worker", *target])
         except ChildFailedError as error:

@@ -4,7 +4,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dlcp.train.plan import Report
+from dlcp.ledger import add_up
+from dlcp.train.launcher import Report
 
 
 def summarize(reports: Sequence[Report]) -> dict[str, Any]:
@@ -73,17 +74,13 @@ def _way(parts: Sequence[dict[str, Any]], ranks: int) -> str:
 
 def _merge(parts: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
     """Add up what the ranks say of one model."""
-    ledgers = [part["ledger"] for part in parts if part["ledger"]]
+    ledger = add_up([part["ledger"] for part in parts if part["ledger"]])
     return {
-        "model": parts[0]["model"],
-        "parameters": parts[0]["parameters"],
-        "note": parts[0]["note"],
-        "on": parts[0]["on"],
-        "loss_bound": parts[0]["loss_bound"],
+        **{name: parts[0][name] for name in ("model", "parameters", "note", "on", "loss_bound")},
         "steps": min(part["steps"] for part in parts),
-        **{name: sum(each[name] for each in ledgers) for name in ("sent", "delivered", "lost", "retransmitted")},
-        "worst": max((each["max_message_ratio"] for each in ledgers), default=0.0),
-        "bound_exceeded": sum(each["violations"] for each in ledgers),
+        **{name: ledger[name] for name in ("sent", "delivered", "lost", "retransmitted")},
+        "worst": ledger["max_message_ratio"],
+        "bound_exceeded": ledger["violations"],
         "through": _way(parts, ranks),
         "fallback": next((part["fallback"] for part in parts if part["fallback"]), None),
     }

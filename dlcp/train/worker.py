@@ -6,21 +6,23 @@ reports to the launcher.
 """
 
 import contextlib
+import functools
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp import configuration
+from dlcp.train.launcher import Report, TrainPlan, write_report
 from dlcp.train.measurement import AdvisedMeasurement, Measurement, MeasurementDoneError
-from dlcp.train.plan import Report, TrainPlan, report_folder, write_report
-from dlcp.train.watch import Watch
 
 
 class Model:
@@ -71,14 +73,11 @@ class ScriptSession:
     ----------
     plan
         What the launcher asks for.
-    folder
-        Where the launcher wants the report; None for no report.
     """
 
-    def __init__(self, plan: TrainPlan, folder: Path | None) -> None:
+    def __init__(self, plan: TrainPlan) -> None:
         self.plan = plan
         self.models: list[Model] = []
-        self._folder = folder
         self._measurement: Measurement | None = None
         self._hooking = False
         self._watch = Watch(self.ready, self.hooked, dlcp.torch.BACKEND if plan.backend else None)
@@ -98,8 +97,8 @@ class ScriptSession:
             self._measurement.close(failure)
         for model in self.models:
             model.close(failure)
-        if self._folder:
-            write_report(self._folder, self._report(failure))
+        if self.plan.reports:
+            write_report(Path(self.plan.reports), self._report(failure))
 
     def ready(self, model: DistributedDataParallel) -> None:
         """Switch DLCP on, or measure a step; a synchronised forward pass is about to begin, on all ranks."""
@@ -186,9 +185,90 @@ def _failure(error: BaseException | None) -> str | None:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
+WhenReady = Callable[[DistributedDataParallel], None]
+WhenHooked = Callable[[DistributedDataParallel, object], None]
+
+
+class Watch:
+    """Watches what a script does with DistributedDataParallel and ``init_process_group``, without a change to it.
+
+    A context manager. DLCP is not switched on when a model is wrapped, but at its first synchronised forward pass:
+    until then the script may register a hook of its own. Every rank takes part in that pass, so every rank switches on.
+
+    Parameters
+    ----------
+    ready
+        Called before every synchronised forward pass of a model.
+    hooked
+        Called before a communication hook is registered, with the model and the hook's state.
+    backend
+        If given, the name of the backend that ``init_process_group`` is to use, whatever the script says.
+    """
+
+    def __init__(self, ready: WhenReady, hooked: WhenHooked, backend: str | None = None) -> None:
+        self._ready = ready
+        self._hooked = hooked
+        self._backend = backend
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> "Watch":
+        model = DistributedDataParallel
+        self._replace(model, "__init__", self._wrap_init)
+        self._replace(model, "register_comm_hook", self._wrap_register)
+        self._replace(model, "_register_builtin_comm_hook", self._wrap_register_builtin)
+        if self._backend:
+            self._replace(dist, "init_process_group", self._wrap_process_group)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._replaced:
+            owner, name, original = self._replaced.pop()
+            setattr(owner, name, original)
+
+    def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        self._replaced.append((owner, name, original))
+        setattr(owner, name, functools.wraps(original)(wrap(original)))
+
+    def _wrap_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        def init(model: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
+            original(model, *arguments, **named)
+            before = functools.partial(_before_forward, self._ready)
+            # The compiler, which is not annotated, is to leave this alone: it does collective work, once.
+            model.register_forward_pre_hook(torch.compiler.disable(before))  # type: ignore[no-untyped-call]
+
+        return init
+
+    def _wrap_register(self, original: Callable[..., None]) -> Callable[..., None]:
+        def register(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+            self._hooked(model, state)
+            original(model, state, hook)
+
+        return register
+
+    def _wrap_register_builtin(self, original: Callable[..., None]) -> Callable[..., None]:
+        def register(model: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
+            self._hooked(model, None)
+            original(model, *arguments, **named)
+
+        return register
+
+    def _wrap_process_group(self, original: Callable[..., None]) -> Callable[..., None]:
+        def init_process_group(backend: str | None = None, *arguments: Any, **named: Any) -> None:
+            original(self._backend, *arguments, **named)
+
+        return init_process_group
+
+
+def _before_forward(ready: WhenReady, model: DistributedDataParallel, arguments: object) -> None:
+    """Tell of a forward pass if its backward will be synchronised, as DistributedDataParallel itself decides it."""
+    if torch.is_grad_enabled() and model.require_backward_grad_sync:
+        ready(model)
+
+
 def main(argv: Sequence[str]) -> None:
     """Run a script or a module to its end; what it raises, ``SystemExit`` too, goes on to the caller."""
-    with ScriptSession(TrainPlan.from_environment(), report_folder()):
+    with ScriptSession(TrainPlan.from_environment()):
         if argv[0] == "-m":
             sys.argv = list(argv[1:])
             sys.path[0] = str(Path.cwd())

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script's steps are timed, settings chosen by them and tried: in real ranks over 127.0.0.1."""
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("torch")
 
 from dlcp.train import advice, headroom
-from dlcp.train.plan import TrainPlan
+from dlcp.train.launcher import TrainPlan
 from dlcp.tuning.rules import Figures, Settings, decide
 from tests.torch.workers import launch, values
 from tests.train.scripts import in_session, make, train
@@ -52,6 +50,6 @@ def test_settings_are_chosen_by_what_is_measured_and_then_tried():
 
 def test_a_plan_to_advise_reaches_the_workers():
     plan = TrainPlan(measure_steps=30, advise=True)
-    assert TrainPlan.from_environment(plan.as_environment(Path("x"))) == plan
+    assert TrainPlan.from_environment(plan.as_environment()) == plan
     assert not TrainPlan.from_environment({}).advise
     assert Settings() == Settings(0.1, -1.0, "", "direct")

@@ -3,9 +3,10 @@
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
-from dlcp.train.plan import TrainPlan, read_reports
+from dlcp.train.launcher import TrainPlan, read_reports
 
 STEPS = 4
 
@@ -54,7 +55,7 @@ def in_session(worker, script, plan=None, folder=None, **environment):
     with tempfile.TemporaryDirectory() as own:
         path = Path(folder or own)
         try:
-            with ScriptSession(plan or TrainPlan(), path):
+            with ScriptSession(replace(plan or TrainPlan(), reports=str(path))):
                 value = script(worker)
         except BaseException as error:
             value = error

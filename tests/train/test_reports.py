@@ -4,7 +4,7 @@
 import pytest
 
 from dlcp.train import headroom, summary
-from dlcp.train.plan import TrainPlan, read_reports, report_folder, write_report
+from dlcp.train.launcher import TrainPlan, read_reports, write_report
 
 
 def ledger(sent=1000, lost=0, violations=0, worst=0.0):
@@ -15,6 +15,8 @@ def ledger(sent=1000, lost=0, violations=0, worst=0.0):
         "retransmitted": 5,
         "max_message_ratio": worst,
         "violations": violations,
+        "by_class": [[0, 0]] * 8,
+        "by_layer": {},
     }
 
 
@@ -107,12 +109,9 @@ def test_reports_of_the_last_start_count(tmp_path):
 
 
 def test_a_plan_travels_in_the_environment(tmp_path):
-    for plan in (TrainPlan(), TrainPlan(backend=True), TrainPlan(measure_steps=60)):
-        environment = plan.as_environment(tmp_path)
-        assert TrainPlan.from_environment(environment) == plan
-        assert report_folder(environment) == tmp_path
+    for plan in (TrainPlan(), TrainPlan(backend=True), TrainPlan(measure_steps=60, reports=str(tmp_path))):
+        assert TrainPlan.from_environment(plan.as_environment()) == plan
     assert TrainPlan.from_environment({}) == TrainPlan()
-    assert report_folder({}) is None
 
 
 def measured(none, framework, dlcp=(), why_not=None):

@@ -4,7 +4,7 @@
 import pytest
 
 from dlcp.train import headroom
-from dlcp.train.plan import TrainPlan
+from dlcp.train.launcher import TrainPlan
 from tests.torch.workers import launch, values
 from tests.train.scripts import in_session, make, plain_script, train
 from tests.transport.free_ports import free_port, free_udp_ports
@@ -176,7 +176,7 @@ def test_a_script_without_a_model_is_none_of_our_business(ranks):
 def test_distributed_data_parallel_is_itself_again_afterwards(ranks):
     from torch.nn.parallel import DistributedDataParallel
 
-    from dlcp.train.watch import Watch
+    from dlcp.train.worker import Watch
 
     before = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
     with Watch(print, print, "dlcp"):

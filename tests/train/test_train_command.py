@@ -12,7 +12,7 @@ import pytest
 from dlcp.cli import main
 from dlcp.commands import train as command
 from dlcp.train import launcher
-from dlcp.train.plan import TrainPlan
+from dlcp.train.launcher import TrainPlan
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(115)
