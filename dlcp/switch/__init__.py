@@ -23,7 +23,6 @@ from dlcp.switch.entries import (
     read_entries,
     write_entries,
 )
-from dlcp.switch.errors import EntryError, ProgramError, UnknownName, UnsupportedFeature
 from dlcp.switch.events import (
     EVENT_COUNTERS,
     EgressEvent,
@@ -35,7 +34,7 @@ from dlcp.switch.events import (
 )
 from dlcp.switch.executor.bmv2_json import load_definition
 from dlcp.switch.executor.cells import CounterCell, MeterConfig
-from dlcp.switch.executor.model import ProgramDef
+from dlcp.switch.executor.model import EntryError, ProgramDef, ProgramError, UnknownName, UnsupportedFeature
 from dlcp.switch.executor.profiles import Action, GroupRef, MemberRef
 from dlcp.switch.executor.program import (
     BACKENDS,

@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from dlcp.document import Document
-from dlcp.switch.errors import EntryError
 from dlcp.switch.executor.cells import MeterConfig
+from dlcp.switch.executor.model import EntryError
 from dlcp.switch.executor.profiles import Action, GroupRef, MemberRef, Target
 from dlcp.switch.executor.program import Program
 from dlcp.switch.executor.tables import Entry, Table

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from dlcp.switch.errors import UnsupportedFeature
 from dlcp.switch.executor.model import (
     ActionDef,
     Assign,
@@ -28,6 +27,7 @@ from dlcp.switch.executor.model import (
     RegisterWrite,
     Statement,
     TableDef,
+    UnsupportedFeature,
     Valid,
     Variable,
     Verify,

@@ -11,7 +11,6 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from dlcp.switch.errors import ProgramError, UnsupportedFeature
 from dlcp.switch.executor.model import (
     COMPARISONS,
     ActionDef,
@@ -42,11 +41,13 @@ from dlcp.switch.executor.model import (
     ParserState,
     ProfileDef,
     ProgramDef,
+    ProgramError,
     RegisterDef,
     RegisterRead,
     RegisterWrite,
     Statement,
     TableDef,
+    UnsupportedFeature,
     Valid,
     Variable,
     Verify,

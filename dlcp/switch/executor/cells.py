@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.switch.errors import CellError, EntryError
+from dlcp.switch.executor.model import CellError, EntryError
 
 Store: TypeAlias = Any
 """Lists or arrays of numbers, for meters of rows of numbers; the generated text uses both alike."""

@@ -5,9 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dlcp.switch.errors import UnsupportedFeature
 from dlcp.switch.executor.analysis import Stacks, Usage, joins, successor, successors, summed_range
-from dlcp.switch.executor.layout import StateLayout, TableSlot
 from dlcp.switch.executor.model import (
     ActionDef,
     Assign,
@@ -28,8 +26,11 @@ from dlcp.switch.executor.model import (
     ProgramDef,
     RegisterRead,
     RegisterWrite,
+    StateLayout,
     Statement,
     TableDef,
+    TableSlot,
+    UnsupportedFeature,
     Valid,
     Variable,
 )

@@ -1,15 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A P4 program as the built-in switch knows it: expressions, statements, tables, controls and the parser."""
+"""A P4 program as the built-in switch knows it, where its state lives, and what can go wrong with either.
 
-from collections.abc import Mapping
+From top to bottom: errors and names; expressions, statements, tables, controls and the parser; the layout of the state.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
+
+from dlcp.suggestion import nearest
+
+T = TypeVar("T")
+
+
+class ProgramError(ValueError):
+    """A program that cannot be loaded or run; the message says what is wrong, where, and what to do."""
+
+
+class UnsupportedFeature(ProgramError):  # noqa: N818 - the name says what it is
+    """A feature of the program that the built-in switch does not run.
+
+    Attributes
+    ----------
+    feature
+        What it is, in the words of the P4 language or of the JSON format.
+    where
+        Where the program uses it.
+    """
+
+    def __init__(self, feature: str, where: str) -> None:
+        super().__init__(
+            f"{where}: the built-in switch does not run {feature}; use BMv2 for this program, or do without"
+        )
+        self.feature = feature
+        self.where = where
+
+
+class EntryError(ValueError):
+    """An entry, member, group, name or index that does not fit the program; the message says which and what would."""
+
+
+class DuplicateError(EntryError):
+    """What was to be added is there already."""
+
+
+class MissingError(EntryError):
+    """An entry, member or group that is not there."""
+
+
+class FullError(EntryError):
+    """A table or an action profile has no room for one more."""
+
+
+class InUseError(EntryError):
+    """A member or a group that something else still refers to."""
+
+
+class ConstantError(EntryError):
+    """What the program itself made constant."""
+
+
+class CellError(EntryError, IndexError):
+    """A register, counter or meter has no cell of that number."""
+
+
+class UnknownName(EntryError, KeyError):  # noqa: N818 - the name says what it is
+    """A name that the program does not have."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], where: str = "the program") -> None:
+        super().__init__(f"{where} has no {kind} {name!r}{nearest(name, known)}")
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Named(Mapping[str, T]):
+    """Objects by their p4info name, or by the end of it if only one object's name ends so (p4info calls it alias)."""
+
+    def __init__(self, kind: str, items: Mapping[str, T], where: str = "the program") -> None:
+        self._kind, self._items, self._where = kind, dict(items), where
+        self._aliases: dict[str, str | None] = {}
+        for name in self._items:
+            parts = name.split(".")
+            for start in range(1, len(parts)):
+                alias = ".".join(parts[start:])
+                self._aliases[alias] = None if alias in self._aliases else name
+
+    def __getitem__(self, name: str) -> T:
+        if name in self._items:
+            return self._items[name]
+        full = self._aliases.get(name)
+        if full is None:
+            raise UnknownName(self._kind, name, self._items, self._where)
+        return self._items[full]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+# ---------------------------------------------------------------------------------------------------------- expressions
+
 
 COMPARISONS: Final = frozenset({"==", "!=", "<", "<=", ">", ">="})
 BOOLEAN_OPS: Final = COMPARISONS | {"and", "or", "not", "d2b"}
-
-
-# ---------------------------------------------------------------------------------------------------- expressions
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,3 +468,139 @@ class ProgramDef:
     counters: Mapping[str, CounterDef]
     meters: Mapping[str, MeterDef]
     standard: Mapping[str, Field] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------------------------------------------------------- state
+
+
+# A table's entry is the place of its row in the table's rows: the number of its action (its position among the table's
+# actions) and the arguments. Row 0 is the default entry, so an entry other than 0 is a hit.
+#
+# Tables with an action profile have rows of one cell: a place in the profile's ``groups``, which holds (members, place
+# in ``choices``) of a group or of a single member; ``choices`` holds places in ``members``, whose rows are as above.
+# Group 0 has no members: the entry of a table without a default member.
+
+FLAT: Final = ("registers", "packets_counted", "bytes_counted", "meter_rates", "meter_tokens")
+"""The arrays for what is no table."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableSlot:
+    """Names of a table's variables and arrays, and the cells of a row."""
+
+    number: int
+    stride: int
+
+    @property
+    def index(self) -> str:
+        """The lookup structure."""
+        return f"T{self.number}"
+
+    @property
+    def rows(self) -> str:
+        """The rows."""
+        return f"R{self.number}"
+
+    @property
+    def entry(self) -> str:
+        """The variable for the entry found."""
+        return f"e{self.number}"
+
+    @property
+    def action(self) -> str:
+        """The variable for the number of the action."""
+        return f"a{self.number}"
+
+    @property
+    def member(self) -> str:
+        """The variable for the member chosen."""
+        return f"m{self.number}"
+
+    @staticmethod
+    def shifts(table: TableDef) -> Iterator[tuple[Key, int]]:
+        """Return each key with its place in the combined key; an LPM field is the lowest."""
+        order = sorted(table.keys, key=lambda key: key.match == "lpm")
+        shift = sum(key.width for key in order)
+        for key in order:
+            shift -= key.width
+            yield key, shift
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSlot:
+    """Names of an action profile's arrays, and the cells of a member's row."""
+
+    number: int
+    stride: int
+
+    @property
+    def groups(self) -> str:
+        """The groups."""
+        return f"D{self.number}"
+
+    @property
+    def choices(self) -> str:
+        """The members of groups."""
+        return f"G{self.number}"
+
+    @property
+    def members(self) -> str:
+        """The members' rows."""
+        return f"M{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """All slots, where each object starts within the flat arrays, and how many cells those have."""
+
+    tables: Mapping[str, TableSlot]
+    profiles: Mapping[str, ProfileSlot]
+    registers: Mapping[str, int]
+    counters: Mapping[str, int]
+    meters: Mapping[str, int]
+    register_cells: int
+    counter_cells: int
+    meter_cells: int
+
+    def structures(self) -> list[str]:
+        """Return the names of all tables' and profiles' arrays, in the order in which `compiled` packs them."""
+        names = [name for slot in self.tables.values() for name in (slot.index, slot.rows)]
+        return names + [name for slot in self.profiles.values() for name in (slot.groups, slot.choices, slot.members)]
+
+
+def visible_tables(program: ProgramDef) -> list[TableDef]:
+    """Return the tables that have entries or a default that can be changed."""
+    pipelines: tuple[Control, ...] = (program.ingress, program.egress)
+    return [
+        node
+        for pipeline in pipelines
+        for node in pipeline.nodes.values()
+        if isinstance(node, TableDef) and not node.hidden
+    ]
+
+
+def lay_out(program: ProgramDef) -> StateLayout:
+    """Give everything its place."""
+    tables = {}
+    users: dict[str, int] = {}
+    for number, table in enumerate(visible_tables(program)):
+        widest = max((len(action.parameters) for action in table.actions), default=0)
+        if table.profile is not None:
+            if table.profile in users:
+                raise UnsupportedFeature("an action profile that two tables share", f"action profile {table.profile}")
+            users[table.profile] = widest
+            widest = 0
+        tables[table.name] = TableSlot(number, 1 + widest)
+    profiles = {name: ProfileSlot(number, 1 + users.get(name, 0)) for number, name in enumerate(program.profiles)}
+    registers, register_cells = _bases({item.name: item.size for item in program.registers.values()})
+    counters, counter_cells = _bases({item.name: item.size for item in program.counters.values()})
+    meters, meter_cells = _bases({item.name: item.size for item in program.meters.values()})
+    return StateLayout(tables, profiles, registers, counters, meters, register_cells, counter_cells, meter_cells)
+
+
+def _bases(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    bases, total = {}, 0
+    for name, size in sizes.items():
+        bases[name] = total
+        total += size
+    return bases, total

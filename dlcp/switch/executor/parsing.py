@@ -9,9 +9,18 @@ the packet always is what the deparser would make of it.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dlcp.switch.errors import UnsupportedFeature
 from dlcp.switch.executor.analysis import Stacks
-from dlcp.switch.executor.model import Assign, Case, Extract, Field, ParserState, ProgramDef, Valid, Variable
+from dlcp.switch.executor.model import (
+    Assign,
+    Case,
+    Extract,
+    Field,
+    ParserState,
+    ProgramDef,
+    UnsupportedFeature,
+    Valid,
+    Variable,
+)
 from dlcp.switch.executor.text import Expressions, Helpers, LoadBytes, Names, StoreBytes, Writer, at, fit
 
 

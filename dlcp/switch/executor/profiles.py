@@ -7,9 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from dlcp.switch.errors import DuplicateError, EntryError, FullError, InUseError, MissingError, Named, UnknownName
-from dlcp.switch.executor.layout import ProfileSlot
-from dlcp.switch.executor.model import ActionDef, ProfileDef
+from dlcp.switch.executor.model import (
+    ActionDef,
+    DuplicateError,
+    EntryError,
+    FullError,
+    InUseError,
+    MissingError,
+    Named,
+    ProfileDef,
+    ProfileSlot,
+    UnknownName,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +129,7 @@ class ActionProfile:
     Attributes
     ----------
     group_cells, choices, rows
-        What plain generated text reads; see `dlcp.switch.executor.layout`.
+        What plain generated text reads; see `dlcp.switch.executor.model`.
     changed
         Set by every change.
     """

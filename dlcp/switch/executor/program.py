@@ -37,11 +37,9 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dlcp.switch.errors import Named, ProgramError
 from dlcp.switch.executor import bmv2_json
 from dlcp.switch.executor.cells import TOKEN_CELLS, Counter, MeterCells, Register
-from dlcp.switch.executor.layout import visible_tables
-from dlcp.switch.executor.model import ProgramDef
+from dlcp.switch.executor.model import Named, ProgramDef, ProgramError, visible_tables
 from dlcp.switch.executor.profiles import ActionProfile, Actions
 from dlcp.switch.executor.source import DROP_PORT, Generated, forwarding, functions, generate
 from dlcp.switch.executor.tables import Table

@@ -17,8 +17,7 @@ from dlcp.switch.executor import cells, tables
 from dlcp.switch.executor.analysis import Usage, constant_fields, shorten, stacks, target_of
 from dlcp.switch.executor.control import Context, ControlText
 from dlcp.switch.executor.hashes import compiled_source, compiled_tables, plain_source
-from dlcp.switch.executor.layout import FLAT, StateLayout, lay_out
-from dlcp.switch.executor.model import Assign, Control, Field, ProgramDef, Variable
+from dlcp.switch.executor.model import FLAT, Assign, Control, Field, ProgramDef, StateLayout, Variable, lay_out
 from dlcp.switch.executor.parsing import ParserText
 from dlcp.switch.executor.text import Expressions, Helpers, LoadBytes, Names, StoreBytes, Writer
 from dlcp.switch.ports import scheduler

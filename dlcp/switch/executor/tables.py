@@ -2,7 +2,7 @@
 """Tables as the control plane sees them, and the rows that the running program reads.
 
 An entry has a handle, the lowest that is free, as in BMv2: among ternary entries of one priority the lowest handle
-wins. Its row stands at ``(handle + 1) * stride`` in the rows; see `dlcp.switch.executor.layout`.
+wins. Its row stands at ``(handle + 1) * stride`` in the rows; see `dlcp.switch.executor.model`.
 """
 
 import bisect
@@ -16,10 +16,19 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.switch.errors import ConstantError, DuplicateError, EntryError, FullError, MissingError, Named, UnknownName
 from dlcp.switch.executor.cells import MeterCells, MeterConfig
-from dlcp.switch.executor.layout import TableSlot
-from dlcp.switch.executor.model import Key, TableDef
+from dlcp.switch.executor.model import (
+    ConstantError,
+    DuplicateError,
+    EntryError,
+    FullError,
+    Key,
+    MissingError,
+    Named,
+    TableDef,
+    TableSlot,
+    UnknownName,
+)
 from dlcp.switch.executor.profiles import Action, ActionProfile, Actions, GroupRef, Target
 
 Match: TypeAlias = Mapping[str, int | tuple[int, int]]

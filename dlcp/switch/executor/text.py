@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from dlcp.switch.errors import UnsupportedFeature
-from dlcp.switch.executor.model import BOOLEAN_OPS, Const, Expr, Field, Op, Param, Valid, Variable
+from dlcp.switch.executor.model import BOOLEAN_OPS, Const, Expr, Field, Op, Param, UnsupportedFeature, Valid, Variable
 
 MAX_LINES: Final = 20_000
 """Longest generated text; a control flow that jumps about can repeat itself. Chosen by us."""

@@ -17,8 +17,8 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 from finsy.proto import p4r, rpc_code
 from google.protobuf import text_format
 
-from dlcp.switch.errors import EntryError, UnsupportedFeature
 from dlcp.switch.executor import bmv2_json
+from dlcp.switch.executor.model import EntryError, UnsupportedFeature
 from dlcp.switch.executor.program import Backend, Program
 from dlcp.switch.p4runtime.entities import (
     DELETE,

@@ -7,7 +7,8 @@ from typing import Any, Final, Protocol, TypeVar
 
 from finsy.proto import p4r, rpc_code
 
-from dlcp.switch.errors import (
+from dlcp.switch.executor.cells import MeterConfig
+from dlcp.switch.executor.model import (
     CellError,
     ConstantError,
     DuplicateError,
@@ -16,7 +17,6 @@ from dlcp.switch.errors import (
     InUseError,
     MissingError,
 )
-from dlcp.switch.executor.cells import MeterConfig
 from dlcp.switch.executor.profiles import Action
 from dlcp.switch.executor.tables import Match
 

@@ -7,7 +7,7 @@ from typing import Final, Protocol, TypeVar
 
 from finsy.proto import p4i, rpc_code
 
-from dlcp.switch.errors import EntryError
+from dlcp.switch.executor.model import EntryError
 from dlcp.switch.executor.profiles import ActionProfile, Actions
 from dlcp.switch.executor.program import Program
 from dlcp.switch.executor.tables import Table

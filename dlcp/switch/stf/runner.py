@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from dlcp.switch.entries import TableEntry, Value, insert_entry, parse_action, parse_matches
-from dlcp.switch.errors import EntryError
 from dlcp.switch.executor.cells import MeterConfig
+from dlcp.switch.executor.model import EntryError
 from dlcp.switch.executor.program import DROP_PORT, Program
 from dlcp.switch.ports.queues import DEPTH_PACKETS, PortQueueing, PortQueues
 from dlcp.switch.stf.script import (
