@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from finsy.proto import p4r, rpc_code
 from google.protobuf import text_format
@@ -20,20 +20,8 @@ from google.protobuf import text_format
 from dlcp.switch.executor import bmv2_json
 from dlcp.switch.executor.model import EntryError, UnsupportedFeature
 from dlcp.switch.executor.program import Backend, Program
-from dlcp.switch.p4runtime.entities import (
-    DELETE,
-    INSERT,
-    MODIFY,
-    Ask,
-    Change,
-    Counters,
-    Meters,
-    Profiles,
-    Registers,
-    Tables,
-)
+from dlcp.switch.p4runtime.entities import DELETE, INSERT, MODIFY, Ask, Change, Kind, kinds_of
 from dlcp.switch.p4runtime.messages import Refused
-from dlcp.switch.p4runtime.schema import Schema
 
 _FORWARDING_STATE: Final = (
     p4r.Entity(action_profile_member=p4r.ActionProfileMember()),
@@ -45,8 +33,6 @@ _FORWARDING_STATE: Final = (
 
 
 _T = TypeVar("_T")
-_Kind: TypeAlias = tuple[Callable[[int, Any], Change], Callable[[Any, Ask], Iterator[p4r.Entity]]]
-"""How entities of one kind are changed and read."""
 
 
 class ForwardingPipeline:
@@ -67,20 +53,7 @@ class ForwardingPipeline:
 
     def __init__(self, config: p4r.ForwardingPipelineConfig, program: Program) -> None:
         self.config, self.program = config, program
-        schema = Schema(config.p4info, program)
-        tables, profiles = Tables(schema.tables), Profiles(schema.profiles)
-        counters, meters = Counters("counter", schema.counters), Meters("meter", schema.meters)
-        registers = Registers("register", schema.registers)
-        self._kinds: dict[str, _Kind] = {
-            "table_entry": (tables.change, tables.read),
-            "direct_meter_entry": (tables.change_meter, tables.read_meters),
-            "direct_counter_entry": (tables.change_counter, tables.read_counters),
-            "action_profile_member": (profiles.change_member, profiles.read_members),
-            "action_profile_group": (profiles.change_group, profiles.read_groups),
-            "counter_entry": (counters.change, counters.read),
-            "meter_entry": (meters.change, meters.read),
-            "register_entry": (registers.change, registers.read),
-        }
+        self._kinds = kinds_of(config.p4info, program)
 
     @classmethod
     def build(cls, config: p4r.ForwardingPipelineConfig, backend: Backend) -> "ForwardingPipeline":
@@ -127,16 +100,17 @@ class ForwardingPipeline:
         """Return the change that an update asks for, for the packet loop to make; raises Refused."""
         if update.type not in (INSERT, MODIFY, DELETE):
             raise Refused(f"an update inserts, modifies or deletes; its type is {update.type}")
-        (change, _), item = self._kind_of(update.entity)
-        return change(update.type, item)
+        kind, item = self._kind_of(update.entity)
+        return kind.change(kind.one(item), update.type, item)
 
     def read(self, wanted: p4r.Entity, ask: Ask) -> Iterator[p4r.Entity]:
         """Return what a request selects; raises Refused, and EntryError for an entry that does not exist."""
-        (_, read), item = self._kind_of(wanted)
-        return read(item, ask)
+        kind, item = self._kind_of(wanted)
+        for known in kind.selected(item):
+            yield from kind.read(known, item, ask)
 
-    def _kind_of(self, entity: p4r.Entity) -> tuple[_Kind, Any]:
-        """Return the two methods of an entity's kind, and the message of that kind."""
+    def _kind_of(self, entity: p4r.Entity) -> tuple[Kind, Any]:
+        """Return an entity's kind, and the message of that kind."""
         kind = entity.WhichOneof("entity")
         if kind is None:
             raise Refused("no entity is given")
@@ -159,13 +133,8 @@ class ForwardingPipeline:
                 kind = MODIFY if entity.HasField("meter_entry") else INSERT
                 self._carry_over(p4r.Update(type=kind, entity=entity))
         for entity in other.read(p4r.Entity(table_entry=p4r.TableEntry(is_default_action=True)), ask):
-            if other.default_can_change(entity.table_entry.table_id):
+            if other._kinds["table_entry"].one(entity.table_entry).default_can_change:
                 self._carry_over(p4r.Update(type=MODIFY, entity=entity))
-
-    def default_can_change(self, table_id: int) -> bool:
-        """Whether a controller may set the default action of a table."""
-        tables = (item for item in self.config.p4info.tables if item.preamble.id == table_id)
-        return all(not item.const_default_action_id and not item.implementation_id for item in tables)
 
     def _carry_over(self, update: p4r.Update) -> None:
         try:

@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entities that controllers write and read: table entries, action profiles, counters, meters and registers.
 
-A kind of entity has two methods. ``change`` checks an update and returns the `Change` that makes it; ``read`` yields
-the entities that a request selects. Both raise Refused for what is wrong at first sight.
+`kinds_of` joins p4info to a running program: for each kind of entity the objects that it is about, and two functions.
+``change`` checks an update of one object and returns the `Change` that makes it; ``read`` yields the entities of one
+object that a request selects. Both raise Refused for what is wrong at first sight.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from finsy.proto import p4r, rpc_code
+from finsy.proto import p4i, p4r, rpc_code
 
 from dlcp.switch.executor.cells import Counter, MeterCells, MeterConfig, Register
-from dlcp.switch.executor.profiles import Action, GroupRef, MemberRef, Target
-from dlcp.switch.executor.tables import Entry, Match
+from dlcp.switch.executor.model import EntryError
+from dlcp.switch.executor.profiles import Action, ActionProfile, Actions, GroupRef, MemberRef, Target
+from dlcp.switch.executor.program import Program
+from dlcp.switch.executor.tables import Entry, Match, Table
 from dlcp.switch.p4runtime.messages import (
+    MATCH_KINDS,
+    ActionInfo,
     Refused,
     encode,
     find,
@@ -26,7 +32,6 @@ from dlcp.switch.p4runtime.messages import (
     write_match,
     write_meter,
 )
-from dlcp.switch.p4runtime.schema import ProfileInfo, TableInfo
 
 _T = TypeVar("_T")
 Change: TypeAlias = Callable[[], object]
@@ -62,19 +67,48 @@ _DEFAULT: Final = -1
 class TableEntries:
     """The entries of one table, as ``table_entry``, and their direct meters, as ``direct_meter_entry``."""
 
-    def __init__(self, info: TableInfo) -> None:
-        self.info, self.table, self.name = info, info.table, info.name
-        self.where = f"table {info.name}"
-        self._actions = {number: use.info for number, use in info.actions.items()}
-        self._by_name = {use.info.name: use.info for use in info.actions.values()}
-        self._fields = tuple(info.fields.values())
+    def __init__(self, item: p4i.Table, actions: Mapping[int, ActionInfo], program: Program) -> None:
+        self.id, self.name = item.preamble.id, item.preamble.name
+        self.where = f"table {self.name}"
+        self.table: Table = _named(program.tables, item)
+        self._const_default = bool(item.const_default_action_id)
+        self._fields = {field.id: field for field in item.match_fields}
+        self._scopes = {reference.id: reference.scope for reference in item.action_refs}
+        self._actions = {number: _action(actions, number, self.name) for number in self._scopes}
+        self._by_name = {info.name: info for info in self._actions.values()}
         self._notes: dict[int, Notes] = {}
+        self._compare_fields(item)
+        profile = self.table.profile
+        if bool(item.implementation_id) != (profile is not None):
+            raise Refused(f"{self.where}: p4info and the program differ on its action profile")
+        _compare_actions(self.table.actions if profile is None else profile.actions, self._by_name, self.name)
+
+    def _compare_fields(self, item: p4i.Table) -> None:
+        """Refuse p4info whose fields are not those of the program."""
+        keys = self.table.definition.keys
+        if len(keys) != len(item.match_fields):
+            raise Refused(f"{self.where} has {len(item.match_fields)} fields in p4info and {len(keys)} in the program")
+        for field, key in zip(item.match_fields, keys, strict=True):
+            kind = MATCH_KINDS.get(field.match_type)
+            if kind is None or field.HasField("type_name"):
+                raise Refused(f"{self.where}: field {field.name} has a kind or type of its own", rpc_code.UNIMPLEMENTED)
+            known = "ternary" if kind == "optional" else kind
+            if (field.name, field.bitwidth, known) != (key.name, key.width, key.match):
+                raise Refused(
+                    f"{self.where}: p4info says {known} {field.name} of {field.bitwidth} bits, the program "
+                    f"{key.match} {key.name} of {key.width}"
+                )
+
+    @property
+    def default_can_change(self) -> bool:
+        """Whether a controller may set the default action."""
+        return not self._const_default and self.table.profile is None
 
     def change(self, kind: int, entry: p4r.TableEntry) -> Change:
         """Return the change that an update asks for."""
         if entry.is_default_action:
             return self._change_default(kind, entry)
-        match = read_match(self.info.fields, entry.match, self.where)
+        match = read_match(self._fields, entry.match, self.where)
         priority = entry.priority
         if kind == DELETE:
             return lambda: self._notes.pop(self.table.delete(match, priority), None)
@@ -105,7 +139,7 @@ class TableEntries:
             raise Refused(f"{self.where}: the default entry is always there; use MODIFY")
         if self.table.profile is not None:
             raise Refused(f"{self.where} has an action profile; its default cannot be changed")
-        if self.info.const_default:
+        if self._const_default:
             raise Refused(f"{self.where} has a constant default action", rpc_code.PERMISSION_DENIED)
         if entry.HasField("meter_config"):
             raise Refused(f"{self.where}: the default entry has no meter", rpc_code.UNIMPLEMENTED)
@@ -153,14 +187,20 @@ class TableEntries:
         if kind == "action_profile_action_set":
             raise Refused(f"{self.where}: write members and groups, not action sets", rpc_code.UNIMPLEMENTED)
         action = read_action(self._actions, entry.action.action, self.where)
-        use = self.info.actions[entry.action.action.action_id]
-        if not (use.as_default if entry.is_default_action else use.in_entries):
-            role = "the default" if entry.is_default_action else "an entry"
+        role, barred = "an entry", p4i.ActionRef.DEFAULT_ONLY
+        if entry.is_default_action:
+            role, barred = "the default", p4i.ActionRef.TABLE_ONLY
+        if self._scopes[entry.action.action.action_id] == barred:
             raise Refused(f"{self.where}: {action.name} cannot be {role}", rpc_code.PERMISSION_DENIED)
         return action
 
-    def read(self, wanted: p4r.TableEntry) -> Iterator[p4r.Entity]:
-        """Return the entries that a request selects; every field that it sets narrows the choice."""
+    def read(self, wanted: p4r.TableEntry, ask: Ask) -> Iterator[p4r.Entity]:
+        """Return the entries that a request selects; every field that it sets narrows the choice in one table."""
+        if not wanted.table_id:
+            everything = p4r.TableEntry(is_default_action=wanted.is_default_action)
+            if wanted.HasField("meter_config"):
+                everything.meter_config.SetInParent()
+            wanted = everything
         if wanted.HasField("time_since_last_hit"):
             raise Refused(f"{self.where}: its entries do not time out")
         if wanted.is_default_action:
@@ -191,17 +231,22 @@ class TableEntries:
 
     def change_meter(self, kind: int, item: p4r.DirectMeterEntry) -> Change:
         """Return the change that configures the direct meter of an entry."""
+        if kind != MODIFY:
+            raise Refused("direct meters come and go with their entries; use MODIFY")
         if item.HasField("counter_data"):
             raise Refused(f"{self.where}: meters do not count by colour", rpc_code.UNIMPLEMENTED)
         config = read_meter(item.config, self.where) if item.HasField("config") else None
         match, priority = self._metered(item.table_entry), item.table_entry.priority
         return lambda: self.table.set_meter(match, config, priority)
 
-    def read_meters(self, wanted: p4r.TableEntry) -> Iterator[p4r.Entity]:
+    def read_meters(self, item: p4r.DirectMeterEntry, ask: Ask) -> Iterator[p4r.Entity]:
         """Return the direct meters of the entries that a request selects; EntryError if there is no such entry."""
-        self._check_meter()
-        assert self.table.meters is not None
-        if wanted.match:
+        wanted = item.table_entry
+        if wanted.table_id:
+            self._check_meter()
+        if self.table.meters is None:
+            return
+        if wanted.table_id and wanted.match:
             match = self._metered(wanted)
             chosen = {self.table.handle(match, wanted.priority): Entry(dict(match), Action(""), wanted.priority)}
         else:
@@ -212,11 +257,21 @@ class TableEntries:
             write_meter(self.table.meters[handle], entity.direct_meter_entry.config)
             yield entity
 
+    def change_counter(self, kind: int, item: p4r.DirectCounterEntry) -> Change:
+        """Refuse a direct counter; the built-in switch runs no program that has one."""
+        raise Refused(f"{self.where} has no direct counter")
+
+    def read_counters(self, item: p4r.DirectCounterEntry, ask: Ask) -> Iterator[p4r.Entity]:
+        """Return no direct counters for all tables; refuse those of one table."""
+        if item.table_entry.table_id:
+            self.change_counter(MODIFY, item)
+        return iter(())
+
     def _selected(self, wanted: p4r.TableEntry) -> Iterator[tuple[int, Entry]]:
         if not wanted.match:
             yield from self.table.by_handle().items()
             return
-        match = read_match(self.info.fields, wanted.match, self.where)
+        match = read_match(self._fields, wanted.match, self.where)
         entry = self.table.get(match, wanted.priority)
         if entry is not None:
             yield self.table.handle(match, wanted.priority), entry
@@ -226,22 +281,22 @@ class TableEntries:
         self._check_meter()
         if entry.is_default_action:
             raise Refused(f"{self.where}: the default entry has no meter", rpc_code.UNIMPLEMENTED)
-        return read_match(self.info.fields, entry.match, self.where)
+        return read_match(self._fields, entry.match, self.where)
 
     def _default_entity(self) -> p4r.Entity:
         entity = p4r.Entity()
         message = entity.table_entry
-        message.table_id, message.is_default_action = self.info.id, True
+        message.table_id, message.is_default_action = self.id, True
         if self.table.default is not None:
             self._write_target(self.table.default, message.action)
         message.controller_metadata, message.metadata = self._notes.get(_DEFAULT, _NONE)
         return entity
 
     def _write_key(self, entry: Entry, message: p4r.TableEntry) -> None:
-        message.table_id = self.info.id
+        message.table_id = self.id
         if entry.priority:
             message.priority = entry.priority
-        write_match(self._fields, entry.match, message)
+        write_match(self._fields.values(), entry.match, message)
 
     def _write_target(self, target: Target, message: p4r.TableAction) -> None:
         if isinstance(target, MemberRef):
@@ -255,66 +310,28 @@ class TableEntries:
         return self._by_name[self.table.actions.full_name(action.name)]
 
 
-class Tables:
-    """The entries of all tables, with their direct meters and, as ``direct_counter_entry``, none of the counters."""
-
-    def __init__(self, infos: Mapping[int, TableInfo]) -> None:
-        self._tables = {number: TableEntries(info) for number, info in infos.items()}
-
-    def change(self, kind: int, entry: p4r.TableEntry) -> Change:
-        """Return the change that an update asks for."""
-        return self._table(entry).change(kind, entry)
-
-    def read(self, wanted: p4r.TableEntry, ask: Ask) -> Iterator[p4r.Entity]:
-        """Return the entries that a request selects."""
-        if wanted.table_id:
-            yield from self._table(wanted).read(wanted)
-            return
-        for number, table in self._tables.items():
-            everything = p4r.TableEntry(table_id=number, is_default_action=wanted.is_default_action)
-            if wanted.HasField("meter_config"):
-                everything.meter_config.SetInParent()
-            yield from table.read(everything)
-
-    def change_meter(self, kind: int, item: p4r.DirectMeterEntry) -> Change:
-        """Return the change that configures the direct meter of an entry."""
-        if kind != MODIFY:
-            raise Refused("direct meters come and go with their entries; use MODIFY")
-        return self._table(item.table_entry).change_meter(kind, item)
-
-    def read_meters(self, wanted: p4r.DirectMeterEntry, ask: Ask) -> Iterator[p4r.Entity]:
-        """Return the direct meters that a request selects; EntryError if there is no such entry."""
-        if wanted.table_entry.table_id:
-            yield from self._table(wanted.table_entry).read_meters(wanted.table_entry)
-            return
-        for number, table in self._tables.items():
-            if table.table.meters is not None:
-                yield from table.read_meters(p4r.TableEntry(table_id=number))
-
-    def change_counter(self, kind: int, item: p4r.DirectCounterEntry) -> Change:
-        """Refuse a direct counter; the built-in switch runs no program that has one."""
-        raise Refused(f"{self._table(item.table_entry).where} has no direct counter")
-
-    def read_counters(self, wanted: p4r.DirectCounterEntry, ask: Ask) -> Iterator[p4r.Entity]:
-        """Return no direct counters for all tables; refuse those of one table."""
-        if wanted.table_entry.table_id:
-            self.change_counter(MODIFY, wanted)
-        return iter(())
-
-    def _table(self, entry: p4r.TableEntry) -> TableEntries:
-        return find(self._tables, entry.table_id, "no table")
-
-
 # -------------------------------------------------------------------------------------------------- action profiles
 
 
 class ProfileEntries:
     """The members and groups of one action profile."""
 
-    def __init__(self, info: ProfileInfo) -> None:
-        self.info, self.profile, self.name = info, info.profile, info.name
-        self.where = f"action profile {info.name}"
-        self._by_name = {action.name: action for action in info.actions.values()}
+    def __init__(
+        self, item: p4i.ActionProfile, tables: Iterable[p4i.Table], actions: Mapping[int, ActionInfo], program: Program
+    ) -> None:
+        self.id, self.name = item.preamble.id, item.preamble.name
+        self.where = f"action profile {self.name}"
+        self.profile: ActionProfile = _named(program.profiles, item)
+        self._group_size_max = item.max_group_size
+        """0 where p4info sets no limit."""
+        self._actions = {
+            reference.id: _action(actions, reference.id, self.name)
+            for table in tables
+            if table.implementation_id == self.id
+            for reference in table.action_refs
+            if reference.scope != p4i.ActionRef.DEFAULT_ONLY
+        }
+        self._by_name = {info.name: info for info in self._actions.values()}
         self._sizes: dict[int, int] = {}
         """The ``max_size`` that each group was made with."""
 
@@ -325,7 +342,7 @@ class ProfileEntries:
             raise Refused(f"{self.where}: a member has a number above 0")
         if kind == DELETE:
             return lambda: self.profile.delete_member(number)
-        action = read_action(self.info.actions, item.action, self.where)
+        action = read_action(self._actions, item.action, self.where)
         if kind == INSERT:
             return lambda: self.profile.add_member(number, action)
         return lambda: self.profile.modify_member(number, action)
@@ -338,7 +355,7 @@ class ProfileEntries:
         if kind == DELETE:
             return lambda: self._delete_group(number)
         weights = self._weights(item)
-        limit = self.info.group_size_max
+        limit = self._group_size_max
         if kind == INSERT:
             if size < 0 or (limit and size > limit):
                 raise Refused(f"{self.where}: max_size is {size}; give 0..{limit or 'any'}")
@@ -377,64 +394,33 @@ class ProfileEntries:
         self._sizes.pop(number, None)
 
     def _check_room(self, number: int, size: int, weights: dict[int, int]) -> None:
-        limit = size or self.info.group_size_max
+        limit = size or self._group_size_max
         if limit and sum(weights.values()) > limit:
             message = f"{self.where}: group {number} holds {limit} members by weight at most"
             raise Refused(message, rpc_code.RESOURCE_EXHAUSTED)
 
-    def read_members(self, wanted: p4r.ActionProfileMember) -> Iterator[p4r.Entity]:
+    def read_members(self, wanted: p4r.ActionProfileMember, ask: Ask) -> Iterator[p4r.Entity]:
         """Return one member, or all for number 0."""
         for number, action in self.profile.members().items():
             if wanted.member_id in (0, number):
                 entity = p4r.Entity()
                 message = entity.action_profile_member
-                message.action_profile_id, message.member_id = self.info.id, number
+                message.action_profile_id, message.member_id = self.id, number
                 info = self._by_name[self.profile.actions.full_name(action.name)]
                 write_action(info, action, message.action)
                 yield entity
 
-    def read_groups(self, wanted: p4r.ActionProfileGroup) -> Iterator[p4r.Entity]:
+    def read_groups(self, wanted: p4r.ActionProfileGroup, ask: Ask) -> Iterator[p4r.Entity]:
         """Return one group, or all for number 0."""
         for number, weights in self.profile.weights().items():
             if wanted.group_id in (0, number):
                 entity = p4r.Entity()
                 message = entity.action_profile_group
-                message.action_profile_id, message.group_id = self.info.id, number
+                message.action_profile_id, message.group_id = self.id, number
                 message.max_size = self._sizes.get(number, 0)
                 for member, weight in sorted(weights.items()):
                     message.members.add(member_id=member, weight=weight)
                 yield entity
-
-
-class Profiles:
-    """All action profiles, as ``action_profile_member`` and ``action_profile_group``."""
-
-    def __init__(self, infos: Mapping[int, ProfileInfo]) -> None:
-        self._profiles = {number: ProfileEntries(info) for number, info in infos.items()}
-
-    def change_member(self, kind: int, item: p4r.ActionProfileMember) -> Change:
-        """Return the change that an update asks for."""
-        return self._profile(item.action_profile_id).change_member(kind, item)
-
-    def change_group(self, kind: int, item: p4r.ActionProfileGroup) -> Change:
-        """Return the change that an update asks for."""
-        return self._profile(item.action_profile_id).change_group(kind, item)
-
-    def read_members(self, wanted: p4r.ActionProfileMember, ask: Ask) -> Iterator[p4r.Entity]:
-        """Return the members that a request selects."""
-        for profile in self._selected(wanted.action_profile_id):
-            yield from profile.read_members(wanted)
-
-    def read_groups(self, wanted: p4r.ActionProfileGroup, ask: Ask) -> Iterator[p4r.Entity]:
-        """Return the groups that a request selects."""
-        for profile in self._selected(wanted.action_profile_id):
-            yield from profile.read_groups(wanted)
-
-    def _selected(self, number: int) -> Iterable[ProfileEntries]:
-        return [self._profile(number)] if number else self._profiles.values()
-
-    def _profile(self, number: int) -> ProfileEntries:
-        return find(self._profiles, number, "no action profile")
 
 
 # ------------------------------------------------------------------------------------------------------------ cells
@@ -444,73 +430,75 @@ ArrayT = TypeVar("ArrayT", bound=Counter | MeterCells | Register)
 
 
 class Cells(ABC, Generic[ArrayT]):
-    """Counter, meter or register arrays, whose cells have numbers; an entity names one cell, or all without an index.
+    """A counter, meter or register array: an entity names one cell by its number, or all without an index."""
 
-    Parameters
-    ----------
-    kind
-        ``counter``, ``meter`` or ``register``: the beginning of the names in P4Runtime's messages.
-    """
+    kind: str
+    """``counter``, ``meter`` or ``register``: the beginning of the names in P4Runtime's messages."""
 
-    def __init__(self, kind: str, arrays: Mapping[int, ArrayT]) -> None:
-        self._kind, self._arrays = kind, arrays
+    def __init__(self, item: Any, arrays: Mapping[str, ArrayT]) -> None:
+        self.id, self.name = item.preamble.id, item.preamble.name
+        self.array = _named(arrays, item)
+        if len(self.array) != item.size:
+            raise Refused(f"{self.name} has {item.size} cells in p4info and {len(self.array)} in the program")
 
     @abstractmethod
     def change(self, kind: int, item: Any) -> Change:
-        """Return the change that sets the cells."""
+        """Return the change that sets one cell, or all."""
 
     @abstractmethod
     def fill(self, message: Any, value: Any) -> None:
         """Put the value of a cell into a message."""
 
     def read(self, wanted: Any, ask: Ask) -> Iterator[p4r.Entity]:
-        """Return the cells that a request selects, those of an array all as they were at one moment."""
-        number = self._id(wanted)
-        for identity in [number] if number else self._arrays:
-            array = self._array(identity)
-            index = _index(wanted, array)
-            # The packet loop copies them between two bursts, so no packet is counted in one cell and not in another.
-            cells: Iterable[tuple[int, Any]]
-            if index is None:
-                values: Any = ask(array.values)
-                cells = enumerate(values if isinstance(values, list) else values.tolist())
-            else:
-                cells = [(index, ask(partial(array.__getitem__, index)))]
-            for cell, value in cells:
-                entity = p4r.Entity()
-                message = getattr(entity, f"{self._kind}_entry")
-                setattr(message, f"{self._kind}_id", identity)
-                message.index.index = cell
-                self.fill(message, value)
-                yield entity
+        """Return the cells that a request selects, all as they were at one moment."""
+        index = self._index(wanted)
+        # The packet loop copies them between two bursts, so no packet is counted in one cell and not in another.
+        cells: Iterable[tuple[int, Any]]
+        if index is None:
+            values: Any = ask(self.array.values)
+            cells = enumerate(values if isinstance(values, list) else values.tolist())
+        else:
+            cells = [(index, ask(partial(self.array.__getitem__, index)))]
+        for cell, value in cells:
+            entity = p4r.Entity()
+            message = getattr(entity, f"{self.kind}_entry")
+            setattr(message, f"{self.kind}_id", self.id)
+            message.index.index = cell
+            self.fill(message, value)
+            yield entity
 
-    def _id(self, item: Any) -> int:
-        return int(getattr(item, f"{self._kind}_id"))
-
-    def _array(self, number: int) -> ArrayT:
-        return find(self._arrays, number, f"no {self._kind}")
-
-    def _changed(self, kind: int, item: Any) -> ArrayT:
-        """Return the array that an update names."""
-        array = self._array(self._id(item))
+    def _check_kind(self, kind: int) -> None:
         if kind != MODIFY:
-            raise Refused(f"the cells of {array.name} are always there; use MODIFY")
-        return array
+            raise Refused(f"the cells of {self.name} are always there; use MODIFY")
+
+    def _index(self, item: Any) -> int | None:
+        """Return which cell an entity names; None for all."""
+        if not item.HasField("index"):
+            return None
+        index = int(item.index.index)
+        if index < 0:
+            raise Refused(f"{self.name} has no cell {index}; cells are numbered from 0")
+        if index >= len(self.array):
+            last = len(self.array) - 1
+            raise Refused(f"{self.name} has no cell {index}; the last is {last}", rpc_code.OUT_OF_RANGE)
+        return index
 
 
 class Counters(Cells[Counter]):
-    """Counter arrays. Each cell counts packets and bytes, whatever p4info says, as in BMv2."""
+    """A counter array. Each cell counts packets and bytes, whatever p4info says, as in BMv2."""
+
+    kind = "counter"
 
     def change(self, kind: int, item: p4r.CounterEntry) -> Change:
-        """Return the change that sets one cell or all."""
-        counter = self._changed(kind, item)
+        """Return the change that sets one cell, or all."""
+        self._check_kind(kind)
         count = item.data.packet_count, item.data.byte_count
         if min(count) < 0:
-            raise Refused(f"counter {counter.name} counts from 0 up; got {count[0]}, {count[1]}")
-        index = _index(item, counter)
+            raise Refused(f"counter {self.name} counts from 0 up; got {count[0]}, {count[1]}")
+        index = self._index(item)
         if not item.HasField("data"):
             return lambda: None
-        return partial(counter.fill, *count) if index is None else partial(counter.__setitem__, index, count)
+        return partial(self.array.fill, *count) if index is None else partial(self.array.__setitem__, index, count)
 
     def fill(self, message: p4r.CounterEntry, value: tuple[int, int]) -> None:
         """Put the count of a cell into a message."""
@@ -518,19 +506,21 @@ class Counters(Cells[Counter]):
 
 
 class Meters(Cells[MeterCells]):
-    """Meter arrays."""
+    """A meter array."""
+
+    kind = "meter"
 
     def change(self, kind: int, item: p4r.MeterEntry) -> Change:
-        """Return the change that configures one meter or all."""
-        meters = self._changed(kind, item)
+        """Return the change that configures one meter, or all."""
+        self._check_kind(kind)
         if item.HasField("counter_data"):
-            raise Refused(f"meter {meters.name} does not count by colour", rpc_code.UNIMPLEMENTED)
-        config = read_meter(item.config, f"meter {meters.name}") if item.HasField("config") else None
-        index = _index(item, meters)
+            raise Refused(f"meter {self.name} does not count by colour", rpc_code.UNIMPLEMENTED)
+        config = read_meter(item.config, f"meter {self.name}") if item.HasField("config") else None
+        index = self._index(item)
 
         def change() -> None:
-            for cell in range(len(meters)) if index is None else (index,):
-                meters[cell] = config
+            for cell in range(len(self.array)) if index is None else (index,):
+                self.array[cell] = config
 
         return change
 
@@ -540,25 +530,106 @@ class Meters(Cells[MeterCells]):
 
 
 class Registers(Cells[Register]):
-    """Register arrays. They can only be read: BMv2 refuses writes too, and the data path owns the cells."""
+    """A register array. It can only be read: BMv2 refuses writes too, and the data path owns the cells."""
+
+    kind = "register"
 
     def change(self, kind: int, item: p4r.RegisterEntry) -> Change:
         """Refuse to write, as BMv2 does."""
-        name = self._array(self._id(item)).name
-        raise Refused(f"register {name} cannot be written over P4Runtime", rpc_code.UNIMPLEMENTED)
+        raise Refused(f"register {self.name} cannot be written over P4Runtime", rpc_code.UNIMPLEMENTED)
 
     def fill(self, message: p4r.RegisterEntry, value: int) -> None:
         """Put the value of a cell into a message."""
         message.data.bitstring = encode(value)
 
 
-def _index(item: Any, array: Counter | MeterCells | Register) -> int | None:
-    """Return which cell an entity names; None for all."""
-    if not item.HasField("index"):
-        return None
-    index = int(item.index.index)
-    if index < 0:
-        raise Refused(f"{array.name} has no cell {index}; cells are numbered from 0")
-    if index >= len(array):
-        raise Refused(f"{array.name} has no cell {index}; the last is {len(array) - 1}", rpc_code.OUT_OF_RANGE)
-    return index
+# --------------------------------------------------------------------------------------------------- all of a program
+
+
+class Kind(NamedTuple):
+    """A kind of entity: its objects by number, and what is done with one of them."""
+
+    objects: Mapping[int, Any]
+    what: str
+    """An object of this kind, in words."""
+    number: str
+    """Where a message says which object it is about; it says 0 for all of them."""
+    change: Callable[[Any, int, Any], Change]
+    read: Callable[[Any, Any, Ask], Iterator[p4r.Entity]]
+
+    def one(self, message: Any) -> Any:
+        """Return the object that a message is about; raises Refused if it names none."""
+        return find(self.objects, attrgetter(self.number)(message), f"no {self.what}")
+
+    def selected(self, message: Any) -> Iterable[Any]:
+        """Return the object that a message is about, or all; raises Refused if there is none of its number."""
+        return [self.one(message)] if attrgetter(self.number)(message) else self.objects.values()
+
+
+_UNSUPPORTED: Final = ("externs", "value_sets", "digests", "direct_counters")
+
+
+def kinds_of(p4info: p4i.P4Info, program: Program) -> dict[str, Kind]:
+    """Join what has a number in p4info to the program's object for it, and return every kind of entity by its name.
+
+    Raises
+    ------
+    Refused
+        p4info is not that of the program, or uses what the built-in switch does not do.
+    """
+    for part in _UNSUPPORTED:
+        if len(getattr(p4info, part)):
+            raise Refused(f"p4info has {part}, which the built-in switch does not do", rpc_code.UNIMPLEMENTED)
+    for item in p4info.actions:
+        for param in item.params:
+            if param.HasField("type_name"):
+                what = f"action {item.preamble.name}: parameter {param.name}"
+                raise Refused(f"{what} has a type of its own", rpc_code.UNIMPLEMENTED)
+    actions = {
+        item.preamble.id: ActionInfo(item.preamble.id, item.preamble.name, {param.id: param for param in item.params})
+        for item in p4info.actions
+    }
+    tables = {item.preamble.id: TableEntries(item, actions, program) for item in p4info.tables}
+    profiles = {
+        item.preamble.id: ProfileEntries(item, p4info.tables, actions, program) for item in p4info.action_profiles
+    }
+    counters = {item.preamble.id: Counters(item, program.counters) for item in p4info.counters}
+    meters = {item.preamble.id: Meters(item, program.meters) for item in p4info.meters}
+    registers = {item.preamble.id: Registers(item, program.registers) for item in p4info.registers}
+    table = partial(Kind, tables, "table")
+    profile = partial(Kind, profiles, "action profile", "action_profile_id")
+    direct = "table_entry.table_id"
+    return {
+        "table_entry": table("table_id", TableEntries.change, TableEntries.read),
+        "direct_meter_entry": table(direct, TableEntries.change_meter, TableEntries.read_meters),
+        "direct_counter_entry": table(direct, TableEntries.change_counter, TableEntries.read_counters),
+        "action_profile_member": profile(ProfileEntries.change_member, ProfileEntries.read_members),
+        "action_profile_group": profile(ProfileEntries.change_group, ProfileEntries.read_groups),
+        "counter_entry": Kind(counters, "counter", "counter_id", Counters.change, Counters.read),
+        "meter_entry": Kind(meters, "meter", "meter_id", Meters.change, Meters.read),
+        "register_entry": Kind(registers, "register", "register_id", Registers.change, Registers.read),
+    }
+
+
+def _action(actions: Mapping[int, ActionInfo], number: int, where: str) -> ActionInfo:
+    if number not in actions:
+        raise Refused(f"{where} names the action {number}, which p4info does not describe")
+    return actions[number]
+
+
+def _compare_actions(actions: Actions, described: Mapping[str, ActionInfo], where: str) -> None:
+    """Refuse p4info whose actions are not those of the program: their names, and their parameters' names and widths."""
+    known = {action.name: [(param.name, param.width) for param in action.parameters] for action in actions.definitions}
+    for name, info in described.items():
+        params = [(param.name, param.bitwidth) for param in info.params.values()]
+        if known.get(name) != params:
+            there = known.get(name, "is not there")
+            raise Refused(f"{where}: action {name} has the parameters {params} in p4info and {there} in the program")
+
+
+def _named(objects: Mapping[str, _T], item: Any) -> _T:
+    """Return the object of the program that p4info describes."""
+    try:
+        return objects[item.preamble.name]
+    except EntryError as error:
+        raise Refused(f"p4info is not that of the program: {error}") from None

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values, matches, actions and meters between P4Runtime's messages and the program, and errors as its status codes."""
+"""Values, matches, actions and meters between P4Runtime's messages and the program, and errors as its status codes.
 
-from collections.abc import Callable, Iterable, Mapping
+What p4info says of a field or a parameter (its number, name, width, and how it is matched) is used as it is.
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
-from finsy.proto import p4r, rpc_code
+from finsy.proto import p4i, p4r, rpc_code
 
 from dlcp.switch.executor.cells import MeterConfig
 from dlcp.switch.executor.model import (
@@ -73,23 +76,8 @@ def find(things: Mapping[int, NamedT], number: int, what: str) -> NamedT:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class FieldInfo:
-    """A field of a table's key; ``width`` in bits."""
-
-    id: int
-    name: str
-    kind: str
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class ParamInfo:
-    """A parameter of an action; ``width`` in bits."""
-
-    id: int
-    name: str
-    width: int
+Described: TypeAlias = p4i.MatchField | p4i.Action.Param
+"""A field of a table's key or a parameter of an action, as p4info describes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +86,13 @@ class ActionInfo:
 
     id: int
     name: str
-    params: Mapping[int, ParamInfo]
+    params: Mapping[int, p4i.Action.Param]
 
 
 # ----------------------------------------------------------------------------------------------------------- values
 
 
-def decode(value: bytes, field: FieldInfo | ParamInfo) -> int:
+def decode(value: bytes, field: Described) -> int:
     """Return the number of a big-endian byte string; leading zeros are allowed, as the specification asks (8.4).
 
     Raises
@@ -113,9 +101,9 @@ def decode(value: bytes, field: FieldInfo | ParamInfo) -> int:
         The string is empty, or the number does not fit the field or parameter.
     """
     number = int.from_bytes(value, "big")
-    if number >> field.width or not value:
+    if number >> field.bitwidth or not value:
         given = f"0x{value[:32].hex()}" if value else "an empty string"
-        raise Refused(f"{field.name} has {field.width} bits; {given} does not fit", rpc_code.OUT_OF_RANGE)
+        raise Refused(f"{field.name} has {field.bitwidth} bits; {given} does not fit", rpc_code.OUT_OF_RANGE)
     return number
 
 
@@ -126,89 +114,73 @@ def encode(number: int) -> bytes:
 
 # ---------------------------------------------------------------------------------------------------------- matches
 
+MATCH_KINDS: Final[Mapping[int, str]] = {
+    p4i.MatchField.EXACT: "exact",
+    p4i.MatchField.LPM: "lpm",
+    p4i.MatchField.TERNARY: "ternary",
+    p4i.MatchField.RANGE: "range",
+    p4i.MatchField.OPTIONAL: "optional",
+}
+"""Kinds of match by their number in p4info; each is also the name of its part of a FieldMatch."""
+_PARTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "exact": ("value",),
+    "lpm": ("value", "prefix_len"),
+    "ternary": ("value", "mask"),
+    "range": ("low", "high"),
+    "optional": ("value",),
+}
+"""What a FieldMatch says in each kind, in the order in which a table of the program takes it; all but the length of a
+prefix are byte strings."""
 
-def read_match(fields: Mapping[int, FieldInfo], items: Iterable[p4r.FieldMatch], where: str) -> Match:
+
+def read_match(fields: Mapping[int, p4i.MatchField], items: Iterable[p4r.FieldMatch], where: str) -> Match:
     """Return a key as the program's table takes it; a field that is left out stays out.
 
     Raises
     ------
     Refused
-        A field that the table lacks, or that is given twice, or not as the table matches it.
+        A field that the table lacks, or that is given twice, or not as the table matches it, or that may be anything:
+        P4Runtime leaves such a field out.
     """
     match: dict[str, int | tuple[int, int]] = {}
     for item in items:
         field = find(fields, item.field_id, f"{where} has no field")
         kind = item.WhichOneof("field_match_type")
-        if kind != field.kind:
-            raise Refused(f"{where}: field {field.name} is {field.kind}, not {kind or 'empty'}")
+        known = MATCH_KINDS[field.match_type]
+        if kind != known:
+            raise Refused(f"{where}: field {field.name} is {known}, not {kind or 'empty'}")
         if field.name in match:
             raise Refused(f"{where}: field {field.name} is given twice")
-        match[field.name] = _READERS[kind](item, field, where)
+        said = getattr(item, kind)
+        parts = [getattr(said, name) for name in _PARTS[kind]]
+        first, *more = (part if isinstance(part, int) else decode(part, field) for part in parts)
+        if kind == "exact":
+            match[field.name] = first
+            continue
+        value = first, more[0] if more else (1 << field.bitwidth) - 1
+        if _is_anything(kind, value, field):
+            raise Refused(f"{where}: field {field.name} may be anything; leave the field out")
+        match[field.name] = value
     return match
 
 
-def _exact(item: p4r.FieldMatch, field: FieldInfo, where: str) -> int:
-    return decode(item.exact.value, field)
-
-
-def _optional(item: p4r.FieldMatch, field: FieldInfo, where: str) -> tuple[int, int]:
-    return decode(item.optional.value, field), (1 << field.width) - 1
-
-
-def _lpm(item: p4r.FieldMatch, field: FieldInfo, where: str) -> tuple[int, int]:
-    length = item.lpm.prefix_len
-    if length == 0:
-        raise Refused(f"{where}: field {field.name} has a prefix of 0 bits; leave the field out")
-    return decode(item.lpm.value, field), length
-
-
-def _ternary(item: p4r.FieldMatch, field: FieldInfo, where: str) -> tuple[int, int]:
-    value, mask = decode(item.ternary.value, field), decode(item.ternary.mask, field)
-    if not mask:
-        raise Refused(f"{where}: field {field.name} has a mask of 0; leave the field out")
-    return value, mask
-
-
-def _range(item: p4r.FieldMatch, field: FieldInfo, where: str) -> tuple[int, int]:
-    low, high = decode(item.range.low, field), decode(item.range.high, field)
-    if not low and high == (1 << field.width) - 1:
-        raise Refused(f"{where}: field {field.name} may be anything; leave the field out")
-    return low, high
-
-
-_READERS: Final[Mapping[str, Callable[[p4r.FieldMatch, FieldInfo, str], int | tuple[int, int]]]] = {
-    "exact": _exact,
-    "lpm": _lpm,
-    "ternary": _ternary,
-    "range": _range,
-    "optional": _optional,
-}
-
-
-def write_match(fields: Iterable[FieldInfo], match: Match, entry: p4r.TableEntry) -> None:
+def write_match(fields: Iterable[p4i.MatchField], match: Match, entry: p4r.TableEntry) -> None:
     """Put a key into a message, without the fields that may be anything, as P4Runtime asks."""
     for field in fields:
         value: Any = match.get(field.name)
-        if value is None:
+        kind = MATCH_KINDS[field.match_type]
+        if value is None or _is_anything(kind, value, field):
             continue
-        if field.kind == "exact":
-            entry.match.add(field_id=field.id).exact.value = encode(value)
-            continue
-        first, second = value
-        if field.kind == "range":
-            if (first, second) != (0, (1 << field.width) - 1):
-                bounds = entry.match.add(field_id=field.id).range
-                bounds.low, bounds.high = encode(first), encode(second)
-        elif not second:
-            continue
-        elif field.kind == "lpm":
-            prefix = entry.match.add(field_id=field.id).lpm
-            prefix.value, prefix.prefix_len = encode(first), second
-        elif field.kind == "ternary":
-            ternary = entry.match.add(field_id=field.id).ternary
-            ternary.value, ternary.mask = encode(first), encode(second)
-        else:
-            entry.match.add(field_id=field.id).optional.value = encode(first)
+        said = getattr(entry.match.add(field_id=field.id), kind)
+        for name, part in zip(_PARTS[kind], value if isinstance(value, tuple) else (value,), strict=False):
+            setattr(said, name, part if name == "prefix_len" else encode(part))
+
+
+def _is_anything(kind: str, value: Any, field: p4i.MatchField) -> bool:
+    """Whether a match leaves its field open: no bit of a mask or prefix, or a range over all values."""
+    if kind == "range":
+        return bool(value == (0, (1 << field.bitwidth) - 1))
+    return kind != "exact" and not value[1]
 
 
 # ------------------------------------------------------------------------------------------------ actions and meters
