@@ -20,7 +20,7 @@ from google.protobuf import text_format
 from dlcp.switch.executor import bmv2_json
 from dlcp.switch.executor.model import EntryError, UnsupportedFeature
 from dlcp.switch.executor.program import Backend, Program
-from dlcp.switch.p4runtime.entities import DELETE, INSERT, MODIFY, Ask, Change, Kind, kinds_of
+from dlcp.switch.p4runtime.entities import DELETE, INSERT, MODIFY, Ask, Change, EntityKind, kinds_of
 from dlcp.switch.p4runtime.messages import Refused
 
 _FORWARDING_STATE: Final = (
@@ -109,7 +109,7 @@ class ForwardingPipeline:
         for known in kind.selected(item):
             yield from kind.read(known, item, ask)
 
-    def _kind_of(self, entity: p4r.Entity) -> tuple[Kind, Any]:
+    def _kind_of(self, entity: p4r.Entity) -> tuple[EntityKind, Any]:
         """Return an entity's kind, and the message of that kind."""
         kind = entity.WhichOneof("entity")
         if kind is None:

@@ -546,7 +546,7 @@ class Registers(Cells[Register]):
 # --------------------------------------------------------------------------------------------------- all of a program
 
 
-class Kind(NamedTuple):
+class EntityKind(NamedTuple):
     """A kind of entity: its objects by number, and what is done with one of them."""
 
     objects: Mapping[int, Any]
@@ -569,7 +569,7 @@ class Kind(NamedTuple):
 _UNSUPPORTED: Final = ("externs", "value_sets", "digests", "direct_counters")
 
 
-def kinds_of(p4info: p4i.P4Info, program: Program) -> dict[str, Kind]:
+def kinds_of(p4info: p4i.P4Info, program: Program) -> dict[str, EntityKind]:
     """Join what has a number in p4info to the program's object for it, and return every kind of entity by its name.
 
     Raises
@@ -596,8 +596,8 @@ def kinds_of(p4info: p4i.P4Info, program: Program) -> dict[str, Kind]:
     counters = {item.preamble.id: Counters(item, program.counters) for item in p4info.counters}
     meters = {item.preamble.id: Meters(item, program.meters) for item in p4info.meters}
     registers = {item.preamble.id: Registers(item, program.registers) for item in p4info.registers}
-    table = partial(Kind, tables, "table")
-    profile = partial(Kind, profiles, "action profile", "action_profile_id")
+    table = partial(EntityKind, tables, "table")
+    profile = partial(EntityKind, profiles, "action profile", "action_profile_id")
     direct = "table_entry.table_id"
     return {
         "table_entry": table("table_id", TableEntries.change, TableEntries.read),
@@ -605,9 +605,9 @@ def kinds_of(p4info: p4i.P4Info, program: Program) -> dict[str, Kind]:
         "direct_counter_entry": table(direct, TableEntries.change_counter, TableEntries.read_counters),
         "action_profile_member": profile(ProfileEntries.change_member, ProfileEntries.read_members),
         "action_profile_group": profile(ProfileEntries.change_group, ProfileEntries.read_groups),
-        "counter_entry": Kind(counters, "counter", "counter_id", Counters.change, Counters.read),
-        "meter_entry": Kind(meters, "meter", "meter_id", Meters.change, Meters.read),
-        "register_entry": Kind(registers, "register", "register_id", Registers.change, Registers.read),
+        "counter_entry": EntityKind(counters, "counter", "counter_id", Counters.change, Counters.read),
+        "meter_entry": EntityKind(meters, "meter", "meter_id", Meters.change, Meters.read),
+        "register_entry": EntityKind(registers, "register", "register_id", Registers.change, Registers.read),
     }
 
 
