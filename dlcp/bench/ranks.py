@@ -6,7 +6,6 @@ the network that is being measured.
 """
 
 import contextlib
-import multiprocessing
 import os
 import select
 import threading
@@ -15,25 +14,21 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Final
 
-from dlcp.namespace import enter
+from dlcp.closing import Closing
+from dlcp.processes import Fork
 
 CALL_DEADLINE_S: Final = 120.0
 """How long a call may take on the slowest rank, by default. Chosen by us: far above any run's time."""
 _STOP_DEADLINE_S: Final = 5.0
-
-_context = multiprocessing.get_context("forkserver")
-# PyTorch takes seconds to import: a server that has it forks the ranks of all benchmarks.
-_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "dlcp.torch"])
 
 
 class RankError(RuntimeError):
     """A rank failed, ended or did not answer in time; the message names it and the call."""
 
 
-class Ranks:
+class Ranks(Closing):
     """Processes that each hold an object whose methods are called on all of them at once; a context manager.
 
     Parameters
@@ -52,30 +47,15 @@ class Ranks:
     """
 
     def __init__(self, make: Callable[..., Any], arguments: Sequence[Any], namespaces: Sequence[str | None]) -> None:
-        self._channels: list[Connection] = []
-        self._processes: list[Any] = []
+        self._forks: list[Fork] = []
         try:
             for rank, namespace in enumerate(namespaces):
-                ours, theirs = _context.Pipe()
-                process = _context.Process(
-                    target=_serve, args=(rank, namespace, make, tuple(arguments), theirs), daemon=True
-                )
-                process.start()
-                theirs.close()
-                self._channels.append(ours)
-                self._processes.append(process)
+                serve = (rank, make, tuple(arguments))
+                self._forks.append(Fork(f"rank {rank}", _serve, serve, namespace=namespace))
             self._collect("start", CALL_DEADLINE_S)
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> "Ranks":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def call(self, method: str, *arguments: Any, deadline_s: float = CALL_DEADLINE_S) -> list[Any]:
         """Call a method on all ranks at once and return what each returned, rank 0 first.
@@ -85,50 +65,43 @@ class Ranks:
         RankError
             A rank's method raised, its process ended, or it took longer than ``deadline_s``.
         """
-        for rank, channel in enumerate(self._channels):
+        for rank, fork in enumerate(self._forks):
             try:
-                channel.send((method, arguments))
+                fork.channel.send((method, arguments))
             except OSError as error:
                 raise RankError(f"rank {rank} has ended, {method} could not be asked of it: {error}") from error
         return self._collect(method, deadline_s)
 
     def close(self) -> None:
         """End the processes, politely first."""
-        for channel in self._channels:
-            channel.close()
+        for fork in self._forks:
+            fork.channel.close()
         end_s = time.monotonic() + _STOP_DEADLINE_S
-        for process in self._processes:
-            process.join(max(0.0, end_s - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join(_STOP_DEADLINE_S)
-        self._channels, self._processes = [], []
+        for fork in self._forks:
+            fork.join(end_s - time.monotonic())
+            fork.close()
+        self._forks = []
 
     def _collect(self, method: str, deadline_s: float) -> list[Any]:
         end_s = time.monotonic() + deadline_s
-        return [self._answer(rank, method, end_s, deadline_s) for rank in range(len(self._channels))]
+        return [self._answer(rank, method, end_s, deadline_s) for rank in range(len(self._forks))]
 
     def _answer(self, rank: int, method: str, end_s: float, deadline_s: float) -> Any:
-        channel = self._channels[rank]
+        fork = self._forks[rank]
         try:
-            if not channel.poll(max(0.0, end_s - time.monotonic())):
+            if not fork.channel.poll(max(0.0, end_s - time.monotonic())):
                 raise RankError(f"rank {rank} has not answered {method} within {deadline_s:.0f} s")
-            worked, value = channel.recv()
+            worked, value = fork.channel.recv()
         except (EOFError, OSError) as error:
-            self._processes[rank].join(_STOP_DEADLINE_S)
-            status = self._processes[rank].exitcode
+            status = fork.join(_STOP_DEADLINE_S)
             raise RankError(f"rank {rank} ended during {method}, exit status {status}") from error
         if not worked:
             raise RankError(f"rank {rank} failed in {method}:\n{value}")
         return value
 
 
-def _serve(
-    rank: int, namespace: str | None, make: Callable[..., Any], arguments: tuple[Any, ...], channel: Connection
-) -> None:
+def _serve(channel: Connection, rank: int, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Do what the channel says, until it is closed."""
-    if namespace is not None:
-        enter(namespace)
     threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
     held: list[Any] = []
     _reply(channel, lambda: held.append(make(rank, *arguments)))

@@ -8,7 +8,7 @@ import socket
 from typing import Final
 
 from dlcp.commands.common import refuse
-from dlcp.launch import JobLayout, Processes
+from dlcp.processes import JobLayout, Processes
 
 _LOCALHOST: Final = "127.0.0.1"
 

@@ -2,28 +2,25 @@
 """Background traffic: flows of other jobs that send in bursts into one worker's port at a time.
 
 Where hosts have network namespaces it is real TCP. On loopback, where TCP cannot cross the switch, DLCP's transport
-stands in for it: reliable, with the window of one TCP flow. ``python -m dlcp.demo.background sink|source ...`` runs one
-end.
+stands in for it: reliable, with the window of one TCP flow. :func:`sink` and :func:`source` are the two ends, each a
+process of its own.
 """
 
-import argparse
 import contextlib
-import json
 import select
 import signal
 import socket
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing.connection import wait  # select.select knows no descriptors from 1024 on
-from pathlib import Path
+from multiprocessing.connection import Connection, wait  # select.select knows no descriptors from 1024 on
 from typing import Final
 
 import numpy as np
 
+from dlcp.demo.processes import send_fact
 from dlcp.tags import PacketTags
 from dlcp.transport import (
     RELIABLE,
@@ -35,7 +32,6 @@ from dlcp.transport import (
     SendRequest,
     TransportOptions,
     bind_socket,
-    parse_address,
 )
 
 SINK_PORT: Final = 53711
@@ -86,10 +82,77 @@ def delivered_bps(samples: Sequence[tuple[float, float]], bursts: Sequence[Backg
     return 8 * sum(count for when_s, count in samples if when_s <= stop_s) / on_s if on_s else 0.0
 
 
-def tcp_sink(bind: Address, count: _Count) -> None:
+@dataclass(frozen=True, slots=True)
+class BackgroundEnd:
+    """One end of the background traffic.
+
+    Parameters
+    ----------
+    over
+        ``tcp``, the kernel's, or ``udp``, DLCP's transport.
+    rank, bind
+        Number of this host, and the address of this end.
+    peers
+        Addresses of the other ends, by host.
+    """
+
+    over: str
+    rank: int
+    bind: Address
+    peers: dict[int, Address]
+
+    def endpoint(self) -> Endpoint:
+        """Return this end of DLCP's transport."""
+        options = TransportOptions(tagged=False, congestion="cubic", flow_weight=1.0)
+        return Endpoint(self.rank, bind_socket(self.bind[0], [self.bind[1]]), self.peers, token=_TOKEN, options=options)
+
+
+def sink(channel: Connection, end: BackgroundEnd) -> None:
+    """Receive until terminated, and report what arrived when: pairs of time and bytes, for each :data:`SAMPLE_S`."""
+    counts: Counter[int] = Counter()
+
+    def count(size: int) -> None:
+        counts[int(time.monotonic() / SAMPLE_S)] += size
+
+    with _until_terminated():
+        if end.over == "udp":
+            udp_sink(end.endpoint(), count, channel)
+        else:
+            tcp_sink(end.bind, count, channel)
+    send_fact(channel, {"report": [[(slot + 1) * SAMPLE_S, size] for slot, size in sorted(counts.items())]})
+
+
+def source(channel: Connection, end: BackgroundEnd, bursts: Sequence[BackgroundBurst]) -> None:
+    """Send the bursts, whose times count from the start that the channel tells; until terminated."""
+    with _until_terminated():
+        send_fact(channel, {"ready": True})
+        start_s: float = channel.recv()
+
+        def begun() -> Iterator[BackgroundBurst]:
+            for burst in bursts:
+                time.sleep(max(0.0, start_s + burst.start_s - time.monotonic()))
+                yield burst
+
+        def stop(burst: BackgroundBurst) -> float:
+            return start_s + burst.stop_s
+
+        if end.over == "udp":
+            udp_send(end.endpoint(), begun(), stop)
+        else:
+            tcp_send(end.peers, begun(), stop)
+
+
+@contextlib.contextmanager
+def _until_terminated() -> Iterator[None]:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        yield
+
+
+def tcp_sink(bind: Address, count: _Count, channel: Connection) -> None:
     """Receive until interrupted."""
     server = socket.create_server(bind)
-    print("ready", flush=True)
+    send_fact(channel, {"ready": True})
     open_sockets = [server]
     while True:
         ready = wait(open_sockets)
@@ -103,7 +166,7 @@ def tcp_sink(bind: Address, count: _Count) -> None:
             count(len(data))
 
 
-def udp_sink(endpoint: Endpoint, count: _Count) -> None:
+def udp_sink(endpoint: Endpoint, count: _Count, channel: Connection) -> None:
     """Receive over DLCP's transport until interrupted."""
 
     def on_message(peer: int, key: MessageKey) -> None:
@@ -112,7 +175,7 @@ def udp_sink(endpoint: Endpoint, count: _Count) -> None:
         endpoint.begin_step(key.step - _MESSAGES_IN_FLIGHT)
 
     endpoint.call(lambda: setattr(endpoint, "on_unexpected", on_message))
-    print("ready", flush=True)
+    send_fact(channel, {"ready": True})
     signal.pause()
 
 
@@ -155,61 +218,3 @@ def udp_send(endpoint: Endpoint, bursts: Iterable[BackgroundBurst], stop: Callab
             with contextlib.suppress(TimeoutError):
                 sending[0].result(left_s)
                 sending.popleft()
-
-
-def started(bursts: Iterable[BackgroundBurst]) -> tuple[Iterator[BackgroundBurst], Callable[[BackgroundBurst], float]]:
-    """Return the bursts, each as it begins, and a function that returns when one ends on the monotonic clock.
-
-    Both count from the time that standard input gives in a line.
-    """
-    print("ready", flush=True)
-    start_s = float(sys.stdin.readline())
-
-    def each() -> Iterator[BackgroundBurst]:
-        for burst in bursts:
-            time.sleep(max(0.0, start_s + burst.start_s - time.monotonic()))
-            yield burst
-
-    return each(), lambda burst: start_s + burst.stop_s
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one end."""
-    parser = argparse.ArgumentParser(description="One end of the demo's background traffic.")
-    parser.add_argument("end", choices=["sink", "source"])
-    parser.add_argument("--over", choices=["tcp", "udp"], required=True, help="the kernel's TCP, or DLCP's transport")
-    parser.add_argument("--rank", type=int, required=True, help="number of this host")
-    parser.add_argument("--bind", type=parse_address, required=True, help="address of this end, host:port")
-    parser.add_argument("--peers", nargs="+", required=True, metavar="RANK=HOST:PORT", help="the other ends")
-    parser.add_argument("--log", type=Path, help="file for what arrived when (sink)")
-    parser.add_argument("--bursts", type=json.loads, help="list of [start, stop, target] (source)")
-    chosen = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    peers = {int(rank): parse_address(address) for rank, _, address in (peer.partition("=") for peer in chosen.peers)}
-    endpoint = None
-    if chosen.over == "udp":
-        options = TransportOptions(tagged=False, congestion="cubic", flow_weight=1.0)
-        sock = bind_socket(chosen.bind[0], [chosen.bind[1]])
-        endpoint = Endpoint(chosen.rank, sock, peers, token=_TOKEN, options=options)
-    counts: Counter[int] = Counter()
-
-    def count(size: int) -> None:
-        counts[int(time.monotonic() / SAMPLE_S)] += size
-
-    with contextlib.suppress(KeyboardInterrupt):
-        if chosen.end == "source":
-            bursts, stop = started([BackgroundBurst(*burst) for burst in chosen.bursts])
-            if endpoint:
-                udp_send(endpoint, bursts, stop)
-            else:
-                tcp_send(peers, bursts, stop)
-        elif endpoint:
-            udp_sink(endpoint, count)
-        else:
-            tcp_sink(chosen.bind, count)
-    if chosen.log:
-        chosen.log.write_text(json.dumps([[(slot + 1) * SAMPLE_S, size] for slot, size in sorted(counts.items())]))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,10 +2,9 @@
 """The network of a run: hosts around a switch, in network namespaces or, without privilege, on loopback addresses."""
 
 import json
-import subprocess
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import Any
 
 from dlcp.closing import Closing
 from dlcp.controller.fabric import Host, Job, star
-from dlcp.demo.background import SINK_PORT
+from dlcp.demo.background import SINK_PORT, BackgroundEnd
 from dlcp.demo.setup import DemoSetup
 from dlcp.namespace import HOST_INTERFACE, StarNetwork
 from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess
+from dlcp.transport import parse_address
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 
@@ -63,10 +63,6 @@ class DemoNetwork(Closing):
         self._stack.close()
 
     @abstractmethod
-    def popen(self, host: int) -> Callable[..., "subprocess.Popen[str]"]:
-        """Return what starts a process on a host."""
-
-    @abstractmethod
     def bind_of(self, host: int, port: int) -> str:
         """Return where a process on a host binds its socket, ``address:port``."""
 
@@ -82,11 +78,10 @@ class DemoNetwork(Closing):
     def counters(self) -> dict[str, Any]:
         """Wait for packets under way, and return what the switches have counted."""
 
-    def background_arguments(self, host: int, peers: Sequence[int]) -> list[str]:
-        """Return how one end of the background traffic reaches its peers."""
-        addresses = [f"{peer}={self.address_of(peer, SINK_PORT)}" for peer in peers]
-        where = ["--rank", str(host), "--bind", self.bind_of(host, SINK_PORT), "--peers", *addresses]
-        return ["--over", self.over, *where]
+    def background_end(self, host: int, peers: Sequence[int]) -> BackgroundEnd:
+        """Return a host's end of the background traffic, and how it reaches its peers."""
+        addresses = {peer: parse_address(self.address_of(peer, SINK_PORT)) for peer in peers}
+        return BackgroundEnd(self.over, host, parse_address(self.bind_of(host, SINK_PORT)), addresses)
 
 
 class SwitchNetwork(DemoNetwork):
@@ -138,10 +133,6 @@ class NamespaceNetwork(SwitchNetwork):
         self._network = self._stack.enter_context(StarNetwork(setup.hosts))
         self._start_switch(namespace=self._network.switch)
 
-    def popen(self, host: int) -> Callable[..., "subprocess.Popen[str]"]:
-        """Return what starts a process in the host's namespace."""
-        return self._network.hosts[host].namespace.popen
-
     def namespace(self, host: int) -> str | None:
         """Return the path of the host's namespace."""
         return self._network.hosts[host].namespace.path
@@ -162,10 +153,6 @@ class LoopbackNetwork(SwitchNetwork):
         super().__init__(setup, shares, job)
         self._fabric["udp_ports"] = [UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT, SINK_PORT]
         self._start_switch()
-
-    def popen(self, host: int) -> Callable[..., "subprocess.Popen[str]"]:
-        """Return what starts any process."""
-        return subprocess.Popen
 
     def namespace(self, host: int) -> str | None:
         """Return None: all hosts are in this one."""

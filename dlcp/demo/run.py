@@ -7,22 +7,21 @@ import platform
 import secrets
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import dlcp
-from dlcp.demo.background import SAMPLE_S, BackgroundBurst, delivered_bps
+from dlcp.demo.background import SAMPLE_S, BackgroundBurst, delivered_bps, sink, source
 from dlcp.demo.network import DemoNetwork, Shares
-from dlcp.demo.processes import ChildProgram, DemoProcess, WorkerProcess
-from dlcp.demo.setup import BACKGROUND_FLOWS, RUN_DEADLINE_S, DemoSetup, Variant
+from dlcp.demo.processes import DemoProcess, Fact, command
+from dlcp.demo.setup import BACKGROUND_FLOWS, RUN_DEADLINE_S, DemoSetup, RankTask, Variant
 from dlcp.ledger import add_up
 from dlcp.wire import DROP_CLASSES
-
-if TYPE_CHECKING:
-    from dlcp.demo.worker import Fact
 
 _JOB: Final = 1
 _PAYLOAD_BYTES: Final = 1440
@@ -62,19 +61,19 @@ def execute(make_network: MakeNetwork, setup: DemoSetup, variant: Variant, *, pr
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-demo-")))
         network = stack.enter_context(make_network(setup, _shares(setup, variant), _JOB))
         bursts = setup.bursts()
-        sinks, sources = _background(setup, network, bursts, folder, stack)
+        sinks, sources = _background(setup, network, bursts, stack)
         servers, ranks = _ranks(setup, variant, network, folder, stack, progress)
         workers = ranks[: setup.workers]
-        everybody: list[DemoProcess] = [*sinks, *sources, *servers, *ranks]
+        everybody = [*sinks, *sources, *servers, *ranks]
         _await_ready(everybody)
         start_s = time.monotonic() + 0.3
         for process in (*sources, *workers):
             process.start_at(start_s)
         reports = _collect(workers, everybody)
         stop_s = max(sum(report["steps"]) for report in reports)
-        for program in (*sources, *sinks, *servers):
-            program.stop()
-        background = _background_record(setup, bursts, _samples(folder, start_s), stop_s)
+        for process in (*sources, *servers):
+            process.stop()
+        background = _background_record(setup, bursts, _samples([sink.stop() for sink in sinks], start_s), stop_s)
         served = json.loads((folder / _SERVER_REPORT).read_text()) if servers else {"ledger": None}
         counters = network.counters()
     first = reports[0]
@@ -130,33 +129,38 @@ def _shares(setup: DemoSetup, variant: Variant) -> Shares | None:
 
 
 def _background(
-    setup: DemoSetup, network: DemoNetwork, bursts: Sequence[BackgroundBurst], folder: Path, stack: ExitStack
-) -> tuple[list[ChildProgram], list[ChildProgram]]:
+    setup: DemoSetup, network: DemoNetwork, bursts: Sequence[BackgroundBurst], stack: ExitStack
+) -> tuple[list[DemoProcess], list[DemoProcess]]:
     """Start the background traffic; return its sinks, which are ready, and its sources."""
-    sinks, sources = [], []
-    for host in setup.targets:
-        ends = network.background_arguments(host, setup.sources)
-        sinks.append(_program(stack, network, "sink", host, [*ends, "--log", str(folder / f"sink{host}")]))
+    sinks = [
+        _start(stack, network, "sink", host, sink, [network.background_end(host, setup.sources)])
+        for host in setup.targets
+    ]
     _await_ready(sinks)
-    plan = json.dumps([[burst.start_s, burst.stop_s, burst.target] for burst in bursts])
-    for host in setup.sources:
-        ends = network.background_arguments(host, setup.targets)
-        sources.append(_program(stack, network, "source", host, [*ends, "--bursts", plan]))
+    sources = [
+        _start(stack, network, "source", host, source, [network.background_end(host, setup.targets), bursts])
+        for host in setup.sources
+    ]
     return sinks, sources
 
 
-def _program(
-    stack: ExitStack, network: DemoNetwork, name: str, host: int, arguments: Sequence[str], module: str = ""
-) -> ChildProgram:
-    module = module or "dlcp.demo.background"
-    program = ChildProgram(f"{name} {host}", network.popen(host), ["-m", module, name, *arguments])
-    stack.callback(program.stop)
-    return program
+def _start(
+    stack: ExitStack,
+    network: DemoNetwork,
+    name: str,
+    host: int,
+    function: Callable[..., None],
+    arguments: Sequence[Any],
+    **options: Any,
+) -> DemoProcess:
+    """Start a process on a host."""
+    namespace = network.namespace(host)
+    return stack.enter_context(DemoProcess(f"{name} {host}", function, arguments, namespace=namespace, **options))
 
 
 def _ranks(
     setup: DemoSetup, variant: Variant, network: DemoNetwork, folder: Path, stack: ExitStack, progress: Progress
-) -> tuple[list[ChildProgram], list[WorkerProcess]]:
+) -> tuple[list[DemoProcess], list[DemoProcess]]:
     """Start the parameter server, if it is DLCP's, and the ranks: the workers first, then Gloo's server if any."""
     token = secrets.randbits(63) | 1
     servers = []
@@ -169,7 +173,7 @@ def _ranks(
         token_file.write_text(str(token))
         arguments = _server_arguments(setup, variant, network, token_file)
         arguments += ["--report", str(folder / _SERVER_REPORT)]
-        servers.append(_program(stack, network, "server", setup.server, arguments, "dlcp.cli"))
+        servers.append(_start(stack, network, "server", setup.server, command, [["server", *arguments]]))
     workers = []
     for rank in range(ranks):
         environment = {
@@ -189,16 +193,18 @@ def _ranks(
         if setup.server is not None:
             # Each worker's flow into the server's port counts as much as one of TCP.
             environment["DLCP_FLOW_WEIGHT"] = "1"
-        arguments = [
-            *("--mode", variant.mode, "--collective", setup.collective, "--steps", str(setup.steps)),
-            *("--rank", str(rank), "--workers", str(setup.workers), "--ranks", str(ranks)),
-            *("--seed", str(setup.seed), "--store", str(folder / "store")),
-        ]
+        common = setup.workers, setup.collective, setup.steps, setup.seed
+        task = RankTask(rank, ranks, variant.mode, *common, str(folder / "store"))
         on_fact = partial(_report_progress, progress) if rank == 0 else None
-        worker = WorkerProcess(f"worker {rank}", network.namespace(rank), environment, arguments, on_fact)
-        stack.callback(worker.stop)
-        workers.append(worker)
+        process = _start(stack, network, "worker", rank, _work, [task], environment=environment, on_fact=on_fact)
+        workers.append(process)
     return servers, workers
+
+
+def _work(channel: Connection, task: RankTask) -> None:
+    from dlcp.demo import worker  # PyTorch, which the forks have loaded already
+
+    worker.main(channel, task)
 
 
 def _server_arguments(setup: DemoSetup, variant: Variant, network: DemoNetwork, token_file: Path) -> list[str]:
@@ -227,7 +233,7 @@ def _await_ready(processes: Sequence[DemoProcess]) -> None:
     _check(processes)
 
 
-def _collect(workers: Sequence[WorkerProcess], everybody: Sequence[DemoProcess]) -> "list[Fact]":
+def _collect(workers: Sequence[DemoProcess], everybody: Sequence[DemoProcess]) -> list[Fact]:
     """Wait until the workers have ended, and return their reports."""
     deadline_s = time.monotonic() + RUN_DEADLINE_S
     while any(worker.status() is None for worker in workers):
@@ -250,17 +256,16 @@ def _check(processes: Sequence[DemoProcess]) -> None:
         raise DemoError("\n".join(errors) or f"{failed[0].name} ended with status {failed[0].status()}")
 
 
-def _report_progress(progress: Progress, fact: "Fact") -> None:
+def _report_progress(progress: Progress, fact: Fact) -> None:
     if "step" in fact:
         progress(fact["step"])
 
 
-def _samples(folder: Path, start_s: float) -> list[tuple[float, float]]:
+def _samples(logs: Sequence[Sequence[tuple[float, int]] | None], start_s: float) -> list[tuple[float, float]]:
     """Return when how many bytes of background arrived, in seconds of the run, over all sinks."""
-    total: dict[float, float] = {}
-    for log in folder.glob("sink*"):
-        for when_s, count in json.loads(log.read_text()):
-            total[when_s] = total.get(when_s, 0) + count
+    total: Counter[float] = Counter()
+    for log in logs:
+        total.update(dict(log or ()))
     return [(when_s - start_s, count) for when_s, count in sorted(total.items())]
 
 

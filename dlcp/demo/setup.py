@@ -107,3 +107,29 @@ def variants(setup: DemoSetup) -> list[Variant]:
         Variant("dlcp", "DLCP, held to its fair share", "dlcp", True, bound),
         Variant("dlcp_priority", "DLCP, with priority over the background", "dlcp", False, bound),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """What one rank of a run is to do: train, or with Gloo and a number beyond the workers', be the parameter server.
+
+    Parameters
+    ----------
+    rank, ranks
+        Its number, and how many there are: the workers, and with Gloo a parameter server's.
+    mode
+        Who averages: ``gloo`` or ``dlcp``.
+    workers, collective, steps, seed
+        As in the setup.
+    store
+        Path of the file over which the process group meets.
+    """
+
+    rank: int
+    ranks: int
+    mode: str
+    workers: int
+    collective: str
+    steps: int
+    seed: int
+    store: str

@@ -4,9 +4,8 @@
 import dataclasses
 import hashlib
 import json
-import subprocess
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -110,10 +109,6 @@ class TestbedNetwork(DemoNetwork):
         self._began = ProcessorTime.now()
         self._watch = self._stack.enter_context(RateWatch(self._hosts))
         self.accounts: Accounts | None = None
-
-    def popen(self, host: int) -> Callable[..., "subprocess.Popen[str]"]:
-        """Return what starts a process in the host's namespace."""
-        return NamedNamespace(self._hosts[host].namespace).popen
 
     def namespace(self, host: int) -> str | None:
         """Return the path of the host's namespace."""

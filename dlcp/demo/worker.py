@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the demo: a worker that trains with ordinary DDP, or a parameter server over Gloo to compare DLCP's with.
 
-``--mode`` says who averages the gradients. The server receives and sends message by message, as DLCP's does and as
+Its task says who averages the gradients. The server receives and sends message by message, as DLCP's does and as
 servers do. Gloo's own reduce to a rank is a ring that ends in a gather: of four workers' gradients less than half would
 enter the server's port, which is another pattern.
 """
 
-import argparse
-import json
 import math
 import os
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -26,11 +23,11 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
+from dlcp.demo.processes import Fact, send_fact
+from dlcp.demo.setup import RankTask
 from dlcp.examples import digits as demo
 from dlcp.tags import layers_in_order
 
-Fact = dict[str, Any]
-"""What a worker reports: plain values, that JSON can hold."""
 _LEARNING_RATE: Final = 0.002
 _LEARNING_RATE_STEPS: Final = 4
 """Steps until the learning rate is reached; from then on it falls as a cosine."""
@@ -38,33 +35,24 @@ _BUCKET_MB: Final = 0.5
 _WARM_UP_STEPS: Final = 6
 
 
-def send_fact(channel: Connection, fact: Fact) -> None:
-    """Report a fact to the process that started this worker.
-
-    It travels as JSON: a pickle may hold what takes PyTorch to read (its version is a class of its own), and loading
-    that holds up the reader of all reports for seconds on a busy machine.
-    """
-    channel.send_bytes(json.dumps(fact).encode())
-
-
-def train(arguments: argparse.Namespace, channel: Connection) -> Fact:
+def train(task: RankTask, channel: Connection) -> Fact:
     """Train, and return what happened on this rank."""
-    rank, workers = dist.get_rank(), arguments.workers
-    digits = demo.load(arguments.seed)
-    network = demo.network(arguments.seed)
+    rank, workers = task.rank, task.workers
+    digits = demo.load(task.seed)
+    network = demo.network(task.seed)
     group = dist.new_group(list(range(workers)))
     model = DistributedDataParallel(network, bucket_cap_mb=_BUCKET_MB, process_group=group)
     state = None
-    if arguments.mode == "dlcp":
+    if task.mode == "dlcp":
         state = dlcp.torch.enable(model)
-    elif arguments.collective == "server":
+    elif task.collective == "server":
         model.register_comm_hook(GlooServerClient(), average_at_server)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min(1, (step + 1) / _LEARNING_RATE_STEPS) * 0.5 * (1 + math.cos(math.pi * step / arguments.steps)),
+        lambda step: min(1, (step + 1) / _LEARNING_RATE_STEPS) * 0.5 * (1 + math.cos(math.pi * step / task.steps)),
     )
-    batches = demo.batches(digits, arguments.steps, rank, workers, arguments.seed)
+    batches = demo.batches(digits, task.steps, rank, workers, task.seed)
     compute_s = _warm_up(network, digits)
     send_fact(channel, {"ready": True})
     start_s: float = channel.recv()
@@ -101,7 +89,7 @@ def train(arguments: argparse.Namespace, channel: Connection) -> Fact:
         state.close()
         # Only now: the last results are on their way to others until then, and not entered yet.
         report["ledger"] = state.ledger.summary()
-    elif arguments.collective == "server":
+    elif task.collective == "server":
         dist.send(torch.zeros(1, dtype=torch.int64), _server())  # this worker's training is over
     return report
 
@@ -243,33 +231,22 @@ def _server() -> int:
     return dist.get_world_size() - 1
 
 
-def main(arguments: Sequence[str], channel: Connection) -> int:
-    """Run one rank; return its exit status.
+def main(channel: Connection, task: RankTask) -> None:
+    """Be one rank.
 
     It sends that it is ready, receives when to start, and sends each step it has done, its report, or its error.
     """
-    parser = argparse.ArgumentParser(description="One rank of the DLCP demo.")
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--workers", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True, help="workers, and with Gloo a parameter server's rank")
-    parser.add_argument("--mode", choices=["gloo", "dlcp"], required=True)
-    parser.add_argument("--collective", choices=["direct", "server"], default="direct")
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--store", type=Path, required=True, help="file over which the process group meets")
-    chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{chosen.store}", rank=chosen.rank, world_size=chosen.ranks)
+    dist.init_process_group("gloo", init_method=f"file://{task.store}", rank=task.rank, world_size=task.ranks)
     try:
-        if chosen.rank >= chosen.workers:
-            dist.new_group(list(range(chosen.workers)))
+        if task.rank >= task.workers:
+            dist.new_group(list(range(task.workers)))
             send_fact(channel, {"ready": True})
-            GlooServer(chosen.workers).run()
-            return 0
-        report = train(chosen, channel)
+            GlooServer(task.workers).run()
+            return
+        report = train(task, channel)
     except Exception as error:
-        send_fact(channel, {"error": f"rank {chosen.rank}: {error}"})
+        send_fact(channel, {"error": f"rank {task.rank}: {error}"})
         os._exit(1)  # a process group whose peers are gone does not end by itself
     send_fact(channel, {"report": report})
     dist.destroy_process_group()
-    return 0

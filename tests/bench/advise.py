@@ -10,17 +10,17 @@ Run ``python tests/bench/advise.py`` as root; it prints one JSON document.
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,9 @@ import dlcp.torch
 from dlcp.bench.path import RoutedPath
 from dlcp.bench.ranks import Ranks
 from dlcp.bench.results import BenchResult, interleave, result, say, show
-from dlcp.demo.background import schedule
+from dlcp.demo.background import schedule, sink, source
 from dlcp.demo.network import NamespaceNetwork
-from dlcp.demo.processes import ChildProgram
+from dlcp.demo.processes import DemoProcess
 from dlcp.demo.setup import DemoSetup
 from dlcp.namespace import NamespaceError, become_root
 from dlcp.train.measurement import settings_of, with_settings
@@ -141,32 +141,28 @@ def congested(ranks: int) -> Iterator[Where]:
     """Let ranks be around the built-in switch, with background traffic into their ports."""
     setup = DemoSetup(workers=ranks)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-bench-")))
         place = stack.enter_context(NamespaceNetwork(setup, None, 1))
-        plan = json.dumps([[b.start_s, b.stop_s, b.target] for b in schedule(setup.seed, ranks, 600.0, off_s=0.1)])
+        bursts = schedule(setup.seed, ranks, 600.0, off_s=0.1)
 
-        def program(end: str, host: int, peers: Sequence[int], *words: str) -> ChildProgram:
-            command = ["-m", "dlcp.demo.background", end, *place.background_arguments(host, peers), *words]
-            started = ChildProgram(f"{end} {host}", place.popen(host), command)
-            stack.callback(started.stop)
-            return started
+        def start(function: Callable[..., None], host: int, peers: Sequence[int], *more: Any) -> DemoProcess:
+            name, arguments = f"{function.__name__} {host}", [place.background_end(host, peers), *more]
+            return stack.enter_context(DemoProcess(name, function, arguments, namespace=place.namespace(host)))
 
         targets = list(range(ranks))
-        sinks = [program("sink", host, setup.sources, "--log", str(folder / f"sink{host}")) for host in targets]
-        _await(sinks)
-        sources = [program("source", host, targets, "--bursts", plan) for host in setup.sources]
+        _await([start(sink, host, setup.sources) for host in targets])
+        sources = [start(source, host, targets, bursts) for host in setup.sources]
         _await(sources)
-        for source in sources:
-            source.start_at(time.monotonic())
+        for each in sources:
+            each.start_at(time.monotonic())
         hosts = [place.bind_of(rank, 0).partition(":")[0] for rank in targets]
         words = f"built-in switch, ports of {setup.rate_bps / 1e6:g} Mbit/s, {len(sources)} flows of background TCP"
         yield Where(words, hosts, place.interface, [place.namespace(rank) for rank in targets])
 
 
-def _await(programs: Sequence[ChildProgram]) -> None:
-    for program in programs:
-        if not program.ready.wait(READY_S):
-            raise RuntimeError(f"{program.name} is not ready: {program.errors()}")
+def _await(processes: Sequence[DemoProcess]) -> None:
+    for process in processes:
+        if not process.ready.wait(READY_S):
+            raise RuntimeError(f"{process.name} is not ready: {process.errors()}")
 
 
 def measure(name: str, where: Where, *, steps: int, rounds: int, warm_up: int) -> BenchResult:

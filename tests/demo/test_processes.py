@@ -3,17 +3,28 @@
 
 import json
 import multiprocessing
+import os
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("sklearn")
+from dlcp.demo.processes import DemoProcess, command, send_fact
 
-from dlcp.demo.worker import send_fact
+WAIT_S = 60
 
 
 class Version(str):
     """A version as PyTorch has it; a pickle of it takes PyTorch to read."""
+
+
+def work(channel, factor):
+    send_fact(channel, {"ready": True})
+    start_s = channel.recv()
+    send_fact(channel, {"report": [factor * start_s, os.environ["DLCP_JOB"]]})
+
+
+def fail(channel):
+    send_fact(channel, {"ready": True})
+    raise ValueError("out of paper")
 
 
 def test_facts_are_plain_values_that_take_nothing_to_read():
@@ -23,3 +34,25 @@ def test_facts_are_plain_values_that_take_nothing_to_read():
         fact = json.loads(here.recv_bytes())
     assert fact == {"torch": "2.13", "steps": [0.5]}
     assert type(fact["torch"]) is str
+
+
+def test_a_process_is_ready_starts_and_reports():
+    facts = []
+    with DemoProcess("worker", work, [3], environment={"DLCP_JOB": "7"}, on_fact=facts.append) as process:
+        assert process.ready.wait(WAIT_S), process.errors()
+        process.start_at(2.0)
+        assert process.finish(WAIT_S) == [6.0, "7"]
+        assert process.status() == 0
+    assert facts[0] == {"ready": True}
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "status", "words"),
+    [(fail, (), 1, "ValueError: out of paper"), (command, (["server", "--bind", "x", "--workers", "y"],), 2, "token")],
+)
+def test_what_goes_wrong_is_told(function, arguments, status, words, monkeypatch):
+    monkeypatch.delenv("DLCP_TOKEN", raising=False)
+    with DemoProcess("worker", function, arguments) as process:
+        process.finish(WAIT_S)
+        assert process.status() == status
+        assert words in process.errors()

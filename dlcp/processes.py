@@ -1,22 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dlcp launch``: the processes of a job on this machine. They start together, and one that fails ends all."""
+"""Processes of this machine: those of a job (``dlcp launch``), and functions that run in forks with PyTorch loaded.
+
+The processes of a job start together, and one that fails ends all. A :class:`Fork` calls a function of ours, in a
+network namespace if need be, and talks with its parent over a channel: demo and benchmarks run on it.
+"""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from types import FrameType, TracebackType
-from typing import Final
+from typing import Any, Final
+
+from dlcp.closing import Closing
+from dlcp.namespace import enter
 
 _STOP_DEADLINE_S: Final = 10.0
 """How long processes have to end after a signal, before they are killed. Chosen by us."""
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_context = multiprocessing.get_context("forkserver")
+# Ranks need these, and they take seconds to import: a server that has them forks all processes.
+_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "dlcp.torch", "sklearn.datasets"])
+
+
+class Fork(Closing):
+    """A process that calls ``function(channel, *arguments)``, forked from a server that has PyTorch loaded.
+
+    Parameters
+    ----------
+    name
+        For messages.
+    function, arguments
+        Have to be importable, and picklable.
+    namespace
+        Path of the network namespace to run in; None for this process's own.
+    environment
+        Variables to set.
+
+    Attributes
+    ----------
+    channel
+        Our end.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., None],
+        arguments: Sequence[Any] = (),
+        *,
+        namespace: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.channel, theirs = _context.Pipe()
+        target = (function, tuple(arguments), namespace, dict(environment or {}), theirs)
+        self._process = _context.Process(target=_call, args=target, name=name, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def status(self) -> int | None:
+        """Return its exit status, None while it runs."""
+        return self._process.exitcode
+
+    def join(self, timeout_s: float) -> int | None:
+        """Wait for its end, at most so long; return its exit status, None if it runs on."""
+        self._process.join(max(0.0, timeout_s))
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        """Ask it to end, with SIGTERM."""
+        self._process.terminate()
+
+    def close(self) -> None:
+        """Hang up, and kill it if it still runs: what is to end in its own way has to be asked and joined before."""
+        self.channel.close()
+        self._process.kill()
+        self._process.join()
+
+
+def _call(
+    function: Callable[..., None],
+    arguments: Sequence[Any],
+    namespace: str | None,
+    environment: Mapping[str, str],
+    channel: Connection,
+) -> None:
+    """Call a function in this process, which has just been forked and has one thread."""
+    if namespace is not None:
+        enter(namespace)
+    os.environ.update(environment)
+    function(channel, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
