@@ -6,59 +6,52 @@ that differ from the defaults below; hexadecimal digits are bytes as they are. A
 type, protocol, lengths) and a checksum are right unless given. ``cut(33)`` at the end keeps the first 33 bytes.
 """
 
-import ipaddress
 import re
-import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from dlcp.switch.entries import EntriesError, parse_number
+from dlcp.switch.executor.hashes import csum16, pack
 from dlcp.wire import FIELD_BITS, UDP_PORT_BASE, VERSION
 
-Fields = Mapping[str, int]
-
 _PART: Final = re.compile(r"\s*(?:(?P<layer>[a-z]\w*)\s*\((?P<fields>[^()]*)\)|(?P<digits>[0-9a-fA-F*]+))")
-_MAC: Final = re.compile(r"[0-9a-fA-F]{2}(:[0-9a-fA-F]{2}){5}")
-_DEFAULTS: Final[dict[str, dict[str, int | None]]] = {
-    "ethernet": {"dst": 0x0200000000FF, "src": 0x020000000001, "type": None},
+_LAYERS: Final[dict[str, dict[str, tuple[int, int | None]]]] = {
+    "ethernet": {"dst": (48, 0x0200000000FF), "src": (48, 0x020000000001), "type": (16, None)},
     "ipv4": {
-        "src": None,
-        "dst": None,
-        "ttl": 64,
-        "dscp": 0,
-        "ecn": 0,
-        "id": 0,
-        "fragment": 0,
-        "protocol": None,
-        "version": 4,
-        "ihl": 5,
-        "length": None,
-        "checksum": None,
+        "version": (4, 4),
+        "ihl": (4, 5),
+        "dscp": (6, 0),
+        "ecn": (2, 0),
+        "length": (16, None),
+        "id": (16, 0),
+        "fragment": (16, 0),
+        "ttl": (8, 64),
+        "protocol": (8, None),
+        "checksum": (16, None),
+        "src": (32, None),
+        "dst": (32, None),
     },
-    "udp": {"src": UDP_PORT_BASE, "dst": UDP_PORT_BASE, "length": None, "checksum": None},
-    "tcp": {"src": 40000, "dst": 80, "sequence": 0},
-    "dlcp": {**dict.fromkeys(FIELD_BITS, 0), "version": VERSION, "type": 1},
+    "udp": {"src": (16, UDP_PORT_BASE), "dst": (16, UDP_PORT_BASE), "length": (16, None), "checksum": (16, None)},
+    "tcp": {
+        "src": (16, 40000),
+        "dst": (16, 80),
+        "sequence": (32, 0),
+        "acknowledgement": (32, 0),
+        "flags": (16, 5 << 12 | 0x10),
+        "window": (16, 65535),
+        "checksum": (16, 0),
+        "urgent": (16, 0),
+    },
+    "dlcp": {name: (bits, {"version": VERSION, "type": 1}.get(name, 0)) for name, bits in FIELD_BITS.items()},
 }
+"""The fields of each layer in the order of the wire: bits, and what they are unless given; None where that follows from
+the other layers, or has to be given."""
+_ETHER_TYPES: Final = {"ipv4": 0x0800}
+_OTHER_TYPE: Final = 0x88B5
+"""Of experiments (IEEE 802)."""
 _PROTOCOLS: Final = {"udp": 17, "tcp": 6}
-_WIDTHS: Final[dict[str, dict[str, int]]] = {
-    "ethernet": {"dst": 48, "src": 48, "type": 16},
-    "ipv4": {
-        "src": 32,
-        "dst": 32,
-        "ttl": 8,
-        "dscp": 6,
-        "ecn": 2,
-        "id": 16,
-        "fragment": 16,
-        "protocol": 8,
-        "version": 4,
-        "ihl": 4,
-        "length": 16,
-        "checksum": 16,
-    },
-    "udp": {"src": 16, "dst": 16, "length": 16, "checksum": 16},
-    "tcp": {"src": 16, "dst": 16, "sequence": 32},
-    "dlcp": FIELD_BITS,
-}
+_OTHER_PROTOCOL: Final = 253
+"""Of experiments (RFC 3692)."""
 
 
 class FrameError(ValueError):
@@ -85,15 +78,6 @@ class _Layer(NamedTuple):
     digits: str = ""
 
 
-def checksum(data: bytes) -> int:
-    """Return the Internet checksum of bytes (RFC 1071)."""
-    padded = data + bytes(len(data) % 2)
-    total: int = sum(struct.unpack(f">{len(padded) // 2}H", padded))
-    while total >> 16:
-        total = (total & 0xFFFF) + (total >> 16)
-    return total ^ 0xFFFF
-
-
 def frame(text: str) -> Pattern:
     """Return the bytes of a frame that was written down, and the mask of what ``*`` leaves open.
 
@@ -109,7 +93,7 @@ def frame(text: str) -> Pattern:
         if layer.name:
             following = layers[index + 1].name if index + 1 < len(layers) else ""
             before = layers[index - 1] if index else None
-            made = _BUILDERS[layer.name](layer.fields, value, following, before)
+            made = _header(layer, value, following, before)
             value, mask = made + value, b"\xff" * len(made) + mask
         else:
             digits = layer.digits
@@ -143,95 +127,52 @@ def _layers(text: str) -> tuple[list[_Layer], int | None]:
 
 
 def _fields(layer: str, text: str) -> dict[str, int | None]:
-    if layer not in _DEFAULTS:
-        raise FrameError(f"no layer {layer!r}; there are {', '.join(_DEFAULTS)}, and cut")
-    fields = dict(_DEFAULTS[layer])
+    if layer not in _LAYERS:
+        raise FrameError(f"no layer {layer!r}; there are {', '.join(_LAYERS)}, and cut")
+    known = _LAYERS[layer]
+    fields = {name: default for name, (_, default) in known.items()}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, given = (side.strip() for side in item.partition("="))
-        if name not in fields:
-            raise FrameError(f"{layer} has no field {name!r}; it has {', '.join(fields)}")
-        value = _number(f"{layer}.{name}", given)
-        if not 0 <= value < 1 << _WIDTHS[layer][name]:
-            raise FrameError(f"{layer}.{name} has {_WIDTHS[layer][name]} bits; {given} does not fit")
+        if name not in known:
+            raise FrameError(f"{layer} has no field {name!r}; it has {', '.join(known)}")
+        value, (bits, _) = _number(f"{layer}.{name}", given), known[name]
+        if not 0 <= value < 1 << bits:
+            raise FrameError(f"{layer}.{name} has {bits} bits; {given} does not fit")
         fields[name] = value
     return fields
 
 
 def _number(what: str, text: str) -> int:
     try:
-        if _MAC.fullmatch(text):
-            return int(text.replace(":", ""), 16)
-        return int(ipaddress.IPv4Address(text)) if text.count(".") == 3 else int(text, 0)
-    except ValueError:
-        raise FrameError(f"{what} is {text!r}: no number, IPv4 address or Ethernet address") from None
+        return parse_number(text)
+    except EntriesError as error:
+        raise FrameError(f"{what}: {error}") from None
 
 
-def _ethernet(fields: Mapping[str, int | None], payload: bytes, following: str, before: _Layer | None) -> bytes:
-    kind = fields["type"]
-    if kind is None:
-        kind = 0x0800 if following == "ipv4" else 0x88B5
-    return _bits(fields["dst"], 6) + _bits(fields["src"], 6) + _bits(kind, 2)
+def _header(layer: _Layer, payload: bytes, following: str, before: _Layer | None) -> bytes:
+    """Return the bytes of a layer; what is not given follows from its neighbours."""
+    follows: dict[str, int] = {}
+    if layer.name == "ethernet":
+        follows["type"] = _ETHER_TYPES.get(following, _OTHER_TYPE)
+    elif layer.name == "ipv4":
+        if layer.fields["src"] is None or layer.fields["dst"] is None:
+            raise FrameError("ipv4 needs src and dst")
+        follows = {"length": 20 + len(payload), "protocol": _PROTOCOLS.get(following, _OTHER_PROTOCOL)}
+        # Options, if any, are the bytes that follow; the checksum is over all of the header.
+        options = payload[: max(0, 4 * (layer.fields["ihl"] or 0) - 20)]
+        follows["checksum"] = csum16(_packed(layer, follows) + options)
+    elif layer.name == "udp":
+        size = 8 + len(payload)
+        follows["length"] = size
+        if layer.fields["checksum"] is None:
+            if before is None or before.name != "ipv4":
+                raise FrameError("udp needs ipv4 before it, or a checksum")
+            addresses = [before.fields["src"] or 0, before.fields["dst"] or 0]
+            pseudo = pack([*addresses, _PROTOCOLS["udp"], size], [32, 32, 16, 16])
+            follows["checksum"] = csum16(pseudo + _packed(layer, follows) + payload) or 0xFFFF
+    return _packed(layer, follows)
 
 
-def _ipv4(fields: Mapping[str, int | None], payload: bytes, following: str, before: _Layer | None) -> bytes:
-    given = {name: value or 0 for name, value in fields.items()}
-    if fields["src"] is None or fields["dst"] is None:
-        raise FrameError("ipv4 needs src and dst")
-    protocol = _PROTOCOLS.get(following, 253) if fields["protocol"] is None else given["protocol"]
-    length = 20 + len(payload) if fields["length"] is None else given["length"]
-    # Options, if any, are the bytes that follow; the checksum is over all of the header.
-    options = payload[: max(0, 4 * given["ihl"] - 20)]
-    head = struct.pack(
-        ">BBHHHBBHII",
-        given["version"] << 4 | given["ihl"],
-        given["dscp"] << 2 | given["ecn"],
-        length,
-        given["id"],
-        given["fragment"],
-        given["ttl"],
-        protocol,
-        0,
-        given["src"],
-        given["dst"],
-    )
-    right = checksum(head + options) if fields["checksum"] is None else given["checksum"]
-    return head[:10] + _bits(right, 2) + head[12:]
-
-
-def _udp(fields: Mapping[str, int | None], payload: bytes, following: str, before: _Layer | None) -> bytes:
-    size = 8 + len(payload)
-    head = _bits(fields["src"], 2) + _bits(fields["dst"], 2)
-    head += _bits(size if fields["length"] is None else fields["length"], 2)
-    right = fields["checksum"]
-    if right is None:
-        if before is None or before.name != "ipv4":
-            raise FrameError("udp needs ipv4 before it, or a checksum")
-        pseudo = _bits(before.fields["src"], 4) + _bits(before.fields["dst"], 4) + struct.pack(">BBH", 0, 17, size)
-        right = checksum(pseudo + head + b"\0\0" + payload) or 0xFFFF
-    return head + _bits(right, 2)
-
-
-def _tcp(fields: Mapping[str, int | None], payload: bytes, following: str, before: _Layer | None) -> bytes:
-    start = _bits(fields["src"], 2) + _bits(fields["dst"], 2) + _bits(fields["sequence"], 4)
-    return start + struct.pack(">IHHHH", 0, 5 << 12 | 0x10, 65535, 0, 0)
-
-
-def _dlcp(fields: Mapping[str, int | None], payload: bytes, following: str, before: _Layer | None) -> bytes:
-    value = 0
-    for name, bits in FIELD_BITS.items():
-        value = value << bits | (fields[name] or 0)
-    return value.to_bytes(sum(FIELD_BITS.values()) // 8, "big")
-
-
-def _bits(value: int | None, size: int) -> bytes:
-    return (value or 0).to_bytes(size, "big")
-
-
-_Builder = Callable[[Mapping[str, "int | None"], bytes, str, "_Layer | None"], bytes]
-_BUILDERS: Final[dict[str, _Builder]] = {
-    "ethernet": _ethernet,
-    "ipv4": _ipv4,
-    "udp": _udp,
-    "tcp": _tcp,
-    "dlcp": _dlcp,
-}
+def _packed(layer: _Layer, follows: Mapping[str, int]) -> bytes:
+    values = [follows.get(name, 0) if value is None else value for name, value in layer.fields.items()]
+    return pack(values, [bits for bits, _ in _LAYERS[layer.name].values()])
