@@ -18,11 +18,11 @@ from pathlib import Path
 
 from dlcp.switch import BACKENDS, Program
 from dlcp.switch.stf import script as stf
-from dlcp.switch.stf import text
 from tests.conformance import replay
 from tests.conformance.recorder import Uncertain, record
 from tests.conformance.recording import Burst, Markers, Packet, Recording, SetEntries, Step
 from tests.packet import as_stf, fuzz_steps
+from tests.packet.stf_text import text
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"

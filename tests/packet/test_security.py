@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
 from dlcp.switch import PortQueueing, Program, Switch, stf
-from dlcp.switch.stf.runner import prepare
 from dlcp.wire import dscp
 from tests.switch.fake_program import FakePorts
 
@@ -68,7 +67,7 @@ def serve(flood: bytes | None = None, port: int = STRANGER_PORT, more: str = "")
     """Send the victim's packets, and a flood if there is one; return what arrived when."""
     program = Program.load(PROGRAM)
     for statement in stf.parse(f"{ENTRIES}{THRESHOLDS}{more}packet 0 00\n").statements[:-1]:
-        prepare(statement, stf.BuiltIn(program))
+        statement.carry_out(stf.BuiltIn(program))
     now = [10**12]
     ports = FakePorts(VICTIM_PORT, TENANT_PORT, STRANGER_PORT, OUT_PORT)
     switch = Switch(program, [ports], {OUT_PORT: PortQueueing(rate_bps=RATE_BPS)}, clock=lambda: now[0])

@@ -22,6 +22,7 @@ from dlcp.switch.stf.script import RemoveAll, Slow
 from tests.conformance import simple_switch
 from tests.conformance.recorder import Uncertain
 from tests.packet.bmv2_target import Bmv2
+from tests.packet.stf_text import text
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"
@@ -229,7 +230,7 @@ def test_statements_are_written_as_they_were_read(path):
         return [{**vars(one), "line": 0, "kind": type(one)} for one in statements]
 
     before = script(path)
-    assert without_lines(stf.parse(stf.text(before.statements)).statements) == without_lines(before.statements)
+    assert without_lines(stf.parse(text(before.statements)).statements) == without_lines(before.statements)
 
 
 def test_the_command_tells_by_its_status(tmp_path, capsys):

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dlcp.switch.stf import script as stf
-from dlcp.switch.stf import text
 from tests.conformance import p4testgen
 from tests.packet import as_stf
+from tests.packet.stf_text import text
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "p4" / "stf" / "p4testgen.stf.gz"

@@ -60,7 +60,7 @@ MAX_WIDTH: Final = 63
 
 HASHES: Final = frozenset({"crc16", "crc32", "csum16", "identity", "xor16"})
 _DATA_OPS: Final = frozenset({"+", "-", "*", "/", "%", "<<", ">>", "&", "|", "^"})
-_BINARY: Final = _DATA_OPS | COMPARISONS | {"and", "or", "usat_cast"}
+_BINARY: Final = _DATA_OPS | frozenset(COMPARISONS) | {"and", "or", "usat_cast"}
 _UNARY: Final = frozenset({"~", "not", "d2b", "b2d"})
 
 

@@ -4,7 +4,8 @@
 From top to bottom: errors and names; expressions, statements, tables, controls and the parser; the layout of the state.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -104,8 +105,15 @@ class Named(Mapping[str, T]):
 # ---------------------------------------------------------------------------------------------------------- expressions
 
 
-COMPARISONS: Final = frozenset({"==", "!=", "<", "<=", ">", ">="})
-BOOLEAN_OPS: Final = COMPARISONS | {"and", "or", "not", "d2b"}
+COMPARISONS: Final[Mapping[str, Callable[[int, int], bool]]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+BOOLEAN_OPS: Final = frozenset(COMPARISONS) | {"and", "or", "not", "d2b"}
 
 
 @dataclass(frozen=True, slots=True)

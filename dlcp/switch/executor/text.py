@@ -14,7 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from dlcp.switch.executor.model import BOOLEAN_OPS, Const, Expr, Field, Op, Param, UnsupportedFeature, Valid, Variable
+from dlcp.switch.executor.model import (
+    BOOLEAN_OPS,
+    COMPARISONS,
+    Const,
+    Expr,
+    Field,
+    Op,
+    Param,
+    UnsupportedFeature,
+    Valid,
+    Variable,
+)
 
 MAX_LINES: Final = 20_000
 """Longest generated text; a control flow that jumps about can repeat itself. Chosen by us."""
@@ -275,7 +286,7 @@ class Expressions:
             return f"(bool({left}) {op} bool({right}))"
         left_value, right_value = (self.value(arg, where, arguments) for arg in args)
         if left_value.constant is not None and right_value.constant is not None:
-            return str(bool(_COMPARE[op](left_value.constant, right_value.constant)))
+            return str(bool(COMPARISONS[op](left_value.constant, right_value.constant)))
         if right_value.constant == 0 and left_value.low >= 0 and op in ("==", "!="):
             return f"not {left_value.text}" if op == "==" else left_value.text
         if right_value.constant == 1 and (left_value.low, left_value.high) == (0, 1) and op in ("==", "!="):
@@ -449,13 +460,4 @@ _FOLD: Final[Mapping[str, Callable[[int, int], int]]] = {
     "*": int.__mul__,
     "|": int.__or__,
     "^": int.__xor__,
-}
-
-_COMPARE: Final[Mapping[str, Callable[[int, int], bool]]] = {
-    "==": int.__eq__,
-    "!=": int.__ne__,
-    "<": int.__lt__,
-    "<=": int.__le__,
-    ">": int.__gt__,
-    ">=": int.__ge__,
 }

@@ -12,8 +12,8 @@ Anything with the methods of `StfTarget` can take the place of `BuiltIn`.
 """
 
 from dlcp.switch.stf.frames import FrameError, Pattern, frame
-from dlcp.switch.stf.runner import BuiltIn, StfOutcome, StfTarget, prepare, run
-from dlcp.switch.stf.script import Script, Statement, StfError, parse, read, text
+from dlcp.switch.stf.runner import BuiltIn, StfOutcome, run
+from dlcp.switch.stf.script import Script, Statement, StfError, StfTarget, parse, read
 
 __all__ = [
     "BuiltIn",
@@ -26,8 +26,6 @@ __all__ = [
     "StfTarget",
     "frame",
     "parse",
-    "prepare",
     "read",
     "run",
-    "text",
 ]

@@ -1,103 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The built-in switch as a target of packet tests: program and queues, with a clock that only the test moves."""
 
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from dlcp.switch.entries import TableEntry, Value, insert_entry, parse_action, parse_matches
 from dlcp.switch.executor.cells import MeterConfig
-from dlcp.switch.executor.model import EntryError
+from dlcp.switch.executor.model import COMPARISONS, EntryError
 from dlcp.switch.executor.program import DROP_PORT, Program
 from dlcp.switch.ports.queues import DEPTH_PACKETS, PortQueueing, PortQueues
 from dlcp.switch.stf.script import (
-    AddMember,
     CheckCounter,
     CheckRegister,
     Expect,
     NoPacket,
+    Preparation,
     Release,
-    Remove,
-    RemoveAll,
     Script,
     SendPacket,
-    SetDefault,
-    SetGroup,
-    SetMeter,
-    Slow,
     Statement,
-    Wait,
-    Write,
-    WriteRegister,
+    StfTarget,
 )
-
-_COMPARISONS: Final[Mapping[str, Callable[[int, int], bool]]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
-
-
-class StfTarget(Protocol):
-    """A switch under test."""
-
-    def restart(self) -> None:
-        """Remove all entries, and set registers and counters to zero."""
-
-    def insert(self, entry: TableEntry) -> None:
-        """Add an entry."""
-
-    def modify(self, entry: TableEntry) -> None:
-        """Give an entry another action, member or group."""
-
-    def remove(self, table: str, match: Mapping[str, Value], priority: int) -> None:
-        """Remove an entry."""
-
-    def remove_all(self) -> None:
-        """Remove all entries, members and groups."""
-
-    def set_default(self, table: str, action: str, params: Mapping[str, Value]) -> None:
-        """Set a default action."""
-
-    def add_member(self, profile: str, number: int, action: str, params: Mapping[str, Value]) -> None:
-        """Add a member to an action profile."""
-
-    def set_group(self, profile: str, number: int, members: tuple[int, ...]) -> None:
-        """Make a group, or give it other members."""
-
-    def set_meter(self, table: str, match: Mapping[str, Value], priority: int, rates: MeterConfig) -> None:
-        """Set an entry's meter; its buckets are full."""
-
-    def write_register(self, name: str, index: int, value: int) -> None:
-        """Write a cell."""
-
-    def read_register(self, name: str, index: int) -> int:
-        """Read a cell."""
-
-    def read_counter(self, name: str, index: int) -> tuple[int, int]:
-        """Return packets and bytes of a cell."""
-
-    def now_us(self) -> int:
-        """Return the clock that packets are stamped with."""
-
-    def wait(self, seconds: float) -> None:
-        """Let time pass."""
-
-    def slow(self, port: int, depth_packets: int) -> None:
-        """Let each queue of a port send one packet, then hold up to ``depth_packets``."""
-
-    def release(self, port: int) -> None:
-        """Let out what the queues of a port hold."""
-
-    def send(self, port: int, data: bytes) -> None:
-        """Give the switch a packet."""
-
-    def receive(self) -> list[tuple[int, bytes]]:
-        """Return what came out since the last call, once the switch has settled."""
 
 
 @dataclass
@@ -158,11 +82,10 @@ class _Run:
             case CheckCounter(line, counter, index, unit, comparison, value):
                 found = self._target.read_counter(counter, index)[unit == "bytes"]
                 self._compare(line, f"counter {counter}({index}) {unit}", found, comparison, value)
-            case Release(_, port):
-                self._sent = statement
-                self._target.release(port)
-            case _:
-                prepare(statement, self._target)
+            case Preparation():
+                if isinstance(statement, Release):
+                    self._sent = statement
+                statement.carry_out(self._target)
 
     def _settle(self) -> None:
         """Compare what came out with what was expected since the last packet."""
@@ -193,7 +116,7 @@ class _Run:
         self._fail(expect.line, line)
 
     def _compare(self, line: int, what: str, found: int, comparison: str, value: int) -> None:
-        if not _COMPARISONS[comparison](found, value):
+        if not COMPARISONS[comparison](found, value):
             self._fail(line, f"{what} is {found}, expected {comparison} {value}")
 
     def _fail(self, line: int, message: str) -> None:
@@ -202,35 +125,6 @@ class _Run:
 
 def _fits(expect: Expect, port: int, data: bytes) -> bool:
     return port == expect.port and (expect.pattern is None or expect.pattern.matches(data, longer=expect.longer))
-
-
-def prepare(statement: Statement, target: StfTarget) -> None:
-    """Carry out a statement that neither sends nor compares anything."""
-    match statement:
-        case Write(_, "add", entry):
-            target.insert(entry)
-        case Write(_, _, entry):
-            target.modify(entry)
-        case Remove(_, table, match_, priority):
-            target.remove(table, match_, priority)
-        case RemoveAll():
-            target.remove_all()
-        case SetDefault(_, table, action, params):
-            target.set_default(table, action, params)
-        case AddMember(_, profile, number, action, params):
-            target.add_member(profile, number, action, params)
-        case SetGroup(_, profile, number, members):
-            target.set_group(profile, number, members)
-        case SetMeter(_, table, match_, priority, rates):
-            target.set_meter(table, match_, priority, rates)
-        case WriteRegister(_, register, index, value, ago):
-            target.write_register(register, index, (target.now_us() - value) % (1 << 32) if ago else value)
-        case Wait(_, seconds):
-            target.wait(seconds)
-        case Slow(_, port, depth_packets):
-            target.slow(port, depth_packets)
-        case _:
-            raise AssertionError(f"{statement} is no preparation")
 
 
 START_US: Final = 2_000_000

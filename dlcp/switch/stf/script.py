@@ -7,10 +7,11 @@ is an error, never skipped.
 
 import gzip
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, Protocol
 
 from dlcp.suggestion import nearest
 from dlcp.switch.entries import TableEntry, Value
@@ -23,92 +24,188 @@ class StfError(ValueError):
     """A test that cannot be run; the message names file, line and what is wrong."""
 
 
+class StfTarget(Protocol):
+    """A switch under test."""
+
+    def restart(self) -> None:
+        """Remove all entries, and set registers and counters to zero."""
+
+    def insert(self, entry: TableEntry) -> None:
+        """Add an entry."""
+
+    def modify(self, entry: TableEntry) -> None:
+        """Give an entry another action, member or group."""
+
+    def remove(self, table: str, match: Mapping[str, Value], priority: int) -> None:
+        """Remove an entry."""
+
+    def remove_all(self) -> None:
+        """Remove all entries, members and groups."""
+
+    def set_default(self, table: str, action: str, params: Mapping[str, Value]) -> None:
+        """Set a default action."""
+
+    def add_member(self, profile: str, number: int, action: str, params: Mapping[str, Value]) -> None:
+        """Add a member to an action profile."""
+
+    def set_group(self, profile: str, number: int, members: tuple[int, ...]) -> None:
+        """Make a group, or give it other members."""
+
+    def set_meter(self, table: str, match: Mapping[str, Value], priority: int, rates: MeterConfig) -> None:
+        """Set an entry's meter; its buckets are full."""
+
+    def write_register(self, name: str, index: int, value: int) -> None:
+        """Write a cell."""
+
+    def read_register(self, name: str, index: int) -> int:
+        """Read a cell."""
+
+    def read_counter(self, name: str, index: int) -> tuple[int, int]:
+        """Return packets and bytes of a cell."""
+
+    def now_us(self) -> int:
+        """Return the clock that packets are stamped with."""
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+
+    def slow(self, port: int, depth_packets: int) -> None:
+        """Let each queue of a port send one packet, then hold up to ``depth_packets``."""
+
+    def release(self, port: int) -> None:
+        """Let out what the queues of a port hold."""
+
+    def send(self, port: int, data: bytes) -> None:
+        """Give the switch a packet."""
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """Return what came out since the last call, once the switch has settled."""
+
+
 @dataclass(frozen=True)
-class Write:
-    """Add or modify a table entry."""
+class Statement:
+    """One statement of a test, and where its file has it."""
 
     line: int
+
+
+class Preparation(Statement):
+    """A statement that neither compares anything nor sends a packet."""
+
+    @abstractmethod
+    def carry_out(self, target: StfTarget) -> None:
+        """Do what the statement says."""
+
+
+@dataclass(frozen=True)
+class Write(Preparation):
+    """Add or modify a table entry."""
+
     operation: str
     """``add`` or ``modify``."""
     entry: TableEntry
 
+    def carry_out(self, target: StfTarget) -> None:
+        """Do what the statement says."""
+        (target.insert if self.operation == "add" else target.modify)(self.entry)
+
 
 @dataclass(frozen=True)
-class Remove:
+class Remove(Preparation):
     """Remove an entry."""
 
-    line: int
     table: str
     match: Mapping[str, Value]
     priority: int
 
+    def carry_out(self, target: StfTarget) -> None:
+        """Do what the statement says."""
+        target.remove(self.table, self.match, self.priority)
+
 
 @dataclass(frozen=True)
-class RemoveAll:
+class RemoveAll(Preparation):
     """Remove all entries, members and groups."""
 
-    line: int
+    def carry_out(self, target: StfTarget) -> None:
+        """Do what the statement says."""
+        target.remove_all()
 
 
 @dataclass(frozen=True)
-class SetDefault:
+class SetDefault(Preparation):
     """Set a table's default action."""
 
-    line: int
     table: str
     action: str
     params: Mapping[str, Value]
 
+    def carry_out(self, target: StfTarget) -> None:
+        """Do what the statement says."""
+        target.set_default(self.table, self.action, self.params)
+
 
 @dataclass(frozen=True)
-class AddMember:
+class AddMember(Preparation):
     """Add a member to an action profile."""
 
-    line: int
     profile: str
     id: int
     action: str
     params: Mapping[str, Value]
 
+    def carry_out(self, target: StfTarget) -> None:
+        """Do what the statement says."""
+        target.add_member(self.profile, self.id, self.action, self.params)
+
 
 @dataclass(frozen=True)
-class SetGroup:
+class SetGroup(Preparation):
     """Give a group these members; a new group if there is none of this number."""
 
-    line: int
     profile: str
     id: int
     members: tuple[int, ...]
 
+    def carry_out(self, target: StfTarget) -> None:
+        """Do what the statement says."""
+        target.set_group(self.profile, self.id, self.members)
+
 
 @dataclass(frozen=True)
-class SetMeter:
+class SetMeter(Preparation):
     """Set the direct meter of an entry."""
 
-    line: int
     table: str
     match: Mapping[str, Value]
     priority: int
     rates: MeterConfig
 
+    def carry_out(self, target: StfTarget) -> None:
+        """Do what the statement says."""
+        target.set_meter(self.table, self.match, self.priority, self.rates)
+
 
 @dataclass(frozen=True)
-class WriteRegister:
+class WriteRegister(Preparation):
     """Write a cell of a register."""
 
-    line: int
     register: str
     index: int
     value: int
     ago: bool = False
     """The value is what the clock showed ``value`` microseconds ago."""
 
+    def carry_out(self, target: StfTarget) -> None:
+        """Do what the statement says."""
+        value = (target.now_us() - self.value) % (1 << 32) if self.ago else self.value
+        target.write_register(self.register, self.index, value)
+
 
 @dataclass(frozen=True)
-class CheckRegister:
+class CheckRegister(Statement):
     """Compare a cell of a register."""
 
-    line: int
     register: str
     index: int
     comparison: str
@@ -116,10 +213,9 @@ class CheckRegister:
 
 
 @dataclass(frozen=True)
-class CheckCounter:
+class CheckCounter(Statement):
     """Compare a cell of a counter."""
 
-    line: int
     counter: str
     index: int
     unit: str
@@ -129,19 +225,17 @@ class CheckCounter:
 
 
 @dataclass(frozen=True)
-class SendPacket:
+class SendPacket(Statement):
     """A packet comes in."""
 
-    line: int
     port: int
     data: bytes
 
 
 @dataclass(frozen=True)
-class Expect:
+class Expect(Statement):
     """A packet comes out."""
 
-    line: int
     port: int
     pattern: Pattern | None
     """None: any packet."""
@@ -149,55 +243,42 @@ class Expect:
 
 
 @dataclass(frozen=True)
-class NoPacket:
+class NoPacket(Statement):
     """Nothing comes out; without an ``expect`` this is so anyway, said or not."""
 
-    line: int
-
 
 @dataclass(frozen=True)
-class Wait:
+class Wait(Preparation):
     """Let time pass, for meters and whatever else ages."""
 
-    line: int
     seconds: float
+
+    def carry_out(self, target: StfTarget) -> None:
+        """Do what the statement says."""
+        target.wait(self.seconds)
 
 
 @dataclass(frozen=True)
-class Slow:
+class Slow(Preparation):
     """Make the queues of a port slow: each lets one packet out and then none until ``release``."""
 
-    line: int
     port: int
     depth_packets: int
 
+    def carry_out(self, target: StfTarget) -> None:
+        """Do what the statement says."""
+        target.slow(self.port, self.depth_packets)
+
 
 @dataclass(frozen=True)
-class Release:
+class Release(Preparation):
     """Let out what waits in the queues of a port."""
 
-    line: int
     port: int
 
-
-Statement: TypeAlias = (
-    Write
-    | Remove
-    | RemoveAll
-    | SetDefault
-    | AddMember
-    | SetGroup
-    | SetMeter
-    | WriteRegister
-    | CheckRegister
-    | CheckCounter
-    | SendPacket
-    | Expect
-    | NoPacket
-    | Wait
-    | Slow
-    | Release
-)
+    def carry_out(self, target: StfTarget) -> None:
+        """Do what the statement says."""
+        target.release(self.port)
 
 
 @dataclass(frozen=True)
@@ -470,74 +551,3 @@ _READERS: Final[dict[str, Callable[[int, str], Statement]]] = {
     "slow": _slow,
     "release": _release,
 }
-
-
-def text(statements: Iterable[Statement]) -> str:
-    """Return the text of statements, a line each."""
-    return "".join(f"{_line(statement)}\n" for statement in statements)
-
-
-def _line(statement: Statement) -> str:
-    match statement:
-        case Write(_, operation, entry):
-            return f"{operation} {_place(entry.table, entry.match, entry.priority)} {_does(entry)}"
-        case Remove(_, table, match_, priority):
-            return f"remove {_place(table, match_, priority)}"
-        case RemoveAll():
-            return "remove all"
-        case SetDefault(_, table, action, params):
-            return f"setdefault {table} {_call(action, params)}"
-        case AddMember(_, profile, number, action, params):
-            return f"member {profile} {number} {_call(action, params)}"
-        case SetGroup(_, profile, number, members):
-            return " ".join(["group", profile, str(number), *map(str, members)])
-        case SetMeter(_, table, match_, priority, rates):
-            pairs = f"{rates.cir}:{rates.cburst} {rates.pir}:{rates.pburst}"
-            return f"meter_set_rates {_place(table, match_, priority)} {pairs}"
-        case WriteRegister(_, register, index, value, ago):
-            return f"register_write {register} {index} {'now-' if ago else ''}{value}"
-        case CheckRegister(_, register, index, comparison, value):
-            return f"check_register {register}({index}) {comparison} {value}"
-        case CheckCounter(_, counter, index, unit, comparison, value):
-            return f"check_counter {counter}({index}) {unit} {comparison} {value}"
-        case _:
-            return _packet_line(statement)
-
-
-def _packet_line(statement: Statement) -> str:
-    match statement:
-        case SendPacket(_, port, data):
-            return f"packet {port} {data.hex()}"
-        case Expect(_, port, None):
-            return f"expect {port}"
-        case Expect(_, port, pattern, longer):
-            assert pattern is not None
-            digits = zip(pattern.value.hex(), pattern.mask.hex(), strict=True)
-            return f"expect {port} {''.join(digit if bits == 'f' else '*' for digit, bits in digits)}" + "$" * (
-                not longer
-            )
-        case NoPacket():
-            return "no_packet"
-        case Wait(_, seconds):
-            return f"wait {seconds}"
-        case Slow(_, port, depth_packets):
-            return f"slow {port} {depth_packets}"
-        case Release(_, port):
-            return f"release {port}"
-        case _:
-            raise AssertionError(f"{statement} has no text")
-
-
-def _place(table: str, match: Mapping[str, Value], priority: int) -> str:
-    fields = [f"{name}:{value}" for name, value in match.items()]
-    return " ".join([table, *([str(priority)] if priority else []), *fields])
-
-
-def _does(entry: TableEntry) -> str:
-    if entry.action is not None:
-        return _call(entry.action, entry.params)
-    return f"member {entry.member}" if entry.member is not None else f"group {entry.group}"
-
-
-def _call(action: str, params: Mapping[str, Value]) -> str:
-    return f"{action}({', '.join(f'{name}:{value}' for name, value in params.items())})"

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statements of packet tests written as text, as `dlcp.switch.stf.read` reads them."""
+
+from collections.abc import Iterable, Mapping
+
+from dlcp.switch import TableEntry, Value
+from dlcp.switch.stf.script import (
+    AddMember,
+    CheckCounter,
+    CheckRegister,
+    Expect,
+    NoPacket,
+    Release,
+    Remove,
+    RemoveAll,
+    SendPacket,
+    SetDefault,
+    SetGroup,
+    SetMeter,
+    Slow,
+    Statement,
+    Wait,
+    Write,
+    WriteRegister,
+)
+
+
+def text(statements: Iterable[Statement]) -> str:
+    """Return the text of statements, a line each."""
+    return "".join(f"{_line(statement)}\n" for statement in statements)
+
+
+def _line(statement: Statement) -> str:
+    match statement:
+        case Write(_, operation, entry):
+            return f"{operation} {_place(entry.table, entry.match, entry.priority)} {_does(entry)}"
+        case Remove(_, table, match_, priority):
+            return f"remove {_place(table, match_, priority)}"
+        case RemoveAll():
+            return "remove all"
+        case SetDefault(_, table, action, params):
+            return f"setdefault {table} {_call(action, params)}"
+        case AddMember(_, profile, number, action, params):
+            return f"member {profile} {number} {_call(action, params)}"
+        case SetGroup(_, profile, number, members):
+            return " ".join(["group", profile, str(number), *map(str, members)])
+        case SetMeter(_, table, match_, priority, rates):
+            pairs = f"{rates.cir}:{rates.cburst} {rates.pir}:{rates.pburst}"
+            return f"meter_set_rates {_place(table, match_, priority)} {pairs}"
+        case WriteRegister(_, register, index, value, ago):
+            return f"register_write {register} {index} {'now-' if ago else ''}{value}"
+        case CheckRegister(_, register, index, comparison, value):
+            return f"check_register {register}({index}) {comparison} {value}"
+        case CheckCounter(_, counter, index, unit, comparison, value):
+            return f"check_counter {counter}({index}) {unit} {comparison} {value}"
+        case _:
+            return _packet_line(statement)
+
+
+def _packet_line(statement: Statement) -> str:
+    match statement:
+        case SendPacket(_, port, data):
+            return f"packet {port} {data.hex()}"
+        case Expect(_, port, None):
+            return f"expect {port}"
+        case Expect(_, port, pattern, longer):
+            assert pattern is not None
+            digits = zip(pattern.value.hex(), pattern.mask.hex(), strict=True)
+            return f"expect {port} {''.join(digit if bits == 'f' else '*' for digit, bits in digits)}" + "$" * (
+                not longer
+            )
+        case NoPacket():
+            return "no_packet"
+        case Wait(_, seconds):
+            return f"wait {seconds}"
+        case Slow(_, port, depth_packets):
+            return f"slow {port} {depth_packets}"
+        case Release(_, port):
+            return f"release {port}"
+        case _:
+            raise AssertionError(f"{statement} has no text")
+
+
+def _place(table: str, match: Mapping[str, Value], priority: int) -> str:
+    fields = [f"{name}:{value}" for name, value in match.items()]
+    return " ".join([table, *([str(priority)] if priority else []), *fields])
+
+
+def _does(entry: TableEntry) -> str:
+    if entry.action is not None:
+        return _call(entry.action, entry.params)
+    return f"member {entry.member}" if entry.member is not None else f"group {entry.group}"
+
+
+def _call(action: str, params: Mapping[str, Value]) -> str:
+    return f"{action}({', '.join(f'{name}:{value}' for name, value in params.items())})"
