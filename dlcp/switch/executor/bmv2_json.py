@@ -75,230 +75,6 @@ def number(text: str) -> int:
     return int(text, 16)
 
 
-class Words:
-    """Reads fields, expressions and hashes of one document; ``where`` says where they stand, for errors.
-
-    Attributes
-    ----------
-    headers
-        All headers, metadata included.
-    calculations
-        The hashes and checksums that have been asked for.
-    """
-
-    def __init__(self, document: Json) -> None:
-        self._document = document
-        self._calculations = {item["name"]: item for item in document.get("calculations", [])}
-        self.headers = self._read_headers()
-        self.calculations: dict[str, Calculation] = {}
-
-    def _read_headers(self) -> dict[str, HeaderDef]:
-        types = {item["name"]: item for item in self._document["header_types"]}
-        headers = {}
-        for item in self._document["headers"]:
-            fields: dict[str, Field] = {}
-            signed = set()
-            offset = 0
-            for name, width, *rest in types[item["header_type"]]["fields"]:
-                if width == "*":
-                    raise UnsupportedFeature("varbit fields", f"{item['name']}.{name}")
-                if rest and rest[0]:
-                    signed.add(name)
-                fields[name] = Field(item["name"], name, width, offset, bool(item.get("metadata")))
-                offset += width
-            headers[item["name"]] = HeaderDef(item["name"], bool(item.get("metadata")), fields, frozenset(signed))
-        return headers
-
-    def header(self, name: str, where: str) -> HeaderDef:
-        """Return a header; raises ProgramError if there is none of this name."""
-        if name not in self.headers:
-            raise ProgramError(f"{where}: no header {name!r} in the program")
-        return self.headers[name]
-
-    def field(self, value: Sequence[str], where: str) -> Field:
-        """Return a field; raises UnsupportedFeature if it cannot be computed with."""
-        header = self.header(value[0], where)
-        found = header.fields[value[1]]
-        if value[1] in header.signed:
-            raise UnsupportedFeature(f"signed fields ({value[0]}.{value[1]})", where)
-        if found.width > MAX_WIDTH:
-            raise UnsupportedFeature(f"fields wider than {MAX_WIDTH} bits ({value[0]}.{value[1]})", where)
-        return found
-
-    def variable(self, value: Sequence[str], where: str) -> Variable:
-        """Return a field, or whether a header is valid."""
-        if value[1] == "$valid$":
-            return Valid(self.header(value[0], where).name)
-        return self.field(value, where)
-
-    def target(self, parameter: Json, where: str) -> Field:
-        """Return the field that something is assigned to."""
-        if parameter["type"] != "field":
-            raise UnsupportedFeature(f"assignment to a {parameter['type']}", where)
-        return self.field(parameter["value"], where)
-
-    def errors(self) -> dict[str, int]:
-        """Return the numbers of the parser's errors, by name."""
-        errors: dict[str, int] = dict(self._document.get("errors", []))
-        # BMv2 numbers the core errors that a program does not list after those that it does.
-        for name in ("NoError", "PacketTooShort"):
-            if name not in errors:
-                errors[name] = max(errors.values(), default=-1) + 1
-        return errors
-
-    def expression(self, item: Json, where: str, parameters: Sequence[Parameter] = ()) -> Expr:
-        """Read an expression; ``parameters`` are those of the action that it stands in."""
-        kind, value = item["type"], item["value"]
-        if kind == "expression":
-            return self.expression(value, where, parameters) if "type" in value else self._op(value, where, parameters)
-        if kind == "field":
-            return self.variable(value, where)
-        if kind == "hexstr":
-            return Const(number(value))
-        if kind == "bool":
-            return Const(int(value))
-        if kind in ("runtime_data", "local"):
-            return Param(value, parameters[value].width)
-        raise UnsupportedFeature(f"expressions on a {kind}", where)
-
-    def _op(self, value: Json, where: str, parameters: Sequence[Parameter]) -> Expr:
-        op = value["op"]
-        if op == "valid":
-            if value["right"]["type"] != "header":
-                raise UnsupportedFeature(f"isValid on a {value['right']['type']}", where)
-            return Valid(self.header(value["right"]["value"], where).name)
-        if op == "?":
-            names: tuple[str, ...] = ("cond", "left", "right")
-        elif op in _UNARY:
-            names = ("right",)
-        elif op in _BINARY:
-            names = ("left", "right")
-        else:
-            raise UnsupportedFeature(f"the operation {op}", where)
-        return Op(op, tuple(self.expression(value[name], where, parameters) for name in names))
-
-    def calculation(self, name: str, where: str) -> Calculation:
-        """Return a hash by its name."""
-        if name not in self.calculations:
-            item = self._calculations[name]
-            where = where_is(item, where)
-            self.calculations[name] = Calculation(
-                name, self.algorithm(item["algo"], where), self.inputs(item["input"], where), where
-            )
-        return self.calculations[name]
-
-    @staticmethod
-    def algorithm(name: str, where: str) -> str:
-        """Return the name of a hash algorithm; raises UnsupportedFeature for one that is not run."""
-        if name not in HASHES:
-            raise UnsupportedFeature(f"the hash {name}", where)
-        return name
-
-    def inputs(self, items: Sequence[Json], where: str) -> tuple[Field | Bits, ...]:
-        """Return what is hashed: fields, and constant bits."""
-        inputs: list[Field | Bits] = []
-        for item in items:
-            if item["type"] == "field":
-                inputs.append(self.field(item["value"], where))
-            elif item["type"] == "hexstr":
-                inputs.append(Bits(number(item["value"]), item["bitwidth"]))
-            else:
-                raise UnsupportedFeature(f"a hash over a {item['type']}", where)
-        return tuple(inputs)
-
-
-_PRIMITIVES: Final = {
-    "add_header": "setValid on a header",
-    "remove_header": "setInvalid on a header",
-    "clone_ingress_pkt_to_egress": "clone",
-    "clone_egress_pkt_to_egress": "clone",
-    "generate_digest": "digest",
-    "truncate": "truncate",
-    "modify_field_rng_uniform": "random",
-    "assign_header": "assignment of whole headers",
-    "push": "push on a header stack",
-    "pop": "pop on a header stack",
-    "_jump": "if inside an action",
-    "_jump_if_zero": "if inside an action",
-}
-"""What a programmer calls the primitives that are refused; others are refused by their own name."""
-
-
-class ActionReader:
-    """Reads actions.
-
-    Parameters
-    ----------
-    words
-        The document's fields and expressions.
-    counters, registers, meters
-        The names of the arrays that there are.
-    """
-
-    def __init__(
-        self, words: Words, counters: Container[str], registers: Container[str], meters: Container[str]
-    ) -> None:
-        self._words = words
-        self.counters, self.registers, self.meters = counters, registers, meters
-
-    def action(self, item: Json) -> ActionDef:
-        """Read an action; raises UnsupportedFeature or ProgramError."""
-        where = where_is(item, f"action {item['name']}")
-        parameters = tuple(Parameter(entry["name"], entry["bitwidth"]) for entry in item["runtime_data"])
-        for parameter in parameters:
-            if parameter.width > MAX_WIDTH:
-                raise UnsupportedFeature(
-                    f"action parameters wider than {MAX_WIDTH} bits ({parameter.name})", f"action {item['name']}"
-                )
-        body: list[Statement] = []
-        for call in item["primitives"]:
-            body += self._primitive(call, where_is(call, where), parameters)
-        return ActionDef(item["id"], item["name"], parameters, tuple(body), where)
-
-    def _primitive(self, call: Json, where: str, parameters: Sequence[Parameter]) -> list[Statement]:
-        op, given = call["op"], call["parameters"]
-
-        def expression(index: int) -> Expr:
-            return self._words.expression(given[index], where, parameters)
-
-        match op:
-            case "no_op":
-                return []
-            case "exit":
-                return [Exit()]
-            case "assign" | "modify_field":
-                target = self._words.target(given[0], where)
-                if (target.header, target.name) == ("standard_metadata", "mcast_grp") and expression(1) != Const(0):
-                    raise UnsupportedFeature("multicast", where)
-                return [Assign(target, expression(1))]
-            case "mark_to_drop" | "drop":
-                return [Assign(self._words.field(("standard_metadata", "egress_spec"), where), Const(511))]
-            case "count":
-                return [Count(self._named(self.counters, given[0], where), expression(1))]
-            case "register_read":
-                name = self._named(self.registers, given[1], where)
-                return [RegisterRead(self._words.target(given[0], where), name, expression(2))]
-            case "register_write":
-                return [RegisterWrite(self._named(self.registers, given[0], where), expression(1), expression(2))]
-            case "execute_meter":
-                name = self._named(self.meters, given[0], where)
-                return [ExecuteMeter(self._words.target(given[2], where), name, expression(1))]
-            case "modify_field_with_hash_based_offset":
-                size = expression(3)
-                if not isinstance(size, Const):
-                    raise UnsupportedFeature("hash with a maximum that is not a constant", where)
-                calculation = self._words.calculation(given[2]["value"], where)
-                return [Hash(self._words.target(given[0], where), expression(1), calculation.name, size.value)]
-        raise UnsupportedFeature(_PRIMITIVES.get(op, f"the primitive {op}"), where)
-
-    @staticmethod
-    def _named(known: Container[str], parameter: Json, where: str) -> str:
-        name = str(parameter["value"])
-        if name not in known:
-            raise ProgramError(f"{where}: no {parameter['type']} {name!r} in the program")
-        return name
-
-
 def load_definition(path: str | Path) -> ProgramDef:
     """Read a program.
 
@@ -338,17 +114,38 @@ _ABSENT: Final = {
     "learn_lists": "digests",
     "extern_instances": "externs",
 }
+_PRIMITIVES: Final = {
+    "add_header": "setValid on a header",
+    "remove_header": "setInvalid on a header",
+    "clone_ingress_pkt_to_egress": "clone",
+    "clone_egress_pkt_to_egress": "clone",
+    "generate_digest": "digest",
+    "truncate": "truncate",
+    "modify_field_rng_uniform": "random",
+    "assign_header": "assignment of whole headers",
+    "push": "push on a header stack",
+    "pop": "pop on a header stack",
+    "_jump": "if inside an action",
+    "_jump_if_zero": "if inside an action",
+}
+"""What a programmer calls the primitives that are refused; others are refused by their own name."""
 
 
 class _Reader:
-    """Reads one document. Methods take the JSON of an object and where it stands."""
+    """Reads one document. Methods take the JSON of an object and, for errors, where it stands.
+
+    ``parameters`` are those of the action that an expression stands in.
+    """
 
     def __init__(self, document: Json) -> None:
         self.document = document
         for key, feature in _ABSENT.items():
             if document.get(key):
                 raise UnsupportedFeature(feature, str(document[key][0].get("name", key)))
-        self._words = Words(document)
+        self._calculations = {item["name"]: item for item in document.get("calculations", [])}
+        self.headers = self._read_headers()
+        self.calculations: dict[str, Calculation] = {}
+        """The hashes and checksums that have been asked for."""
         self.registers = {
             item["name"]: RegisterDef(item["name"], item["size"], item["bitwidth"])
             for item in document.get("register_arrays", [])
@@ -362,8 +159,7 @@ class _Reader:
                 raise UnsupportedFeature("direct counters", f"counter {item['name']}")
             self.counters[item["name"]] = CounterDef(item["name"], item["size"])
         self.meters = {item["name"]: self._meter(item) for item in document.get("meter_arrays", [])}
-        actions = ActionReader(self._words, self.counters, self.registers, self.meters)
-        self.actions = {item["id"]: actions.action(item) for item in document.get("actions", [])}
+        self.actions = {item["id"]: self._action(item) for item in document.get("actions", [])}
 
     def program(self, digest: str) -> ProgramDef:
         document = self.document
@@ -380,14 +176,14 @@ class _Reader:
         }
         standard = {
             f"standard_metadata.{name}": item
-            for name, item in self._words.header("standard_metadata", "program").fields.items()
+            for name, item in self._header("standard_metadata", "program").fields.items()
         }
         for alias, (header, name) in document.get("field_aliases", []):
-            standard[alias] = self._words.header(header, alias).fields[name]
+            standard[alias] = self._header(header, alias).fields[name]
         return ProgramDef(
             digest=digest,
-            headers=self._words.headers,
-            errors=self._words.errors(),
+            headers=self.headers,
+            errors=self._errors(),
             first_state=parser["init_state"],
             states={item["name"]: self._state(item) for item in parser["parse_states"]},
             emitted=tuple(deparser["order"]),
@@ -395,7 +191,7 @@ class _Reader:
             egress=self._pipeline(pipelines["egress"]),
             profiles=profiles,
             checksums=tuple(self._checksum(item) for item in document.get("checksums", [])),
-            calculations=self._words.calculations,
+            calculations=self.calculations,
             registers=self.registers,
             counters=self.counters,
             meters=self.meters,
@@ -409,9 +205,9 @@ class _Reader:
         condition = item.get("if_cond")
         return Checksum(
             name=item["name"],
-            target=self._words.field(item["target"], where),
-            calculation=self._words.calculation(item["calculation"], where),
-            condition=None if condition is None else self._words.expression(condition, where),
+            target=self._field(item["target"], where),
+            calculation=self._calculation(item["calculation"], where),
+            condition=None if condition is None else self._expression(condition, where),
             update=item.get("update", True),
             verify=item.get("verify", True),
         )
@@ -420,7 +216,7 @@ class _Reader:
         where = f"meter {item['name']}"
         if item.get("rate_count", 2) != 2:
             raise UnsupportedFeature(f"meters with {item['rate_count']} rates", where)
-        target = self._words.field(item["result_target"], where) if item.get("is_direct") else None
+        target = self._field(item["result_target"], where) if item.get("is_direct") else None
         return MeterDef(item["name"], item["size"], item["type"] == "bytes", target)
 
     # ---------------------------------------------------------------------------------------------------- parser
@@ -432,7 +228,7 @@ class _Reader:
         for entry in item["transition_key"]:
             if entry["type"] != "field":
                 raise UnsupportedFeature(f"select on a {entry['type']}", where)
-            keys.append(self._words.field(entry["value"], where))
+            keys.append(self._field(entry["value"], where))
         cases, default = [], None
         for entry in item["transitions"]:
             if entry.get("type") == "parse_vset":
@@ -446,11 +242,11 @@ class _Reader:
     def _operation(self, item: Json, where: str) -> Extract | Assign | Verify:
         given = item["parameters"]
         if item["op"] == "extract" and given[0]["type"] == "regular":
-            return Extract(self._words.header(given[0]["value"], where).name)
+            return Extract(self._header(given[0]["value"], where).name)
         if item["op"] == "set":
-            return Assign(self._words.target(given[0], where), self._words.expression(given[1], where))
+            return Assign(self._target(given[0], where), self._expression(given[1], where))
         if item["op"] == "verify":
-            return Verify(self._words.expression(given[0], where), self._words.expression(given[1], where))
+            return Verify(self._expression(given[0], where), self._expression(given[1], where))
         feature = {"extract": f"extract into a {given[0].get('type')}", "extract_VL": "varbit fields"}
         raise UnsupportedFeature(feature.get(item["op"], f"the parser operation {item['op']}"), where)
 
@@ -462,7 +258,7 @@ class _Reader:
             raise UnsupportedFeature("action calls outside tables", f"control {item['name']}")
         for entry in item.get("conditionals", []):
             where = where_is(entry, f"conditional {entry['name']}")
-            condition = self._words.expression(entry["expression"], where)
+            condition = self._expression(entry["expression"], where)
             nodes[entry["name"]] = Conditional(entry["name"], condition, entry["true_next"], entry["false_next"], where)
         for entry in item.get("tables", []):
             nodes[entry["name"]] = self._table(entry)
@@ -509,9 +305,9 @@ class _Reader:
     def _key(self, item: Json, where: str) -> Key:
         if item["match_type"] == "valid":
             target = item["target"] if isinstance(item["target"], str) else item["target"][0]
-            source: Variable = Valid(self._words.header(target, where).name)
+            source: Variable = Valid(self._header(target, where).name)
         else:
-            source = self._words.variable(item["target"], where)
+            source = self._variable(item["target"], where)
         match = "exact" if item["match_type"] in ("valid", "exact") else item["match_type"]
         if match not in ("exact", "lpm", "ternary", "range"):
             raise UnsupportedFeature(f"match type {match}", where)
@@ -524,8 +320,183 @@ class _Reader:
         where = where_is(item, f"action profile {item['name']}")
         if selector is None:
             return ProfileDef(item["name"], item["max_size"], None, ())
-        fields = tuple(entry for entry in self._words.inputs(selector["input"], where) if isinstance(entry, Field))
-        return ProfileDef(item["name"], item["max_size"], self._words.algorithm(selector["algo"], where), fields)
+        fields = tuple(entry for entry in self._inputs(selector["input"], where) if isinstance(entry, Field))
+        return ProfileDef(item["name"], item["max_size"], self._algorithm(selector["algo"], where), fields)
+
+    # ------------------------------------------------------------------------------------------------------ actions
+
+    def _action(self, item: Json) -> ActionDef:
+        """Read an action; raises UnsupportedFeature or ProgramError."""
+        where = where_is(item, f"action {item['name']}")
+        parameters = tuple(Parameter(entry["name"], entry["bitwidth"]) for entry in item["runtime_data"])
+        for parameter in parameters:
+            if parameter.width > MAX_WIDTH:
+                raise UnsupportedFeature(
+                    f"action parameters wider than {MAX_WIDTH} bits ({parameter.name})", f"action {item['name']}"
+                )
+        body: list[Statement] = []
+        for call in item["primitives"]:
+            body += self._primitive(call, where_is(call, where), parameters)
+        return ActionDef(item["id"], item["name"], parameters, tuple(body), where)
+
+    def _primitive(self, call: Json, where: str, parameters: Sequence[Parameter]) -> list[Statement]:
+        op, given = call["op"], call["parameters"]
+
+        def expression(index: int) -> Expr:
+            return self._expression(given[index], where, parameters)
+
+        match op:
+            case "no_op":
+                return []
+            case "exit":
+                return [Exit()]
+            case "assign" | "modify_field":
+                target = self._target(given[0], where)
+                if (target.header, target.name) == ("standard_metadata", "mcast_grp") and expression(1) != Const(0):
+                    raise UnsupportedFeature("multicast", where)
+                return [Assign(target, expression(1))]
+            case "mark_to_drop" | "drop":
+                return [Assign(self._field(("standard_metadata", "egress_spec"), where), Const(511))]
+            case "count":
+                return [Count(self._named(self.counters, given[0], where), expression(1))]
+            case "register_read":
+                name = self._named(self.registers, given[1], where)
+                return [RegisterRead(self._target(given[0], where), name, expression(2))]
+            case "register_write":
+                return [RegisterWrite(self._named(self.registers, given[0], where), expression(1), expression(2))]
+            case "execute_meter":
+                name = self._named(self.meters, given[0], where)
+                return [ExecuteMeter(self._target(given[2], where), name, expression(1))]
+            case "modify_field_with_hash_based_offset":
+                size = expression(3)
+                if not isinstance(size, Const):
+                    raise UnsupportedFeature("hash with a maximum that is not a constant", where)
+                calculation = self._calculation(given[2]["value"], where)
+                return [Hash(self._target(given[0], where), expression(1), calculation.name, size.value)]
+        raise UnsupportedFeature(_PRIMITIVES.get(op, f"the primitive {op}"), where)
+
+    @staticmethod
+    def _named(known: Container[str], parameter: Json, where: str) -> str:
+        name = str(parameter["value"])
+        if name not in known:
+            raise ProgramError(f"{where}: no {parameter['type']} {name!r} in the program")
+        return name
+
+    # -------------------------------------------------------------------------------------- headers and expressions
+
+    def _read_headers(self) -> dict[str, HeaderDef]:
+        types = {item["name"]: item for item in self.document["header_types"]}
+        headers = {}
+        for item in self.document["headers"]:
+            fields: dict[str, Field] = {}
+            signed = set()
+            offset = 0
+            for name, width, *rest in types[item["header_type"]]["fields"]:
+                if width == "*":
+                    raise UnsupportedFeature("varbit fields", f"{item['name']}.{name}")
+                if rest and rest[0]:
+                    signed.add(name)
+                fields[name] = Field(item["name"], name, width, offset, bool(item.get("metadata")))
+                offset += width
+            headers[item["name"]] = HeaderDef(item["name"], bool(item.get("metadata")), fields, frozenset(signed))
+        return headers
+
+    def _header(self, name: str, where: str) -> HeaderDef:
+        """Return a header; raises ProgramError if there is none of this name."""
+        if name not in self.headers:
+            raise ProgramError(f"{where}: no header {name!r} in the program")
+        return self.headers[name]
+
+    def _field(self, value: Sequence[str], where: str) -> Field:
+        """Return a field; raises UnsupportedFeature if it cannot be computed with."""
+        header = self._header(value[0], where)
+        found = header.fields[value[1]]
+        if value[1] in header.signed:
+            raise UnsupportedFeature(f"signed fields ({value[0]}.{value[1]})", where)
+        if found.width > MAX_WIDTH:
+            raise UnsupportedFeature(f"fields wider than {MAX_WIDTH} bits ({value[0]}.{value[1]})", where)
+        return found
+
+    def _variable(self, value: Sequence[str], where: str) -> Variable:
+        """Return a field, or whether a header is valid."""
+        if value[1] == "$valid$":
+            return Valid(self._header(value[0], where).name)
+        return self._field(value, where)
+
+    def _target(self, parameter: Json, where: str) -> Field:
+        """Return the field that something is assigned to."""
+        if parameter["type"] != "field":
+            raise UnsupportedFeature(f"assignment to a {parameter['type']}", where)
+        return self._field(parameter["value"], where)
+
+    def _errors(self) -> dict[str, int]:
+        """Return the numbers of the parser's errors, by name."""
+        errors: dict[str, int] = dict(self.document.get("errors", []))
+        # BMv2 numbers the core errors that a program does not list after those that it does.
+        for name in ("NoError", "PacketTooShort"):
+            if name not in errors:
+                errors[name] = max(errors.values(), default=-1) + 1
+        return errors
+
+    def _expression(self, item: Json, where: str, parameters: Sequence[Parameter] = ()) -> Expr:
+        """Read an expression; ``parameters`` are those of the action that it stands in."""
+        kind, value = item["type"], item["value"]
+        if kind == "expression":
+            return self._expression(value, where, parameters) if "type" in value else self._op(value, where, parameters)
+        if kind == "field":
+            return self._variable(value, where)
+        if kind == "hexstr":
+            return Const(number(value))
+        if kind == "bool":
+            return Const(int(value))
+        if kind in ("runtime_data", "local"):
+            return Param(value, parameters[value].width)
+        raise UnsupportedFeature(f"expressions on a {kind}", where)
+
+    def _op(self, value: Json, where: str, parameters: Sequence[Parameter]) -> Expr:
+        op = value["op"]
+        if op == "valid":
+            if value["right"]["type"] != "header":
+                raise UnsupportedFeature(f"isValid on a {value['right']['type']}", where)
+            return Valid(self._header(value["right"]["value"], where).name)
+        if op == "?":
+            names: tuple[str, ...] = ("cond", "left", "right")
+        elif op in _UNARY:
+            names = ("right",)
+        elif op in _BINARY:
+            names = ("left", "right")
+        else:
+            raise UnsupportedFeature(f"the operation {op}", where)
+        return Op(op, tuple(self._expression(value[name], where, parameters) for name in names))
+
+    def _calculation(self, name: str, where: str) -> Calculation:
+        """Return a hash by its name."""
+        if name not in self.calculations:
+            item = self._calculations[name]
+            where = where_is(item, where)
+            self.calculations[name] = Calculation(
+                name, self._algorithm(item["algo"], where), self._inputs(item["input"], where), where
+            )
+        return self.calculations[name]
+
+    @staticmethod
+    def _algorithm(name: str, where: str) -> str:
+        """Return the name of a hash algorithm; raises UnsupportedFeature for one that is not run."""
+        if name not in HASHES:
+            raise UnsupportedFeature(f"the hash {name}", where)
+        return name
+
+    def _inputs(self, items: Sequence[Json], where: str) -> tuple[Field | Bits, ...]:
+        """Return what is hashed: fields, and constant bits."""
+        inputs: list[Field | Bits] = []
+        for item in items:
+            if item["type"] == "field":
+                inputs.append(self._field(item["value"], where))
+            elif item["type"] == "hexstr":
+                inputs.append(Bits(number(item["value"]), item["bitwidth"]))
+            else:
+                raise UnsupportedFeature(f"a hash over a {item['type']}", where)
+        return tuple(inputs)
 
 
 def _case(entry: Json, keys: Sequence[Field]) -> Case:
