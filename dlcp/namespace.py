@@ -97,6 +97,18 @@ class Namespace:
         """Run a process in this namespace to its end; options as for ``subprocess.run``."""
         return self.call(lambda: subprocess.run(argv, check=False, **options))
 
+    def ip(self, *commands: str) -> None:
+        """Run commands of iproute2 in this namespace.
+
+        Raises
+        ------
+        NamespaceError
+            It refused one.
+        """
+        done = self.run(["ip", "-batch", "-"], input="\n".join(commands), capture_output=True, text=True)
+        if done.returncode:
+            raise NamespaceError(f"{self.name}: ip {'; '.join(commands)}: {done.stderr.strip()}")
+
     def close(self) -> None:
         """Let the namespace go."""
         if self._fd >= 0:
@@ -168,16 +180,14 @@ class StarNetwork(Closing):
         number = index + 1
         address, mac, interface = f"10.0.0.{number}", f"02:00:00:00:00:{number:02x}", f"port{number}"
         namespace = self._namespace(f"host {index}")
-        _ip(
-            self.switch,
+        self.switch.ip(
             f"link add {interface} mtu {mtu_bytes} type veth peer name {HOST_INTERFACE} mtu {mtu_bytes} "
             f"address {mac} netns {namespace.path}",
             f"link set {interface} up",
         )
         # The route chooses the congestion control: the sysctl of a namespace takes only those that the machine's
         # administrator allows to everyone (tcp_allowed_congestion_control), which may leave out cubic.
-        _ip(
-            namespace,
+        namespace.ip(
             f"addr add {address}/24 dev {HOST_INTERFACE} noprefixroute",
             f"link set {HOST_INTERFACE} up",
             f"route add 10.0.0.0/24 dev {HOST_INTERFACE} src {address} congctl {congestion_control}",
@@ -188,8 +198,7 @@ class StarNetwork(Closing):
 
     def _introduce(self, host: NetworkHost) -> None:
         others = [other for other in self.hosts if other is not host]
-        _ip(
-            host.namespace,
+        host.namespace.ip(
             *(f"neigh add {other.address} lladdr {other.mac} dev {HOST_INTERFACE} nud permanent" for other in others),
         )
 
@@ -214,7 +223,7 @@ def available() -> tuple[bool, str]:
     except (NamespaceError, OSError) as error:
         return False, str(error)
     try:
-        _ip(first, f"link add trial type veth peer name trial netns {second.path}")
+        first.ip(f"link add trial type veth peer name trial netns {second.path}")
         first.call(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0).close())
     except (NamespaceError, OSError) as error:
         return False, str(error)
@@ -315,15 +324,6 @@ def _ethtool(sock: socket.socket, interface: str, request: bytearray) -> None:
     address, _ = buffer.buffer_info()
     fcntl.ioctl(sock.fileno(), _SIOCETHTOOL, struct.pack("16sP16x", interface.encode(), address))
     request[:] = buffer.tobytes()
-
-
-def _ip(namespace: Namespace, *commands: str) -> None:
-    """Run commands of iproute2 in a namespace."""
-    if not commands:
-        return
-    done = namespace.run(["ip", "-batch", "-"], input="\n".join(commands), capture_output=True, text=True)
-    if done.returncode:
-        raise NamespaceError(f"{namespace.name}: ip {'; '.join(commands)}: {done.stderr.strip()}")
 
 
 def _prepare() -> None:

@@ -94,11 +94,11 @@ class NamespaceLoopback(BenchPath):
             self.namespace = namespace = self._namespace("loopback")
             # TCP that does not choose gets the first control, too.
             default = f"dev lo table local proto kernel scope host src 127.0.0.1 congctl {self.controls[0]}"
-            _ip(namespace, f"route replace local 127.0.0.0/8 {default}", f"route replace local 127.0.0.1 {default}")
+            namespace.ip(f"route replace local 127.0.0.0/8 {default}", f"route replace local 127.0.0.1 {default}")
             for control in self.controls:
                 address = self.tcp_address(0, control)
                 chosen = f"dev lo table local proto kernel scope host src {address} congctl {control}"
-                _ip(namespace, f"addr add {address}/32 dev lo", f"route replace local {address} {chosen}")
+                namespace.ip(f"addr add {address}/32 dev lo", f"route replace local {address} {chosen}")
         except BaseException:
             self._stack.close()
             raise
@@ -169,9 +169,9 @@ class VethPair(_Hosts):
     def _link(self) -> None:
         first, second = self.hosts
         mtu = f"mtu {self.mtu_bytes}"
-        _ip(first, f"link add eth0 {mtu} type veth peer name eth0 {mtu} netns {second.path}")
+        first.ip(f"link add eth0 {mtu} type veth peer name eth0 {mtu} netns {second.path}")
         for rank, host in enumerate(self.hosts):
-            _ip(host, *self._addresses(rank), *self._routes(rank, 1 - rank, "dev eth0"))
+            host.ip(*self._addresses(rank), *self._routes(rank, 1 - rank, "dev eth0"))
 
 
 class RoutedPath(_Hosts):
@@ -228,16 +228,14 @@ class RoutedPath(_Hosts):
         mtu = f"mtu {self.mtu_bytes}"
         for rank, host in enumerate(self.hosts):
             port, gateway = f"port{rank}", f"10.0.{rank}.1"
-            _ip(
-                self._router,
+            self._router.ip(
                 f"link add {port} {mtu} type veth peer name eth0 {mtu} netns {host.path}",
                 f"addr add {gateway}/24 dev {port}",
                 f"link set {port} up",
             )
             way = f"via {gateway} dev eth0"
             others = [peer for peer in range(len(self.hosts)) if peer != rank]
-            _ip(
-                host,
+            host.ip(
                 *self._addresses(rank),
                 f"route add {gateway} dev eth0",
                 *(command for peer in others for command in self._routes(rank, peer, way)),
@@ -284,9 +282,3 @@ def _current_control() -> str:
 def _set_up_tcp() -> None:
     for name, value in _TCP_SETTINGS.items():
         File("/proc/sys/net/ipv4", name).write_text(value, encoding="ascii")
-
-
-def _ip(namespace: Namespace, *commands: str) -> None:
-    done = namespace.run(["ip", "-batch", "-"], input="\n".join(commands), capture_output=True, text=True)
-    if done.returncode:
-        raise NamespaceError(f"{namespace.name}: ip {'; '.join(commands)}: {done.stderr.strip()}")

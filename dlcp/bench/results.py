@@ -32,6 +32,10 @@ _LOAD_BEFORE: Final = round(os.getloadavg()[0], 2)
 """Of the last minute before this program measured anything: what others do at the same time."""
 
 
+class BenchError(RuntimeError):
+    """Something cannot be measured here; the message says why."""
+
+
 def interleave(
     contenders: Mapping[str, Callable[[], float]],
     *,

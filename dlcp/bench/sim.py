@@ -7,23 +7,20 @@ Rates are per second of the processor's time, for neither side waits for anythin
 100 Gbit/s, DLCP with a bound of 10 %. ``sim.ring1024``: a ring all-reduce of 25 MB over 1,024 ranks in 32 racks, DCTCP.
 ``sim.nspy``: eight hosts send 10 Gbit/s through one switch to eight others, the same packets here and in ns.py
 (``pip install ns.py``).
-
-Run ``dlcp bench sim`` or, with other sizes, ``python tests/bench/sim.py``; both print one JSON document.
 """
 
-import argparse
 import importlib
 import importlib.util
+import multiprocessing
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import simpy
 
-from dlcp.bench.results import BenchResult, interleave, result, say, show
+from dlcp.bench.results import BenchResult, interleave, result, say
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
 from dlcp.sim.graph import GraphBuilder
 from dlcp.sim.packet_engine import EngineCounter
@@ -114,14 +111,15 @@ def nspy(packets: int) -> float:
 
 
 def measure_ring(ranks: int, size_bytes: int) -> tuple[float, dict[str, float]]:
-    """Run the ring in a process of its own, return seconds by the clock and what else there is to know."""
-    command = [sys.executable, "-m", "dlcp.bench.sim", "--only-ring", str(ranks), "--bytes", str(size_bytes)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    seconds, processor_s, hops, memory = (float(item) for item in output.split())
+    """Run the ring, return seconds by the clock and what else there is to know; in a process of its own, for memory."""
+    hops_per_s(parameter_server(100_000))  # compiles
+    began, processor = time.perf_counter(), time.process_time()
+    outcome = simulate(ring(ranks, size_bytes), engine="kernel", keep_messages=False)
+    seconds, processor_s = time.perf_counter() - began, time.process_time() - processor
     details = {
         "processor_s": round(processor_s, 1),
-        "packet_hops_per_processor_s": round(hops / processor_s),
-        "memory_gb": round(memory, 2),
+        "packet_hops_per_processor_s": round(outcome.hops / processor_s),
+        "memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
     }
     return seconds, details
 
@@ -147,33 +145,10 @@ def measure(*, rounds: int, size_bytes: int = 25_000_000, ranks: int = 1024, pac
     samples = interleave(contenders, rounds=rounds, warm_up=1, progress=say)
     scenario = parameter_server(size_bytes)
     rates = interleave({"ours": lambda: hops_per_s(scenario)}, rounds=rounds, warm_up=0, progress=say)["ours"]
-    seconds, details = measure_ring(ranks, size_bytes)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        seconds, details = alone.submit(measure_ring, ranks, size_bytes).result()
     return [
         result("sim.ps64", "packet-hops/s", rates, smaller_is_better=False),
         result("sim.ring1024", "s", [seconds], details=details),
         result("sim.nspy", "packet-hops/s", samples["ours"], samples.get("ns.py"), smaller_is_better=False),
     ]
-
-
-def main() -> None:
-    """Print the document."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=int, default=25_000_000)
-    parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--packets", type=int, default=2000, help="of each flow, beside ns.py")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only-ring", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.only_ring:
-        hops_per_s(parameter_server(100_000))
-        began, processor = time.perf_counter(), time.process_time()
-        outcome = simulate(ring(options.only_ring, options.bytes), engine="kernel", keep_messages=False)
-        taken = time.perf_counter() - began
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-        print(taken, time.process_time() - processor, outcome.hops, memory)
-        return
-    show(measure(rounds=options.rounds, size_bytes=options.bytes, ranks=options.ranks, packets=options.packets))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,12 +2,14 @@
 """``dlcp bench``: measure something, and print one JSON document."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from dlcp.bench.path import BenchPath, RoutedPath, VethPair, loopback
-from dlcp.bench.results import BenchResult, say, show
+from dlcp.bench.results import BenchError, BenchResult, say, show
 from dlcp.commands.common import refuse
 from dlcp.namespace import NamespaceError, become_root
 
@@ -20,27 +22,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = parser.add_subparsers(metavar="NAME", required=True)
 
     def declare(
-        name: str, purpose: str, measure: Callable[[argparse.Namespace], Sequence[BenchResult]], rounds: int
+        name: str,
+        purpose: str,
+        rounds: int,
+        measure: Callable[[argparse.Namespace], Sequence[BenchResult]] | None = None,
+        root: bool = False,
     ) -> argparse.ArgumentParser:
         command = names.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
-        command.set_defaults(measure=measure)
+        command.set_defaults(measure=measure or partial(_run, name), root=root)
         command.add_argument("--rounds", type=int, default=rounds, metavar="N", help=f"that count (default: {rounds})")
         return command
 
-    allreduce = declare("allreduce", "all-reduce of 100 MB against Gloo, over a clean path", _allreduce, 9)
+    allreduce = declare("allreduce", "all-reduce of 100 MB against Gloo, over a clean path", 9, _allreduce)
     allreduce.add_argument("--ranks", type=int, nargs="+", metavar="N", help="(default: 2 4; over veth 2)")
     allreduce.add_argument("--over", choices=("loopback", "veth"), default="loopback", help="(default: loopback)")
-    loss = declare("loss", "the same through a router that loses packets at random", _loss, 7)
+    loss = declare("loss", "the same through a router that loses packets at random", 7, _loss, root=True)
     loss.add_argument("--ranks", type=int, default=2, metavar="N", help="(default: 2)")
     loss.add_argument("--percent", type=float, nargs="+", default=_LOSSES_PERCENT, help="(default: 0 0.1 1 3)")
-    tags = declare("tags", "tagging of 100 MB on one core", _tags, 15)
-    step = declare("step", "training step of a 25-million-parameter model, against DDP over Gloo", _step, 9)
+    tags = declare("tags", "tagging of 100 MB on one core", 15)
+    step = declare("step", "training step of a 25-million-parameter model, against DDP over Gloo", 9, _step)
     step.add_argument("--ranks", type=int, default=4, metavar="N", help="(default: 4)")
     step.add_argument("--rate-mbps", type=float, metavar="RATE", help="rate of each link (default: over loopback)")
     step.add_argument("--sockets", action="store_true", help="over loopback, too (default: through memory there)")
-    switch = declare("switch", "the built-in switch between network interfaces, against simple_switch", _switch, 7)
-    compression = declare("compression", "compressors: bytes, CPU time and error on one core", _compression, 7)
-    declare("sim", "packet-hops a second of the simulator, beside ns.py", _sim, 3)
+    switch = declare("switch", "the built-in switch between network interfaces, against simple_switch", 7, root=True)
+    compression = declare("compression", "compressors: bytes, CPU time and error on one core", 7)
+    sim = declare("sim", "packet-hops a second of the simulator, beside ns.py", 3, _sim)
+    sim.add_argument("--bytes", type=int, default=25_000_000, help="of each worker or rank (default: %(default)s)")
+    sim.add_argument("--ranks", type=int, default=1024, metavar="N", help="of the ring (default: %(default)s)")
+    sim.add_argument("--packets", type=int, default=2000, metavar="N", help="of each flow, beside ns.py")
     for command in (allreduce, loss, tags, step, switch, compression):
         command.add_argument("--warm-up", type=int, default=2, metavar="N", help="rounds before them (default: 2)")
     for command in (allreduce, loss, step):
@@ -52,8 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the document and return the exit status."""
     try:
+        if arguments.root:
+            become_root()
         results = arguments.measure(arguments)
-    except NamespaceError as error:
+    except (BenchError, NamespaceError) as error:
         show([])
         return refuse("bench", error, 1)
     show(results)
@@ -72,7 +83,7 @@ def _allreduce(arguments: argparse.Namespace) -> list[BenchResult]:
     counts = arguments.ranks or ([2] if veth else [2, 4])
     if veth:
         if counts != [2]:
-            raise NamespaceError(f"a veth pair joins 2 ranks, not {counts}; leave --ranks out, or go over loopback")
+            raise BenchError(f"a veth pair joins 2 ranks, not {counts}; leave --ranks out, or go over loopback")
         become_root()
     results = []
     for count in counts:
@@ -82,7 +93,6 @@ def _allreduce(arguments: argparse.Namespace) -> list[BenchResult]:
 
 
 def _loss(arguments: argparse.Namespace) -> list[BenchResult]:
-    become_root()
     results = []
     for percent in arguments.percent:
         path = RoutedPath(arguments.ranks, percent / 100, arguments.mtu)
@@ -105,16 +115,10 @@ def _measure_allreduce(
     return [entry for control in path.controls for entry in found.results(f"{name}.{control}", [control])]
 
 
-def _tags(arguments: argparse.Namespace) -> list[BenchResult]:
-    from dlcp.bench.tags import measure
-
-    return measure(**_rounds(arguments))
-
-
-def _compression(arguments: argparse.Namespace) -> list[BenchResult]:
-    from dlcp.bench.compression import measure
-
-    return measure(**_rounds(arguments))
+def _run(name: str, arguments: argparse.Namespace) -> list[BenchResult]:
+    """Run a benchmark that takes nothing but rounds."""
+    results: list[BenchResult] = importlib.import_module(f"dlcp.bench.{name}").measure(**_rounds(arguments))
+    return results
 
 
 def _step(arguments: argparse.Namespace) -> list[BenchResult]:
@@ -131,21 +135,11 @@ def _step(arguments: argparse.Namespace) -> list[BenchResult]:
     )
 
 
-def _switch(arguments: argparse.Namespace) -> list[BenchResult]:
-    from dlcp.bench.frames import TrafficError
-    from dlcp.bench.switch import measure
-
-    become_root()
-    try:
-        return measure(**_rounds(arguments))
-    except TrafficError as error:
-        raise NamespaceError(str(error)) from error
-
-
 def _sim(arguments: argparse.Namespace) -> list[BenchResult]:
     from dlcp.bench.sim import measure
 
-    return measure(rounds=arguments.rounds)
+    sizes = {"size_bytes": arguments.bytes, "ranks": arguments.ranks, "packets": arguments.packets}
+    return measure(rounds=arguments.rounds, **sizes)
 
 
 def _rounds(arguments: argparse.Namespace) -> dict[str, Any]:

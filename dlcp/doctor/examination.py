@@ -8,11 +8,12 @@ from typing import Any, Final
 
 from dlcp import configuration
 from dlcp.configuration import FILE_VARIABLE, PREFIX, Setting
-from dlcp.doctor import machine, sockets
+from dlcp.doctor import machine
 from dlcp.doctor.findings import Diagnosis, Section, Status, anything_missing, is_secret
 from dlcp.doctor.path import DOCTOR_PORT, PROBES, PeerError, describe, try_path
 from dlcp.suggestion import closest
 from dlcp.transport import Address
+from dlcp.transport.path_mtu import payload_for_mtu
 
 _OTHER_VARIABLES: Final = frozenset({FILE_VARIABLE, "DLCP_NATIVE"})
 """Variables that mean something, but are no options of training."""
@@ -24,7 +25,7 @@ def examine(peers: Sequence[str], packets: int = PROBES) -> tuple[list[Section],
     """Examine this machine, the options, and the paths to ``peers``; return what was found, and all options."""
     here = (machine.examine_kernel, machine.examine_namespaces, machine.examine_shared_memory)
     python = (machine.examine_python, machine.examine_torch, machine.examine_native, machine.examine_extras)
-    udp = (sockets.examine_segmentation, sockets.examine_coalescing)
+    udp = (machine.examine_segmentation, machine.examine_coalescing)
     sections = [
         Section("Machine", [safely(look) for look in here]),
         Section("Python", [safely(look) for look in python]),
@@ -32,9 +33,9 @@ def examine(peers: Sequence[str], packets: int = PROBES) -> tuple[list[Section],
             "UDP",
             [
                 *(safely(look) for look in udp),
-                *sockets.examine_buffers(),
-                safely(sockets.examine_ports),
-                *(sockets.examine_interface(interface) for interface in sockets.interfaces()),
+                *machine.examine_buffers(),
+                safely(machine.examine_ports),
+                *(machine.examine_interface(interface) for interface in machine.interfaces()),
             ],
         ),
     ]
@@ -136,7 +137,7 @@ def examine_payload(found: Sequence[Setting], mtu_bytes: int, where: str) -> lis
     setting = next((setting for setting in found if setting.name == "payload_bytes"), None)
     if setting is None or not isinstance(setting.value, int) or not mtu_bytes:
         return []
-    chosen, fits = setting.value, sockets.payload_for(min(mtu_bytes, _JUMBO_MTU_BYTES))
+    chosen, fits = setting.value, payload_for_mtu(min(mtu_bytes, _JUMBO_MTU_BYTES))
     data = {"payload_bytes": chosen, "payload_bytes_that_fit": fits}
     if not chosen:
         return [Diagnosis("packet size", Status.OK, f"determined at the start: {fits} bytes of values here", data=data)]

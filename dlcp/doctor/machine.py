@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine and its Python have to offer."""
+"""What the machine, its Python, and the kernel's UDP have to offer.
 
+UDP is tried on real sockets: a version number does not show what a container allows.
+"""
+
+import contextlib
+import errno
+import fcntl
 import importlib
 import os
 import platform
 import re
+import socket
+import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp import __version__
+from dlcp import __version__, wire
 from dlcp.doctor.findings import Diagnosis, Status
 from dlcp.transport import shared_memory
 from dlcp.transport.shared_memory import SharedMemoryRendezvous
@@ -161,3 +170,212 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+SOL_UDP: Final = 17
+UDP_SEGMENT: Final = 103
+UDP_GRO: Final = 104
+IP_RECVTOS: Final = getattr(socket, "IP_RECVTOS", 13)
+SO_RCVBUFFORCE: Final = 33
+SO_SNDBUFFORCE: Final = 32
+
+WANTED_BUFFER_BYTES: Final = 8 << 20
+"""What DLCP requests; chosen to hold some milliseconds at 10 Gbit/s. It works with less, with smaller windows."""
+ENOUGH_BUFFER_BYTES: Final = 425_984
+"""Twice 212,992, the distributions' usual maximum, which the kernel doubles when it grants it."""
+_SEGMENT_BYTES: Final = 1000
+_SEGMENTS: Final = 8
+_TIMEOUT_S: Final = 2.0
+_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFMTU = 0x8913, 0x8915, 0x8921
+_IFF_UP, _IFF_LOOPBACK, _IFF_MULTICAST = 0x1, 0x8, 0x1000
+_NOWHERE: Final = ("224.0.0.1", 9)
+"""The group that every host belongs to, and the discard port. To a group of its own the kernel sends nothing with a TTL
+of 0; to another it would."""
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkInterface:
+    """A network interface that is up and has an IPv4 address."""
+
+    name: str
+    address: str
+    mtu_bytes: int
+    loopback: bool
+    multicast: bool
+
+
+def interfaces() -> list[NetworkInterface]:
+    """Return the interfaces that are up and have an IPv4 address."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # no IPv4 address, or gone meanwhile
+                flags = struct.unpack_from("H", _ask(sock, _SIOCGIFFLAGS, name), 16)[0]
+                address = socket.inet_ntoa(_ask(sock, _SIOCGIFADDR, name)[20:24])
+                mtu_bytes = struct.unpack_from("i", _ask(sock, _SIOCGIFMTU, name), 16)[0]
+                if flags & _IFF_UP:
+                    found.append(
+                        NetworkInterface(
+                            name, address, mtu_bytes, bool(flags & _IFF_LOOPBACK), bool(flags & _IFF_MULTICAST)
+                        )
+                    )
+    return found
+
+
+def examine_segmentation() -> Diagnosis:
+    """Send a burst with one call (UDP_SEGMENT) over the loopback interface, and count what arrives."""
+    subject = "bursts out"
+    with _udp() as receiver, _udp() as sender:
+        try:
+            sender.setsockopt(SOL_UDP, UDP_SEGMENT, _SEGMENT_BYTES)
+            sender.sendto(bytes(_SEGMENT_BYTES * _SEGMENTS), receiver.getsockname())
+            sizes = [len(receiver.recv(65536)) for _ in range(_SEGMENTS)]
+        except OSError as error:
+            return Diagnosis(
+                subject,
+                Status.NOTE,
+                f"UDP_SEGMENT does not work here ({error}): one system call a packet, three to ten times slower",
+                "a Linux kernel of 4.18 or newer; in a container, one whose seccomp profile lets setsockopt through",
+                {"udp_segment": False},
+            )
+    whole = sizes == [_SEGMENT_BYTES] * _SEGMENTS
+    return Diagnosis(
+        subject,
+        Status.OK if whole else Status.NOTE,
+        "UDP_SEGMENT works" if whole else f"UDP_SEGMENT cuts bursts wrongly: {sizes}",
+        data={"udp_segment": whole},
+    )
+
+
+def examine_coalescing() -> Diagnosis:
+    """Receive a burst with one call (UDP_GRO) over the loopback interface."""
+    subject = "bursts in"
+    with _udp() as receiver, _udp() as sender:
+        try:
+            receiver.setsockopt(SOL_UDP, UDP_GRO, 1)
+            with contextlib.suppress(OSError):
+                sender.setsockopt(SOL_UDP, UDP_SEGMENT, _SEGMENT_BYTES)
+            sender.sendto(bytes(_SEGMENT_BYTES * _SEGMENTS), receiver.getsockname())
+            size, ancillary, _, _ = receiver.recvmsg_into([bytearray(65536)], 64)
+        except OSError as error:
+            return Diagnosis(
+                subject,
+                Status.NOTE,
+                f"UDP_GRO does not work here ({error}): one system call a packet",
+                "a Linux kernel of 5.0 or newer",
+                {"udp_gro": False},
+            )
+    segment = next((struct.unpack_from("i", value)[0] for level, kind, value in ancillary if kind == UDP_GRO), 0)
+    whole = size == _SEGMENT_BYTES * _SEGMENTS and segment == _SEGMENT_BYTES
+    text = "UDP_GRO works" if whole else f"UDP_GRO is accepted, and {size} bytes came of {_SEGMENT_BYTES * _SEGMENTS}"
+    return Diagnosis(subject, Status.OK if whole else Status.NOTE, text, data={"udp_gro": whole})
+
+
+def examine_interface(interface: NetworkInterface) -> Diagnosis:
+    """Examine what an interface carries, and whether it takes bursts: without checksum offload some kernels answer EIO.
+
+    The burst goes to a multicast address with a TTL of 0. The kernel handles it up to the point where it would give it
+    to the interface, so nothing leaves the machine.
+    """
+    subject = f"interface {interface.name}"
+    text = f"{interface.address}, MTU {interface.mtu_bytes}"
+    data = {"interface": interface.name, "address": interface.address, "mtu_bytes": interface.mtu_bytes}
+    if interface.loopback or not interface.multicast:
+        return Diagnosis(subject, Status.OK, text, data=data)
+    taken = _takes_bursts(interface)
+    if taken is None:
+        return Diagnosis(subject, Status.OK, text, data=data)
+    data["bursts"] = taken
+    if taken:
+        return Diagnosis(subject, Status.OK, f"{text}, takes bursts", data=data)
+    return Diagnosis(
+        subject,
+        Status.NOTE,
+        f"{text}, refuses bursts (UDP_SEGMENT gives EIO): its checksum offload is off",
+        f"ethtool -K {interface.name} tx-checksum-ip-generic on; until then DLCP sends packet by packet there",
+        data,
+    )
+
+
+def examine_buffers() -> list[Diagnosis]:
+    """Ask for the buffers that DLCP asks for, and say what is granted."""
+    return [
+        _examine_buffer("receive buffer", socket.SO_RCVBUF, SO_RCVBUFFORCE, "net.core.rmem_max", ENOUGH_BUFFER_BYTES),
+        _examine_buffer("send buffer", socket.SO_SNDBUF, SO_SNDBUFFORCE, "net.core.wmem_max", ENOUGH_BUFFER_BYTES),
+    ]
+
+
+def examine_ports() -> Diagnosis:
+    """Examine which of DLCP's UDP ports are free; every rank on this machine takes one."""
+    ports = range(wire.UDP_PORT_BASE, wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT)
+    taken = [port for port in ports if not _is_free(port)]
+    subject, data = "UDP ports", {"ports": [ports[0], ports[-1]], "ports_taken": taken}
+    text = f"{ports[0]}-{ports[-1]}"
+    if not taken:
+        return Diagnosis(subject, Status.OK, f"{text} are free", data=data)
+    if len(taken) < len(ports):
+        return Diagnosis(
+            subject, Status.OK, f"{text}, {len(ports) - len(taken)} of them free on every address", data=data
+        )
+    fix = "end the job that holds them (ss -ulpn), or give each rank another address with DLCP_BIND=HOST:PORT"
+    return Diagnosis(subject, Status.NOTE, f"all of {text} are in use", fix, data)
+
+
+def _examine_buffer(subject: str, option: int, force: int, sysctl: str, enough: int) -> Diagnosis:
+    forced = True
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, force, WANTED_BUFFER_BYTES)
+        except PermissionError:
+            forced = False
+            sock.setsockopt(socket.SOL_SOCKET, option, WANTED_BUFFER_BYTES)
+        granted = sock.getsockopt(socket.SOL_SOCKET, option) // 2  # the kernel doubles what it grants, and says so
+    name = subject.replace(" ", "_")
+    data = {f"{name}_granted_bytes": granted, f"{name}_asked_bytes": WANTED_BUFFER_BYTES}
+    text = f"{_mebibytes(granted)} of {_mebibytes(WANTED_BUFFER_BYTES)} requested"
+    if granted >= WANTED_BUFFER_BYTES:
+        return Diagnosis(subject, Status.OK, text + (f", beyond {sysctl}, as root" if forced else ""), data=data)
+    small = 2 * granted < enough
+    text += ": windows will be small" if small else ", enough for most links"
+    return Diagnosis(
+        subject, Status.NOTE if small else Status.OK, text, f"sysctl -w {sysctl}={WANTED_BUFFER_BYTES}", data
+    )
+
+
+def _takes_bursts(interface: NetworkInterface) -> bool | None:
+    """Try a burst on an interface; None where that cannot be tried."""
+    with _udp(interface.address) as sock:
+        try:
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 0)
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 0)
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(interface.address))
+            sock.setsockopt(SOL_UDP, UDP_SEGMENT, _SEGMENT_BYTES)
+            sock.sendto(bytes(_SEGMENT_BYTES * 2), _NOWHERE)
+        except OSError as error:
+            return False if error.errno == errno.EIO else None
+    return True
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True
+
+
+def _udp(host: str = "127.0.0.1") -> socket.socket:
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    sock.bind((host, 0))
+    sock.settimeout(_TIMEOUT_S)
+    return sock
+
+
+def _ask(sock: socket.socket, request: int, name: str) -> bytes:
+    """Ask the kernel about an interface; see netdevice(7)."""
+    return fcntl.ioctl(sock.fileno(), request, struct.pack("40s", name.encode()))
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / (1 << 20):.3g} MiB" if count >= 1 << 20 else f"{count / 1024:.0f} KiB"

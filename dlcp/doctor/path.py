@@ -22,12 +22,12 @@ from typing import Final
 
 from dlcp import wire
 from dlcp.doctor.findings import Diagnosis, Section, Status
-from dlcp.doctor.sockets import IP_RECVTOS
+from dlcp.doctor.machine import IP_RECVTOS
 from dlcp.transport import Address
+from dlcp.transport.path_mtu import IPV4_UDP_BYTES
 
 DOCTOR_PORT: Final = wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT - 1
 """The last port of DLCP's block; ranks take the first ones."""
-IP_UDP_BYTES: Final = 28
 
 _BODY = struct.Struct(">8sHBBII")
 _MAGIC: Final = b"DLCPDOC1"
@@ -42,7 +42,7 @@ INTERVAL_S: Final = 0.002
 GREET_S: Final = 3.0
 """How long a peer may take to answer at all."""
 _TRIES: Final = 3
-_SHORT_BYTES: Final = SMALLEST_BYTES + IP_UDP_BYTES
+_SHORT_BYTES: Final = SMALLEST_BYTES + IPV4_UDP_BYTES
 _LOWEST_MTU: Final = 576
 _PROBES_OF_TAGS: Final = tuple(
     wire.dscp(queue, droppable) << 2 for queue in (0, 2, 6, 7) for droppable in (False, True)
@@ -92,7 +92,7 @@ class Probe:
         kind = wire.PacketType.HELLO_ACK if answer else wire.PacketType.HELLO
         header = wire.Header(kind, 0, wire.Queue.CONTROL, 0, 0, 0, 0, 0, 0, 0, 0, 1, self.token).encode()
         body = _BODY.pack(_MAGIC, self.size_bytes, self.wanted_tos, self.seen_tos, self.sequence, self.arrived)
-        return (header + body).ljust(packet_bytes - IP_UDP_BYTES, b"\0")
+        return (header + body).ljust(packet_bytes - IPV4_UDP_BYTES, b"\0")
 
 
 def decode(datagram: bytes | memoryview, *, answer: bool) -> Probe | None:
@@ -164,7 +164,7 @@ class ProbeListener:
                 continue
             if question.token not in self._arrived:
                 fresh.append(source)
-            self._answer(question, len(datagram) + IP_UDP_BYTES, ancillary, source)
+            self._answer(question, len(datagram) + IPV4_UDP_BYTES, ancillary, source)
         return fresh
 
     def close(self) -> None:

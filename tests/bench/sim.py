@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packet-hops a second of the simulator, beside ns.py; see `dlcp.bench.sim`.
+"""What ``dlcp bench sim`` prints; takes the same options."""
 
-Run ``python tests/bench/sim.py``; it prints one JSON document.
-"""
+import sys
 
-from dlcp.bench.sim import main
+from dlcp.commands.bench import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main("sim"))

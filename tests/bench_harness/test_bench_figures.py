@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dlcp.bench import member, results
+from dlcp.bench import allreduce, results
 from dlcp.bench.results import interleave, median, spread
 
 
@@ -105,23 +105,23 @@ def test_figures_have_four_digits(value, rounded):
 
 @pytest.mark.parametrize("values", [48, 1000, 250_001])
 def test_layers_and_buckets_cover_the_buffer_once(values):
-    for bounds in (member.layer_bounds(values), member.bucket_bounds(values, 4)):
+    for bounds in (allreduce.layer_bounds(values), allreduce.bucket_bounds(values, 4)):
         assert bounds[0][0] == 0
         assert bounds[-1][1] == values
         assert all(stop == start for (_, stop), (start, _) in pairwise(bounds))
-    for start, stop in member.bucket_bounds(values, 4):
-        layers = member.segments(values, start, stop)
+    for start, stop in allreduce.bucket_bounds(values, 4):
+        layers = allreduce.segments(values, start, stop)
         assert len(layers) == 12
         assert (layers[0].start, layers[-1].stop) == (0, stop - start)
     with pytest.raises(ValueError, match="47 values"):
-        member.layer_bounds(47)
+        allreduce.layer_bounds(47)
 
 
 def test_the_input_is_whole_numbers_whose_sums_are_exact():
-    numbers = member.whole_numbers(100_000)
+    numbers = allreduce.whole_numbers(100_000)
     assert np.array_equal(numbers, np.rint(numbers))
-    assert np.abs(numbers).max() <= member.LARGEST_VALUE
-    first, last = (numbers[start:stop].std() for start, stop in (member.layer_bounds(100_000)[i] for i in (0, -1)))
+    assert np.abs(numbers).max() <= allreduce.LARGEST_VALUE
+    first, last = (numbers[start:stop].std() for start, stop in (allreduce.layer_bounds(100_000)[i] for i in (0, -1)))
     assert last > 50 * first > 50
     total = sum((numbers * np.float32(rank) for rank in range(1, 9)), np.zeros_like(numbers))
     assert np.array_equal(total, 36 * numbers.astype(np.float64))

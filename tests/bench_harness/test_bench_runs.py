@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from dlcp.bench import allreduce, step
-from dlcp.bench.member import DIVIDED, LOSSLESS, LOSSY, MEMORY, MEMORY_DIVIDED, AllReduceContender, RankOutcome
+from dlcp.bench.allreduce import DIVIDED, LOSSLESS, LOSSY, MEMORY, MEMORY_DIVIDED, AllReduceContender, RankOutcome
 from dlcp.bench.path import BenchPath, RoutedPath
 from dlcp.commands import bench as command
 from dlcp.transport import shared_memory

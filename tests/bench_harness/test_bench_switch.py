@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from dlcp import native
-from dlcp.bench import frames
+from dlcp.bench import switch as bench
 from dlcp.bench.switch import BISECTIONS, FASTEST_PPS, SLOWEST_PPS, best_paced, processor_s
 from dlcp.namespace import StarNetwork
 from dlcp.switch import PacketPort, PortQueueing, Switch
@@ -44,7 +44,7 @@ def through(bench_namespaces):
                 lambda: [PacketPort(host.port, host.switch_interface) for host in network.hosts]
             )
             switch = Switch(program, ports, {2: PortQueueing(depth_packets=1000, **queueing)})
-            with frames.Traffic(network) as traffic, switch.running():
+            with bench.Traffic(network) as traffic, switch.running():
                 found = use(traffic)
             switch.close()
         return found
@@ -84,16 +84,16 @@ def test_damage_is_seen(through):
         if number == 20:
             packet[500] ^= 1
 
-    with pytest.raises(frames.TrafficError, match="damaged"):
+    with pytest.raises(bench.TrafficError, match="damaged"):
         through(Wire(spoil), lambda traffic: traffic.run(0.1, 2000))
 
 
 def test_doubles_are_seen(through):
     def spoil(packet, number):
         if number == 20:
-            packet[frames._INDEX] = (3).to_bytes(4, "big")
+            packet[bench._INDEX] = (3).to_bytes(4, "big")
 
-    with pytest.raises(frames.TrafficError, match="twice"):
+    with pytest.raises(bench.TrafficError, match="twice"):
         through(Wire(spoil), lambda traffic: traffic.run(0.1, 2000))
 
 

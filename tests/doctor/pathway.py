@@ -7,7 +7,8 @@ import socket
 import struct
 import threading
 
-from dlcp.doctor.path import IP_UDP_BYTES, ProbeListener, open_socket, tos_of
+from dlcp.doctor.path import ProbeListener, open_socket, tos_of
+from dlcp.transport.path_mtu import IPV4_UDP_BYTES
 
 
 @contextlib.contextmanager
@@ -70,5 +71,5 @@ class Pathway:
                 number = numbers[way]
                 numbers[way] += 1
                 tos = self.tag(way, tos_of(ancillary))
-                if tos is not None and not self.drop(way, number, len(data) + IP_UDP_BYTES):
+                if tos is not None and not self.drop(way, number, len(data) + IPV4_UDP_BYTES):
                     out.sendmsg([data], [(socket.IPPROTO_IP, socket.IP_TOS, struct.pack("i", tos))], 0, target)

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from dlcp.doctor import sockets
+from dlcp.doctor import machine
 from dlcp.doctor.findings import Status
-from dlcp.doctor.sockets import NetworkInterface
+from dlcp.doctor.machine import NetworkInterface
+from dlcp.transport.path_mtu import payload_for_mtu
 
 
 def test_an_option_that_the_kernel_does_not_know_is_a_note_with_a_fix(monkeypatch):
-    monkeypatch.setattr(sockets, "UDP_SEGMENT", 9999)
-    monkeypatch.setattr(sockets, "UDP_GRO", 9998)
-    for finding in (sockets.examine_segmentation(), sockets.examine_coalescing()):
+    monkeypatch.setattr(machine, "UDP_SEGMENT", 9999)
+    monkeypatch.setattr(machine, "UDP_GRO", 9998)
+    for finding in (machine.examine_segmentation(), machine.examine_coalescing()):
         assert finding.status is Status.NOTE
         assert "does not work here" in finding.text
         assert "Linux kernel" in finding.fix
@@ -24,45 +25,45 @@ def test_an_option_that_the_kernel_does_not_know_is_a_note_with_a_fix(monkeypatc
 def test_bursts_are_found_where_the_kernel_has_them():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            sock.setsockopt(sockets.SOL_UDP, sockets.UDP_SEGMENT, 1000)
-            sock.setsockopt(sockets.SOL_UDP, sockets.UDP_GRO, 1)
+            sock.setsockopt(machine.SOL_UDP, machine.UDP_SEGMENT, 1000)
+            sock.setsockopt(machine.SOL_UDP, machine.UDP_GRO, 1)
         except OSError:
             pytest.skip("this kernel has no UDP_SEGMENT or UDP_GRO")
-    assert sockets.examine_segmentation().data == {"udp_segment": True}
-    assert sockets.examine_coalescing().data == {"udp_gro": True}
+    assert machine.examine_segmentation().data == {"udp_segment": True}
+    assert machine.examine_coalescing().data == {"udp_gro": True}
 
 
 def test_a_kernel_that_ignores_segmentation_is_found_out(monkeypatch):
-    monkeypatch.setattr(sockets, "UDP_SEGMENT", 100)  # UDP_ENCAP_... an option that is taken and does something else
-    monkeypatch.setattr(sockets, "_TIMEOUT_S", 0.2)
-    finding = sockets.examine_segmentation()
+    monkeypatch.setattr(machine, "UDP_SEGMENT", 100)  # UDP_ENCAP_... an option that is taken and does something else
+    monkeypatch.setattr(machine, "_TIMEOUT_S", 0.2)
+    finding = machine.examine_segmentation()
     assert finding.status is Status.NOTE
     assert finding.data == {"udp_segment": False}
 
 
 def test_buffers_say_what_was_granted_and_how_to_get_more(monkeypatch):
     maximum = int(Path("/proc/sys/net/core/rmem_max").read_text())
-    monkeypatch.setattr(sockets, "WANTED_BUFFER_BYTES", 4 * maximum)
+    monkeypatch.setattr(machine, "WANTED_BUFFER_BYTES", 4 * maximum)
     # Without the right to go past the maximum: SO_RCVBUF stands in for SO_RCVBUFFORCE.
-    monkeypatch.setattr(sockets, "SO_RCVBUFFORCE", socket.SO_RCVBUF)
-    receive, send = sockets.examine_buffers()
+    monkeypatch.setattr(machine, "SO_RCVBUFFORCE", socket.SO_RCVBUF)
+    receive, send = machine.examine_buffers()
     assert receive.data == {"receive_buffer_granted_bytes": maximum, "receive_buffer_asked_bytes": 4 * maximum}
     assert receive.fix == f"sysctl -w net.core.rmem_max={4 * maximum}"
-    assert receive.status is (Status.OK if 2 * maximum >= sockets.ENOUGH_BUFFER_BYTES else Status.NOTE)
-    monkeypatch.setattr(sockets, "ENOUGH_BUFFER_BYTES", 3 * maximum)
-    assert sockets.examine_buffers()[0].status is Status.NOTE
+    assert receive.status is (Status.OK if 2 * maximum >= machine.ENOUGH_BUFFER_BYTES else Status.NOTE)
+    monkeypatch.setattr(machine, "ENOUGH_BUFFER_BYTES", 3 * maximum)
+    assert machine.examine_buffers()[0].status is Status.NOTE
     assert send.subject == "send buffer"
 
 
 def test_interfaces_are_those_of_the_kernel():
-    (loopback,) = [interface for interface in sockets.interfaces() if interface.name == "lo"]
+    (loopback,) = [interface for interface in machine.interfaces() if interface.name == "lo"]
     assert loopback.address == "127.0.0.1"
     assert loopback.loopback
     assert loopback.mtu_bytes == int(Path("/sys/class/net/lo/mtu").read_text())
 
 
 def test_the_payload_that_fits_an_mtu():
-    assert (sockets.payload_for(1500), sockets.payload_for(1400), sockets.payload_for(9000)) == (1440, 1336, 8936)
+    assert (payload_for_mtu(1500), payload_for_mtu(1400), payload_for_mtu(9000)) == (1440, 1336, 8936)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,8 @@ def test_an_interface_without_checksum_offload_is_found_by_its_error(monkeypatch
                 raise OSError(answer, "as some kernels do")
             return len(data)
 
-    monkeypatch.setattr(sockets.socket, "socket", Burst)
-    finding = sockets.examine_interface(NetworkInterface("eth7", "127.0.0.1", 1500, False, True))
+    monkeypatch.setattr(machine.socket, "socket", Burst)
+    finding = machine.examine_interface(NetworkInterface("eth7", "127.0.0.1", 1500, False, True))
     assert finding.status is status
     assert words in finding.text
     assert (f"ethtool -K {'eth7'} tx-checksum-ip-generic on" in finding.fix) == (answer == errno.EIO)
@@ -100,9 +101,9 @@ def test_trying_a_burst_sends_nothing(namespaces):
         assert far.run(["ip", "link", "set", "dlcp0", "up"]).returncode == 0
         ipv4 = 0x0800
         wire = far.call(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ipv4)))
-        (interface,) = [found for found in near.call(sockets.interfaces) if not found.loopback]
+        (interface,) = [found for found in near.call(machine.interfaces) if not found.loopback]
         assert interface == NetworkInterface("dlcp0", "10.9.0.1", 1500, False, True)
-        finding = near.call(lambda: sockets.examine_interface(interface))
+        finding = near.call(lambda: machine.examine_interface(interface))
         assert finding.data["bursts"] in (True, False)
         wire.settimeout(0.2)
         with pytest.raises(TimeoutError):
@@ -119,6 +120,6 @@ def test_ports_in_use_are_named():
             sock.bind(("127.0.0.1", 53701))
         except OSError:
             pytest.skip("somebody uses port 53701")
-        finding = sockets.examine_ports()
+        finding = machine.examine_ports()
     assert 53701 in finding.data["ports_taken"]
     assert finding.status is Status.OK or len(finding.data["ports_taken"]) == 8

@@ -1,0 +1,104 @@
+-- SPDX-License-Identifier: Apache-2.0
+-- Wireshark dissector of the DLCP header. Written by `python -m dlcp.wire.dissector`: change that, not this.
+
+local dlcp = Proto("dlcp", "Deep-Learning Communication Packet")
+
+local VERSION = @VERSION@
+local HEADER_BYTES = @HEADER_BYTES@
+local TYPES = {
+@TYPES@
+}
+
+local f = {
+@FIELDS@
+}
+dlcp.fields = {
+    @FIELD_LIST@,
+}
+
+local too_short = ProtoExpert.new(
+    "dlcp.too_short", "Too few bytes for a DLCP header", expert.group.MALFORMED, expert.severity.ERROR)
+local other_version = ProtoExpert.new(
+    "dlcp.other_version", "Not a DLCP version that this dissector knows", expert.group.PROTOCOL, expert.severity.WARN)
+local unknown_type = ProtoExpert.new(
+    "dlcp.unknown_type", "Unknown DLCP packet type", expert.group.PROTOCOL, expert.severity.WARN)
+dlcp.experts = { too_short, other_version, unknown_type }
+
+local ACK, PROBE, STOP = @ACK@, @PROBE@, @STOP@
+local ENTRY_BYTES = @ENTRY_BYTES@
+
+local function describe_ack(buffer)
+    return string.format(
+        "ACK job %u sender %u received %u marked %u after %u us",
+        @job_value@,
+        @sender_value@,
+        @index_value@,
+        @count_value@,
+        @step_value@)
+end
+
+local function describe_any(buffer)
+    return string.format(
+        "%s job %u step %u message %u sender %u packet %u/%u layer %u queue %u class %u",
+        TYPES[@type_value@] or "type " .. @type_value@,
+        @job_value@,
+        @step_value@,
+        @message_value@,
+        @sender_value@,
+        @index_value@,
+        @count_value@,
+        @layer_value@,
+        @queue_value@,
+        @drop_class_value@)
+end
+
+local function describe(buffer)
+    local kind, left = @type_value@, buffer:len() - HEADER_BYTES
+    if kind == ACK then
+        return describe_ack(buffer)
+    elseif kind == PROBE and left == 1 and buffer(HEADER_BYTES, 1):uint() == @MORE@ then
+        return describe_any(buffer) .. ", more to come"
+    elseif kind == STOP and left == 0 then
+        return describe_any(buffer) .. ", all arrived"
+    end
+    return describe_any(buffer)
+end
+
+local function add_entries(buffer, tree)
+    for at = HEADER_BYTES, buffer:len() - ENTRY_BYTES, ENTRY_BYTES do
+        local entry = tree:add(dlcp, buffer(at, ENTRY_BYTES), "Acknowledged")
+@ENTRY_ADDS@
+    end
+end
+
+function dlcp.dissector(buffer, packet, tree)
+    packet.cols.protocol = "DLCP"
+    if buffer:len() < HEADER_BYTES then
+        tree:add(dlcp, buffer()):add_proto_expert_info(too_short)
+        return buffer:len()
+    end
+    if @version_value@ ~= VERSION then
+        local branch = tree:add(dlcp, buffer())
+        branch:add(f.version, @version_range@)
+        branch:add_proto_expert_info(other_version)
+        return buffer:len()
+    end
+    local branch = tree:add(dlcp, buffer(0, HEADER_BYTES))
+@ADDS@
+    if not TYPES[@type_value@] then
+        branch:add_proto_expert_info(unknown_type)
+    end
+    packet.cols.info = describe(buffer)
+    local left = buffer:len() - HEADER_BYTES
+    if @type_value@ == ACK and left % ENTRY_BYTES == 0 then
+        add_entries(buffer, tree)
+    elseif left > 0 then
+        Dissector.get("data"):call(buffer(HEADER_BYTES):tvb(), packet, tree)
+    end
+    return buffer:len()
+end
+
+local ports = DissectorTable.get("udp.port")
+for port = @FIRST_PORT@, @LAST_PORT@ do
+    ports:add(port, dlcp)
+end
