@@ -88,16 +88,3 @@ def _crc32(fields: Sequence[tuple[NDArray[np.int64], int]]) -> NDArray[np.int64]
         for shift in range(8 * (size - 1), -1, -8):
             state = table[(state ^ (np.asarray(values, np.int64) >> shift)) & 255] ^ state >> 8
     return state ^ 0xFFFFFFFF
-
-
-def cube_root(value: float) -> float:
-    """Return the cube root of ``value`` >= 0 by Newton's method: the same bits on every machine, unlike ``pow``."""
-    if value <= 0.0:
-        return 0.0
-    root = max(1.0, value)
-    for _ in range(200):
-        better = (2.0 * root + value / (root * root)) / 3.0
-        if better >= root:
-            break
-        root = better
-    return root

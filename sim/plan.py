@@ -28,6 +28,10 @@ from dlcp.sim.transports import (
 )
 from dlcp.wire import Queue
 
+Row = Any
+"""A structured array, a row of one, or what Numba makes of it."""
+Number = Any
+"""An integer, as Numba or NumPy have it."""
 PORT_QUEUES: Final = 8
 NO_LIMIT: Final = 1 << 40
 """A limit that no queue reaches."""

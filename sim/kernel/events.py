@@ -9,7 +9,7 @@ constant cost, and the heap that orders them stays a few levels deep.
 
 from typing import Final
 
-from dlcp.sim.kernel.jit import call
+from dlcp.sim.jit import call
 from dlcp.sim.kernel.state import (
     ID_BITS,
     ID_MASK,

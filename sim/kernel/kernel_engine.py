@@ -13,7 +13,8 @@ from dlcp.sim.kernel import state as k
 from dlcp.sim.kernel.events import BUCKETS_PER_WORD, TIME_BUCKETS
 from dlcp.sim.kernel.loop import begin_nodes, run
 from dlcp.sim.packet_engine import COUNTER_CELLS, STREAM_START, Completion, CompletionKind, Submission
-from dlcp.sim.plan import PORT_QUEUES, SLOT_REGISTER_SIZE, Discipline, EnginePlan, TransportKind, as_rows
+from dlcp.sim.plan import PORT_QUEUES, SLOT_REGISTER_SIZE, Discipline, EnginePlan, as_rows
+from dlcp.sim.rules import first_threshold
 from dlcp.sim.topology import Routes
 
 _POOL: Final = 1 << 12
@@ -248,9 +249,10 @@ class KernelEngine:
         for name in STREAM_START.names or ():
             rows[name] = new[name]
         chosen = self._transports[new["transport"]]
-        slow_start = ~np.isin(chosen["kind"], (TransportKind.SWIFT, TransportKind.NDP))
         rows["window"], rows["alpha"] = chosen["window"], 1.0
-        rows["threshold"] = np.where(slow_start, chosen["window_max"], 0.0)
+        rows["threshold"] = [
+            first_threshold(rules) for rules in map(self.plan.transports.__getitem__, new["transport"])
+        ]
         self._streams[indices] = rows
 
     def _take_graph(self) -> int:

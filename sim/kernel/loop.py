@@ -2,8 +2,8 @@
 """The loop: one event after the other, until the limit, or until Python has to act."""
 
 from dlcp.sim.arithmetic import RATE_SHIFT
+from dlcp.sim.jit import call, entry, inlined
 from dlcp.sim.kernel.events import advance, pop, push
-from dlcp.sim.kernel.jit import call, entry, inlined
 from dlcp.sim.kernel.messages import close_message, complete_node, free_stream_if_dead, remove_packet
 from dlcp.sim.kernel.receiver import receive_data, receive_probe, send_pull
 from dlcp.sim.kernel.sender import (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When rows are taken and freed: packets, transmissions, nodes of graphs, and streams."""
 
+from dlcp.sim.jit import call
 from dlcp.sim.kernel.events import push
-from dlcp.sim.kernel.jit import call
 from dlcp.sim.kernel.state import (
     EventKind,
     Number,
@@ -17,6 +17,7 @@ from dlcp.sim.kernel.state import (
     transmissions_of,
 )
 from dlcp.sim.packet_engine import CompletionKind, EngineCounter
+from dlcp.sim.rules import may_close
 
 
 @call
@@ -112,11 +113,7 @@ def close_message(w: Row, message: int) -> None:
     """Close a message that is done once nothing refers to it any more."""
     streams = streams_of(w)
     m = messages_of(w)[message]
-    # Python frees the rows of a closed graph at once, so nothing may refer to any of its messages any more: no packet
-    # or timer (refs), no transmission (in_flight, retransmits), no list of a stream (listed).
-    if m.closed != 0 or m.done == 0 or m.refs != 0 or m.in_flight != 0 or m.retransmits != 0 or m.listed != 0:
-        return
-    if m.acked < m.packets and m.satisfied == 0:
+    if not may_close(m):
         return
     m.closed = 1
     if m.packets > 0 and streams[m.stream].single_use != 0:

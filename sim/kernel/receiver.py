@@ -2,8 +2,8 @@
 """Hosts as receivers: data, probes, and the PULLs of NDP."""
 
 from dlcp.sim.arithmetic import RATE_SHIFT
+from dlcp.sim.jit import call
 from dlcp.sim.kernel.events import push
-from dlcp.sim.kernel.jit import call
 from dlcp.sim.kernel.messages import complete_node
 from dlcp.sim.kernel.sender import make_control, new_control, send_control
 from dlcp.sim.kernel.state import (
@@ -21,6 +21,7 @@ from dlcp.sim.kernel.state import (
 )
 from dlcp.sim.packet_engine import EngineCounter
 from dlcp.sim.plan import PacketKind, TransportKind
+from dlcp.sim.rules import has_enough, is_complete
 
 
 @call
@@ -46,12 +47,8 @@ def receive_data(w: Row, port: int, packet: int, now: int) -> None:
             m.received += 1
             if m.bounded != 0 and state & CLASS_MASK == 0:
                 m.protected -= 1
-            if m.done == 0:
-                enough = m.received == m.packets
-                if not enough and m.bounded != 0 and (t.immediate != 0 or m.probed != 0):
-                    enough = m.protected == 0 and m.received >= m.required
-                if enough:
-                    complete_node(w, x.message, now)
+            if m.done == 0 and is_complete(t, m):
+                complete_node(w, x.message, now)
     # The same row goes back as the acknowledgement, so its mark has to be read before it is overwritten.
     marked = x.ecn == 3
     make_control(w, streams_of(w)[m.stream], t, packet, kind, 1)
@@ -68,7 +65,7 @@ def receive_probe(w: Row, port: int, packet: int, now: int) -> None:
     x = packets_of(w)[packet]
     m = messages_of(w)[x.message]
     m.probed = 1
-    if m.done == 0 and m.protected == 0 and m.received >= m.required:
+    if m.done == 0 and has_enough(m):
         complete_node(w, x.message, now)
     make_control(w, streams_of(w)[m.stream], transports_of(w)[m.transport], packet, PacketKind.PROBE_REPLY, 1)
     x.satisfied = m.done

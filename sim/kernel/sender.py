@@ -13,9 +13,8 @@ move those times; an event that comes before anything is due is inserted again, 
 from typing import Final
 
 from dlcp.sim.arithmetic import ENTROPY_TABLE
-from dlcp.sim.kernel.congestion import measure_rtt, on_ack, on_loss, on_timeout, timeout_ps
+from dlcp.sim.jit import call
 from dlcp.sim.kernel.events import push
-from dlcp.sim.kernel.jit import call
 from dlcp.sim.kernel.messages import (
     allocate_packet,
     close_message,
@@ -31,7 +30,6 @@ from dlcp.sim.kernel.state import (
     STATE_LOST,
     STATE_MASK,
     STATE_RECEIVED,
-    URGENT_QUEUE,
     EventKind,
     Number,
     Row,
@@ -55,6 +53,21 @@ from dlcp.sim.plan import (
     TIMEOUT_BACKOFF_MAX,
     PacketKind,
     TransportKind,
+)
+from dlcp.sim.rules import (
+    is_limited,
+    leave_probe_mode,
+    may_probe,
+    measure_rtt,
+    needs_reply,
+    on_ack,
+    on_loss,
+    on_timeout,
+    queue_of,
+    restart_tail_timer,
+    restart_timers,
+    timeout_ps,
+    window_is_open,
 )
 
 NOTHING_TO_SEND, RETRANSMISSION, NEXT_PACKET = range(3)
@@ -125,11 +138,7 @@ def enqueue_message(w: Row, stream: int, message: int) -> None:
 @call
 def may_send(s: Row, t: Row) -> Number:
     """Return whether a stream's window is open and it seems to have something to send."""
-    if s.retransmit_head < 0 and s.head < 0:
-        return False
-    if t.kind == TransportKind.NDP:
-        return s.credit > 0
-    return s.in_flight < int(s.window) + s.spare and s.probe_mode == 0
+    return (s.retransmit_head >= 0 or s.head >= 0) and window_is_open(s, t)
 
 
 @call
@@ -188,19 +197,6 @@ def next_transmission(w: Row, port: int, stream: int, now: int) -> Number:
 def is_missing_hole(state: int) -> Number:
     """Return whether a packet is a hole that has not arrived after all."""
     return (state & (STATE_MASK | STATE_RECEIVED)) == STATE_HOLE
-
-
-@call
-def queue_of(t: Row, m: Row, index: int) -> Number:
-    """Return the queue of a packet: its message's, or with PIAS by how much of the message was sent before it."""
-    queue = int(m.queue)
-    if t.kind == TransportKind.PIAS and t.levels > 0:
-        queue = URGENT_QUEUE
-        sent = index * t.payload
-        for level in range(t.levels):
-            if sent >= t.demotion[level]:
-                queue -= 1
-    return queue
 
 
 @call
@@ -417,9 +413,7 @@ def new_control(w: Row, message: int, kind: int, back: int) -> Number:
 def probe_receiver(w: Row, port: int, message: int, now: int) -> None:
     """Ask a receiver what it still needs, once everything is sent and answered and only holes are left."""
     m = messages_of(w)[message]
-    if m.holes == 0 or m.satisfied != 0 or m.probing != 0:
-        return
-    if m.in_flight != 0 or m.retransmits != 0 or m.next_index < m.packets:
+    if not may_probe(m):
         return
     s = streams_of(w)[m.stream]
     t = transports_of(w)[m.transport]
@@ -462,10 +456,7 @@ def receive_probe_reply(w: Row, packet: int) -> None:
     if x.satisfied != 0:
         m.satisfied = 1
     if transports_of(w)[m.transport].kind == TransportKind.PFABRIC:
-        s = streams_of(w)[m.stream]
-        if s.probe_mode != 0:
-            s.probe_mode = 0
-            s.backoff = 0
+        leave_probe_mode(streams_of(w)[m.stream])
     elif m.satisfied == 0:
         m.filling_holes = 1
         m.next_index = 0
@@ -492,13 +483,9 @@ def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
     cell = m.offset + x.index
     state = states[cell]
     r = transmissions[x.transmission]
-    if s.probe_mode != 0:
-        s.probe_mode = 0
-        s.backoff = 0
+    leave_probe_mode(s)
     if r.serial == x.serial:
-        # In slow start the link may hold a sender back, which must not stop the window's growth (as in Linux).
-        reach = 2 * s.in_flight if s.window < s.threshold else s.in_flight + 1
-        limited = 1 if reach >= int(s.window) else 0
+        limited = is_limited(s)
         queue = r.queue
         number = r.number
         rtt = now - r.sent_at
@@ -609,21 +596,6 @@ def queue_retransmission(w: Row, s: Row, transmission: int) -> None:
 
 
 @call
-def restart_timers(s: Row, t: Row, now: int) -> None:
-    """Restart the timeout and the tail probe of a stream: something arrived."""
-    s.deadline = now + timeout_ps(s, t)
-    restart_tail_timer(s, t, now)
-
-
-@call
-def restart_tail_timer(s: Row, t: Row, now: int) -> None:
-    """Restart the tail probe of a stream, where there is to be one (RFC 8985, section 7.2)."""
-    s.tail_due = FOREVER_PS
-    if t.tail_probe != 0 and s.rtt > 0 and s.repairing == 0 and s.tail_probing == 0:
-        s.tail_due = now + 2 * s.rtt
-
-
-@call
 def arm_timer(w: Row, s: Row, stream: int) -> None:
     """Make sure of an event at the earliest time that the stream waits for."""
     due = min(s.deadline, s.tail_due)
@@ -636,9 +608,7 @@ def arm_timer(w: Row, s: Row, stream: int) -> None:
 @call
 def awaits_reply(s: Row, t: Row) -> Number:
     """Return whether a stream with nothing in flight waits for a PULL, or for a reply to a probe."""
-    if s.retransmit_head < 0 and s.head < 0:
-        return False
-    return s.probe_mode != 0 or (t.kind == TransportKind.NDP and s.credit <= 0)
+    return (s.retransmit_head >= 0 or s.head >= 0) and needs_reply(s, t)
 
 
 @call

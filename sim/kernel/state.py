@@ -21,15 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import GOLDEN
-from dlcp.sim.kernel.jit import AVAILABLE, call
-from dlcp.sim.plan import PORT_QUEUES, SWITCH_RULES_ROW, TRANSPORT_ROW
-from dlcp.wire import Queue
+from dlcp.sim.jit import AVAILABLE, call
+from dlcp.sim.plan import PORT_QUEUES, SWITCH_RULES_ROW, TRANSPORT_ROW, Number, Row
 
 i8, i4, i2, i1, f8 = np.int64, np.int32, np.int16, np.int8, np.float64
-Row = Any
-"""A structured array, a row of one, or what Numba makes of it."""
-Number = Any
-"""An integer, as Numba or NumPy have it."""
 
 
 class EventKind(IntEnum):
@@ -69,9 +64,6 @@ class ExitReason(IntEnum):
     COMPLETED = 2
     GROW = 3
 
-
-URGENT_QUEUE: Final = int(Queue.CONTROL)
-"""The most urgent queue, a plain integer: Numba cannot unify a member of an Enum with the number of another queue."""
 
 SPARE_ROWS: Final = 16
 """Row of each array that one event may need, besides those for a stream's packets in flight and a node's followers."""

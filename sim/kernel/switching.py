@@ -2,10 +2,9 @@
 """Switches: which way a packet goes, whether it is let in, where it waits, and which one leaves next."""
 
 from dlcp.sim.arithmetic import PS_PER_US
+from dlcp.sim.jit import call, inlined
 from dlcp.sim.kernel.events import push
-from dlcp.sim.kernel.jit import call, inlined
 from dlcp.sim.kernel.state import (
-    URGENT_QUEUE,
     EventKind,
     Number,
     Row,
@@ -35,6 +34,7 @@ from dlcp.sim.plan import (
     PacketKind,
     PathChoice,
 )
+from dlcp.sim.rules import URGENT_QUEUE
 
 SEND_NOW, WAITS = -2, -1
 """What `enqueue` did with a packet, unless it dropped one."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts: their network interfaces, and what they do as senders and receivers.
 
-Names are those of `dlcp.sim.kernel.sender` and `dlcp.sim.kernel.receiver`, whose rules these are.
+Names are those of `dlcp.sim.kernel.sender` and `dlcp.sim.kernel.receiver`. What both decide stands in `dlcp.sim.rules`;
+what each does about it, with lists and timers of its own, has to come out the same.
 """
 
 from collections import deque
@@ -20,7 +21,23 @@ from dlcp.sim.reference.parts import (
     data_packet,
 )
 from dlcp.sim.reference.switch import SimulatedLink
-from dlcp.wire import Queue
+from dlcp.sim.rules import (
+    has_enough,
+    is_complete,
+    is_limited,
+    leave_probe_mode,
+    may_probe,
+    measure_rtt,
+    needs_reply,
+    on_ack,
+    on_loss,
+    on_timeout,
+    queue_of,
+    restart_tail_timer,
+    restart_timers,
+    timeout_ps,
+    window_is_open,
+)
 
 if TYPE_CHECKING:
     from dlcp.sim.reference.reference_engine import ReferenceEngine
@@ -110,33 +127,19 @@ def move_smallest_first(streams: deque[MessageStream]) -> None:
 
 def may_send(stream: MessageStream) -> bool:
     """Return whether a stream's window is open and it seems to have something to send."""
-    if not stream.has_work:
-        return False
-    if stream.transport.kind == TransportKind.NDP:
-        return stream.credit > 0
-    return stream.in_flight < int(stream.window.packets) + stream.spare and not stream.window.probe_mode
+    return stream.has_work and window_is_open(stream, stream.transport)
 
 
 def next_queue(stream: MessageStream) -> int:
     """Return the queue of what a stream seems to send next."""
     if stream.retransmissions:
-        return queue_of(stream.retransmissions[0].message, stream.retransmissions[0].index)
-    return queue_of(stream.messages[0], stream.messages[0].next_index)
-
-
-def queue_of(message: Message, index: int) -> int:
-    """Return the queue of a packet: its message's, or with PIAS by how much of the message was sent before it."""
-    transport = message.transport
-    if transport.kind != TransportKind.PIAS or not transport.levels:
-        return message.queue
-    sent = index * transport.payload
-    return Queue.CONTROL - sum(sent >= size for size in transport.demotion[: transport.levels])
+        return queue_of(stream.transport, stream.retransmissions[0].message, stream.retransmissions[0].index)
+    return queue_of(stream.transport, stream.messages[0], stream.messages[0].next_index)
 
 
 def awaits_reply(stream: MessageStream) -> bool:
     """Return whether a stream with nothing in flight waits for a PULL, or for a reply to a probe."""
-    ndp_waits = stream.transport.kind == TransportKind.NDP and stream.credit <= 0
-    return stream.has_work and (stream.window.probe_mode or ndp_waits)
+    return stream.has_work and needs_reply(stream, stream.transport)
 
 
 class Hosts:
@@ -228,16 +231,16 @@ class Hosts:
 
     def _transmit(self, stream: MessageStream, sent: Transmission, retransmission: bool) -> SimulatedPacket:
         message = sent.message
-        sent.queue = queue_of(message, sent.index)
+        sent.queue = queue_of(message.transport, message, sent.index)
         message.state[sent.index] = PacketState.IN_FLIGHT
         sent.number, sent.sent_ps, sent.in_flight = stream.number, self.now_ps, True
         stream.number += 1
         stream.in_flight_by_queue[sent.queue][sent] = None
         stream.spare = 0
         if stream.in_flight:
-            self._restart_tail_timer(stream)
+            restart_tail_timer(stream, stream.transport, self.now_ps)
         else:
-            self._restart_timers(stream)
+            restart_timers(stream, stream.transport, self.now_ps)
         self._arm_timer(stream)
         stream.in_flight += 1
         if stream.transport.kind == TransportKind.NDP:
@@ -277,20 +280,9 @@ class Hosts:
 
     # ----------------------------------------------------------------------------------------------------------- timers
 
-    def _restart_timers(self, stream: MessageStream) -> None:
-        """Restart the timeout and the tail probe of a stream."""
-        stream.deadline_ps = self.now_ps + stream.window.timeout_ps()
-        self._restart_tail_timer(stream)
-
-    def _restart_tail_timer(self, stream: MessageStream) -> None:
-        """Restart the tail probe of a stream, where there is to be one (RFC 8985, section 7.2)."""
-        probes = stream.transport.tail_probe and stream.window.rtt_ps and not stream.repairing
-        may_probe = probes and stream.tail_number is None
-        stream.tail_due_ps = self.now_ps + 2 * stream.window.rtt_ps if may_probe else None
-
     def _arm_timer(self, stream: MessageStream) -> None:
         """Make sure of an event at the earliest time that the stream waits for."""
-        due = stream.deadline_ps if stream.tail_due_ps is None else min(stream.deadline_ps, stream.tail_due_ps)
+        due = min(stream.deadline, stream.tail_due)
         if stream.timer_at_ps is None or due < stream.timer_at_ps:
             stream.timer_at_ps = due
             self.engine.at(due, lambda: self._stream_timer(stream))
@@ -301,10 +293,10 @@ class Hosts:
         if self.now_ps == stream.timer_at_ps:
             stream.timer_at_ps = None
             if stream.in_flight or awaits_reply(stream):
-                if self.now_ps >= stream.deadline_ps:
+                if self.now_ps >= stream.deadline:
                     self._time_out(stream, interface)
                 else:
-                    if stream.tail_due_ps is not None and self.now_ps >= stream.tail_due_ps:
+                    if self.now_ps >= stream.tail_due:
                         self._probe_tail(stream)
                     self._arm_timer(stream)
                 interface.offer(stream)
@@ -313,14 +305,14 @@ class Hosts:
     def _time_out(self, stream: MessageStream, interface: HostInterface) -> None:
         """Declare everything lost that is in flight."""
         self.count(EngineCounter.TIMEOUTS)
-        stream.window.on_timeout(stream.number)
-        stream.tail_number, stream.spare = None, 0
+        on_timeout(stream, stream.transport)
+        stream.tail_probing, stream.spare = False, 0
         if stream.transport.kind == TransportKind.NDP:
             stream.credit += max(1, stream.in_flight)
         for in_flight in stream.in_flight_by_queue:
             for sent in list(in_flight):
                 self._lose(sent, interface)
-        if stream.window.probe_mode and awaits_reply(stream):
+        if stream.probe_mode and awaits_reply(stream):
             # A pFabric flow's probe has the priority of its data.
             message = (stream.retransmissions[0].message if stream.retransmissions else None) or stream.messages[0]
             message.refs += 1
@@ -328,7 +320,7 @@ class Hosts:
             probe = control_packet(message, PacketKind.PROBE, back=False)
             probe.rank = message.left
             interface.control.append(probe)
-            self._restart_timers(stream)
+            restart_timers(stream, stream.transport, self.now_ps)
             self._arm_timer(stream)
 
     def _lose(self, sent: Transmission, interface: HostInterface) -> None:
@@ -339,11 +331,11 @@ class Hosts:
     def _probe_tail(self, stream: MessageStream) -> None:
         """Let one more packet go, unless the stream has one ready at its interface anyway."""
         if stream.ready:
-            self._restart_tail_timer(stream)
+            restart_tail_timer(stream, stream.transport, self.now_ps)
             return
         self.count(EngineCounter.TAIL_PROBES)
-        stream.tail_number, stream.tail_of, stream.spare = stream.number, None, 1
-        self._restart_timers(stream)
+        stream.tail_probing, stream.tail_number, stream.tail_of, stream.spare = True, stream.number, None, 1
+        restart_timers(stream, stream.transport, self.now_ps)
         if not stream.has_work:
             in_flight = (sent for by_queue in stream.in_flight_by_queue for sent in by_queue)
             latest = max(in_flight, key=lambda sent: sent.number)
@@ -353,14 +345,13 @@ class Hosts:
 
     def probe_receiver(self, message: Message, interface: HostInterface) -> None:
         """Ask a receiver what it still needs, once everything is sent and answered and only holes are left."""
-        busy = message.in_flight or message.retransmits or message.next_index < message.packets
-        if not message.holes or busy or message.satisfied or message.probing:
+        if not may_probe(message):
             return
         message.refs += 1
         message.probing = True
         self.count(EngineCounter.PROBES)
         interface.control.append(control_packet(message, PacketKind.PROBE, back=False))
-        message.probe_at_ps = self.now_ps + (message.flow.window.timeout_ps() << message.probe_backoff)
+        message.probe_at_ps = self.now_ps + (timeout_ps(message.flow, message.transport) << message.probe_backoff)
         if not message.probe_timer:
             message.probe_timer = True
             message.refs += 1
@@ -378,7 +369,7 @@ class Hosts:
                 if message.probing and message.probe_backoff < TIMEOUT_BACKOFF_MAX:
                     message.probe_backoff += 1
                 message.probing = False
-                message.probe_at_ps = self.now_ps + message.flow.window.timeout_ps()
+                message.probe_at_ps = self.now_ps + timeout_ps(message.flow, message.transport)
                 self.probe_receiver(message, interface)
             self.engine.at(message.probe_at_ps, lambda: self._probe_timer(message))
         interface.kick()
@@ -419,9 +410,7 @@ class Hosts:
             self.count(EngineCounter.ARRIVED)
             if message.bounded and not message.drop_class[packet.index]:
                 message.protected -= 1
-            whole = message.received == message.packets
-            early = message.bounded and (message.transport.immediate or message.probed)
-            if not message.done and (whole or (early and message.has_enough)):
+            if not message.done and is_complete(message.transport, message):
                 self.engine.complete_node(message)
         kind = PacketKind.NACK if packet.trimmed else PacketKind.ACK
         ack = control_packet(message, kind, back=True, acknowledges=packet)
@@ -437,7 +426,7 @@ class Hosts:
         """Reply to a sender that has sent everything whether the message is complete within its bound."""
         message = packet.message
         message.probed = True
-        if not message.done and message.has_enough:
+        if not message.done and has_enough(message):
             self.engine.complete_node(message)
         reply = control_packet(message, PacketKind.PROBE_REPLY, back=True)
         reply.satisfied = message.done
@@ -450,7 +439,7 @@ class Hosts:
         if packet.satisfied:
             message.satisfied = True
         if message.transport.kind == TransportKind.PFABRIC:
-            message.flow.window.leave_probe_mode()
+            leave_probe_mode(message.flow)
         elif not message.satisfied:
             message.filling_holes, message.next_index = True, 0
             if not message.listed:
@@ -461,8 +450,8 @@ class Hosts:
         assert packet.transmission is not None
         if packet.transmission.in_flight:
             stream = packet.message.flow
-            stream.window.backoff = 0
-            self._restart_timers(stream)
+            stream.backoff = 0
+            restart_timers(stream, stream.transport, self.now_ps)
             self._arm_timer(stream)
             self._declare_lost(packet.transmission)
             self.probe_receiver(packet.message, interface)
@@ -475,26 +464,26 @@ class Hosts:
         if packet.satisfied:
             message.satisfied = True
         state = message.state[packet.index]
-        stream.window.leave_probe_mode()
+        leave_probe_mode(stream)
         if sent.in_flight:
-            limited = stream.window.is_limit(stream.in_flight)
+            limited = is_limited(stream)
             self._take_from_flight(sent)
             stream.repairing -= sent.repeated
             message.state[packet.index] = PacketState.ACKED
             message.acked += 1
             rtt_ps = self.now_ps - sent.sent_ps
-            stream.window.measure_rtt(rtt_ps)
-            stream.window.backoff = 0
-            stream.window.on_ack(sent.number, packet.ecn_echo, rtt_ps, self.now_ps, limited, stream.number)
+            measure_rtt(stream, stream.transport, rtt_ps)
+            stream.backoff = 0
+            on_ack(stream, stream.transport, packet.ecn_echo, rtt_ps, sent.number, self.now_ps, limited)
             before = self._end_tail_probe(stream, sent.number)
             in_flight = stream.in_flight_by_queue[sent.queue]
             while in_flight:
                 first = next(iter(in_flight))
                 if first.number + stream.transport.reorder > sent.number and first.number >= before:
                     break
-                stream.window.on_loss(first.number, self.now_ps, stream.number)
+                on_loss(stream, stream.transport, first.number, self.now_ps)
                 self._lose(first, interface)
-            self._restart_timers(stream)
+            restart_timers(stream, stream.transport, self.now_ps)
             self._arm_timer(stream)
         else:
             self.count(EngineCounter.LATE_ACKS)
@@ -502,7 +491,7 @@ class Hosts:
                 message.state[packet.index] = PacketState.ACKED
                 message.acked += 1
                 message.holes -= state is PacketState.HOLE
-            if stream.tail_number is not None and stream.tail_of == (message, packet.index):
+            if stream.tail_probing and stream.tail_of == (message, packet.index):
                 stream.tail_of = None  # what the probe repeats had not been lost
         if message.bounded:
             self.probe_receiver(message, interface)
@@ -510,12 +499,12 @@ class Hosts:
     def _end_tail_probe(self, stream: MessageStream, number: int) -> int:
         """Return the number before which everything is lost, if the probe of a tail is answered; -1 if it is not."""
         before = stream.tail_number
-        if before is None or number < before:
+        if not stream.tail_probing or number < before:
             return -1
-        stream.tail_number = None
+        stream.tail_probing = False
         if number == before and stream.tail_of is not None:
             # The probe has repaired the loss of what it repeats.
-            stream.window.on_loss(number, self.now_ps, stream.number)
+            on_loss(stream, stream.transport, number, self.now_ps)
         return before
 
 

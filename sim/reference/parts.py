@@ -4,13 +4,10 @@
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from dlcp.sim.arithmetic import ENTROPY_TABLE
+from dlcp.sim.packet_engine import FOREVER_PS
 from dlcp.sim.plan import PORT_QUEUES, PacketKind, TransportRules
-
-if TYPE_CHECKING:
-    from dlcp.sim.reference.congestion import StreamWindow
 
 
 class PacketState(Enum):
@@ -97,11 +94,6 @@ class Message:
         """Return how many packets have not been acknowledged."""
         return self.packets - self.acked
 
-    @property
-    def has_enough(self) -> bool:
-        """Return whether the receiver may do without what has not arrived."""
-        return not self.protected and self.received >= self.required
-
 
 @dataclass(slots=True, eq=False)
 class Transmission:
@@ -134,10 +126,12 @@ class MessageStream:
         How many packets may go beyond the window.
     timer_at_ps
         When the one event comes that counts.
-    deadline_ps, tail_due_ps
+    deadline, tail_due
         When all in flight is given up, and when the tail is probed.
-    tail_number, tail_of
-        Number of the probe that has not been acknowledged, and the packet that it repeats.
+    tail_probing, tail_number, tail_of
+        Whether a probe has not been acknowledged, its number, and the packet that it repeats.
+    window, threshold and all after ``tail_of``
+        As in `dlcp.sim.kernel.state.STREAM_ROW`, for the functions of `dlcp.sim.rules`.
     """
 
     serial: int
@@ -146,7 +140,8 @@ class MessageStream:
     transport: TransportRules
     path_hash: int
     reverse_path_hash: int
-    window: "StreamWindow"
+    window: float
+    threshold: float
     messages: deque[Message] = field(default_factory=deque)
     retransmissions: deque[Transmission] = field(default_factory=deque)
     in_flight_by_queue: list[dict[Transmission, None]] = field(default_factory=lambda: [{} for _ in range(PORT_QUEUES)])
@@ -157,10 +152,26 @@ class MessageStream:
     repairing: int = 0
     spare: int = 0
     timer_at_ps: int | None = None
-    deadline_ps: int = 0
-    tail_due_ps: int | None = None
-    tail_number: int | None = None
+    deadline: int = 0
+    tail_due: int = FOREVER_PS
+    tail_probing: bool = False
+    tail_number: int = 0
     tail_of: tuple[Message, int] | None = None
+    backoff: int = 0
+    probe_mode: int = 0
+    recover: int = 0
+    rtt: int = 0
+    rtt_var: int = 0
+    rtt_min: int = 0
+    alpha: float = 1.0
+    acked: int = 0
+    marked: int = 0
+    round_end: int = 0
+    reduced: int = 0
+    cut_at: int = 0
+    epoch: int = -1
+    peak: float = 0.0
+    reno: float = 0.0
 
     @property
     def has_work(self) -> bool:

@@ -12,11 +12,11 @@ from dlcp.sim.arithmetic import MASK64, mix
 from dlcp.sim.graph import NODE_RECORD
 from dlcp.sim.packet_engine import COUNTER_CELLS, Completion, CompletionKind, EngineCounter, Submission
 from dlcp.sim.plan import PROFILE_CELLS, PROTECTED_BLOCK_PACKETS, Discipline, EnginePlan
-from dlcp.sim.reference.congestion import WINDOWS
 from dlcp.sim.reference.hosts import HostInterface, Hosts
 from dlcp.sim.reference.parts import GraphState, Message, MessageStream, SimulatedPacket
 from dlcp.sim.reference.program import P4Pipeline
 from dlcp.sim.reference.switch import ReferenceSwitch, SimulatedLink, SwitchPort
+from dlcp.sim.rules import first_threshold, may_close
 from dlcp.sim.topology import Routes
 
 
@@ -105,8 +105,10 @@ class ReferenceEngine:
         """Take in a graph. A node that waits for nothing begins after its delay."""
         for serial, source, target, transport, path_hash, reverse_path_hash, _ in submission.new_streams.tolist():
             rules = self.plan.transports[transport]
-            window = WINDOWS[rules.kind](rules)
-            self._streams[serial] = MessageStream(serial, source, target, rules, path_hash, reverse_path_hash, window)
+            threshold = first_threshold(rules)
+            self._streams[serial] = MessageStream(
+                serial, source, target, rules, path_hash, reverse_path_hash, rules.window, threshold
+            )
         count = len(submission.graph)
         graph = GraphState(submission.number, [], count, count)
         self._graphs[submission.number] = graph
@@ -174,10 +176,7 @@ class ReferenceEngine:
 
     def close_message(self, message: Message) -> None:
         """Close a message that is done once nothing refers to it any more."""
-        busy = message.refs or message.in_flight or message.retransmits or message.listed
-        if message.closed or not message.done or busy:
-            return
-        if message.acked < message.packets and not message.satisfied:
+        if not may_close(message):
             return
         message.closed = True
         message.graph.open -= 1

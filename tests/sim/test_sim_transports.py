@@ -9,14 +9,9 @@ import pytest
 from dlcp.sim import FailureSpec, Scenario, Simulation
 from dlcp.sim.graph import OWN_LANE, GraphBuilder
 from dlcp.sim.packet_engine import EngineCounter
-from dlcp.sim.plan import make_plan
-from dlcp.sim.reference.congestion import (
-    CubicStreamWindow,
-    DctcpStreamWindow,
-    DlcpStreamWindow,
-    NewRenoStreamWindow,
-    SwiftStreamWindow,
-)
+from dlcp.sim.plan import TransportRules, make_plan
+from dlcp.sim.reference.parts import MessageStream
+from dlcp.sim.rules import first_threshold, measure_rtt, on_ack, on_loss, on_timeout, timeout_ps
 from dlcp.sim.simulation import failure
 from dlcp.sim.switches import EcnSpec, SwitchSpec
 from dlcp.sim.topology import LeafSpine, LinkSpec, Star, build_topology
@@ -35,9 +30,9 @@ LINK = LinkSpec(rate_gbps=10.0, delay_us=1.0)
 PACKET_PS = 1_200_000
 
 
-def window(spec, kind):
-    plan = make_plan(build_topology(Star(hosts=2)), SwitchSpec(), {"t": spec}, (), 1)
-    return kind(plan.transports[0])
+def stream(spec) -> tuple[MessageStream, TransportRules]:
+    rules = make_plan(build_topology(Star(hosts=2)), SwitchSpec(), {"t": spec}, (), 1).transports[0]
+    return MessageStream(0, 0, 1, rules, 0, 0, rules.window, first_threshold(rules)), rules
 
 
 def run(transport, switches: SwitchSpec, messages, topology=None, seed: int = 1, engine: str = "reference"):
@@ -72,60 +67,66 @@ def test_slow_start_doubles_every_round_trip():
 
 
 def test_new_reno_halves_once_for_all_that_was_lost_together():
-    reno = window(NewRenoTransport(initial_window_packets=40), NewRenoStreamWindow)
+    reno, rules = stream(NewRenoTransport(initial_window_packets=40))
+    reno.number = 40
     for number in (3, 4, 9):
-        reno.on_loss(number, 0, 40)
-    assert reno.packets == 20
-    reno.on_timeout(60)
-    assert (reno.packets, reno.threshold) == (1, 10)
+        on_loss(reno, rules, number, 0)
+    assert reno.window == 20
+    reno.number = 60
+    on_timeout(reno, rules)
+    assert (reno.window, reno.threshold) == (1, 10)
 
 
 def test_cubic_is_back_at_its_peak_after_k_seconds():
-    cubic = window(CubicTransport(initial_window_packets=1000), CubicStreamWindow)
-    cubic.on_loss(0, 0, 1000)
-    assert cubic.packets == pytest.approx(700)
+    cubic, rules = stream(CubicTransport(initial_window_packets=1000))
+    cubic.number = 1000
+    on_loss(cubic, rules, 0, 0)
+    assert cubic.window == pytest.approx(700)
     cubic.threshold = 0
     rtt_ps = 50_000_000_000  # long enough that Reno would grow more slowly
-    cubic.measure_rtt(rtt_ps)
+    measure_rtt(cubic, rules, rtt_ps)
     k_s = math.cbrt(300 / 0.4)
     now = 0
     while now < (k_s + 0.05) * 1e12:
         now += rtt_ps // 700
-        cubic.on_ack(2000, False, rtt_ps, now, True, 3000)
-    assert cubic.packets == pytest.approx(1000, rel=0.01)
+        on_ack(cubic, rules, 0, rtt_ps, 2000, now, 1)
+    assert cubic.window == pytest.approx(1000, rel=0.01)
 
 
 def test_dctcp_averages_the_marked_share():
-    dctcp = window(DctcpTransport(initial_window_packets=10), DctcpStreamWindow)
+    dctcp, rules = stream(DctcpTransport(initial_window_packets=10))
     marked = np.random.default_rng(1).random(4000) < 0.2
     for number, mark in enumerate(marked):
-        dctcp.on_ack(number, bool(mark), 1, 0, True, number + 10)
-        dctcp.packets = 10.0
+        dctcp.number = number + 10
+        on_ack(dctcp, rules, int(mark), 1, number, 0, 1)
+        dctcp.window = 10.0
     assert dctcp.alpha == pytest.approx(0.2, abs=0.08)
-    before = dctcp.packets
-    dctcp.on_ack(5000, True, 1, 0, True, 5010)
-    assert dctcp.packets == pytest.approx(before * (1 - dctcp.alpha / 2))
+    before = dctcp.window
+    dctcp.number = 5010
+    on_ack(dctcp, rules, 1, 1, 5000, 0, 1)
+    assert dctcp.window == pytest.approx(before * (1 - dctcp.alpha / 2))
 
 
 def test_dlcp_takes_loss_as_a_signal_and_a_silence_too():
-    dlcp = window(DlcpTransport(initial_window_packets=40), DlcpStreamWindow)
-    dlcp.on_loss(5, 0, 40)
-    dlcp.on_loss(6, 0, 40)
-    assert dlcp.packets == 30
-    dlcp.on_timeout(50)
-    assert dlcp.packets == 15
+    dlcp, rules = stream(DlcpTransport(initial_window_packets=40))
+    dlcp.number = 40
+    on_loss(dlcp, rules, 5, 0)
+    on_loss(dlcp, rules, 6, 0)
+    assert dlcp.window == 30
+    dlcp.number = 50
+    on_timeout(dlcp, rules)
+    assert dlcp.window == 15
     for _ in range(8):
-        dlcp.on_timeout(50)
-    assert dlcp.timeout_ps() == 2 * 500_000_000  # it may wait in a lower queue
+        on_timeout(dlcp, rules)
+    assert timeout_ps(dlcp, rules) == 2 * 500_000_000  # it may wait in a lower queue
 
 
 def test_swift_shrinks_in_proportion_to_the_delay_above_its_target():
-    swift = window(SwiftTransport(target_us=20.0, initial_window_packets=100), SwiftStreamWindow)
-    swift.measure_rtt(10_000_000)
-    swift.on_ack(1, False, 25_000_000, 100_000_000, True, 100)
-    assert swift.packets == pytest.approx(100 * (1 - 0.8 * 5 / 25))
-    swift.on_ack(2, False, 25_000_000, 100_000_001, True, 100)
-    assert swift.packets == pytest.approx(84)  # once a round trip
+    swift, rules = stream(SwiftTransport(target_us=20.0, initial_window_packets=100))
+    measure_rtt(swift, rules, 10_000_000)
+    for number, now in ((1, 100_000_000), (2, 100_000_001)):  # once a round trip
+        on_ack(swift, rules, 0, 25_000_000, number, now, 1)
+        assert swift.window == pytest.approx(100 * (1 - 0.8 * 5 / 25))
 
 
 def test_swift_holds_the_delay_that_it_aims_at():

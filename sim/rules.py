@@ -1,22 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How windows grow and shrink. `dlcp.sim.transports` names the sources of the formulas."""
+"""What hosts do, once for both engines: how windows grow and shrink, when timers are due, and when a message is over.
 
-from dlcp.sim.arithmetic import cube_root as _cube_root
-from dlcp.sim.kernel.jit import call
-from dlcp.sim.kernel.state import Number, Row
+`dlcp.sim.transports` names the sources of the formulas. ``s`` is a stream, ``t`` the rules of its transport, ``m`` a
+message. They are rows of the kernel's arrays, or objects of the reference, whose fields have the same names. So these
+functions may use nothing but numbers: the kernel compiles them, the reference calls them as they are. Numbers that are
+true or false are compared with 0 for Numba's sake.
+"""
+
+from dlcp.sim.jit import shared
+from dlcp.sim.packet_engine import FOREVER_PS
 from dlcp.sim.plan import (
     CUBIC_KEEP,
     CUBIC_SCALE,
     DLCP_BACKOFF_MAX,
     DLCP_LOSS_KEEP,
     TIMEOUT_BACKOFF_MAX,
+    Number,
+    Row,
     TransportKind,
 )
+from dlcp.wire import Queue
 
-cube_root = call(_cube_root)
+URGENT_QUEUE = int(Queue.CONTROL)
+"""The most urgent queue, a plain integer: Numba cannot unify a member of an Enum with the number of another queue."""
 
 
-@call
+@shared
+def cube_root(value: float) -> float:
+    """Return the cube root of ``value`` >= 0 by Newton's method: the same bits on every machine, unlike ``pow``."""
+    if value <= 0.0:
+        return 0.0
+    root = max(1.0, value)
+    for _ in range(200):
+        better = (2.0 * root + value / (root * root)) / 3.0
+        if better >= root:
+            break
+        root = better
+    return root
+
+
+def first_threshold(t: Row) -> float:
+    """Return where slow start ends at first: at the widest window; Swift and NDP have none."""
+    return 0.0 if t.kind in (TransportKind.SWIFT, TransportKind.NDP) else float(t.window_max)
+
+
+@shared
 def timeout_ps(s: Row, t: Row) -> Number:
     """Return the timeout (RFC 6298), doubled for each one in a row; pFabric's stays as it is."""
     if t.kind == TransportKind.PFABRIC:
@@ -27,7 +55,7 @@ def timeout_ps(s: Row, t: Row) -> Number:
     return wait << s.backoff
 
 
-@call
+@shared
 def measure_rtt(s: Row, t: Row, rtt: int) -> None:
     """Take in a round-trip time in picoseconds (RFC 6298, gains of 1/8 and 1/4)."""
     if s.rtt == 0:
@@ -44,7 +72,7 @@ def measure_rtt(s: Row, t: Row, rtt: int) -> None:
             s.rtt_min = rtt
 
 
-@call
+@shared
 def on_ack(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited: int) -> None:
     """Take in that packet ``number`` was acknowledged; ``limited`` says whether the window held packets back."""
     kind = t.kind
@@ -87,7 +115,7 @@ def on_ack(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited
         s.window = min(t.window_max, s.window + 1.0 / s.window)
 
 
-@call
+@shared
 def grow_cubic(s: Row, t: Row, now: int) -> None:
     """Grow in congestion avoidance as RFC 9438 has it; ``alpha`` is its K in seconds."""
     if s.epoch < 0:
@@ -103,7 +131,7 @@ def grow_cubic(s: Row, t: Row, now: int) -> None:
         s.window = min(t.window_max, s.window + min((goal - s.window) / s.window, 0.5))
 
 
-@call
+@shared
 def on_loss(s: Row, t: Row, number: int, now: int) -> None:
     """Take in that packet ``number`` was lost: once for all that were in flight together."""
     kind = t.kind
@@ -129,7 +157,7 @@ def on_loss(s: Row, t: Row, number: int, now: int) -> None:
     s.threshold = s.window
 
 
-@call
+@shared
 def on_timeout(s: Row, t: Row) -> None:
     """Take in that nothing arrived for a whole timeout."""
     kind = t.kind
@@ -151,3 +179,97 @@ def on_timeout(s: Row, t: Row) -> None:
         s.peak = s.window
         s.window = 1.0
         s.epoch = -1
+
+
+@shared
+def is_limited(s: Row) -> Number:
+    """Return whether the window is what holds packets back.
+
+    In slow start the link may, which must not stop the window's growth (as in Linux).
+    """
+    reach = 2 * s.in_flight if s.window < s.threshold else s.in_flight + 1
+    return reach >= int(s.window)
+
+
+@shared
+def leave_probe_mode(s: Row) -> None:
+    """Send data instead of probes again (pFabric): something was answered."""
+    if s.probe_mode != 0:
+        s.probe_mode = 0
+        s.backoff = 0
+
+
+@shared
+def window_is_open(s: Row, t: Row) -> Number:
+    """Return whether a stream may have one more packet in flight."""
+    if t.kind == TransportKind.NDP:
+        return s.credit > 0
+    return s.in_flight < int(s.window) + s.spare and s.probe_mode == 0
+
+
+@shared
+def needs_reply(s: Row, t: Row) -> Number:
+    """Return whether a stream that has something to send waits for a PULL, or for a reply to a probe."""
+    return s.probe_mode != 0 or (t.kind == TransportKind.NDP and s.credit <= 0)
+
+
+@shared
+def queue_of(t: Row, m: Row, index: int) -> Number:
+    """Return the queue of a packet: its message's, or with PIAS by how much of the message was sent before it."""
+    queue = int(m.queue)
+    if t.kind == TransportKind.PIAS and t.levels > 0:
+        queue = URGENT_QUEUE
+        sent = index * t.payload
+        for level in range(t.levels):
+            if sent >= t.demotion[level]:
+                queue -= 1
+    return queue
+
+
+@shared
+def restart_timers(s: Row, t: Row, now: int) -> None:
+    """Restart the timeout and the tail probe of a stream: something arrived."""
+    s.deadline = now + timeout_ps(s, t)
+    restart_tail_timer(s, t, now)
+
+
+@shared
+def restart_tail_timer(s: Row, t: Row, now: int) -> None:
+    """Restart the tail probe of a stream, where there is to be one (RFC 8985, section 7.2)."""
+    s.tail_due = FOREVER_PS
+    if t.tail_probe != 0 and s.rtt > 0 and s.repairing == 0 and s.tail_probing == 0:
+        s.tail_due = now + 2 * s.rtt
+
+
+@shared
+def has_enough(m: Row) -> Number:
+    """Return whether a receiver may do without what has not arrived."""
+    return m.protected == 0 and m.received >= m.required
+
+
+@shared
+def is_complete(t: Row, m: Row) -> Number:
+    """Return whether a receiver needs nothing more, or nothing more than its bound has it wait for."""
+    if m.received == m.packets:
+        return True
+    return m.bounded != 0 and (t.immediate != 0 or m.probed != 0) and has_enough(m)
+
+
+@shared
+def may_probe(m: Row) -> Number:
+    """Return whether a sender has to ask what the receiver needs: all is sent and answered, and only holes are left."""
+    if m.holes == 0 or m.satisfied != 0 or m.probing != 0:
+        return False
+    return m.in_flight == 0 and m.retransmits == 0 and m.next_index >= m.packets
+
+
+@shared
+def may_close(m: Row) -> Number:
+    """Return whether a message is done and nothing refers to it any more.
+
+    The rows of a closed graph are freed at once, so nothing may refer to any of its messages then: no packet or timer
+    (``refs``), no transmission (``in_flight``, ``retransmits``), no list of a stream (``listed``).
+    """
+    if m.closed != 0 or m.done == 0 or m.refs != 0 or m.in_flight != 0 or m.retransmits != 0 or m.listed != 0:
+        return False
+    return m.acked >= m.packets or m.satisfied != 0

@@ -18,8 +18,11 @@ AVAILABLE: Final = importlib.util.find_spec("numba") is not None
 """Whether Numba is installed. Without it the functions stay plain Python, too slow to be of use."""
 _KEPT: Final = 8
 """Versions of the kernel whose compiled form stays on disk. Chosen by us."""
-_CONSTANTS: Final = ("dlcp.sim.arithmetic", "dlcp.sim.packet_engine", "dlcp.sim.plan", "dlcp.wire.header")
-"""Modules outside of the kernel whose constants are compiled in."""
+_SHARED: Final = (
+    *("dlcp.sim.arithmetic", "dlcp.sim.jit", "dlcp.sim.packet_engine", "dlcp.sim.plan", "dlcp.sim.rules"),
+    "dlcp.wire.header",
+)
+"""Modules outside of the kernel whose constants and rules are compiled in."""
 
 
 def call(function: _F) -> _F:
@@ -30,6 +33,16 @@ def call(function: _F) -> _F:
 def inlined(function: _F) -> _F:
     """Compile a function into its callers: for those on every packet's way, where calls cost 5 to 10 % of a run."""
     return _jit(function, inline="always")
+
+
+def shared(function: _F) -> _F:
+    """Let functions of the kernel call a function that stays one of Python's, for the reference to call."""
+    if not AVAILABLE:
+        return function
+    import numba.extending
+
+    marked: _F = numba.extending.register_jitable(function)
+    return marked
 
 
 def entry(function: _F) -> _F:
@@ -62,8 +75,8 @@ def _cache_folder() -> Iterator[bool]:
     config: Any = importlib.import_module("numba").config
     numba_version = importlib.metadata.version("numba")
     digest = hashlib.sha256(f"{numba_version} {os.environ.get('NUMBA_BOUNDSCHECK', '')}".encode())
-    folder = Path(__file__).parent
-    shared = (Path(str(importlib.import_module(name).__file__)) for name in _CONSTANTS)
+    folder = Path(__file__).parent / "kernel"
+    shared = (Path(str(importlib.import_module(name).__file__)) for name in _SHARED)
     for source in (*sorted(folder.glob("*.py")), *shared):
         digest.update(source.read_bytes())
     kernels = base.parent / "sim"
