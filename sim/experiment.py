@@ -20,8 +20,7 @@ from dlcp.sim.scenario import FailureSpec, Scenario
 from dlcp.sim.switches import SwitchSpec
 from dlcp.sim.topology import Star, TopologyError, TopologySpec, build_topology
 from dlcp.sim.traffic import TrafficSpec
-from dlcp.sim.training.job import TrainingJob, place_jobs
-from dlcp.sim.training.steps import profile_of
+from dlcp.sim.training import TrainingJob, place_jobs, profile_of
 from dlcp.sim.transports import TRANSPORTS_MAX, DctcpTransport, TransportSpec
 from dlcp.suggestion import nearest
 

@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 
 import dlcp
 from dlcp.sim.collectives import RESULT_MESSAGE
-from dlcp.sim.convergence.curves import curve
+from dlcp.sim.convergence import curve
 from dlcp.sim.experiment import ExperimentRun
 from dlcp.sim.packet_engine import EngineCounter, EngineName, counts_by_name, drops_by_class
 from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, start_background_and_failures
-from dlcp.sim.training.job import place_jobs
-from dlcp.sim.training.schedulers import class_shares
-from dlcp.sim.training.steps import Progress, profile_of, training
+from dlcp.sim.training import Progress, class_shares, place_jobs, profile_of, training
 from dlcp.switch import PROGRAM_PATH
 
 FORMAT: Final = 3

@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it and return the exit status."""
-    from dlcp.sim.models.measure import ProfileError
-    from dlcp.sim.report.summary import ReportError
+    from dlcp.sim.profiling import ProfileError
+    from dlcp.sim.report.results import ReportError
     from dlcp.sim.sweep import SweepError
 
     action: Callable[[argparse.Namespace], int] = arguments.action
@@ -178,14 +178,14 @@ def _all(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.report.comparison import compare
+    from dlcp.sim.report.results import compare
 
     return compare(arguments.old, arguments.new, arguments.above / 100)
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.models.measure import load_factory, measure
-    from dlcp.sim.models.profiles import write_profile
+    from dlcp.sim.models import write_profile
+    from dlcp.sim.profiling import load_factory, measure
 
     shape = tuple(int(size) for size in arguments.input.split(","))
     model: Any = load_factory(arguments.factory)()

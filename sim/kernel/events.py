@@ -10,29 +10,8 @@ constant cost, and the heap that orders them stays a few levels deep.
 from typing import Final
 
 from dlcp.sim.jit import call
-from dlcp.sim.kernel.state import (
-    ID_BITS,
-    ID_MASK,
-    KIND_MASK,
-    SEQUENCE_SHIFT,
-    EventKind,
-    Number,
-    Row,
-    buckets_of,
-    events_of,
-    far_keys_of,
-    far_times_of,
-    keys_of,
-    messages_of,
-    occupied_of,
-    packets_of,
-    ports_of,
-    states_of,
-    streams_of,
-    times_of,
-    transmissions_of,
-)
-from dlcp.sim.plan import PacketKind
+from dlcp.sim.kernel import state as k
+from dlcp.sim.plan import Number, PacketKind, Row
 
 TIME_BUCKETS: Final = 1 << 14
 LARGE_LINKS: Final = 512
@@ -44,16 +23,16 @@ BUCKETS_PER_WORD: Final = 32
 @call
 def push(w: Row, time: int, kind: int, number: int) -> None:
     """Insert an event: ``kind`` happens to ``number`` at ``time``."""
-    key = (w.sequence << SEQUENCE_SHIFT) | (kind << ID_BITS) | number
+    key = (w.sequence << k.SEQUENCE_SHIFT) | (kind << k.ID_BITS) | number
     w.sequence += 1
     w.events_waiting += 1
     bucket = time >> w.bucket_shift
     if bucket <= w.bucket_now:
-        heap_push(times_of(w), keys_of(w), w.heap_length, time, key)
+        heap_push(k.times_of(w), k.keys_of(w), w.heap_length, time, key)
         w.heap_length += 1
     elif bucket - w.bucket_now < TIME_BUCKETS:
-        events = events_of(w)
-        buckets = buckets_of(w)
+        events = k.events_of(w)
+        buckets = k.buckets_of(w)
         event = w.free_event
         e = events[event]
         w.free_event = e.next
@@ -62,10 +41,10 @@ def push(w: Row, time: int, kind: int, number: int) -> None:
         slot = bucket & (TIME_BUCKETS - 1)
         e.next = buckets[slot]
         buckets[slot] = event
-        occupied_of(w)[slot // BUCKETS_PER_WORD] |= 1 << (slot % BUCKETS_PER_WORD)
+        k.occupied_of(w)[slot // BUCKETS_PER_WORD] |= 1 << (slot % BUCKETS_PER_WORD)
         w.bucketed += 1
     else:
-        heap_push(far_times_of(w), far_keys_of(w), w.far_length, time, key)
+        heap_push(k.far_times_of(w), k.far_keys_of(w), w.far_length, time, key)
         w.far_length += 1
 
 
@@ -74,14 +53,14 @@ def pop(w: Row) -> None:
     """Remove the first event, which is at 0 of the small heap."""
     w.events_waiting -= 1
     w.heap_length -= 1
-    heap_pop(times_of(w), keys_of(w), w.heap_length)
+    heap_pop(k.times_of(w), k.keys_of(w), w.heap_length)
 
 
 @call
 def advance(w: Row) -> Number:
     """Fill the small heap, which is empty, with the events of the next bucket that has any; return how many."""
-    far_times = far_times_of(w)
-    far_keys = far_keys_of(w)
+    far_times = k.far_times_of(w)
+    far_keys = k.far_keys_of(w)
     bucket = w.bucket_now + 2 * TIME_BUCKETS
     if w.bucketed > 0:
         bucket = next_bucket(w)
@@ -89,10 +68,10 @@ def advance(w: Row) -> Number:
         bucket = min(bucket, far_times[0] >> w.bucket_shift) if w.bucketed > 0 else far_times[0] >> w.bucket_shift
     elif w.bucketed == 0:
         return 0
-    times = times_of(w)
-    keys = keys_of(w)
-    events = events_of(w)
-    buckets = buckets_of(w)
+    times = k.times_of(w)
+    keys = k.keys_of(w)
+    events = k.events_of(w)
+    buckets = k.buckets_of(w)
     length = 0
     # Lists are reused round after round. A bucket farther off than a round can only come from the large heap, and the
     # list in its slot belongs to an earlier bucket, which would have been found first if it had any events.
@@ -108,7 +87,7 @@ def advance(w: Row) -> Number:
             w.free_event = event
             event = following
         buckets[slot] = -1
-        occupied_of(w)[slot // BUCKETS_PER_WORD] &= ~(1 << (slot % BUCKETS_PER_WORD))
+        k.occupied_of(w)[slot // BUCKETS_PER_WORD] &= ~(1 << (slot % BUCKETS_PER_WORD))
         w.bucketed -= length
     while w.far_length > 0 and far_times[0] >> w.bucket_shift <= bucket:
         heap_push(times, keys, length, far_times[0], far_keys[0])
@@ -117,7 +96,7 @@ def advance(w: Row) -> Number:
         heap_pop(far_times, far_keys, w.far_length)
     w.bucket_now = bucket
     w.heap_length = length
-    if ports_of(w).shape[0] > LARGE_LINKS:
+    if k.ports_of(w).shape[0] > LARGE_LINKS:
         prefetch(w)
     return length
 
@@ -129,21 +108,21 @@ def prefetch(w: Row) -> None:
     Otherwise one event after the other would wait for its rows. ``prefetched`` means nothing; it keeps the compiler
     from removing the reads.
     """
-    keys = keys_of(w)
-    ports = ports_of(w)
+    keys = k.keys_of(w)
+    ports = k.ports_of(w)
     prefetched = 0
     for position in range(w.heap_length):
-        number = keys[position] & ID_MASK
-        kind = (keys[position] >> ID_BITS) & KIND_MASK
-        if kind == EventKind.ARRIVE:
-            x = packets_of(w)[number]
+        number = keys[position] & k.ID_MASK
+        kind = (keys[position] >> k.ID_BITS) & k.KIND_MASK
+        if kind == k.EventKind.ARRIVE:
+            x = k.packets_of(w)[number]
             node = ports[x.port].target
             if node < w.hosts and x.kind <= PacketKind.NACK:
-                m = messages_of(w)[x.message]
-                s = streams_of(w)[m.stream]
-                prefetched += m.sent + s.in_flight + s.single_use + transmissions_of(w)[x.transmission].number
-                prefetched += states_of(w)[m.offset + x.index]
-        elif kind == EventKind.PORT_FREE:
+                m = k.messages_of(w)[x.message]
+                s = k.streams_of(w)[m.stream]
+                prefetched += m.sent + s.in_flight + s.single_use + k.transmissions_of(w)[x.transmission].number
+                prefetched += k.states_of(w)[m.offset + x.index]
+        elif kind == k.EventKind.PORT_FREE:
             prefetched += ports[number].busy_until
     w.prefetched = prefetched
 
@@ -151,7 +130,7 @@ def prefetch(w: Row) -> None:
 @call
 def next_bucket(w: Row) -> Number:
     """Return the next bucket with events in its list. There is one within a round: ``bucketed`` is above 0."""
-    occupied = occupied_of(w)
+    occupied = k.occupied_of(w)
     bucket = w.bucket_now + 1
     slot = bucket & (TIME_BUCKETS - 1)
     bits = occupied[slot // BUCKETS_PER_WORD] >> (slot % BUCKETS_PER_WORD)

@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -30,38 +31,40 @@ class KernelEngine:
 
     def __init__(self, plan: EnginePlan) -> None:
         self.plan = plan
-        self._counts = np.zeros(COUNTER_CELLS, np.int64)
         self._world = np.zeros(1, k.WORLD)
         self._w = self._world[0]
         self._w["hosts"] = plan.hosts
         self._w["free_stream"] = -1
-        self._times, self._keys = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self._far_times, self._far_keys = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self._events = np.zeros(0, k.EVENT_ROW)
-        self._buckets = np.full(TIME_BUCKETS, -1, np.int32)
-        self._occupied = np.zeros(TIME_BUCKETS // BUCKETS_PER_WORD, np.int64)
+        # The arrays that the record points at, by their names in `k.ARRAYS`; growing one puts another in its place.
+        a = self._a = SimpleNamespace()
+        a.counts, a.profiles = np.zeros(COUNTER_CELLS, np.int64), plan.profiles
+        a.times, a.keys = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        a.far_times, a.far_keys = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        a.events = np.zeros(0, k.EVENT_ROW)
+        a.buckets = np.full(TIME_BUCKETS, -1, np.int32)
+        a.occupied = np.zeros(TIME_BUCKETS // BUCKETS_PER_WORD, np.int64)
         self._w["bucket_shift"], self._w["free_event"] = _bucket_shift(plan), -1
         self._grow_events(_POOL)
-        self._ports = _make_ports(plan)
-        self._queues = _zeros(len(self._ports) * PORT_QUEUES, np.zeros(0, k.QUEUE_ROW))
-        self._queues["head"] = self._queues["tail"] = -1
-        self._switches = np.zeros(len(plan.topology.names), k.SWITCH_ROW)
-        self._switches["random"], self._switches["salt"] = plan.node_random, plan.node_salt
-        self._switches["divisor"] = plan.topology.divisors
+        a.ports = _make_ports(plan)
+        a.queues = _zeros(len(a.ports) * PORT_QUEUES, np.zeros(0, k.QUEUE_ROW))
+        a.queues["head"] = a.queues["tail"] = -1
+        a.switches = np.zeros(len(plan.topology.names), k.SWITCH_ROW)
+        a.switches["random"], a.switches["salt"] = plan.node_random, plan.node_salt
+        a.switches["divisor"] = plan.topology.divisors
         switches = len(plan.topology.names) - plan.hosts
         has_slots = plan.switches.discipline == Discipline.DLCP
-        self._slots = np.zeros((switches, SLOT_REGISTER_SIZE) if has_slots else (1, 1), k.SLOT_ROW)
-        self._streams = np.zeros(0, k.STREAM_ROW)
+        a.slots = np.zeros((switches, SLOT_REGISTER_SIZE) if has_slots else (1, 1), k.SLOT_ROW)
+        a.streams = np.zeros(0, k.STREAM_ROW)
         self._stream_count = 0
         self._stream_rows: dict[int, int] = {-1: -1}
-        self._messages = np.zeros(0, k.MESSAGE_ROW)
-        self._graphs = np.zeros(16, k.GRAPH_ROW)
-        self._followers = np.zeros(0, np.int32)
-        self._completions = np.zeros((_COMPLETIONS, 2), np.int64)
-        self._states = np.zeros(0, np.uint8)
-        self._packets, self._transmissions = np.zeros(0, k.PACKET_ROW), np.zeros(0, k.TRANSMISSION_ROW)
-        self._rules, self._transports = as_rows([plan.switches]), as_rows(plan.transports)
-        self._routes = plan.routes
+        a.messages = np.zeros(0, k.MESSAGE_ROW)
+        a.graphs = np.zeros(16, k.GRAPH_ROW)
+        a.followers = np.zeros(0, np.int32)
+        a.completions = np.zeros((_COMPLETIONS, 2), np.int64)
+        a.states = np.zeros(0, np.uint8)
+        a.packets, a.transmissions = np.zeros(0, k.PACKET_ROW), np.zeros(0, k.TRANSMISSION_ROW)
+        a.rules, a.transports = as_rows([plan.switches]), as_rows(plan.transports)
+        self.set_routes(plan.routes)
         self._free_graphs = list(range(15, -1, -1))
         self._ranges: dict[int, tuple[slice, slice, slice]] = {}
         self._graph_numbers: dict[int, int] = {}
@@ -75,40 +78,12 @@ class KernelEngine:
     @property
     def counts(self) -> NDArray[np.int64]:
         """Return the counts, in the cells of `dlcp.sim.packet_engine.EngineCounter`."""
-        return self._counts
+        counts: NDArray[np.int64] = self._a.counts
+        return counts
 
     def _bind(self) -> None:
         """Point the record at the arrays that have moved."""
-        routes = self._routes
-        arrays = {
-            "times": self._times,
-            "keys": self._keys,
-            "far_times": self._far_times,
-            "far_keys": self._far_keys,
-            "events": self._events,
-            "buckets": self._buckets,
-            "occupied": self._occupied,
-            "ports": self._ports,
-            "queues": self._queues,
-            "packets": self._packets,
-            "switches": self._switches,
-            "slots": self._slots,
-            "streams": self._streams,
-            "messages": self._messages,
-            "graphs": self._graphs,
-            "followers": self._followers,
-            "completions": self._completions,
-            "transmissions": self._transmissions,
-            "states": self._states,
-            "transports": self._transports,
-            "profiles": self.plan.profiles,
-            "route_row": routes.row,
-            "route_table": routes.table,
-            "choices": routes.choices,
-            "rules": self._rules,
-            "counts": self._counts,
-        }
-        for name, array in arrays.items():
+        for name, array in vars(self._a).items():
             if self._bound.get(name) is not array:
                 k.bind(self._w, name, array)
                 self._bound[name] = array
@@ -122,17 +97,16 @@ class KernelEngine:
         """Go on to the end of the first instant at which something completes, at most to ``limit_ps``."""
         while True:
             self._bind()
-            reason = run(self._world, limit_ps)
-            if reason != k.ExitReason.GROW:
+            if run(self._world, limit_ps):
                 break
             self._grow()
-        rows = self._completions[: self._w["completed"]].tolist()
+        rows = self._a.completions[: self._w["completed"]].tolist()
         self._w["completed"] = 0
         return [self._completion(CompletionKind(kind), number) for kind, number in rows]
 
     def _completion(self, kind: CompletionKind, number: int) -> Completion:
         if kind == CompletionKind.NODE_DONE:
-            slot = int(self._messages[number]["graph"])
+            slot = int(self._a.messages[number]["graph"])
             return Completion(kind, self._graph_numbers[slot], number - self._ranges[slot][0].start)
         return Completion(kind, self._graph_numbers[number])
 
@@ -151,14 +125,14 @@ class KernelEngine:
         segments = self._state_room.take(int(submission.packets.sum()))
         edges = self._follower_room.take(len(graph.followers))
         _refuse_beyond(nodes.stop, "messages in flight")
-        self._messages = _enlarged(self._messages, nodes.stop)
-        self._states = _enlarged(self._states, segments.stop)
-        self._followers = _enlarged(self._followers, edges.stop)
+        self._a.messages = _enlarged(self._a.messages, nodes.stop)
+        self._a.states = _enlarged(self._a.states, segments.stop)
+        self._a.followers = _enlarged(self._a.followers, edges.stop)
         slot = self._take_graph()
         self._ranges[slot], self._graph_numbers[slot] = (nodes, segments, edges), submission.number
-        self._graphs[slot] = (count, count, nodes.start)
-        self._states[segments] = 0
-        self._followers[edges] = graph.followers + nodes.start
+        self._a.graphs[slot] = (count, count, nodes.start)
+        self._a.states[segments] = 0
+        self._a.followers[edges] = graph.followers + nodes.start
         self._fill_messages(submission, slot, nodes, segments.start, edges.start)
         self._w["followers_max"] = max(self._w["followers_max"], np.diff(graph.starts).max())
         first = np.flatnonzero(graph.waits == 0)
@@ -178,7 +152,7 @@ class KernelEngine:
         for start in range(0, count, _ROWS_AT_ONCE):
             part = slice(start, min(start + _ROWS_AT_ONCE, count))
             described = graph.nodes[part]
-            rows = self._messages[nodes.start + part.start : nodes.start + part.stop]
+            rows = self._a.messages[nodes.start + part.start : nodes.start + part.stop]
             rows.view(np.uint8)[:] = 0
             rows["begin"] = rows["end"] = -1
             rows["offset"], rows["stream"] = offsets[part], streams[part]
@@ -199,7 +173,7 @@ class KernelEngine:
 
     def records(self, number: int) -> NDArray[Any]:
         """Return the records of a graph that has not been forgotten, `dlcp.sim.graph.NODE_RECORD` (n,)."""
-        rows = self._messages[self._ranges[self._slot_of(number)][0]]
+        rows = self._a.messages[self._ranges[self._slot_of(number)][0]]
         records = np.zeros(len(rows), NODE_RECORD)
         records["begin_ps"], records["end_ps"], records["packets"] = rows["begin"], rows["end"], rows["packets"]
         records["missing_packets"], records["sent_packets"] = rows["missing"], rows["sent"]
@@ -225,13 +199,13 @@ class KernelEngine:
         for number, serial in enumerate(new["serial"].tolist()):
             index = int(self._w["free_stream"])
             if index >= 0:
-                self._w["free_stream"] = self._streams["next"][index]
-                self._stream_rows.pop(int(self._streams["serial"][index]), None)
+                self._w["free_stream"] = self._a.streams["next"][index]
+                self._stream_rows.pop(int(self._a.streams["serial"][index]), None)
             else:
                 index = self._stream_count
                 self._stream_count += 1
                 _refuse_beyond(self._stream_count, "streams")
-                self._streams = _enlarged(self._streams, self._stream_count)
+                self._a.streams = _enlarged(self._a.streams, self._stream_count)
             indices[number] = self._stream_rows[serial] = index
         rows = np.zeros(len(new), k.STREAM_ROW)
         for name in (
@@ -248,42 +222,42 @@ class KernelEngine:
             rows[name] = -1
         for name in STREAM_START.names or ():
             rows[name] = new[name]
-        chosen = self._transports[new["transport"]]
+        chosen = self._a.transports[new["transport"]]
         rows["window"], rows["alpha"] = chosen["window"], 1.0
         rows["threshold"] = [
             first_threshold(rules) for rules in map(self.plan.transports.__getitem__, new["transport"])
         ]
-        self._streams[indices] = rows
+        self._a.streams[indices] = rows
 
     def _take_graph(self) -> int:
         if not self._free_graphs:
-            count = len(self._graphs)
-            self._graphs = _enlarged(self._graphs, 2 * count)
-            self._free_graphs = list(range(len(self._graphs) - 1, count - 1, -1))
+            count = len(self._a.graphs)
+            self._a.graphs = _enlarged(self._a.graphs, 2 * count)
+            self._free_graphs = list(range(len(self._a.graphs) - 1, count - 1, -1))
         return self._free_graphs.pop()
 
     # -------------------------------------------------------------------------------------------------------- links
 
     def set_loss(self, links: Sequence[int], loss: int) -> None:
         """Let links lose packets from now on, ``loss`` of `dlcp.sim.arithmetic.DRAW_LIMIT`."""
-        self._ports["loss"][list(links)] = loss
-        self._ports["lossy"][list(links)] = loss > 0
+        self._a.ports["loss"][list(links)] = loss
+        self._a.ports["lossy"][list(links)] = loss > 0
 
     def set_routes(self, routes: Routes) -> None:
         """Route packets differently from now on."""
-        self._routes = routes
+        self._a.route_row, self._a.route_table, self._a.choices = routes.row, routes.table, routes.choices
 
     def link_bytes(self) -> NDArray[np.int64]:
         """Return the bytes that each link has carried, int64 (links,)."""
-        return np.array(self._ports["sent_bytes"])
+        return np.array(self._a.ports["sent_bytes"])
 
     def queue_bytes(self) -> NDArray[np.int64]:
         """Return the bytes that wait for each link at a switch now, int64 (links,)."""
-        return np.array(self._ports["bytes"])
+        return np.array(self._a.ports["bytes"])
 
     def queue_bytes_max(self) -> NDArray[np.int64]:
         """Return the most bytes that ever waited for each link at a switch, int64 (links,)."""
-        return np.array(self._ports["bytes_max"])
+        return np.array(self._a.ports["bytes_max"])
 
     # ------------------------------------------------------------------------------------------------------- growth
 
@@ -294,7 +268,7 @@ class KernelEngine:
         while self._w["free_transmissions"] < k.SPARE_ROWS:
             self._grow_transmissions()
         self._grow_events(int(self._w["events_waiting"]) + spare + int(self._w["followers_max"]))
-        self._completions = _enlarged(self._completions, int(self._w["completed"]) + spare)
+        self._a.completions = _enlarged(self._a.completions, int(self._w["completed"]) + spare)
         if self._w["sequence"] > k.SEQUENCE_MAX:
             self._renumber()
 
@@ -302,35 +276,35 @@ class KernelEngine:
         """Renumber the events that wait from 0 on, in the order in which they were inserted."""
         near, far = int(self._w["heap_length"]), int(self._w["far_length"])
         listed = []
-        following = self._events["next"]
-        for event in self._buckets[self._buckets >= 0].tolist():
+        following = self._a.events["next"]
+        for event in self._a.buckets[self._a.buckets >= 0].tolist():
             while event >= 0:
                 listed.append(event)
                 event = int(following[event])
-        keys = np.concatenate([self._keys[:near], self._far_keys[:far], self._events["key"][listed]])
+        keys = np.concatenate([self._a.keys[:near], self._a.far_keys[:far], self._a.events["key"][listed]])
         order = np.argsort(keys)  # by number, which they begin with
         what = keys & ((1 << k.SEQUENCE_SHIFT) - 1)
         keys[order] = np.arange(len(keys)) << k.SEQUENCE_SHIFT | what[order]
-        self._keys[:near], self._far_keys[:far] = keys[:near], keys[near : near + far]
-        self._events["key"][listed] = keys[near + far :]
+        self._a.keys[:near], self._a.far_keys[:far] = keys[:near], keys[near : near + far]
+        self._a.events["key"][listed] = keys[near + far :]
         self._w["sequence"] = len(keys)
 
     def _grow_events(self, needed: int) -> None:
         """Make room for so many events, wherever they wait."""
-        before = len(self._events)
-        self._times, self._keys = _enlarged(self._times, needed), _enlarged(self._keys, needed)
-        self._far_times, self._far_keys = _enlarged(self._far_times, needed), _enlarged(self._far_keys, needed)
-        self._events = _enlarged(self._events, needed)
-        if len(self._events) > before:
-            self._events["next"][before:] = np.arange(before + 1, len(self._events) + 1)
-            self._events["next"][-1] = self._w["free_event"]
+        before = len(self._a.events)
+        self._a.times, self._a.keys = _enlarged(self._a.times, needed), _enlarged(self._a.keys, needed)
+        self._a.far_times, self._a.far_keys = _enlarged(self._a.far_times, needed), _enlarged(self._a.far_keys, needed)
+        self._a.events = _enlarged(self._a.events, needed)
+        if len(self._a.events) > before:
+            self._a.events["next"][before:] = np.arange(before + 1, len(self._a.events) + 1)
+            self._a.events["next"][-1] = self._w["free_event"]
             self._w["free_event"] = before
 
     def _grow_packets(self) -> None:
-        self._packets = self._grow_pool(self._packets, "free_packet_head", "free_packets")
+        self._a.packets = self._grow_pool(self._a.packets, "free_packet_head", "free_packets")
 
     def _grow_transmissions(self) -> None:
-        self._transmissions = self._grow_pool(self._transmissions, "free_transmission_head", "free_transmissions")
+        self._a.transmissions = self._grow_pool(self._a.transmissions, "free_transmission_head", "free_transmissions")
 
     def _grow_pool(self, pool: NDArray[Any], first_free: str, free: str) -> NDArray[Any]:
         """Double a pool, and put its new rows at the head of the list of unused ones."""

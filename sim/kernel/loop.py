@@ -3,6 +3,7 @@
 
 from dlcp.sim.arithmetic import RATE_SHIFT
 from dlcp.sim.jit import call, entry, inlined
+from dlcp.sim.kernel import state as k
 from dlcp.sim.kernel.events import advance, pop, push
 from dlcp.sim.kernel.messages import close_message, complete_node, free_stream_if_dead, remove_packet
 from dlcp.sim.kernel.receiver import receive_data, receive_probe, send_pull
@@ -21,39 +22,21 @@ from dlcp.sim.kernel.sender import (
     stream_timer,
     transmit,
 )
-from dlcp.sim.kernel.state import (
-    ID_BITS,
-    ID_MASK,
-    KIND_MASK,
-    SEQUENCE_MAX,
-    SPARE_ROWS,
-    EventKind,
-    ExitReason,
-    Number,
-    Row,
-    completions_of,
-    counts_of,
-    draw,
-    keys_of,
-    messages_of,
-    packets_of,
-    ports_of,
-    queues_of,
-    route_row_of,
-    rules_of,
-    streams_of,
-    times_of,
-    transports_of,
-)
 from dlcp.sim.kernel.switching import SEND_NOW, choose_port, dequeue, enqueue
 from dlcp.sim.packet_engine import EngineCounter
-from dlcp.sim.plan import PORT_QUEUES, Discipline, PacketKind
+from dlcp.sim.plan import (
+    PORT_QUEUES,
+    Discipline,
+    Number,
+    PacketKind,
+    Row,
+)
 
 
 @call
 def interface_of(w: Row, stream: int, host: int) -> Number:
     """Return the link by which a host at one end of a stream reaches the other end."""
-    s = streams_of(w)[stream]
+    s = k.streams_of(w)[stream]
     if host == s.source:
         return choose_port(w, host, s.target, s.path_hash, 0)
     return choose_port(w, host, s.source, s.reverse_path_hash, 0)
@@ -66,18 +49,18 @@ def next_at_interface(w: Row, interface: int, now: int) -> Number:
     Control packets go first, then streams in turn, the most urgent queue first. Looking for a stream's next packet may
     make the host send a probe, which then goes before it.
     """
-    packets = packets_of(w)
-    streams = streams_of(w)
-    transports = transports_of(w)
-    p = ports_of(w)[interface]
+    packets = k.packets_of(w)
+    streams = k.streams_of(w)
+    transports = k.transports_of(w)
+    p = k.ports_of(w)[interface]
     leaving = -1
     while leaving < 0 and p.control_head < 0 and p.nonempty != 0:
         queue = PORT_QUEUES - 1
         while (p.nonempty >> queue) & 1 == 0:
             queue -= 1
-        if rules_of(w)[0].discipline == Discipline.PFABRIC:
+        if k.rules_of(w)[0].discipline == Discipline.PFABRIC:
             move_smallest_first(w, interface, queue)
-        q = queues_of(w)[interface * PORT_QUEUES + queue]
+        q = k.queues_of(w)[interface * PORT_QUEUES + queue]
         stream = q.head
         s = streams[stream]
         q.head = s.next
@@ -100,9 +83,9 @@ def next_at_interface(w: Row, interface: int, now: int) -> Number:
 @inlined
 def send_packet(w: Row, port: int, packet: int, now: int) -> None:
     """Send a packet over a link that is free; it arrives, or gets lost."""
-    counts = counts_of(w)
-    p = ports_of(w)[port]
-    x = packets_of(w)[packet]
+    counts = k.counts_of(w)
+    p = k.ports_of(w)[port]
+    x = k.packets_of(w)[packet]
     p.busy_until = now + ((x.size * p.kibibyte_ps) >> RATE_SHIFT)
     p.sent_bytes += x.size
     x.port = port
@@ -110,67 +93,65 @@ def send_packet(w: Row, port: int, packet: int, now: int) -> None:
         counts[EngineCounter.HOPS_DATA] += 1
     else:
         counts[EngineCounter.HOPS_CONTROL] += 1
-    if p.lossy != 0 and draw(p) < p.loss:
+    if p.lossy != 0 and k.draw(p) < p.loss:
         counts[EngineCounter.DROPS_LINK] += 1
         counts[EngineCounter.DROPS_BY_CLASS + x.drop_class] += 1
         remove_packet(w, packet)
     else:
-        push(w, p.busy_until + p.delay, EventKind.ARRIVE, packet)
+        push(w, p.busy_until + p.delay, k.EventKind.ARRIVE, packet)
     if p.control_head >= 0 or p.nonempty != 0:
         p.pending = 1
-        push(w, p.busy_until, EventKind.PORT_FREE, port)
+        push(w, p.busy_until, k.EventKind.PORT_FREE, port)
 
 
 @entry
 def run(world: Row, limit: int) -> Number:
-    """Go on to the end of the first instant at which something completes, at most to ``limit``; return why it ended.
+    """Go on to the end of the first instant at which something completes, at most to ``limit``.
 
-    `ExitReason.IDLE`: nothing is left to happen. `ExitReason.COMPLETED`: see ``completions``. `ExitReason.GROW`: an
-    array is full, or the numbers of events are used up; the next event has not begun.
+    Returns whether that was reached. If not, an array is full, or the numbers of events are used up; the next event has
+    not begun.
     """
     w = world[0]
-    times = times_of(w)
-    keys = keys_of(w)
-    ports = ports_of(w)
-    packets = packets_of(w)
-    streams = streams_of(w)
-    messages = messages_of(w)
-    completions = completions_of(w)
-    transports = transports_of(w)
-    route_row = route_row_of(w)
-    counts = counts_of(w)
+    times = k.times_of(w)
+    keys = k.keys_of(w)
+    ports = k.ports_of(w)
+    packets = k.packets_of(w)
+    streams = k.streams_of(w)
+    messages = k.messages_of(w)
+    completions = k.completions_of(w)
+    transports = k.transports_of(w)
+    route_row = k.route_row_of(w)
+    counts = k.counts_of(w)
     hosts = w.hosts
     while True:
         if w.heap_length == 0 and advance(w) == 0:
-            return ExitReason.COMPLETED if w.completed > 0 else ExitReason.IDLE
+            return True
         now = times[0]
-        if w.completed > 0 and now > w.now:
-            return ExitReason.COMPLETED
-        if now > limit:
-            return ExitReason.TIME_LIMIT
+        if now > limit or (w.completed > 0 and now > w.now):
+            return True
         # Functions below take rows without asking whether there are any, so there has to be room for all that one event
         # may need: a timeout may probe for every packet in flight of a stream, a node may start all of its followers.
-        spare = SPARE_ROWS + w.in_flight_max
+        spare = k.SPARE_ROWS + w.in_flight_max
         if (
             w.free_packets < spare
-            or w.free_transmissions < SPARE_ROWS
+            or w.free_transmissions < k.SPARE_ROWS
             or w.events_waiting + spare + w.followers_max > times.shape[0]
             or 2 * (w.completed + spare) > completions.shape[0]
-            or w.sequence > SEQUENCE_MAX
+            or w.sequence > k.SEQUENCE_MAX
         ):
-            return ExitReason.GROW
+            return False
         key = keys[0]
         pop(w)
         w.now = now
         counts[EngineCounter.EVENTS] += 1
-        kind = (key >> ID_BITS) & KIND_MASK
-        number = key & ID_MASK
+        kind = (key >> k.ID_BITS) & k.KIND_MASK
+        number = key & k.ID_MASK
         active = -1  # a stream that may have something to send
         interface = -1  # of a host that may have something to send
         out = -1  # a port that sends ``leaving``
         leaving = -1
         gone = -1  # a packet that leaves the network
-        if kind == EventKind.ARRIVE:
+        if kind == k.EventKind.ARRIVE:
             x = packets[number]
             node = ports[x.port].target
             if node >= hosts:
@@ -207,14 +188,14 @@ def run(world: Row, limit: int) -> Number:
                         streams[stream].credit += 1
                     else:
                         receive_probe_reply(w, number)
-        elif kind == EventKind.PORT_FREE:
+        elif kind == k.EventKind.PORT_FREE:
             ports[number].pending = 0
             if ports[number].node < hosts:
                 interface = number
             else:
                 out = number
                 leaving = dequeue(w, number)
-        elif kind == EventKind.BEGIN:
+        elif kind == k.EventKind.BEGIN:
             if messages[number].packets == 0:
                 messages[number].begin = now
                 complete_node(w, number, now)
@@ -223,13 +204,13 @@ def run(world: Row, limit: int) -> Number:
                 begin_message(w, number, now)
                 active = messages[number].stream
                 interface = interface_of(w, active, streams[active].source)
-        elif kind == EventKind.PULL_DUE:
+        elif kind == k.EventKind.PULL_DUE:
             interface = number
             send_pull(w, number, now)
         else:
-            stream = number if kind == EventKind.STREAM_TIMER else messages[number].stream
+            stream = number if kind == k.EventKind.STREAM_TIMER else messages[number].stream
             interface = interface_of(w, stream, streams[stream].source)
-            if kind == EventKind.PROBE_DUE:
+            if kind == k.EventKind.PROBE_DUE:
                 probe_timer(w, interface, number, now)
             elif stream_timer(w, interface, stream, now):
                 active = stream
@@ -242,7 +223,7 @@ def run(world: Row, limit: int) -> Number:
             if p.pending == 0 and (p.control_head >= 0 or p.nonempty != 0):
                 if p.busy_until > now:
                     p.pending = 1
-                    push(w, p.busy_until, EventKind.PORT_FREE, interface)
+                    push(w, p.busy_until, k.EventKind.PORT_FREE, interface)
                 else:
                     out = interface
                     leaving = next_at_interface(w, interface, now)
@@ -258,4 +239,4 @@ def begin_nodes(world: Row, times: Row, nodes: Row) -> None:
     """Let nodes begin at their times. The event queue has room for them."""
     w = world[0]
     for position in range(nodes.shape[0]):
-        push(w, times[position], EventKind.BEGIN, nodes[position])
+        push(w, times[position], k.EventKind.BEGIN, nodes[position])

@@ -2,21 +2,10 @@
 """When rows are taken and freed: packets, transmissions, nodes of graphs, and streams."""
 
 from dlcp.sim.jit import call
+from dlcp.sim.kernel import state as k
 from dlcp.sim.kernel.events import push
-from dlcp.sim.kernel.state import (
-    EventKind,
-    Number,
-    Row,
-    completions_of,
-    counts_of,
-    followers_of,
-    graphs_of,
-    messages_of,
-    packets_of,
-    streams_of,
-    transmissions_of,
-)
 from dlcp.sim.packet_engine import CompletionKind, EngineCounter
+from dlcp.sim.plan import Number, Row
 from dlcp.sim.rules import may_close
 
 
@@ -24,7 +13,7 @@ from dlcp.sim.rules import may_close
 def allocate_packet(w: Row) -> Number:
     """Return an unused packet. There is one: the loop makes sure of it before each event."""
     packet = w.free_packet_head
-    w.free_packet_head = packets_of(w)[packet].next
+    w.free_packet_head = k.packets_of(w)[packet].next
     w.free_packets -= 1
     return packet
 
@@ -32,7 +21,7 @@ def allocate_packet(w: Row) -> Number:
 @call
 def free_packet(w: Row, packet: int) -> None:
     """Free a packet's row."""
-    packets_of(w)[packet].next = w.free_packet_head
+    k.packets_of(w)[packet].next = w.free_packet_head
     w.free_packet_head = packet
     w.free_packets += 1
 
@@ -40,9 +29,9 @@ def free_packet(w: Row, packet: int) -> None:
 @call
 def remove_packet(w: Row, packet: int) -> None:
     """Remove a packet from the network, which may have been the last thing to refer to its message."""
-    message = packets_of(w)[packet].message
+    message = k.packets_of(w)[packet].message
     free_packet(w, packet)
-    m = messages_of(w)[message]
+    m = k.messages_of(w)[message]
     m.refs -= 1
     if m.refs == 0 and m.done != 0:
         close_message(w, message)
@@ -51,7 +40,7 @@ def remove_packet(w: Row, packet: int) -> None:
 @call
 def free_transmission(w: Row, transmission: int) -> None:
     """Free a transmission's row. With a serial number of -1 it matches no late acknowledgement."""
-    transmissions = transmissions_of(w)
+    transmissions = k.transmissions_of(w)
     transmissions[transmission].serial = -1
     transmissions[transmission].next = w.free_transmission_head
     w.free_transmission_head = transmission
@@ -61,7 +50,7 @@ def free_transmission(w: Row, transmission: int) -> None:
 @call
 def take_from_flight(w: Row, s: Row, m: Row, transmission: int) -> None:
     """Take a transmission out of the packets in flight of its stream and its message."""
-    transmissions = transmissions_of(w)
+    transmissions = k.transmissions_of(w)
     r = transmissions[transmission]
     if r.previous >= 0:
         transmissions[r.previous].next = r.next
@@ -78,13 +67,13 @@ def take_from_flight(w: Row, s: Row, m: Row, transmission: int) -> None:
 @call
 def complete_node(w: Row, message: int, now: int) -> None:
     """Report that a node is done, and let the nodes begin that waited for it."""
-    messages = messages_of(w)
-    followers = followers_of(w)
+    messages = k.messages_of(w)
+    followers = k.followers_of(w)
     m = messages[message]
     m.done = 1
     m.end = now
     m.missing = m.packets - m.received
-    counts_of(w)[EngineCounter.MESSAGES_DONE] += 1
+    k.counts_of(w)[EngineCounter.MESSAGES_DONE] += 1
     if m.watched != 0:
         report_completion(w, CompletionKind.NODE_DONE, message)
     for position in range(m.followers, m.followers + m.follower_count):
@@ -92,8 +81,8 @@ def complete_node(w: Row, message: int, now: int) -> None:
         n = messages[other]
         n.waits -= 1
         if n.waits == 0:
-            push(w, now + n.delay, EventKind.BEGIN, other)
-    graph = graphs_of(w)[m.graph]
+            push(w, now + n.delay, k.EventKind.BEGIN, other)
+    graph = k.graphs_of(w)[m.graph]
     graph.remaining -= 1
     if graph.remaining == 0:
         report_completion(w, CompletionKind.GRAPH_DONE, m.graph)
@@ -102,7 +91,7 @@ def complete_node(w: Row, message: int, now: int) -> None:
 @call
 def report_completion(w: Row, kind: int, number: int) -> None:
     """Note a completion for Python. There is room: the loop makes sure of it before each event."""
-    completions = completions_of(w)
+    completions = k.completions_of(w)
     completions[2 * w.completed] = kind
     completions[2 * w.completed + 1] = number
     w.completed += 1
@@ -111,15 +100,15 @@ def report_completion(w: Row, kind: int, number: int) -> None:
 @call
 def close_message(w: Row, message: int) -> None:
     """Close a message that is done once nothing refers to it any more."""
-    streams = streams_of(w)
-    m = messages_of(w)[message]
+    streams = k.streams_of(w)
+    m = k.messages_of(w)[message]
     if not may_close(m):
         return
     m.closed = 1
     if m.packets > 0 and streams[m.stream].single_use != 0:
         streams[m.stream].dead = 1
         free_stream_if_dead(w, m.stream)
-    graph = graphs_of(w)[m.graph]
+    graph = k.graphs_of(w)[m.graph]
     graph.open -= 1
     if graph.open == 0:
         report_completion(w, CompletionKind.GRAPH_CLOSED, m.graph)
@@ -128,7 +117,7 @@ def close_message(w: Row, message: int) -> None:
 @call
 def free_stream_if_dead(w: Row, stream: int) -> None:
     """Free the row of a single-use stream, unless an interface's list or a timer still names it."""
-    s = streams_of(w)[stream]
+    s = k.streams_of(w)[stream]
     if s.dead != 0 and s.ready == 0 and s.timers == 0:
         s.next = w.free_stream
         w.free_stream = stream

@@ -14,6 +14,7 @@ from typing import Final
 
 from dlcp.sim.arithmetic import ENTROPY_TABLE
 from dlcp.sim.jit import call
+from dlcp.sim.kernel import state as k
 from dlcp.sim.kernel.events import push
 from dlcp.sim.kernel.messages import (
     allocate_packet,
@@ -22,36 +23,15 @@ from dlcp.sim.kernel.messages import (
     free_transmission,
     take_from_flight,
 )
-from dlcp.sim.kernel.state import (
-    CLASS_MASK,
-    STATE_ACKED,
-    STATE_HOLE,
-    STATE_IN_FLIGHT,
-    STATE_LOST,
-    STATE_MASK,
-    STATE_RECEIVED,
-    EventKind,
-    Number,
-    Row,
-    counts_of,
-    messages_of,
-    mix,
-    packets_of,
-    ports_of,
-    profiles_of,
-    queues_of,
-    states_of,
-    streams_of,
-    transmissions_of,
-    transports_of,
-)
 from dlcp.sim.packet_engine import FOREVER_PS, EngineCounter
 from dlcp.sim.plan import (
     PORT_QUEUES,
     PROFILE_CELLS,
     PROTECTED_BLOCK_PACKETS,
     TIMEOUT_BACKOFF_MAX,
+    Number,
     PacketKind,
+    Row,
     TransportKind,
 )
 from dlcp.sim.rules import (
@@ -79,11 +59,11 @@ CONTROL_RANK: Final = -1
 @call
 def begin_message(w: Row, message: int, now: int) -> None:
     """Give the packets of a message their drop classes, and put it into its stream."""
-    streams = streams_of(w)
-    states = states_of(w)
-    transports = transports_of(w)
-    profiles = profiles_of(w)
-    m = messages_of(w)[message]
+    streams = k.streams_of(w)
+    states = k.states_of(w)
+    transports = k.transports_of(w)
+    profiles = k.profiles_of(w)
+    m = k.messages_of(w)[message]
     m.begin = now
     if m.bounded != 0:
         first = m.profile * PROFILE_CELLS
@@ -97,7 +77,7 @@ def begin_message(w: Row, message: int, now: int) -> None:
             if index - start < keep or zeros == PROFILE_CELLS:
                 m.protected += 1
             else:
-                states[m.offset + index] = profiles[first + zeros + mix(index, m.salt) % (PROFILE_CELLS - zeros)]
+                states[m.offset + index] = profiles[first + zeros + k.mix(index, m.salt) % (PROFILE_CELLS - zeros)]
     s = streams[m.stream]
     t = transports[m.transport]
     if t.kind == TransportKind.NDP:
@@ -109,8 +89,8 @@ def begin_message(w: Row, message: int, now: int) -> None:
 @call
 def enqueue_message(w: Row, stream: int, message: int) -> None:
     """Put a message into its stream's list, by order, but never in front of one that has begun to be sent."""
-    messages = messages_of(w)
-    s = streams_of(w)[stream]
+    messages = k.messages_of(w)
+    s = k.streams_of(w)[stream]
     m = messages[message]
     m.listed = 1
     m.next_in_stream = -1
@@ -148,11 +128,11 @@ def next_transmission(w: Row, port: int, stream: int, now: int) -> Number:
     Whatever need not be sent any more is removed on the way. That may make the sender probe a receiver by ``port``,
     which has no control packet waiting; the probe goes first then, and the result is `NOTHING_TO_SEND`.
     """
-    messages = messages_of(w)
-    transmissions = transmissions_of(w)
-    states = states_of(w)
-    s = streams_of(w)[stream]
-    if not may_send(s, transports_of(w)[s.transport]):
+    messages = k.messages_of(w)
+    transmissions = k.transmissions_of(w)
+    states = k.states_of(w)
+    s = k.streams_of(w)[stream]
+    if not may_send(s, k.transports_of(w)[s.transport]):
         return NOTHING_TO_SEND
     found = NOTHING_TO_SEND
     while s.retransmit_head >= 0 and found == NOTHING_TO_SEND:
@@ -160,12 +140,12 @@ def next_transmission(w: Row, port: int, stream: int, now: int) -> Number:
         message = transmissions[transmission].message
         m = messages[message]
         cell = m.offset + transmissions[transmission].index
-        lost = (states[cell] & STATE_MASK) == STATE_LOST
+        lost = (states[cell] & k.STATE_MASK) == k.STATE_LOST
         if lost and m.satisfied == 0:
             found = RETRANSMISSION
         else:
             if lost:
-                states[cell] = (states[cell] & ~STATE_MASK) | STATE_HOLE
+                states[cell] = (states[cell] & ~k.STATE_MASK) | k.STATE_HOLE
                 m.holes += 1
             m.retransmits -= 1
             s.repairing -= 1
@@ -175,7 +155,7 @@ def next_transmission(w: Row, port: int, stream: int, now: int) -> Number:
             # probing.
             probe_receiver(w, port, message, now)
             close_message(w, message)
-            if ports_of(w)[port].control_head >= 0:
+            if k.ports_of(w)[port].control_head >= 0:
                 return NOTHING_TO_SEND
     while s.head >= 0 and found == NOTHING_TO_SEND:
         message = s.head
@@ -196,17 +176,17 @@ def next_transmission(w: Row, port: int, stream: int, now: int) -> Number:
 @call
 def is_missing_hole(state: int) -> Number:
     """Return whether a packet is a hole that has not arrived after all."""
-    return (state & (STATE_MASK | STATE_RECEIVED)) == STATE_HOLE
+    return (state & (k.STATE_MASK | k.STATE_RECEIVED)) == k.STATE_HOLE
 
 
 @call
 def next_queue(w: Row, stream: int) -> Number:
     """Return the queue of what a stream seems to send next."""
-    messages = messages_of(w)
-    transports = transports_of(w)
-    s = streams_of(w)[stream]
+    messages = k.messages_of(w)
+    transports = k.transports_of(w)
+    s = k.streams_of(w)[stream]
     if s.retransmit_head >= 0:
-        r = transmissions_of(w)[s.retransmit_head]
+        r = k.transmissions_of(w)[s.retransmit_head]
         return queue_of(transports[s.transport], messages[r.message], r.index)
     m = messages[s.head]
     return queue_of(transports[s.transport], m, m.next_index)
@@ -215,9 +195,9 @@ def next_queue(w: Row, stream: int) -> Number:
 @call
 def make_ready(w: Row, port: int, stream: int, queue: int) -> None:
     """Put a stream at the end of an interface's list of those that are ready to send."""
-    streams = streams_of(w)
-    q = queues_of(w)[port * PORT_QUEUES + queue]
-    p = ports_of(w)[port]
+    streams = k.streams_of(w)
+    q = k.queues_of(w)[port * PORT_QUEUES + queue]
+    p = k.ports_of(w)[port]
     s = streams[stream]
     s.ready = 1
     s.next = -1
@@ -232,15 +212,15 @@ def make_ready(w: Row, port: int, stream: int, queue: int) -> None:
 @call
 def move_smallest_first(w: Row, port: int, queue: int) -> None:
     """Put the pFabric stream whose message has the least left in front of the others."""
-    streams = streams_of(w)
-    messages = messages_of(w)
-    q = queues_of(w)[port * PORT_QUEUES + queue]
+    streams = k.streams_of(w)
+    messages = k.messages_of(w)
+    q = k.queues_of(w)[port * PORT_QUEUES + queue]
     best = -1
     before_best = -1
     least = 1 << 40
     before = -1
     at = q.head
-    if transports_of(w)[streams[at].transport].kind != TransportKind.PFABRIC:
+    if k.transports_of(w)[streams[at].transport].kind != TransportKind.PFABRIC:
         return
     while at >= 0:
         head = streams[at].head
@@ -262,12 +242,12 @@ def move_smallest_first(w: Row, port: int, queue: int) -> None:
 @call
 def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     """Return the packet that `next_transmission` has found, as it leaves its host."""
-    messages = messages_of(w)
-    transmissions = transmissions_of(w)
-    states = states_of(w)
-    counts = counts_of(w)
-    s = streams_of(w)[stream]
-    t = transports_of(w)[s.transport]
+    messages = k.messages_of(w)
+    transmissions = k.transmissions_of(w)
+    states = k.states_of(w)
+    counts = k.counts_of(w)
+    s = k.streams_of(w)[stream]
+    t = k.transports_of(w)[s.transport]
     retransmission = 0
     if what == RETRANSMISSION:
         transmission = s.retransmit_head
@@ -299,7 +279,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     queue = queue_of(t, m, index)
     cell = m.offset + index
     state = states[cell]
-    states[cell] = (state & ~STATE_MASK) | STATE_IN_FLIGHT
+    states[cell] = (state & ~k.STATE_MASK) | k.STATE_IN_FLIGHT
     # Rows of transmissions are reused, so an acknowledgement counts only if it has the serial number of this packet.
     serial = w.serial
     w.serial = serial + 1
@@ -333,7 +313,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     counts[EngineCounter.SENT] += 1
     counts[EngineCounter.RETRANSMITTED] += retransmission
     packet = allocate_packet(w)
-    x = packets_of(w)[packet]
+    x = k.packets_of(w)[packet]
     x.serial = serial
     x.message = message
     x.index = index
@@ -344,7 +324,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     x.kind = PacketKind.DATA
     x.queue = queue
     # Whoever retransmits needs the packet, so no policy may drop it a second time.
-    x.drop_class = (state & CLASS_MASK) if retransmission == 0 else 0
+    x.drop_class = (state & k.CLASS_MASK) if retransmission == 0 else 0
     x.ecn = t.ecn
     x.sprayed = t.sprayed
     x.satisfied = 0
@@ -366,8 +346,8 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
 @call
 def send_control(w: Row, port: int, packet: int) -> None:
     """Put a packet into the control queue of an interface, which goes before anything else."""
-    packets = packets_of(w)
-    p = ports_of(w)[port]
+    packets = k.packets_of(w)
+    p = k.ports_of(w)[port]
     packets[packet].next = -1
     if p.control_head < 0:
         p.control_head = packet
@@ -379,7 +359,7 @@ def send_control(w: Row, port: int, packet: int) -> None:
 @call
 def make_control(w: Row, s: Row, t: Row, packet: int, kind: int, back: int) -> None:
     """Turn a packet of a stream into a control packet to the stream's target, or with ``back`` to its source."""
-    x = packets_of(w)[packet]
+    x = k.packets_of(w)[packet]
     x.kind = kind
     x.target = s.source if back != 0 else s.target
     x.path_hash = s.reverse_path_hash if back != 0 else s.path_hash
@@ -398,10 +378,10 @@ def make_control(w: Row, s: Row, t: Row, packet: int, kind: int, back: int) -> N
 @call
 def new_control(w: Row, message: int, kind: int, back: int) -> Number:
     """Return a new control packet of a message's stream."""
-    m = messages_of(w)[message]
+    m = k.messages_of(w)[message]
     packet = allocate_packet(w)
-    make_control(w, streams_of(w)[m.stream], transports_of(w)[m.transport], packet, kind, back)
-    x = packets_of(w)[packet]
+    make_control(w, k.streams_of(w)[m.stream], k.transports_of(w)[m.transport], packet, kind, back)
+    x = k.packets_of(w)[packet]
     x.message = message
     x.serial = -1
     x.transmission = 0
@@ -412,25 +392,25 @@ def new_control(w: Row, message: int, kind: int, back: int) -> Number:
 @call
 def probe_receiver(w: Row, port: int, message: int, now: int) -> None:
     """Ask a receiver what it still needs, once everything is sent and answered and only holes are left."""
-    m = messages_of(w)[message]
+    m = k.messages_of(w)[message]
     if not may_probe(m):
         return
-    s = streams_of(w)[m.stream]
-    t = transports_of(w)[m.transport]
+    s = k.streams_of(w)[m.stream]
+    t = k.transports_of(w)[m.transport]
     m.probing = 1
-    counts_of(w)[EngineCounter.PROBES] += 1
+    k.counts_of(w)[EngineCounter.PROBES] += 1
     send_control(w, port, new_control(w, message, PacketKind.PROBE, 0))
     m.probe_at = now + (timeout_ps(s, t) << m.probe_backoff)
     if m.probe_timer == 0:
         m.probe_timer = 1
         m.refs += 1
-        push(w, m.probe_at, EventKind.PROBE_DUE, message)
+        push(w, m.probe_at, k.EventKind.PROBE_DUE, message)
 
 
 @call
 def probe_timer(w: Row, port: int, message: int, now: int) -> None:
     """Probe again, unless the message is through."""
-    m = messages_of(w)[message]
+    m = k.messages_of(w)[message]
     if m.satisfied != 0 or m.acked == m.packets:
         m.probe_timer = 0
         m.refs -= 1
@@ -440,23 +420,23 @@ def probe_timer(w: Row, port: int, message: int, now: int) -> None:
         if m.probing != 0 and m.probe_backoff < TIMEOUT_BACKOFF_MAX:
             m.probe_backoff += 1
         m.probing = 0
-        s = streams_of(w)[m.stream]
-        m.probe_at = now + timeout_ps(s, transports_of(w)[m.transport])
+        s = k.streams_of(w)[m.stream]
+        m.probe_at = now + timeout_ps(s, k.transports_of(w)[m.transport])
         probe_receiver(w, port, message, now)
-    push(w, m.probe_at, EventKind.PROBE_DUE, message)
+    push(w, m.probe_at, k.EventKind.PROBE_DUE, message)
 
 
 @call
 def receive_probe_reply(w: Row, packet: int) -> None:
     """Stop if the receiver needs no more, else send the holes again. A pFabric flow leaves probe mode."""
-    x = packets_of(w)[packet]
-    m = messages_of(w)[x.message]
+    x = k.packets_of(w)[packet]
+    m = k.messages_of(w)[x.message]
     m.probing = 0
     m.probe_backoff = 0
     if x.satisfied != 0:
         m.satisfied = 1
-    if transports_of(w)[m.transport].kind == TransportKind.PFABRIC:
-        leave_probe_mode(streams_of(w)[m.stream])
+    if k.transports_of(w)[m.transport].kind == TransportKind.PFABRIC:
+        leave_probe_mode(k.streams_of(w)[m.stream])
     elif m.satisfied == 0:
         m.filling_holes = 1
         m.next_index = 0
@@ -470,14 +450,14 @@ def receive_probe_reply(w: Row, packet: int) -> None:
 @call
 def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
     """Take in at the sender, whose interface is ``port``, that a packet arrived; others may be lost by that."""
-    transmissions = transmissions_of(w)
-    states = states_of(w)
-    counts = counts_of(w)
-    x = packets_of(w)[packet]
+    transmissions = k.transmissions_of(w)
+    states = k.states_of(w)
+    counts = k.counts_of(w)
+    x = k.packets_of(w)[packet]
     message = x.message
-    m = messages_of(w)[message]
-    s = streams_of(w)[m.stream]
-    t = transports_of(w)[m.transport]
+    m = k.messages_of(w)[message]
+    s = k.streams_of(w)[m.stream]
+    t = k.transports_of(w)[m.transport]
     if x.satisfied != 0:
         m.satisfied = 1
     cell = m.offset + x.index
@@ -491,7 +471,7 @@ def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
         rtt = now - r.sent_at
         s.repairing -= r.repeated
         take_from_flight(w, s, m, x.transmission)
-        states[cell] = (state & ~STATE_MASK) | STATE_ACKED
+        states[cell] = (state & ~k.STATE_MASK) | k.STATE_ACKED
         m.acked += 1
         free_transmission(w, x.transmission)
         measure_rtt(s, t, rtt)
@@ -516,11 +496,11 @@ def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
         arm_timer(w, s, m.stream)
     else:
         counts[EngineCounter.LATE_ACKS] += 1
-        known = state & STATE_MASK
-        if known in (STATE_LOST, STATE_HOLE):
-            states[cell] = (state & ~STATE_MASK) | STATE_ACKED
+        known = state & k.STATE_MASK
+        if known in (k.STATE_LOST, k.STATE_HOLE):
+            states[cell] = (state & ~k.STATE_MASK) | k.STATE_ACKED
             m.acked += 1
-            if known == STATE_HOLE:
+            if known == k.STATE_HOLE:
                 m.holes -= 1
         if s.tail_probing != 0 and message == s.tail_message and x.index == s.tail_index:
             s.tail_message = -1  # what the probe repeats had not been lost
@@ -531,12 +511,12 @@ def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
 @call
 def receive_nack(w: Row, port: int, packet: int, now: int) -> None:
     """Take in at the sender, whose interface is ``port``, that a packet arrived without its payload."""
-    x = packets_of(w)[packet]
-    m = messages_of(w)[x.message]
-    s = streams_of(w)[m.stream]
-    if transmissions_of(w)[x.transmission].serial == x.serial:
+    x = k.packets_of(w)[packet]
+    m = k.messages_of(w)[x.message]
+    s = k.streams_of(w)[m.stream]
+    if k.transmissions_of(w)[x.transmission].serial == x.serial:
         s.backoff = 0
-        restart_timers(s, transports_of(w)[m.transport], now)
+        restart_timers(s, k.transports_of(w)[m.transport], now)
         arm_timer(w, s, m.stream)
         declare_lost(w, x.transmission)
         probe_receiver(w, port, x.message, now)
@@ -545,17 +525,17 @@ def receive_nack(w: Row, port: int, packet: int, now: int) -> None:
 @call
 def declare_lost(w: Row, transmission: int) -> None:
     """Declare a packet in flight lost: it is retransmitted, or becomes a hole if the message may do without it."""
-    states = states_of(w)
-    r = transmissions_of(w)[transmission]
-    m = messages_of(w)[r.message]
-    s = streams_of(w)[m.stream]
+    states = k.states_of(w)
+    r = k.transmissions_of(w)[transmission]
+    m = k.messages_of(w)[r.message]
+    s = k.streams_of(w)[m.stream]
     take_from_flight(w, s, m, transmission)
-    counts_of(w)[EngineCounter.DECLARED_LOST] += 1
+    k.counts_of(w)[EngineCounter.DECLARED_LOST] += 1
     cell = m.offset + r.index
     state = states[cell]
-    if m.satisfied != 0 or (m.bounded != 0 and (state & CLASS_MASK) != 0):
+    if m.satisfied != 0 or (m.bounded != 0 and (state & k.CLASS_MASK) != 0):
         s.repairing -= r.repeated
-        states[cell] = (state & ~STATE_MASK) | STATE_HOLE
+        states[cell] = (state & ~k.STATE_MASK) | k.STATE_HOLE
         m.holes += 1
         free_transmission(w, transmission)
         return
@@ -565,7 +545,7 @@ def declare_lost(w: Row, transmission: int) -> None:
 @call
 def lose(w: Row, port: int, transmission: int, now: int) -> None:
     """Declare a packet in flight lost, and do what its message may have waited for with it."""
-    message = transmissions_of(w)[transmission].message
+    message = k.transmissions_of(w)[transmission].message
     declare_lost(w, transmission)
     probe_receiver(w, port, message, now)
     close_message(w, message)
@@ -574,12 +554,12 @@ def lose(w: Row, port: int, transmission: int, now: int) -> None:
 @call
 def queue_retransmission(w: Row, s: Row, transmission: int) -> None:
     """Put a packet that was in flight into its stream's retransmission queue."""
-    transmissions = transmissions_of(w)
-    states = states_of(w)
+    transmissions = k.transmissions_of(w)
+    states = k.states_of(w)
     r = transmissions[transmission]
-    m = messages_of(w)[r.message]
+    m = k.messages_of(w)[r.message]
     cell = m.offset + r.index
-    states[cell] = (states[cell] & ~STATE_MASK) | STATE_LOST
+    states[cell] = (states[cell] & ~k.STATE_MASK) | k.STATE_LOST
     m.retransmits += 1
     s.repairing += 1 - r.repeated
     r.repeated = 1
@@ -602,7 +582,7 @@ def arm_timer(w: Row, s: Row, stream: int) -> None:
     if s.timer_at < 0 or due < s.timer_at:
         s.timer_at = due
         s.timers += 1
-        push(w, due, EventKind.STREAM_TIMER, stream)
+        push(w, due, k.EventKind.STREAM_TIMER, stream)
 
 
 @call
@@ -614,8 +594,8 @@ def awaits_reply(s: Row, t: Row) -> Number:
 @call
 def stream_timer(w: Row, port: int, stream: int, now: int) -> Number:
     """Act on what is due; return whether the stream may have something to send."""
-    s = streams_of(w)[stream]
-    t = transports_of(w)[s.transport]
+    s = k.streams_of(w)[stream]
+    t = k.transports_of(w)[s.transport]
     s.timers -= 1
     if now == s.timer_at:
         s.timer_at = -1
@@ -634,9 +614,9 @@ def stream_timer(w: Row, port: int, stream: int, now: int) -> Number:
 @call
 def time_out_stream(w: Row, port: int, stream: int, now: int) -> None:
     """Declare everything lost that is in flight."""
-    s = streams_of(w)[stream]
-    t = transports_of(w)[s.transport]
-    counts_of(w)[EngineCounter.TIMEOUTS] += 1
+    s = k.streams_of(w)[stream]
+    t = k.transports_of(w)[s.transport]
+    k.counts_of(w)[EngineCounter.TIMEOUTS] += 1
     on_timeout(s, t)
     s.tail_probing = 0
     s.spare = 0
@@ -654,25 +634,25 @@ def time_out_stream(w: Row, port: int, stream: int, now: int) -> None:
 @call
 def send_flow_probe(w: Row, port: int, stream: int) -> None:
     """Send a pFabric flow's probe, with the priority that its data has."""
-    s = streams_of(w)[stream]
-    message = transmissions_of(w)[s.retransmit_head].message if s.retransmit_head >= 0 else s.head
-    m = messages_of(w)[message]
+    s = k.streams_of(w)[stream]
+    message = k.transmissions_of(w)[s.retransmit_head].message if s.retransmit_head >= 0 else s.head
+    m = k.messages_of(w)[message]
     packet = new_control(w, message, PacketKind.PROBE, 0)
-    packets_of(w)[packet].rank = m.packets - m.acked
-    counts_of(w)[EngineCounter.PROBES] += 1
+    k.packets_of(w)[packet].rank = m.packets - m.acked
+    k.counts_of(w)[EngineCounter.PROBES] += 1
     send_control(w, port, packet)
 
 
 @call
 def probe_tail(w: Row, stream: int, now: int) -> None:
     """Let one more packet go, unless the stream has one ready at its interface anyway."""
-    transmissions = transmissions_of(w)
-    s = streams_of(w)[stream]
-    t = transports_of(w)[s.transport]
+    transmissions = k.transmissions_of(w)
+    s = k.streams_of(w)[stream]
+    t = k.transports_of(w)[s.transport]
     if s.ready != 0:
         restart_tail_timer(s, t, now)
         return
-    counts_of(w)[EngineCounter.TAIL_PROBES] += 1
+    k.counts_of(w)[EngineCounter.TAIL_PROBES] += 1
     s.tail_probing = 1
     s.tail_number = s.number
     s.tail_message = -1
@@ -687,5 +667,5 @@ def probe_tail(w: Row, stream: int, now: int) -> None:
                 latest = transmission
         s.tail_message = transmissions[latest].message
         s.tail_index = transmissions[latest].index
-        take_from_flight(w, s, messages_of(w)[s.tail_message], latest)
+        take_from_flight(w, s, k.messages_of(w)[s.tail_message], latest)
         queue_retransmission(w, s, latest)

@@ -56,15 +56,6 @@ STATE_UNSENT, STATE_IN_FLIGHT, STATE_ACKED, STATE_LOST, STATE_HOLE = 0x00, 0x08,
 STATE_RECEIVED: Final = 0x40
 
 
-class ExitReason(IntEnum):
-    """Why the loop was left."""
-
-    IDLE = 0
-    TIME_LIMIT = 1
-    COMPLETED = 2
-    GROW = 3
-
-
 SPARE_ROWS: Final = 16
 """Row of each array that one event may need, besides those for a stream's packets in flight and a node's followers."""
 

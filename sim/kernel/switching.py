@@ -3,25 +3,8 @@
 
 from dlcp.sim.arithmetic import PS_PER_US
 from dlcp.sim.jit import call, inlined
+from dlcp.sim.kernel import state as k
 from dlcp.sim.kernel.events import push
-from dlcp.sim.kernel.state import (
-    EventKind,
-    Number,
-    Row,
-    choices_of,
-    counts_of,
-    draw,
-    messages_of,
-    mix,
-    packets_of,
-    ports_of,
-    queues_of,
-    route_row_of,
-    route_table_of,
-    rules_of,
-    slots_of,
-    switches_of,
-)
 from dlcp.sim.packet_engine import EngineCounter
 from dlcp.sim.plan import (
     PORT_QUEUES,
@@ -31,8 +14,10 @@ from dlcp.sim.plan import (
     TRIMMED_BYTES,
     BufferScope,
     Discipline,
+    Number,
     PacketKind,
     PathChoice,
+    Row,
 )
 from dlcp.sim.rules import URGENT_QUEUE
 
@@ -43,11 +28,11 @@ SEND_NOW, WAITS = -2, -1
 @call
 def choose_port(w: Row, node: int, target: int, path_hash: int, sprayed: int) -> Number:
     """Return the link to take from ``node`` to host ``target``; -1 if there is none."""
-    ports = ports_of(w)
-    route_table = route_table_of(w)
-    choices = choices_of(w)
-    rules = rules_of(w)[0]
-    row = route_row_of(w)[node]
+    ports = k.ports_of(w)
+    route_table = k.route_table_of(w)
+    choices = k.choices_of(w)
+    rules = k.rules_of(w)[0]
+    row = k.route_row_of(w)[node]
     if row < 0:
         return -1 - row
     cell = (row * w.hosts + target) * 2
@@ -57,19 +42,19 @@ def choose_port(w: Row, node: int, target: int, path_hash: int, sprayed: int) ->
         return -1
     if count == 1:
         return choices[start]
-    switch = switches_of(w)[node]
+    switch = k.switches_of(w)[node]
     if sprayed == 0 or rules.path_choice == PathChoice.HASH:
         if rules.discipline == Discipline.DLCP:
             pick = (path_hash // switch.divisor) % count
         else:
-            pick = mix(path_hash, switch.salt) % count
+            pick = k.mix(path_hash, switch.salt) % count
     elif rules.path_choice == PathChoice.RANDOM:
-        pick = draw(switch) % count
+        pick = k.draw(switch) % count
     elif rules.path_choice == PathChoice.ROUND_ROBIN:
         pick = switch.turn % count
         switch.turn = (switch.turn + 1) & 0x3FFFFFFF
     else:
-        first = draw(switch) % count
+        first = k.draw(switch) % count
         pick = first
         least = ports[choices[start + first]].bytes
         for step in range(1, count):
@@ -90,8 +75,8 @@ def spend_drop_budget(w: Row, switch: int, owner: int, budget: int, now: int) ->
     test_shared_slots_are_counted_as_the_program_does) keeps the two equal: the reference runs the compiled program, and
     every drop, every budget spent and every slot taken has to be the same.
     """
-    counts = counts_of(w)
-    slot = slots_of(w)[switch * SLOT_REGISTER_SIZE + (owner & (SLOT_REGISTER_SIZE - 1))]
+    counts = k.counts_of(w)
+    slot = k.slots_of(w)[switch * SLOT_REGISTER_SIZE + (owner & (SLOT_REGISTER_SIZE - 1))]
     owner |= SLOT_OWNED
     now_us = (now // PS_PER_US) & 0xFFFFFFFF
     holder = int(slot.owner)
@@ -115,8 +100,8 @@ def spend_drop_budget(w: Row, switch: int, owner: int, budget: int, now: int) ->
 @call
 def least_urgent(w: Row, port: int, arriving: int) -> Number:
     """Return the packet with the most left behind it: ``arriving``, or one that waits, which is taken out."""
-    packets = packets_of(w)
-    q = queues_of(w)[port * PORT_QUEUES]
+    packets = k.packets_of(w)
+    q = k.queues_of(w)[port * PORT_QUEUES]
     worst = arriving
     before_worst = -1
     previous = -1
@@ -135,9 +120,9 @@ def least_urgent(w: Row, port: int, arriving: int) -> Number:
 @call
 def remove_from_queue(w: Row, port: int, packet: int, before: int) -> None:
     """Take a packet out of queue 0; ``before`` is the one in front of it, or -1."""
-    packets = packets_of(w)
-    p = ports_of(w)[port]
-    q = queues_of(w)[port * PORT_QUEUES]
+    packets = k.packets_of(w)
+    p = k.ports_of(w)[port]
+    q = k.queues_of(w)[port * PORT_QUEUES]
     following = packets[packet].next
     if before < 0:
         q.head = following
@@ -155,8 +140,8 @@ def remove_from_queue(w: Row, port: int, packet: int, before: int) -> None:
 @call
 def dequeue_smallest(w: Row, port: int) -> Number:
     """Take the first packet of the message that has the least left. Control packets go first."""
-    packets = packets_of(w)
-    q = queues_of(w)[port * PORT_QUEUES]
+    packets = k.packets_of(w)
+    q = k.queues_of(w)[port * PORT_QUEUES]
     best = q.head
     at = packets[best].next
     while at >= 0:
@@ -180,24 +165,24 @@ def dequeue_smallest(w: Row, port: int) -> Number:
 @inlined
 def waiting_queue(w: Row, first: int, packet: int, discipline: int) -> Number:
     """Return the queue in which a packet waits at the port whose queues begin at ``first``; NDP may trim it."""
-    x = packets_of(w)[packet]
+    x = k.packets_of(w)[packet]
     if discipline == Discipline.PRIORITY or discipline == Discipline.DLCP:
         return int(x.queue)
     if discipline != Discipline.TRIM:
         return 0
     if x.kind == PacketKind.DATA and x.trimmed == 0:
-        if queues_of(w)[first].packets < rules_of(w)[0].trim_packets:
+        if k.queues_of(w)[first].packets < k.rules_of(w)[0].trim_packets:
             return 0
         x.trimmed = 1
         x.size = TRIMMED_BYTES
-        counts_of(w)[EngineCounter.TRIMS] += 1
+        k.counts_of(w)[EngineCounter.TRIMS] += 1
     return URGENT_QUEUE
 
 
 @inlined
 def is_full(w: Row, p: Row, q: Row, size: int) -> Number:
     """Return whether a queue of a port has no room for ``size`` bytes."""
-    rules = rules_of(w)[0]
+    rules = k.rules_of(w)[0]
     if rules.discipline == Discipline.PFABRIC:
         return q.packets >= rules.limit_packets
     limit = rules.limit_bytes
@@ -205,19 +190,19 @@ def is_full(w: Row, p: Row, q: Row, size: int) -> Number:
         return q.waiting_bytes + size > limit
     if rules.buffer == BufferScope.PORT:
         return p.bytes + size > limit
-    used = switches_of(w)[p.node].used
+    used = k.switches_of(w)[p.node].used
     return used + size > limit or (p.bytes + size) * 1024 > rules.alpha_1024 * (limit - used)
 
 
 @call
 def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
     """Let a packet wait at a switch's port. Return `WAITS`, `SEND_NOW`, or the packet that was dropped instead."""
-    packets = packets_of(w)
-    switches = switches_of(w)
-    rules = rules_of(w)[0]
-    counts = counts_of(w)
-    p = ports_of(w)[port]
-    queues = queues_of(w)
+    packets = k.packets_of(w)
+    switches = k.switches_of(w)
+    rules = k.rules_of(w)[0]
+    counts = k.counts_of(w)
+    p = k.ports_of(w)[port]
+    queues = k.queues_of(w)
     first = port * PORT_QUEUES
     x = packets[packet]
     discipline = rules.discipline
@@ -225,7 +210,7 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
     # The program sees the depth that the last packet left behind, not the depth now, and drops before any queueing.
     droppable = discipline == Discipline.DLCP and x.drop_class > 0
     if droppable and queues[first + queue].depth > rules.drop_above[x.drop_class]:
-        m = messages_of(w)[x.message]
+        m = k.messages_of(w)[x.message]
         if spend_drop_budget(w, p.node - w.hosts, m.owner, m.budget, now):
             counts[EngineCounter.DROPS_POLICY] += 1
             return packet
@@ -249,7 +234,7 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
     if waiting >= rules.ecn_min:
         low = rules.ecn_min
         high = rules.ecn_max
-        if waiting >= high or draw(p) * (high - low) < (waiting - low) * rules.ecn_probability:
+        if waiting >= high or k.draw(p) * (high - low) < (waiting - low) * rules.ecn_probability:
             if x.ecn != 0:
                 x.ecn = 3
                 counts[EngineCounter.MARKS] += 1
@@ -272,18 +257,18 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
     switches[p.node].used += size
     if p.pending == 0:
         p.pending = 1
-        push(w, p.busy_until, EventKind.PORT_FREE, port)
+        push(w, p.busy_until, k.EventKind.PORT_FREE, port)
     return dropped
 
 
 @call
 def dequeue(w: Row, port: int) -> Number:
     """Take the next packet of a switch's port, which has one."""
-    packets = packets_of(w)
-    switches = switches_of(w)
-    rules = rules_of(w)[0]
-    counts = counts_of(w)
-    p = ports_of(w)[port]
+    packets = k.packets_of(w)
+    switches = k.switches_of(w)
+    rules = k.rules_of(w)[0]
+    counts = k.counts_of(w)
+    p = k.ports_of(w)[port]
     if rules.discipline == Discipline.PFABRIC:
         packet = dequeue_smallest(w, port)
         switches[p.node].used -= packets[packet].size
@@ -291,7 +276,7 @@ def dequeue(w: Row, port: int) -> Number:
     queue = PORT_QUEUES - 1
     while (p.nonempty >> queue) & 1 == 0:
         queue -= 1
-    q = queues_of(w)[port * PORT_QUEUES + queue]
+    q = k.queues_of(w)[port * PORT_QUEUES + queue]
     packet = q.head
     x = packets[packet]
     q.head = x.next

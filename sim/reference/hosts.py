@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dlcp.sim.arithmetic import RATE_SHIFT
 from dlcp.sim.packet_engine import EngineCounter
-from dlcp.sim.plan import PORT_QUEUES, TIMEOUT_BACKOFF_MAX, Discipline, PacketKind, TransportKind
+from dlcp.sim.plan import PORT_QUEUES, TIMEOUT_BACKOFF_MAX, Discipline, Number, PacketKind, TransportKind
 from dlcp.sim.reference.parts import (
     Message,
     MessageStream,
@@ -130,7 +130,7 @@ def may_send(stream: MessageStream) -> bool:
     return stream.has_work and window_is_open(stream, stream.transport)
 
 
-def next_queue(stream: MessageStream) -> int:
+def next_queue(stream: MessageStream) -> Number:
     """Return the queue of what a stream seems to send next."""
     if stream.retransmissions:
         return queue_of(stream.transport, stream.retransmissions[0].message, stream.retransmissions[0].index)

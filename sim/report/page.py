@@ -11,11 +11,10 @@ from typing import Any, Final
 from dlcp import __version__
 from dlcp.report.drawing import Plot
 from dlcp.report.page import render
-from dlcp.sim.convergence.curves import curves
+from dlcp.sim.convergence import curves
 from dlcp.sim.experiment import Figure, PlannedExperiment
 from dlcp.sim.report.plots import draw, number
-from dlcp.sim.report.results import Results, Spread, load, series_of
-from dlcp.sim.report.summary import ClaimFinding, write_summary
+from dlcp.sim.report.results import ClaimFinding, Results, Spread, load, series_of, write_summary
 from dlcp.sim.running import sources_digest
 
 _NAMES: Final = {
@@ -47,7 +46,7 @@ def write_report(described: Sequence[PlannedExperiment], out: Path) -> Path:
 
     Raises
     ------
-    dlcp.sim.report.summary.ReportError
+    dlcp.sim.report.results.ReportError
         No experiment has any results.
     """
     every = [load(item, out) for item in described]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of an experiment as they lie in its folder."""
+"""What was run of experiments, what stands against each published figure, and how two results differ."""
 
 import json
 import math
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dlcp.sim.experiment import Experiment, ExperimentRun, Figure, PlannedExperiment
+from dlcp import __version__
+from dlcp.sim.experiment import Claim, Experiment, ExperimentRun, Figure, PlannedExperiment
+from dlcp.sim.running import sources_digest
 from dlcp.sim.sweep import existing
 
 Combination: TypeAlias = tuple[tuple[str, str], ...]
@@ -127,7 +129,167 @@ def _relative(
     return changed
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a result file's content."""
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
+class ReportError(RuntimeError):
+    """There is nothing to report."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimFinding:
+    """A claim with what was measured; None where the runs for it are missing.
+
+    Parameters
+    ----------
+    best
+        The combination that gave the best value, where the claim asks for the best.
+    """
+
+    claim: Claim
+    experiment: str
+    measured: Spread | None
+    best: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values; ``measured`` is the mean over the seeds, ``spread`` the least and the most."""
+        claim, measured = self.claim, self.measured
+        found: dict[str, Any] = {
+            "name": f"{self.experiment}.{claim.name}",
+            "paper": claim.paper,
+            "measured": None if measured is None else _rounded(measured.mean, claim.unit),
+            "unit": claim.unit,
+            "source": claim.source or "nothing is published",
+        }
+        if measured is not None:
+            ends = [_rounded(measured.least, claim.unit), _rounded(measured.most, claim.unit)]
+            found |= {"spread": ends, "seeds": measured.seeds}
+            if claim.paper is not None:
+                found["deviation"] = _rounded(measured.mean - claim.paper, claim.unit)
+        words = {"at": self.best, "against": claim.against, "reason": claim.reason}
+        return found | {name: text for name, text in words.items() if text}
+
+
+def findings(results: Results) -> list[ClaimFinding]:
+    """Return what an experiment's runs say to its claims."""
+    return [_finding(results, claim) for claim in results.experiment.claims]
+
+
+def _finding(results: Results, claim: Claim) -> ClaimFinding:
+    ours = results.values(claim.metric, claim.ours)
+    if claim.form == "value":
+        return _chosen(results, claim, ours)
+    found: dict[Combination, dict[int, float]] = {}
+    for rest, values in ours.items():
+        # The other axes stay what they are; an axis that only ``theirs`` names is where the two differ.
+        where = {axis: name for axis, name in rest if axis not in claim.theirs} | _shared(claim) | claim.theirs
+        theirs = results.value(claim.metric, where)
+        # Seed by seed, for both have the same hosts and the same jitter then.
+        pairs = {seed: (value, theirs[seed]) for seed, value in values.items() if value and theirs.get(seed)}
+        if pairs:
+            found[rest] = {seed: _percent(claim, *pair) for seed, pair in pairs.items()}
+    return _chosen(results, claim, found)
+
+
+def _percent(claim: Claim, ours: float, theirs: float) -> float:
+    return 100 * (ours / theirs - 1 if claim.form == "change_percent" else theirs / ours - 1)
+
+
+def _shared(claim: Claim) -> dict[str, str]:
+    return {axis: name for axis, name in claim.ours.items() if axis not in claim.theirs}
+
+
+def _rounded(value: float, unit: str) -> float:
+    """Return percents with three decimals, all else, such as seconds, with four digits that count."""
+    return round(value, 3) if unit == "%" else float(f"{value:.4g}")
+
+
+def _chosen(results: Results, claim: Claim, found: Mapping[Combination, Mapping[int, float]]) -> ClaimFinding:
+    """Return the best combination by its mean over seeds, or every seed's mean over the combinations."""
+    name = results.experiment.name
+    if not found:
+        return ClaimFinding(claim, name, None)
+    if claim.over == "mean":
+        seeds = set.intersection(*(set(values) for values in found.values()))
+        if not seeds:
+            return ClaimFinding(claim, name, None)
+        means = [math.fsum(values[seed] for values in found.values()) / len(found) for seed in sorted(seeds)]
+        return ClaimFinding(claim, name, Spread.of(means))
+    spreads = {rest: Spread.of(list(values.values())) for rest, values in found.items()}
+    pick = min if claim.form == "change_percent" else max
+    rest = pick(spreads, key=lambda key: spreads[key].mean)
+    return ClaimFinding(claim, name, spreads[rest], ", ".join(f"{axis} {point}" for axis, point in rest))
+
+
+def write_summary(every: Sequence[Results], path: Path) -> list[ClaimFinding]:
+    """Write ``summary.json`` and return the findings.
+
+    Raises
+    ------
+    ReportError
+        No experiment has any results.
+    """
+    if not any(results.documents for results in every):
+        raise ReportError("there are no results of this version and these settings; run `dlcp sim sweep` first")
+    found = [finding for results in every for finding in findings(results)]
+    document = {
+        "version": __version__,
+        "sources": sources_digest(),
+        "seeds": sorted({int(item["seed"]) for results in every for _, item in results.documents}),
+        "figures": [finding.as_json() for finding in found],
+        "missing_runs": {results.experiment.name: len(results.missing) for results in every if results.missing},
+    }
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return found
+
+
+def compare(old: Path, new: Path, above: float) -> int:
+    """Print every metric that differs by more than ``above`` (a share); of folders, file by file.
+
+    Returns
+    -------
+    0 if nothing differs by more, else 1.
+
+    Raises
+    ------
+    ReportError
+        Nothing in the two has the same name, or a file is no result.
+    """
+    pairs = _pairs(old, new)
+    differing = 0
+    for name, one, other in pairs:
+        lines = _lines(_metrics(one), _metrics(other), above)
+        differing += len(lines)
+        if lines:
+            print(name)
+            print("\n".join(lines))
+    print(f"{len(pairs)} results compared, {differing} numbers differ by more than {above:.3%}")
+    return 1 if differing else 0
+
+
+def _pairs(old: Path, new: Path) -> list[tuple[str, Path, Path]]:
+    if old.is_file() and new.is_file():
+        return [(f"{old} -> {new}", old, new)]
+    names = {path.relative_to(old) for path in old.rglob("*.json") if path.name != "summary.json"}
+    both = sorted(name for name in names if (new / name).is_file())
+    if not both:
+        raise ReportError(f"{old} and {new} have no result files of the same name")
+    return [(str(name), old / name, new / name) for name in both]
+
+
+def _metrics(path: Path) -> dict[str, float]:
+    try:
+        found: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))["metrics"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ReportError(f"{path} is no result of a run: {error!r}") from error
+    return found
+
+
+def _lines(one: dict[str, Any], other: dict[str, Any], above: float) -> list[str]:
+    lines = []
+    for name in dict.fromkeys([*one, *other]):
+        before, after = one.get(name), other.get(name)
+        if before is None or after is None:
+            lines.append(f"  {name:18} {before} -> {after}")
+        elif before != after:
+            change = (after - before) / abs(before) if before else float("inf")
+            if abs(change) > above:
+                lines.append(f"  {name:18} {before:.6g} -> {after:.6g}  ({change:+.2%})")
+    return lines

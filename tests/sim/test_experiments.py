@@ -13,8 +13,7 @@ from dlcp.commands.sim import experiment_files
 from dlcp.document import DocumentError
 from dlcp.sim.experiment import read
 from dlcp.sim.report.plots import draw
-from dlcp.sim.report.results import Spread, load, series_of
-from dlcp.sim.report.summary import findings
+from dlcp.sim.report.results import Spread, findings, load, series_of
 from dlcp.sim.running import digest, write
 from dlcp.sim.sweep import SweepError, existing, result_file, sweep
 from tests.sim.experiments_small import EXPERIMENT, write_experiment

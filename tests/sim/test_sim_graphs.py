@@ -122,4 +122,4 @@ def test_memory_holds_only_what_is_in_flight():
 
     sim.process(steps())
     sim.run()
-    assert len(sim.engine._messages) <= 2 * (2 * 4 * 3 + 4)
+    assert len(sim.engine._a.messages) <= 2 * (2 * 4 * 3 + 4)

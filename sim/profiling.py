@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from dlcp.sim.models.profiles import StepProfile, TimedLayer
+from dlcp.sim.models import StepProfile, TimedLayer
 
 
 class ProfileError(RuntimeError):

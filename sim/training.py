@@ -1,0 +1,515 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training jobs: what each worker computes, when gradients are ready, and in which pieces and order they travel.
+
+A job gets hosts of its own (`place_jobs`). A scheduler cuts its gradients into pieces (`pieces`). A step is the
+backward pass of every worker, the all-reduces of its pieces, and the next forward pass, whose layers wait for the
+pieces that they need (`step_graph`); `training` is the process that submits steps. Schedulers differ in when a piece
+may go, and in which goes first:
+
+``fifo``
+    PyTorch's DistributedDataParallel: buckets of 25 MB, filled from the output layer on and sent as they become ready;
+    the next forward pass waits for all of them.
+``p3``
+    Jayarajan et al., MLSys 2019: slices of 50,000 values, those of front layers first; each layer of the next forward
+    pass waits only for its own slices.
+``bytescheduler``
+    Peng et al., SOSP 2019: the same order. Its authors search for the size of partitions at run time; here they are of
+    0.5 MB, the best of four in `sim/experiments/tuning.yaml`.
+``dlcp``
+    The same order at hosts, and in switches too, where front layers have more urgent queues. Pieces are of 1 MB, chosen
+    by us: messages of some hundred packets, so that a share of each can be lost.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
+from dlcp.sim.collectives import RESULT_MESSAGE, SHARD_MESSAGES, AllReduceSpec, CollectiveName, all_reduce
+from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder, Nodes
+from dlcp.sim.models import StepProfile, TimedLayer, read_profile, step_profile
+from dlcp.sim.simulation import Process, Simulation
+from dlcp.tags import BACK_SHARES, FRONT_SHARES, queue_of_layer
+
+_Count = Annotated[int, Meta(ge=1)]
+_Seconds = Annotated[float, Meta(ge=0)]
+SchedulerName = Literal["fifo", "p3", "bytescheduler", "dlcp"]
+
+
+class StragglerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A worker that is slower than the others.
+
+    Parameters
+    ----------
+    worker
+        Its rank.
+    factor
+        How many times as long it computes.
+    """
+
+    worker: Annotated[int, Meta(ge=0)]
+    factor: Annotated[float, Meta(ge=1)] = 2.0
+
+
+class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Data-parallel training of one network on workers of their own.
+
+    Parameters
+    ----------
+    model
+        A name in `dlcp.sim.models.MODELS`, or a profile that ``dlcp sim profile`` has written.
+    gpu, precision
+        Whose published throughput gives the computing time. A profile has times of its own.
+    batch
+        Samples of a worker in a step; by default that of the published throughput.
+    workers, servers
+        How many hosts compute, and how many more hold parameters, for ``parameter_server``.
+    placement
+        Which hosts: the next free ones, every n-th free one, or random ones.
+    copies
+        How many such jobs run at once, each on hosts of its own.
+    collective
+        How gradients are reduced. ``hierarchical`` reduces within ``group`` adjacent workers first.
+    scheduler
+        In which pieces and in which order gradients are sent; see `dlcp.sim.training`.
+    piece_bytes
+        The most bytes of a piece; by default the scheduler's own.
+    transport
+        Its name in the experiment.
+    bytes_per_value
+        Of a gradient on the wire.
+    flows
+        ``shared``: messages between two hosts share a connection (one per queue with ``dlcp``) and go in the
+        scheduler's order. ``own``: every message is a flow of its own that begins when it is ready, in no order, as in
+        simulations of flow completion.
+    compression
+        How many times smaller a compressor makes gradients, as a baseline. It costs no computing time here, which
+        favours it.
+    loss_bound
+        The share of a contribution's packets that may be lost, with a transport that bounds loss. Results are always
+        delivered whole.
+    layer_queues
+        Whether ``dlcp`` puts front layers into more urgent queues; otherwise all go into the transport's.
+    magnitude_classes
+        Whether ``dlcp`` gives packets drop classes by layer and magnitude; otherwise all are of class 1.
+    jitter
+        Standard deviation of a worker's computing time in a step, relative to its mean; log-normal.
+    stagger_s
+        Each copy starts so much after the one before.
+    """
+
+    name: str
+    model: str = "resnet50"
+    gpu: str = "v100"
+    precision: Literal["single", "mixed"] = "mixed"
+    batch: _Count | None = None
+    workers: Annotated[int, Meta(ge=2)] = 8
+    servers: Annotated[int, Meta(ge=0)] = 0
+    placement: Literal["packed", "spread", "random"] = "packed"
+    copies: _Count = 1
+    collective: CollectiveName = "ring"
+    group: _Count = 8
+    scheduler: SchedulerName = "fifo"
+    piece_bytes: _Count | None = None
+    layer_queues: bool = True
+    magnitude_classes: bool = True
+    transport: str = "dctcp"
+    flows: Literal["shared", "own"] = "shared"
+    bytes_per_value: Literal[1, 2, 4] = 4
+    compression: Annotated[float, Meta(ge=1)] = 1.0
+    loss_bound: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    steps: Annotated[int, Meta(ge=1, le=1000)] = 3
+    jitter: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    stragglers: tuple[StragglerSpec, ...] = ()
+    start_s: _Seconds = 0.0
+    stagger_s: _Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse contradictions."""
+        if (self.collective == "parameter_server") != bool(self.servers):
+            raise ValueError(
+                f"servers is {self.servers} and collective is {self.collective!r}: servers are for parameter_server, "
+                "which needs at least one"
+            )
+        if self.collective == "halving_doubling" and self.workers & (self.workers - 1):
+            raise ValueError(f"halving_doubling needs a power of two of workers, got {self.workers}")
+        if self.collective == "hierarchical" and self.workers % self.group:
+            raise ValueError(f"hierarchical: {self.workers} workers do not fill groups of {self.group}")
+        if any(straggler.worker >= self.workers for straggler in self.stragglers):
+            raise ValueError(f"a straggler's rank lies beyond the {self.workers} workers, 0 to {self.workers - 1}")
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedJob:
+    """A copy of a job with its hosts.
+
+    Parameters
+    ----------
+    name
+        Of this copy.
+    number
+        Among all jobs of the experiment.
+    """
+
+    spec: TrainingJob
+    name: str
+    number: int
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+    start_s: float
+
+
+def place_jobs(jobs: Sequence[TrainingJob], hosts: int, seed: int) -> list[PlacedJob]:
+    """Give every copy of every job hosts of its own.
+
+    Servers are spread among the workers, so that they are not all at the same switch.
+
+    Raises
+    ------
+    ValueError
+        There are not enough hosts.
+    """
+    needed = sum((job.workers + job.servers) * job.copies for job in jobs)
+    if needed > hosts:
+        raise ValueError(f"the jobs need {needed} hosts and the topology has {hosts}")
+    free = list(range(hosts))
+    placed: list[PlacedJob] = []
+    for job in jobs:
+        for copy in range(job.copies):
+            size = job.workers + job.servers
+            taken = _choose(free, size, job, np.random.default_rng([seed, 0x91ACE, len(placed)]))
+            free = [host for host in free if host not in set(taken)]
+            at = {round((index + 0.5) * size / job.servers) % size for index in range(job.servers)}
+            placed.append(
+                PlacedJob(
+                    job,
+                    job.name if job.copies == 1 else f"{job.name}{copy}",
+                    len(placed),
+                    tuple(host for index, host in enumerate(taken) if index not in at),
+                    tuple(host for index, host in enumerate(taken) if index in at),
+                    job.start_s + copy * job.stagger_s,
+                )
+            )
+    return placed
+
+
+def _choose(free: list[int], size: int, job: TrainingJob, random: np.random.Generator) -> list[int]:
+    if job.placement == "packed":
+        return free[:size]
+    if job.placement == "spread":
+        return [free[index * len(free) // size] for index in range(size)]
+    return [free[int(index)] for index in random.permutation(len(free))[:size]]
+
+
+DDP_BUCKET_BYTES: Final = 25 * 2**20
+"""``bucket_cap_mb`` of DistributedDataParallel."""
+SCHEDULER_PIECE_BYTES: Final[dict[SchedulerName, int]] = {
+    "fifo": DDP_BUCKET_BYTES,
+    "p3": 200_000,
+    "bytescheduler": 500_000,
+    "dlcp": 1_000_000,
+}
+UNIFORM_SHARES: Final = (0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+"""Shares of drop classes where magnitude does not matter: all packets are in the class with the highest threshold."""
+UNIFORM_PROFILE: Final = 256
+"""Number of that distribution in `class_shares`; below it are those of layers, by position."""
+_SHARDED: Final = ("ring", "direct", "halving_doubling", "hierarchical")
+
+
+def piece_limit(job: TrainingJob) -> int:
+    """Return the most bytes of a job's pieces.
+
+    A piece that is cut into a shard per worker may be as many times larger, up to a bucket of ``fifo``.
+    """
+    if job.piece_bytes is not None:
+        return job.piece_bytes
+    most = SCHEDULER_PIECE_BYTES[job.scheduler]
+    return min(DDP_BUCKET_BYTES, most * job.workers) if job.collective in _SHARDED else most
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPiece:
+    """Gradients that are reduced together.
+
+    Parameters
+    ----------
+    ready
+        The layer whose backward pass has to be over: the front-most of the piece.
+    layers
+        Layers of the next forward pass that wait for the piece.
+    order
+        Hosts send pieces of a smaller order first.
+    queue
+        In switches, 7 the most urgent; -1 takes the transport's.
+    shares
+        Number of the distribution of drop classes in `class_shares`, or -1.
+    """
+
+    size_bytes: int
+    ready: int
+    layers: tuple[int, ...]
+    order: int
+    queue: int
+    shares: int
+
+
+def pieces(
+    scheduler: SchedulerName,
+    layers: Sequence[TimedLayer],
+    bytes_per_value: float,
+    most: int,
+    *,
+    layer_queues: bool = True,
+    magnitude_classes: bool = True,
+) -> list[GradientPiece]:
+    """Return the pieces of a step, in the order in which backward makes them ready.
+
+    Parameters
+    ----------
+    bytes_per_value
+        After compression.
+    most
+        The most bytes of a piece.
+    layer_queues, magnitude_classes
+        See `dlcp.sim.training.TrainingJob`.
+    """
+    sizes = [round(layer.parameters * bytes_per_value) for layer in layers]
+    if scheduler == "fifo":
+        return _buckets(sizes, most)
+    found: list[GradientPiece] = []
+    for index in reversed(range(len(layers))):
+        position = round(255 * index / max(1, len(layers) - 1))
+        queue, shares = -1, -1
+        if scheduler == "dlcp":
+            queue = int(queue_of_layer(np.array([position], np.uint8))[0]) if layer_queues else -1
+            shares = position if magnitude_classes else UNIFORM_PROFILE
+        found += [GradientPiece(size, index, (index,), index, queue, shares) for size in _cut(sizes[index], most)]
+    return found
+
+
+def class_shares() -> tuple[tuple[float, ...], ...]:
+    """Return the shares of drop classes 0 to 7: those of `dlcp.tags` by layer position, then `UNIFORM_SHARES`."""
+    return (
+        *(
+            tuple(
+                (1 - at / 255) * front + at / 255 * back for front, back in zip(FRONT_SHARES, BACK_SHARES, strict=True)
+            )
+            for at in range(UNIFORM_PROFILE)
+        ),
+        UNIFORM_SHARES,
+    )
+
+
+def _buckets(sizes: Sequence[int], most: int) -> list[GradientPiece]:
+    """Collect layers from the last one on, and begin a new bucket when one is full."""
+    buckets: list[list[int]] = [[]]
+    for index in reversed(range(len(sizes))):
+        if not sizes[index]:
+            continue
+        if buckets[-1] and sum(sizes[layer] for layer in buckets[-1]) + sizes[index] > most:
+            buckets.append([])
+        buckets[-1].append(index)
+    every = tuple(range(len(sizes)))
+    return [
+        GradientPiece(sum(sizes[layer] for layer in bucket), bucket[-1], every[:1], 0, -1, -1)
+        for bucket in buckets
+        if bucket
+    ]
+
+
+def _cut(size: int, most: int) -> list[int]:
+    """Return ``size`` in as few pieces as can be, as equal as can be."""
+    count = -(-size // most)
+    return [size // count + (index < size % count) for index in range(count)]
+
+
+STEPS_PER_GRAPH: Final = 4
+"""Steps of one graph, in which workers drift apart freely; between graphs they synchronize. Chosen by us: memory holds
+only these steps, and synchronizing costs little, since in every step the fastest worker waits for the slowest."""
+
+SHARDED_PIECE_BYTES: Final = 4_000_000
+"""Larger pieces are cut into a shard per server: MXNet's MXNET_KVSTORE_BIGARRAY_BOUND, a million values."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """A graph of some steps.
+
+    Parameters
+    ----------
+    ends
+        One watched node per step: all workers have finished the forward pass after it.
+    """
+
+    graph: Graph
+    ends: tuple[int, ...]
+
+
+def step_graph(
+    job: PlacedJob,
+    profile: StepProfile,
+    parts: list[GradientPiece],
+    factors: NDArray[np.float64],
+    first_step: int,
+    transport: int,
+) -> StepGraph:
+    """Return the backward passes, all-reduces and forward passes of some steps.
+
+    Parameters
+    ----------
+    parts
+        Pieces in the order in which they become ready.
+    factors
+        float64 (steps, workers): how many times as long as the profile each worker computes.
+    first_step
+        Number of the first of them.
+    """
+    builder = GraphBuilder()
+    forward = np.array([layer.forward_s for layer in profile.layers])
+    backward = np.array([layer.backward_s for layer in profile.layers])
+    ends: list[int] = []
+    previous: Nodes | None = None
+    shards = max(len(job.servers), len(job.workers) if job.spec.collective == "direct" else 1)
+    for offset, speed in enumerate(factors):
+        back = _chain(builder, backward[::-1], speed, previous)[::-1]
+        needs: list[list[Nodes]] = [[] for _ in profile.layers]
+        for number, piece in enumerate(parts):
+            spec = AllReduceSpec(
+                job.workers,
+                piece.size_bytes,
+                transport,
+                queue=piece.queue,
+                lane=OWN_LANE if job.spec.flows == "own" else max(piece.queue, 0),
+                order=piece.order,
+                loss_bound=job.spec.loss_bound,
+                class_shares=piece.shares,
+                layer=min(max(piece.shares, 0), 255),
+                job=job.number,
+                step=first_step + offset,
+                message=_message_number(number, shards),
+            )
+            servers = _servers(job.servers, piece.size_bytes, number)
+            done = all_reduce(
+                builder, job.spec.collective, spec, back[piece.ready], servers=servers, group=job.spec.group
+            )
+            for layer in piece.layers:
+                needs[layer].append(done)
+        ahead = _chain(builder, forward, speed, back[0], needs)
+        previous = ahead[-1]
+        ends.append(builder.barrier(previous, watched=True))
+    return StepGraph(builder.build(), tuple(ends))
+
+
+def _message_number(number: int, shards: int) -> int:
+    """Return the first message number of a piece; those of its shards follow in steps of `SHARD_MESSAGES`."""
+    return (number % SHARD_MESSAGES + number // SHARD_MESSAGES * SHARD_MESSAGES * shards) & (RESULT_MESSAGE - 1)
+
+
+def _servers(servers: tuple[int, ...], size_bytes: int, number: int) -> tuple[int, ...]:
+    """Return the servers of a piece: all of them for a large one, which is sharded; else one of them in turn."""
+    return servers if size_bytes > SHARDED_PIECE_BYTES or not servers else (servers[number % len(servers)],)
+
+
+def _chain(
+    builder: GraphBuilder,
+    seconds: NDArray[np.float64],
+    speed: NDArray[np.float64],
+    before: Nodes | None,
+    needs: list[list[Nodes]] | None = None,
+) -> NDArray[np.int64]:
+    """Add layers one after the other for every worker; return their nodes, int64 (layers, workers)."""
+    times = np.rint(np.outer(seconds, speed) * PS_PER_S).astype(np.int64)
+    nodes = builder.delays(times.ravel()).reshape(times.shape)
+    if before is not None:
+        builder.follow(before, nodes[0])
+    builder.follow(nodes[:-1], nodes[1:])
+    for layer, waits in enumerate(needs or []):
+        for done in waits:
+            builder.follow(done, nodes[layer])
+    return nodes
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a job has come.
+
+    Attributes
+    ----------
+    compute_s
+        What a step would take without communication.
+    step_s
+        How long each step took, the forward pass after it included.
+    """
+
+    job: PlacedJob
+    profile: StepProfile
+    step_s: list[float] = field(default_factory=list)
+
+    @property
+    def compute_s(self) -> float:
+        """Return how long a step of one worker computes."""
+        return self.profile.compute_s
+
+
+def profile_of(job: TrainingJob) -> StepProfile:
+    """Return how long a worker of a job computes, layer by layer.
+
+    Raises
+    ------
+    ValueError
+        There is no such model, nothing is published of it on that GPU, or the profile cannot be read.
+    """
+    if job.model.endswith((".yaml", ".yml", ".json")):
+        return read_profile(Path(job.model))
+    return step_profile(job.model, job.gpu, job.precision, job.batch)
+
+
+def training(simulation: Simulation, progress: Progress) -> Process:
+    """Train step by step."""
+    env, job = simulation.env, progress.job
+    spec = job.spec
+    parts = pieces(
+        spec.scheduler,
+        progress.profile.layers,
+        spec.bytes_per_value / spec.compression,
+        piece_limit(spec),
+        layer_queues=spec.layer_queues,
+        magnitude_classes=spec.magnitude_classes,
+    )
+    factors = _factors(simulation, job)
+    yield env.timeout(seconds_to_ps(job.start_s))
+    before = int(env.now)
+    for first in range(0, spec.steps, STEPS_PER_GRAPH):
+        steps = step_graph(
+            job,
+            progress.profile,
+            parts,
+            factors[first : first + STEPS_PER_GRAPH],
+            first,
+            simulation.transports[spec.transport],
+        )
+        running = simulation.submit(steps.graph, label=(job.name, first))
+        for end in steps.ends:
+            yield running.nodes[end]
+            progress.step_s.append((int(env.now) - before) / 1e12)
+            before = int(env.now)
+        yield running.closed if first + STEPS_PER_GRAPH >= spec.steps else running.done
+
+
+def _factors(simulation: Simulation, job: PlacedJob) -> NDArray[np.float64]:
+    """Return how many times as long as in the profile each worker computes, float64 (steps, workers)."""
+    spec = job.spec
+    random = simulation.random(3, job.number)
+    # A log-normal of mean 1 whose deviation is `jitter`.
+    sigma = math.sqrt(math.log1p(spec.jitter**2))
+    factors = random.lognormal(-(sigma**2) / 2, sigma, (spec.steps, spec.workers))
+    for straggler in spec.stragglers:
+        factors[:, straggler.worker] *= straggler.factor
+    return factors
