@@ -19,6 +19,8 @@ class Command(NamedTuple):
 
     purpose: str
     wraps: bool = False
+    needs: str = ""
+    """The extra of the package that it takes, ``pip install 'dlcp[EXTRA]'``."""
 
 
 COMMANDS: Final = {
@@ -27,12 +29,12 @@ COMMANDS: Final = {
     "doctor": Command("report what works here, which options are in force, and what DLCP can gain", True),
     "advise": Command("measure a training script and recommend settings for it here, with reasons", True),
     "bench": Command("measure DLCP against its peers, in turns, and print one JSON document"),
-    "demo": Command("train over a congested switch, with and without DLCP, and write a report page"),
+    "demo": Command("train over a congested switch, with and without DLCP, and write a report page", needs="demo"),
     "server": Command("run a parameter server"),
     "switch": Command("run the built-in switch"),
     "sim": Command("simulate training on a cluster you do not have, and reproduce the paper's figures"),
-    "fabric": Command("program the switches of a fabric, and keep them so"),
-    "testbed": Command("train over real switches in Mininet, and compare (needs root)"),
+    "fabric": Command("program the switches of a fabric, and keep them so", needs="fabric"),
+    "testbed": Command("train over real switches in Mininet, and compare (needs root)", needs="fabric,demo"),
 }
 
 
@@ -48,7 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Abbreviations would take options that are meant for torchrun.
         subparser = commands.add_parser(name, help=command.purpose, description=purpose, allow_abbrev=False)
         if name == wanted:
-            module = importlib.import_module(f"dlcp.commands.{name}")
+            try:
+                module = importlib.import_module(f"dlcp.commands.{name}")
+            except ModuleNotFoundError as error:
+                if not command.needs or (error.name or "").startswith("dlcp"):
+                    raise
+                missing = f"{error.name} is missing: pip install 'dlcp[{command.needs}]'"
+                print(f"dlcp {name}: {missing}", file=sys.stderr)
+                return 2
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     if wanted in COMMANDS and COMMANDS[wanted].wraps:

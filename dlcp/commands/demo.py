@@ -5,8 +5,14 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from rich.console import Console
+
 from dlcp import namespace
 from dlcp.commands.common import add_link, add_training, refuse
+from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
+from dlcp.demo.run import DemoError, execute
+from dlcp.demo.series import report, run_series, select
+from dlcp.demo.setup import DemoSetup, variants
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,13 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; return the exit status."""
-    from rich.console import Console
-
-    from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
-    from dlcp.demo.run import DemoError, execute
-    from dlcp.demo.series import report, run_series, select
-    from dlcp.demo.setup import DemoSetup, variants
-
     console = Console()
     namespaces, reason = (False, "--loopback") if arguments.loopback else try_namespaces()
     if not namespaces:

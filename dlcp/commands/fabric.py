@@ -10,15 +10,27 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
+
+from rich.console import Console
 
 from dlcp.commands.common import refuse
-
-if TYPE_CHECKING:
-    from dlcp.controller.fabric import Fabric, FabricSwitch
-    from dlcp.controller.pipeline import CompiledProgram
-    from dlcp.controller.reconcile import Outcome, Plan
-    from dlcp.controller.session import Readings, Session
+from dlcp.controller.display import fabric_table, outcome_line, plan_tree, ports_table, status_table
+from dlcp.controller.entries import entries
+from dlcp.controller.fabric import Fabric, FabricSwitch, load
+from dlcp.controller.pipeline import CompiledProgram
+from dlcp.controller.reconcile import (
+    Outcome,
+    Plan,
+    QueueDepthError,
+    plan,
+    queue_depths_unavailable,
+    reconcile,
+    set_queue_depths,
+    wanted,
+)
+from dlcp.controller.session import ControlError, Readings, Session, read_counters
+from dlcp.controller.watch import Watcher, serve
 
 _METRICS: Final = "127.0.0.1:9464"
 """Where ``watch`` serves metrics by default; exporters customarily take this port."""
@@ -66,23 +78,16 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if getattr(arguments, "election_id", 1) < 1:
             raise ValueError(f"--election-id {arguments.election_id}: give 1 or more")
-        from dlcp.controller.fabric import load
-        from dlcp.controller.pipeline import CompiledProgram
 
         fabric = load(arguments.file)
         pipeline = CompiledProgram() if arguments.program is None else CompiledProgram(arguments.program)
         status: int = _COMMANDS[arguments.fabric_command](arguments, fabric, pipeline)
         return status
-    except ModuleNotFoundError as error:
-        return refuse("fabric", f"{error.name} is missing: pip install 'dlcp[fabric]'")
     except (OSError, ValueError) as error:
         return refuse("fabric", error)
 
 
-def _check(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
-    from dlcp.controller.display import fabric_table
-    from dlcp.controller.entries import entries
-
+def _check(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledProgram) -> int:
     held = {switch.name: entries(fabric, switch.name) for switch in fabric.switches}
     for found in held.values():
         pipeline.encode(found)
@@ -90,11 +95,8 @@ def _check(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledP
     return 0
 
 
-def _plan(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
-    from dlcp.controller.display import plan_tree
-    from dlcp.controller.reconcile import plan, wanted
-
-    async def ask(session: "Session") -> "Plan":
+def _plan(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledProgram) -> int:
+    async def ask(session: Session) -> Plan:
         return await plan(session, wanted(fabric, session.switch, pipeline))
 
     found = asyncio.run(_everywhere(fabric, pipeline, ask))
@@ -104,12 +106,8 @@ def _plan(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledPr
     return _print_errors(found)
 
 
-def _apply(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
-    from dlcp.controller.display import outcome_line
-    from dlcp.controller.entries import entries
-    from dlcp.controller.reconcile import queue_depths_unavailable, reconcile, set_queue_depths, wanted
-
-    async def write(session: "Session") -> "Outcome":
+def _apply(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledProgram) -> int:
+    async def write(session: Session) -> Outcome:
         await session.become_primary()
         outcome = await reconcile(session, wanted(fabric, session.switch, pipeline))
         if session.switch.kind == "bmv2" and not queue_depths_unavailable(session.switch):
@@ -126,12 +124,8 @@ def _apply(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledP
     return _print_errors(found)
 
 
-def _status(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
-    from dlcp.controller.display import ports_table, status_table
-    from dlcp.controller.reconcile import plan, wanted
-    from dlcp.controller.session import read_counters
-
-    async def ask(session: "Session") -> "tuple[Plan, Readings | None]":
+def _status(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledProgram) -> int:
+    async def ask(session: Session) -> tuple[Plan, Readings | None]:
         found = await plan(session, wanted(fabric, session.switch, pipeline))
         counted = None if found.install else await read_counters(session, fabric.neighbours[session.switch.name])
         return found, counted
@@ -145,9 +139,7 @@ def _status(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Compiled
     return _print_errors(found)
 
 
-def _watch(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
-    from dlcp.controller.watch import Watcher, serve
-
+def _watch(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledProgram) -> int:
     if arguments.every <= 0:
         raise ValueError(f"--every {arguments.every}: give more than 0 seconds")
     if not _ADDRESS.fullmatch(arguments.metrics):
@@ -176,13 +168,11 @@ async def _until_signal(work: Awaitable[None]) -> None:
 
 
 async def _everywhere(
-    fabric: "Fabric", pipeline: "CompiledProgram", ask: "Callable[[Session], Awaitable[_T]]", **options: Any
-) -> "dict[str, _T | str]":
+    fabric: Fabric, pipeline: CompiledProgram, ask: Callable[[Session], Awaitable[_T]], **options: Any
+) -> dict[str, _T | str]:
     """Talk to all switches at once; return each one's answer, or its error as text, by the name of the switch."""
-    from dlcp.controller.reconcile import QueueDepthError
-    from dlcp.controller.session import ControlError, Session
 
-    async def talk(switch: "FabricSwitch") -> "_T | str":
+    async def talk(switch: FabricSwitch) -> _T | str:
         try:
             async with Session(switch, pipeline, **options) as session:
                 return await ask(session)
@@ -196,7 +186,7 @@ async def _everywhere(
     return {switch.name: answer for switch, answer in zip(switches, answers, strict=True)}
 
 
-def _print_errors(found: "dict[str, Any]") -> int:
+def _print_errors(found: dict[str, Any]) -> int:
     """Print errors, and return the exit status."""
     wrong = [answer for answer in found.values() if isinstance(answer, str)]
     for message in wrong:
@@ -205,8 +195,6 @@ def _print_errors(found: "dict[str, Any]") -> int:
 
 
 def _console() -> Any:
-    from rich.console import Console
-
     return Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_COLUMNS)
 
 

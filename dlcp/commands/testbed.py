@@ -2,17 +2,25 @@
 """``dlcp testbed``: Mininet's hosts and links with real switches between them; train over them, and compare."""
 
 import argparse
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from rich.console import Console
 
 from dlcp.commands.common import add_link, add_training, refuse
+from dlcp.controller.entries import most_switches
+from dlcp.controller.fabric import Fabric, leaf_spine, load, star
 from dlcp.controller.testbed import TestbedError
+from dlcp.controller.testbed.accounts import IDLE_MIN, port_rates
+from dlcp.controller.testbed.layout import StateFile, TestbedState
+from dlcp.controller.testbed.lifecycle import FABRIC, down, fabric_of, find, up
 from dlcp.controller.testbed.requirements import SwitchKind
-
-if TYPE_CHECKING:
-    from dlcp.controller.fabric import Fabric
-    from dlcp.controller.testbed.layout import TestbedState
-    from dlcp.demo.testbed import TestbedSetup
+from dlcp.demo.run import DemoError, Progress
+from dlcp.demo.series import report, run_series, select
+from dlcp.demo.setup import Variant, variants
+from dlcp.demo.testbed import TestbedSetup, check, disagreements, train
+from dlcp.switch import PortQueueing
 
 _NAME: Final = "dlcp"
 _RATE_BPS: Final = 32_000_000
@@ -55,8 +63,6 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from dlcp.controller.testbed.accounts import port_rates
-
     state = _bring_up(arguments)
     _show(arguments.name, state)
     for rate in port_rates(state.layout):
@@ -66,8 +72,6 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from dlcp.controller.testbed.layout import StateFile
-
     state = StateFile(arguments.name).read()
     if state is None:
         print(f"no testbed {arguments.name!r} is up")
@@ -80,17 +84,12 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    from dlcp.controller.testbed.lifecycle import down
-
     ended = down(arguments.name)
     print(f"testbed {arguments.name!r} is down; {ended} processes ended" if ended else "nothing was up")
     return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from dlcp.controller.testbed.layout import StateFile
-    from dlcp.controller.testbed.lifecycle import down, fabric_of, find
-
     if StateFile(arguments.name).read() is not None:
         state = find(arguments.name)
         _refuse_other(arguments, state)
@@ -102,16 +101,8 @@ def _run(arguments: argparse.Namespace) -> int:
         down(arguments.name)
 
 
-def _train(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric") -> int:
+def _train(arguments: argparse.Namespace, state: TestbedState, fabric: Fabric) -> int:
     """Make the chosen runs; write the page once all are there."""
-    from rich.console import Console
-
-    from dlcp.controller.testbed.accounts import IDLE_MIN
-    from dlcp.demo.run import DemoError, Progress
-    from dlcp.demo.series import report, run_series, select
-    from dlcp.demo.setup import Variant, variants
-    from dlcp.demo.testbed import check, disagreements, train
-
     setup = _setup(arguments, state, fabric)
     check(setup, state)
     console = Console()
@@ -137,20 +128,13 @@ def _train(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric
     return 1 if wrong else 0
 
 
-def _bring_up(arguments: argparse.Namespace) -> "TestbedState":
-    from dlcp.controller.testbed.lifecycle import up
-
+def _bring_up(arguments: argparse.Namespace) -> TestbedState:
     kind: SwitchKind = arguments.switch or "builtin"
     return up(_fabric(arguments, kind), kind, arguments.name)
 
 
-def _fabric(arguments: argparse.Namespace, kind: SwitchKind) -> "Fabric":
+def _fabric(arguments: argparse.Namespace, kind: SwitchKind) -> Fabric:
     """Return the fabric that the options describe."""
-    import dataclasses
-
-    from dlcp.controller.fabric import leaf_spine, load, star
-    from dlcp.switch import PortQueueing
-
     shape = arguments.fabric or "star"
     rate = _RATE_BPS if arguments.rate_mbps is None else round(arguments.rate_mbps * 1e6)
     depth = _DEPTH_PACKETS[kind] if arguments.depth is None else arguments.depth
@@ -168,10 +152,7 @@ def _fabric(arguments: argparse.Namespace, kind: SwitchKind) -> "Fabric":
     return dataclasses.replace(fabric, queueing=dataclasses.replace(fabric.queueing, **changes))
 
 
-def _setup(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric") -> "TestbedSetup":
-    from dlcp.controller.entries import most_switches
-    from dlcp.demo.testbed import TestbedSetup
-
+def _setup(arguments: argparse.Namespace, state: TestbedState, fabric: Fabric) -> TestbedSetup:
     port = state.layout.switches[0].ports[0]
     bmv2 = state.layout.kind == "bmv2"
     collective = arguments.collective or ("ps" if bmv2 else "direct")
@@ -189,7 +170,7 @@ def _setup(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric
     )
 
 
-def _refuse_other(arguments: argparse.Namespace, state: "TestbedState") -> None:
+def _refuse_other(arguments: argparse.Namespace, state: TestbedState) -> None:
     """Refuse to run on a testbed that is up and is not the one that the command line describes."""
     given = [arguments.fabric, arguments.rate_mbps, arguments.depth]
     if any(value is not None for value in given) or arguments.switch not in (None, state.layout.kind):
@@ -199,11 +180,8 @@ def _refuse_other(arguments: argparse.Namespace, state: "TestbedState") -> None:
         )
 
 
-def _show(name: str, state: "TestbedState") -> None:
+def _show(name: str, state: TestbedState) -> None:
     """Print what a testbed consists of, and how to reach it."""
-    from dlcp.controller.testbed.layout import StateFile
-    from dlcp.controller.testbed.lifecycle import FABRIC
-
     layout = state.layout
     print(f"testbed {name!r} is up: {len(layout.hosts)} hosts, switches: {len(layout.switches)} ({layout.kind})")
     for plan in layout.switches:
