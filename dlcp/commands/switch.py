@@ -4,12 +4,13 @@
 import argparse
 import gc
 import importlib.util
-import os
+import multiprocessing
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -39,21 +40,12 @@ from dlcp.switch import (
 from dlcp.wire import UDP_PORT_BASE
 
 if TYPE_CHECKING:
-    from dlcp.switch.p4runtime import P4RuntimeDevice, P4RuntimeServer, TlsFiles
+    from dlcp.switch.p4runtime import P4RuntimeDevice, P4RuntimeServer
 
 _INSTALL_P4RUNTIME: Final = "pip install 'dlcp[p4runtime]'"
 
 _PortSetting: TypeAlias = tuple[int | None, float]
 """What the command line says of a port, or of all ports (None)."""
-
-
-@dataclass(frozen=True)
-class SwitchParts:
-    """What a switch is to be made of."""
-
-    groups: list[PortGroup]
-    entries: Entries
-    queueing: dict[int, PortQueueing]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,27 +135,31 @@ def build(arguments: argparse.Namespace) -> "tuple[Switch, P4RuntimeDevice | Non
         A file is wrong, or a port cannot be opened; nothing stays open.
     """
     _check_p4runtime(arguments)
-    backend = _backend(arguments)
+    fabric, own = _fabric(arguments)
+    backend = _backend(arguments, own)
     # Loaded even by a switch that waits for a controller to send one: most likely it will be this one, and what has
     # been compiled once is taken from disk then.
     program: Program | None = Program.load(arguments.program, backend=backend)
-    if _starts_empty(arguments):
+    if arguments.p4runtime is not None and arguments.entries is None and arguments.fabric is None:
         program = None
+    entries = _entries(arguments, fabric, own, program)
     device: P4RuntimeDevice | None = None
-    plan = _plan(arguments, program)
-    try:
+    with ExitStack() as opened:
+        groups = []
+        for group in _ports(arguments, fabric, own):
+            opened.callback(group.close)
+            groups.append(group)
+        ports = [port for group in groups for port in group.counters]
+        _check_settings(arguments, ports)
         switch = Switch(
             program or EmptyProgram(),
-            plan.groups,
-            plan.queueing,
+            groups,
+            {port: _override(entries.ports.get(port, PortQueueing()), arguments, port) for port in ports},
             describe_program=lambda: describe(program if device is None else device.program),
         )
         if arguments.p4runtime is not None:
             device = _device(arguments, switch, program, backend)
-    except (ValueError, OSError):
-        for group in plan.groups:
-            group.close()
-        raise
+        opened.pop_all()  # from here on the switch closes them
     return switch, device
 
 
@@ -181,70 +177,52 @@ def describe(program: Program | None) -> dict[str, Any]:
     return {"digest": program.digest, "backend": program.backend, **found}
 
 
-def _backend(arguments: argparse.Namespace) -> Backend:
+def _backend(arguments: argparse.Namespace, own: Any) -> Backend:
     """Return how programs are to be run."""
     if arguments.backend != "auto":
         chosen: Backend = arguments.backend
         return chosen
-    fabric = _fabric(arguments)
-    if fabric is not None:
-        interfaces = fabric.switch(_own_name(fabric, arguments.name)).ports == "packet"
-    else:
-        interfaces = any("=packet:" in word for word in arguments.port or [])
+    words = arguments.port or []
+    interfaces = any("=packet:" in word for word in words) if own is None else own.ports == "packet"
     compiled = native.library() is not None and importlib.util.find_spec("numba") is not None
     return "numba" if interfaces and compiled else "python"
 
 
-def _plan(arguments: argparse.Namespace, program: Program | None) -> SwitchParts:
-    """Load the entries into the program, if there is one, and open the ports."""
-    fabric = _fabric(arguments)
-    entries, document = Entries(), None
-    if program is None:
-        if not (arguments.port or arguments.hosts):
-            raise ValueError("nothing to connect: give --port, once for each port, or --hosts N")
-    elif arguments.entries is not None:
-        entries, document = read_entries(arguments.entries)
-    elif fabric is not None:
-        entries = _policy_entries(fabric, arguments.name)
-    else:
-        raise ValueError("nothing to connect: give --fabric FILE, --hosts N, or --port and --entries")
-    if program is not None:
-        apply_entries(entries, program, document)
-    groups = _open_fabric(fabric, arguments.name) if fabric is not None else _open_ports(arguments.port or [])
-    ports = [port for group in groups for port in group.counters]
-    try:
-        _check_settings(arguments, ports)
-    except ValueError:
-        for group in groups:
-            group.close()
-        raise
-    queueing = {port: _override(entries.ports.get(port, PortQueueing()), arguments, port) for port in ports}
-    return SwitchParts(groups, entries, queueing)
-
-
-def _fabric(arguments: argparse.Namespace) -> Any:
-    """Return the fabric that was asked for, or None."""
+def _fabric(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the fabric that was asked for, and which of its switches this one is; None of both without one."""
     if arguments.fabric is None and arguments.hosts is None:
-        return None
+        return None, None
     # The controller is not part of the switch; only the command line brings the two together.
     from dlcp.controller.fabric import load, star
 
     fabric = load(arguments.fabric) if arguments.fabric is not None else star(arguments.hosts)
-    return replace(fabric, queueing=_override(fabric.queueing, arguments))
-
-
-def _own_name(fabric: Any, name: str | None) -> str:
-    """Return the name of the switch that this one is in a fabric."""
-    if name is None and len(fabric.switches) > 1:
+    if arguments.name is None and len(fabric.switches) > 1:
         raise ValueError(f"say which switch to be: --name {'|'.join(switch.name for switch in fabric.switches)}")
-    found: str = fabric.switch(name or fabric.switches[0].name).name
-    return found
+    own = fabric.switch(arguments.name or fabric.switches[0].name)
+    return replace(fabric, queueing=_override(fabric.queueing, arguments)), own
 
 
-def _policy_entries(fabric: Any, name: str | None) -> Entries:
+def _entries(arguments: argparse.Namespace, fabric: Any, own: Any, program: Program | None) -> Entries:
+    """Load the entries into the program, if there is one, and return them."""
+    if program is None:
+        if not (arguments.port or arguments.hosts):
+            raise ValueError("nothing to connect: give --port, once for each port, or --hosts N")
+        return Entries()
+    document = None
+    if arguments.entries is not None:
+        entries, document = read_entries(arguments.entries)
+    elif fabric is not None:
+        entries = _policy_entries(fabric, own)
+    else:
+        raise ValueError("nothing to connect: give --fabric FILE, --hosts N, or --port and --entries")
+    apply_entries(entries, program, document)
+    return entries
+
+
+def _policy_entries(fabric: Any, own: Any) -> Entries:
     from dlcp.controller.entries import entries
 
-    return entries(fabric, _own_name(fabric, name))
+    return entries(fabric, own.name)
 
 
 def _setting(word: str) -> _PortSetting:
@@ -273,51 +251,30 @@ def _check_settings(arguments: argparse.Namespace, ports: Sequence[int]) -> None
                 raise ValueError(f"{option} {port}={value:g}: there is no port {port}")
 
 
-def _open_fabric(fabric: Any, name: str | None) -> list[PortGroup]:
-    """Open the ports that a switch has in a fabric."""
-    switch = fabric.switch(_own_name(fabric, name))
-    neighbours = fabric.neighbours[switch.name]
-    if switch.ports == "packet":
-        return _open_packet_ports({port: switch.interface(port) for port in neighbours})
-
-    hosts = [
-        replace(LoopbackHost.numbered(port - 1), address=neighbour.host.address, mac=neighbour.host.mac)
-        for port, neighbour in neighbours.items()
-    ]
-    return [LoopbackPorts(hosts, fabric.udp_ports, fabric.mtu_bytes)]
-
-
-def _open_ports(words: Sequence[str]) -> list[PortGroup]:
-    """Open what --port asks for."""
-    loopback, interfaces = [], {}
-    for word in words:
-        number, _, kind = word.partition("=")
-        if not number.isdecimal() or not (kind == "loopback" or kind.startswith("packet:")):
-            raise ValueError(f"--port {word}: expected N=loopback or N=packet:INTERFACE, as in 1=packet:eth1")
-        if kind == "loopback":
-            loopback.append(LoopbackHost.numbered(int(number) - 1))
-        else:
-            interfaces[int(number)] = kind.removeprefix("packet:")
-    groups: list[PortGroup] = [LoopbackPorts(loopback, (UDP_PORT_BASE,))] if loopback else []
-    return groups + _open_packet_ports(interfaces)
-
-
-def _open_packet_ports(interfaces: dict[int, str]) -> list[PortGroup]:
-
-    opened: list[PortGroup] = []
-    try:
-        for port, interface in interfaces.items():
-            opened.append(PacketPort(port, interface))
-    except OSError:
-        for group in opened:
-            group.close()
-        raise
-    return opened
-
-
-def _starts_empty(arguments: argparse.Namespace) -> bool:
-    """Whether the switch waits for a controller to send a program."""
-    return arguments.p4runtime is not None and arguments.entries is None and arguments.fabric is None
+def _ports(arguments: argparse.Namespace, fabric: Any, own: Any) -> Iterator[PortGroup]:
+    """Open the ports that the switch has in its fabric, or those that --port asks for."""
+    loopback: list[LoopbackHost] = []
+    interfaces: dict[int, str] = {}
+    if fabric is None:
+        for word in arguments.port or []:
+            number, _, kind = word.partition("=")
+            if not number.isdecimal() or not (kind == "loopback" or kind.startswith("packet:")):
+                raise ValueError(f"--port {word}: expected N=loopback or N=packet:INTERFACE, as in 1=packet:eth1")
+            if kind == "loopback":
+                loopback.append(LoopbackHost.numbered(int(number) - 1))
+            else:
+                interfaces[int(number)] = kind.removeprefix("packet:")
+    elif own.ports == "packet":
+        interfaces = {port: own.interface(port) for port in fabric.neighbours[own.name]}
+    else:
+        for port, neighbour in fabric.neighbours[own.name].items():
+            host = LoopbackHost.numbered(port - 1)
+            loopback.append(replace(host, address=neighbour.host.address, mac=neighbour.host.mac))
+    if loopback:
+        carried = ((UDP_PORT_BASE,),) if fabric is None else (fabric.udp_ports, fabric.mtu_bytes)
+        yield LoopbackPorts(loopback, *carried)
+    for port, interface in interfaces.items():
+        yield PacketPort(port, interface)
 
 
 def _check_p4runtime(arguments: argparse.Namespace) -> None:
@@ -362,26 +319,19 @@ def _device(
         raise ValueError(f"{arguments.program}: {refusal}") from None
 
 
-def _p4runtime_server(arguments: argparse.Namespace, device: "P4RuntimeDevice") -> "P4RuntimeServer":
+def _server(arguments: argparse.Namespace, device: "P4RuntimeDevice") -> "P4RuntimeServer":
     """Start the server; raises ValueError for an address that is none, OSError if it cannot listen there."""
-    from dlcp.switch.p4runtime import P4RuntimeServer, make_way_for_packets, parse_address
+    from dlcp.switch.p4runtime import P4RuntimeServer, TlsFiles, make_way_for_packets, parse_address
 
     make_way_for_packets()
-    return P4RuntimeServer(device, parse_address(arguments.p4runtime), arguments.device_id, _tls(arguments))
-
-
-def _tls(arguments: argparse.Namespace) -> "TlsFiles | None":
-    from dlcp.switch.p4runtime import TlsFiles
-
-    if arguments.insecure:
-        return None
-    return TlsFiles(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
+    tls = None if arguments.insecure else TlsFiles(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
+    return P4RuntimeServer(device, parse_address(arguments.p4runtime), arguments.device_id, tls)
 
 
 def _serve(arguments: argparse.Namespace, counters: Path | None) -> None:
     """Run the switch until a signal says stop."""
     switch, device = build(arguments)
-    server = None if device is None else _p4runtime_server(arguments, device)
+    server = None if device is None else _server(arguments, device)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: switch.stop())
     # What is alive now stays alive; the collector need not look at it again while packets wait.
@@ -400,11 +350,10 @@ def _serve(arguments: argparse.Namespace, counters: Path | None) -> None:
 
 
 def _write_entries(arguments: argparse.Namespace) -> int:
-
-    fabric = _fabric(arguments)
+    fabric, own = _fabric(arguments)
     if fabric is None:
         raise ValueError("--write-entries needs --fabric or --hosts")
-    write_entries(arguments.write_entries, _policy_entries(fabric, arguments.name))
+    write_entries(arguments.write_entries, _policy_entries(fabric, own))
     return 0
 
 
@@ -419,24 +368,12 @@ def _watch(arguments: argparse.Namespace) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="dlcp-switch-") as folder:
         counters = arguments.counters or Path(folder) / "counters.json"
-        child = os.fork()
-        if child == 0:
-            status = run(argparse.Namespace(**{**vars(arguments), "watch": False, "counters": counters}))
-            sys.stdout.flush()
-            os._exit(status)
-        ended: list[int] = []
-
-        def alive() -> bool:
-            if not ended:
-                pid, status = os.waitpid(child, os.WNOHANG)
-                if pid:
-                    ended.append(os.waitstatus_to_exitcode(status))
-            return not ended
-
+        own = argparse.Namespace(**{**vars(arguments), "watch": False, "counters": counters})
+        process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(run(own)))
+        process.start()
         try:
-            watch(counters, alive)
+            watch(counters, process.is_alive)
         finally:
-            if alive():
-                os.kill(child, signal.SIGTERM)
-                ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        return ended[0]
+            process.terminate()
+            process.join()
+        return process.exitcode or 0

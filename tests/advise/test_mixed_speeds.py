@@ -17,7 +17,7 @@ EPOCHS = 2
 def training(worker, divisions):
     """Train with each division of the batches; return what came of it, and how many images this rank has worked on."""
     import dlcp.torch
-    from dlcp.examples.clusters import mixed_speeds
+    from dlcp.examples import mixed_speeds
     from dlcp.examples.image_classifier import Net
 
     torch.set_num_threads(1)

@@ -25,8 +25,8 @@ from dlcp.bench.path import BenchPath as Way
 from dlcp.bench.path import loopback
 from dlcp.bench.ranks import Ranks
 from dlcp.bench.results import BenchResult, interleave, result, say, show
-from dlcp.examples.clusters.mixed_speeds import TrainingOutcome, TrainingSetup, measured_sizes, train
 from dlcp.examples.image_classifier import load_data
+from dlcp.examples.mixed_speeds import TrainingOutcome, TrainingSetup, measured_sizes, train
 
 SLOWNESS = (8, 24)
 EQUAL, BALANCED = "equal batches", "balanced batches"

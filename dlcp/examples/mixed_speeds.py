@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a classifier on processes of unequal speed: batches in proportion to speed, every sample counting the same.
 
-Run it with ``torchrun --nproc-per-node 2 -m dlcp.examples.clusters.mixed_speeds``. The last process is slowed down, as
+Run it with ``torchrun --nproc-per-node 2 -m dlcp.examples.mixed_speeds``. The last process is slowed down, as
 ``--slowness`` says, by doing its work several times over; ``--equal`` gives all the same batch for comparison.
 """
 
