@@ -198,13 +198,13 @@ class RingRun(BucketRun):
     def _tag(self) -> PacketTags:
         bucket, values, per_packet = self.bucket, len(self.bucket.values), self.values_per_packet
         tagger, options = self.context.tagger, self.context.options
-        if bucket.exact or self.reducer.next in self.endpoint.local_peers:
+        hops, bound = max(1, self.reducer.ranks - 1), options.bound_of(bucket)
+        if bucket.exact or (self.endpoint.is_clear(self.reducer.next) and not bound.immediate):
             return tagger.tag_whole(values, bucket.segments, per_packet)
         if bucket.magnitudes is None:
             tags = tagger.tag(bucket.values, self.value_type, bucket.segments, per_packet)
         else:
             tags = tagger.tag_magnitudes(bucket.magnitudes, values, bucket.segments, per_packet)
-        hops, bound = max(1, self.reducer.ranks - 1), options.bound_of(bucket)
         options.layers.protect(tags, bucket.segments, per_packet, bound, seed=self.step, hops=hops)
         return tags
 

@@ -6,6 +6,7 @@
 
 import contextlib
 import heapq
+import math
 import socket
 import struct
 import threading
@@ -353,6 +354,16 @@ class Protocol:
         if rank in self.local_peers or rank not in self._peers:
             return 0.0
         return self._peers[rank].rate.packets_per_s(self._looked_s) * self.options.payload_bytes * 8
+
+    def is_clear(self, rank: int) -> bool:
+        """Return whether nothing that was sent to a rank has been lost or marked lately, or ever; from any thread.
+
+        It is always so of local peers, and never where ``TransportOptions.clear_after_s`` is infinite.
+        """
+        if rank in self.local_peers or rank not in self._peers:
+            return True
+        clear_after_s = self.options.clear_after_s
+        return clear_after_s < math.inf and self._clock() - self._peers[rank].congested_s > clear_after_s
 
     def rtt_to(self, rank: int) -> float:
         """Return the smoothed round-trip time to a rank in seconds; 0 if it is not known."""

@@ -35,6 +35,10 @@ class TransportOptions:
         A message that takes longer than this has failed.
     early_buffer_bytes
         The most memory for messages that arrive before anybody waits for them.
+    clear_after_s
+        A path on which nothing was lost or marked for so long is clear: what goes there is not tagged by magnitude.
+        Infinity: no path ever is. The default is chosen by us: where bursts of other traffic matter, they come more
+        often than once a minute.
     """
 
     payload_bytes: int = 1440
@@ -45,6 +49,7 @@ class TransportOptions:
     silence_s: float = 10.0
     deadline_s: float = 120.0
     early_buffer_bytes: int = 1 << 28
+    clear_after_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.congestion in _FORMER:

@@ -89,6 +89,8 @@ class Peer:
     """As of the last report; 0 if it is not known."""
     base_rtt_s: float = math.inf
     """The shortest round trip so far."""
+    congested_s: float = -math.inf
+    """When a packet to it was last lost or marked."""
 
     def __post_init__(self) -> None:
         self.limit_window()
@@ -96,6 +98,8 @@ class Peer:
     def on_report(self, reported: Reported) -> None:
         """Let the window follow what came back."""
         report = reported.report
+        if report.lost or report.marked:
+            self.congested_s = report.now_s
         self.smoothed_rtt_s = report.smoothed_rtt_s
         self.control.on_report(report)
         self.limit_window(report.rtt_s)

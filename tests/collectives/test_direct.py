@@ -2,17 +2,20 @@
 """Direct all-reduce: exact where nothing is lost, the same on all ranks whatever is, and nothing lost for good."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from dlcp.collectives import Bucket
+from dlcp.collectives import Bucket, direct
 from dlcp.collectives.direct import DirectRun
 from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
 from dlcp.transport import PeerSilentError, TransportOptions
+from dlcp.transport.congestion import Report
+from dlcp.transport.engine import Reported
 from tests.collectives.virtual_ranks import (
     NOTHING_PROTECTED,
     ONE_BUCKET,
@@ -334,3 +337,31 @@ def test_only_what_goes_through_a_network_may_be_lost():
     assert droppable[1][:2] == [0, 0]
     assert droppable[1][2] > 0
     assert droppable[2] == [0, 0, 0]
+
+
+def test_magnitudes_are_found_only_where_something_was_lost_or_marked_lately(monkeypatch):
+    """Until then, and a minute later, nothing that rank 0 sends may be dropped."""
+    ranks = SmallRanks(3, bound=0.5, policy=NOTHING_PROTECTED, clear_after_s=60.0)
+    peers = ranks.network.ranks[0]._peers
+    find, found = direct.packet_magnitudes, []
+    monkeypatch.setattr(direct, "packet_magnitudes", lambda *given: found.append(given) or find(*given))
+
+    def tagged(at_s):
+        ranks.network.now = at_s
+        found.clear()
+        values = np.random.default_rng(1).standard_normal(60_000).astype(np.float32)
+        bucket = Bucket(values, ValueType.FLOAT32, [Segment(Layer("layer", 0), 0, len(values))])
+        run = DirectRun(ranks.reducers[0], 0, 0, bucket)
+        assert run.tags.protected[run._packets(0)].all()
+        return [bool((~run.tags.protected[run._packets(rank)]).any()) for rank in (1, 2)]
+
+    report = Report(10.0, delivered=10, marked=0, lost=1, rtt_s=0.001, smoothed_rtt_s=0.001, limited=False)
+    assert tagged(5.0) == [False, False]
+    assert not found
+    peers[1].on_report(Reported(1, report, waiting=False))
+    assert tagged(10.0) == [True, False]
+    assert len(found) == 1
+    peers[2].on_report(Reported(2, replace(report, now_s=30.0, lost=0, marked=1), waiting=False))
+    assert tagged(69.0) == [True, True]
+    assert tagged(71.0) == [False, True]
+    assert tagged(91.0) == [False, False]

@@ -28,7 +28,7 @@ TESTS = [
     "transport/test_endpoint.py",
     "collectives/test_direct_in_place.py",
 ]
-LIMIT_S = 100
+LIMIT_S = 300
 RUN = """
 import sys
 from pathlib import Path

@@ -2,9 +2,11 @@
 """A network in virtual time for testing the protocol: links with a rate and queues, loss, delay and disorder."""
 
 import heapq
+import math
 import random
 from collections import Counter
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,7 +26,7 @@ class Network:
     """Where all networks are kept, so that they can be released."""
 
     def __init__(self, ranks, *, rate_bps=100e6, depth=64, delay_s=0.0002, loss=0.0, duplicate=0.0, jitter_s=0.0,
-                 ecn_depth=16, seed=0, options=None, mangle=None, compiled=None):  # fmt: skip
+                 ecn_depth=16, seed=0, options=None, mangle=None, compiled=None, clear_after_s=math.inf):  # fmt: skip
         self.now = 0.0
         self.random = random.Random(seed)
         self.rate_bps, self.depth, self.delay_s = rate_bps, depth, delay_s
@@ -44,7 +46,7 @@ class Network:
                 {peer: (f"10.0.0.{peer}", 53696) for peer in range(ranks) if peer != rank},
                 job=1,
                 token=TOKEN,
-                options=options or TransportOptions(),
+                options=replace(options or TransportOptions(), clear_after_s=clear_after_s),
                 receive_packets=4096,
                 emit=lambda peer, datagram, tos, rank=rank: self.send(rank, peer, datagram, tos),
                 clock=lambda: self.now,
