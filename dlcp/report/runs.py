@@ -2,13 +2,15 @@
 """Runs of the demo and of a testbed: how soon each reached the same accuracy, and what that cost other traffic."""
 
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypedDict
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from dlcp.wire import DROP_CLASSES
 
@@ -28,23 +30,78 @@ TARGET_MARGIN: Final = 0.01
 OTHER_TARGETS: Final = (-0.01, 0.01, 0.02, 0.05, 0.10, 0.20)
 """How far below (or above) the target the comparison is made again, to show whether the choice of target matters."""
 
-_NUMBER: Final = (int, float)
-_FIELDS: Final[dict[tuple[type, ...], str]] = {
-    (str,): "title collective fabric.kind program_digest command",
-    (bool,): "replicas_identical",
-    (int,): "seed parameters gradient_bytes fabric.workers fabric.depth_packets fabric.mtu background.flows "
-    "switch.tail_drops switch.policy_drops switch.marked switch.over_share switch.forwarded",
-    _NUMBER: "fabric.rate_bps background.bps background.fair_share_bps final_accuracy",
-    (list,): "background.samples background.bursts curve steps compute_seconds",
-    (dict,): "layer_names switch.by_queue versions",
-}
-"""Fields of every run, with dots where one is within another, by their types."""
-_LEDGER_FIELDS: Final[dict[tuple[type, ...], str]] = {
-    (int,): "ledger.sent ledger.lost ledger.delivered ledger.retransmitted ledger.violations",
-    _NUMBER: "ledger.max_message_ratio ledger.bound",
-    (list,): "ledger.by_class",
-    (dict,): "ledger.by_layer",
-}
+_Count = Annotated[int, Meta(ge=0)]
+_Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]  # finite: JSON as Python reads it knows NaN and Infinity
+_Seconds = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+
+
+class _Fabric(TypedDict):
+    kind: str
+    workers: _Count
+    rate_bps: _Amount
+    depth_packets: _Count
+    mtu: _Count
+
+
+class _Background(TypedDict):
+    flows: _Count
+    bps: _Amount
+    fair_share_bps: _Amount
+    samples: list[Any]
+    bursts: list[Any]
+
+
+class _Switch(TypedDict):
+    tail_drops: _Count
+    policy_drops: _Count
+    marked: _Count
+    over_share: _Count
+    forwarded: _Count
+    by_queue: dict[str, Any]
+
+
+class _Ledger(TypedDict):
+    sent: _Count
+    lost: _Count
+    delivered: _Count
+    retransmitted: _Count
+    violations: _Count
+    max_message_ratio: _Amount
+    bound: _Amount
+    by_class: Annotated[list[Any], Meta(min_length=DROP_CLASSES, max_length=DROP_CLASSES)]
+    by_layer: dict[str, Any]
+
+
+class _Evaluation(TypedDict):
+    step: _Amount
+    seconds: _Amount
+    accuracy: Annotated[float, Meta(ge=0, le=1)]
+
+
+class _RunForm(TypedDict):
+    """What the page and the summary read of a run; it may hold more."""
+
+    title: str
+    collective: str
+    program_digest: str
+    command: str
+    seed: _Count
+    parameters: _Count
+    gradient_bytes: _Count
+    replicas_identical: bool
+    final_accuracy: _Amount
+    fabric: _Fabric
+    background: _Background
+    switch: _Switch
+    ledger: _Ledger | None
+    curve: Annotated[list[_Evaluation], Meta(min_length=2)]
+    steps: Annotated[list[_Seconds], Meta(min_length=1)]
+    compute_seconds: list[Any]
+    layer_names: dict[str, str]
+    layer_seconds: dict[str, Any] | None
+    versions: dict[str, str]
+
+
 _SAME_IN_ALL: Final = (
     *("seed", "parameters", "program_digest", "fabric.kind", "fabric.workers"),
     *("fabric.rate_bps", "fabric.depth_packets", "fabric.mtu"),
@@ -267,37 +324,13 @@ def check_runs(runs: Mapping[str, Run]) -> None:
 
 
 def _check_run(name: str, run: Run) -> None:
-    for key in ("ledger", "layer_seconds"):
-        if key not in run:
-            raise RunFileError(f"run {name!r}: {key} is missing; it may be null")
-    tables = (_FIELDS,) if run["ledger"] is None else (_FIELDS, _LEDGER_FIELDS)
-    for path, types in [(path, types) for table in tables for types, paths in table.items() for path in paths.split()]:
-        value = _value(run, path)
-        is_wrong_kind = isinstance(value, bool) and bool not in types
-        if is_wrong_kind or not isinstance(value, types):
-            raise RunFileError(f"run {name!r}: {path} must be {types[-1].__name__}, got {value!r}")
-        if isinstance(value, _NUMBER) and not (math.isfinite(value) and value >= 0):
-            raise RunFileError(f"run {name!r}: {path} must be a finite number >= 0, got {value!r}")
+    try:
+        msgspec.convert(run, _RunForm)
+    except msgspec.ValidationError as error:
+        raise RunFileError(f"run {name!r}: {error}. Run the demo again") from None
     if run["ledger"] is None and name != "gloo":
         raise RunFileError(f"run {name!r}: ledger may be null for gloo only")
-    if run["ledger"] is not None and len(run["ledger"]["by_class"]) != DROP_CLASSES:
-        raise RunFileError(f"run {name!r}: ledger.by_class must hold {DROP_CLASSES} pairs, one for each drop class")
-    _check_curve(name, run["curve"])
-    if not run["steps"] or not all(isinstance(s, _NUMBER) and math.isfinite(s) and s > 0 for s in run["steps"]):
-        raise RunFileError(f"run {name!r}: steps must be seconds > 0, one per step")
-
-
-def _check_curve(name: str, curve: Sequence[Mapping[str, Any]]) -> None:
-    if len(curve) < 2:
-        raise RunFileError(f"run {name!r}: curve must hold at least 2 evaluations, got {len(curve)}")
-    for index, point in enumerate(curve):
-        if not all(isinstance(point.get(key), _NUMBER) for key in ("step", "seconds", "accuracy")):
-            raise RunFileError(
-                f"run {name!r}: curve[{index}] needs the numbers step, seconds and accuracy, got {point!r}"
-            )
-        if not 0 <= point["accuracy"] <= 1:
-            raise RunFileError(f"run {name!r}: curve[{index}].accuracy must lie in 0..1, got {point['accuracy']!r}")
-    if not all(a["seconds"] < b["seconds"] and a["step"] < b["step"] for a, b in pairwise(curve)):
+    if not all(a["seconds"] < b["seconds"] and a["step"] < b["step"] for a, b in pairwise(run["curve"])):
         raise RunFileError(f"run {name!r}: steps and seconds of the curve must increase")
 
 

@@ -57,9 +57,7 @@ def from_file(file: Path) -> dict[str, Any]:
         figures = Figures.of_json(document.get("figures", document))
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{file}: {error}") from None
-    options = configuration.build(Options)
-    given = Settings(options.loss_bound, options.protected_share, options.compression, options.collective)
-    return judge(decide(figures, given))
+    return judge(decide(figures, Settings.of(configuration.build(Options))))
 
 
 def judge(advice: Advice, default_s: Sequence[float] = (), advised_s: Sequence[float] = ()) -> dict[str, Any]:

@@ -9,9 +9,9 @@ measured, and times steps with them too: rules say what to try, the trial decide
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import median
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dlcp.torch
 from dlcp import configuration
 from dlcp.train.headroom import ADVISED, DLCP, FRAMEWORK, NONE, WARM_UP_ROUNDS
-from dlcp.tuning.rules import Advice, Settings, decide
-from dlcp.tuning.survey import Survey, figures_of_surveys
+from dlcp.tuning.rules import Advice, Settings, Survey, decide, figures_of_surveys
 
 
 class MeasurementDoneError(SystemExit):
@@ -181,19 +180,10 @@ class AdvisedMeasurement(Measurement):
             step_s=step_s,
             waited_s=max(0.0, step_s - floor_s),
         )
-        return decide(figures, settings_of(state.options))
-
-
-_CHOSEN: Final = ("loss_bound", "protected_share", "compression", "collective")
-
-
-def settings_of(options: dlcp.torch.Options) -> Settings:
-    """Return those of some options that are chosen."""
-    return Settings(**{name: getattr(options, name) for name in _CHOSEN})
+        return decide(figures, Settings.of(state.options))
 
 
 def with_settings(options: dlcp.torch.Options, settings: Settings) -> dlcp.torch.Options:
     """Return options with the chosen settings; the socket takes another port, for the first State holds its own."""
     host = options.bind.rpartition(":")[0]
-    chosen: dict[str, Any] = {name: getattr(settings, name) for name in _CHOSEN}
-    return replace(options, **chosen, bind=f"{host}:0" if host else "")
+    return replace(options, **asdict(settings), bind=f"{host}:0" if host else "")

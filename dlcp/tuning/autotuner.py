@@ -24,8 +24,7 @@ from dlcp.collectives.reduction_rules import check_samples, weight_of
 from dlcp.collectives.step_metadata import StepMetadata, read_table, samples_of, table_of
 from dlcp.ledger import Ledger
 from dlcp.transport import Endpoint, LossBound
-from dlcp.tuning.rules import Advice, Settings, decide
-from dlcp.tuning.survey import figures_of_steps, losses
+from dlcp.tuning.rules import Advice, Settings, decide, figures_of_steps, losses
 
 WARM_UP_STEPS: Final = 5
 """Steps that say little: frameworks arrange their buckets anew, rate control finds its rate. Chosen by us."""

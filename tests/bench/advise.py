@@ -36,9 +36,8 @@ from dlcp.demo.network import NamespaceNetwork
 from dlcp.demo.processes import DemoProcess
 from dlcp.demo.setup import DemoSetup
 from dlcp.namespace import NamespaceError, become_root
-from dlcp.train.measurement import settings_of, with_settings
-from dlcp.tuning.rules import Advice, Settings, decide
-from dlcp.tuning.survey import Survey, figures_of_surveys
+from dlcp.train.measurement import with_settings
+from dlcp.tuning.rules import Advice, Settings, Survey, decide, figures_of_surveys
 
 NOTHING, DEFAULT, ADVISED = "no communication", "default", "advised"
 WIDTH, BATCH = 256, 64
@@ -182,7 +181,7 @@ def measure(name: str, where: Where, *, steps: int, rounds: int, warm_up: int) -
                     step_s=step_s,
                     waited_s=max(0.0, min(step_s, step_s - floor_s)),
                 ),
-                settings_of(dlcp.torch.Options()),
+                Settings.of(dlcp.torch.Options()),
             )
             say(f"  {advice.changes}")
             ranks.call("follow", advice.settings)
