@@ -7,16 +7,13 @@ This is its public face, beside the packages `dlcp.switch.p4runtime` (control ov
 """
 
 from dlcp.switch.entries import (
-    DefaultAction,
     Entries,
-    EntriesError,
     Profile,
     ProfileGroup,
     ProfileMember,
     TableEntry,
     Value,
     apply_entries,
-    dump_entries,
     format_match,
     parse_match,
     parse_number,
@@ -33,7 +30,7 @@ from dlcp.switch.events import (
     event_totals,
 )
 from dlcp.switch.executor.bmv2_json import load_definition
-from dlcp.switch.executor.cells import CounterCell, MeterConfig
+from dlcp.switch.executor.cells import MeterConfig
 from dlcp.switch.executor.model import EntryError, ProgramDef, ProgramError, UnknownName, UnsupportedFeature
 from dlcp.switch.executor.profiles import Action, GroupRef, MemberRef
 from dlcp.switch.executor.program import (
@@ -68,12 +65,9 @@ __all__ = [
     "Action",
     "Backend",
     "Carry",
-    "CounterCell",
-    "DefaultAction",
     "EgressEvent",
     "EmptyProgram",
     "Entries",
-    "EntriesError",
     "Entry",
     "EntryError",
     "EventCount",
@@ -104,7 +98,6 @@ __all__ = [
     "apply_entries",
     "cache_directory",
     "decode_events",
-    "dump_entries",
     "event_index",
     "event_totals",
     "format_match",

@@ -40,7 +40,7 @@ from dlcp.switch.executor.cells import MeterConfig
 from dlcp.switch.executor.model import EntryError
 from dlcp.switch.executor.profiles import Action, GroupRef, MemberRef, Target
 from dlcp.switch.executor.program import Program
-from dlcp.switch.executor.tables import Entry, Table
+from dlcp.switch.executor.tables import Table
 from dlcp.switch.ports.queues import PortQueueing
 
 Value: TypeAlias = int | str
@@ -48,10 +48,6 @@ Value: TypeAlias = int | str
 
 _MAC: Final = re.compile(r"[0-9a-fA-F]{2}(:[0-9a-fA-F]{2}){5}")
 _SEPARATORS: Final = {"lpm": "/", "ternary": "&&&", "range": ".."}
-
-
-class EntriesError(ValueError):
-    """Entries that do not fit the program; the message says which of them and why."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ class TableEntry:
 
     @property
     def target(self) -> Target:
-        """The action, member or group as a program's table takes it; raises EntriesError for a parameter."""
+        """The action, member or group as a program's table takes it; raises EntryError for a parameter."""
         if self.action is not None:
             return parse_action(self.action, self.params)
         if self.member is not None:
@@ -137,7 +133,7 @@ def parse_number(value: Value) -> int:
 
     Raises
     ------
-    EntriesError
+    EntryError
         It is none of these.
     """
     if isinstance(value, int):
@@ -147,7 +143,7 @@ def parse_number(value: Value) -> int:
             return int(value.replace(":", ""), 16)
         return int(ipaddress.IPv4Address(value)) if value.count(".") == 3 else int(value, 0)
     except ValueError:
-        raise EntriesError(f"{value!r} is no number, IPv4 address or Ethernet address") from None
+        raise EntryError(f"{value!r} is no number, IPv4 address or Ethernet address") from None
 
 
 def parse_action(name: str, params: Mapping[str, Value]) -> Action:
@@ -255,7 +251,7 @@ def apply_entries(entries: Entries, program: Program, document: Document | None 
 
     Raises
     ------
-    DocumentError, EntriesError
+    DocumentError, EntryError
         An entry does not fit the program; the former with file and line, when ``document`` is given.
     """
     program.clear_entries()
@@ -275,7 +271,7 @@ def apply_entries(entries: Entries, program: Program, document: Document | None 
 
 
 def insert_entry(entry: TableEntry, program: Program) -> None:
-    """Insert one entry with its meter; raises EntryError or EntriesError if it does not fit the program."""
+    """Insert one entry with its meter; raises EntryError if it does not fit the program."""
     table = program.tables[entry.table]
     match = parse_matches(table, entry.match)
     table.insert(match, entry.target, entry.priority)
@@ -283,38 +279,12 @@ def insert_entry(entry: TableEntry, program: Program) -> None:
         table.set_meter(match, entry.meter, entry.priority)
 
 
-def dump_entries(program: Program, ports: dict[int, PortQueueing] | None = None) -> Entries:
-    """Return the entries, members and groups that a program has now, without the default actions."""
-    profiles = []
-    for name, profile in program.profiles.items():
-        members = tuple(ProfileMember(id, action.name, dict(action.params)) for id, action in profile.members().items())
-        groups = tuple(ProfileGroup(id, tuple(group)) for id, group in profile.groups().items())
-        if members:
-            profiles.append(Profile(name, members, groups))
-    entries = tuple(
-        _dump_entry(name, table, entry) for name, table in program.tables.items() for entry in table.entries()
-    )
-    return Entries(tuple(profiles), (), entries, dict(ports or {}))
-
-
-def _dump_entry(name: str, table: Table, entry: Entry) -> TableEntry:
-    fields = {key.name: (key.match, key.width) for key in table.definition.keys}
-    match = {field: format_match(value, *fields[field]) for field, value in entry.match.items()}
-    meter = table.get_meter(entry.match, entry.priority) if table.definition.meter else None
-    target = entry.target
-    if isinstance(target, Action):
-        return TableEntry(name, match, target.name, dict(target.params), priority=entry.priority, meter=meter)
-    if isinstance(target, MemberRef):
-        return TableEntry(name, match, member=target.id, priority=entry.priority, meter=meter)
-    return TableEntry(name, match, group=target.id, priority=entry.priority, meter=meter)
-
-
 @contextmanager
 def _errors_at(document: Document | None, part: str, index: int) -> Iterator[None]:
     """Name the file, line and entry in the errors of the ``with`` block."""
     try:
         yield
-    except (EntryError, EntriesError) as error:
+    except EntryError as error:
         if document is not None:
             raise document.error(str(error), (part, index)) from None
-        raise EntriesError(f"{part}[{index}]: {error}") from None
+        raise EntryError(f"{part}[{index}]: {error}") from None

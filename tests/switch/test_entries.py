@@ -9,14 +9,18 @@ from dlcp.document import DocumentError
 from dlcp.switch import (
     Action,
     Entries,
-    EntriesError,
+    EntryError,
     GroupRef,
+    MemberRef,
     MeterConfig,
     PortQueueing,
+    Profile,
+    ProfileGroup,
+    ProfileMember,
     Program,
     TableEntry,
     apply_entries,
-    dump_entries,
+    format_match,
     parse_match,
     parse_number,
     read_entries,
@@ -81,6 +85,32 @@ def test_applying_replaces_what_was_there(program, example):
     assert program.tables["port_trust"].entries() == []
 
 
+def dump_entries(program, ports):
+    """Return the entries, members and groups that a program has now, without the default actions."""
+    profiles = []
+    for name, profile in program.profiles.items():
+        members = tuple(ProfileMember(id, action.name, dict(action.params)) for id, action in profile.members().items())
+        groups = tuple(ProfileGroup(id, tuple(group)) for id, group in profile.groups().items())
+        profiles.append(Profile(name, members, groups))
+    entries = (_dump_entry(name, table, entry) for name, table in program.tables.items() for entry in table.entries())
+    return Entries(tuple(profiles), (), tuple(entries), ports)
+
+
+def _dump_entry(name, table, entry):
+    fields = {key.name: (key.match, key.width) for key in table.definition.keys}
+    match = {field: format_match(value, *fields[field]) for field, value in entry.match.items()}
+    made = {"priority": entry.priority}
+    if table.definition.meter:
+        made["meter"] = table.get_meter(entry.match, entry.priority)
+    match entry.target:
+        case Action(action, params):
+            return TableEntry(name, match, action, dict(params), **made)
+        case MemberRef(number):
+            return TableEntry(name, match, member=number, **made)
+        case GroupRef(number):
+            return TableEntry(name, match, group=number, **made)
+
+
 @pytest.mark.parametrize("source", ["policy", "example"])
 def test_dump_is_what_was_applied(program, example, tmp_path, source):
     entries = fabric_entries(STAR, "switch") if source == "policy" else read_entries(example)[0]
@@ -130,7 +160,7 @@ def test_errors_name_line_place_and_nearest_name(program, example, old, new, say
 
 def test_without_a_file_errors_name_the_entry(program):
     wrong = Entries(entries=(TableEntry("port_trust", {"ig_port": 1}, "trust"), TableEntry("nowhere", action="trust")))
-    with pytest.raises(EntriesError, match=r"entries\[1\]: the program has no table 'nowhere'"):
+    with pytest.raises(EntryError, match=r"entries\[1\]: the program has no table 'nowhere'"):
         apply_entries(wrong, program)
 
 
@@ -150,7 +180,7 @@ def test_numbers_as_people_write_them(written, meant):
 
 @pytest.mark.parametrize("wrong", ["", "ten", "10.0.0.256", "02:00", "1.5"])
 def test_what_is_no_number(wrong):
-    with pytest.raises(EntriesError, match="is no number"):
+    with pytest.raises(EntryError, match="is no number"):
         parse_number(wrong)
 
 

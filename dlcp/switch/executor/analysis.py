@@ -13,7 +13,6 @@ from dlcp.switch.executor.model import (
     Conditional,
     Const,
     Control,
-    Count,
     ExecuteMeter,
     Expr,
     Extract,
@@ -24,7 +23,7 @@ from dlcp.switch.executor.model import (
     ParserState,
     ProgramDef,
     RegisterRead,
-    RegisterWrite,
+    StateLayout,
     Statement,
     TableDef,
     UnsupportedFeature,
@@ -33,6 +32,7 @@ from dlcp.switch.executor.model import (
     Verify,
     reads,
 )
+from dlcp.switch.executor.text import Expressions, Helpers, Names
 
 MAX_PATHS: Final = 1024
 """Ways through the parser; more would make the generated text too long. Chosen by us."""
@@ -148,20 +148,10 @@ class Usage:
                     yield from node.actions
 
     def statement_reads(self, statement: Statement) -> set[Variable]:
-        """Return what a statement reads, the validity that guards a store into the packet included."""
-        found: set[Variable] = set()
-        if isinstance(statement, Assign):
-            found = reads(statement.value)
-        elif isinstance(statement, Count | RegisterRead | ExecuteMeter):
-            found = reads(statement.index)
-        elif isinstance(statement, RegisterWrite):
-            found = reads(statement.index) | reads(statement.value)
-        elif isinstance(statement, Hash):
-            found = reads(statement.base) | input_reads(self.program.calculations[statement.calculation].inputs)
-        target = target_of(statement)
-        if target is not None and not target.metadata:
-            found = found | {Valid(target.header)}
-        return found
+        """Return what a statement reads, the inputs of a hash included."""
+        if isinstance(statement, Hash):
+            return reads(statement) | input_reads(self.program.calculations[statement.calculation].inputs)
+        return reads(statement)
 
     def body_live(self, body: Iterable[Statement], after: frozenset[Variable]) -> frozenset[Variable]:
         """Return what is needed before ``body`` when ``after`` is needed behind it."""
@@ -238,15 +228,7 @@ class Usage:
     @staticmethod
     def state_reads(state: ParserState) -> set[Variable]:
         """Return what one parser state reads."""
-        found: set[Variable] = set(state.keys)
-        for operation in state.operations:
-            if isinstance(operation, Assign):
-                found |= reads(operation.value)
-                if not operation.target.metadata:
-                    found.add(Valid(operation.target.header))
-            elif isinstance(operation, Verify):
-                found |= reads(operation.condition) | reads(operation.error)
-        return found
+        return set(state.keys).union(*(reads(operation) for operation in state.operations))
 
     def all_reads(self) -> set[Variable]:
         """Return everything that is read anywhere; what is not there need not be computed."""
@@ -260,6 +242,21 @@ class Usage:
         for checksum in self.program.checksums:
             found |= self.checksum_reads(checksum)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What all emitters of one text share."""
+
+    program: ProgramDef
+    stacks: Stacks
+    usage: Usage
+    layout: StateLayout
+    names: Names
+    helpers: Helpers
+    expressions: Expressions
+    read: frozenset[Variable]
+    """Variables that anything reads; nothing else needs one."""
 
 
 def successor(table: TableDef, action: ActionDef, hit: bool) -> str | None:

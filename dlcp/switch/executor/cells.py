@@ -114,12 +114,25 @@ class MeterConfig:
         Committed and peak rate, in bytes/s or packets/s.
     cburst, pburst
         Burst sizes, in bytes or packets.
+
+    Raises
+    ------
+    EntryError
+        One of them is negative, or the committed rate exceeds the peak rate.
     """
 
     cir: int
     cburst: int
     pir: int
     pburst: int
+
+    def __post_init__(self) -> None:
+        """Refuse rates and bursts that no meter can have."""
+        rates = self.cir, self.cburst, self.pir, self.pburst
+        if min(rates) < 0:
+            raise EntryError(f"rates and bursts must not be negative, {rates}")
+        if self.cir > self.pir:
+            raise EntryError(f"the committed rate {self.cir} exceeds the peak rate {self.pir}")
 
 
 def run_meter(rates: Any, tokens: Any, cell: int, amount: int, now_us: int) -> int:
@@ -173,10 +186,6 @@ class MeterCells(_Window):
             self._configs.pop(index, None)
             self._tokens[place][0] = 0
             return
-        if min(config.cir, config.pir, config.cburst, config.pburst) < 0:
-            raise EntryError(f"meter {self.name}: rates and bursts must not be negative, {config}")
-        if config.cir > config.pir:
-            raise EntryError(f"meter {self.name}: the committed rate {config.cir} exceeds the peak rate {config.pir}")
         self._configs[index] = config
         self._fill(place, config)
 

@@ -3,9 +3,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from dlcp.switch.executor.analysis import Stacks, Usage, joins, successor, successors, summed_range
+from dlcp.switch.executor.analysis import Context, Usage, joins, successor, successors, summed_range
 from dlcp.switch.executor.model import (
     ActionDef,
     Assign,
@@ -23,36 +22,18 @@ from dlcp.switch.executor.model import (
     Key,
     MeterDef,
     Op,
-    ProgramDef,
     RegisterRead,
     RegisterWrite,
-    StateLayout,
     Statement,
     TableDef,
     TableSlot,
     UnsupportedFeature,
     Valid,
-    Variable,
 )
 from dlcp.switch.executor.parsing import Stores
-from dlcp.switch.executor.text import Expressions, HashOf, Helpers, LoadBytes, Names, Value, Writer, bare, fit, number
+from dlcp.switch.executor.text import HashOf, LoadBytes, Value, Writer, bare, fit, number
 
 HASH_BITS = {"crc16": 16, "crc32": 32, "csum16": 16, "xor16": 16}
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What all emitters of one text share."""
-
-    program: ProgramDef
-    stacks: Stacks
-    usage: Usage
-    layout: StateLayout
-    names: Names
-    helpers: Helpers
-    expressions: Expressions
-    read: frozenset[Variable]
-    """Variables that anything reads; nothing else needs one."""
 
 
 def positive_facts(condition: Expr) -> frozenset[str]:
@@ -269,8 +250,7 @@ class ControlText:
         self.expressions.bounds.clear()
 
     def _stores(self) -> Stores:
-        context = self.context
-        return Stores(self.write, context.names, context.helpers, context.stacks.offsets)
+        return Stores(self.write, self.context)
 
     def _statement(self, statement: Statement, action: ActionDef, arguments: Sequence[Value], stores: Stores) -> None:
         where = action.where

@@ -4,6 +4,7 @@
 From top to bottom: errors and names; expressions, statements, tables, controls and the parser; the layout of the state.
 """
 
+import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -161,13 +162,25 @@ Expr: TypeAlias = Const | Field | Valid | Param | Op
 Variable: TypeAlias = Field | Valid
 
 
-def reads(expression: Expr) -> set[Variable]:
-    """Return the fields and validity bits that an expression reads."""
-    if isinstance(expression, Field | Valid):
-        return {expression}
-    if isinstance(expression, Op):
-        return set().union(*(reads(arg) for arg in expression.args))
-    return set()
+def reads(thing: Any) -> set[Variable]:
+    """Return the fields and validity bits that an expression, a statement or a parser operation reads.
+
+    What stores into a header's field reads whether the header is valid: only then the packet has a place for it. A
+    hash also reads the inputs of its calculation, which stand elsewhere.
+    """
+    if isinstance(thing, Field | Valid):
+        return {thing}
+    if isinstance(thing, Op):
+        return set().union(*(reads(arg) for arg in thing.args))
+    found: set[Variable] = set()
+    if dataclasses.is_dataclass(thing):
+        for part in dataclasses.fields(thing):
+            value = getattr(thing, part.name)
+            if part.name != "target":
+                found |= reads(value)
+            elif not value.metadata:
+                found.add(Valid(value.header))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------ statements
@@ -494,35 +507,18 @@ FLAT: Final = ("registers", "packets_counted", "bytes_counted", "meter_rates", "
 
 @dataclass(frozen=True, slots=True)
 class TableSlot:
-    """Names of a table's variables and arrays, and the cells of a row."""
+    """What a table's arrays and variables are called in generated text, and the cells of a row."""
 
-    number: int
+    index: str
+    """The lookup structure."""
+    rows: str
+    entry: str
+    """The variable for the entry found."""
+    action: str
+    """The variable for the number of the action."""
+    member: str
+    """The variable for the member chosen."""
     stride: int
-
-    @property
-    def index(self) -> str:
-        """The lookup structure."""
-        return f"T{self.number}"
-
-    @property
-    def rows(self) -> str:
-        """The rows."""
-        return f"R{self.number}"
-
-    @property
-    def entry(self) -> str:
-        """The variable for the entry found."""
-        return f"e{self.number}"
-
-    @property
-    def action(self) -> str:
-        """The variable for the number of the action."""
-        return f"a{self.number}"
-
-    @property
-    def member(self) -> str:
-        """The variable for the member chosen."""
-        return f"m{self.number}"
 
     @staticmethod
     def shifts(table: TableDef) -> Iterator[tuple[Key, int]]:
@@ -536,25 +532,14 @@ class TableSlot:
 
 @dataclass(frozen=True, slots=True)
 class ProfileSlot:
-    """Names of an action profile's arrays, and the cells of a member's row."""
+    """What an action profile's arrays are called in generated text, and the cells of a member's row."""
 
-    number: int
+    groups: str
+    choices: str
+    """The members of groups."""
+    members: str
+    """The members' rows."""
     stride: int
-
-    @property
-    def groups(self) -> str:
-        """The groups."""
-        return f"D{self.number}"
-
-    @property
-    def choices(self) -> str:
-        """The members of groups."""
-        return f"G{self.number}"
-
-    @property
-    def members(self) -> str:
-        """The members' rows."""
-        return f"M{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -598,8 +583,12 @@ def lay_out(program: ProgramDef) -> StateLayout:
                 raise UnsupportedFeature("an action profile that two tables share", f"action profile {table.profile}")
             users[table.profile] = widest
             widest = 0
-        tables[table.name] = TableSlot(number, 1 + widest)
-    profiles = {name: ProfileSlot(number, 1 + users.get(name, 0)) for number, name in enumerate(program.profiles)}
+        names = (f"T{number}", f"R{number}", f"e{number}", f"a{number}", f"m{number}")
+        tables[table.name] = TableSlot(*names, stride=1 + widest)
+    profiles = {
+        name: ProfileSlot(f"D{number}", f"G{number}", f"M{number}", stride=1 + users.get(name, 0))
+        for number, name in enumerate(program.profiles)
+    }
     registers, register_cells = _bases({item.name: item.size for item in program.registers.values()})
     counters, counter_cells = _bases({item.name: item.size for item in program.counters.values()})
     meters, meter_cells = _bases({item.name: item.size for item in program.meters.values()})

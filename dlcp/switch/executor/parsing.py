@@ -9,19 +9,18 @@ the packet always is what the deparser would make of it.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dlcp.switch.executor.analysis import Stacks
+from dlcp.switch.executor.analysis import Context
 from dlcp.switch.executor.model import (
     Assign,
     Case,
     Extract,
     Field,
     ParserState,
-    ProgramDef,
     UnsupportedFeature,
     Valid,
     Variable,
 )
-from dlcp.switch.executor.text import Expressions, Helpers, LoadBytes, Names, StoreBytes, Writer, at, fit
+from dlcp.switch.executor.text import Helpers, LoadBytes, Names, StoreBytes, Writer, at, fit
 
 
 class Placed(NamedTuple):
@@ -108,8 +107,9 @@ def _decode(names: Names, members: list[Placed], start: int, size: int, raw: lis
 class Stores:
     """Fields of headers assigned in one straight piece of text, written back together at its end."""
 
-    def __init__(self, write: Writer, names: Names, helpers: Helpers, offsets: dict[str, frozenset[int]]) -> None:
-        self.write, self.names, self.helpers, self.offsets = write, names, helpers, offsets
+    def __init__(self, write: Writer, context: Context) -> None:
+        self.write, self.names, self.helpers = write, context.names, context.helpers
+        self.offsets = context.stacks.offsets
         self.pending: dict[Field, str] = {}
 
     def add(self, target: Field, text: str) -> None:
@@ -213,19 +213,11 @@ class ParserText:
         What is read after the parser or in it; other fields are not taken from the packet.
     """
 
-    def __init__(
-        self,
-        program: ProgramDef,
-        stacks: Stacks,
-        write: Writer,
-        names: Names,
-        helpers: Helpers,
-        expressions: Expressions,
-        needed: frozenset[Variable],
-    ) -> None:
-        self.program, self.stacks, self.write, self.names = program, stacks, write, names
-        self.helpers, self.expressions, self.needed = helpers, expressions, needed
-        self.error = program.standard.get("standard_metadata.parser_error")
+    def __init__(self, context: Context, write: Writer, needed: frozenset[Variable]) -> None:
+        self.context, self.write, self.needed = context, write, needed
+        self.program, self.names, self.expressions = context.program, context.names, context.expressions
+        self.stacks = context.stacks
+        self.error = self.program.standard.get("standard_metadata.parser_error")
 
     def emit(self) -> None:
         """Emit the whole parser."""
@@ -265,7 +257,7 @@ class ParserText:
         value = fit(self.expressions.value(operation.value, where, wraps=True), target.width)
         self.write(f"{self.names(target)} = {value.text}")
         if not target.metadata:
-            stores = Stores(self.write, self.names, self.helpers, self.stacks.offsets)
+            stores = Stores(self.write, self.context)
             stores.add(target, self.names(target))
             stores.flush(path)
 
@@ -297,7 +289,7 @@ class ParserText:
             for item in self.program.headers[name].fields.values()
             if item in self.needed
         ]
-        emit_load(self.write, self.names, self.helpers, needed)
+        emit_load(self.write, self.names, self.context.helpers, needed)
         for name, start in zip(headers, starts, strict=False):
             if Valid(name) in self.needed:
                 several = len(self.stacks.offsets[name]) > 1

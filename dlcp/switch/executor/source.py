@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dlcp.switch.executor import cells, tables
-from dlcp.switch.executor.analysis import Usage, constant_fields, shorten, stacks, target_of
-from dlcp.switch.executor.control import Context, ControlText
+from dlcp.switch.executor.analysis import Context, Usage, constant_fields, shorten, stacks, target_of
+from dlcp.switch.executor.control import ControlText
 from dlcp.switch.executor.hashes import compiled_source, compiled_tables, plain_source
 from dlcp.switch.executor.model import FLAT, Assign, Control, Field, ProgramDef, StateLayout, Variable, lay_out
 from dlcp.switch.executor.parsing import ParserText
@@ -336,7 +336,7 @@ class _Generator:
             live |= self.usage.checksum_reads(checksum)
         parser_reads = self.usage.parser_reads()
         needed = frozenset(live | parser_reads)
-        parser = ParserText(self.program, self.stacks, write, self.names, self.helpers, self.expressions, needed)
+        parser = ParserText(self.context, write, needed)
         given = {item for alias in _INGRESS if (item := self._given(alias)) is not None}
         first = live | parser.initial() | {item for item in self._parser_sets() if item in needed}
         initial = sorted(self.names(item) for item in first if item not in given and item not in self.zero)

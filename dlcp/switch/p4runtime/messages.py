@@ -221,15 +221,14 @@ def read_meter(config: p4r.MeterConfig, where: str) -> MeterConfig | None:
     # PI, and so BMv2, takes this for the default, besides no configuration at all.
     if rates == (-1, -1, -1, -1):
         return None
-    if min(rates) < 0:
-        raise Refused(f"{where}: rates and bursts must not be negative, {rates}")
     if config.eburst:
         raise Refused(f"{where}: a two-rate meter has no excess burst")
-    if config.cir > config.pir:
-        raise Refused(f"{where}: the committed rate {config.cir} exceeds the peak rate {config.pir}")
     if max(config.cburst, config.pburst) > BURST_MAX:
         raise Refused(f"{where}: a burst may have {BURST_MAX} at most", rpc_code.UNIMPLEMENTED)
-    return MeterConfig(*rates)
+    try:
+        return MeterConfig(*rates)
+    except EntryError as error:
+        raise Refused(f"{where}: {error}") from None
 
 
 def write_meter(config: MeterConfig | None, message: p4r.MeterConfig) -> None:

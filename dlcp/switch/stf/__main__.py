@@ -31,7 +31,7 @@ def run_files(files: Sequence[Path], target: StfTarget) -> int:
 
     Raises
     ------
-    StfError, EntryError, EntriesError
+    StfError, EntryError
         A file that cannot be run.
     """
     failed = 0

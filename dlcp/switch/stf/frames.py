@@ -10,8 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from dlcp.switch.entries import EntriesError, parse_number
+from dlcp.switch.entries import parse_number
 from dlcp.switch.executor.hashes import csum16, pack
+from dlcp.switch.executor.model import EntryError
 from dlcp.wire import FIELD_BITS, UDP_PORT_BASE, VERSION
 
 _PART: Final = re.compile(r"\s*(?:(?P<layer>[a-z]\w*)\s*\((?P<fields>[^()]*)\)|(?P<digits>[0-9a-fA-F*]+))")
@@ -145,7 +146,7 @@ def _fields(layer: str, text: str) -> dict[str, int | None]:
 def _number(what: str, text: str) -> int:
     try:
         return parse_number(text)
-    except EntriesError as error:
+    except EntryError as error:
         raise FrameError(f"{what}: {error}") from None
 
 

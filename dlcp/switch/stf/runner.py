@@ -46,7 +46,7 @@ def run(script: Script, target: StfTarget) -> StfOutcome:
 
     Raises
     ------
-    EntryError, EntriesError
+    EntryError
         An entry, name or index that does not fit the program.
     """
     return _Run(script, target).outcome
