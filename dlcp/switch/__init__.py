@@ -50,8 +50,7 @@ from dlcp.switch.ports import PortGroup
 from dlcp.switch.ports.loopback import LoopbackHost, LoopbackPorts, internet_checksum, udp_headers
 from dlcp.switch.ports.packet import PacketPort
 from dlcp.switch.ports.queues import DEPTH_PACKETS, QUEUES, PortQueueing, PortQueues
-from dlcp.switch.process import READY, SwitchProcess, SwitchProcessError
-from dlcp.switch.switch import Switch
+from dlcp.switch.switch import READY, Switch, SwitchProcess, SwitchProcessError
 
 __all__ = [
     "BACKENDS",

@@ -14,31 +14,28 @@ import numpy as np
 
 CRC16_POLYNOMIAL: Final = 0xA001
 """0x8005 reflected."""
+CRC32_POLYNOMIAL: Final = 0xEDB88320
+"""0x04C11DB7 reflected."""
 
 
 @cache
-def crc16_table() -> tuple[int, ...]:
-    """Return the 256-entry table of CRC-16/ARC."""
+def crc_table(polynomial: int) -> tuple[int, ...]:
+    """Return the table of 256 entries of a reflected CRC."""
     table = []
     for value in range(256):
         for _ in range(8):
-            value = value >> 1 ^ CRC16_POLYNOMIAL if value & 1 else value >> 1
+            value = value >> 1 ^ polynomial if value & 1 else value >> 1
         table.append(value)
     return tuple(table)
 
 
 def crc16(data: bytes) -> int:
     """Return CRC-16/ARC."""
-    table = crc16_table()
+    table = crc_table(CRC16_POLYNOMIAL)
     value = 0
     for byte in data:
         value = table[(value ^ byte) & 255] ^ value >> 8
     return value
-
-
-def crc32(data: bytes) -> int:
-    """Return the CRC-32 of zlib."""
-    return zlib.crc32(data)
 
 
 def csum16(data: bytes) -> int:
@@ -64,7 +61,7 @@ def identity(data: bytes) -> int:
 
 OVER_BYTES: Final[dict[str, Callable[[bytes], int]]] = {
     "crc16": crc16,
-    "crc32": crc32,
+    "crc32": zlib.crc32,
     "csum16": csum16,
     "identity": identity,
     "xor16": xor16,
@@ -166,12 +163,10 @@ def compiled_source(name: str, algorithm: str, widths: Sequence[int]) -> str:
 
 def compiled_tables() -> str:
     """Return the source of the tables that `compiled_source` uses."""
-    crc32_table = []
-    for value in range(256):
-        for _ in range(8):
-            value = value >> 1 ^ 0xEDB88320 if value & 1 else value >> 1
-        crc32_table.append(value)
-    return f"CRC16 = np.array({list(crc16_table())}, np.int64)\nCRC32 = np.array({crc32_table}, np.int64)\n"
+    tables = {"CRC16": CRC16_POLYNOMIAL, "CRC32": CRC32_POLYNOMIAL}
+    return "".join(
+        f"{name} = np.array({list(crc_table(polynomial))}, np.int64)\n" for name, polynomial in tables.items()
+    )
 
 
 def _bytes(arguments: Sequence[str], widths: Sequence[int]) -> list[str]:

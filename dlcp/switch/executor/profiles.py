@@ -5,7 +5,7 @@ import heapq
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from dlcp.switch.executor.model import (
     ActionDef,
@@ -51,6 +51,44 @@ TIDY_CELLS: Final = 1024
 """Unused cells that are put up with, besides as many as are in use. Chosen by us."""
 
 
+def fitting(value: Any, width: int, what: str) -> int:
+    """Return a number that fits ``width`` bits; raises EntryError, which begins with ``what``, for anything else."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise EntryError(f"{what} takes a number, not {value!r}") from None
+    if not 0 <= number < 1 << width:
+        raise EntryError(f"{what} has {width} bits; {number:#x} does not fit")
+    return number
+
+
+class Handles:
+    """Numbers that are given out as BMv2 does: the lowest that is free."""
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._next = 0
+
+    def take(self) -> int:
+        """Return a number that is free no longer."""
+        if self._free:
+            return heapq.heappop(self._free)
+        self._next += 1
+        return self._next - 1
+
+    def give_back(self, handle: int) -> None:
+        """Let a number be free again."""
+        heapq.heappush(self._free, handle)
+
+
+def put_row(rows: list[int], place: int, stride: int, row: Sequence[int]) -> None:
+    """Write a row of up to ``stride`` cells; ``rows`` grows as far as it takes."""
+    missing = place + stride - len(rows)
+    if missing > 0:
+        rows.extend([0] * missing)
+    rows[place : place + len(row)] = row
+
+
 class Actions:
     """The actions that one table may run, numbered as in the table."""
 
@@ -82,19 +120,8 @@ class Actions:
         for parameter in parameters:
             if parameter.name not in action.params:
                 raise EntryError(f"{self.where}: action {action.name} needs a value for {parameter.name}")
-            try:
-                value = operator.index(action.params[parameter.name])
-            except TypeError:
-                raise EntryError(
-                    f"{self.where}: parameter {parameter.name} of {action.name} takes a number, "
-                    f"not {action.params[parameter.name]!r}"
-                ) from None
-            if not 0 <= value < 1 << parameter.width:
-                raise EntryError(
-                    f"{self.where}: parameter {parameter.name} of {action.name} has {parameter.width} bits; "
-                    f"{value:#x} does not fit"
-                )
-            row.append(value)
+            what = f"{self.where}: parameter {parameter.name} of {action.name}"
+            row.append(fitting(action.params[parameter.name], parameter.width, what))
         return row
 
 
@@ -144,8 +171,7 @@ class ActionProfile:
         self.changed = True
         self._members: dict[int, _Member] = {}
         self._groups: dict[int, _Group] = {}
-        self._free_handles: list[int] = []
-        self._next_handle = 0
+        self._handles = Handles()
         self._free_places: list[int] = []
         self._tidy_at = TIDY_CELLS
 
@@ -158,7 +184,7 @@ class ActionProfile:
         if len(self._members) >= self.definition.size:
             raise FullError(f"{self.where} is full ({self.definition.size} members); delete some first")
         row = self.actions.row(action)
-        member = _Member([self._new_handle()], action, self._new_place())
+        member = _Member([self._handles.take()], action, self._new_place())
         self._members[member_id] = member
         self._fill(member.handles[0], row)
         self._choose(member.place, {member_id: 1})
@@ -182,7 +208,7 @@ class ActionProfile:
         self._drop_place(member.place)
         del self._members[member_id]
         for handle in member.handles:
-            heapq.heappush(self._free_handles, handle)
+            self._handles.give_back(handle)
 
     def members(self) -> dict[int, Action]:
         """Return every member's action."""
@@ -290,7 +316,7 @@ class ActionProfile:
         for number in sorted(weights):
             member = self._members[number]
             while len(member.handles) < weights[number]:
-                member.handles.append(self._new_handle())
+                member.handles.append(self._handles.take())
                 self._fill(member.handles[-1], self.actions.row(member.action))
         self._choose(group.place, weights)
         self._trim({*before, *weights})
@@ -302,13 +328,7 @@ class ActionProfile:
             if len(handles) > 1:
                 needed = max((group.members.get(number, 1) for group in self._groups.values()), default=1)
                 while len(handles) > needed:
-                    heapq.heappush(self._free_handles, handles.pop())
-
-    def _new_handle(self) -> int:
-        if self._free_handles:
-            return heapq.heappop(self._free_handles)
-        self._next_handle += 1
-        return self._next_handle - 1
+                    self._handles.give_back(handles.pop())
 
     def _new_place(self) -> int:
         if self._free_places:
@@ -322,15 +342,12 @@ class ActionProfile:
         self.changed = True
 
     def _fill(self, handle: int, row: list[int]) -> None:
-        start, stride = handle * self.slot.stride, self.slot.stride
-        if len(self.rows) < start + stride:
-            self.rows.extend([0] * (start + stride - len(self.rows)))
-        self.rows[start : start + len(row)] = row
+        put_row(self.rows, handle * self.slot.stride, self.slot.stride, row)
         self.changed = True
 
     def _choose(self, place: int, members: Mapping[int, int]) -> None:
         """Let ``place`` stand for members of these weights. What it stood for before stays unused until `_tidy`."""
-        handles = self._handles(members)
+        handles = self._handles_of(members)
         self.group_cells[place : place + 2] = [len(handles), len(self.choices)]
         self.choices += [handle * self.slot.stride for handle in handles]
         self.changed = True
@@ -343,12 +360,12 @@ class ActionProfile:
             self.group_cells[member.place : member.place + 2] = [1, len(self.choices)]
             self.choices.append(member.handles[0] * self.slot.stride)
         for group in self._groups.values():
-            handles = self._handles(group.members)
+            handles = self._handles_of(group.members)
             self.group_cells[group.place : group.place + 2] = [len(handles), len(self.choices)]
             self.choices += [handle * self.slot.stride for handle in handles]
         self._tidy_at = 2 * len(self.choices) + TIDY_CELLS
 
-    def _handles(self, members: Mapping[int, int]) -> list[int]:
+    def _handles_of(self, members: Mapping[int, int]) -> list[int]:
         return sorted(handle for number, weight in members.items() for handle in self._members[number].handles[:weight])
 
 

@@ -41,7 +41,7 @@ from dlcp.switch.executor import bmv2_json
 from dlcp.switch.executor.cells import TOKEN_CELLS, Counter, MeterCells, Register
 from dlcp.switch.executor.model import Named, ProgramDef, ProgramError, visible_tables
 from dlcp.switch.executor.profiles import ActionProfile, Actions
-from dlcp.switch.executor.source import DROP_PORT, Generated, forwarding, functions, generate
+from dlcp.switch.executor.source import DROP_PORT, Generated, forwarding, generate
 from dlcp.switch.executor.tables import Table
 from dlcp.switch.ports.scheduler import TOTAL_CELLS
 
@@ -80,7 +80,8 @@ class PlainMachine:
             self._namespace[profile.slot.choices] = profile.choices
             self._namespace[profile.slot.members] = profile.rows
         name = f"<generated from {self._generated.program.digest[:12]}>"
-        self.ingress, self.egress = functions(self.source, self._namespace, name)
+        exec(compile(self.source, name, "exec"), self._namespace)
+        self.ingress, self.egress = self._namespace["ingress"], self._namespace["egress"]
 
     def defer(self) -> None:
         """Do nothing: packets see every change at once, and none costs them time."""

@@ -9,7 +9,6 @@ which takes a batch through ingress, queues, egress and lines; `dlcp.switch.port
 import inspect
 import re
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -357,12 +356,6 @@ class _Generator:
             found |= self.usage.state_reads(state) - set(state.keys)
             found |= {item.target for item in state.operations if isinstance(item, Assign)}
         return found
-
-
-def functions(text: str, namespace: dict[str, Any], filename: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Run plain text; return its ingress and egress."""
-    exec(compile(text, filename, "exec"), namespace)
-    return namespace["ingress"], namespace["egress"]
 
 
 _POOL: Final = "rows, slots, carry, spare, ports, totals, out"

@@ -6,7 +6,6 @@ wins. Its row stands at ``(handle + 1) * stride`` in the rows; see `dlcp.switch.
 """
 
 import bisect
-import heapq
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from dlcp.switch.executor.model import (
     TableSlot,
     UnknownName,
 )
-from dlcp.switch.executor.profiles import Action, ActionProfile, Actions, GroupRef, Target
+from dlcp.switch.executor.profiles import Action, ActionProfile, Actions, GroupRef, Handles, Target, fitting, put_row
 
 Match: TypeAlias = Mapping[str, int | tuple[int, int]]
 """A value for each field: a number (exact), (value, prefix length), (value, mask) or (low, high)."""
@@ -146,13 +145,7 @@ class Fields:
         return operator.index(item[0]), operator.index(item[1])
 
     def _fits(self, key: Key, value: Any) -> int:
-        try:
-            number = operator.index(value)
-        except TypeError:
-            raise EntryError(f"{self._where}: field {key.name} takes a number, not {value!r}") from None
-        if not 0 <= number < 1 << key.width:
-            raise EntryError(f"{self._where}: field {key.name} has {key.width} bits; {number:#x} does not fit")
-        return number
+        return fitting(value, key.width, f"{self._where}: field {key.name}")
 
 
 CACHE_KEYS: Final = 65_536
@@ -452,8 +445,7 @@ class Table:
         self.changed = True
         self._prioritised = definition.match in ("ternary", "range")
         self._stored: dict[tuple[KeyPattern, int], _Stored] = {}
-        self._free: list[int] = []
-        self._next_handle = 0
+        self._handles = Handles()
         self._default: Target | None = None
         self.reset_default()
         for const in definition.entries:
@@ -637,16 +629,10 @@ class Table:
         row = self.actions.row(target) if isinstance(target, Action) else []
         if self.profile is not None and not isinstance(target, Action):
             row = [self.profile.place(target)]
-        end = place + self.slot.stride
-        if len(self.rows) < end:
-            self.rows.extend([0] * (end - len(self.rows)))
-        self.rows[place : place + len(row)] = row
+        put_row(self.rows, place, self.slot.stride, row)
 
     def _add(self, pattern: KeyPattern, rank: int, entry: Entry) -> int:
-        if self._free:
-            handle = heapq.heappop(self._free)
-        else:
-            handle, self._next_handle = self._next_handle, self._next_handle + 1
+        handle = self._handles.take()
         stored = _Stored(handle, pattern, rank, entry)
         self._hold(entry.target)
         place = self._place(handle)
@@ -662,7 +648,7 @@ class Table:
         if self.meters is not None:
             self.meters[stored.handle] = None
         self._release(stored.entry.target)
-        heapq.heappush(self._free, stored.handle)
+        self._handles.give_back(stored.handle)
         self.changed = True
 
     def encode(self) -> NDArray[np.int64]:

@@ -3,6 +3,7 @@
 # ruff: noqa: N802 - the calls have the names of the protocol
 
 import asyncio
+import functools
 import gc
 import re
 import sys
@@ -12,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -47,6 +48,7 @@ _DETAILS: Final = "grpc-status-details-bin"
 Context: TypeAlias = Any
 """``grpc.aio.ServicerContext``."""
 _T = TypeVar("_T")
+_Call = TypeVar("_Call", bound=Callable[..., Awaitable[Any]])
 
 
 class QueuedStream:
@@ -182,6 +184,38 @@ def _number(election_id: p4r.Uint128) -> int:
     return election_id.high << 64 | election_id.low
 
 
+class _BatchRefused(Refused):
+    """Some updates of a batch were not made; ``details`` is the google.rpc.Status that says which and why."""
+
+    def __init__(self, errors: list[p4r.Error]) -> None:
+        failed = [error for error in errors if error.canonical_code]
+        message = f"{len(failed)} of {len(errors)} updates failed, the first: {failed[0].message}"
+        super().__init__(message, rpc_code.UNKNOWN)
+        status = rpc_status.Status(code=self.code, message=self.message)
+        for error in errors:
+            status.details.add().Pack(error)
+        self.details = status.SerializeToString()
+
+
+async def _abort(context: Context, refusal: Refused) -> NoReturn:
+    trailers = ((_DETAILS, refusal.details),) if isinstance(refusal, _BatchRefused) else ()
+    await context.abort(_CODES[refusal.code], refusal.message, trailers)
+    raise AssertionError("abort raises")
+
+
+def _refusing(call: _Call) -> _Call:
+    """Make a call of the service end, when it raises Refused, with that as its answer."""
+
+    @functools.wraps(call)
+    async def answer(self: "Service", request: Any, context: Context) -> Any:
+        try:
+            return await call(self, request, context)
+        except Refused as refusal:
+            await _abort(context, refusal)
+
+    return cast(_Call, answer)
+
+
 class Service(p4r_grpc.P4RuntimeServicer):
     """The servicer. All calls run in one event loop; what takes long, or waits for packets, runs in a thread.
 
@@ -202,26 +236,51 @@ class Service(p4r_grpc.P4RuntimeServicer):
 
     # ------------------------------------------------------------------------------------------------- the calls
 
+    @_refusing
     async def Write(self, request: p4r.WriteRequest, context: Context) -> p4r.WriteResponse:
         """Make every change of a batch that can be made; the error says for each other one why not."""
-        return await _answer(context, self._write(request))
+        self._check_device(request.device_id)
+        self._check_writer(request)
+        if request.atomicity != p4r.WriteRequest.CONTINUE_ON_ERROR:
+            raise Refused("batches are not atomic; use CONTINUE_ON_ERROR", rpc_code.UNIMPLEMENTED)
+        errors = await self._in_turn(lambda: self._device.write(request.updates), lambda: self._check_writer(request))
+        if any(error.canonical_code for error in errors):
+            raise _BatchRefused(errors)
+        return p4r.WriteResponse()
 
     async def Read(self, request: p4r.ReadRequest, context: Context) -> AsyncIterator[p4r.ReadResponse]:
         """Return the entities that a request selects."""
-        for response in await _answer(context, self._read(request)):
+        for response in await self._read(request, context):
             yield response
 
+    @_refusing
+    async def _read(self, request: p4r.ReadRequest, context: Context) -> list[p4r.ReadResponse]:
+        self._check_device(request.device_id)
+        if request.role:
+            raise Refused(f"there is no role {request.role!r}, but the default one", rpc_code.NOT_FOUND)
+        return await self._in_turn(lambda: self._device.read(request.entities))
+
+    @_refusing
     async def SetForwardingPipelineConfig(
         self, request: p4r.SetForwardingPipelineConfigRequest, context: Context
     ) -> p4r.SetForwardingPipelineConfigResponse:
         """Verify, save or run a pipeline."""
-        return await _answer(context, self._set_pipeline(request))
+        self._check_device(request.device_id)
+        self._check_writer(request)
+        config = request.config if request.HasField("config") else None
+        await self._in_turn(
+            lambda: self._device.set_pipeline(request.action, config), lambda: self._check_writer(request)
+        )
+        return p4r.SetForwardingPipelineConfigResponse()
 
+    @_refusing
     async def GetForwardingPipelineConfig(
         self, request: p4r.GetForwardingPipelineConfigRequest, context: Context
     ) -> p4r.GetForwardingPipelineConfigResponse:
         """Return the pipeline that was set last."""
-        return await _answer(context, self._get_pipeline(request))
+        self._check_device(request.device_id)
+        config = await self._in_turn(lambda: self._device.get_pipeline(request.response_type))
+        return p4r.GetForwardingPipelineConfigResponse(config=config)
 
     async def Capabilities(self, request: p4r.CapabilitiesRequest, context: Context) -> p4r.CapabilitiesResponse:
         """Return the version of the specification."""
@@ -252,42 +311,6 @@ class Service(p4r_grpc.P4RuntimeServicer):
             for task in tasks:
                 task.cancel()
             self._arbiter.leave(stream)
-
-    # ------------------------------------------------------------------------------------------------ the answers
-
-    async def _write(self, request: p4r.WriteRequest) -> p4r.WriteResponse:
-        self._check_device(request.device_id)
-        self._check_writer(request)
-        if request.atomicity != p4r.WriteRequest.CONTINUE_ON_ERROR:
-            raise Refused("batches are not atomic; use CONTINUE_ON_ERROR", rpc_code.UNIMPLEMENTED)
-        errors = await self._in_turn(lambda: self._device.write(request.updates), lambda: self._check_writer(request))
-        if any(error.canonical_code for error in errors):
-            raise _BatchRefused(errors)
-        return p4r.WriteResponse()
-
-    async def _read(self, request: p4r.ReadRequest) -> list[p4r.ReadResponse]:
-        self._check_device(request.device_id)
-        if request.role:
-            raise Refused(f"there is no role {request.role!r}, but the default one", rpc_code.NOT_FOUND)
-        return await self._in_turn(lambda: self._device.read(request.entities))
-
-    async def _set_pipeline(
-        self, request: p4r.SetForwardingPipelineConfigRequest
-    ) -> p4r.SetForwardingPipelineConfigResponse:
-        self._check_device(request.device_id)
-        self._check_writer(request)
-        config = request.config if request.HasField("config") else None
-        await self._in_turn(
-            lambda: self._device.set_pipeline(request.action, config), lambda: self._check_writer(request)
-        )
-        return p4r.SetForwardingPipelineConfigResponse()
-
-    async def _get_pipeline(
-        self, request: p4r.GetForwardingPipelineConfigRequest
-    ) -> p4r.GetForwardingPipelineConfigResponse:
-        self._check_device(request.device_id)
-        config = await self._in_turn(lambda: self._device.get_pipeline(request.response_type))
-        return p4r.GetForwardingPipelineConfigResponse(config=config)
 
     async def _listen(self, stream: QueuedStream, requests: AsyncIterator[p4r.StreamMessageRequest]) -> None:
         async for request in requests:
@@ -353,33 +376,6 @@ class Service(p4r_grpc.P4RuntimeServicer):
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()
-
-
-class _BatchRefused(Refused):
-    """Some updates of a batch were not made; ``details`` is the google.rpc.Status that says which and why."""
-
-    def __init__(self, errors: list[p4r.Error]) -> None:
-        failed = [error for error in errors if error.canonical_code]
-        message = f"{len(failed)} of {len(errors)} updates failed, the first: {failed[0].message}"
-        super().__init__(message, rpc_code.UNKNOWN)
-        status = rpc_status.Status(code=self.code, message=self.message)
-        for error in errors:
-            status.details.add().Pack(error)
-        self.details = status.SerializeToString()
-
-
-async def _answer(context: Context, answer: Awaitable[_T]) -> _T:
-    """Return the answer to a call, or abort the call with the refusal."""
-    try:
-        return await answer
-    except Refused as refusal:
-        await _abort(context, refusal)
-
-
-async def _abort(context: Context, refusal: Refused) -> NoReturn:
-    trailers = ((_DETAILS, refusal.details),) if isinstance(refusal, _BatchRefused) else ()
-    await context.abort(_CODES[refusal.code], refusal.message, trailers)
-    raise AssertionError("abort raises")
 
 
 @dataclass(frozen=True)
