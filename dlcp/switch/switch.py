@@ -26,7 +26,7 @@ from dlcp.namespace import Namespace
 from dlcp.switch.executor.program import DROP_PORT, CompiledMachine, Program
 from dlcp.switch.forwarding import BatchForwarding, Forwarding, PacketProgram, PlainForwarding
 from dlcp.switch.ports import PortGroup
-from dlcp.switch.ports.queues import NEVER_NS, QUEUES, PortQueueing, QueueCounters
+from dlcp.switch.ports.queues import COUNTED, NEVER_NS, PortQueueing, QueueCounters
 
 T = TypeVar("T")
 
@@ -246,6 +246,7 @@ class Switch:
 
     def _port_snapshot(self, port: int) -> dict[str, Any]:
         queues = self.queues[port]
+        counted = zip(*(getattr(queues, name) for name in COUNTED), strict=True)
         return {
             "port": port,
             "leads_to": self._group_of[port].describe(port),
@@ -255,17 +256,8 @@ class Switch:
             "lost_arriving": queues.lost_arriving,
             **asdict(self._group_of[port].counters[port]),
             "queues": [
-                {
-                    "queue": queue,
-                    "depth": queues.depth(queue),
-                    "max_depth": queues.max_depth[queue],
-                    "enqueued": queues.enqueued[queue],
-                    "transmitted": queues.transmitted[queue],
-                    "transmitted_bytes": queues.transmitted_bytes[queue],
-                    "tail_drops": queues.tail_drops[queue],
-                    "egress_drops": queues.egress_drops[queue],
-                }
-                for queue in range(QUEUES)
+                {"queue": queue, "depth": queues.depth(queue), **dict(zip(COUNTED, numbers, strict=True))}
+                for queue, numbers in enumerate(counted)
             ],
         }
 

@@ -28,6 +28,9 @@ LOSS_MODULUS: Final = 2**31 - 1
 LOSS_MULTIPLIER: Final = 48_271
 """Random loss: the generator of Park and Miller (CACM 36(7), 1993), which plain and compiled code draw alike."""
 
+COUNTED: Final = ("max_depth", "enqueued", "transmitted", "transmitted_bytes", "tail_drops", "egress_drops")
+"""What is counted of each queue: the names in `QueueCounters`, and in snapshots."""
+
 _MOST_URGENT = tuple(mask.bit_length() - 1 for mask in range(1 << QUEUES))
 
 
@@ -218,9 +221,8 @@ class PortQueues:
 
     def adopt(self, before: "QueueCounters") -> None:
         """Go on counting where another one has stopped."""
-        self.enqueued, self.transmitted = list(before.enqueued), list(before.transmitted)
-        self.transmitted_bytes, self.tail_drops = list(before.transmitted_bytes), list(before.tail_drops)
-        self.egress_drops, self.max_depth = list(before.egress_drops), list(before.max_depth)
+        for name in COUNTED:
+            setattr(self, name, list(getattr(before, name)))
         self.lost, self.lost_arriving = before.lost, before.lost_arriving
 
     def depth(self, queue: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.switch.ports.queues import (
+    COUNTED,
     LOSS_MODULUS,
     LOSS_MULTIPLIER,
     NEVER_NS,
@@ -249,6 +250,17 @@ def configure(port: Numbers, queueing: PortQueueing) -> None:
     port[DEPTH : DEPTH + QUEUES] = queueing.depths()
 
 
+class _EachQueue:
+    """What is counted of each queue of a port, from a column on; a list when it is read."""
+
+    def __init__(self, column: int) -> None:
+        self.column = column
+
+    def __get__(self, columns: "PortColumns", owner: type | None = None) -> list[int]:
+        values: list[int] = columns._port[self.column : self.column + QUEUES].tolist()
+        return values
+
+
 class PortColumns:
     """The counters of one port as `dlcp.switch.ports.queues.PortQueues` names them.
 
@@ -257,6 +269,13 @@ class PortColumns:
     port
         The port's row; it stays the caller's and is looked at when asked.
     """
+
+    max_depth = _EachQueue(MAX_DEPTH)
+    enqueued = _EachQueue(ENQUEUED)
+    transmitted = _EachQueue(TRANSMITTED)
+    transmitted_bytes = _EachQueue(TRANSMITTED_BYTES)
+    tail_drops = _EachQueue(TAIL_DROPS)
+    egress_drops = _EachQueue(EGRESS_DROPS)
 
     def __init__(self, port: Numbers, queueing: PortQueueing) -> None:
         self._port = port
@@ -276,50 +295,14 @@ class PortColumns:
 
     def adopt(self, before: QueueCounters) -> None:
         """Go on counting where another one has stopped."""
-        for column, counted in (
-            (ENQUEUED, before.enqueued),
-            (TRANSMITTED, before.transmitted),
-            (TRANSMITTED_BYTES, before.transmitted_bytes),
-            (TAIL_DROPS, before.tail_drops),
-            (EGRESS_DROPS, before.egress_drops),
-            (MAX_DEPTH, before.max_depth),
-        ):
-            self._port[column : column + QUEUES] = counted
+        for name in COUNTED:
+            column = vars(PortColumns)[name].column
+            self._port[column : column + QUEUES] = getattr(before, name)
         self._port[LOST], self._port[LOST_ARRIVING] = before.lost, before.lost_arriving
 
     def depth(self, queue: int) -> int:
         """Return how many packets wait in a queue."""
         return int(self._port[WAITING + queue])
-
-    @property
-    def enqueued(self) -> list[int]:
-        """Packets accepted, per queue."""
-        return self._queues(ENQUEUED)
-
-    @property
-    def transmitted(self) -> list[int]:
-        """Packets sent, per queue."""
-        return self._queues(TRANSMITTED)
-
-    @property
-    def transmitted_bytes(self) -> list[int]:
-        """Bytes sent, per queue."""
-        return self._queues(TRANSMITTED_BYTES)
-
-    @property
-    def tail_drops(self) -> list[int]:
-        """Packets refused because the queue or the port was full, per queue."""
-        return self._queues(TAIL_DROPS)
-
-    @property
-    def egress_drops(self) -> list[int]:
-        """Packets that the program dropped in egress, per queue."""
-        return self._queues(EGRESS_DROPS)
-
-    @property
-    def max_depth(self) -> list[int]:
-        """The longest each queue has been, in packets."""
-        return self._queues(MAX_DEPTH)
 
     @property
     def lost(self) -> int:
@@ -330,7 +313,3 @@ class PortColumns:
     def lost_arriving(self) -> int:
         """Frames lost on the line towards the switch."""
         return int(self._port[LOST_ARRIVING])
-
-    def _queues(self, column: int) -> list[int]:
-        values: list[int] = self._port[column : column + QUEUES].tolist()
-        return values
