@@ -3,6 +3,6 @@
 
 from dlcp.sim.scenario import CollectiveJob, FailureSpec, Scenario
 from dlcp.sim.simulation import Simulation, SimulationResult, simulate
-from dlcp.sim.traffic import BackgroundSpec
+from dlcp.sim.traffic import TrafficSpec
 
-__all__ = ["BackgroundSpec", "CollectiveJob", "FailureSpec", "Scenario", "Simulation", "SimulationResult", "simulate"]
+__all__ = ["CollectiveJob", "FailureSpec", "Scenario", "Simulation", "SimulationResult", "TrafficSpec", "simulate"]

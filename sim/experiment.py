@@ -8,6 +8,7 @@ name.
 import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,49 +16,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from dlcp.document import Document, DocumentError, Step, Steps
-from dlcp.sim.scenario import FailureSpec, Scenario
-from dlcp.sim.switches import SwitchSpec
-from dlcp.sim.topology import Star, TopologyError, TopologySpec, build_topology
-from dlcp.sim.traffic import TrafficSpec
+from dlcp.document import Document, DocumentError, PlaceError, Step, Steps
+from dlcp.sim.scenario import NetworkSetting
+from dlcp.sim.topology import build_topology
 from dlcp.sim.training import TrainingJob, place_jobs, profile_of
-from dlcp.sim.transports import TRANSPORTS_MAX, DctcpTransport, TransportSpec
 from dlcp.suggestion import nearest
 
 
-class RunSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Everything that one run needs.
+class RunSetting(NetworkSetting, frozen=True, kw_only=True):
+    """Everything that one run needs."""
 
-    Parameters
-    ----------
-    transports
-        By the names that training and traffic use.
-    stop_s
-        When a run ends at the latest, whatever is still in flight; simulated time.
-    """
-
-    topology: TopologySpec = msgspec.field(default_factory=Star)
-    switches: SwitchSpec = msgspec.field(default_factory=SwitchSpec)
-    transports: Annotated[dict[str, TransportSpec], Meta(max_length=TRANSPORTS_MAX)] = msgspec.field(
-        default_factory=lambda: {"dctcp": DctcpTransport()}
-    )
     training: tuple[TrainingJob, ...] = ()
-    traffic: tuple[TrafficSpec, ...] = ()
-    failures: tuple[FailureSpec, ...] = ()
-    seed: Annotated[int, Meta(ge=0)] = 1
-    stop_s: Annotated[float, Meta(gt=0)] = 3600.0
-
-    def scenario(self) -> Scenario:
-        """Return what packets need to know of it; training jobs are processes of their own."""
-        return Scenario(
-            topology=self.topology,
-            switches=self.switches,
-            transports=self.transports,
-            background=tuple(traffic.background() for traffic in self.traffic),
-            failures=self.failures,
-            seed=self.seed,
-            stop_s=self.stop_s,
-        )
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -270,10 +239,6 @@ class _ChangedSetting:
                 return (*change.origin, *steps[depth:])
         return ("setting", *steps)
 
-    def error(self, message: str, *steps: Step) -> DocumentError:
-        """Return an error about a place in the setting."""
-        return self.document.error(message, self.origin_of(steps))
-
     def apply(self, change: _Change) -> None:
         """Set a value, in all places that the change names."""
         places: list[Any] = [self.content]
@@ -300,41 +265,30 @@ class _ChangedSetting:
     def convert(self) -> RunSetting:
         """Return the setting, checked."""
         setting = self.document.convert(RunSetting, content=self.content, origin_of=self.origin_of)
-        try:
+        with self._blamed("topology"):
             topology = build_topology(setting.topology)
-        except TopologyError as error:
-            raise self.error(str(error), "topology") from None
-        try:
+        with self._blamed("training"):
             place_jobs(setting.training, topology.hosts, setting.seed)
-        except ValueError as error:
-            raise self.error(str(error), "training") from None
         for number, failing in enumerate(setting.failures):
-            try:
+            with self._blamed("failures", number, "nodes"):
                 topology.between(*failing.nodes)
-            except TopologyError as error:
-                raise self.error(str(error), "failures", number, "nodes") from None
         for number, job in enumerate(setting.training):
-            try:
+            with self._blamed("training", number, "model"):
                 profile_of(job)
-            except DocumentError:
-                raise
-            except ValueError as error:
-                raise self.error(str(error), "training", number, "model") from None
-        self._check_senders(setting)
+        with self._blamed():
+            setting.check_senders(training=setting.training, traffic=setting.traffic)
         return setting
 
-    def _check_senders(self, setting: RunSetting) -> None:
-        senders = [("training", number, job.name, job.transport) for number, job in enumerate(setting.training)]
-        senders += [("traffic", number, flows.name, flows.transport) for number, flows in enumerate(setting.traffic)]
-        for key, number, _, transport in senders:
-            if transport not in setting.transports:
-                known = nearest(transport, setting.transports)
-                raise self.error(f"there is no transport {transport!r}{known}", key, number, "transport")
-        names = [name for _, _, name, _ in senders]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            message = f"two jobs or kinds of traffic are called {twice!r}; names have to differ"
-            raise self.document.error(message, ("setting",))
+    @contextmanager
+    def _blamed(self, *steps: Step) -> Iterator[None]:
+        """Turn errors into errors about a place in the setting."""
+        try:
+            yield
+        except DocumentError:  # of a profile's own file
+            raise
+        except ValueError as error:
+            more = error.steps if isinstance(error, PlaceError) else ()
+            raise self.document.error(str(error), self.origin_of((*steps, *more))) from None
 
 
 def _runs(

@@ -169,7 +169,7 @@ def run(
     """
     setting = item.setting
     messages = MessageMeasures(traffic=frozenset(traffic.name for traffic in setting.traffic))
-    simulation = Simulation(setting.scenario(), engine=engine, class_shares=class_shares(), on_records=messages)
+    simulation = Simulation(setting, engine=engine, class_shares=class_shares(), on_records=messages)
     placed = place_jobs(setting.training, simulation.topology.hosts, setting.seed)
     jobs = [Progress(job, profile_of(job.spec)) for job in placed]
     started = [simulation.process(training(simulation, job)) for job in jobs]

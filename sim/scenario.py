@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is simulated: a network, how its hosts send, what fails, and the seed. Nothing here runs.
 
-A `Scenario` has everything that packets need. Jobs say what is sent: `CollectiveJob` here, or any SimPy process that
-submits graphs to a `dlcp.sim.simulation.Simulation`.
+A `NetworkSetting` has everything that packets need. Jobs say what is sent: `CollectiveJob` in a `Scenario`, training in
+the settings of experiments (`dlcp.sim.experiment.RunSetting`), or any SimPy process that submits graphs to a
+`dlcp.sim.simulation.Simulation`.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from dlcp.document import PlaceError
 from dlcp.sim.switches import SwitchSpec
 from dlcp.sim.topology import Star, TopologySpec
-from dlcp.sim.traffic import BackgroundSpec
-from dlcp.sim.transports import DctcpTransport, TransportSpec
+from dlcp.sim.traffic import TrafficSpec
+from dlcp.sim.transports import TRANSPORTS_MAX, DctcpTransport, TransportSpec
+from dlcp.suggestion import nearest
 
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
@@ -71,22 +75,47 @@ class FailureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     reroute_s: _Seconds = 0.0
 
 
-class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A whole simulation.
+class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that packets need: the network, how hosts send, what others send, what fails, and the seed.
 
     Parameters
     ----------
     transports
-        By the names that jobs and background traffic use.
+        By the names that jobs and traffic use.
     stop_s
-        When the simulation ends at the latest, whatever is still in flight.
+        When a run ends at the latest, whatever is still in flight; simulated time.
     """
 
     topology: TopologySpec = msgspec.field(default_factory=Star)
     switches: SwitchSpec = msgspec.field(default_factory=SwitchSpec)
-    transports: dict[str, TransportSpec] = msgspec.field(default_factory=lambda: {"dctcp": DctcpTransport()})
-    jobs: tuple[CollectiveJob, ...] = ()
-    background: tuple[BackgroundSpec, ...] = ()
+    transports: Annotated[dict[str, TransportSpec], Meta(max_length=TRANSPORTS_MAX)] = msgspec.field(
+        default_factory=lambda: {"dctcp": DctcpTransport()}
+    )
+    traffic: tuple[TrafficSpec, ...] = ()
     failures: tuple[FailureSpec, ...] = ()
     seed: Annotated[int, Meta(ge=0)] = 1
     stop_s: Annotated[float, Meta(gt=0)] = 3600.0
+
+    def check_senders(self, **senders: Sequence[Any]) -> None:
+        """Refuse jobs and traffic of one name, and transports that there are not; ``senders`` are by field.
+
+        Raises
+        ------
+        dlcp.document.PlaceError
+            Its steps lead to what is wrong.
+        """
+        every = [(field, number, spec) for field, specs in senders.items() for number, spec in enumerate(specs)]
+        for field, number, spec in every:
+            if spec.transport not in self.transports:
+                known = nearest(spec.transport, self.transports)
+                raise PlaceError(f"there is no transport {spec.transport!r}{known}", field, number, "transport")
+        names = [spec.name for _, _, spec in every]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise PlaceError(f"two jobs or kinds of traffic are called {twice!r}; names have to differ")
+
+
+class Scenario(NetworkSetting, frozen=True, kw_only=True):
+    """A whole simulation with jobs of the simplest kind."""
+
+    jobs: tuple[CollectiveJob, ...] = ()

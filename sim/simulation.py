@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_S, seconds_to_ps
 from dlcp.sim.collectives import AllReduceSpec, all_reduce
-from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder
+from dlcp.sim.graph import NODE_RECORD, OWN_LANE, Graph, GraphBuilder
 from dlcp.sim.packet_engine import (
     FOREVER_PS,
     Completion,
@@ -33,9 +33,9 @@ from dlcp.sim.packet_engine import (
     drops_by_class,
 )
 from dlcp.sim.plan import EnginePlan, make_plan
-from dlcp.sim.scenario import CollectiveJob, FailureSpec, Scenario
+from dlcp.sim.scenario import CollectiveJob, FailureSpec, NetworkSetting, Scenario
 from dlcp.sim.topology import build_topology
-from dlcp.sim.traffic import BackgroundSpec, draw_sizes, mean_size
+from dlcp.sim.traffic import TrafficSpec, draw_sizes, mean_size
 from dlcp.sim.transports import DlcpTransport, TransportSpec
 
 Process: TypeAlias = Generator[simpy.Event, Any, Any]
@@ -89,7 +89,7 @@ class Simulation:
 
     def __init__(
         self,
-        scenario: Scenario,
+        scenario: NetworkSetting,
         *,
         engine: EngineName = "auto",
         class_shares: tuple[tuple[float, ...], ...] = (),
@@ -166,8 +166,7 @@ class Simulation:
                 submitted.nodes[completion.node].succeed(now)
 
 
-# ----------------------------------------------------------------------------------- processes that a scenario
-# describes
+# ------------------------------------------------------------------------------- processes that a scenario describes
 
 
 @dataclass(slots=True)
@@ -207,15 +206,15 @@ def collective_job(simulation: Simulation, spec: CollectiveJob, number: int, tim
         times.end_ps.append(int(env.now))
 
 
-def background(simulation: Simulation, spec: BackgroundSpec, number: int) -> Process:
+def background(simulation: Simulation, spec: TrafficSpec, number: int) -> Process:
     """Submit flows that arrive as a Poisson process, a batch at a time."""
     env = simulation.env
     random = simulation.random(1, number)
-    hosts = np.array(spec.hosts or range(simulation.topology.hosts))
+    hosts = simulation.topology.hosts
     # A host's first link leads to the network; another one leads only to GPUs in the same server.
     first = {link.source: link.spec.rate_gbps for link in reversed(simulation.topology.links)}
-    rate_bps = sum(first[host] for host in hosts.tolist()) * 1e9
-    flows_per_s = spec.load * rate_bps / 8 / mean_size(spec.sizes)
+    rate_bps = sum(first[host] for host in range(hosts)) * 1e9
+    flows_per_s = spec.load * rate_bps / 8 / mean_size(spec.flow_sizes)
     yield env.timeout(seconds_to_ps(spec.start_s))
     stop_ps = seconds_to_ps(spec.stop_s)
     while env.now < stop_ps:
@@ -223,26 +222,26 @@ def background(simulation: Simulation, spec: BackgroundSpec, number: int) -> Pro
         span = int(times[-1])
         times = times[times + int(env.now) < stop_ps]
         if len(times):
-            _submit_flows(simulation, spec, random, hosts, times)
+            _submit_flows(simulation, spec, random, times)
         yield env.timeout(span)
 
 
 def _submit_flows(
     simulation: Simulation,
-    spec: BackgroundSpec,
+    spec: TrafficSpec,
     random: np.random.Generator,
-    hosts: NDArray[np.int64],
     times: NDArray[np.int64],
 ) -> None:
     """Submit one flow for each of ``times``, which are in picoseconds from now."""
     count = len(times)
-    source = random.integers(len(hosts), size=count)
-    target = (source + random.integers(1, len(hosts), size=count)) % len(hosts)
+    hosts = simulation.topology.hosts
+    source = random.integers(hosts, size=count)
+    target = (source + random.integers(1, hosts, size=count)) % hosts
     builder = GraphBuilder()
     builder.messages(
-        hosts[source],
-        hosts[target],
-        draw_sizes(spec.sizes, random.random(count)),
+        source,
+        target,
+        draw_sizes(spec.flow_sizes, random.random(count)),
         transport=simulation.transports[spec.transport],
         lane=OWN_LANE,
         delay_ps=times,
@@ -270,8 +269,7 @@ def failure(simulation: Simulation, spec: FailureSpec) -> Process:
         engine.set_routes(topology.routes(simulation.failed_links))
 
 
-# ----------------------------------------------------------------------------------------------- a scenario and its
-# result
+# ----------------------------------------------------------------------------------------- a scenario and its result
 
 MESSAGE_RECORD: np.dtype[Any] = np.dtype(
     [
@@ -280,11 +278,7 @@ MESSAGE_RECORD: np.dtype[Any] = np.dtype(
         ("source", np.int32),
         ("target", np.int32),
         ("size_bytes", np.int64),
-        ("begin_ps", np.int64),
-        ("end_ps", np.int64),
-        ("packets", np.int32),
-        ("missing_packets", np.int32),
-        ("sent_packets", np.int32),
+        *NODE_RECORD.descr,
     ]
 )
 """What became of a message: it began when it could be sent, and ended when its target had what it needed."""
@@ -358,7 +352,7 @@ class _Collector:
         rows["label"] = self.labels.index(name)
         for column in ("source", "target", "size_bytes"):
             rows[column] = nodes[column][sent]
-        for column in ("begin_ps", "end_ps", "packets", "missing_packets", "sent_packets"):
+        for column in NODE_RECORD.names or ():
             rows[column] = records[column][sent]
         self.parts.append(rows)
 
@@ -376,9 +370,9 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
     ValueError
         The scenario contradicts itself.
     """
-    senders: list[CollectiveJob | BackgroundSpec] = [*scenario.jobs, *scenario.background]
-    _check_names(scenario, senders)
-    collector = _Collector([spec.name for spec in senders], keep_messages)
+    scenario.check_senders(jobs=scenario.jobs, traffic=scenario.traffic)
+    labels = [*(job.name for job in scenario.jobs), *(flows.name for flows in scenario.traffic)]
+    collector = _Collector(labels, keep_messages)
     simulation = Simulation(scenario, engine=engine, on_records=collector)
     steps = [StepTimes(job.name) for job in scenario.jobs]
     for number, job in enumerate(scenario.jobs):
@@ -402,21 +396,10 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
 
 def start_background_and_failures(simulation: Simulation) -> None:
     """Start the processes of a scenario that are not jobs."""
-    for number, flows in enumerate(simulation.scenario.background):
+    for number, flows in enumerate(simulation.scenario.traffic):
         simulation.process(background(simulation, flows, number))
     for failing in simulation.scenario.failures:
         simulation.process(failure(simulation, failing))
-
-
-def _check_names(scenario: Scenario, senders: list[CollectiveJob | BackgroundSpec]) -> None:
-    names = [spec.name for spec in senders]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"two jobs or backgrounds are called {twice[0]!r}; names have to differ")
-    for spec in senders:
-        if spec.transport not in scenario.transports:
-            known = ", ".join(sorted(scenario.transports))
-            raise ValueError(f"{spec.name}: there is no transport {spec.transport!r}; there are: {known}")
 
 
 def make_engine(plan: EnginePlan, name: EngineName = "auto") -> PacketEngine:

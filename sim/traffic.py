@@ -45,28 +45,6 @@ WORKLOADS: Final = {
 of 1,460 bytes as PIAS' public simulations tabulate them (PIAS-NS2, ``scripts/CDF_dctcp.tcl`` and ``CDF_vl2.tcl``)."""
 
 
-class BackgroundSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Flows between random hosts, arriving as a Poisson process.
-
-    Parameters
-    ----------
-    load
-        Share of the sum of the hosts' link rates that the flows need.
-    sizes
-        The distribution of flow sizes.
-    hosts
-        Which hosts take part; all if empty.
-    """
-
-    name: str
-    load: Annotated[float, Meta(gt=0, lt=1)]
-    sizes: FlowSizes
-    transport: str = "dctcp"
-    hosts: tuple[int, ...] = ()
-    start_s: Annotated[float, Meta(ge=0)] = 0.0
-    stop_s: Annotated[float, Meta(ge=0)] = 1.0
-
-
 class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Flows of other applications between random hosts, arriving as a Poisson process.
 
@@ -75,7 +53,7 @@ class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     load
         Share of the sum of the hosts' link rates that the flows need.
     sizes
-        A workload in `WORKLOADS`.
+        A workload in `WORKLOADS`, or a distribution of flow sizes.
     most_bytes
         Larger flows are cut to this size; 0 leaves them. The load stays, with more flows. A run says nothing about
         flows that take longer than it does.
@@ -83,30 +61,17 @@ class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     name: str = "background"
     load: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    sizes: Literal["web_search", "data_mining"] = "web_search"
+    sizes: Literal["web_search", "data_mining"] | FlowSizes = "web_search"
     most_bytes: Annotated[int, Meta(ge=0)] = 0
     transport: str = "dctcp"
     start_s: Annotated[float, Meta(ge=0)] = 0.0
     stop_s: Annotated[float, Meta(gt=0)] = 0.01
 
-    def background(self) -> BackgroundSpec:
-        """Return the flows with the sizes of their workload."""
-        table = WORKLOADS[self.sizes]
-        if self.most_bytes:
-            table = tuple((min(size, float(self.most_bytes)), share) for size, share in table)
-        return BackgroundSpec(
-            name=self.name,
-            load=self.load,
-            sizes=table,
-            transport=self.transport,
-            start_s=self.start_s,
-            stop_s=self.stop_s,
-        )
-
     @property
-    def mean_bytes(self) -> float:
-        """Return the mean size of a flow."""
-        return mean_size(self.background().sizes)
+    def flow_sizes(self) -> FlowSizes:
+        """Return the distribution of flow sizes."""
+        table = WORKLOADS[self.sizes] if isinstance(self.sizes, str) else self.sizes
+        return tuple((min(size, float(self.most_bytes)), share) for size, share in table) if self.most_bytes else table
 
 
 def draw_sizes(sizes: FlowSizes, uniform: NDArray[np.float64]) -> NDArray[np.int64]:

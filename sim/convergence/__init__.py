@@ -37,10 +37,6 @@ class ConvergenceCurve:
         losses, factors = np.array(self.points).T
         return float(np.interp(loss_ratio, losses, factors))
 
-    def covers(self, loss_ratio: float) -> bool:
-        """Return whether the curve has points up to that loss."""
-        return loss_ratio <= self.points[-1][0]
-
 
 @dataclass(frozen=True, slots=True)
 class _File:

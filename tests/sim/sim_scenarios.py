@@ -3,7 +3,7 @@
 
 import random
 
-from dlcp.sim import BackgroundSpec, CollectiveJob, FailureSpec, Scenario
+from dlcp.sim import CollectiveJob, FailureSpec, Scenario, TrafficSpec
 from dlcp.sim.switches import EcnSpec, SwitchSpec
 from dlcp.sim.topology import Dragonfly, FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec, build_topology
 from dlcp.sim.transports import (
@@ -68,13 +68,13 @@ def draw(seed: int) -> Scenario:
             )
         )
     sizes = ((500.0, 0.0), (5000.0, 0.6), (60000.0, 1.0))
-    flows = BackgroundSpec(name="flows", load=0.3, sizes=sizes, transport="flows", stop_s=1e-4)
+    flows = TrafficSpec(name="flows", load=0.3, sizes=sizes, transport="flows", stop_s=1e-4)
     return Scenario(
         topology=topology,
         switches=_switches(dice, kind),
         transports={"t": _transport(dice, kind), "flows": DctcpTransport()},
         jobs=tuple(jobs),
-        background=(flows,) if dice.random() < 0.5 else (),
+        traffic=(flows,) if dice.random() < 0.5 else (),
         failures=_failures(dice, topology) if dice.random() < 0.3 else (),
         seed=seed,
         stop_s=0.2,

@@ -174,7 +174,7 @@ def steps_of(*jobs: TrainingJob, seed: int = 1) -> dict[str, list[float]]:
     profile = StepProfile("m", tuple(TimedLayer(f"layer{i}", 500, 0.001, 0.002) for i in range(2)), 1, "-")
     links = Star(hosts=sum((job.workers + job.servers) * job.copies for job in jobs))
     setting = RunSetting(topology=links, transports={"t": DctcpTransport()}, training=jobs, seed=seed)
-    simulation = Simulation(setting.scenario(), engine="reference", class_shares=class_shares())
+    simulation = Simulation(setting, engine="reference", class_shares=class_shares())
     progress = [Progress(placed, profile) for placed in place_jobs(jobs, links.hosts, seed)]
     for item in progress:
         simulation.process(training(simulation, item))
