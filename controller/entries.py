@@ -2,12 +2,11 @@
 """From a fabric and its policy to what a switch's tables hold: shortest paths first, then the entries."""
 
 import zlib
-from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Final, NamedTuple
 
-from dlcp.controller.fabric import PORT_MAX, Fabric, Job, Port
+from dlcp.controller.fabric import PORT_MAX, Fabric, Job, Port, distances
 from dlcp.controller.policy import Remap
 from dlcp.switch import QUEUES, Entries, MeterConfig, Profile, ProfileGroup, ProfileMember, TableEntry, Value
 from dlcp.wire import DROP_CLASSES, PacketType, Queue
@@ -37,19 +36,6 @@ def next_hops(fabric: Fabric, switch: str) -> dict[str, tuple[int, ...]]:
         if at.switch not in to_edge:
             to_edge[at.switch] = _ports_toward(fabric, switch, distances(fabric, at.switch))
         found[host.name] = to_edge[at.switch]
-    return found
-
-
-def distances(fabric: Fabric, switch: str) -> dict[str, int]:
-    """Return how many links lie between a switch and each switch, itself included, on the shortest path."""
-    found = {switch: 0}
-    waiting = deque([switch])
-    while waiting:
-        here = waiting.popleft()
-        for neighbour in fabric.neighbours[here].values():
-            if neighbour.port is not None and neighbour.port.switch not in found:
-                found[neighbour.port.switch] = found[here] + 1
-                waiting.append(neighbour.port.switch)
     return found
 
 

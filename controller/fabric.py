@@ -7,6 +7,7 @@ is refused. A link's end is ``HOST`` or ``SWITCH:PORT``.
 
 import ipaddress
 import re
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -282,6 +283,19 @@ def as_port(end: str) -> Port | None:
     return Port(switch, int(number)) if separator and number.isdecimal() else None
 
 
+def distances(fabric: Fabric, switch: str) -> dict[str, int]:
+    """Return how many links lie between a switch and each switch, itself included, on the shortest path."""
+    found = {switch: 0}
+    waiting = deque([switch])
+    while waiting:
+        here = waiting.popleft()
+        for neighbour in fabric.neighbours[here].values():
+            if neighbour.port is not None and neighbour.port.switch not in found:
+                found[neighbour.port.switch] = found[here] + 1
+                waiting.append(neighbour.port.switch)
+    return found
+
+
 def load(path: Path) -> Fabric:
     """Read a fabric from a YAML or JSON file that holds the fields of :class:`Fabric`.
 
@@ -446,12 +460,7 @@ def _check_ends(link: Link, switches: Mapping[str, FabricSwitch], steps: tuple[S
 def _check_reach(fabric: Fabric) -> None:
     """Refuse a fabric in several pieces."""
     first = fabric.attachments[fabric.hosts[0].name].switch
-    reached, waiting = {first}, [first]
-    while waiting:
-        for neighbour in fabric.neighbours[waiting.pop()].values():
-            if neighbour.port is not None and neighbour.port.switch not in reached:
-                reached.add(neighbour.port.switch)
-                waiting.append(neighbour.port.switch)
+    reached = distances(fabric, first)
     for index, host in enumerate(fabric.hosts):
         if fabric.attachments[host.name].switch not in reached:
             raise FabricError(f"host {host.name!r} cannot be reached from {fabric.hosts[0].name!r}", "hosts", index)

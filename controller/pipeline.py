@@ -324,7 +324,12 @@ class Difference:
                 yield phase[start : start + updates_max]
 
 
-_REFERRED_FIRST: Final = ("action_profile_member", "action_profile_group", "table_entry")
+_IDENTITY: Final = {
+    "action_profile_member": ("action_profile_id", "member_id"),
+    "action_profile_group": ("action_profile_id", "group_id"),
+    "table_entry": ("table_id", "priority", "match"),
+}
+"""What tells an entity of each kind from others. What is referred to comes before what refers to it."""
 
 
 def difference(wanted: Iterable[p4r.Entity], found: Iterable[p4r.Entity]) -> Difference:
@@ -333,9 +338,9 @@ def difference(wanted: Iterable[p4r.Entity], found: Iterable[p4r.Entity]) -> Dif
     Counters, hit times and other things that a switch tells of an entry without having been told do not count.
     """
     before = {key_of(entity): entity for entity in found}
-    written: dict[str, list[Change]] = {kind: [] for kind in _REFERRED_FIRST}
+    written: dict[str, list[Change]] = {kind: [] for kind in _IDENTITY}
     freed: list[Change] = []
-    deleted: dict[str, list[Change]] = {kind: [] for kind in _REFERRED_FIRST}
+    deleted: dict[str, list[Change]] = {kind: [] for kind in _IDENTITY}
     kept = 0
     for entity in wanted:
         key = key_of(entity)
@@ -348,8 +353,8 @@ def difference(wanted: Iterable[p4r.Entity], found: Iterable[p4r.Entity]) -> Dif
             written[key[0]].append(Change(ChangeKind.MODIFY, entity))
     for key, entity in before.items():
         (freed if _stands_alone(entity) else deleted[key[0]]).append(Change(ChangeKind.DELETE, _bare(entity)))
-    phases = [freed, *(written[kind] for kind in _REFERRED_FIRST)]
-    phases += [deleted[kind] for kind in reversed(_REFERRED_FIRST)]
+    phases = [freed, *(written[kind] for kind in _IDENTITY)]
+    phases += [deleted[kind] for kind in reversed(_IDENTITY)]
     return Difference(tuple(tuple(phase) for phase in phases if phase), kept)
 
 
@@ -362,30 +367,23 @@ def key_of(entity: p4r.Entity) -> Key:
         It is none of those that a fabric needs.
     """
     kind = entity.WhichOneof("entity")
-    if kind == "table_entry":
-        entry = entity.table_entry
-        matches = tuple(sorted(match.SerializeToString(deterministic=True) for match in entry.match))
-        return kind, entry.table_id, entry.priority, matches
-    if kind == "action_profile_member":
-        member = entity.action_profile_member
-        return kind, member.action_profile_id, member.member_id, ()
-    if kind == "action_profile_group":
-        group = entity.action_profile_group
-        return kind, group.action_profile_id, group.group_id, ()
-    raise ValueError(f"{kind} is not an entity that a fabric writes")
+    if kind not in _IDENTITY:
+        raise ValueError(f"{kind} is not an entity that a fabric writes")
+    own = getattr(entity, kind)
+    first, second = (getattr(own, field) for field in _IDENTITY[kind][:2])
+    matches = own.match if kind == "table_entry" else ()
+    return kind, first, second, tuple(sorted(match.SerializeToString(deterministic=True) for match in matches))
 
 
 def _same(wanted: p4r.Entity, found: p4r.Entity) -> bool:
     """Say whether an entity does what it should. A meter that nobody asked for does not count."""
-    kind = wanted.WhichOneof("entity")
-    if kind == "table_entry":
-        ours, theirs = wanted.table_entry, found.table_entry
-        if ours.HasField("meter_config") and ours.meter_config != theirs.meter_config:
-            return False
-        return bool(ours.action == theirs.action)
-    if kind == "action_profile_member":
-        return bool(wanted.action_profile_member.action == found.action_profile_member.action)
-    return _members(wanted.action_profile_group) == _members(found.action_profile_group)
+    kind = str(wanted.WhichOneof("entity"))
+    ours, theirs = getattr(wanted, kind), getattr(found, kind)
+    if kind == "action_profile_group":
+        return _members(ours) == _members(theirs)
+    if kind == "table_entry" and ours.HasField("meter_config") and ours.meter_config != theirs.meter_config:
+        return False
+    return bool(ours.action == theirs.action)
 
 
 def _stands_alone(entity: p4r.Entity) -> bool:
@@ -403,17 +401,6 @@ def _members(group: p4r.ActionProfileGroup) -> list[tuple[int, int]]:
 
 def _bare(entity: p4r.Entity) -> p4r.Entity:
     """Return an entity with nothing but what tells it from others, which is all that a deletion may hold."""
-    kind = entity.WhichOneof("entity")
-    if kind == "table_entry":
-        entry = entity.table_entry
-        return p4r.Entity(
-            table_entry=p4r.TableEntry(table_id=entry.table_id, match=entry.match, priority=entry.priority)
-        )
-    if kind == "action_profile_member":
-        member = entity.action_profile_member
-        bare = p4r.ActionProfileMember(action_profile_id=member.action_profile_id, member_id=member.member_id)
-        return p4r.Entity(action_profile_member=bare)
-    group = entity.action_profile_group
-    return p4r.Entity(
-        action_profile_group=p4r.ActionProfileGroup(action_profile_id=group.action_profile_id, group_id=group.group_id)
-    )
+    kind = str(entity.WhichOneof("entity"))
+    own = getattr(entity, kind)
+    return p4r.Entity(**{kind: type(own)(**{field: getattr(own, field) for field in _IDENTITY[kind]})})

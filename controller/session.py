@@ -173,13 +173,11 @@ class Session:
         """Return the cookie of the program that the switch runs; None if it runs none."""
         request = _CONFIG(device_id=self.switch.device_id, response_type=_CONFIG.COOKIE_ONLY)
         try:
-            response = await within(self._client.request(request), self._deadline_s)
-        except P4ClientError as error:
+            response = await self._within(self._client.request(request), "which program it runs")
+        except ControlError as error:
             if error.code == GRPCStatusCode.FAILED_PRECONDITION:
                 return None
-            raise self._refused(error, "which program it runs") from None
-        except asyncio.TimeoutError:
-            raise self._late("which program it runs") from None
+            raise
         return int(response.config.cookie.cookie) if response.config.HasField("cookie") else None
 
     async def install(self) -> None:
@@ -221,14 +219,7 @@ class Session:
             updates=[p4r.Update(type=_UPDATES[change.action], entity=change.entity) for change in changes],
         )
         self.writes += 1
-        try:
-            await within(self._client.request(request), self._deadline_s)
-        except P4ClientError as error:
-            if not error.details:
-                raise self._refused(error, f"{len(changes)} changes") from None
-            raise self._refused_changes(error, changes) from None
-        except asyncio.TimeoutError:
-            raise self._late(f"{len(changes)} changes") from None
+        await self._within(self._client.request(request), f"{len(changes)} changes", changes)
 
     def _credentials(self) -> GRPCCredentialsTLS | None:
         tls = self.switch.tls
@@ -285,18 +276,20 @@ class Session:
         if not self.lost.done():
             self.lost.set_exception(error)
 
-    async def _within(self, answer: Awaitable[_T], what: str) -> _T:
+    async def _within(self, answer: Awaitable[_T], what: str, changes: Sequence[Change] = ()) -> _T:
+        """Return an answer that has to come in time; as `_translated`."""
         try:
-            return await within(self._translated(answer, what), self._deadline_s)
+            return await within(self._translated(answer, what, changes), self._deadline_s)
         except asyncio.TimeoutError:
-            raise self._late(what) from None
+            raise self._error(f"{what}: no answer within {self._deadline_s:g} s") from None
 
-    async def _translated(self, answer: Awaitable[_T], what: str) -> _T:
-        """Return an answer; errors of the connection become errors that name the switch."""
+    async def _translated(self, answer: Awaitable[_T], what: str, changes: Sequence[Change] = ()) -> _T:
+        """Return an answer; errors become errors that name the switch, and which of ``changes`` it refused."""
         try:
             return await answer
         except P4ClientError as error:
-            raise self._refused(error, what) from None
+            refused = self._refused_changes(error, changes) if changes and error.details else self._refused(error, what)
+            raise refused from None
         except RuntimeError as error:
             if "EOF" not in str(error):
                 raise
@@ -322,9 +315,6 @@ class Session:
         if error.code == GRPCStatusCode.UNAVAILABLE:
             return self._error(f"no connection: {error.message}", error.code)
         return self._error(f"{what}: {error.code.name}: {error.message}", error.code)
-
-    def _late(self, what: str) -> ControlError:
-        return self._error(f"{what}: no answer within {self._deadline_s:g} s")
 
     def _error(self, message: str, code: GRPCStatusCode | None = None) -> ControlError:
         return ControlError(f"switch {self.switch.name} at {self.switch.grpc}: {message}", code)

@@ -21,6 +21,7 @@ from dlcp.controller.fabric import Fabric, FabricSwitch
 from dlcp.controller.pipeline import ChangeKind, CompiledProgram
 from dlcp.controller.reconcile import Outcome, QueueDepthError, queue_depths_unavailable, reconcile, set_queue_depths
 from dlcp.controller.session import ELECTION_ID, ControlError, Readings, Session, read_counters
+from dlcp.switch import EventCount
 
 _EVENT: Final = ["switch", "port", "queue", "event"]
 
@@ -59,6 +60,22 @@ class SwitchStatus:
     writes: int = 0
     elapsed_s: float = 0.0
 
+    @property
+    def events(self) -> tuple[EventCount, ...]:
+        """Return what the program has counted, as far as it was read."""
+        return self.readings.events if self.readings is not None else ()
+
+
+_METRICS: Final = (
+    (GaugeMetricFamily, "dlcp_switch_connected", "1 if we control the switch", "connected"),
+    (GaugeMetricFamily, "dlcp_switch_reconcile_seconds", "Duration of the last one", "elapsed_s"),
+    (CounterMetricFamily, "dlcp_switch_reconciles", "Comparisons with what should be", "reconciles"),
+    (CounterMetricFamily, "dlcp_switch_failures", "Errors of the control connection", "failures"),
+    (CounterMetricFamily, "dlcp_switch_installs", "Times the program was installed", "installs"),
+    (CounterMetricFamily, "dlcp_switch_writes", "P4Runtime write requests", "writes"),
+)
+"""Metrics that are one number of a switch's `SwitchStatus`."""
+
 
 class FabricCollector(Collector):
     """Turns what is known of the switches into metrics whenever Prometheus asks.
@@ -74,12 +91,11 @@ class FabricCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return all metrics."""
-        yield self._gauge("dlcp_switch_connected", "1 if we control the switch", lambda state: float(state.connected))
-        yield self._gauge("dlcp_switch_reconcile_seconds", "Duration of the last one", lambda state: state.elapsed_s)
-        yield self._counter("dlcp_switch_reconciles", "Comparisons with what should be", lambda state: state.reconciles)
-        yield self._counter("dlcp_switch_failures", "Errors of the control connection", lambda state: state.failures)
-        yield self._counter("dlcp_switch_installs", "Times the program was installed", lambda state: state.installs)
-        yield self._counter("dlcp_switch_writes", "P4Runtime write requests", lambda state: state.writes)
+        for kind, name, help_text, field_name in _METRICS:
+            metric = kind(name, help_text, labels=["switch"])
+            for switch, state in self._states.items():
+                metric.add_metric([switch], float(getattr(state, field_name)))
+            yield metric
         changes = CounterMetricFamily("dlcp_switch_changes", "Changed entries", labels=["switch", "action"])
         for name, state in self._states.items():
             for action in ChangeKind:
@@ -89,24 +105,12 @@ class FabricCollector(Collector):
         yield self._drops()
         yield self._depths()
 
-    def _gauge(self, name: str, help_text: str, value: Callable[[SwitchStatus], float]) -> Metric:
-        metric = GaugeMetricFamily(name, help_text, labels=["switch"])
-        for switch, state in self._states.items():
-            metric.add_metric([switch], value(state))
-        return metric
-
-    def _counter(self, name: str, help_text: str, value: Callable[[SwitchStatus], float]) -> Metric:
-        metric = CounterMetricFamily(name, help_text, labels=["switch"])
-        for switch, state in self._states.items():
-            metric.add_metric([switch], value(state))
-        return metric
-
     def _events(self) -> Iterable[Metric]:
         packets = CounterMetricFamily("dlcp_switch_event_packets", "Packets by what happened to them", labels=_EVENT)
         octets = CounterMetricFamily("dlcp_switch_event_bytes", "Bytes by what happened to them", labels=_EVENT)
         for switch, state in self._states.items():
             totals: dict[tuple[str, ...], list[int]] = {}
-            for count in state.readings.events if state.readings is not None else ():
+            for count in state.events:
                 labels = (switch, _port(state, count.port), str(count.queue), count.event)
                 total = totals.setdefault(labels, [0, 0])
                 total[0] += count.packets
@@ -122,7 +126,7 @@ class FabricCollector(Collector):
         metric = CounterMetricFamily("dlcp_switch_policy_drops", "Packets dropped by policy", labels=labels)
         for switch, state in self._states.items():
             totals: Counter[tuple[str, str]] = Counter()
-            for count in state.readings.events if state.readings is not None else ():
+            for count in state.events:
                 if count.event == "POLICY_DROP":
                     totals[_port(state, count.port), str(count.drop_class)] += count.packets
             for (port, drop_class), packets in totals.items():

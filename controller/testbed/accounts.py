@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -88,28 +88,24 @@ class SwitchAccount:
             tails = tails - before.tail_drops
         return SwitchAccount(self.events - before.events, self.octets - before.octets, tails)
 
-    def count(self, event: str, *, ports: Iterable[int] | None = None, queues: Iterable[int] | None = None) -> int:
+    def count(self, event: str, *, ports: Collection[int] | None = None, queues: Collection[int] | None = None) -> int:
         """Return the packets of an event at these ports and queues; all ports or queues if none are given."""
-        wanted_ports = None if ports is None else set(ports)
-        wanted_queues = None if queues is None else set(queues)
         return sum(
             packets
             for place, packets in self.events.items()
             if place.event == event
-            and (wanted_ports is None or place.port in wanted_ports)
-            and (wanted_queues is None or place.queue in wanted_queues)
+            and (ports is None or place.port in ports)
+            and (queues is None or place.queue in queues)
         )
 
-    def tails(self, *, ports: Iterable[int] | None = None, queues: Iterable[int] | None = None) -> int | None:
+    def tails(self, *, ports: Collection[int] | None = None, queues: Collection[int] | None = None) -> int | None:
         """Return the packets that found these queues full; None if the switch does not count them."""
         if self.tail_drops is None:
             return None
-        wanted_ports = None if ports is None else set(ports)
-        wanted_queues = None if queues is None else set(queues)
         return sum(
             packets
             for (port, queue), packets in self.tail_drops.items()
-            if (wanted_ports is None or port in wanted_ports) and (wanted_queues is None or queue in wanted_queues)
+            if (ports is None or port in ports) and (queues is None or queue in queues)
         )
 
 

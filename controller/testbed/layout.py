@@ -7,7 +7,6 @@ With its state on disk, any later command finds a testbed, and can remove it aft
 import dataclasses
 import os
 import signal
-import time
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from dlcp.controller.fabric import Fabric, Port
-from dlcp.controller.testbed import TestbedError
+from dlcp.controller.fabric import Fabric, Port, as_port
+from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.controller.testbed.namespaces import NamedNamespace, free_ports
 from dlcp.controller.testbed.requirements import SwitchKind
 
@@ -61,13 +60,6 @@ class HostPlan:
 
 
 @dataclass(frozen=True)
-class TrunkPlan:
-    """A link between two switches: name and port of either end."""
-
-    ends: tuple[tuple[str, int], tuple[str, int]]
-
-
-@dataclass(frozen=True)
 class Layout:
     """A whole testbed.
 
@@ -77,6 +69,8 @@ class Layout:
         Prefix of its namespaces and files.
     kind
         Which switches it has.
+    trunks
+        Links between switches, by their two ends.
     mtu_bytes
         MTU of every link.
     """
@@ -85,7 +79,7 @@ class Layout:
     kind: SwitchKind
     switches: tuple[SwitchPlan, ...]
     hosts: tuple[HostPlan, ...]
-    trunks: tuple[TrunkPlan, ...] = ()
+    trunks: tuple[tuple[Port, Port], ...] = ()
     mtu_bytes: int = 1500
 
     @property
@@ -134,16 +128,8 @@ def lay_out(fabric: Fabric, kind: SwitchKind, name: str) -> Layout:
         HostPlan(host.name, f"{name}-{host.name}", host.address, host.mac, at[host.name].switch, at[host.name].number)
         for host in fabric.hosts
     )
-    ends = [
-        (Port(here, number), neighbour.port)
-        for here, ports in fabric.neighbours.items()
-        for number, neighbour in ports.items()
-    ]
-    trunks = tuple(
-        TrunkPlan(((here.switch, here.number), (there.switch, there.number)))
-        for here, there in ends
-        if there is not None and here < there
-    )
+    ends = [(as_port(link.a), as_port(link.b)) for link in fabric.links]
+    trunks = tuple((min(a, b), max(a, b)) for a, b in ends if a is not None and b is not None)
     return Layout(name, kind, switches, hosts, trunks)
 
 
@@ -161,7 +147,6 @@ def _port(fabric: Fabric, port: Port, interface: str) -> PortPlan:
 
 
 KEEPER_DEADLINE_S: Final = 15.0
-_POLL_S: Final = 0.05
 
 _T = TypeVar("_T")
 
@@ -195,11 +180,9 @@ class ProcessId:
     def end(self, deadline_s: float = KEEPER_DEADLINE_S) -> None:
         """End it, politely first, if it runs."""
         for number, patience_s in ((signal.SIGTERM, deadline_s), (signal.SIGKILL, 5.0)):
-            until_s = time.monotonic() + patience_s
             if self.alive:
                 os.kill(self.pid, number)
-            while self.alive and time.monotonic() < until_s:
-                time.sleep(_POLL_S)
+            came_true(lambda: not self.alive, patience_s)
 
 
 @dataclass(frozen=True)

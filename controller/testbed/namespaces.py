@@ -13,20 +13,18 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from dlcp.closing import Closing
-from dlcp.controller.testbed import TestbedError
+from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.namespace import enter
 
 _FOLDER: Final = Path("/run/netns")
 """Where iproute2 keeps the names."""
 END_DEADLINE_S: Final = 5.0
-_POLL_S: Final = 0.05
 
 _T = TypeVar("_T")
 
@@ -102,9 +100,7 @@ class NamedNamespace:
         for number in (signal.SIGTERM, signal.SIGKILL):
             for pid in self.pids():
                 _signal(pid, number)
-            deadline_s = time.monotonic() + END_DEADLINE_S
-            while self.pids() and time.monotonic() < deadline_s:
-                time.sleep(_POLL_S)
+            came_true(lambda: not self.pids(), END_DEADLINE_S)
         left = self.pids()
         if left:
             raise TestbedError(f"namespace {self.name}: processes {left} do not end; they wait in the kernel")

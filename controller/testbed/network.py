@@ -91,7 +91,7 @@ class Network:
         for host in self._layout.hosts:
             self._add_link((nodes[host.name], HOST_INTERFACE), (nodes[host.switch], self._port(host)))
         for trunk in self._layout.trunks:
-            first, second = ((nodes[name], self._interface(name, port)) for name, port in trunk.ends)
+            first, second = ((nodes[name], self._interface(name, port)) for name, port in trunk)
             self._add_link(first, second)
         self._mininet.build()
         for host in self._layout.hosts:

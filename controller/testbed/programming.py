@@ -4,7 +4,6 @@
 import asyncio
 import dataclasses
 import threading
-import time
 from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Final, TypeVar
@@ -13,7 +12,7 @@ from dlcp.closing import Closing
 from dlcp.controller.fabric import Fabric
 from dlcp.controller.pipeline import CompiledProgram
 from dlcp.controller.session import ControlError, Readings, Session, read_counters
-from dlcp.controller.testbed import TestbedError
+from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.controller.testbed.layout import Layout
 from dlcp.controller.testbed.namespaces import LOOPBACK
 from dlcp.controller.watch import Watcher
@@ -23,7 +22,6 @@ PROGRAM_DEADLINE_S: Final = 30.0
 READ_DEADLINE_S: Final = 20.0
 _EVERY_S: Final = 5.0
 """How often the switches' state is compared with what it should be. A lost connection is noticed at once."""
-_POLL_S: Final = 0.05
 
 _T = TypeVar("_T")
 
@@ -110,14 +108,15 @@ class Controller(Closing):
         self._loop.close()
 
     def _await_programmed(self) -> None:
-        deadline_s = time.monotonic() + PROGRAM_DEADLINE_S
-        while not all(state.connected for state in self._watcher.states.values()):
-            if self._task.done():
-                self._task.result()
-            if time.monotonic() > deadline_s:
-                away = [name for name, state in self._watcher.states.items() if not state.connected]
-                raise TestbedError(f"switch {away[0]} was not programmed within {PROGRAM_DEADLINE_S:.0f} s")
-            time.sleep(_POLL_S)
+        came_true(lambda: self._task.done() or not self._away(), PROGRAM_DEADLINE_S)
+        if self._task.done():
+            self._task.result()
+        away = self._away()
+        if away:
+            raise TestbedError(f"switch {away[0]} was not programmed within {PROGRAM_DEADLINE_S:.0f} s")
+
+    def _away(self) -> list[str]:
+        return [name for name, state in self._watcher.states.items() if not state.connected]
 
     async def _read(self, name: str) -> Readings:
         async with Session(self._fabric.switch(name), self._pipeline) as session:

@@ -13,13 +13,12 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO, Any, Final
 
 from dlcp.closing import end
-from dlcp.controller.testbed import TestbedError
+from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.controller.testbed.layout import StateFile, SwitchPlan
 from dlcp.controller.testbed.namespaces import LOOPBACK, NamedNamespace, Way, connect, run_in
 from dlcp.controller.testbed.requirements import SwitchKind
@@ -100,7 +99,6 @@ CONTROL_PORT: Final = 9559
 THRIFT_PORT: Final = 9090
 """The same in every switch's namespace, whose addresses are the switch's own."""
 PRIORITY_QUEUES: Final = 8
-_POLL_S: Final = 0.02
 
 
 class SwitchProgram(ABC):
@@ -169,15 +167,13 @@ class SwitchProgram(ABC):
         return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def _await_answer(self, process: "subprocess.Popen[Any]") -> None:
-        deadline_s = time.monotonic() + _START_DEADLINE_S
-        while not self._answers():
-            if process.poll() is not None:
-                raise TestbedError(f"switch {self.plan.name} ended with status {process.returncode}: {self.said()}")
-            if time.monotonic() > deadline_s:
-                raise TestbedError(
-                    f"switch {self.plan.name} does not answer after {_START_DEADLINE_S:.0f} s: {self.said()}"
-                )
-            time.sleep(_POLL_S)
+        in_time = came_true(lambda: process.poll() is not None or self._answers(), _START_DEADLINE_S)
+        if process.poll() is not None:
+            raise TestbedError(f"switch {self.plan.name} ended with status {process.returncode}: {self.said()}")
+        if not in_time:
+            raise TestbedError(
+                f"switch {self.plan.name} does not answer after {_START_DEADLINE_S:.0f} s: {self.said()}"
+            )
 
     def _answers(self) -> bool:
         """Say whether it listens for a controller."""

@@ -3,8 +3,8 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from dlcp.controller.entries import distances, most_switches, next_hop_mac, next_hops, port_mac, spray_groups
-from dlcp.controller.fabric import Fabric, FabricSwitch, Host, Link, Port, leaf_spine, star
+from dlcp.controller.entries import most_switches, next_hop_mac, next_hops, port_mac, spray_groups
+from dlcp.controller.fabric import Fabric, FabricSwitch, Host, Link, Port, distances, leaf_spine, star
 
 
 def test_star_has_one_port_for_each_host():
