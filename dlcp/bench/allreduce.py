@@ -5,11 +5,12 @@ The input is whole numbers, so that every sum is exact and every result can be c
 operation or in buckets of the size that DDP makes, and over each TCP congestion control; its best is what counts.
 """
 
+import resource
 import secrets
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -140,6 +141,14 @@ class RankOutcome:
     ledger: dict[str, int]
 
 
+class RunCost(NamedTuple):
+    """What a run took on one rank: its time, and its processor's in user space and in the kernel, all in seconds."""
+
+    seconds: float
+    user_s: float
+    system_s: float
+
+
 class AllReduceRank:
     """A rank of the measurement, in a process of its own."""
 
@@ -204,8 +213,14 @@ class AllReduceRank:
             # What an earlier run lost would be added to this one's input: reset, so that sums stay known.
             self._reducers[contender.name].context.residual.reset()
 
-    def run(self, contender: AllReduceContender) -> float:
-        """Do the all-reduce and return how long it took, in seconds."""
+    def run(self, contender: AllReduceContender) -> RunCost:
+        """Do the all-reduce and return what it took."""
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = self._run(contender)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        return RunCost(seconds, after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime)
+
+    def _run(self, contender: AllReduceContender) -> float:
         ends = bucket_bounds(self.plan.values, contender.buckets)
         layers = [segments(self.plan.values, start, stop) for start, stop in ends]
         began_s = time.perf_counter()
@@ -306,13 +321,14 @@ class WrongResultError(RuntimeError):
 class AllReduceTimes:
     """The times of all contenders, in ms, and what DLCP's packets came to over all runs.
 
-    ``inexact`` are values that differed from the exact average, on any rank, by contender; ``path_loss`` is the share
-    of packets that the path lost on purpose.
+    ``costs`` are those of each rank, run by run, warm-ups included. ``inexact`` are values that differed from the exact
+    average, on any rank, by contender; ``path_loss`` is the share of packets that the path lost on purpose.
     """
 
     contenders: Sequence[AllReduceContender]
     path: str
     samples: Samples = field(default_factory=dict)
+    costs: dict[str, list[list[RunCost]]] = field(default_factory=dict)
     inexact: dict[str, int] = field(default_factory=dict)
     ledgers: dict[str, dict[str, int]] = field(default_factory=dict)
     path_loss: float = 0.0
@@ -360,6 +376,7 @@ def measure(
     warm_up: int = 2,
     seed: int = 1,
     progress: Callable[[str], None] | None = None,
+    beside: Mapping[str, Callable[[], float]] | None = None,
 ) -> AllReduceTimes:
     """Time every contender in turns over a path.
 
@@ -375,6 +392,8 @@ def measure(
         DLCP's packets are as large as fits it.
     rounds, warm_up, seed, progress
         See :func:`dlcp.bench.results.interleave`.
+    beside
+        What else takes part in the turns, by name; its samples are what it returns.
 
     Raises
     ------
@@ -398,7 +417,10 @@ def measure(
         found = AllReduceTimes(plan.contenders, path.words)
         with Ranks(AllReduceRank, [plan], path.namespaces) as ranks:
             ranks.call("join", ranks.call("where"), secrets.randbits(63) | 1)
-            runs = {contender.name: partial(_run_once, ranks, plan, contender, found) for contender in plan.contenders}
+            runs: dict[str, Callable[[], float]] = {
+                contender.name: partial(_run_once, ranks, plan, contender, found) for contender in plan.contenders
+            }
+            runs |= beside or {}
             before = path.dropped()
             found.samples = interleave(runs, rounds=rounds, warm_up=warm_up, seed=seed, progress=progress)
             passed, lost = (now - then for now, then in zip(path.dropped(), before, strict=True))
@@ -409,14 +431,15 @@ def measure(
 def _run_once(ranks: Ranks, plan: AllReducePlan, contender: AllReduceContender, found: AllReduceTimes) -> float:
     """Return the time of the slowest rank in ms, once the result has been checked."""
     ranks.call("prepare", contender)
-    slowest_s: float = max(ranks.call("run", contender))
+    costs: list[RunCost] = ranks.call("run", contender)
+    found.costs.setdefault(contender.name, []).append(costs)
     outcomes: list[RankOutcome] = ranks.call("outcome", contender)
     total = {name: sum(outcome.ledger[name] for outcome in outcomes) for name in outcomes[0].ledger}
     lost = total["lost"] - found.ledgers.get(contender.name, total | {"lost": 0})["lost"]
     found.ledgers[contender.name] = total
     inexact = check(contender.name, outcomes, lost * plan.payload_bytes // _VALUE_BYTES)
     found.inexact[contender.name] = found.inexact.get(contender.name, 0) + inexact
-    return 1e3 * slowest_s
+    return 1e3 * max(cost.seconds for cost in costs)
 
 
 def check(name: str, outcomes: Sequence[RankOutcome], excused: int) -> int:

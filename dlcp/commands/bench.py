@@ -36,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     allreduce = declare("allreduce", "all-reduce of 100 MB against Gloo, over a clean path", 9, _allreduce)
     allreduce.add_argument("--ranks", type=int, nargs="+", metavar="N", help="(default: 2 4; over veth 2)")
     allreduce.add_argument("--over", choices=("loopback", "veth"), default="loopback", help="(default: loopback)")
+    cpu = declare(
+        "cpu", "processor time of an all-reduce through sockets, beside Gloo's and the least possible", 9, _cpu
+    )
+    cpu.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="(default: 2 4)")
     loss = declare("loss", "the same through a router that loses packets at random", 7, _loss, root=True)
     loss.add_argument("--ranks", type=int, default=2, metavar="N", help="(default: 2)")
     loss.add_argument("--percent", type=float, nargs="+", default=_LOSSES_PERCENT, help="(default: 0 0.1 1 3)")
@@ -50,11 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sim.add_argument("--bytes", type=int, default=25_000_000, help="of each worker or rank (default: %(default)s)")
     sim.add_argument("--ranks", type=int, default=1024, metavar="N", help="of the ring (default: %(default)s)")
     sim.add_argument("--packets", type=int, default=2000, metavar="N", help="of each flow, beside ns.py")
-    for command in (allreduce, loss, tags, step, switch, compression):
+    for command in (allreduce, cpu, loss, tags, step, switch, compression):
         command.add_argument("--warm-up", type=int, default=2, metavar="N", help="rounds before them (default: 2)")
     for command in (allreduce, loss, step):
         command.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="MTU of the path (default: 1500)")
-    for command in (allreduce, loss):
+    for command in (allreduce, cpu, loss):
         command.add_argument("--megabytes", type=float, default=100.0, metavar="MB", help="of float32 (default: 100)")
 
 
@@ -90,6 +94,13 @@ def _allreduce(arguments: argparse.Namespace) -> list[BenchResult]:
         name = f"allreduce.n{count}" + (".veth" if veth else "") + _mtu_suffix(arguments.mtu)
         results += _measure_allreduce(VethPair(arguments.mtu) if veth else loopback(count), name, arguments)
     return results
+
+
+def _cpu(arguments: argparse.Namespace) -> list[BenchResult]:
+    from dlcp.bench.cpu import measure
+
+    values = int(arguments.megabytes * 1e6) // _VALUE_BYTES
+    return [entry for count in arguments.ranks for entry in measure(count, values=values, **_rounds(arguments))]
 
 
 def _loss(arguments: argparse.Namespace) -> list[BenchResult]:

@@ -3,13 +3,15 @@
 
 import argparse
 import json
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
-from dlcp.bench import allreduce, step
+from dlcp.bench import allreduce, cpu, step
 from dlcp.bench.allreduce import DIVIDED, LOSSLESS, LOSSY, MEMORY, MEMORY_DIVIDED, AllReduceContender, RankOutcome
 from dlcp.bench.path import BenchPath, RoutedPath
 from dlcp.commands import bench as command
@@ -115,3 +117,26 @@ def test_the_model_has_25_million_parameters():
     from dlcp.bench.step import LanguageModel
 
     assert 25e6 < sum(parameter.numel() for parameter in LanguageModel().parameters()) < 26e6
+
+
+def test_processor_time_is_that_of_all_ranks_beside_gloo_and_the_floor(monkeypatch):
+    monkeypatch.setattr(cpu, "loopback", BenchPath)
+    results = cpu.measure(2, values=MEGABYTE, rounds=2, warm_up=1)
+    assert [each.name for each in results] == ["cpu.n2", "cpu.n2.reliable", "cpu.n2.buckets"]
+    for result in results:
+        assert result.value > 0 < result.peer
+        assert result.details["peer"].startswith("gloo")
+        assert len(result.details["seconds_by"]) == len(result.details["milliseconds"])
+    if shutil.which("cc"):
+        assert results[0].details["floor"] > 0
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize(("ranks", "values"), [(2, 2), (2, 361), (3, 100_000), (5, 123_457)])
+def test_the_floor_averages_rightly_whatever_the_sizes(tmp_path, ranks, values):
+    """It checks each of its results itself."""
+    program = cpu._compiled_floor(tmp_path)
+    done = subprocess.run([program, str(ranks), str(values), "1440", "3"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3
+    assert subprocess.run([program, "1", "5", "1440", "1"], timeout=60).returncode == 2
