@@ -67,7 +67,7 @@ lint: $(STAMP) ## check style, types and layers
 bench: $(STAMP) ## measure everything again, into out/bench/NAME.json
 	@mkdir -p out/bench
 	@# Where namespaces are refused there are no results of loss, and the others go on.
-	@for name in allreduce compression loss sim step switch tags; do \
+	@for name in allreduce compression cpu loss sim step switch tags; do \
 		$(BIN)/dlcp bench $$name > out/bench/$$name.json.part || [ $$name = loss ]; \
 		mv out/bench/$$name.json.part out/bench/$$name.json; \
 		echo out/bench/$$name.json; \

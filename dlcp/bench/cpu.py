@@ -89,7 +89,7 @@ def _compiled_floor(folder: Path) -> Path | None:
     if compiler is None:
         return None
     program = folder / "floor"
-    command = [compiler, "-O3", "-o", program, Path(__file__).with_name("floor.c"), "-lpthread"]
+    command = [compiler, "-O3", "-o", str(program), str(Path(__file__).with_name("floor.c")), "-lpthread"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BenchError(f"floor.c does not compile: {done.stderr.strip()}")
@@ -99,7 +99,7 @@ def _compiled_floor(folder: Path) -> Path | None:
 def _run_floor(program: Path, ranks: int, values: int, runs: list[list[RunCost]]) -> float:
     """Run the program, add what it cost to ``runs``, and return its milliseconds."""
     words = [str(number) for number in (ranks, values, payload_for_mtu(_MTU_BYTES), _FLOOR_ROUNDS)]
-    command = [program, *words]
+    command = [str(program), *words]
     done = subprocess.run(  # in a session of its own, whose processes it ends if one of them fails
         command, capture_output=True, text=True, check=False, timeout=_FLOOR_DEADLINE_S, start_new_session=True
     )
