@@ -4,15 +4,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlcp.controller.testbed.layout import (
-    HostPlan,
-    Layout,
-    PortPlan,
-    ProcessId,
-    StartedSwitch,
-    StateFile,
-    SwitchPlan,
-)
+from dlcp.controller.testbed.layout import HostPlan, Layout, PortPlan, ProcessId, StartedSwitch, StateFile, SwitchPlan
 from dlcp.controller.testbed.namespaces import Doorways, NamedNamespace, run_in
 from dlcp.controller.testbed.requirements import load_mininet, mininet_network
 from dlcp.controller.testbed.switches import SwitchProgram, limit_rate, make

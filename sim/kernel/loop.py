@@ -24,13 +24,7 @@ from dlcp.sim.kernel.sender import (
 )
 from dlcp.sim.kernel.switching import SEND_NOW, choose_port, dequeue, enqueue
 from dlcp.sim.packet_engine import EngineCounter
-from dlcp.sim.plan import (
-    PORT_QUEUES,
-    Discipline,
-    Number,
-    PacketKind,
-    Row,
-)
+from dlcp.sim.plan import PORT_QUEUES, Discipline, Number, PacketKind, Row
 
 
 @call

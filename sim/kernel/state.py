@@ -6,10 +6,10 @@ every function is given one record, ``w`` (the world): the addresses and lengths
 whole network. ``packets_of(w)`` makes an array of such an address, which takes a load or two. Whoever fills the record
 has to keep the arrays alive (`dlcp.sim.kernel.kernel_engine`).
 
-Lists are linked through rows by index, and -1 ends them. Row fill whole cache lines, and what every packet needs comes
+Lists are linked through rows by index, and -1 ends them. Rows fill whole cache lines, and what every packet needs comes
 first in them: with a thousand hosts the kernel waits for memory more than for anything else.
 
-Row have the same names everywhere: ``x`` a packet, ``r`` a transmission, ``s`` a stream, ``m`` a message, ``t`` the
+Rows have the same names everywhere: ``x`` a packet, ``r`` a transmission, ``s`` a stream, ``m`` a message, ``t`` the
 rules of a transport, ``p`` a port, ``q`` a queue. ``packet``, ``stream``, ``message`` and so on are their indices.
 """
 
@@ -57,7 +57,7 @@ STATE_RECEIVED: Final = 0x40
 
 
 SPARE_ROWS: Final = 16
-"""Row of each array that one event may need, besides those for a stream's packets in flight and a node's followers."""
+"""Rows of each array that one event may need, besides those for a stream's packets in flight and a node's followers."""
 
 SWITCH_ROW: Final = np.dtype(
     [("random", i8), ("salt", i8), ("used", i8), ("turn", i4), ("divisor", i4)],

@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING
 
 from dlcp.sim.arithmetic import MASK64, PS_PER_US, RATE_SHIFT, draw, mix
 from dlcp.sim.packet_engine import EngineCounter
-from dlcp.sim.plan import (
-    PORT_QUEUES,
-    TRIMMED_BYTES,
-    BufferScope,
-    Discipline,
-    LinkRules,
-    PacketKind,
-    PathChoice,
-)
+from dlcp.sim.plan import PORT_QUEUES, TRIMMED_BYTES, BufferScope, Discipline, LinkRules, PacketKind, PathChoice
 from dlcp.sim.reference.parts import SimulatedPacket
 from dlcp.wire import Queue
 
