@@ -365,7 +365,10 @@ def constant_fields(program: ProgramDef, usage: Usage) -> set[Field]:
 
 
 def shorten(pipeline: Control) -> Control:
-    """Return the pipeline with such conditions skipped, and without the nodes that nobody reaches."""
+    """Return the pipeline without the nodes that nobody reaches.
+
+    Where a hidden table assigns constants and a condition on them follows at once, the condition is decided here.
+    """
     nodes = dict(pipeline.nodes)
     for name in followers_first(pipeline):
         node = nodes[name]

@@ -252,7 +252,7 @@ Statement: TypeAlias = Assign | Count | RegisterRead | RegisterWrite | Hash | Ex
 
 @dataclass(frozen=True, slots=True)
 class HeaderDef:
-    """A header or metadata instance. ``signed`` and ``varbit`` name fields that may exist but not be used."""
+    """A header or metadata instance. ``signed`` names fields that may exist but not be used."""
 
     name: str
     metadata: bool
@@ -556,7 +556,7 @@ class StateLayout:
     meter_cells: int
 
     def structures(self) -> list[str]:
-        """Return the names of all tables' and profiles' arrays, in the order in which `compiled` packs them."""
+        """Return the names of all tables' and profiles' arrays, as `CompiledMachine.prepare` orders them."""
         names = [name for slot in self.tables.values() for name in (slot.index, slot.rows)]
         return names + [name for slot in self.profiles.values() for name in (slot.groups, slot.choices, slot.members)]
 

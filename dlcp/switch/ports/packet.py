@@ -5,12 +5,13 @@ Opening one takes CAP_NET_RAW in the network namespace of the interface. The hos
 whose checksum or segmentation was left to hardware that does not exist is no frame (``dlcp.namespace`` turns
 them off).
 
-With the compiled library, frames come through a ring in memory (`dlcp.switch.ports.ring`) and go out many with one
+With the compiled library, frames come through a ring in memory (`PacketRing`) and go out many with one
 system call; without it, one by one. What is carried, refused and counted is the same.
 """
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import socket
 import struct
@@ -330,15 +331,11 @@ class PacketPort:
         return ReceivedFrames([self.port] * taken, packets)
 
     def _attach_filter(self) -> None:
-        import ctypes
-
         program = ctypes.create_string_buffer(_UNTAGGED_ONLY, len(_UNTAGGED_ONLY))
         filter_program = struct.pack("@HP", len(_UNTAGGED_ONLY) // 8, ctypes.addressof(program))
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_program)
 
     def _mtu_bytes(self) -> int:
-        import fcntl
-
         request = struct.pack("16si20x", self.interface.encode(), 0)
         reply = fcntl.ioctl(self._socket.fileno(), _SIOCGIFMTU, request)
         return int(struct.unpack_from("16si", reply)[1])
