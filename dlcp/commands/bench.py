@@ -3,7 +3,6 @@
 
 import argparse
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -73,13 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
         return refuse("bench", error, 1)
     show(results)
     return 0
-
-
-def main(name: str) -> int:
-    """Run one benchmark as a program of its own, which takes what ``dlcp bench NAME`` takes."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return run(parser.parse_args([name, *sys.argv[1:]]))
 
 
 def _allreduce(arguments: argparse.Namespace) -> list[BenchResult]:
