@@ -116,4 +116,4 @@ def test_error_names_the_command(namespaces):
         namespaces.StarNetwork(1) as network,
         pytest.raises(namespaces.NamespaceError, match=r"switch: ip link set ghost"),
     ):
-        namespaces._ip(network.switch, "link set ghost up")
+        network.switch.ip("link set ghost up")
