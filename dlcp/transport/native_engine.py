@@ -384,13 +384,13 @@ class NativeEngine:
     def send(self, request: SendRequest, bound: LossBound, now_s: float) -> None:
         """See :meth:`dlcp.transport.engine.Engine.send`."""
         payload, tail, key = np.frombuffer(request.payload, np.uint8), request.tail, request.key
-        tags = [np.ascontiguousarray(each) for each in request.tags]
-        packets = len(tags[0])
+        queue, drop_class, layer, protected = [np.ascontiguousarray(each) for each in request.tags]
+        packets = len(queue)
         allowed = bound.allowed(packets)
         record = _SendRequest(
             *(self._numbers[request.peer], key.step, key.message, packets),
-            *(payload.ctypes.data, tail.ctypes.data, len(payload), len(tail)),
-            *(each.ctypes.data for each in tags),
+            *(_address(payload), _address(tail), len(payload), len(tail)),
+            *(_address(queue), _address(drop_class), _address(layer), _address(protected)),
             *(allowed, min(0xFFFF, allowed // self._options.switch_hops), bound.ratio > 0, bound.immediate),
             *(chunk_seed(key) & 0xFFFFFFFF, *request.order),
         )
@@ -512,5 +512,5 @@ def service_of(tagged: bool, ecn_capable: bool) -> NDArray[np.uint8]:
     return service
 
 
-def _address(buffer: Bytes | None) -> int | None:
-    return None if buffer is None or not len(buffer) else buffer.ctypes.data
+def _address(array: NDArray[np.generic] | None) -> int | None:
+    return None if array is None or not len(array) else dlcp.native.address(array)
