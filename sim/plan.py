@@ -51,7 +51,7 @@ CUBIC_SCALE: Final = 0.4
 CUBIC_KEEP: Final = 0.7
 """beta of RFC 9438: the share of the window that a loss leaves."""
 DLCP_LOSS_KEEP: Final = 0.75
-"""The share of the window that a loss leaves DLCP: 1 - `dlcp.transport.congestion.LOSS_CUT`."""
+"""The share of the window that a loss leaves DLCP: 1 - `dlcp.transport.dctcp.LOSS_CUT`."""
 TRIMMED_BYTES: Final = 64
 """What is left of a packet that lost its payload (NDP)."""
 

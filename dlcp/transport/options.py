@@ -4,7 +4,9 @@
 from dataclasses import dataclass
 from typing import Final
 
-from dlcp.transport.congestion import CubicWindow, DctcpWindow, RateControl
+from dlcp.transport.congestion import RateControl
+from dlcp.transport.cubic import CubicWindow
+from dlcp.transport.dctcp import DctcpWindow
 
 CONGESTION: Final = ("dctcp", "ecn", "cubic")
 """How a rank may react to congestion."""

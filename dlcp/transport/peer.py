@@ -15,6 +15,10 @@ FASTEST_BPS = 100e9
 
 More only stands in buffers, and falls out of a host's caches. Chosen by us, by CPU time on a loopback.
 """
+READ_EVERY_S = 0.02
+"""How often a receiver reads its buffer at least: what arrives within that has to fit in, not what a longer path holds.
+Chosen by us: several times what a busy host makes a process wait.
+"""
 UNLIMITED_PACKETS = 1 << 40
 RATE_MEMORY_S = 0.3
 """Time constant of the rate's average, in seconds of sending. Chosen by us: a part of a training step on a slow
@@ -117,8 +121,10 @@ class Peer:
         else:
             if rtt_s:
                 self.base_rtt_s = min(self.base_rtt_s, rtt_s)
-            useful_bytes = max(USEFUL_WINDOW_BYTES, self.base_rtt_s * FASTEST_BPS / 8)
-            self.flow.largest_window = max(1, int(min(float(self.room_packets), useful_bytes / self.payload_bytes)))
+            base_s = 0.0 if self.base_rtt_s == math.inf else self.base_rtt_s
+            useful_packets = max(USEFUL_WINDOW_BYTES, self.base_rtt_s * FASTEST_BPS / 8) / self.payload_bytes
+            room_packets = self.room_packets * max(1.0, base_s / READ_EVERY_S)
+            self.flow.largest_window = max(1, int(min(room_packets, useful_packets)))
             # A window must not grow on the strength of what the bound lets through.
             self.control.window = min(self.control.window, float(self.flow.largest_window))
         self._apply_window()

@@ -36,6 +36,8 @@ class Flow:
         """When each packet was confirmed."""
         self.smoothed_rtt_s = 0.0
         self.waiting_for_pace = False
+        self.paced_until_s = 0.0
+        """When a control with a pace of its own lets the next packet go."""
         self._last_sent_s = -1.0
         self._last_report_s = 0.0
         self._clear()
@@ -49,6 +51,8 @@ class Flow:
         """Whether one more packet may go now."""
         if self.left == 0 or (self.pauses and (now_s - self.start_s) % sum(self.pauses) > self.pauses[0]):
             return False
+        if now_s < self.paced_until_s:
+            return False
         window = self.control.window
         if window < 1:
             return self.flying == 0 and now_s >= self._last_sent_s + (self.smoothed_rtt_s or 0.01) / window - 1e-12
@@ -58,6 +62,9 @@ class Flow:
         self.flying += 1
         self.sent += 1
         self._last_sent_s = now_s
+        pace = getattr(self.control, "pace", 0.0)
+        if pace:
+            self.paced_until_s = max(self.paced_until_s, now_s - 1 / pace) + 1 / pace
         if self.left is not None:
             self.left -= 1
 
@@ -148,6 +155,10 @@ class Bottleneck:
             else:
                 self.enqueue(flow)
         if flow.left == 0 or flow.waiting_for_pace:
+            return
+        if self.now < flow.paced_until_s:
+            flow.waiting_for_pace = True
+            self.at(flow.paced_until_s, self.pump, flow, True)
             return
         if flow.control.window < 1 and flow.flying == 0:
             flow.waiting_for_pace = True

@@ -5,7 +5,9 @@ import math
 
 import pytest
 
-from dlcp.transport.congestion import CubicWindow, DctcpWindow, Report
+from dlcp.transport.congestion import Report
+from dlcp.transport.cubic import CubicWindow
+from dlcp.transport.dctcp import DctcpWindow
 from dlcp.transport.random_loss import CALM_BLOCK_PACKETS, Finding, RandomLoss
 from tests.transport.bottleneck import ORDINARY, Bottleneck, Flow, jain
 

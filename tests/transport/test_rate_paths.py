@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The default law on paths of any length and any buffer, alone and beside flows of CUBIC that share its queue."""
+
+import pytest
+
+from dlcp.transport.cubic import CubicWindow
+from dlcp.transport.dctcp import DctcpWindow
+from dlcp.transport.peer import READ_EVERY_S
+from tests.transport.bottleneck import Bottleneck, Flow
+from tests.transport.exchanges import Network
+
+RATE = {0.0001: 833_333, 0.001: 83_333, 0.02: 5000, 0.1: 1667, 0.2: 1667}
+"""Packets a second, by round-trip time: from 10 Gbit/s to 20 Mbit/s at 1,500 bytes."""
+
+
+def run(rtt_s, buffer, seconds, *, rivals=(), marks=False, seed=0, late_s=0.0):
+    """Return a flow and its rivals after some seconds in one queue; ``buffer`` in bandwidth-delay products."""
+    path_packets = RATE[rtt_s] * rtt_s
+    depth = max(4, round(buffer * path_packets))
+    flow = Flow(DctcpWindow(), start_s=late_s)
+    others = [Flow(rival(), report_s=0, start_s=0.001 * rtt_s * number) for number, rival in enumerate(rivals)]
+    port = Bottleneck(
+        [flow, *others],
+        rate=RATE[rtt_s],
+        rtt_s=rtt_s,
+        depth=depth,
+        ecn_depth=max(2, depth // 4) if marks else None,
+        noise_s=min(rtt_s / 10, 0.001),
+        seed=seed,
+    )
+    port.run(seconds)
+    return flow, others
+
+
+def goodput(flow, rtt_s, seconds):
+    """Return the share of the port that a flow had, without the first third."""
+    return flow.goodput(seconds / 3, seconds) / RATE[rtt_s]
+
+
+@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize("buffer", [0.2, 1, 10])
+@pytest.mark.parametrize(("rtt_s", "seconds"), [(0.0001, 0.06), (0.001, 0.6), (0.02, 10), (0.1, 30), (0.2, 40)])
+def test_alone_it_fills_the_port_and_leaves_a_deep_buffer_empty(rtt_s, seconds, buffer, marks):
+    flow, _ = run(rtt_s, buffer, seconds, marks=marks)
+    # A threshold of less than a seventh of what the path holds costs throughput (DCTCP, SIGCOMM 2010).
+    least = {0.2: 0.75, 1: 0.85, 10: 0.95} if marks else {0.2: 0.93, 1: 0.95, 10: 0.95}
+    assert goodput(flow, rtt_s, seconds) > least[buffer]
+    if buffer == 10:
+        # Half a round trip, or what cannot be told from a host's wake-up times.
+        assert flow.smoothed_rtt_s < max(1.5 * rtt_s, rtt_s + 3 * 0.005)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("rtt_s", "buffer", "seconds"), [(0.02, 0.2, 30), (0.02, 1, 30), (0.1, 1, 60), (0.1, 10, 150)])
+def test_beside_two_cubic_flows_it_gets_about_a_third(rtt_s, buffer, seconds, seed):
+    flow, others = run(rtt_s, buffer, seconds, rivals=(CubicWindow, CubicWindow), seed=seed)
+    mine, theirs = goodput(flow, rtt_s, seconds), sum(goodput(other, rtt_s, seconds) for other in others)
+    assert mine + theirs > 0.95
+    # CUBIC's own shares differ as much in so few of its periods.
+    assert 0.55 / 3 < mine < 1.5 / 3
+
+
+def test_what_comes_late_into_a_full_buffer_gets_its_share_too():
+    flow, _ = run(0.02, 1, 60, rivals=(CubicWindow, CubicWindow), late_s=10)
+    assert goodput(flow, 0.02, 60) > 0.55 / 3
+
+
+def test_once_others_are_gone_the_queue_is_drained_again():
+    rival = Flow(CubicWindow(), report_s=0, packets=40_000)
+    flow = Flow(DctcpWindow())
+    port = Bottleneck([flow, rival], rate=5000, rtt_s=0.02, depth=1000)
+    port.run()
+    assert flow.control.contested
+    rival.unconfirmed = None
+    end_s = port.now + 60
+    port.run(end_s)
+    assert not flow.control.contested
+    assert flow.goodput(end_s - 5, end_s) > 0.95 * 5000
+    assert flow.smoothed_rtt_s < 1.5 * 0.02
+
+
+def test_a_longer_path_may_hold_more_than_the_receive_buffer():
+    network = Network(2)
+    peer = network.ranks[0]._peers[1]
+    room = peer.room_packets
+    peer.limit_window(READ_EVERY_S / 2)
+    assert peer.flow.largest_window <= room
+    peer.base_rtt_s = 10 * READ_EVERY_S
+    peer.limit_window()
+    assert peer.flow.largest_window == 10 * room
