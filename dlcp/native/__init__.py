@@ -54,11 +54,11 @@ def status() -> str:
     return _load().status
 
 
-def address(array: NDArray[np.generic]) -> int:
-    """Return where a contiguous array lies; keep the array meanwhile."""
+def address(array: NDArray[np.generic]) -> "ctypes.Array[ctypes.c_char] | int":
+    """Return where a contiguous array lies, as an argument for a function of the library; keep the array meanwhile."""
     try:
-        # Twice as fast as array.ctypes.data, which read-only arrays have too; a message has eight addresses.
-        return ctypes.addressof(_AT_BUFFER(array.data))
+        # Four times as fast as array.ctypes.data, which read-only arrays have too.
+        return _AT_BUFFER(array.data)
     except TypeError:
         return array.ctypes.data
 

@@ -513,4 +513,7 @@ def service_of(tagged: bool, ecn_capable: bool) -> NDArray[np.uint8]:
 
 
 def _address(array: NDArray[np.generic] | None) -> int | None:
-    return None if array is None or not len(array) else dlcp.native.address(array)
+    if array is None or not len(array):
+        return None
+    where = dlcp.native.address(array)
+    return where if isinstance(where, int) else ctypes.addressof(where)

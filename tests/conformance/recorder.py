@@ -27,6 +27,7 @@ from tests.conformance.recording import (
     WriteRegister,
 )
 from tests.conformance.simple_switch import DEADLINE_S, SimpleSwitch, SwitchError, version
+from tests.waiting import until
 
 ANSWER_S = 0.005
 """How long a packet may take before a marker is sent after it. Chosen by us: ten times what it takes when idle."""
@@ -108,8 +109,7 @@ class _Recorder:
 
     def record(self, digest: str, steps: Sequence[Step]) -> Recording:
         # Slots that nobody used yet count as last used when the switch started.
-        while self._switch.now_us() < SLOT_IDLE_US + 2 * MARGIN_US:
-            time.sleep(0.1)
+        until(lambda: self._switch.now_us() >= SLOT_IDLE_US + 2 * MARGIN_US)
         done: list[Step] = []
         for step in steps:
             done += self._do(step)

@@ -341,7 +341,7 @@ def test_a_group_is_closed_while_its_recovery_begins(monkeypatch):
         def start(self):
             if self.name == "dlcp-recovery":
                 begins.set()
-                time.sleep(0.3)
+                time.sleep(0.3)  # holds the moment open that is tested
             super().start()
 
     with BadNetwork(ports) as network:

@@ -116,7 +116,7 @@ def test_what_comes_meanwhile_falls_back_in_order_once_it_is_on_the_host():
     later = [session.give(0, 2, 0) for session in (first, second)]
     middle = [session.take(0, 1, 0) for session in (first, second)]
     assert values(*done) == [2, 2]
-    time.sleep(0.05)
+    time.sleep(0.05)  # nothing comes: that is what is tested
     assert {first.phase, second.phase} == {SessionPhase.RECOVERING}, "one is still on the device"
     for session, pending in zip((first, second), middle, strict=True):
         session.start(pending)

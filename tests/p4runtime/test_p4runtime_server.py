@@ -104,7 +104,7 @@ def test_a_server_is_closed_while_its_thread_ends():
 
         def linger(close=loop.close):
             close()
-            time.sleep(0.3)
+            time.sleep(0.3)  # holds the moment open that is tested
 
         loop.close = linger  # the thread is alive, and its loop is closed
         threading.Timer(0.1, loop.call_soon_threadsafe, [server._stop.set]).start()

@@ -11,6 +11,7 @@ from tests.conformance.recorder import ANSWER_S, BURST_ENQUEUED_US, BURST_RATE_P
 from tests.conformance.recording import Markers
 from tests.conformance.simple_switch import DEADLINE_S, SimpleSwitch
 from tests.conformance.sites import GREEN
+from tests.waiting import until
 
 MARKED = [TableEntry(**entry) for entry in Markers.ENTRIES]
 
@@ -25,8 +26,7 @@ class Bmv2:
         self._released = False
         self._slow_since_us: dict[int, int] = {}
         self._slowed: set[int] = set()
-        while self.switch.now_us() < SLOT_IDLE_US + 2 * MARGIN_US:
-            time.sleep(0.1)
+        until(lambda: self.switch.now_us() >= SLOT_IDLE_US + 2 * MARGIN_US)
 
     def close(self) -> None:
         self.switch.close()

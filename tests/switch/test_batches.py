@@ -213,7 +213,7 @@ def test_interfaces_carry_their_rate_and_no_more_whatever_the_queues(network):
             ended = sum(q["transmitted"] + q["tail_drops"] for q in three["queues"])
             ended += sum(port["ingress_drops"] for port in switch.snapshot()["ports"])
             expected = sum(q["transmitted"] for q in three["queues"]) if ended == sent else None
-            time.sleep(0.001)
+            time.sleep(0.001)  # the switch is to work meanwhile; the frames are taken as they come
     for sock in senders:
         sock.close()
     receiver.close()

@@ -18,6 +18,7 @@ from dlcp.commands import switch as command
 from dlcp.commands.switch_watch import render
 from dlcp.switch import PortQueueing, SwitchProcess, SwitchProcessError, read_entries
 from dlcp.wire import Flag, Header, PacketType, dscp
+from tests import waiting
 
 REPOSITORY = Path(__file__).parents[2]
 UDP_PORT = 53703  # the last of DLCP's block; users take the first
@@ -53,10 +54,15 @@ def packet(index, queue, drop_class, *, kind=PacketType.DATA, flags=0, budget=10
 
 
 def until(switch, condition):
-    deadline = time.monotonic() + 10
-    while not condition(snapshot := switch.snapshot()):
-        assert time.monotonic() < deadline, snapshot
-        time.sleep(0.02)
+    """Return the first snapshot that meets a condition."""
+
+    def found():
+        nonlocal snapshot
+        snapshot = switch.snapshot()
+        return condition(snapshot)
+
+    snapshot = None
+    waiting.until(found, lambda: snapshot)
     return snapshot
 
 
@@ -74,7 +80,7 @@ def test_incast_costs_the_least_valuable_class_only(tmp_path):
         started, total = time.monotonic(), 1500
         for index in range(total):
             while time.monotonic() < started + index * 0.001:
-                time.sleep(0.0005)
+                time.sleep(0.0005)  # a pace, not a wait
             sender.sendto(packet(index, 3, 7 if index % 2 else 0), ("127.77.0.2", UDP_PORT))
         snapshot = until(switch, lambda snapshot: ended(snapshot) == total)
         classes, marks = [0, 0], 0
@@ -142,7 +148,7 @@ def test_signal_stops_it_cleanly_with_its_last_counters(tmp_path):
             assert switch.stdout.readline() == "switch ready: ports 1, 2\n"
             with host_socket(0) as sender:
                 sender.sendto(packet(0, 2, 0), ("127.77.0.2", UDP_PORT))
-            time.sleep(0.1)
+            time.sleep(0.1)  # for the packet, which nothing else shows before the end
             os.kill(switch.pid, number)
             assert switch.wait(10) == 0
         assert json.loads(counters.read_text())["ports"][0]["received"] == 1

@@ -272,7 +272,7 @@ def too_late(worker):
         except RuntimeError as error:
             message = str(error)
     else:
-        time.sleep(2.5)
+        time.sleep(2.5)  # longer than the group's timeout
     dist.destroy_process_group(group)
     return message
 

@@ -122,7 +122,7 @@ def test_nothing_is_exchanged_before_the_copy_is_complete(lazy):
     staged = stager.stage(tensor, PER_PACKET, ready.put)
     assert device.events == ["wait for compute"]
     device.run(count=2)  # magnitudes and values are there, the mark behind them is not
-    time.sleep(0.05)
+    time.sleep(0.05)  # nothing comes: that is what is tested
     assert ready.empty()
     device.run()
     assert await_value(ready) is staged

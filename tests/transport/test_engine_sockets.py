@@ -155,7 +155,7 @@ def test_bursts_that_the_kernel_joined_are_taken_apart(pair, seed):
             burst.append(datagrams.pop(0))
         segment = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("H", 1472))] if len(burst[0]) == 1472 else []
         bare.sendmsg([b"".join(burst)], segment, 0, endpoint._socket.getsockname())
-        time.sleep(0.002)
+        time.sleep(0.002)  # a pace: the socket's buffer is small
     until(lambda: endpoint.counters()["data"] == 80)
     arrivals.append(endpoint.receive(ReceiveRequest(1, MessageKey(0, 2), len(payloads[2]), RELIABLE, "layer")))
     for arrival, payload in zip(arrivals, payloads, strict=True):
