@@ -47,20 +47,26 @@ def dlcp_train(*words):
     return [sys.executable, "-m", "dlcp.cli", "train", "--option", "loss_bound=0", *words, "--"]
 
 
+def classified(launcher, checkpoint):
+    command = [*launcher("--nproc-per-node", "2"), EXAMPLES / "image_classifier.py", "--epochs", "3"]
+    return subprocess.run(
+        [*map(str, command), "--save", checkpoint],
+        env={key: value for key, value in os.environ.items() if not key.startswith("DLCP_")},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
 def test_the_image_classifier_learns_the_same_with_torchrun_and_with_dlcp_train(tmp_path):
-    told = {}
-    for name, launcher in {"torchrun": torchrun, "dlcp": dlcp_train}.items():
-        command = [*launcher("--nproc-per-node", "2"), EXAMPLES / "image_classifier.py"]
-        done = subprocess.run(
-            [*map(str, command), "--epochs", "3", "--save", tmp_path / f"{name}.pt"],
-            env={**{key: value for key, value in os.environ.items() if not key.startswith("DLCP_")}},
-            capture_output=True,
-            text=True,
-            timeout=110,
-            check=False,
-        )
+    told = {"torchrun": classified(torchrun, tmp_path / "torchrun.pt")}
+    # On a busy machine PyTorch's own threads sometimes abort a rank that ends, whether or not there is DLCP.
+    if "terminate called without an active exception" in told["torchrun"].stderr:
+        told["torchrun"] = classified(torchrun, tmp_path / "torchrun.pt")
+    told["dlcp"] = classified(dlcp_train, tmp_path / "dlcp.pt")
+    for done in told.values():
         assert done.returncode == 0, done.stderr
-        told[name] = done
     accuracies = {name: re.findall(r"accuracy (\d+)/360", done.stdout) for name, done in told.items()}
     assert len(accuracies["torchrun"]) == 3
     assert accuracies["dlcp"] == accuracies["torchrun"]
