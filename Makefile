@@ -67,8 +67,8 @@ lint: $(STAMP) ## check style, types and layers
 bench: $(STAMP) ## measure everything again, into out/bench/NAME.json
 	@mkdir -p out/bench
 	@# Where namespaces are refused there are no results of loss, and the others go on.
-	@for name in allreduce compression cpu loss sim step switch tags; do \
-		$(BIN)/dlcp bench $$name > out/bench/$$name.json.part || [ $$name = loss ]; \
+	@for name in allreduce compression cpu loss paths sim step switch tags; do \
+		$(BIN)/dlcp bench $$name > out/bench/$$name.json.part || [ $$name = loss ] || [ $$name = paths ]; \
 		mv out/bench/$$name.json.part out/bench/$$name.json; \
 		echo out/bench/$$name.json; \
 	done

@@ -32,7 +32,7 @@ LINK_BURST_BYTES: Final = 128 << 10
 """What a slow link may send at once. Chosen by us: two of a kernel's bursts, for one is taken apart if it is all."""
 
 # Classic BPF: load a random word, drop (2, TC_ACT_SHOT) if it is below a threshold, else pass (0, TC_ACT_OK).
-_DROP_AT_RANDOM: Final = "4,32 0 0 4294963256,53 1 0 {threshold},6 0 0 2,6 0 0 0"
+DROP_AT_RANDOM: Final = "4,32 0 0 4294963256,53 1 0 {threshold},6 0 0 2,6 0 0 0"
 
 
 class BenchPath:
@@ -109,7 +109,7 @@ class NamespaceLoopback(BenchPath):
         return f"127.0.0.{_TCP_ADDRESS + self.controls.index(control)}"
 
 
-class _Hosts(BenchPath, ABC):
+class BenchHosts(BenchPath, ABC):
     """Hosts with namespaces of their own: rank k has 10.0.k.2 for DLCP, and 10.0.k.10 and up for TCP."""
 
     interface = "eth0"
@@ -155,7 +155,7 @@ class _Hosts(BenchPath, ABC):
         return [own, *controlled]
 
 
-class VethPair(_Hosts):
+class VethPair(BenchHosts):
     """Two hosts joined by a veth pair, with the kernel's offloads."""
 
     def __init__(self, mtu_bytes: int = 1500) -> None:
@@ -174,7 +174,7 @@ class VethPair(_Hosts):
             host.ip(*self._addresses(rank), *self._routes(rank, 1 - rank, "dev eth0"))
 
 
-class RoutedPath(_Hosts):
+class RoutedPath(BenchHosts):
     """Hosts around a router that may lose packets at random.
 
     Parameters
@@ -243,7 +243,7 @@ class RoutedPath(_Hosts):
             if not self.offloads:
                 self._router.call(partial(turn_off_offloads, port))
                 host.call(partial(turn_off_offloads, "eth0"))
-            program = _DROP_AT_RANDOM.format(threshold=min(round(self.loss * 2**32), 2**32 - 1))
+            program = DROP_AT_RANDOM.format(threshold=min(round(self.loss * 2**32), 2**32 - 1))
             self._tc("qdisc", "add", "dev", port, "clsact")
             # IPv4 only, so that neighbours find each other at once.
             self._tc("filter", "add", "dev", port, "ingress", "protocol", "ip", "bpf", "da", "bytecode", program)

@@ -53,7 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sim.add_argument("--bytes", type=int, default=25_000_000, help="of each worker or rank (default: %(default)s)")
     sim.add_argument("--ranks", type=int, default=1024, metavar="N", help="of the ring (default: %(default)s)")
     sim.add_argument("--packets", type=int, default=2000, metavar="N", help="of each flow, beside ns.py")
-    for command in (allreduce, cpu, loss, tags, step, switch, compression):
+    paths = declare(
+        "paths", "all-reduce over four equal routes, one of which may be slow or lossy", 3, _paths, root=True
+    )
+    paths.add_argument("--draws", type=int, default=3, metavar="N", help="how often ranks start anew (default: 3)")
+    paths.add_argument("--rate-mbps", type=float, default=50.0, metavar="RATE", help="of each link (default: 50)")
+    paths.add_argument("--megabytes", type=float, default=16.0, metavar="MB", help="of float32 (default: 16)")
+    for command in (allreduce, cpu, loss, tags, step, switch, compression, paths):
         command.add_argument("--warm-up", type=int, default=2, metavar="N", help="rounds before them (default: 2)")
     for command in (allreduce, loss, step):
         command.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="MTU of the path (default: 1500)")
@@ -135,6 +141,14 @@ def _step(arguments: argparse.Namespace) -> list[BenchResult]:
         mtu_bytes=arguments.mtu,
         shared_memory=not arguments.sockets,
         **_rounds(arguments),
+    )
+
+
+def _paths(arguments: argparse.Namespace) -> list[BenchResult]:
+    from dlcp.bench.paths import measure
+
+    return measure(
+        rate_mbps=arguments.rate_mbps, megabytes=arguments.megabytes, draws=arguments.draws, **_rounds(arguments)
     )
 
 

@@ -45,7 +45,8 @@ API engine *dlcp_engine_new(const config *rules) {
     if (!self)
         return NULL;
     self->config = *rules;
-    self->socket = (int)rules->socket;
+    self->socket = self->sockets[0] = (int)rules->socket;
+    self->socket_count = 1;
     self->wake = (int)rules->wake;
     self->bell = -1;
     self->offload = 1;
@@ -73,10 +74,12 @@ API engine *dlcp_engine_new(const config *rules) {
 }
 
 /* Name a peer: `address` is in host byte order, `service` has the type of service by queue and by whether a packet may
- * be dropped. Return its flow, whose public head is the caller's to write. */
+ * be dropped. Return its flow, whose public head is the caller's to write; NULL: no memory. */
 API flow *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, int64_t port, const uint8_t *service,
                     double now_s) {
     flow *one = &self->flows[peer];
+    if (path_make(self, one, 1))
+        return NULL;
     one->peer = peer;
     one->rank = rank;
     one->address.sin_family = AF_INET;
@@ -92,6 +95,23 @@ API flow *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, 
         one->newest_delivered_s[queue] = -1;
     self->flow_of_rank[rank] = peer;
     return one;
+}
+
+/* Send from one more socket; return 0, or NO_MEMORY if there are too many. */
+API int64_t dlcp_add_socket(engine *self, int64_t socket) {
+    if (self->socket_count == PATHS_MAX)
+        return NO_MEMORY;
+    self->sockets[self->socket_count++] = (int)socket;
+    return 0;
+}
+
+/* Take packets of a peer that come from other ports of its address, too. */
+API void dlcp_accept(engine *self, int64_t peer, const uint16_t *ports, int64_t count) {
+    flow *from = &self->flows[peer];
+    from->port_count = smaller(count, PATHS_MAX - 1);
+    from->port_last = 0;
+    for (int64_t i = 0; i < from->port_count; i++)
+        from->ports[i] = htons(ports[i]);
 }
 
 static void free_garbage(engine *self) {
@@ -112,8 +132,10 @@ API void dlcp_engine_stop(engine *self) {
 API void dlcp_engine_free(engine *self) {
     dlcp_engine_stop(self);
     for (int64_t i = 0; i < self->config.peers; i++) {
-        for (int queue = 0; queue < QUEUES; queue++)
-            free(self->flows[i].runs[queue].runs);
+        for (int64_t way = 0; way < self->flows[i].path_count; way++)
+            for (int queue = 0; queue < QUEUES; queue++)
+                free(self->flows[i].paths[way].runs[queue].runs);
+        free(self->flows[i].paths);
         free(self->flows[i].messages);
         free(self->flows[i].fresh);
     }
@@ -224,8 +246,8 @@ static size_t put_ancillary(char *at, size_t used, int level, int type, const vo
 }
 
 /* Send pieces to a peer's address: datagrams of `segment` bytes, or one if that is 0. Return as sendmsg. */
-static ssize_t send_pieces(const engine *self, flow *to, struct iovec *pieces, int64_t parts, int tos,
-                           uint16_t segment) {
+static ssize_t send_pieces(const engine *self, flow *to, struct iovec *pieces, int64_t parts, int tos, uint16_t segment,
+                           int64_t way) {
     union {
         char bytes[CMSG_SPACE(sizeof(int)) + CMSG_SPACE(sizeof(uint16_t))];
         struct cmsghdr align;
@@ -242,29 +264,31 @@ static ssize_t send_pieces(const engine *self, flow *to, struct iovec *pieces, i
                              .msg_iovlen = (size_t)parts,
                              .msg_control = used ? control.bytes : NULL,
                              .msg_controllen = used};
-    return sendmsg(self->socket, &message, MSG_DONTWAIT);
+    return sendmsg(self->sockets[way], &message, MSG_DONTWAIT);
 }
 
 /* Send one datagram. Return SOCKET_FULL or RING_FULL if it cannot leave now; other errors count as loss on the way. */
-int engine_send_datagram(engine *self, flow *to, const uint8_t *datagram, int64_t bytes, int tos) {
+int engine_send_datagram(engine *self, flow *to, const uint8_t *datagram, int64_t bytes, int tos, int64_t way) {
     if (self->socket < 0) {
         if (!self->room)
             return SOCKET_FULL;
         if (self->room > 0)
             self->room--;
         event *news = report_packet(self, EVENT_DATAGRAM, to, datagram, bytes);
-        if (news)
+        if (news) {
             news->tos = tos;
+            news->path = way;
+        }
         return 0;
     }
     if (to->out.bytes)
         return ring_send_datagram(to, datagram, bytes);
     struct iovec piece = {(void *)datagram, (size_t)bytes};
-    return send_pieces(self, to, &piece, 1, tos, 0) >= 0 ? 0 : after_error(self);
+    return send_pieces(self, to, &piece, 1, tos, 0, way) >= 0 ? 0 : after_error(self);
 }
 
 static int send_one_by_one(engine *self, flow *to, outgoing *message, const uint32_t *packets, int64_t count,
-                           uint8_t (*headers)[HEADER_BYTES]) {
+                           uint8_t (*headers)[HEADER_BYTES], int64_t way) {
     uint8_t datagram[DATAGRAM_MAX];
     for (int64_t k = 0; k < count; k++) {
         struct iovec pieces[2];
@@ -276,17 +300,17 @@ static int send_one_by_one(engine *self, flow *to, outgoing *message, const uint
             bytes += (int64_t)pieces[part].iov_len;
         }
         /* A packet that the socket cannot take now, when earlier ones of the burst have left, is as good as lost. */
-        if (engine_send_datagram(self, to, datagram, bytes, message->tags[packets[k]][3]) < 0 && !k)
+        if (engine_send_datagram(self, to, datagram, bytes, message->tags[packets[k]][3], way) < 0 && !k)
             return SOCKET_FULL;
     }
     return 0;
 }
 
-/* Send packets of a message at once; return as engine_send_datagram. */
+/* Send packets of a message at once, on one path; return as engine_send_datagram. */
 int engine_send_burst(engine *self, flow *to, outgoing *message, const uint32_t *packets, int64_t count,
-                      uint8_t (*headers)[HEADER_BYTES]) {
+                      uint8_t (*headers)[HEADER_BYTES], int64_t way) {
     if (self->socket < 0 || (!to->out.bytes && count > 1 && !self->offload))
-        return send_one_by_one(self, to, message, packets, count, headers);
+        return send_one_by_one(self, to, message, packets, count, headers, way);
     if (to->out.bytes && ring_is_exported(self, message, packets, count))
         return ring_send_exported(self, to, message, count, headers);
     struct iovec pieces[3 * SEGMENTS_MAX];
@@ -299,11 +323,11 @@ int engine_send_burst(engine *self, flow *to, outgoing *message, const uint32_t 
         return ring_send_burst(self, to, pieces, parts);
     uint16_t segment = count > 1 ? (uint16_t)(HEADER_BYTES + self->config.payload_bytes) : 0;
     self->sent_bursts++;
-    if (send_pieces(self, to, pieces, parts, message->tags[packets[0]][3], segment) >= 0)
+    if (send_pieces(self, to, pieces, parts, message->tags[packets[0]][3], segment, way) >= 0)
         return 0;
     if (segment && (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP)) {
         self->offload = 0; /* no checksum offload on the way out, or an old kernel */
-        return send_one_by_one(self, to, message, packets, count, headers);
+        return send_one_by_one(self, to, message, packets, count, headers, way);
     }
     return after_error(self);
 }
@@ -315,7 +339,9 @@ void engine_send_control(engine *self, flow *to, enum packet_type type, const kn
     engine_write_header(self, datagram, type, name->step, name->message, index, count);
     if (bytes)
         memcpy(datagram + HEADER_BYTES, payload, (size_t)bytes);
-    if (engine_send_datagram(self, to, datagram, HEADER_BYTES + bytes, (int)self->config.control_tos) < 0)
+    /* A greeting tells the peer which other ports are ours, so it comes from the one that is known. */
+    int64_t way = type == HELLO || type == HELLO_ACK || type == ABORT ? 0 : path_for_control(to);
+    if (engine_send_datagram(self, to, datagram, HEADER_BYTES + bytes, (int)self->config.control_tos, way) < 0)
         self->control_unsent++;
 }
 
@@ -372,16 +398,37 @@ void engine_take(engine *self, flow *from, const uint8_t *datagram, int64_t byte
     }
 }
 
+/* Return from which of a peer's ports a packet comes; below 0: from none. */
+static int64_t path_of(flow *from, const struct sockaddr_in *source) {
+    if (from->address.sin_addr.s_addr != source->sin_addr.s_addr)
+        return -1;
+    if (from->address.sin_port == source->sin_port)
+        return 0;
+    /* Packets of a burst have one source. */
+    for (int64_t i = 0, at = from->port_last; i < from->port_count; i++, at = at + 1 < from->port_count ? at + 1 : 0)
+        if (from->ports[at] == source->sin_port) {
+            from->port_last = at;
+            return at + 1;
+        }
+    return -1;
+}
+
 static void take_in(engine *self, const uint8_t *datagram, int64_t bytes, const struct sockaddr_in *source, int tos,
                     double now_s) {
     if (engine_refuses(self, NULL, datagram, bytes))
         return;
     int64_t rank = header_sender(datagram), peer = rank < self->config.ranks ? self->flow_of_rank[rank] : -1;
     flow *from = peer < 0 ? NULL : &self->flows[peer];
-    if (from && from->address.sin_addr.s_addr == source->sin_addr.s_addr && from->address.sin_port == source->sin_port)
-        engine_take(self, from, datagram, bytes, tos, now_s);
-    else
+    int64_t way = from ? path_of(from, source) : -1;
+    if (way < 0) {
         self->refused_sender++;
+        return;
+    }
+    if ((tos & 3) == 3 && header_type(datagram) == DATA) {
+        from->path_marked[way]++;
+        from->marked_paths |= 1ull << way;
+    }
+    engine_take(self, from, datagram, bytes, tos, now_s);
 }
 
 /* Take in one datagram, for use without a socket. */

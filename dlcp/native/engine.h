@@ -5,6 +5,7 @@
  *   outgoing.c   a message on its way out, until its receiver has confirmed it
  *   incoming.c   a message on its way in, and what is known of it once it is complete
  *   flow.c       everything on its way to one peer: window, round-trip time, losses, acknowledgements
+ *   path.c       the ways to a peer, and which of them are good
  *   reduction.c  an average that is formed while packets arrive
  *   ring.c       packets through memory, between ranks of one host
  *   tags.c       what packets carry of their tags, and the order in which they leave
@@ -30,6 +31,7 @@
 enum { HEADER_BYTES = 32, QUEUES = 8, DROP_CLASSES = 8, DATAGRAM_MAX = 65536 };
 enum { ORDINARY_QUEUE = 1 };
 enum { ACK_BLOCK_PACKETS = 64, ACK_ENTRY_BYTES = 18, ACK_RECENT = 4 };
+enum { PATHS_MAX = 64, ACK_PATH = 0x7FFFFFFF };
 enum { SEND_BLOCK_PACKETS = 256, SEGMENTS_MAX = 64, MESSAGE_PACKETS_MAX = 1 << 22, STEPS_AHEAD_MAX = 1 << 16 };
 enum { VERSION = 1 };
 enum packet_type { DATA = 1, ACK, PROBE, BITMAP, STOP, STOP_ACK, HELLO, HELLO_ACK, ABORT };
@@ -63,6 +65,9 @@ typedef struct {
     double probe_timeout_min_s, probe_timeout_max_s, look_s;
     int64_t backoff_max, unanswered_patience;
     double stop_repeat_s, stop_repeat_max_s, known_after_s, remind_s;
+    int64_t path_packets, path_burst, path_judged;
+    double path_gain, path_lossy, path_lossier, path_slow, path_marked, path_least, path_calm;
+    double path_again_s, path_again_max_s, path_stalled_s;
 } config;
 
 typedef enum {
@@ -73,14 +78,14 @@ typedef enum {
     EVENT_CONTROL,    /* a greeting, the answer to one, or an abort: data is the packet */
     EVENT_REPORT,     /* what became of packets since the last report: delivered to smoothed_rtt_s */
     EVENT_TIMEOUT,    /* a peer leaves questions unanswered */
-    EVENT_DATAGRAM,   /* without a socket: a packet leaves: data, tos */
+    EVENT_DATAGRAM,   /* without a socket: a packet leaves: data, tos, path */
 } event_kind;
 
 typedef struct {
     int64_t kind, peer, step, message, packets;
     int64_t sent, resent, last_bytes;
     int64_t delivered, marked, lost, limited, waiting; /* `waiting`: packets wait to be sent */
-    int64_t tos, bytes;
+    int64_t tos, bytes, path;
     double now_s, rtt_s, smoothed_rtt_s;
     const uint64_t *bits; /* which packets arrived: bit k of word w is packet 64 w + k; NULL: all */
     const uint8_t *data;
@@ -183,6 +188,7 @@ struct outgoing {
     int64_t next;   /* in `order` */
     uint8_t *state; /* packet_state */
     double *sent_s;
+    uint8_t *path;        /* where it was sent last */
     uint64_t *acked;      /* bits, as in `event` */
     uint32_t *retransmit; /* a ring of packets, each in it once; what was delivered meanwhile is passed over */
     int64_t retransmit_first, retransmit_count;
@@ -211,6 +217,20 @@ typedef struct {
     run *runs;
     int64_t first, count, capacity;
 } run_queue;
+
+/* One of the ways to a peer: what is on it, and how good it is. */
+typedef struct {
+    int64_t flying, sent;
+    double weight;  /* 1: as good as the best; 0: it is left, until */
+    double again_s; /* this, */
+    double patience_s;
+    int64_t on_trial;            /* as it is again at first */
+    double delay_s, loss, marks; /* smoothed: round trip (0: not known), shares of packets */
+    int64_t judged, lost, marked;
+    double newest_delivered_s[QUEUES], sampled_s; /* when the newest packets that arrived were sent */
+    run_queue runs[QUEUES];
+    uint32_t marked_seen;
+} path;
 
 /* A block of packets to be acknowledged. */
 typedef struct {
@@ -251,14 +271,22 @@ struct flow {
     double rtt_s;                             /* smallest since the last report; 0: none */
     double reported_s, report_due_s;          /* infinity if there is nothing to report */
     double disorder, sent_last_s;
-    double newest_delivered_s[QUEUES];
-    run_queue runs[QUEUES];
+    double newest_delivered_s[QUEUES]; /* on any path */
+    path *paths;
+    int64_t path_count, path_last;
+    double stalled_due_s;                 /* when to look next for paths on which nothing arrives */
+    uint64_t fresh_paths;                 /* bits: something has come back of what was sent there */
+    int64_t excused_lost, excused_marked; /* on paths that are left or on trial: the window has no part in it */
     outgoing **messages;
     int64_t message_count, message_capacity;
     double look_s; /* when to look next which messages to ask about, if none falls idle before */
     uint32_t marked_seen;
     /* receiving */
     uint32_t data_received, marked_received;
+    in_port_t ports[PATHS_MAX]; /* from which it sends, too, in network byte order */
+    int64_t port_count, port_last;
+    uint32_t path_marked[PATHS_MAX];
+    uint64_t marked_paths; /* bits: more marks than were told */
     ack_block *fresh, recent[ACK_RECENT];
     int64_t fresh_count, fresh_capacity, fresh_packets, recent_count;
     double ack_due_s, acknowledged_s, data_last_s;
@@ -303,6 +331,8 @@ struct engine {
     double reminded_s; /* when the sender of a whole message was last told again */
     int closed;        /* no message is taken any more */
     int socket, wake, bell;
+    int sockets[PATHS_MAX]; /* by path; all but the first only send */
+    int64_t socket_count;
     uint32_t *asleep;        /* says to peers on this host: this engine waits for its bell; NULL: there are none */
     int64_t shared;          /* flows whose packets come through a ring */
     const uint8_t *exported; /* what is sent from here, peers on this host read where it is */
@@ -318,8 +348,8 @@ void engine_discard(engine *self, void *memory);
 void engine_take(engine *self, flow *from, const uint8_t *datagram, int64_t bytes, int tos, double now_s);
 int engine_refuses(engine *self, const flow *from, const uint8_t *datagram, int64_t bytes);
 int engine_send_burst(engine *self, flow *to, outgoing *message, const uint32_t *packets, int64_t count,
-                      uint8_t (*headers)[HEADER_BYTES]);
-int engine_send_datagram(engine *self, flow *to, const uint8_t *datagram, int64_t bytes, int tos);
+                      uint8_t (*headers)[HEADER_BYTES], int64_t way);
+int engine_send_datagram(engine *self, flow *to, const uint8_t *datagram, int64_t bytes, int tos, int64_t way);
 void engine_send_control(engine *self, flow *to, enum packet_type type, const known *name, int64_t index, int64_t count,
                          const uint8_t *payload, int64_t bytes);
 void engine_write_header(const engine *self, uint8_t *header, enum packet_type type, int64_t step, int64_t message,
@@ -352,7 +382,7 @@ double finished_repeat(engine *owner, double now_s);
 void stream(uint8_t *into, const uint8_t *from, int64_t bytes);
 /* flow.c */
 int64_t flow_pump(engine *owner, flow *self, double now_s);
-void flow_feed_back(engine *owner, flow *self, int64_t delivered, int64_t marked, int64_t lost);
+void flow_feed_back(engine *owner, flow *self, int64_t delivered, int64_t marked, int64_t lost, double now_s);
 double flow_paused_until(const flow *self);
 double flow_report(engine *owner, double now_s);
 void flow_note_arrival(const engine *owner, flow *self, incoming *message, int64_t index, int tos, double now_s);
@@ -361,6 +391,13 @@ void flow_acknowledge_whole(engine *owner, flow *self, incoming *message, double
 double flow_acknowledge_due(engine *owner, double now_s);
 void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagram, int64_t bytes, double now_s);
 void flow_forget_incoming(flow *self, const incoming *message);
+/* path.c */
+int path_make(const engine *owner, flow *self, int64_t count);
+int64_t path_choose(const engine *owner, flow *self, int64_t *limit, double now_s);
+int64_t path_for_control(const flow *self);
+void path_leave(const engine *owner, flow *self, path *one, double now_s);
+void path_judge_all(const engine *owner, flow *self, double now_s);
+void path_sample_delay(const engine *owner, path *self, double delay_s);
 /* reduction.c */
 int reduction_is_in_turn(const reduction *self, int64_t position, int64_t index);
 void reduction_add(reduction *self, int64_t position, int64_t index, const uint8_t *payload);

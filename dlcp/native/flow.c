@@ -2,14 +2,16 @@
 /* Everything on its way to one peer: its window, its round-trip time, what of it is lost, and the acknowledgements of
  * both directions.
  *
- * Packets count as lost when one that was sent later into the same queue has arrived, by more than the disorder to be
- * expected (RACK, RFC 8985, kept per queue because strict priority reorders across queues).
+ * Packets count as lost when one that was sent later on the same path into the same queue has arrived, by more than the
+ * disorder to be expected (RACK, RFC 8985, kept per queue because strict priority reorders across queues, and per path
+ * because delays differ). A path on which nothing arrives at all is judged by the others, with patience, and left.
  *
  * An acknowledgement tells of blocks of 64 packets which of them have arrived. It tells all that is known of its
  * blocks, and repeats the last ones before, so that the next one makes up for it if it is lost. Its payload has entries
  * of step (4 bytes), message (2), block (4; with ACK_WHOLE if the message is complete, and all of it is here) and bits
  * (8; bit k is packet 64 block + k). In its header, `index` and `count` hold how many packets of the flow arrived so
- * far and how many of them marked congested, `step` how many microseconds ago the newest of them came.
+ * far and how many of them marked congested, `step` how many microseconds ago the newest of them came. An entry with
+ * the block ACK_PATH says of a path, its `step`, how many packets arrived marked there, its `bits`.
  */
 
 #include <math.h>
@@ -17,6 +19,8 @@
 #include <string.h>
 
 #include "engine.h"
+
+enum { RUNS_FIRST = 16 };
 
 /* What is on the wire ---------------------------------------------------------------------------------------------- */
 
@@ -47,20 +51,47 @@ static int64_t lose_run(flow *self, const run *sent) {
     return lost;
 }
 
-static int64_t find_lost(const engine *owner, flow *self) {
-    double disorder_s = fmax(self->smoothed_rtt_s * self->disorder, owner->config.reorder_min_s);
+/* Find what of one queue of a path is lost: what was sent before `until_s`. */
+static int64_t lose_until(flow *self, run_queue *sent, double until_s) {
     int64_t lost = 0;
-    for (int queue = 0; queue < QUEUES; queue++) {
-        run_queue *sent = &self->runs[queue];
-        while (sent->count) {
-            run first = sent->runs[sent->first];
-            if (first.message && first.sent_s >= self->newest_delivered_s[queue] - disorder_s)
-                break;
-            sent->first = (sent->first + 1) % sent->capacity;
-            sent->count--;
-            if (first.message)
-                lost += lose_run(self, &first);
-        }
+    while (sent->count) {
+        run first = sent->runs[sent->first];
+        if (first.message && first.sent_s >= until_s)
+            break;
+        sent->first = (sent->first + 1) % sent->capacity;
+        sent->count--;
+        if (first.message)
+            lost += lose_run(self, &first);
+    }
+    return lost;
+}
+
+/* Find what of a path is lost by what has arrived much later on others; leave it if nothing arrives there at all. */
+static int64_t lose_stalled(const engine *owner, flow *self, path *way, int queue, double stalled_s, double now_s) {
+    double until_s = self->newest_delivered_s[queue] - fmax(stalled_s, 2 * way->delay_s);
+    int64_t lost = lose_until(self, &way->runs[queue], until_s);
+    if (lost < owner->config.path_burst || way->newest_delivered_s[queue] >= until_s)
+        return lost;
+    if (way->weight > 0 && !way->on_trial)
+        self->excused_lost += lost;
+    path_leave(owner, self, way, now_s);
+    return lost;
+}
+
+static int64_t find_lost(const engine *owner, flow *self, double now_s) {
+    double disorder_s = fmax(self->smoothed_rtt_s * self->disorder, owner->config.reorder_min_s);
+    double stalled_s = disorder_s + fmax(owner->config.path_stalled_s, 2 * self->smoothed_rtt_s);
+    int64_t lost = 0;
+    for (uint64_t fresh = self->fresh_paths; fresh; fresh &= fresh - 1) {
+        path *way = &self->paths[__builtin_ctzll(fresh)];
+        for (int queue = 0; queue < QUEUES; queue++)
+            lost += lose_until(self, &way->runs[queue], way->newest_delivered_s[queue] - disorder_s);
+    }
+    if (self->path_count > 1 && now_s >= self->stalled_due_s) {
+        self->stalled_due_s = now_s + owner->config.path_stalled_s / 4;
+        for (int64_t i = 0; i < self->path_count; i++)
+            for (int queue = 0; queue < QUEUES && self->paths[i].flying; queue++)
+                lost += lose_stalled(owner, self, &self->paths[i], queue, stalled_s, now_s);
     }
     if (lost)
         self->disorder = fmax(self->disorder * owner->config.disorder_decay, owner->config.disorder_min);
@@ -78,14 +109,16 @@ static void schedule_report(const engine *owner, flow *self) {
 }
 
 /* Note what came back, for the next report. */
-void flow_feed_back(engine *owner, flow *self, int64_t delivered, int64_t marked, int64_t lost) {
+void flow_feed_back(engine *owner, flow *self, int64_t delivered, int64_t marked, int64_t lost, double now_s) {
     if (delivered)
-        lost += find_lost(owner, self);
+        lost += find_lost(owner, self, now_s);
+    path_judge_all(owner, self, now_s);
     if (!delivered && !lost)
         return;
     self->delivered += delivered;
-    self->lost += lost;
-    self->marked += smaller(marked, delivered);
+    self->lost += lost - smaller(lost, self->excused_lost);
+    self->marked += smaller(marked - smaller(marked, self->excused_marked), delivered);
+    self->excused_lost = self->excused_marked = 0;
     schedule_report(owner, self);
     for (int64_t k = 0; k < self->message_count; k++) {
         outgoing *message = self->messages[k];
@@ -178,7 +211,9 @@ static int64_t place_of_run(const run_queue *sent, int64_t after) {
 static int reserve_runs(run_queue *sent, int64_t more) {
     if (sent->count + more <= sent->capacity)
         return 0;
-    int64_t capacity = sent->capacity ? sent->capacity * 2 : SEGMENTS_MAX;
+    int64_t capacity = sent->capacity ? sent->capacity * 2 : RUNS_FIRST;
+    while (capacity < sent->count + more)
+        capacity *= 2;
     run *runs = malloc((size_t)capacity * sizeof *runs);
     if (!runs)
         return NO_MEMORY;
@@ -196,8 +231,9 @@ static void note_run(run_queue *sent, run one) {
     sent->count++;
 }
 
-static void note_sent(flow *self, outgoing *message, const uint32_t *packets, int64_t count, double now_s) {
-    run_queue *sent = &self->runs[message->tags[packets[0]][1] >> 5];
+static void note_sent(flow *self, outgoing *message, const uint32_t *packets, int64_t count, int64_t way,
+                      double now_s) {
+    run_queue *sent = &self->paths[way].runs[message->tags[packets[0]][1] >> 5];
     int again = message->state[packets[0]] == RETRANSMIT;
     if (!again)
         note_run(sent, (run){now_s, message, (uint32_t)message->next, (uint32_t)count});
@@ -207,6 +243,7 @@ static void note_sent(flow *self, outgoing *message, const uint32_t *packets, in
             note_run(sent, (run){now_s, message, index, 0});
         message->state[index] = FLYING;
         message->sent_s[index] = now_s;
+        message->path[index] = (uint8_t)way;
     }
     if (again) {
         message->retransmit_first = (message->retransmit_first + count) % message->packets;
@@ -219,6 +256,9 @@ static void note_sent(flow *self, outgoing *message, const uint32_t *packets, in
     message->flying += count;
     message->sent += count;
     self->flying += count;
+    self->paths[way].flying += count;
+    self->paths[way].sent += count;
+    self->path_last = way;
     message->active_s = self->sent_last_s = now_s;
     message->idle_noticed = 0;
 }
@@ -241,12 +281,13 @@ int64_t flow_pump(engine *owner, flow *self, double now_s) {
     limit = smaller(smaller(limit, self->burst), smaller(SEGMENTS_MAX, 65000 / packet_bytes));
     if (limit < 1)
         limit = 1;
+    int64_t way = path_choose(owner, self, &limit, now_s);
     uint32_t packets[SEGMENTS_MAX];
     uint8_t headers[SEGMENTS_MAX][HEADER_BYTES];
     int64_t count = outgoing_gather(owner, message, limit, packets);
     int again = message->state[packets[0]] == RETRANSMIT;
     /* Before anything leaves: a packet that no run tells of would never be found lost. */
-    if (reserve_runs(&self->runs[message->tags[packets[0]][1] >> 5], again ? count : 1)) {
+    if (reserve_runs(&self->paths[way].runs[message->tags[packets[0]][1] >> 5], again ? count : 1)) {
         owner->failed = 1;
         return 0;
     }
@@ -258,10 +299,10 @@ int64_t flow_pump(engine *owner, flow *self, double now_s) {
         memcpy(headers[k] + 1, tags, 3);
         put32(headers[k] + 16, packets[k]);
     }
-    int kept = engine_send_burst(owner, self, message, packets, count, headers);
+    int kept = engine_send_burst(owner, self, message, packets, count, headers, way);
     if (kept < 0)
         return kept;
-    note_sent(self, message, packets, count, now_s);
+    note_sent(self, message, packets, count, way, now_s);
     return count;
 }
 
@@ -312,6 +353,16 @@ static void put_entry(uint8_t *at, const ack_block *block) {
     put64(at + 10, message->bits[block->block]);
 }
 
+/* Tell how many packets have come marked on one path that has had some since that was told. */
+static void put_marks(flow *self, uint8_t *at) {
+    int way = __builtin_ctzll(self->marked_paths);
+    self->marked_paths &= self->marked_paths - 1;
+    put32(at, (uint32_t)way);
+    put16(at + 4, 0);
+    put32(at + 6, ACK_PATH);
+    put64(at + 10, self->path_marked[way]);
+}
+
 /* Remember what the next acknowledgement repeats. */
 static void note_recent(flow *self, ack_block block) {
     if (self->recent_count == ACK_RECENT) {
@@ -340,9 +391,11 @@ void flow_acknowledge(engine *owner, flow *self, double now_s) {
             put_entry(datagram + HEADER_BYTES + entries++ * ACK_ENTRY_BYTES, &self->fresh[done]);
             note_recent(self, self->fresh[done]);
         }
+        for (; self->port_count && self->marked_paths && entries && entries < limit; entries++)
+            put_marks(self, datagram + HEADER_BYTES + entries * ACK_ENTRY_BYTES);
         if (entries) {
             engine_send_datagram(owner, self, datagram, HEADER_BYTES + entries * ACK_ENTRY_BYTES,
-                                 (int)owner->config.control_tos);
+                                 (int)owner->config.control_tos, path_for_control(self));
             owner->acknowledgements++;
         }
     } while (done < self->fresh_count);
@@ -382,12 +435,37 @@ double flow_acknowledge_due(engine *owner, double now_s) {
 /* Acknowledgements in ---------------------------------------------------------------------------------------------- */
 
 /* Return how many packets arrived marked since the last acknowledgement; `total` counts all so far. */
-static int64_t marked_since(flow *self, uint32_t total) {
-    uint32_t marked = total - self->marked_seen;
+static int64_t marked_since(uint32_t *seen, uint32_t total) {
+    uint32_t marked = total - *seen;
     if (marked >= 0x80000000u)
         return 0; /* overtaken by a later one */
-    self->marked_seen = total;
+    *seen = total;
     return marked;
+}
+
+/* Take in how many packets arrived marked on a path. */
+static void take_marks(flow *self, const uint8_t *entry) {
+    uint32_t number = get32(entry);
+    if (number >= self->path_count)
+        return;
+    path *way = &self->paths[number];
+    int64_t marked = marked_since(&way->marked_seen, (uint32_t)get64(entry + 10));
+    way->marked += marked;
+    if (way->weight == 0 || way->on_trial)
+        self->excused_marked += marked;
+}
+
+/* Take in the round trips on paths of which packets have arrived that were sent once; `sampled` are their bits. */
+static void sample_paths(const engine *owner, flow *self, uint64_t sampled, double ago_s, double now_s) {
+    double newest_s = 0;
+    for (; sampled; sampled &= sampled - 1) {
+        path *way = &self->paths[__builtin_ctzll(sampled)];
+        path_sample_delay(owner, way, now_s - way->sampled_s - ago_s);
+        if (way->weight > 0 && !way->on_trial)
+            newest_s = fmax(newest_s, way->sampled_s);
+    }
+    if (newest_s > 0)
+        sample_rtt(self, now_s - newest_s - ago_s);
 }
 
 void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagram, int64_t bytes, double now_s) {
@@ -396,11 +474,15 @@ void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagra
         owner->refused_malformed++;
         return;
     }
-    int64_t marked = marked_since(self, (uint32_t)header_count(datagram));
-    double newest_s = 0;
+    int64_t marked = marked_since(&self->marked_seen, (uint32_t)header_count(datagram));
+    uint64_t sampled = 0;
     outgoing *taken[DATAGRAM_MAX / ACK_ENTRY_BYTES + 1];
     int64_t taken_count = 0;
     for (const uint8_t *at = datagram + HEADER_BYTES; at < datagram + bytes; at += ACK_ENTRY_BYTES) {
+        if (get32(at + 6) == ACK_PATH) {
+            take_marks(self, at);
+            continue;
+        }
         outgoing *message = outgoing_find(self, get32(at), get16(at + 4));
         int64_t first = (int64_t)(get32(at + 6) & ~ACK_WHOLE) * ACK_BLOCK_PACKETS;
         uint64_t bits = get64(at + 10);
@@ -415,8 +497,12 @@ void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagra
             double sent_s = outgoing_delivered(owner, self, message, index, now_s);
             delivered++;
             /* Karn: the time of a packet that was sent twice is no round trip. */
-            if (!(message->tags[index][0] & RETRANSMISSION) && sent_s > newest_s)
-                newest_s = sent_s;
+            path *way = &self->paths[message->path[index]];
+            uint64_t bit = 1ull << message->path[index];
+            if (!(message->tags[index][0] & RETRANSMISSION) && sent_s > (sampled & bit ? way->sampled_s : 0)) {
+                way->sampled_s = sent_s;
+                sampled |= bit;
+            }
         }
         if (get32(at + 6) & ACK_WHOLE && message->next == message->packets) {
             delivered += outgoing_all_delivered(owner, self, message, now_s);
@@ -427,9 +513,8 @@ void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagra
                 taken[taken_count++] = message;
         }
     }
-    if (newest_s > 0)
-        sample_rtt(self, now_s - newest_s - (double)header_step(datagram) * 1e-6);
-    flow_feed_back(owner, self, delivered, marked, 0);
+    sample_paths(owner, self, sampled, (double)header_step(datagram) * 1e-6, now_s);
+    flow_feed_back(owner, self, delivered, marked, 0, now_s);
     for (int64_t k = 0; k < taken_count; k++)
         outgoing_complete(owner, self, taken[k], NULL, now_s);
 }

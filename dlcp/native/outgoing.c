@@ -23,6 +23,7 @@ static void release(outgoing *self) {
     free(self->order);
     free(self->state);
     free(self->sent_s);
+    free(self->path);
     free(self->acked);
     free(self->retransmit);
     free(self->abandoned_next);
@@ -40,14 +41,20 @@ void outgoing_free(flow *to, outgoing *self) {
         break;
     }
     to->flying -= self->flying;
-    for (int queue = 0; queue < QUEUES; queue++) {
-        run_queue *sent = &to->runs[queue];
-        for (int64_t k = 0; k < sent->count; k++) {
-            run *one = &sent->runs[(sent->first + k) % sent->capacity];
-            if (one->message == self)
-                one->message = NULL;
+    for (int64_t i = 0; self->flying; i++)
+        if (self->state[i] == FLYING) {
+            self->flying--;
+            to->paths[self->path[i]].flying--;
         }
-    }
+    for (int64_t way = 0; way < to->path_count; way++)
+        for (int queue = 0; queue < QUEUES; queue++) {
+            run_queue *sent = &to->paths[way].runs[queue];
+            for (int64_t k = 0; k < sent->count; k++) {
+                run *one = &sent->runs[(sent->first + k) % sent->capacity];
+                if (one->message == self)
+                    one->message = NULL;
+            }
+        }
     release(self);
 }
 
@@ -126,11 +133,12 @@ API int64_t dlcp_send(engine *owner, const send_request *request, double now_s) 
     self->order = malloc(packets * sizeof *self->order);
     self->state = calloc(packets, 1);
     self->sent_s = calloc(packets, sizeof *self->sent_s);
+    self->path = calloc(packets, 1);
     self->acked = calloc(bit_words(self->packets), sizeof *self->acked);
     self->retransmit = malloc(packets * sizeof *self->retransmit);
     self->abandoned_next = malloc(packets * sizeof *self->abandoned_next);
-    if (!self->tags || !self->order || !self->state || !self->sent_s || !self->acked || !self->retransmit ||
-        !self->abandoned_next || tag_packets(owner, to, self, request)) {
+    if (!self->tags || !self->order || !self->state || !self->sent_s || !self->path || !self->acked ||
+        !self->retransmit || !self->abandoned_next || tag_packets(owner, to, self, request)) {
         release(self);
         return NO_MEMORY;
     }
@@ -219,13 +227,19 @@ int64_t outgoing_gather(const engine *owner, outgoing *self, int64_t limit, uint
 /* Note that a packet arrived; return when it was sent. */
 double outgoing_delivered(const engine *owner, flow *to, outgoing *self, uint32_t index, double now_s) {
     uint8_t state = self->state[index];
+    path *way = &to->paths[self->path[index]];
     /* It was late, not lost: an over-share packet, say, that waited in a lower queue. */
     if (state == ABANDONED || state == RETRANSMIT)
         to->disorder = fmin(to->disorder * 2, owner->config.disorder_max);
     if (state == FLYING) {
         self->flying--;
         to->flying--;
+        way->flying--;
+        way->judged++;
+    } else {
+        way->lost--;
     }
+    to->fresh_paths |= 1ull << self->path[index];
     if (state == RETRANSMIT)
         self->unsent--;
     self->state[index] = DELIVERED;
@@ -234,8 +248,8 @@ double outgoing_delivered(const engine *owner, flow *to, outgoing *self, uint32_
     self->active_s = now_s;
     int queue = self->tags[index][1] >> 5;
     double sent_s = self->sent_s[index];
-    if (sent_s > to->newest_delivered_s[queue])
-        to->newest_delivered_s[queue] = sent_s;
+    way->newest_delivered_s[queue] = fmax(way->newest_delivered_s[queue], sent_s);
+    to->newest_delivered_s[queue] = fmax(to->newest_delivered_s[queue], sent_s);
     return sent_s;
 }
 
@@ -258,8 +272,14 @@ static void send_again(outgoing *self, uint32_t index) {
 /* Note that a flying packet is lost, and choose what to send again. Protected packets always are. Of the others the
  * least valuable are abandoned, up to the bound. */
 void outgoing_lost(flow *to, outgoing *self, uint32_t index) {
+    path *way = &to->paths[self->path[index]];
     self->flying--;
     to->flying--;
+    way->flying--;
+    way->judged++;
+    way->lost++;
+    to->fresh_paths |= 1ull << self->path[index];
+    to->excused_lost += way->weight == 0 || way->on_trial;
     if (self->tags[index][0] & PROTECTED) {
         send_again(self, index);
         return;
@@ -303,6 +323,9 @@ static double probe_timeout_s(const engine *owner, const flow *to) {
     if (to->smoothed_rtt_s == 0)
         return 4 * rules->probe_timeout_min_s;
     double timeout_s = to->smoothed_rtt_s + 4 * to->rtt_variation_s;
+    for (int64_t i = 0; to->path_count > 1 && i < to->path_count; i++)
+        if (to->paths[i].flying)
+            timeout_s = fmax(timeout_s, 2 * to->paths[i].delay_s); /* a question must not overtake what it is about */
     return fmin(rules->probe_timeout_max_s, fmax(rules->probe_timeout_min_s, timeout_s));
 }
 
@@ -362,7 +385,7 @@ static int take_missing(engine *owner, flow *to, outgoing *self, int64_t first, 
             lost++;
         }
     }
-    flow_feed_back(owner, to, news, 0, lost);
+    flow_feed_back(owner, to, news, 0, lost, now_s);
     return news + lost > 0;
 }
 

@@ -53,7 +53,7 @@ class Options:
         Let ranks that share a network namespace, and so a host, exchange packets through memory instead of their
         sockets: nothing is queued, dropped or lost there. Not with ``immediate``, and not where others reach this rank
         by an ``advertise`` of its own, which leads through a network.
-    congestion, tagged, silence_s, deadline_s, switch_hops
+    congestion, tagged, silence_s, deadline_s, switch_hops, paths
         See :class:`dlcp.transport.TransportOptions`.
     flow_weight
         The share of a flow that each of this rank's flows counts as; 0, the default, lets all of a job into a port
@@ -103,6 +103,7 @@ class Options:
     tagged: bool = True
     payload_bytes: int = 0
     shared_memory: bool = True
+    paths: int = 16
     silence_s: float = 10.0
     deadline_s: float = 120.0
     meet_s: float = 30.0
@@ -195,6 +196,8 @@ class Options:
             payload_bytes=self.payload_bytes or PAYLOAD_UNKNOWN,
             tagged=self.tagged,
             congestion=self.congestion,
+            # Whoever reaches this rank by another address knows other ports, too.
+            paths=1 if self.advertise else self.paths,
             silence_s=self.silence_s,
             deadline_s=self.deadline_s,
         )

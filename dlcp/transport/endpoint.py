@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
@@ -32,6 +32,7 @@ from dlcp.transport.engine import (
     Datagram,
     Engine,
     Mismatch,
+    PathState,
     Reported,
     Sent,
     StreamingReduction,
@@ -59,7 +60,7 @@ from dlcp.transport.messages import (
     ReceiveRequest,
     SendRequest,
 )
-from dlcp.transport.options import TransportOptions, weight_of
+from dlcp.transport.options import PATHS_MAX, TransportOptions, weight_of
 from dlcp.transport.peer import Peer
 from dlcp.transport.promise import Receiving, Sending
 from dlcp.transport.shared_memory import SharedMemory
@@ -75,12 +76,16 @@ CLOSE_LINGER_S: Final = 1.0
 _POLL_S: Final = 0.005
 ABORT_BYTES_MAX: Final = 1000
 _HELLO = struct.Struct(">II")
-"""Bytes of a message per packet, and how many packets the receiver may have on their way to it."""
+"""Bytes of a message per packet, and how many packets the receiver may have on their way to it.
+
+The ports of the sender's further paths follow, two bytes each. A HELLO_ACK answers a greeting that has named its own.
+"""
+_PORT_BYTES = 2
 _SO_RCVBUFFORCE = 33
 _UDP_GRO = 104
 
-Emit = Callable[[int, bytes, int], object]
-"""Takes what leaves without a socket: rank, datagram, IPv4 type of service."""
+Emit = Callable[[int, bytes, int, int], object]
+"""Takes what leaves without a socket: rank, datagram, IPv4 type of service, path."""
 
 
 class Protocol:
@@ -121,6 +126,10 @@ class Protocol:
         Whether to use the engine in C; None: if it is here.
     shared
         Memory through which packets go to and come from ranks of this host; for the engine in C only.
+    ports
+        From which packets leave on all paths but the first, in the order of the paths.
+    further
+        The sockets that have these ports, if the engine is to use a socket.
     """
 
     def __init__(
@@ -137,8 +146,11 @@ class Protocol:
         emit: Emit | None = None,
         compiled: bool | None = None,
         shared: SharedMemory | None = None,
+        ports: Sequence[int] = (),
+        further: Sequence[socket.socket] = (),
     ) -> None:
         self.rank, self.job, self.token, self.options = rank, job, token, options
+        self._ports = ports
         self.local_peers = shared.ranks if shared else frozenset[int]()
         self.buffers = BufferPool()
         self.exported = ExportedMemory(shared.exported if shared else EMPTY)
@@ -155,6 +167,7 @@ class Protocol:
             peer: NoWindow() if peer in self.local_peers else options.rate_control(len(peers)) for peer in peers
         }
         common: dict[str, Any] = {"job": job, "token": token, "options": options, "sock": sock, "now_s": now_s}
+        common["further"] = further
         ecn_capable = {peer: control.ecn_capable for peer, control in controls.items()}
         self._engine: Engine
         if native_engine.available() if compiled is None else compiled:
@@ -369,6 +382,10 @@ class Protocol:
         """Return the smoothed round-trip time to a rank in seconds; 0 if it is not known."""
         return self._peers[rank].smoothed_rtt_s if rank in self._peers else 0.0
 
+    def paths_to(self, rank: int) -> list[PathState]:
+        """Return what is known of the paths to a rank on which packets have been sent."""
+        return self._engine.paths_to(rank)
+
     def set_flow_weight(self, flow_weight: float | None) -> None:
         """Let each flow count as another share of one from now on; see ``TransportOptions.flow_weight``."""
         for peer in self._peers.values():
@@ -435,13 +452,14 @@ class Protocol:
         if header.type is PacketType.ABORT:
             reason = payload[:ABORT_BYTES_MAX].decode(errors="replace")
             self.fail(PeerAbortedError(f"job {self.job}: rank {event.peer} gave up: {reason}"))
-        elif len(payload) != _HELLO.size:
+        elif len(payload) < _HELLO.size or (len(payload) - _HELLO.size) % _PORT_BYTES:
             self._refused["malformed"] += 1
         else:
-            payload_bytes, window = _HELLO.unpack(payload)
-            self._on_hello(self._peers[event.peer], header.type, payload_bytes, window, event.now_s)
+            self._on_hello(self._peers[event.peer], header.type, payload, event.now_s)
 
-    def _on_hello(self, peer: Peer, kind: PacketType, payload_bytes: int, window: int, now_s: float) -> None:
+    def _on_hello(self, peer: Peer, kind: PacketType, payload: bytes, now_s: float) -> None:
+        payload_bytes, window = _HELLO.unpack_from(payload)
+        ports = struct.unpack_from(f">{(len(payload) - _HELLO.size) // _PORT_BYTES}H", payload, _HELLO.size)
         if payload_bytes != self.options.payload_bytes:
             self.fail(
                 MessageMismatchError(
@@ -453,12 +471,19 @@ class Protocol:
         peer.greeted = True
         peer.room_packets = max(1, window)
         peer.limit_window()
+        self._engine.accept(peer.rank, ports[: PATHS_MAX - 1])
         if kind is PacketType.HELLO:
             self._greet(peer, now_s, PacketType.HELLO_ACK)
+            if self._ports and not peer.answered:  # it was not there when it was greeted
+                self._greet(peer, now_s)
+        else:
+            peer.answered = True
+            self._engine.spread(peer.rank, 1 + len(self._ports))
 
     def _greet(self, peer: Peer, now_s: float, kind: PacketType = PacketType.HELLO) -> None:
         peer.hello_due_s = now_s + HELLO_REPEAT_S
-        self._engine.send_control(peer.rank, kind, _HELLO.pack(self.options.payload_bytes, self._window))
+        ports = struct.pack(f">{len(self._ports)}H", *self._ports)
+        self._engine.send_control(peer.rank, kind, _HELLO.pack(self.options.payload_bytes, self._window) + ports)
 
     # Packets and time, for whoever drives it --------------------------------------------------------------------------
 
@@ -511,7 +536,7 @@ class Protocol:
                 f"{at_step(self.job, step)}: rank {peer.rank} has been silent for {silent_s:.1f} s "
                 f"while rank {self.rank} waited for {label}; is its process alive and the path up?"
             )
-        elif silent_s > KEEPALIVE_S and now_s >= peer.hello_due_s:
+        elif now_s >= peer.hello_due_s and (silent_s > KEEPALIVE_S or (self._ports and not peer.answered)):
             self._greet(peer, now_s)
         return None
 
@@ -581,6 +606,9 @@ class Endpoint(Protocol):
         self._ended: str | None = None
         """Why the thread takes no more commands; changed, and read by others, under the lock."""
         self._closing = False
+        # Memory has no paths.
+        spread = options.paths > 1 and not (shared and shared.ranks >= peers.keys())
+        self._further = _bind_further(sock, options.paths - 1 if spread else 0)
         with contextlib.suppress(OSError):  # an older kernel hands over datagrams one by one
             sock.setsockopt(socket.IPPROTO_UDP, _UDP_GRO, 1)
         super().__init__(
@@ -592,6 +620,8 @@ class Endpoint(Protocol):
             receive_packets=_receive_packets(sock, options.payload_bytes),
             sock=sock,
             shared=shared,
+            ports=[each.getsockname()[1] for each in self._further],
+            further=self._further,
         )
         self._thread = threading.Thread(target=self._run, name=f"dlcp-rank{rank}", daemon=True)
         self._thread.start()
@@ -733,7 +763,8 @@ class Endpoint(Protocol):
             self._end(why)
             # Here, where nothing else can be using them: a number that is closed is soon somebody else's.
             self._engine.release()
-            self._socket.close()
+            for each in (self._socket, *self._further):
+                each.close()
 
     def _end(self, why: str) -> None:
         """Take no more commands, and answer those that came meanwhile: with the error that the protocol has by now."""
@@ -782,6 +813,20 @@ def bind_socket(host: str, ports: Iterable[int]) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
     sock.setblocking(False)
     return sock
+
+
+def _bind_further(sock: socket.socket, count: int) -> list[socket.socket]:
+    """Return so many sockets at other ports of a socket's address, only to send from; fewer if no more can be had."""
+    further: list[socket.socket] = []
+    with contextlib.suppress(OSError):  # fewer paths do, too
+        while len(further) < count:
+            further.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            further[-1].setblocking(False)
+            further[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 0)  # as little as the kernel grants
+            further[-1].bind((sock.getsockname()[0], 0))
+        return further
+    further.pop().close()
+    return further
 
 
 def _receive_packets(sock: socket.socket, payload_bytes: int) -> int:

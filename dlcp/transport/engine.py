@@ -17,6 +17,7 @@ late.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -35,6 +36,8 @@ ACK_BLOCK_PACKETS: Final = 64
 """Packets in one entry of an acknowledgement."""
 ACK_WHOLE: Final = 1 << 31
 """Set in the block of an acknowledgement's entry: the message is complete, all of it has arrived, nobody need ask."""
+ACK_PATH: Final = (1 << 31) - 1
+"""The block of an entry about a path: its number is where the step is, how many packets came marked, in the bits."""
 ACK_RECENT: Final = 4
 """How many entries of the last acknowledgement the next one repeats, in case it was lost. Chosen by us."""
 MORE: Final = b"\1"
@@ -77,6 +80,31 @@ RULES: Final = {
     # reminds it for the second. Both are several of a sender's timeouts, or of the times between STOPs. Chosen by us.
     "known_after_s": 1.0,
     "remind_s": 0.2,
+    # A flow uses one path more for each of these packets of its window, so that a path has some all the time: packets
+    # are found lost by later ones of their own path. A burst is no smaller than the second unless the window is. A path
+    # is judged whenever so many of its packets have come back or are lost, by averages to which these add a part of
+    # such size. Chosen by us.
+    "path_packets": 4,
+    "path_burst": 4,
+    "path_judged": 32,
+    "path_gain": 0.25,
+    # A path loses half its weight while it loses more than this and so many times what the best one does; part of it
+    # while its delay is so many times the best one's and ``reorder_min_s``, or while it has so much more marked. Below
+    # the least weight it is left; while all is well it gains so much. Chosen by us: of 64 paths that all lose 1 % at
+    # random, one seems worse than that every thousand packets, and a path of a quarter of the others' rate is hardly
+    # worth the wait for what is still on it when a message ends.
+    "path_lossy": 0.025,
+    "path_lossier": 3.0,
+    "path_slow": 2.0,
+    "path_marked": 0.25,
+    "path_least": 0.25,
+    "path_calm": 0.125,
+    # It is tried again after the first of these, then after twice as long each time up to the second. Nothing of what
+    # is on it has come for the third, and two round trips, although what others sent so much later has: it is left at
+    # once. Chosen by us.
+    "path_again_s": 1.0,
+    "path_again_max_s": 16.0,
+    "path_stalled_s": 0.02,
 }
 """What both engines go by, with the reasons."""
 
@@ -141,11 +169,26 @@ class Unanswered(NamedTuple):
 
 
 class Datagram(NamedTuple):
-    """Without a socket: a packet leaves, with an IPv4 type of service."""
+    """Without a socket: a packet leaves, with an IPv4 type of service, on a path."""
 
     peer: int
     datagram: bytes
     tos: int
+    path: int
+
+
+class PathState(NamedTuple):
+    """What is known of one of the paths to a peer."""
+
+    weight: float
+    """Of 1: how much it carries, compared with the best; 0: it is left."""
+    delay_s: float
+    """Its round-trip time, averaged; 0 if not known."""
+    loss: float
+    """The share of packets lost, averaged; of those marked, the next one."""
+    marks: float
+    sent: int
+    """Packets sent on it so far, each time counted."""
 
 
 Event = Sent | Arrived | Unexpected | Mismatch | ControlPacket | Reported | Unanswered | Datagram
@@ -307,6 +350,15 @@ class Engine(Protocol):
 
     def send_control(self, peer: int, kind: PacketType, payload: bytes) -> None:
         """Send a packet that is about a peer, not about a message."""
+
+    def accept(self, peer: int, ports: Sequence[int]) -> None:
+        """Take packets of a peer from other ports of its address, too, up to ``PATHS_MAX`` less one."""
+
+    def spread(self, peer: int, paths: int) -> None:
+        """Let packets to a peer leave on so many paths: it knows the ports of all."""
+
+    def paths_to(self, peer: int) -> list[PathState]:
+        """Return what is known of the paths to a peer that are in use or left."""
 
     def take_in(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
         """Take in one datagram, for use without a socket."""

@@ -29,6 +29,7 @@ from dlcp.transport.engine import (
     Event,
     Flow,
     Mismatch,
+    PathState,
     Reported,
     Sent,
     StreamingReduction,
@@ -38,7 +39,7 @@ from dlcp.transport.engine import (
 )
 from dlcp.transport.errors import TransportError
 from dlcp.transport.messages import Address, Bytes, LossBound, MessageKey, ReceiveRequest, SendRequest
-from dlcp.transport.options import TransportOptions
+from dlcp.transport.options import PATHS_MAX, TransportOptions
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.wire import PacketType, Queue
 
@@ -68,12 +69,15 @@ _Config = _record(
     g=(c_double, "probe_timeout_min_s probe_timeout_max_s look_s"),
     h=(c_int64, "backoff_max unanswered_patience"),
     i=(c_double, "stop_repeat_s stop_repeat_max_s known_after_s remind_s"),
+    j=(c_int64, "path_packets path_burst path_judged"),
+    k=(c_double, "path_gain path_lossy path_lossier path_slow path_marked path_least path_calm"),
+    l=(c_double, "path_again_s path_again_max_s path_stalled_s"),
 )
 _Event = _record(
     "Event",
     a=(
         c_int64,
-        "kind peer step message packets sent resent last_bytes delivered marked lost limited waiting tos bytes",
+        "kind peer step message packets sent resent last_bytes delivered marked lost limited waiting tos bytes path",
     ),
     b=(c_double, "now_s rtt_s smoothed_rtt_s"),
     c=(c_void_p, "bits data"),
@@ -110,12 +114,17 @@ _ReceiveRequest = _record(
 _MIRRORS: Final = (_Head, _Flow, _Config, _Event, _SendRequest, _ReceiveRequest)
 """In the order of ``dlcp_sizes``."""
 _NUMBERS = c_int64 * 4
+_STATE = c_double * 5
 _SIGNATURES: Final[dict[str, tuple[Any, Sequence[Any]]]] = {
     "dlcp_sizes": (c_int64, [c_int64]),
     "dlcp_engine_new": (c_void_p, [POINTER(_Config)]),
     "dlcp_engine_stop": (None, [c_void_p]),
     "dlcp_engine_free": (None, [c_void_p]),
     "dlcp_peer": (c_void_p, [c_void_p, c_int64, c_int64, c_uint32, c_int64, c_char_p, c_double]),
+    "dlcp_add_socket": (c_int64, [c_void_p, c_int64]),
+    "dlcp_accept": (None, [c_void_p, c_int64, c_void_p, c_int64]),
+    "dlcp_spread": (c_int64, [c_void_p, c_int64, c_int64]),
+    "dlcp_path_state": (None, [c_void_p, c_int64, c_int64, POINTER(_STATE)]),
     "dlcp_ring_in": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, ctypes.c_int]),
     "dlcp_ring_out": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, ctypes.c_int]),
     "dlcp_export": (None, [c_void_p, c_void_p, c_int64]),
@@ -224,6 +233,8 @@ class NativeEngine:
         As in :class:`dlcp.transport.Endpoint`.
     sock
         A non-blocking socket; without one packets leave as events.
+    further
+        More sockets to send from, each a path; what comes to them is for nobody.
     shared
         Memory through which packets go to and come from ranks of this host, instead of the socket; closed with the
         engine.
@@ -244,6 +255,7 @@ class NativeEngine:
         sock: socket.socket | None,
         now_s: float,
         shared: SharedMemory | None = None,
+        further: Sequence[socket.socket] = (),
     ) -> None:
         library = dlcp.native.library()
         if not available() or library is None:
@@ -273,12 +285,18 @@ class NativeEngine:
         self._engine = library.dlcp_engine_new(byref(rules))
         if not self._engine:
             raise MemoryError
+        for each in further:
+            if library.dlcp_add_socket(self._engine, each.fileno()) == _NO_MEMORY:
+                raise ValueError(f"{len(further) + 1} paths are more than {PATHS_MAX}")
         self._head = _Head.from_address(self._engine)
         self.flows: dict[int, Flow] = {}
         for peer, number in self._numbers.items():
             service = service_of(options.tagged, ecn_capable[peer]).tobytes()
             host, port = ipv4_number(peers[peer][0]), peers[peer][1]
-            flow: Any = _Flow.from_address(library.dlcp_peer(self._engine, number, peer, host, port, service, now_s))
+            address = library.dlcp_peer(self._engine, number, peer, host, port, service, now_s)
+            if not address:
+                raise MemoryError
+            flow: Any = _Flow.from_address(address)
             self.flows[peer] = flow
         self._share(shared or SharedMemory())
 
@@ -377,7 +395,7 @@ class NativeEngine:
         return Unanswered(peer)
 
     def _datagram(self, peer: int, event: Any) -> Event:
-        return Datagram(peer, ctypes.string_at(event.data, event.bytes), event.tos)
+        return Datagram(peer, ctypes.string_at(event.data, event.bytes), event.tos, event.path)
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
@@ -457,6 +475,27 @@ class NativeEngine:
     def send_control(self, peer: int, kind: PacketType, payload: bytes) -> None:
         """See :meth:`dlcp.transport.engine.Engine.send_control`."""
         self._library.dlcp_send_control(self._engine, self._numbers[peer], kind, payload, len(payload))
+
+    # Paths ------------------------------------------------------------------------------------------------------------
+
+    def accept(self, peer: int, ports: Sequence[int]) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.accept`."""
+        numbers = np.array(ports, np.uint16)
+        self._library.dlcp_accept(self._engine, self._numbers[peer], numbers.ctypes.data, len(numbers))
+
+    def spread(self, peer: int, paths: int) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.spread`."""
+        if self._library.dlcp_spread(self._engine, self._numbers[peer], paths) == _NO_MEMORY:
+            raise MemoryError(f"no memory for {paths} paths to rank {peer}")
+
+    def paths_to(self, peer: int) -> list[PathState]:
+        """See :meth:`dlcp.transport.engine.Engine.paths_to`."""
+        found = []
+        for number in range(PATHS_MAX):
+            state = _STATE()
+            self._library.dlcp_path_state(self._engine, self._numbers[peer], number, byref(state))
+            found.append(PathState(state[0], state[1], state[2], state[3], int(state[4])))
+        return [each for each in found if each.sent]
 
     # Packets ----------------------------------------------------------------------------------------------------------
 

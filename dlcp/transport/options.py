@@ -10,6 +10,8 @@ from dlcp.transport.dctcp import DctcpWindow
 
 CONGESTION: Final = ("dctcp", "ecn", "cubic")
 """How a rank may react to congestion."""
+PATHS_MAX: Final = 64
+"""The most paths to a peer."""
 _FORMER: Final = {"proportional": "dctcp", "marks": "ecn"}
 
 
@@ -35,6 +37,10 @@ class TransportOptions:
         A peer that answers nothing for this long is dead.
     deadline_s
         A message that takes longer than this has failed.
+    paths
+        Ports to send from, 1 to 64, so that a fabric that chooses among equal routes by addresses and ports (ECMP) has
+        as many choices for each peer. The default is chosen by us: 16 miss one of four routes in 4 % of all cases, two
+        in 0.06 %, and where there is one route only they cost no processor time that could be measured.
     early_buffer_bytes
         The most memory for messages that arrive before anybody waits for them.
     clear_after_s
@@ -50,6 +56,7 @@ class TransportOptions:
     switch_hops: int = 1
     silence_s: float = 10.0
     deadline_s: float = 120.0
+    paths: int = 16
     early_buffer_bytes: int = 1 << 28
     clear_after_s: float = 60.0
 
@@ -63,6 +70,9 @@ class TransportOptions:
             raise ValueError(f"congestion must be one of {', '.join(CONGESTION)}, got {self.congestion!r}")
         if not 64 <= self.payload_bytes <= 65000 or self.payload_bytes % 8:
             raise ValueError(f"payload_bytes must be a multiple of 8 from 64 to 65000, got {self.payload_bytes}")
+
+        if not 1 <= self.paths <= PATHS_MAX:
+            raise ValueError(f"paths must lie in 1..{PATHS_MAX}, got {self.paths}")
 
     def rate_control(self, senders: int) -> RateControl:
         """Return the window control of one flow, where ``senders`` ranks send to its receiver."""

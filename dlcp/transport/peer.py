@@ -88,6 +88,8 @@ class Peer:
     receiving: dict[MessageKey, Receiving] = field(default_factory=dict)
     """Receives posted for its messages, in the same order."""
     greeted: bool = False
+    answered: bool = False
+    """Whether it has answered a greeting, and so knows what ports packets come from."""
     hello_due_s: float = 0.0
     smoothed_rtt_s: float = 0.0
     """As of the last report; 0 if it is not known."""

@@ -63,7 +63,7 @@ class BareEngine:
     """Rank 0's engine; what it sends is kept in ``sent`` as (rank, datagram, type of service)."""
 
     def __init__(self, *, peers=(1,), size=SIZE, tagged=True, window=1000.0, compiled=None, **options):
-        self.sent, self.all_sent = [], []
+        self.sent, self.all_sent, self.paths = [], [], []
         self.controls, self.unexpected, self.settled, self.confirmed, self.reports = [], [], [], [], []
         self.mismatches = []
         self.size = size
@@ -91,8 +91,9 @@ class BareEngine:
                  Mismatch: self.mismatches}  # fmt: skip
         for event in self.engine.take_events():
             if isinstance(event, Datagram):
-                self.sent.append(tuple(event))
-                self.all_sent.append(tuple(event))
+                self.sent.append(tuple(event[:3]))
+                self.all_sent.append(tuple(event[:3]))
+                self.paths.append(event.path)
             elif isinstance(event, Reported):
                 self.reports.append(event.report)
             elif type(event) in kinds:

@@ -25,13 +25,16 @@ class Network:
     made: "list[Network] | None" = None
     """Where all networks are kept, so that they can be released."""
 
-    def __init__(self, ranks, *, rate_bps=100e6, depth=64, delay_s=0.0002, loss=0.0, duplicate=0.0, jitter_s=0.0,
-                 ecn_depth=16, seed=0, options=None, mangle=None, compiled=None, clear_after_s=math.inf):  # fmt: skip
+    def __init__(self, ranks, *, rate_bps=100e6, depth=64, routes=None, delay_s=0.0002, loss=0.0, duplicate=0.0,
+                 jitter_s=0.0, ecn_depth=16, seed=0, options=None, mangle=None, compiled=None,
+                 clear_after_s=math.inf):  # fmt: skip
         self.now = 0.0
         self.random = random.Random(seed)
         self.rate_bps, self.depth, self.delay_s = rate_bps, depth, delay_s
         self.loss, self.duplicate, self.jitter_s, self.ecn_depth = loss, duplicate, jitter_s, ecn_depth
         self.mangle = mangle
+        self.routes = routes
+        self.ports = list(range(40000, 40000 + (options or TransportOptions()).paths - 1)) if routes else []
         self.events: list = []
         self.serial = 0
         self.queues = [[[] for _ in range(8)] for _ in range(ranks)]
@@ -48,7 +51,8 @@ class Network:
                 token=TOKEN,
                 options=replace(options or TransportOptions(), clear_after_s=clear_after_s),
                 receive_packets=4096,
-                emit=lambda peer, datagram, tos, rank=rank: self.send(rank, peer, datagram, tos),
+                emit=lambda peer, datagram, tos, path, rank=rank: self.leave(rank, peer, datagram, tos, path),
+                ports=self.ports,
                 clock=lambda: self.now,
                 compiled=self.compiled if compiled is None else compiled,
             )
@@ -60,6 +64,13 @@ class Network:
     def at(self, when, action, *arguments):
         self.serial += 1
         heapq.heappush(self.events, (when, self.serial, action, arguments))
+
+    def leave(self, source, target, datagram, tos, path):
+        if not self.routes:
+            return self.send(source, target, datagram, tos)
+        self.sent.append((self.now, source, target, datagram, path))
+        self.take_route(source, target, datagram, tos, path)
+        return True
 
     def send(self, source, target, datagram, tos):
         if source in self.dead:
@@ -74,6 +85,26 @@ class Network:
             self.at(self.now + self.delay_s + self.random.random() * self.jitter_s, self.enqueue, target, queue,
                     (source, datagram, tos))  # fmt: skip
         return True
+
+    def take_route(self, source, target, datagram, tos, path):
+        """Let a packet take the route of its path, all of whose packets wait in one queue."""
+        route = self.routes[path % len(self.routes)]
+        free, bits = route.setdefault(("free", source, target), 0.0), (len(datagram) + 42) * 8
+        waiting_s = max(0.0, free - self.now)
+        limit_s = self.depth * 1514 * 8 / route["rate_bps"]
+        route["packets"] = route.get("packets", 0) + 1
+        if waiting_s > limit_s or self.random.random() < route.get("loss", 0.0):
+            self.dropped["tail" if waiting_s > limit_s else "loss"] += 1
+            return
+        if waiting_s > limit_s * self.ecn_depth / self.depth and tos & 3:
+            tos |= 3
+        route["free", source, target] = self.now + waiting_s + bits / route["rate_bps"]
+        port = self.ports[path - 1] if path else 53696
+        delay_s = waiting_s + bits / route["rate_bps"] + self.delay_s
+        self.at(self.now + delay_s, self.arrive, source, target, datagram, tos, port)
+
+    def arrive(self, source, target, datagram, tos, port):
+        self.ranks[target].on_datagram(memoryview(datagram), tos, (f"10.0.0.{source}", port), self.now)
 
     def enqueue(self, target, queue, packet):
         waiting = self.queues[target][queue]

@@ -8,7 +8,7 @@ import select
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from dlcp.transport.messages import Address
@@ -31,6 +31,8 @@ class Burst(NamedTuple):
     tos: int
     """The IPv4 type of service of all."""
     peer: Address
+    path: int = 0
+    """On which it leaves."""
 
     def packets(self, first_byte: int = 0) -> Iterator[memoryview]:
         """Return the packets from a byte on; an empty burst is one empty packet."""
@@ -54,6 +56,8 @@ class BurstSocket:
     ----------
     sock
         Bound, and not blocking; it remains its owner's to close.
+    further
+        More of them, only to send from.
     counters
         Gets what happens: ``sent_bursts``, ``send_errors``, ``received_bursts``, ``receive_errors``, ``truncated``.
 
@@ -63,8 +67,9 @@ class BurstSocket:
         Whether the kernel takes whole bursts (UDP_SEGMENT).
     """
 
-    def __init__(self, sock: socket.socket, counters: Counter[str]) -> None:
+    def __init__(self, sock: socket.socket, further: Sequence[socket.socket], counters: Counter[str]) -> None:
         self._socket, self._counters = sock, counters
+        self._sockets = [sock, *further]
         self._buffer = bytearray(BURST_BYTES_MAX)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poll = select.poll()
@@ -78,23 +83,23 @@ class BurstSocket:
         if self.offload or is_one:
             self._counters["sent_bursts"] += 1
             try:
-                return self._send(burst.data, burst.tos, 0 if is_one else burst.packet_bytes, burst.peer)
+                return self._send(burst.data, burst.tos, 0 if is_one else burst.packet_bytes, burst.peer, burst.path)
             except OSError:
                 self.offload = False  # no checksum offload on the way out, or an old kernel
-        return burst.send_each(lambda packet: self.send_packet(packet, burst.tos, burst.peer))
+        return burst.send_each(lambda packet: self.send_packet(packet, burst.tos, burst.peer, burst.path))
 
-    def send_packet(self, packet: memoryview, tos: int, peer: Address) -> bool:
+    def send_packet(self, packet: memoryview, tos: int, peer: Address, path: int) -> bool:
         """Send one packet; return False if the socket is full."""
-        return self._send(packet, tos, 0, peer)
+        return self._send(packet, tos, 0, peer, path)
 
-    def _send(self, data: memoryview, tos: int, segment: int, peer: Address) -> bool:
+    def _send(self, data: memoryview, tos: int, segment: int, peer: Address, path: int) -> bool:
         ancillary: list[tuple[int, int, bytes]] = []
         if tos:
             ancillary.append((socket.IPPROTO_IP, socket.IP_TOS, struct.pack("i", tos)))
         if segment:
             ancillary.append((socket.IPPROTO_UDP, _UDP_SEGMENT, struct.pack("H", segment)))
         try:
-            self._socket.sendmsg([data], ancillary, 0, peer)
+            self._sockets[path].sendmsg([data], ancillary, 0, peer)
         except BlockingIOError:
             return False
         except OSError as error:

@@ -8,7 +8,7 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from dlcp import wire
 from dlcp.transport.engine import (
     ACK_BLOCK_PACKETS,
+    ACK_PATH,
     ACK_WHOLE,
     MESSAGE_PACKETS_MAX,
     MORE,
@@ -27,6 +28,7 @@ from dlcp.transport.engine import (
     Event,
     Flow,
     Mismatch,
+    PathState,
     Reported,
     Sent,
     StreamingReduction,
@@ -35,7 +37,7 @@ from dlcp.transport.engine import (
 )
 from dlcp.transport.messages import EMPTY, Address, Bytes, LossBound, MessageKey, ReceiveRequest, SendRequest
 from dlcp.transport.native_engine import service_of
-from dlcp.transport.options import TransportOptions
+from dlcp.transport.options import PATHS_MAX, TransportOptions
 from dlcp.transport.plain.burst_socket import Burst, BurstSocket
 from dlcp.transport.plain.flow import ENTRY, Acknowledgements, PlainFlow, indices_of
 from dlcp.transport.plain.incoming import Finished, Name, PlainIncoming
@@ -49,6 +51,7 @@ BURSTS_A_TURN = 16
 BUSY_RETRY_S = 0.0005
 NO_MESSAGE = MessageKey(0, 0)
 """What a packet says that is about no message."""
+ABOUT_A_PEER = frozenset({PacketType.HELLO, PacketType.HELLO_ACK, PacketType.ABORT})
 
 
 class PlainEngine:
@@ -65,6 +68,7 @@ class PlainEngine:
         options: TransportOptions,
         sock: socket.socket | None,
         now_s: float,
+        further: Sequence[socket.socket] = (),
     ) -> None:
         self._rank, self._job, self._token, self._options = rank, job, token, options
         self._payload_bytes = options.payload_bytes
@@ -86,7 +90,10 @@ class PlainEngine:
         self._stopped = False
         self._events: list[Event] = []
         self._counters: Counter[str] = Counter()
-        self._socket = BurstSocket(sock, self._counters) if sock else None
+        self._socket = BurstSocket(sock, further, self._counters) if sock else None
+        self._paths_max = 1 + len(further) if sock else PATHS_MAX
+        self._sources = dict.fromkeys(peers.items(), 0)
+        """Where packets of a peer may come from, and on which path that is."""
         self._woken = False
 
     def counters(self) -> dict[str, int]:
@@ -482,9 +489,11 @@ class PlainEngine:
             self._counters["refused_token"] += 1
         elif header.job != self._job:
             self._counters["refused_job"] += 1
-        elif self._peers.get(peer) != source:
+        elif (path := self._sources.get((peer, source))) is None:
             self._counters["refused_sender"] += 1
         else:
+            if header.type is PacketType.DATA and tos & ECN_MASK == CONGESTED:
+                self._acknowledgements[peer].note_marked(path, 1)
             self._flows[peer].heard_s = now_s
             payload = datagram[wire.HEADER_BYTES :]
             match header.type:
@@ -559,7 +568,8 @@ class PlainEngine:
             return 0
         peer = int(first["sender"])
         indices = headers["index"].astype(np.uint32)
-        if self._peers.get(peer) != burst.peer:
+        path = self._sources.get((peer, burst.peer))
+        if path is None:
             return 0
         if len(np.unique(indices)) < count or indices.max() >= first["count"] - 1:
             return 0
@@ -567,6 +577,8 @@ class PlainEngine:
         if message is None or message.packets != first["count"]:
             return 0  # the first of a message, or none that is wanted: one by one
         self._flows[peer].heard_s = now_s
+        if burst.tos & ECN_MASK == CONGESTED:
+            self._acknowledgements[peer].note_marked(path, count)
         protected = headers["flags"] & Flag.PROTECTED != 0
         self._store(message, indices, rows[:, wire.HEADER_BYTES :], headers["layer"], protected, burst.tos, now_s)
         return count * size
@@ -577,9 +589,13 @@ class PlainEngine:
             return
         flow = self._flows[peer]
         marked = flow.marked_since(header.count)
-        newest_s, delivered = 0.0, 0
+        sampled: dict[int, float] = {}
+        delivered = 0
         complete: dict[MessageKey, PlainOutgoing] = {}
         for step, number, block, bits in ENTRY.iter_unpack(payload):
+            if block == ACK_PATH:
+                flow.take_marks(step, bits & 0xFFFFFFFF)
+                continue
             message = flow.messages.get(MessageKey(step, number))
             if message is None:
                 continue
@@ -595,14 +611,15 @@ class PlainEngine:
                 delivered += len(indices)
                 # Karn: the time of a packet that was sent twice is no round trip.
                 once = indices[message.tags[indices, 0] & Flag.RETRANSMISSION == 0]
-                newest_s = max(newest_s, float(message.sent_s[once].max(initial=0.0)))
+                for path, sent_s in zip(message.path[once].tolist(), message.sent_s[once].tolist(), strict=True):
+                    if sent_s > sampled.get(path, 0.0):
+                        sampled[path] = sent_s
             if whole and message.all_sent:
                 rest = np.flatnonzero(message.state != DELIVERED).astype(np.uint32)
                 flow.land(message, rest, now_s)
                 delivered += len(rest)
                 complete[message.key] = message
-        if newest_s:
-            flow.sample_rtt(now_s - newest_s - header.step * 1e-6)
+        flow.sample_paths(sampled, header.step * 1e-6, now_s)
         flow.feed_back(delivered, marked, 0, now_s)
         for message in complete.values():
             self._complete_sending(peer, message, np.ones(message.packets, np.bool_), now_s)
@@ -629,20 +646,37 @@ class PlainEngine:
     ) -> None:
         datagram = self._header(kind, key, index=index, count=count).encode() + payload
         # A control packet that the socket cannot take now is as good as lost, and repeated as such.
-        if not self._send_datagram(peer, datagram, self._control_tos):
+        # A greeting tells the peer which other ports are ours, so it comes from the one that is known.
+        path = 0 if kind in ABOUT_A_PEER else self._flows[peer].paths.for_control
+        if not self._send_datagram(peer, datagram, self._control_tos, path):
             self._counters["control_unsent"] += 1
 
     def send_control(self, peer: int, kind: PacketType, payload: bytes) -> None:
         """See :meth:`dlcp.transport.engine.Engine.send_control`."""
         self._send_control(peer, kind, payload=payload)
 
-    def _send_datagram(self, peer: int, datagram: bytes, tos: int) -> bool:
+    def accept(self, peer: int, ports: Sequence[int]) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.accept`."""
+        host = self._peers[peer][0]
+        self._sources = {source: path for source, path in self._sources.items() if source[0] != peer or not path}
+        for path, port in enumerate(ports, 1):
+            self._sources.setdefault((peer, (host, port)), path)
+
+    def spread(self, peer: int, paths: int) -> None:
+        """See :meth:`dlcp.transport.engine.Engine.spread`."""
+        self._flows[peer].paths.make(min(paths, self._paths_max))
+
+    def paths_to(self, peer: int) -> list[PathState]:
+        """See :meth:`dlcp.transport.engine.Engine.paths_to`."""
+        return [path.state for path in self._flows[peer].paths if path.sent]
+
+    def _send_datagram(self, peer: int, datagram: bytes, tos: int, path: int) -> bool:
         if self._socket:
-            return self._socket.send_packet(memoryview(datagram), tos, self._peers[peer])
+            return self._socket.send_packet(memoryview(datagram), tos, self._peers[peer], path)
         if not self.room:
             return False
         self.room -= self.room > 0
-        self._events.append(Datagram(peer, datagram, tos))
+        self._events.append(Datagram(peer, datagram, tos, path))
         return True
 
     def _acknowledge_due(self, now_s: float) -> float:
@@ -662,9 +696,10 @@ class PlainEngine:
         ago_us = min(4_000_000_000, max(0, int((now_s - waiting.newest_s) * 1e6)))
         counts = {"index": waiting.data_received & 0xFFFFFFFF, "count": waiting.marked_received & 0xFFFFFFFF}
         header = self._header(PacketType.ACK, MessageKey(ago_us, 0), **counts).encode()
-        for payload in waiting.take(self._payload_bytes, now_s):
+        by_path = sum(source[0] == peer for source in self._sources) > 1
+        for payload in waiting.take(self._payload_bytes, by_path, now_s):
             self._counters["acknowledgements"] += 1
-            self._send_datagram(peer, header + payload, self._control_tos)
+            self._send_datagram(peer, header + payload, self._control_tos, self._flows[peer].paths.for_control)
 
     def pump(self, now_s: float) -> int:
         """See :meth:`dlcp.transport.engine.Engine.pump`."""
@@ -677,14 +712,14 @@ class PlainEngine:
                 sent += count
         return sent
 
-    def _emit_burst_to(self, peer: int) -> Callable[[PlainOutgoing, Indices], bool]:
-        def emit(message: PlainOutgoing, chosen: Indices) -> bool:
+    def _emit_burst_to(self, peer: int) -> Callable[[PlainOutgoing, Indices, int], bool]:
+        def emit(message: PlainOutgoing, chosen: Indices, path: int) -> bool:
             size = wire.HEADER_BYTES + self._payload_bytes
             tos = int(message.tags[chosen[0], 3])
-            burst = Burst(message.bytes_of(chosen).data, size, tos, self._peers[peer])
+            burst = Burst(message.bytes_of(chosen).data, size, tos, self._peers[peer], path)
             if self._socket:
                 return self._socket.send(burst)
-            return burst.send_each(lambda packet: self._send_datagram(peer, bytes(packet), tos))
+            return burst.send_each(lambda packet: self._send_datagram(peer, bytes(packet), tos, path))
 
         return emit
 

@@ -3,28 +3,30 @@
 
 ``dlcp/native/flow.c`` in NumPy.
 
-Packets count as lost when one that was sent later into the same queue has arrived, by more than the disorder to be
-expected (RACK, RFC 8985, kept per queue because strict priority reorders across queues).
+Packets count as lost when one that was sent later on the same path into the same queue has arrived, by more than the
+disorder to be expected (RACK, RFC 8985, kept per queue because strict priority reorders across queues, and per path
+because delays differ). A path on which nothing arrives at all is judged by the others, with patience, and left.
 """
 
 import math
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from dlcp.transport.congestion import Report
-from dlcp.transport.engine import ACK_BLOCK_PACKETS, ACK_RECENT, ACK_WHOLE, RULES, SEGMENTS_MAX
+from dlcp.transport.engine import ACK_BLOCK_PACKETS, ACK_PATH, ACK_RECENT, ACK_WHOLE, RULES, SEGMENTS_MAX
 from dlcp.transport.messages import MessageKey
 from dlcp.transport.plain.incoming import PlainIncoming
 from dlcp.transport.plain.outgoing import FLYING, Indices, PlainOutgoing
+from dlcp.transport.plain.path import PlainPath, PlainPaths, counted_since
 
 _QUEUES = 8
 _BURST_BYTES_MAX = 65000
 
-Emit = Callable[[PlainOutgoing, Indices], bool]
-"""Sends packets of a message in one burst; False if the socket is full."""
+Emit = Callable[[PlainOutgoing, Indices, int], bool]
+"""Sends packets of a message in one burst on a path; False if the socket is full."""
 
 
 FRESH_COMPARED = 4
@@ -44,6 +46,14 @@ class Acknowledgements:
         self._packets = 0
         self._fresh: list[tuple[PlainIncoming, int]] = []
         self._recent: deque[tuple[PlainIncoming, int]] = deque(maxlen=ACK_RECENT)
+        self._marked_on: Counter[int] = Counter()
+        self._marked_paths: set[int] = set()
+        """Paths that have had more marks than were told."""
+
+    def note_marked(self, path: int, packets: int) -> None:
+        """Note that packets came marked on a path."""
+        self._marked_on[path] += packets
+        self._marked_paths.add(path)
 
     def note(self, message: PlainIncoming, indices: Indices, marked: bool, now_s: float) -> None:
         """Note that data arrived, be it for the first time or again."""
@@ -85,8 +95,8 @@ class Acknowledgements:
         """Whether there is anything to acknowledge."""
         return self._packets > 0
 
-    def take(self, payload_bytes: int, now_s: float) -> Iterator[bytes]:
-        """Return the payloads of what is to be sent now."""
+    def take(self, payload_bytes: int, by_path: bool, now_s: float) -> Iterator[bytes]:
+        """Return the payloads of what is to be sent now, with marks ``by_path`` if the sender uses several."""
         limit = payload_bytes // ENTRY.size
         fresh, self._fresh = self._fresh, []
         self._packets = 0
@@ -98,7 +108,10 @@ class Acknowledgements:
             entries = repeated + fresh[:room]
             self._recent = deque(fresh[:room], ACK_RECENT)
             fresh = fresh[room:]
-            yield b"".join(_entry(*entry) for entry in entries)
+            told = sorted(self._marked_paths)[: limit - len(entries)] if by_path else []
+            self._marked_paths -= set(told)
+            marks = [ENTRY.pack(path, 0, ACK_PATH, self._marked_on[path] & 0xFFFFFFFF) for path in told]
+            yield b"".join([_entry(*entry) for entry in entries] + marks)
 
 
 def _entry(message: PlainIncoming, block: int) -> bytes:
@@ -136,8 +149,12 @@ class PlainFlow:
         self._reported_s = 0.0
         self._disorder = RULES["disorder_min"]
         self._newest_delivered_s = [-1.0] * _QUEUES
-        self._runs: list[deque[tuple[float, PlainOutgoing, Indices]]] = [deque() for _ in range(_QUEUES)]
-        """What was sent into each queue, in that order."""
+        """Into each queue, on any path."""
+        self.paths = PlainPaths()
+        self._excused_lost = self._excused_marked = 0
+        """On paths that are left or on trial: the window has no part in it."""
+        self._stalled_due_s = 0.0
+        """When to look next for paths on which nothing arrives."""
         self._sent_last_s = 0.0
         self._marked_seen = 0
 
@@ -152,6 +169,8 @@ class PlainFlow:
         if not self.smoothed_rtt_s:
             return 4 * RULES["probe_timeout_min_s"]
         timeout_s = self.smoothed_rtt_s + 4 * self.rtt_variation_s
+        if len(self.paths) > 1:  # a question must not overtake what it is about
+            timeout_s = max([timeout_s, *(2 * path.delay_s for path in self.paths if path.flying)])
         return min(RULES["probe_timeout_max_s"], max(RULES["probe_timeout_min_s"], timeout_s))
 
     @property
@@ -176,16 +195,23 @@ class PlainFlow:
 
     def marked_since(self, total: int) -> int:
         """Return how many packets arrived marked since the last call; ``total`` is of all so far, modulo 2**32."""
-        marked = (total - self._marked_seen) & 0xFFFFFFFF
-        if marked >= 0x80000000:
-            return 0  # told by an acknowledgement that a later one has overtaken
-        self._marked_seen = total
+        marked = counted_since(self._marked_seen, total)
+        if marked:
+            self._marked_seen = total
         return marked
+
+    def take_marks(self, number: int, total: int) -> None:
+        """Take in how many packets have come marked on a path so far, modulo 2**32."""
+        if number < len(self.paths):
+            marked = self.paths[number].take_marks(total)
+            self._excused_marked += marked * self.paths[number].excused
 
     def remove(self, message: PlainOutgoing) -> None:
         """Forget a message."""
         if self.messages.get(message.key) is message:
             del self.messages[message.key]
+            for number in message.path[message.state == FLYING].tolist():
+                self.paths[number].flying -= 1
             self.flying -= message.drop()
 
     def pump(self, now_s: float, emit: Emit) -> int:
@@ -197,21 +223,31 @@ class PlainFlow:
         if room <= 0:
             self._limited |= self.window < self.largest_window
             return 0
-        chosen, again = message.gather(max(1, min(room, self.burst, SEGMENTS_MAX, self._packets_max)))
+        limit = max(1, min(room, self.burst, SEGMENTS_MAX, self._packets_max))
+        number, limit = self.paths.choose(self._usable_window, limit, now_s)
+        chosen, again = message.gather(limit)
         if again:
             message.mark_resent(chosen)
-        if not emit(message, chosen):
+        if not emit(message, chosen, number):
             return -1
-        message.note_sent(chosen, again, now_s)
-        self._runs[message.tags[chosen[0], 1] >> 5].append((now_s, message, chosen))
+        message.note_sent(chosen, again, number, now_s)
+        path = self.paths[number]
+        path.runs[message.tags[chosen[0], 1] >> 5].append((now_s, message, chosen))
         self.flying += len(chosen)
+        path.flying += len(chosen)
+        path.sent += len(chosen)
+        self.paths.last = number
         self._sent_last_s = now_s
         return len(chosen)
+
+    @property
+    def _usable_window(self) -> float:
+        return min(self.window, self.largest_window)
 
     def _room(self, now_s: float) -> int:
         if self.window < 1:
             return int(self.flying == 0 and now_s >= self.paused_until_s)
-        return int(min(self.window, self.largest_window)) - self.flying
+        return int(self._usable_window) - self.flying
 
     def _most_urgent(self) -> PlainOutgoing | None:
         """Return the message of the most urgent queue; in it the layer nearest the input; then who came first."""
@@ -226,23 +262,52 @@ class PlainFlow:
 
     def land(self, message: PlainOutgoing, indices: Indices, now_s: float) -> None:
         """Note that packets arrived."""
+        self._count_landed(message, indices)
         flew, late = message.land(indices, now_s)
         self.flying -= flew
         if late:
             # They were late, not lost: over-share packets, say, that waited in a lower queue.
             self._disorder = min(RULES["disorder_max"], self._disorder * 2**late)
-        queues = message.tags[indices, 1] >> 5
-        for queue in np.unique(queues).tolist():
-            newest_s = float(message.sent_s[indices[queues == queue]].max())
-            self._newest_delivered_s[queue] = max(self._newest_delivered_s[queue], newest_s)
+
+    def _count_landed(self, message: PlainOutgoing, indices: Indices) -> None:
+        numbers, queues, flew = message.path[indices], message.tags[indices, 1] >> 5, message.state[indices] == FLYING
+        for number in np.unique(numbers).tolist():
+            path, here = self.paths[number], numbers == number
+            landed = int(np.count_nonzero(flew & here))
+            path.flying -= landed
+            path.judged += landed
+            path.lost -= int(np.count_nonzero(here)) - landed
+            self.paths.fresh.add(number)
+            for queue in np.unique(queues[here]).tolist():
+                newest_s = float(message.sent_s[indices[here & (queues == queue)]].max())
+                path.newest_delivered_s[queue] = max(path.newest_delivered_s[queue], newest_s)
+                self._newest_delivered_s[queue] = max(self._newest_delivered_s[queue], newest_s)
 
     def lose(self, message: PlainOutgoing, indices: Indices) -> None:
         """Note that flying packets are lost."""
         message.lose(indices)
         self.flying -= len(indices)
+        numbers, counts = np.unique(message.path[indices], return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            path = self.paths[number]
+            path.flying -= count
+            path.judged += count
+            path.lost += count
+            self._excused_lost += count * path.excused
+            self.paths.fresh.add(number)
 
-    def sample_rtt(self, rtt_s: float) -> None:
-        """Take in a round-trip time."""
+    def sample_paths(self, sampled: dict[int, float], ago_s: float, now_s: float) -> None:
+        """Take in round trips: by path, when the newest packet that has arrived was sent, of those sent once."""
+        newest_s = 0.0
+        for number, sent_s in sampled.items():
+            path = self.paths[number]
+            path.sample_delay(now_s - sent_s - ago_s)
+            if not path.excused:
+                newest_s = max(newest_s, sent_s)
+        if newest_s:
+            self._sample_rtt(now_s - newest_s - ago_s)
+
+    def _sample_rtt(self, rtt_s: float) -> None:
         rtt_s = max(rtt_s, 1e-6)
         if not self._rtt_s or rtt_s < self._rtt_s:
             self._rtt_s = rtt_s
@@ -255,28 +320,54 @@ class PlainFlow:
     def feed_back(self, delivered: int, marked: int, lost: int, now_s: float) -> None:
         """Note what came back, for the next report."""
         if delivered:
-            lost += self._find_lost()
+            lost += self._find_lost(now_s)
+        self.paths.judge(self._usable_window, now_s)
         if not delivered and not lost:
             return
         self._delivered += delivered
-        self._lost += lost
-        self._marked += min(marked, delivered)
+        self._lost += lost - min(lost, self._excused_lost)
+        self._marked += min(marked - min(marked, self._excused_marked), delivered)
+        self._excused_lost = self._excused_marked = 0
         for message in self.messages.values():
             idle = not message.unsent and not message.flying and message.delivered < message.packets
             if idle and not message.idle_noticed:
                 message.idle_noticed = True
                 self.look_s = 0.0  # ask at once
 
-    def _find_lost(self) -> int:
+    def _find_lost(self, now_s: float) -> int:
         disorder_s = max(RULES["reorder_min_s"], self.smoothed_rtt_s * self._disorder)
+        stalled_s = disorder_s + max(RULES["path_stalled_s"], 2 * self.smoothed_rtt_s)
         lost = 0
-        for runs, newest_s in zip(self._runs, self._newest_delivered_s, strict=True):
-            while runs and (runs[0][0] < newest_s - disorder_s or runs[0][1].key not in self.messages):
-                sent_s, message, indices = runs.popleft()
-                gone = indices[(message.state[indices] == FLYING) & (message.sent_s[indices] == sent_s)]
-                if len(gone):
-                    self.lose(message, gone)
-                    lost += len(gone)
+        for path in [self.paths[number] for number in sorted(self.paths.fresh)]:
+            for queue in range(_QUEUES):
+                lost += self._lose_until(path, queue, path.newest_delivered_s[queue] - disorder_s)
+        if len(self.paths) > 1 and now_s >= self._stalled_due_s:
+            self._stalled_due_s = now_s + RULES["path_stalled_s"] / 4
+            for path in self.paths:
+                for queue in range(_QUEUES):
+                    if path.flying:
+                        lost += self._lose_stalled(path, queue, stalled_s, now_s)
         if lost:
             self._disorder = max(RULES["disorder_min"], self._disorder * RULES["disorder_decay"])
+        return lost
+
+    def _lose_until(self, path: PlainPath, queue: int, until_s: float) -> int:
+        """Find what of one queue of a path is lost: what was sent before a time."""
+        runs, lost = path.runs[queue], 0
+        while runs and (runs[0][0] < until_s or runs[0][1].key not in self.messages):
+            sent_s, message, indices = runs.popleft()
+            gone = indices[(message.state[indices] == FLYING) & (message.sent_s[indices] == sent_s)]
+            if len(gone):
+                self.lose(message, gone)
+                lost += len(gone)
+        return lost
+
+    def _lose_stalled(self, path: PlainPath, queue: int, stalled_s: float, now_s: float) -> int:
+        """Find what of a path is lost by what has arrived much later on others; leave it if nothing arrives there."""
+        until_s = self._newest_delivered_s[queue] - max(stalled_s, 2 * path.delay_s)
+        lost = self._lose_until(path, queue, until_s)
+        if lost >= RULES["path_burst"] and path.newest_delivered_s[queue] < until_s:
+            if not path.excused:
+                self._excused_lost += lost
+            self.paths.leave(path, now_s)
         return lost

@@ -73,6 +73,7 @@ class PlainOutgoing:
         self.idle_noticed = False
         self.state = np.zeros(self.packets, np.uint8)
         self.sent_s = np.zeros(self.packets)
+        self.path = np.zeros(self.packets, np.uint8)
         self.protected_packets = int(np.count_nonzero(request.tags.protected))
         self.asked_s: float | None = None
         """When the first PROBE left that has not been answered."""
@@ -183,8 +184,8 @@ class PlainOutgoing:
         border = len(self.payload)
         return np.concatenate([self.payload[start:stop], self.tail[max(0, start - border) : max(0, stop - border)]])
 
-    def note_sent(self, chosen: Indices, again: bool, now_s: float) -> None:
-        """Note that packets from :meth:`gather` have left."""
+    def note_sent(self, chosen: Indices, again: bool, path: int, now_s: float) -> None:
+        """Note that packets from :meth:`gather` have left, on a path."""
         count = len(chosen)
         if again:
             for _ in range(count):
@@ -194,6 +195,7 @@ class PlainOutgoing:
             self._next += count
         self.state[chosen] = FLYING
         self.sent_s[chosen] = now_s
+        self.path[chosen] = path
         self.unsent -= count
         self.flying += count
         self.sent += count

@@ -1,0 +1,189 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The ways to a peer. Packets of each leave from a port of its own, so that a fabric that chooses among equal routes by
+ * addresses and ports (ECMP) leads them over several.
+ *
+ * A flow has one window; its paths share it by weight. A path whose packets are later, more often lost or more often
+ * marked than those of the best one loses weight, and gains it again while they are not: so delays become alike, as
+ * they do where each packet takes the path with the shortest expected wait. One of little weight is left, and tried
+ * again after a while; what is lost on it meanwhile says nothing of the others, nor of the window. A window of few
+ * packets uses few paths: a packet is found lost by later ones of its own path. Compare REPS (2407.21625), which
+ * remembers what entropies were good, and PLB (SIGCOMM 2022), which changes them when packets are marked.
+ */
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "engine.h"
+
+/* Let a flow have so many paths; return 0, or NO_MEMORY. */
+int path_make(const engine *owner, flow *self, int64_t count) {
+    if (count <= self->path_count)
+        return 0;
+    path *paths = realloc(self->paths, (size_t)count * sizeof *paths);
+    if (!paths)
+        return NO_MEMORY;
+    self->paths = paths;
+    for (; self->path_count < count; self->path_count++) {
+        path *one = &paths[self->path_count];
+        *one = (path){.weight = 1, .patience_s = owner->config.path_again_s};
+        for (int queue = 0; queue < QUEUES; queue++)
+            one->newest_delivered_s[queue] = -1;
+    }
+    return 0;
+}
+
+/* Let packets to a peer leave on so many paths, all of whose ports it knows; return 0, or NO_MEMORY. */
+API int64_t dlcp_spread(engine *owner, int64_t peer, int64_t count) {
+    flow *self = &owner->flows[peer];
+    int64_t most = owner->socket < 0 ? PATHS_MAX : owner->socket_count;
+    /* Memory has no paths. */
+    return self->out.bytes ? 0 : path_make(owner, self, smaller(count, most));
+}
+
+/* Tell of a path its weight (0: it is left), delay in seconds, shares of packets lost and marked, and how many packets
+ * have been sent on it; all are 0 if there is no such path. */
+API void dlcp_path_state(engine *owner, int64_t peer, int64_t number, double *state) {
+    const flow *self = &owner->flows[peer];
+    static const path none;
+    const path *one = number < self->path_count ? &self->paths[number] : &none;
+    state[0] = one->weight;
+    state[1] = one->delay_s;
+    state[2] = one->loss;
+    state[3] = one->marks;
+    state[4] = (double)one->sent;
+}
+
+/* How many paths the window is enough for. */
+static int64_t affordable(const engine *owner, const flow *self) {
+    double packets = fmin(self->window, (double)self->largest_window);
+    return smaller(self->path_count, 1 + (int64_t)(packets / owner->config.path_packets));
+}
+
+static void try_again(const engine *owner, path *one) {
+    one->weight = owner->config.path_least;
+    one->on_trial = 1;
+    one->delay_s = one->loss = one->marks = 0;
+    one->judged = one->lost = one->marked = 0;
+}
+
+/* Choose where the next burst goes, the path with the fewest packets on their way for its weight, and bound how many
+ * packets it may be by that path's part of the window. */
+int64_t path_choose(const engine *owner, flow *self, int64_t *limit, double now_s) {
+    if (self->path_count == 1)
+        return 0;
+    int64_t best = 0, left = affordable(owner, self);
+    double least = INFINITY, weights = 0;
+    for (int64_t i = 0; i < self->path_count && left; i++) {
+        path *one = &self->paths[i];
+        if (one->weight == 0) {
+            if (now_s < one->again_s)
+                continue;
+            try_again(owner, one);
+        }
+        left--;
+        weights += one->weight;
+        double load = (double)(one->flying + 1) / one->weight;
+        /* Of those alike, the next one after the last. */
+        if (load < least || (load == least && best <= self->path_last && i > self->path_last)) {
+            best = i;
+            least = load;
+        }
+    }
+    double window = fmin(self->window, (double)self->largest_window);
+    int64_t part = (int64_t)(window * self->paths[best].weight / weights);
+    *limit = smaller(*limit, part > owner->config.path_burst ? part : owner->config.path_burst);
+    return best;
+}
+
+/* The path for packets that are about messages: the first that is not known to be bad. */
+int64_t path_for_control(const flow *self) {
+    for (int64_t i = 0; i < self->path_count; i++)
+        if (self->paths[i].weight == 1)
+            return i;
+    return 0;
+}
+
+/* Send nothing on a path for a while, if there is another. */
+void path_leave(const engine *owner, flow *self, path *one, double now_s) {
+    int others = 0;
+    for (int64_t i = 0; i < self->path_count && !others; i++)
+        others = &self->paths[i] != one && self->paths[i].weight > 0 && !self->paths[i].on_trial;
+    one->on_trial = 0;
+    if (!others) {
+        one->weight = owner->config.path_least;
+        return;
+    }
+    one->weight = 0;
+    one->again_s = now_s + one->patience_s;
+    one->patience_s = fmin(one->patience_s * 2, owner->config.path_again_max_s);
+}
+
+/* Return what share of its weight a path is to keep, compared with the best of the others; below 0: there are none. */
+static double deserved(const engine *owner, const flow *self, const path *one) {
+    const config *rules = &owner->config;
+    double delay_s = INFINITY, loss = INFINITY, marks = INFINITY;
+    int64_t left = affordable(owner, self);
+    for (int64_t i = 0; i < self->path_count && left; i++) {
+        const path *other = &self->paths[i];
+        if (other->weight == 0)
+            continue;
+        left--;
+        if (other == one || other->on_trial || other->delay_s == 0)
+            continue;
+        delay_s = fmin(delay_s, other->delay_s);
+        loss = fmin(loss, other->loss);
+        marks = fmin(marks, other->marks);
+    }
+    if (delay_s == INFINITY)
+        return -1;
+    double kept = 1, slow_s = delay_s * rules->path_slow + rules->reorder_min_s;
+    if (one->loss > rules->path_lossy + rules->path_lossier * loss)
+        kept = 0.5;
+    if (one->delay_s > slow_s)
+        kept = fmin(kept, fmax(0.5, slow_s / one->delay_s));
+    if (one->marks > marks + rules->path_marked)
+        kept = fmin(kept, 1 - (one->marks - marks) / 2);
+    return kept;
+}
+
+static void judge(const engine *owner, flow *self, path *one, double now_s) {
+    const config *rules = &owner->config;
+    double kept = deserved(owner, self, one);
+    if (kept < 0)
+        return;
+    if (kept < 1) {
+        one->weight *= kept;
+        if (one->on_trial || one->weight < rules->path_least)
+            path_leave(owner, self, one, now_s);
+        return;
+    }
+    one->weight = fmin(1, one->weight + rules->path_calm);
+    if (one->weight == 1) {
+        one->on_trial = 0;
+        one->patience_s = rules->path_again_s;
+    }
+}
+
+/* Judge paths of which enough has come back. */
+void path_judge_all(const engine *owner, flow *self, double now_s) {
+    if (self->path_count == 1)
+        return;
+    for (uint64_t fresh = self->fresh_paths; fresh; fresh &= fresh - 1) {
+        path *one = &self->paths[__builtin_ctzll(fresh)];
+        if (one->judged < owner->config.path_judged)
+            continue;
+        double judged = (double)one->judged, gain = owner->config.path_gain;
+        one->loss += (fmax((double)one->lost, 0) / judged - one->loss) * gain;
+        one->marks += (fmin((double)one->marked / judged, 1) - one->marks) * gain;
+        one->judged = one->lost = one->marked = 0;
+        if (one->weight > 0)
+            judge(owner, self, one, now_s);
+    }
+    self->fresh_paths = 0;
+}
+
+/* Take in a round trip on a path. */
+void path_sample_delay(const engine *owner, path *self, double delay_s) {
+    delay_s = fmax(delay_s, 1e-6);
+    self->delay_s = self->delay_s == 0 ? delay_s : self->delay_s + (delay_s - self->delay_s) * owner->config.path_gain;
+}
