@@ -4,6 +4,7 @@
 import dataclasses
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ _BMV2_ENVIRONMENT: Final = {"DLCP_CONGESTION": "ecn"}
 """Options for DLCP over BMv2. What has left BMv2's queues waits, first in first out, in a buffer of 128 packets before
 its transmit thread. TCP keeps that full, so every packet is some 50 ms late at 32 Mbit/s however little DLCP sends;
 control by delay would take that for a queue of its own making and all but stop. Marks tell of its own queue."""
+
+_COUNTERS_DEADLINE_S: Final = 15.0
+_COUNTERS_POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +156,20 @@ class TestbedNetwork(DemoNetwork):
         return self._layout.kind == "builtin"
 
     def _counters(self, name: str) -> dict[str, Any]:
-        """Return the counters that the built-in switch has written a moment ago."""
-        counters: dict[str, Any] = json.loads(self._files.path(f".{name}.counters.json").read_text(encoding="utf-8"))
+        """Return the counters of the built-in switch as of now: it writes them every now and then.
+
+        Raises
+        ------
+        TestbedError
+            It writes them no more.
+        """
+        path = self._files.path(f".{name}.counters.json")
+        asked_s = time.time()
+        while path.stat().st_mtime <= asked_s:
+            if time.time() > asked_s + _COUNTERS_DEADLINE_S:
+                raise TestbedError(f"switch {name} has not written {path} for {_COUNTERS_DEADLINE_S:g} s: is it alive?")
+            time.sleep(_COUNTERS_POLL_S)
+        counters: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return counters
 
 
