@@ -12,6 +12,7 @@ from itertools import pairwise
 import pytest
 
 from dlcp.bench.path import LINK_BURST_BYTES, BenchPath, NamespaceLoopback, RoutedPath, VethPair, known_controls
+from dlcp.bench.paths import SpineFabric, left_after_s
 from dlcp.bench.ranks import Ranks
 from tests.bench_harness.bench_rank import Rank
 
@@ -165,3 +166,32 @@ def test_an_impossible_loss_is_refused(loss):
 def test_bursts_are_not_to_be_lost_whole():
     with pytest.raises(ValueError, match="a burst would be lost whole"):
         RoutedPath(2, 0.01, offloads=True)
+
+
+@pytest.mark.usefixtures("bench_namespaces")
+def test_a_spine_fabric_leads_ports_over_all_spines():
+    with SpineFabric(50_000_000, lossy=True) as fabric:
+        first, second = (host.call for host in fabric.hosts)
+        assert controls_in_force(fabric, first, second) == expected_controls()
+        before = fabric.carried()
+        receiver = second(lambda: bound_to(fabric.address(1)))
+        for _ in range(64):
+            with first(lambda: bound_to(fabric.address(0))) as sender:
+                sender.sendto(bytes(100), receiver.getsockname())
+        assert all(now > then for now, then in zip(fabric.carried(), before, strict=True))
+        receiver.close()
+
+
+def bound_to(host):
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    sock.bind((host, 0))
+    return sock
+
+
+def test_a_spine_is_left_when_it_carries_much_less_than_its_share():
+    fair = [(0.1 * n, [100 * n] * 4) for n in range(20)]
+    assert left_after_s(fair) is None
+    then = [(2 + 0.1 * n, [2000 + 100 * n] * 3 + [1900 + n]) for n in range(20)]
+    assert left_after_s(fair + then) == pytest.approx(1.9, abs=0.15)
+    idle = [(5 + 0.1 * n, then[-1][1]) for n in range(20)]
+    assert left_after_s(fair + then + idle) == pytest.approx(1.9, abs=0.15)
