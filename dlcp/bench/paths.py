@@ -157,7 +157,7 @@ def left_after_s(noted: list[tuple[float, list[int]]]) -> float | None:
 def measure(
     *,
     rate_mbps: float = 50.0,
-    megabytes: float = 16.0,
+    megabytes: float = 12.0,
     draws: int = 3,
     rounds: int = 3,
     warm_up: int = 2,

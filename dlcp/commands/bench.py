@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     paths.add_argument("--draws", type=int, default=3, metavar="N", help="how often ranks start anew (default: 3)")
     paths.add_argument("--rate-mbps", type=float, default=50.0, metavar="RATE", help="of each link (default: 50)")
-    paths.add_argument("--megabytes", type=float, default=16.0, metavar="MB", help="of float32 (default: 16)")
+    paths.add_argument("--megabytes", type=float, default=12.0, metavar="MB", help="of float32 (default: 12)")
     for command in (allreduce, cpu, loss, tags, step, switch, compression, paths):
         command.add_argument("--warm-up", type=int, default=2, metavar="N", help="rounds before them (default: 2)")
     for command in (allreduce, loss, step):

@@ -103,7 +103,7 @@ class Options:
     tagged: bool = True
     payload_bytes: int = 0
     shared_memory: bool = True
-    paths: int = 16
+    paths: int = 12
     silence_s: float = 10.0
     deadline_s: float = 120.0
     meet_s: float = 30.0
