@@ -13,6 +13,8 @@ from dlcp.commands.common import refuse
 from dlcp.namespace import NamespaceError, become_root
 
 _LOSSES_PERCENT: Final = (0.0, 0.1, 1.0, 3.0)
+_RTTS_MS: Final = (1.0, 20.0, 100.0)
+_BUFFERS: Final = (0.2, 1.0, 10.0)
 _VALUE_BYTES: Final = 4
 
 
@@ -49,6 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--sockets", action="store_true", help="over loopback, too (default: through memory there)")
     switch = declare("switch", "the built-in switch between network interfaces, against simple_switch", 7, root=True)
     compression = declare("compression", "compressors: bytes, CPU time and error on one core", 7)
+    delay = declare("delay", "the same over long paths and through deep buffers, alone and beside TCP", 3, _delay, True)
+    delay.add_argument("--rtt-ms", type=float, nargs="+", default=_RTTS_MS, metavar="MS", help="(default: 1 20 100)")
+    delay.add_argument(
+        "--buffers", type=float, nargs="+", default=_BUFFERS, metavar="B", help="in bandwidth-delay products"
+    )
+    delay.add_argument("--rate-mbps", type=float, default=40.0, metavar="RATE", help="of the path (default: 40)")
+    delay.add_argument("--seconds", type=float, default=8.0, help="that a run takes at that rate (default: 8)")
     sim = declare("sim", "packet-hops a second of the simulator, beside ns.py", 3, _sim)
     sim.add_argument("--bytes", type=int, default=25_000_000, help="of each worker or rank (default: %(default)s)")
     sim.add_argument("--ranks", type=int, default=1024, metavar="N", help="of the ring (default: %(default)s)")
@@ -59,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     paths.add_argument("--draws", type=int, default=3, metavar="N", help="how often ranks start anew (default: 3)")
     paths.add_argument("--rate-mbps", type=float, default=50.0, metavar="RATE", help="of each link (default: 50)")
     paths.add_argument("--megabytes", type=float, default=12.0, metavar="MB", help="of float32 (default: 12)")
-    for command in (allreduce, cpu, loss, tags, step, switch, compression, paths):
+    for command in (allreduce, cpu, delay, loss, tags, step, switch, compression, paths):
         command.add_argument("--warm-up", type=int, default=2, metavar="N", help="rounds before them (default: 2)")
     for command in (allreduce, loss, step):
         command.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="MTU of the path (default: 1500)")
@@ -99,6 +108,18 @@ def _cpu(arguments: argparse.Namespace) -> list[BenchResult]:
 
     values = int(arguments.megabytes * 1e6) // _VALUE_BYTES
     return [entry for count in arguments.ranks for entry in measure(count, values=values, **_rounds(arguments))]
+
+
+def _delay(arguments: argparse.Namespace) -> list[BenchResult]:
+    from dlcp.bench.delay import measure
+
+    return measure(
+        rtts_s=[rtt_ms / 1e3 for rtt_ms in arguments.rtt_ms],
+        buffers=arguments.buffers,
+        rate_bps=round(arguments.rate_mbps * 1e6),
+        seconds=arguments.seconds,
+        **_rounds(arguments),
+    )
 
 
 def _loss(arguments: argparse.Namespace) -> list[BenchResult]:

@@ -143,6 +143,9 @@ class DctcpWindow:
         self._timeouts = 0
         if report.now_s - self._reported_s > max(PAUSE_MIN_S, report.smoothed_rtt_s) * PAUSE_ROUNDS:
             self._regained = min(self._regained, self.window)
+            if self._path.base_s > DELAY_MIN_S and not self._starting:
+                # A whole window leaves at once, which a short queue may not hold, however well the path does.
+                self._round, self._aftermath_s = Round(report.now_s), LATE * report.smoothed_rtt_s
         self._reported_s = report.now_s
         if report.limited:
             self._grow(report)

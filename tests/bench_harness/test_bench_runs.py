@@ -140,3 +140,17 @@ def test_the_floor_averages_rightly_whatever_the_sizes(tmp_path, ranks, values):
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3
     assert subprocess.run([program, "1", "5", "1440", "1"], timeout=60).returncode == 2
+
+
+@pytest.mark.usefixtures("bench_namespaces")
+def test_long_paths_are_measured_alone_and_beside_others():
+    from dlcp.bench.delay import measure
+
+    lines = []
+    setting = {"rtts_s": [0.005], "buffers": [2.0], "rate_bps": 20_000_000, "seconds": 0.3}
+    alone, beside = measure(**setting, rounds=1, warm_up=0, progress=lines.append)
+    assert (alone.name, beside.name) == ("delay.rtt5.buffer2", "delay.rtt5.buffer2.beside")
+    assert "queue of 17 packets" in lines[0]
+    assert alone.value > 300, "an all-reduce cannot take less than its frames"
+    assert 0 < beside.value <= 3, "nor have more than the whole rate, which is three fair shares"
+    assert all(rate > 0 for rate in beside.details["rivals_mbps"])

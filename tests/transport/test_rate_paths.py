@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default law on paths of any length and any buffer, alone and beside flows of CUBIC that share its queue."""
+"""The default law on paths of any length and any buffer, alone and beside CUBIC and BBR that share its queue."""
 
 import pytest
 
 from dlcp.transport.cubic import CubicWindow
 from dlcp.transport.dctcp import DctcpWindow
 from dlcp.transport.peer import READ_EVERY_S
+from tests.transport.bbr import BbrWindow
 from tests.transport.bottleneck import Bottleneck, Flow
 from tests.transport.exchanges import Network
 
@@ -58,6 +59,15 @@ def test_beside_two_cubic_flows_it_gets_about_a_third(rtt_s, buffer, seconds, se
     assert mine + theirs > 0.95
     # CUBIC's own shares differ as much in so few of its periods.
     assert 0.55 / 3 < mine < 1.5 / 3
+
+
+@pytest.mark.parametrize(("buffer", "least"), [(1, 0.02), (10, 0.25)])
+def test_beside_bbr_in_a_deep_buffer_it_is_not_starved(buffer, least):
+    # A shallow buffer BBR takes for itself: it ignores losses.
+    flow, others = run(0.02, buffer, 30, rivals=(BbrWindow,))
+    mine, theirs = goodput(flow, 0.02, 30), goodput(others[0], 0.02, 30)
+    assert mine + theirs > 0.95
+    assert mine > least
 
 
 def test_what_comes_late_into_a_full_buffer_gets_its_share_too():
