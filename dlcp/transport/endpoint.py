@@ -81,6 +81,7 @@ _HELLO = struct.Struct(">II")
 The ports of the sender's further paths follow, two bytes each. A HELLO_ACK answers a greeting that has named its own.
 """
 _PORT_BYTES = 2
+_HELLO_BYTES_MAX = _HELLO.size + (PATHS_MAX - 1) * _PORT_BYTES
 _SO_RCVBUFFORCE = 33
 _UDP_GRO = 104
 
@@ -452,7 +453,9 @@ class Protocol:
         if header.type is PacketType.ABORT:
             reason = payload[:ABORT_BYTES_MAX].decode(errors="replace")
             self.fail(PeerAbortedError(f"job {self.job}: rank {event.peer} gave up: {reason}"))
-        elif len(payload) < _HELLO.size or (len(payload) - _HELLO.size) % _PORT_BYTES:
+        elif header.index:
+            self._refused["stale"] += 1  # a late probe of the path's MTU, which says its size there
+        elif not _HELLO.size <= len(payload) <= _HELLO_BYTES_MAX or (len(payload) - _HELLO.size) % _PORT_BYTES:
             self._refused["malformed"] += 1
         else:
             self._on_hello(self._peers[event.peer], header.type, payload, event.now_s)
@@ -471,7 +474,7 @@ class Protocol:
         peer.greeted = True
         peer.room_packets = max(1, window)
         peer.limit_window()
-        self._engine.accept(peer.rank, ports[: PATHS_MAX - 1])
+        self._engine.accept(peer.rank, ports)
         if kind is PacketType.HELLO:
             self._greet(peer, now_s, PacketType.HELLO_ACK)
             if self._ports and not peer.answered:  # it was not there when it was greeted

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from dlcp.transport import LossBound, MessageKey, MessageMismatchError, PeerAbortedError, TransportOptions
+from dlcp.transport.options import PATHS_MAX
 from tests.transport.exchanges import (
     KEY,
     TOKEN,
@@ -54,6 +55,11 @@ FRAGMENT = bytes(1440)
         (datagram(PacketType.ACK, payload=bytes(11)), 0, "malformed"),
         (datagram(PacketType.HELLO, payload=bytes(7)), 0, "malformed"),
         (datagram(PacketType.HELLO_ACK), 0, "malformed"),
+        (datagram(PacketType.HELLO, payload=bytes(9)), 0, "malformed"),
+        (datagram(PacketType.HELLO, payload=bytes(8 + 2 * PATHS_MAX)), 0, "malformed"),
+        # Late probes of the path's MTU (dlcp/transport/path_mtu.py).
+        (datagram(PacketType.HELLO, index=1440, payload=bytes(1440)), 0, "stale"),
+        (datagram(PacketType.HELLO_ACK, index=1440), 0, "stale"),
     ],
 )
 def test_a_packet_that_is_wrong_is_refused_by_its_fault(data, source, reason):
