@@ -109,6 +109,22 @@ class Namespace:
         if done.returncode:
             raise NamespaceError(f"{self.name}: ip {'; '.join(commands)}: {done.stderr.strip()}")
 
+    def tc(self, *words: str) -> None:
+        """Run one command of iproute2's ``tc`` in this namespace.
+
+        Raises
+        ------
+        NamespaceError
+            It refused it.
+        """
+        done = self.run(["tc", *words], capture_output=True, text=True)
+        if done.returncode:
+            raise NamespaceError(f"{self.name}: tc {' '.join(words)}: {done.stderr.strip()}")
+
+    def sysctl(self, name: str, value: str) -> None:
+        """Set what a file below ``/proc/sys`` holds of this namespace, such as ``net/ipv4/ip_forward``."""
+        self.call(lambda: Path("/proc/sys", name).write_text(value, encoding="ascii"))
+
     def close(self) -> None:
         """Let the namespace go."""
         if self._fd >= 0:

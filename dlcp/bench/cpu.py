@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from operator import add, attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,16 +61,13 @@ def measure(
             )
     costs |= found.costs
     gigabytes = 4e-9 * values
-    seconds: Samples = {
-        name: [sum(cost.user_s + cost.system_s for cost in run) / gigabytes for run in runs[-rounds:]]
-        for name, runs in costs.items()
-    }
+    user, kernel = (
+        {name: [sum(map(of, run)) / gigabytes for run in runs[-rounds:]] for name, runs in costs.items()}
+        for of in (attrgetter("user_s"), attrgetter("system_s"))
+    )
+    seconds: Samples = {name: list(map(add, user[name], kernel[name])) for name in costs}
     parts = {
-        name: {
-            "user": significant(median([sum(cost.user_s for cost in run) / gigabytes for run in runs[-rounds:]])),
-            "kernel": significant(median([sum(cost.system_s for cost in run) / gigabytes for run in runs[-rounds:]])),
-        }
-        for name, runs in costs.items()
+        name: {"user": significant(median(user[name])), "kernel": significant(median(kernel[name]))} for name in costs
     }
     peers = [way.name for way in ways if way.control]
     results = []

@@ -216,9 +216,10 @@ def _beside(
         before = rivals.call("received")
         found = allreduce.measure(path, values=values, ways=ways, rounds=rounds, warm_up=warm_up, progress=progress)
         after = rivals.call("received")
-    fair = {way.name: [(1 + RIVALS) * 1e3 * seconds / took_ms for took_ms in found.samples[way.name]] for way in ways}
+    shares: Samples = {
+        way.name: [(1 + RIVALS) * 1e3 * seconds / took_ms for took_ms in found.samples[way.name]] for way in ways
+    }
     theirs = [(now - then) * 8 / (now_s - then_s) for (then, then_s), (now, now_s) in zip(before, after, strict=True)]
-    shares: Samples = fair
     peer = next(way.name for way in ways if way.control)
     details = {
         "path": path.words,

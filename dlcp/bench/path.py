@@ -80,7 +80,8 @@ class BenchPath:
     def _namespace(self, name: str) -> Namespace:
         namespace = Namespace(name)
         self._stack.callback(namespace.close)
-        namespace.call(_set_up_tcp)
+        for setting, value in _TCP_SETTINGS.items():
+            namespace.sysctl(f"net/ipv4/{setting}", value)
         return namespace
 
 
@@ -224,7 +225,7 @@ class RoutedPath(BenchHosts):
 
     def _link(self) -> None:
         self._router = self._namespace("router")
-        self._router.call(lambda: File("/proc/sys/net/ipv4/ip_forward").write_text("1", encoding="ascii"))
+        self._router.sysctl("net/ipv4/ip_forward", "1")
         mtu = f"mtu {self.mtu_bytes}"
         for rank, host in enumerate(self.hosts):
             port, gateway = f"port{rank}", f"10.0.{rank}.1"
@@ -244,18 +245,13 @@ class RoutedPath(BenchHosts):
                 self._router.call(partial(turn_off_offloads, port))
                 host.call(partial(turn_off_offloads, "eth0"))
             program = DROP_AT_RANDOM.format(threshold=min(round(self.loss * 2**32), 2**32 - 1))
-            self._tc("qdisc", "add", "dev", port, "clsact")
+            self._router.tc("qdisc", "add", "dev", port, "clsact")
             # IPv4 only, so that neighbours find each other at once.
-            self._tc("filter", "add", "dev", port, "ingress", "protocol", "ip", "bpf", "da", "bytecode", program)
+            self._router.tc("filter", "add", "dev", port, "ingress", "protocol", "ip", "bpf", "da", "bytecode", program)
             if self.rate_bps:
                 burst = str(LINK_BURST_BYTES)
                 shaper = ["tbf", "rate", f"{self.rate_bps}bit", "burst", burst, "latency", f"{QUEUE_S}s"]
-                self._tc("qdisc", "add", "dev", port, "root", *shaper)
-
-    def _tc(self, *words: str) -> None:
-        done = self._router.run(["tc", *words], capture_output=True, text=True)
-        if done.returncode:
-            raise NamespaceError(f"router: tc {' '.join(words)}: {done.stderr.strip()}")
+                self._router.tc("qdisc", "add", "dev", port, "root", *shaper)
 
 
 def loopback(ranks: int) -> BenchPath:
@@ -277,8 +273,3 @@ def _current_control() -> str:
         return File("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
     except OSError:
         return "default"
-
-
-def _set_up_tcp() -> None:
-    for name, value in _TCP_SETTINGS.items():
-        File("/proc/sys/net/ipv4", name).write_text(value, encoding="ascii")

@@ -24,6 +24,7 @@ from dlcp import __version__, wire
 from dlcp.doctor.findings import Diagnosis, Status
 from dlcp.transport import shared_memory
 from dlcp.transport.shared_memory import SharedMemoryRendezvous
+from dlcp.transport.sockets import SO_RCVBUFFORCE, UDP_GRO, UDP_SEGMENT
 
 _MEET_S: Final = 2.0
 OLDEST_PYTHON: Final = (3, 10)
@@ -173,10 +174,6 @@ def _version(distribution: str) -> str | None:
 
 
 SOL_UDP: Final = 17
-UDP_SEGMENT: Final = 103
-UDP_GRO: Final = 104
-IP_RECVTOS: Final = getattr(socket, "IP_RECVTOS", 13)
-SO_RCVBUFFORCE: Final = 33
 SO_SNDBUFFORCE: Final = 32
 
 WANTED_BUFFER_BYTES: Final = 8 << 20

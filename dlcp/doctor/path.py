@@ -22,9 +22,9 @@ from typing import Final
 
 from dlcp import wire
 from dlcp.doctor.findings import Diagnosis, Section, Status
-from dlcp.doctor.machine import IP_RECVTOS
 from dlcp.transport import Address
 from dlcp.transport.path_mtu import IPV4_UDP_BYTES
+from dlcp.transport.sockets import IP_RECVTOS
 
 DOCTOR_PORT: Final = wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT - 1
 """The last port of DLCP's block; ranks take the first ones."""

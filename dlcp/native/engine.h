@@ -38,6 +38,8 @@ enum packet_type { DATA = 1, ACK, PROBE, BITMAP, STOP, STOP_ACK, HELLO, HELLO_AC
 enum { PROTECTED = 0x80, RETRANSMISSION = 0x40 };
 enum { SOCKET_FULL = -1, RING_FULL = -2 };
 enum { NO_MEMORY = -1 };
+/* Payload of a PROBE whose sender has more to send: do not go without it yet. */
+enum { PROBE_MORE = 1 };
 /* In the block of an acknowledgement's entry: the message is complete, all of it is here, nobody need ask. */
 #define ACK_WHOLE 0x80000000u
 

@@ -11,8 +11,6 @@
 
 #include "engine.h"
 
-static const uint8_t MORE = 1; /* see outgoing.c */
-
 /* Names of messages ------------------------------------------------------------------------------------------------ */
 
 int table_make(table *self) {
@@ -642,7 +640,7 @@ void incoming_take_probe(engine *owner, flow *from, const uint8_t *datagram, int
         owner->refused_malformed++;
         return;
     }
-    int more = bytes == HEADER_BYTES + 1 && datagram[HEADER_BYTES] == MORE;
+    int more = bytes == HEADER_BYTES + 1 && datagram[HEADER_BYTES] == PROBE_MORE;
     if (!more) {
         self->asked = 1;
         self->protected_packets = header_index(datagram);

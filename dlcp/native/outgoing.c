@@ -9,7 +9,6 @@
 #include "engine.h"
 
 enum { NONE = 0xFFFFFFFF };
-static const uint8_t MORE = 1; /* payload of a PROBE whose sender has more to send: do not go without it yet */
 
 outgoing *outgoing_find(flow *to, int64_t step, int64_t message) {
     for (int64_t k = 0; k < to->message_count; k++)
@@ -92,7 +91,8 @@ static void ask(engine *owner, flow *to, outgoing *self, double now_s) {
     self->probes_unanswered++;
     owner->probe++;
     known name = {to->peer, self->step, self->message, NULL};
-    engine_send_control(owner, to, PROBE, &name, self->protected_packets, self->packets, &MORE,
+    const uint8_t more = PROBE_MORE;
+    engine_send_control(owner, to, PROBE, &name, self->protected_packets, self->packets, &more,
                         self->unsent && !self->immediate);
 }
 

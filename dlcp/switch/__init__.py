@@ -31,7 +31,7 @@ from dlcp.switch.events import (
 )
 from dlcp.switch.executor.bmv2_json import load_definition
 from dlcp.switch.executor.cells import MeterConfig
-from dlcp.switch.executor.model import EntryError, ProgramDef, ProgramError, UnknownName, UnsupportedFeature
+from dlcp.switch.executor.model import EntryError, ProgramDef, ProgramError, UnknownNameError, UnsupportedFeatureError
 from dlcp.switch.executor.profiles import Action, GroupRef, MemberRef
 from dlcp.switch.executor.program import (
     BACKENDS,
@@ -91,8 +91,8 @@ __all__ = [
     "SwitchProcess",
     "SwitchProcessError",
     "TableEntry",
-    "UnknownName",
-    "UnsupportedFeature",
+    "UnknownNameError",
+    "UnsupportedFeatureError",
     "Value",
     "apply_entries",
     "cache_directory",

@@ -2,7 +2,7 @@
 """Messages between ranks of which a bounded share may be lost."""
 
 from dlcp.transport.buffers import BufferPool, ExportedMemory
-from dlcp.transport.endpoint import Endpoint, bind_socket, parse_address
+from dlcp.transport.endpoint import Endpoint
 from dlcp.transport.engine import StreamingReduction
 from dlcp.transport.errors import (
     BoundExceededError,
@@ -24,6 +24,7 @@ from dlcp.transport.messages import (
     SendRequest,
 )
 from dlcp.transport.options import CONGESTION, TransportOptions
+from dlcp.transport.sockets import bind_socket, parse_address
 
 __all__ = [
     "CONGESTION",

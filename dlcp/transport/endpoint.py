@@ -8,11 +8,10 @@ import contextlib
 import heapq
 import math
 import socket
-import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
@@ -64,26 +63,15 @@ from dlcp.transport.options import PATHS_MAX, TransportOptions, weight_of
 from dlcp.transport.peer import Peer
 from dlcp.transport.promise import Receiving, Sending
 from dlcp.transport.shared_memory import SharedMemory
-from dlcp.wire import PacketType
+from dlcp.transport.sockets import UDP_GRO, bind_further, packets_held
+from dlcp.wire import GREETING, GREETING_PORT, PacketType
 
-RECEIVE_BUFFER_BYTES: Final = 8 << 20
-SKB_OVERHEAD_BYTES: Final = 832
-"""What Linux charges a datagram for beside its bytes, rounded up (sk_buff and its data's alignment)."""
 HELLO_REPEAT_S: Final = 0.1
 KEEPALIVE_S: Final = 0.5
 """A peer that something is wanted of and that says nothing for so long is greeted, to see whether it lives."""
 CLOSE_LINGER_S: Final = 1.0
 _POLL_S: Final = 0.005
 ABORT_BYTES_MAX: Final = 1000
-_HELLO = struct.Struct(">II")
-"""Bytes of a message per packet, and how many packets the receiver may have on their way to it.
-
-The ports of the sender's further paths follow, two bytes each. A HELLO_ACK answers a greeting that has named its own.
-"""
-_PORT_BYTES = 2
-_HELLO_BYTES_MAX = _HELLO.size + (PATHS_MAX - 1) * _PORT_BYTES
-_SO_RCVBUFFORCE = 33
-_UDP_GRO = 104
 
 Emit = Callable[[int, bytes, int, int], object]
 """Takes what leaves without a socket: rank, datagram, IPv4 type of service, path."""
@@ -455,14 +443,14 @@ class Protocol:
             self.fail(PeerAbortedError(f"job {self.job}: rank {event.peer} gave up: {reason}"))
         elif header.index:
             self._refused["stale"] += 1  # a late probe of the path's MTU, which says its size there
-        elif not _HELLO.size <= len(payload) <= _HELLO_BYTES_MAX or (len(payload) - _HELLO.size) % _PORT_BYTES:
+        elif len(payload) - GREETING.size not in range(0, PATHS_MAX * GREETING_PORT.size, GREETING_PORT.size):
             self._refused["malformed"] += 1
         else:
             self._on_hello(self._peers[event.peer], header.type, payload, event.now_s)
 
     def _on_hello(self, peer: Peer, kind: PacketType, payload: bytes, now_s: float) -> None:
-        payload_bytes, window = _HELLO.unpack_from(payload)
-        ports = struct.unpack_from(f">{(len(payload) - _HELLO.size) // _PORT_BYTES}H", payload, _HELLO.size)
+        payload_bytes, window = GREETING.unpack_from(payload)
+        ports = [port for (port,) in GREETING_PORT.iter_unpack(payload[GREETING.size :])]
         if payload_bytes != self.options.payload_bytes:
             self.fail(
                 MessageMismatchError(
@@ -485,8 +473,8 @@ class Protocol:
 
     def _greet(self, peer: Peer, now_s: float, kind: PacketType = PacketType.HELLO) -> None:
         peer.hello_due_s = now_s + HELLO_REPEAT_S
-        ports = struct.pack(f">{len(self._ports)}H", *self._ports)
-        self._engine.send_control(peer.rank, kind, _HELLO.pack(self.options.payload_bytes, self._window) + ports)
+        ports = b"".join(map(GREETING_PORT.pack, self._ports))
+        self._engine.send_control(peer.rank, kind, GREETING.pack(self.options.payload_bytes, self._window) + ports)
 
     # Packets and time, for whoever drives it --------------------------------------------------------------------------
 
@@ -611,16 +599,16 @@ class Endpoint(Protocol):
         self._closing = False
         # Memory has no paths.
         spread = options.paths > 1 and not (shared and shared.ranks >= peers.keys())
-        self._further = _bind_further(sock, options.paths - 1 if spread else 0)
+        self._further = bind_further(sock, options.paths - 1 if spread else 0)
         with contextlib.suppress(OSError):  # an older kernel hands over datagrams one by one
-            sock.setsockopt(socket.IPPROTO_UDP, _UDP_GRO, 1)
+            sock.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
         super().__init__(
             rank,
             peers,
             job=job,
             token=token,
             options=options,
-            receive_packets=_receive_packets(sock, options.payload_bytes),
+            receive_packets=packets_held(sock, options.payload_bytes),
             sock=sock,
             shared=shared,
             ports=[each.getsockname()[1] for each in self._further],
@@ -788,74 +776,9 @@ class Endpoint(Protocol):
             self.take_events()
 
 
-def bind_socket(host: str, ports: Iterable[int]) -> socket.socket:
-    """Bind a UDP socket to the first of ``ports`` that is free, with as large a receive buffer as the kernel grants.
-
-    Raises
-    ------
-    OSError
-        None of them can be bound; the message names them.
-    """
-    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    tried = []
-    for port in ports:
-        try:
-            sock.bind((host, port))
-            break
-        except OSError as error:
-            tried.append(f"{port} ({error.strerror})")
-    else:
-        sock.close()
-        raise OSError(
-            f"cannot bind UDP at {host}, port {', '.join(tried)}; end the job that holds it, or choose another address"
-        )
-    sock.setsockopt(socket.IPPROTO_IP, getattr(socket, "IP_RECVTOS", 13), 1)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, RECEIVE_BUFFER_BYTES)
-    except PermissionError:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
-    sock.setblocking(False)
-    return sock
-
-
-def _bind_further(sock: socket.socket, count: int) -> list[socket.socket]:
-    """Return so many sockets at other ports of a socket's address, only to send from; fewer if no more can be had."""
-    further: list[socket.socket] = []
-    with contextlib.suppress(OSError):  # fewer paths do, too
-        while len(further) < count:
-            further.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
-            further[-1].setblocking(False)
-            further[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 0)  # as little as the kernel grants
-            further[-1].bind((sock.getsockname()[0], 0))
-        return further
-    further.pop().close()
-    return further
-
-
-def _receive_packets(sock: socket.socket, payload_bytes: int) -> int:
-    """Return how many full packets the receive buffer holds: the kernel may have granted less than was asked for."""
-    granted = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
-    return max(8, int(granted // (payload_bytes + wire.HEADER_BYTES + SKB_OVERHEAD_BYTES)))
-
-
 def _copy(source: Future[Any], target: Future[Any]) -> None:
     error = source.exception()
     if error:
         target.set_exception(error)
     else:
         target.set_result(source.result())
-
-
-def parse_address(text: str) -> Address:
-    """Return host and port of ``host:port``; the port may be left out.
-
-    Raises
-    ------
-    ValueError
-        The port is no number.
-    """
-    host, _, port = text.partition(":")
-    try:
-        return host, int(port or wire.UDP_PORT_BASE)
-    except ValueError:
-        raise ValueError(f"expected host:port, got {text!r}") from None

@@ -32,16 +32,8 @@ MESSAGE_PACKETS_MAX: Final = 1 << 22
 STEPS_AHEAD_MAX: Final = 1 << 16
 SEGMENTS_MAX: Final = 64
 """Datagrams in one send; the kernel's own limit (UDP_MAX_SEGMENTS)."""
-ACK_BLOCK_PACKETS: Final = 64
-"""Packets in one entry of an acknowledgement."""
-ACK_WHOLE: Final = 1 << 31
-"""Set in the block of an acknowledgement's entry: the message is complete, all of it has arrived, nobody need ask."""
-ACK_PATH: Final = (1 << 31) - 1
-"""The block of an entry about a path: its number is where the step is, how many packets came marked, in the bits."""
 ACK_RECENT: Final = 4
 """How many entries of the last acknowledgement the next one repeats, in case it was lost. Chosen by us."""
-MORE: Final = b"\1"
-"""Payload of a PROBE whose sender still has packets to send: what is missing is no reason yet to go without."""
 
 RULES: Final = {
     # Disorder that counts as none, at least: spraying sends packets that follow one another over different paths.

@@ -21,12 +21,20 @@ from dlcp.wire.header import (
     queue_of,
     unpack,
 )
+from dlcp.wire.payloads import ACK_BLOCK_PACKETS, ACK_ENTRY, ACK_PATH, ACK_WHOLE, GREETING, GREETING_PORT, MORE
 
 __all__ = [
+    "ACK_BLOCK_PACKETS",
+    "ACK_ENTRY",
+    "ACK_PATH",
+    "ACK_WHOLE",
     "DROP_CLASSES",
     "FIELD_BITS",
+    "GREETING",
+    "GREETING_PORT",
     "HEADER",
     "HEADER_BYTES",
+    "MORE",
     "UDP_PORT_BASE",
     "UDP_PORT_COUNT",
     "VERSION",

@@ -42,6 +42,11 @@ local f = {
     ack_whole = ProtoField.bool("dlcp.ack_whole", "The message is done, all of it has arrived", 32, nil, 0x80000000),
     ack_block = ProtoField.uint32("dlcp.ack_block", "Block of 64 packets", base.DEC, nil, 0x7fffffff),
     ack_arrived = ProtoField.uint64("dlcp.ack_arrived", "Arrived (bit k = packet 64 block + k)", base.HEX),
+    ack_path = ProtoField.uint32("dlcp.ack_path", "Path", base.DEC),
+    ack_marked = ProtoField.uint64("dlcp.ack_marked", "Packets that came marked on it", base.DEC),
+    packet_bytes = ProtoField.uint32("dlcp.packet_bytes", "Bytes of a message in a packet", base.DEC),
+    room = ProtoField.uint32("dlcp.room", "Room for packets on their way", base.DEC),
+    path_port = ProtoField.uint16("dlcp.path_port", "UDP port of a further path", base.DEC),
 }
 dlcp.fields = {
     f.version,
@@ -68,6 +73,11 @@ dlcp.fields = {
     f.ack_whole,
     f.ack_block,
     f.ack_arrived,
+    f.ack_path,
+    f.ack_marked,
+    f.packet_bytes,
+    f.room,
+    f.path_port,
 }
 
 local too_short = ProtoExpert.new(
@@ -78,8 +88,9 @@ local unknown_type = ProtoExpert.new(
     "dlcp.unknown_type", "Unknown DLCP packet type", expert.group.PROTOCOL, expert.severity.WARN)
 dlcp.experts = { too_short, other_version, unknown_type }
 
-local ACK, PROBE, STOP = 2, 3, 5
-local ENTRY_BYTES = 18
+local ACK, PROBE, STOP, HELLO, HELLO_ACK = 2, 3, 5, 7, 8
+local ENTRY_BYTES, ACK_PATH = 18, 2147483647
+local GREETING_BYTES, PORT_BYTES = 8, 2
 
 local function describe_ack(buffer)
     return string.format(
@@ -120,12 +131,27 @@ end
 
 local function add_entries(buffer, tree)
     for at = HEADER_BYTES, buffer:len() - ENTRY_BYTES, ENTRY_BYTES do
-        local entry = tree:add(dlcp, buffer(at, ENTRY_BYTES), "Acknowledged")
-        entry:add(f.ack_step, buffer(at + 0, 4))
-        entry:add(f.ack_message, buffer(at + 4, 2))
-        entry:add(f.ack_whole, buffer(at + 6, 4))
-        entry:add(f.ack_block, buffer(at + 6, 4))
-        entry:add(f.ack_arrived, buffer(at + 10, 8))
+        if buffer(at + 6, 4):uint() == ACK_PATH then
+            local entry = tree:add(dlcp, buffer(at, ENTRY_BYTES), "Marked")
+            entry:add(f.ack_path, buffer(at, 4))
+            entry:add(f.ack_marked, buffer(at + 10, 8))
+        else
+            local entry = tree:add(dlcp, buffer(at, ENTRY_BYTES), "Acknowledged")
+            entry:add(f.ack_step, buffer(at + 0, 4))
+            entry:add(f.ack_message, buffer(at + 4, 2))
+            entry:add(f.ack_whole, buffer(at + 6, 4))
+            entry:add(f.ack_block, buffer(at + 6, 4))
+            entry:add(f.ack_arrived, buffer(at + 10, 8))
+        end
+    end
+end
+
+local function add_greeting(buffer, tree)
+    local greeting = tree:add(dlcp, buffer(HEADER_BYTES), "Greeting")
+    greeting:add(f.packet_bytes, buffer(HEADER_BYTES, 4))
+    greeting:add(f.room, buffer(HEADER_BYTES + 4, 4))
+    for at = HEADER_BYTES + GREETING_BYTES, buffer:len() - PORT_BYTES, PORT_BYTES do
+        greeting:add(f.path_port, buffer(at, PORT_BYTES))
     end
 end
 
@@ -168,6 +194,8 @@ function dlcp.dissector(buffer, packet, tree)
     local left = buffer:len() - HEADER_BYTES
     if buffer(0, 1):bitfield(4, 4) == ACK and left % ENTRY_BYTES == 0 then
         add_entries(buffer, tree)
+    elseif (buffer(0, 1):bitfield(4, 4) == HELLO or buffer(0, 1):bitfield(4, 4) == HELLO_ACK) and buffer(16, 4):uint() == 0 and left >= GREETING_BYTES then
+        add_greeting(buffer, tree)
     elseif left > 0 then
         Dissector.get("data"):call(buffer(HEADER_BYTES):tvb(), packet, tree)
     end

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from dlcp.wire.header import FIELD_BITS, HEADER_BYTES, UDP_PORT_BASE, UDP_PORT_COUNT, VERSION, PacketType
+from dlcp.wire.payloads import ACK_ENTRY, ACK_FIELD_BITS, ACK_PATH, GREETING, GREETING_PORT, MORE
 
 DISSECTOR_PATH: Final = Path(__file__).with_suffix(".lua")
 _TEMPLATE_PATH: Final = Path(__file__).with_suffix(".template.lua")
@@ -38,23 +39,16 @@ LABELS: Final = {
 }
 """What Wireshark shows for each field; its filter name is ``dlcp.`` and the field's name."""
 
-ACK_ENTRY: Final = {
-    "ack_step": (32, "Step"),
-    "ack_message": (16, "Message"),
-    "ack_whole": (1, "The message is done, all of it has arrived"),
-    "ack_block": (31, "Block of 64 packets"),
-    "ack_arrived": (64, "Arrived (bit k = packet 64 block + k)"),
+ACK_LABELS: Final = {
+    "step": "Step",
+    "message": "Message",
+    "whole": "The message is done, all of it has arrived",
+    "block": "Block of 64 packets",
+    "arrived": "Arrived (bit k = packet 64 block + k)",
 }
-"""Bits and label of each field of what an ACK's payload repeats.
-
-In an ACK's header, ``step`` is how many microseconds ago the newest packet came, ``index`` how many packets have come
-from the peer, and ``count`` how many of them marked congested.
-"""
+"""What Wireshark shows for each field of an acknowledgement's entry; its filter name is ``dlcp.ack_`` and the name."""
 WORD_BITS: Final = 32
 """Fields that fill no bytes are parts of a word of so many."""
-ENTRY_BYTES: Final = sum(bits for bits, _ in ACK_ENTRY.values()) // 8
-_MORE: Final = 1
-"""Payload of a PROBE whose sender still has packets to send."""
 
 
 def _bit_offsets() -> dict[str, int]:
@@ -94,7 +88,7 @@ def _declaration(name: str, first_bit: int) -> str:
 def _entry_words() -> Iterator[tuple[str, int, int, int]]:
     """Give each field of an ACK's entry: name, and first byte, bits and mask of its word; 0: it fills the word."""
     first_bit = 0
-    for name, (bits, _) in ACK_ENTRY.items():
+    for name, bits in ACK_FIELD_BITS.items():
         if bits % 8 == 0:
             yield name, first_bit // 8, bits, 0
         else:
@@ -106,17 +100,17 @@ def _entry_declarations() -> list[str]:
     """Return the Lua lines that declare the fields of an ACK's payload."""
     lines = []
     for name, _, word_bits, mask in _entry_words():
-        bits, label = ACK_ENTRY[name]
-        kind = f'ProtoField.{"bool" if bits == 1 else f"uint{word_bits}"}("dlcp.{name}", "{label}"'
+        bits, label = ACK_FIELD_BITS[name], ACK_LABELS[name]
+        kind = f'ProtoField.{"bool" if bits == 1 else f"uint{word_bits}"}("dlcp.ack_{name}", "{label}"'
         base = word_bits if bits == 1 else "base.HEX" if bits == 64 else "base.DEC"
-        lines.append(f"    {name} = {kind}, {base}{f', nil, 0x{mask:08x}' if mask else ''}),")
+        lines.append(f"    ack_{name} = {kind}, {base}{f', nil, 0x{mask:08x}' if mask else ''}),")
     return lines
 
 
 def _entry_adds() -> list[str]:
     """Return the Lua lines that show one entry of an ACK's payload, which begins at ``at``."""
     return [
-        f"        entry:add(f.{name}, buffer(at + {first}, {word_bits // 8}))"
+        f"            entry:add(f.ack_{name}, buffer(at + {first}, {word_bits // 8}))"
         for name, first, word_bits, _ in _entry_words()
     ]
 
@@ -141,12 +135,17 @@ def generate() -> str:
         "LAST_PORT": str(UDP_PORT_BASE + UDP_PORT_COUNT - 1),
         "TYPES": "\n".join(f'    [{int(kind)}] = "{kind.name}",' for kind in PacketType),
         "FIELDS": "\n".join([*(_declaration(name, first) for name, first in offsets.items()), *_entry_declarations()]),
-        "FIELD_LIST": ",\n    ".join(f"f.{name}" for name in (*offsets, *ACK_ENTRY)),
+        "FIELD_LIST": ",\n    ".join(f"f.{name}" for name in (*offsets, *(f"ack_{name}" for name in ACK_FIELD_BITS))),
         "ACK": str(int(PacketType.ACK)),
         "PROBE": str(int(PacketType.PROBE)),
         "STOP": str(int(PacketType.STOP)),
-        "MORE": str(_MORE),
-        "ENTRY_BYTES": str(ENTRY_BYTES),
+        "HELLO": str(int(PacketType.HELLO)),
+        "HELLO_ACK": str(int(PacketType.HELLO_ACK)),
+        "MORE": str(MORE[0]),
+        "ENTRY_BYTES": str(ACK_ENTRY.size),
+        "ACK_PATH": str(ACK_PATH),
+        "GREETING_BYTES": str(GREETING.size),
+        "PORT_BYTES": str(GREETING_PORT.size),
         "ENTRY_ADDS": "\n".join(_entry_adds()),
         "ADDS": "\n".join(f"    branch:add(f.{name}, {_byte_range(name, first)})" for name, first in offsets.items()),
     }

@@ -11,9 +11,19 @@ local TYPES = {
 
 local f = {
 @FIELDS@
+    ack_path = ProtoField.uint32("dlcp.ack_path", "Path", base.DEC),
+    ack_marked = ProtoField.uint64("dlcp.ack_marked", "Packets that came marked on it", base.DEC),
+    packet_bytes = ProtoField.uint32("dlcp.packet_bytes", "Bytes of a message in a packet", base.DEC),
+    room = ProtoField.uint32("dlcp.room", "Room for packets on their way", base.DEC),
+    path_port = ProtoField.uint16("dlcp.path_port", "UDP port of a further path", base.DEC),
 }
 dlcp.fields = {
     @FIELD_LIST@,
+    f.ack_path,
+    f.ack_marked,
+    f.packet_bytes,
+    f.room,
+    f.path_port,
 }
 
 local too_short = ProtoExpert.new(
@@ -24,8 +34,9 @@ local unknown_type = ProtoExpert.new(
     "dlcp.unknown_type", "Unknown DLCP packet type", expert.group.PROTOCOL, expert.severity.WARN)
 dlcp.experts = { too_short, other_version, unknown_type }
 
-local ACK, PROBE, STOP = @ACK@, @PROBE@, @STOP@
-local ENTRY_BYTES = @ENTRY_BYTES@
+local ACK, PROBE, STOP, HELLO, HELLO_ACK = @ACK@, @PROBE@, @STOP@, @HELLO@, @HELLO_ACK@
+local ENTRY_BYTES, ACK_PATH = @ENTRY_BYTES@, @ACK_PATH@
+local GREETING_BYTES, PORT_BYTES = @GREETING_BYTES@, @PORT_BYTES@
 
 local function describe_ack(buffer)
     return string.format(
@@ -66,8 +77,23 @@ end
 
 local function add_entries(buffer, tree)
     for at = HEADER_BYTES, buffer:len() - ENTRY_BYTES, ENTRY_BYTES do
-        local entry = tree:add(dlcp, buffer(at, ENTRY_BYTES), "Acknowledged")
+        if buffer(at + 6, 4):uint() == ACK_PATH then
+            local entry = tree:add(dlcp, buffer(at, ENTRY_BYTES), "Marked")
+            entry:add(f.ack_path, buffer(at, 4))
+            entry:add(f.ack_marked, buffer(at + 10, 8))
+        else
+            local entry = tree:add(dlcp, buffer(at, ENTRY_BYTES), "Acknowledged")
 @ENTRY_ADDS@
+        end
+    end
+end
+
+local function add_greeting(buffer, tree)
+    local greeting = tree:add(dlcp, buffer(HEADER_BYTES), "Greeting")
+    greeting:add(f.packet_bytes, buffer(HEADER_BYTES, 4))
+    greeting:add(f.room, buffer(HEADER_BYTES + 4, 4))
+    for at = HEADER_BYTES + GREETING_BYTES, buffer:len() - PORT_BYTES, PORT_BYTES do
+        greeting:add(f.path_port, buffer(at, PORT_BYTES))
     end
 end
 
@@ -92,6 +118,8 @@ function dlcp.dissector(buffer, packet, tree)
     local left = buffer:len() - HEADER_BYTES
     if @type_value@ == ACK and left % ENTRY_BYTES == 0 then
         add_entries(buffer, tree)
+    elseif (@type_value@ == HELLO or @type_value@ == HELLO_ACK) and @index_value@ == 0 and left >= GREETING_BYTES then
+        add_greeting(buffer, tree)
     elseif left > 0 then
         Dissector.get("data"):call(buffer(HEADER_BYTES):tvb(), packet, tree)
     end

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlcp.switch import DROP_PORT, Action, EntryError, MemberRef, Program, UnsupportedFeature
+from dlcp.switch import DROP_PORT, Action, EntryError, MemberRef, Program, UnsupportedFeatureError
 from dlcp.switch.executor import bmv2_json
 from dlcp.switch.executor.model import Const, Field, Op
 from dlcp.switch.executor.text import Expressions, fit
@@ -219,7 +219,7 @@ def test_bounds_hold_for_random_expressions():
         item = make(4)
         try:
             value = expressions.value(item, "here")
-        except UnsupportedFeature:
+        except UnsupportedFeatureError:
             continue
         for x, y in ((0, 0), (255, 65535), (255, 0), (0, 65535), (17, 4711)):
             expected = evaluate(item, {"x": x, "y": y})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlcp.switch import ProgramError, UnsupportedFeature
+from dlcp.switch import ProgramError, UnsupportedFeatureError
 from dlcp.switch.executor import bmv2_json
 from dlcp.switch.executor.model import RegisterDef
 from dlcp.switch.executor.source import generate
@@ -45,7 +45,7 @@ def load(document):
 
 
 def refused(document, feature, where):
-    with pytest.raises(UnsupportedFeature) as caught:
+    with pytest.raises(UnsupportedFeatureError) as caught:
         load(document)
     assert feature in caught.value.feature
     assert where in caught.value.where

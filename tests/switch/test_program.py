@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlcp.switch import DROP_PORT, Action, MemberRef, Program, ProgramError, UnknownName
+from dlcp.switch import DROP_PORT, Action, MemberRef, Program, ProgramError, UnknownNameError
 from tests.switch import leaf_traffic
 from tests.switch import oracle as oracles
 
@@ -206,7 +206,7 @@ def test_clear_entries_leaves_an_empty_switch(plain):
 
 def test_names_may_be_short_and_wrong_ones_are_explained(plain):
     assert plain.tables["DlcpIngress.route.ipv4_route"] is plain.tables["ipv4_route"]
-    with pytest.raises(UnknownName, match=r"no table 'ipv4_rout'; did you mean DlcpIngress\.route\.ipv4_route\?"):
+    with pytest.raises(UnknownNameError, match=r"no table 'ipv4_rout'; did you mean DlcpIngress\.route\.ipv4_route\?"):
         plain.tables["ipv4_rout"]
     with pytest.raises(KeyError):
         plain.counters["events"]

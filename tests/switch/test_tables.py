@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlcp.switch import Action, EntryError, GroupRef, MemberRef, MeterConfig, Program, UnknownName
+from dlcp.switch import Action, EntryError, GroupRef, MemberRef, MeterConfig, Program, UnknownNameError
 from dlcp.switch.executor import tables
 from tests.switch import mini
 
@@ -280,5 +280,5 @@ def test_the_meter_of_an_entry_goes_with_it(program):
 def test_unknown_names_are_key_errors_too(program):
     with pytest.raises(KeyError):
         program.tables["x"]
-    with pytest.raises(UnknownName, match="it has none"):
+    with pytest.raises(UnknownNameError, match="it has none"):
         program.meters["x"]

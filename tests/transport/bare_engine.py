@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine without protocol, clock or socket, and what it is given and gives."""
 
-import struct
-
 import numpy as np
 
 from dlcp import wire
@@ -11,14 +9,13 @@ from dlcp.transport import LossBound, MessageKey, ReceiveRequest, SendRequest, T
 from dlcp.transport.engine import Arrived, ControlPacket, Datagram, Mismatch, Reported, Sent, Unexpected
 from dlcp.transport.native_engine import NativeEngine
 from dlcp.transport.plain import PlainEngine
-from dlcp.wire import Flag, Header, PacketType
+from dlcp.wire import ACK_ENTRY, Flag, Header, PacketType
 from tests.transport.network import TOKEN, Network
 
 SIZE = 96
 """Bytes of payload a packet."""
 KEY = MessageKey(1, 2)
 NOTHING = np.zeros(0, np.uint8)
-ENTRY = struct.Struct(">IHIQ")
 
 
 class Outgoing:
@@ -148,7 +145,7 @@ class BareEngine:
         blocks = {}
         for index in indices:
             blocks[index // 64] = blocks.get(index // 64, 0) | 1 << index % 64
-        payload = b"".join(ENTRY.pack(*key, block, bits) for block, bits in blocks.items())
+        payload = b"".join(ACK_ENTRY.pack(*key, block, bits) for block, bits in blocks.items())
         self.take(PacketType.ACK, payload, step=ago_us, count=marked, rank=rank, now_s=now_s)
 
     def ask(self, now_s):
@@ -218,7 +215,7 @@ class BareEngine:
         for _, datagram, _ in self.sent:
             header = wire.decode(datagram)
             if header.type is PacketType.ACK:
-                entries = [(MessageKey(*e[:2]), *e[2:]) for e in ENTRY.iter_unpack(datagram[wire.HEADER_BYTES :])]
+                entries = [(MessageKey(*e[:2]), *e[2:]) for e in ACK_ENTRY.iter_unpack(datagram[wire.HEADER_BYTES :])]
                 found.append((header, entries))
         return found
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from dlcp import wire
 from dlcp.transport import LossBound, MessageKey
-from dlcp.transport.engine import ACK_WHOLE, RULES
-from dlcp.wire import Flag, PacketType
+from dlcp.transport.engine import RULES
+from dlcp.wire import ACK_WHOLE, Flag, PacketType
 from tests.transport.bare_engine import KEY, BareEngine, tags_of
 
 pytestmark = pytest.mark.usefixtures("engine")

@@ -8,8 +8,7 @@ import pytest
 
 from dlcp import wire
 from dlcp.transport import MessageKey
-from dlcp.transport.engine import ACK_WHOLE
-from dlcp.wire import PacketType
+from dlcp.wire import ACK_WHOLE, PacketType
 from tests.transport.bare_engine import KEY, SIZE, BareEngine
 from tests.transport.network import TOKEN
 

@@ -8,6 +8,7 @@ from dlcp.transport import LossBound, TransportError, TransportOptions
 from tests.transport.engines import is_here
 from tests.transport.exchanges import MessageKey, Network, all_done, packets_of, payload_of, receive, send
 from tests.transport.test_exchange import mixed_tags
+from tests.transport.test_paths import RATE_BPS, exchange, network_of, routes
 
 pytestmark = pytest.mark.skipif(not is_here("C"), reason="the engine in C is not here")
 
@@ -23,6 +24,13 @@ OPTIONS = {
     "tagged": TransportOptions(),
     "small": TransportOptions(payload_bytes=64),
     "cubic": TransportOptions(congestion="cubic", tagged=False),
+}
+
+ODD_ROUTES = {
+    "equal": {},
+    "slow": {"rate_bps": RATE_BPS / 10},
+    "lossy": {"loss": 0.05},
+    "dead": {"loss": 1.0},
 }
 
 
@@ -101,3 +109,19 @@ def test_a_dead_peer_fails_alike():
             delivery.result()
         errors.append((str(caught.value), network.now, network.sent))
     assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("odd", ODD_ROUTES.values(), ids=ODD_ROUTES)
+def test_both_engines_take_the_same_paths(odd, monkeypatch):
+    found = []
+    for compiled in (True, False):
+        monkeypatch.setattr(Network, "compiled", compiled)
+        network = network_of(routes(**odd))
+        for number in range(3):
+            exchange(network, number, 600_000)
+        found.append((network, [protocol.paths_to(1 - rank) for rank, protocol in enumerate(network.ranks)]))
+    (ours, our_paths), (theirs, their_paths) = found
+    for number, (one, other) in enumerate(zip(ours.sent, theirs.sent, strict=False)):
+        assert one == other, f"packet {number} differs"
+    assert len(ours.sent) == len(theirs.sent)
+    assert our_paths == their_paths

@@ -6,7 +6,7 @@ import pytest
 
 from dlcp.tags import PacketTags
 from dlcp.transport import LossBound, MessageKey, ReceiveRequest, TransportOptions
-from dlcp.transport.engine import MORE
+from dlcp.wire import MORE
 from tests.transport.exchanges import (
     KEY,
     Network,

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packets to a peer leave from several ports, and so take several routes of a fabric; bad ones are left."""
 
-import struct
-
 import pytest
 
 from dlcp import wire
 from dlcp.transport import TransportOptions
-from dlcp.transport.engine import ACK_PATH, RULES
+from dlcp.transport.engine import RULES
 from dlcp.transport.messages import RELIABLE
-from dlcp.wire import PacketType
-from tests.transport.bare_engine import ENTRY, KEY, BareEngine, tags_of
-from tests.transport.engines import is_here
+from dlcp.wire import ACK_ENTRY, ACK_PATH, GREETING, PacketType
+from tests.transport.bare_engine import KEY, BareEngine, tags_of
 from tests.transport.exchanges import MessageKey, Network, all_done, packets_of, payload_of, receive, send
 from tests.transport.test_exchange import mixed_tags
 
@@ -206,7 +203,8 @@ def test_a_path_with_more_marks_carries_less():
         bits = {}
         for header in headers:
             bits[header.index // 64] = bits.get(header.index // 64, 0) | 1 << header.index % 64
-        payload = b"".join(ENTRY.pack(*KEY, *entry) for entry in bits.items()) + ENTRY.pack(1, 0, ACK_PATH, marked)
+        entries = [ACK_ENTRY.pack(*KEY, *entry) for entry in bits.items()]
+        payload = b"".join([*entries, ACK_ENTRY.pack(1, 0, ACK_PATH, marked)])
         bare.take(PacketType.ACK, payload, step=0, count=0, now_s=turn * 0.01 + 0.005)
     clean, congested = bare.engine.paths_to(1)
     assert clean.marks == 0
@@ -240,33 +238,6 @@ def test_only_announced_ports_are_accepted():
 def test_greetings_of_odd_length_are_refused(length):
     network = network_of(routes())
     header = wire.Header(PacketType.HELLO, 0, 7, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0x1122334455667788)
-    hello = struct.pack(">II", 1440, 100)[:length] + bytes(max(0, length - 8))
+    hello = (GREETING.pack(1440, 100) + bytes(3))[:length]
     network.ranks[0].on_datagram(memoryview(header.encode() + hello), 0, ("10.0.0.1", 53696), network.now)
     assert network.ranks[0].refused["malformed"] == 1
-
-
-KINDS = {
-    "equal": {},
-    "slow": {"rate_bps": RATE_BPS / 10},
-    "lossy": {"loss": 0.05},
-    "dead": {"loss": 1.0},
-}
-
-
-@pytest.mark.skipif(not is_here("C"), reason="the engine in C is not here")
-@pytest.mark.parametrize("odd", KINDS.values(), ids=KINDS)
-def test_both_engines_take_the_same_paths(engine, odd, monkeypatch):
-    if engine != "C":
-        pytest.skip("compares both")
-    found = []
-    for compiled in (True, False):
-        monkeypatch.setattr(Network, "compiled", compiled)
-        network = network_of(routes(**odd))
-        for number in range(3):
-            exchange(network, number, 600_000)
-        found.append((network, [protocol.paths_to(1 - rank) for rank, protocol in enumerate(network.ranks)]))
-    (ours, our_paths), (theirs, their_paths) = found
-    for number, (one, other) in enumerate(zip(ours.sent, theirs.sent, strict=False)):
-        assert one == other, f"packet {number} differs"
-    assert len(ours.sent) == len(theirs.sent)
-    assert our_paths == their_paths

@@ -6,10 +6,13 @@ import subprocess
 
 import pytest
 
-from dlcp.transport.engine import ACK_WHOLE, MORE
-from dlcp.transport.plain import flow
 from dlcp.wire import (
+    ACK_ENTRY,
+    ACK_PATH,
+    ACK_WHOLE,
     FIELD_BITS,
+    GREETING,
+    GREETING_PORT,
     HEADER_BYTES,
     UDP_PORT_BASE,
     UDP_PORT_COUNT,
@@ -19,7 +22,8 @@ from dlcp.wire import (
     decode,
     dissector,
 )
-from dlcp.wire.dissector import ACK_ENTRY, DISSECTOR_PATH, LABELS, generate
+from dlcp.wire.dissector import ACK_LABELS, DISSECTOR_PATH, LABELS, generate
+from dlcp.wire.payloads import ACK_FIELD_BITS
 from tests.wire.golden import GOLDEN_PATH, Golden, capture, packets
 from tests.wire.wirebits import split
 
@@ -43,6 +47,11 @@ def test_the_committed_dissector_is_the_generated_one():
 
 def test_every_field_has_a_label():
     assert list(LABELS) == list(FIELD_BITS)
+    assert list(ACK_LABELS) == list(ACK_FIELD_BITS)
+
+
+def test_an_acknowledgements_fields_fill_its_entry():
+    assert sum(ACK_FIELD_BITS.values()) == 8 * ACK_ENTRY.size
 
 
 def test_nothing_is_left_of_the_template():
@@ -130,9 +139,9 @@ def shown(datagrams, folder, *columns):
 def test_tshark_reads_what_is_acknowledged(tmp_path):
     entries = [(7, 2, 0, 0, 0xFF), (0xFFFFFFFF, 0xFFFF, 1, 1 << 20, 1 << 63)]
     header = Header(PacketType.ACK, 0, 7, 0, 0, 3, 0, 120, 0, 5, 400, 17, 9).encode()
-    columns = [f"dlcp.{name}" for name in ACK_ENTRY]
+    columns = [f"dlcp.ack_{name}" for name in ACK_FIELD_BITS]
     payload = b"".join(
-        flow.ENTRY.pack(step, message, whole * ACK_WHOLE | block, arrived)
+        ACK_ENTRY.pack(step, message, whole * ACK_WHOLE | block, arrived)
         for step, message, whole, block, arrived in entries
     )
     whole, broken = shown([header + payload, header + payload[:-1]], tmp_path, "_ws.col.Info", *columns)
@@ -141,9 +150,23 @@ def test_tshark_reads_what_is_acknowledged(tmp_path):
     assert broken[1:] == [""] * 5
 
 
-def test_the_dissector_knows_the_payloads_that_the_transport_sends():
-    assert flow.ENTRY.size == dissector.ENTRY_BYTES
-    assert bytes([dissector._MORE]) == MORE
+@needs_tshark
+def test_tshark_reads_what_came_marked_on_a_path(tmp_path):
+    header = Header(PacketType.ACK, 0, 7, 0, 0, 3, 0, 120, 0, 5, 400, 17, 9).encode()
+    entries = ACK_ENTRY.pack(7, 2, 0, 1), ACK_ENTRY.pack(11, 0, ACK_PATH, 17)
+    columns = ["dlcp.ack_block", "dlcp.ack_path", "dlcp.ack_marked"]
+    assert shown([header + b"".join(entries)], tmp_path, *columns) == [["0", "11", "17"]]
+
+
+@needs_tshark
+@pytest.mark.parametrize("kind", [PacketType.HELLO, PacketType.HELLO_ACK])
+def test_tshark_reads_a_greeting_and_its_further_ports(kind, tmp_path):
+    header = Header(kind, 0, 7, 0, 0, 3, 0, 0, 0, 5, 0, 0, 9).encode()
+    greeting = GREETING.pack(1400, 512)
+    ports = GREETING_PORT.pack(40001) + GREETING_PORT.pack(40002)
+    columns = ["dlcp.packet_bytes", "dlcp.room", "dlcp.path_port"]
+    rows = shown([header + greeting, header + greeting + ports, header + greeting[:-1]], tmp_path, *columns)
+    assert rows == [["1400", "512", ""], ["1400", "512", "40001,40002"], ["", "", ""]]
 
 
 @needs_tshark

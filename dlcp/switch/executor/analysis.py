@@ -26,7 +26,7 @@ from dlcp.switch.executor.model import (
     StateLayout,
     Statement,
     TableDef,
-    UnsupportedFeature,
+    UnsupportedFeatureError,
     Valid,
     Variable,
     Verify,
@@ -62,7 +62,7 @@ def stacks(program: ProgramDef) -> Stacks:
 
     Raises
     ------
-    UnsupportedFeature
+    UnsupportedFeatureError
         For loops, headers extracted twice, and headers that the deparser leaves out or puts in another order: packets
         are edited in place, so what was parsed has to stay where it is.
     """
@@ -74,25 +74,25 @@ def stacks(program: ProgramDef) -> Stacks:
         nonlocal paths
         paths += 1
         if paths > MAX_PATHS:
-            raise UnsupportedFeature(f"parsers with more than {MAX_PATHS} paths", "parser")
+            raise UnsupportedFeatureError(f"parsers with more than {MAX_PATHS} paths", "parser")
         sequences.add(path)
         if path != tuple(name for name in program.emitted if name in path):
-            raise UnsupportedFeature(f"a deparser that does not emit {', '.join(path)} as parsed", "deparser")
+            raise UnsupportedFeatureError(f"a deparser that does not emit {', '.join(path)} as parsed", "deparser")
 
     def follow(name: str | None, path: tuple[str, ...], offset: int, seen: tuple[str, ...]) -> None:
         if name is None:
             return end(path)
         if name in seen:
-            raise UnsupportedFeature("loops in the parser", f"parser state {name}")
+            raise UnsupportedFeatureError("loops in the parser", f"parser state {name}")
         state = program.states[name]
         for operation in state.operations:
             if isinstance(operation, Extract):
                 end(path)  # the packet may be too short
                 header = program.headers[operation.header]
                 if header.name in path:
-                    raise UnsupportedFeature(f"header {header.name} extracted twice", f"parser state {name}")
+                    raise UnsupportedFeatureError(f"header {header.name} extracted twice", f"parser state {name}")
                 if header.width % 8:
-                    raise UnsupportedFeature(f"a header of {header.width} bits", f"header {header.name}")
+                    raise UnsupportedFeatureError(f"a header of {header.width} bits", f"header {header.name}")
                 offsets.setdefault(header.name, set()).add(offset)
                 path, offset = (*path, header.name), offset + header.width // 8
             elif isinstance(operation, Verify):
@@ -282,7 +282,7 @@ def followers_first(pipeline: Control) -> list[str]:
 
     Raises
     ------
-    UnsupportedFeature
+    UnsupportedFeatureError
         If the pipeline has a loop; P4 has none, so the JSON would be damaged.
     """
     order: list[str] = []
@@ -298,7 +298,7 @@ def followers_first(pipeline: Control) -> list[str]:
             order.append(path.pop())
             done.add(name)
         elif following in open_nodes:
-            raise UnsupportedFeature("loops in a control", f"control {pipeline.name}, at {following}")
+            raise UnsupportedFeatureError("loops in a control", f"control {pipeline.name}, at {following}")
         else:
             path.append(following)
     return order

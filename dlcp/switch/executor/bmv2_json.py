@@ -47,7 +47,7 @@ from dlcp.switch.executor.model import (
     RegisterWrite,
     Statement,
     TableDef,
-    UnsupportedFeature,
+    UnsupportedFeatureError,
     Valid,
     Variable,
     Verify,
@@ -80,7 +80,7 @@ def load_definition(path: str | Path) -> ProgramDef:
 
     Raises
     ------
-    UnsupportedFeature
+    UnsupportedFeatureError
         If the program uses what the built-in switch does not run.
     ProgramError
         If the file is no BMv2 JSON.
@@ -141,7 +141,7 @@ class _Reader:
         self.document = document
         for key, feature in _ABSENT.items():
             if document.get(key):
-                raise UnsupportedFeature(feature, str(document[key][0].get("name", key)))
+                raise UnsupportedFeatureError(feature, str(document[key][0].get("name", key)))
         self._calculations = {item["name"]: item for item in document.get("calculations", [])}
         self.headers = self._read_headers()
         self.calculations: dict[str, Calculation] = {}
@@ -152,11 +152,11 @@ class _Reader:
         }
         for register in self.registers.values():
             if register.width > MAX_WIDTH:
-                raise UnsupportedFeature(f"registers wider than {MAX_WIDTH} bits", register.name)
+                raise UnsupportedFeatureError(f"registers wider than {MAX_WIDTH} bits", register.name)
         self.counters = {}
         for item in document.get("counter_arrays", []):
             if item.get("is_direct"):
-                raise UnsupportedFeature("direct counters", f"counter {item['name']}")
+                raise UnsupportedFeatureError("direct counters", f"counter {item['name']}")
             self.counters[item["name"]] = CounterDef(item["name"], item["size"])
         self.meters = {item["name"]: self._meter(item) for item in document.get("meter_arrays", [])}
         self.actions = {item["id"]: self._action(item) for item in document.get("actions", [])}
@@ -164,10 +164,10 @@ class _Reader:
     def program(self, digest: str) -> ProgramDef:
         document = self.document
         if len(document["parsers"]) != 1 or len(document["deparsers"]) != 1:
-            raise UnsupportedFeature("more than one parser or deparser", "parsers")
+            raise UnsupportedFeatureError("more than one parser or deparser", "parsers")
         parser, deparser = document["parsers"][0], document["deparsers"][0]
         if deparser.get("primitives"):
-            raise UnsupportedFeature("statements in the deparser", where_is(deparser, "deparser"))
+            raise UnsupportedFeatureError("statements in the deparser", where_is(deparser, "deparser"))
         pipelines = {item["name"]: item for item in document["pipelines"]}
         profiles = {
             item["name"]: self._profile(item)
@@ -201,7 +201,7 @@ class _Reader:
     def _checksum(self, item: Json) -> Checksum:
         where = where_is(item, f"checksum {item['name']}")
         if item.get("type", "generic") != "generic":
-            raise UnsupportedFeature(f"checksums of type {item['type']}", where)
+            raise UnsupportedFeatureError(f"checksums of type {item['type']}", where)
         condition = item.get("if_cond")
         return Checksum(
             name=item["name"],
@@ -215,7 +215,7 @@ class _Reader:
     def _meter(self, item: Json) -> MeterDef:
         where = f"meter {item['name']}"
         if item.get("rate_count", 2) != 2:
-            raise UnsupportedFeature(f"meters with {item['rate_count']} rates", where)
+            raise UnsupportedFeatureError(f"meters with {item['rate_count']} rates", where)
         target = self._field(item["result_target"], where) if item.get("is_direct") else None
         return MeterDef(item["name"], item["size"], item["type"] == "bytes", target)
 
@@ -227,12 +227,12 @@ class _Reader:
         keys = []
         for entry in item["transition_key"]:
             if entry["type"] != "field":
-                raise UnsupportedFeature(f"select on a {entry['type']}", where)
+                raise UnsupportedFeatureError(f"select on a {entry['type']}", where)
             keys.append(self._field(entry["value"], where))
         cases, default = [], None
         for entry in item["transitions"]:
             if entry.get("type") == "parse_vset":
-                raise UnsupportedFeature("parser value sets", where)
+                raise UnsupportedFeatureError("parser value sets", where)
             if entry["value"] in ("default", None):
                 default = entry["next_state"]
             else:
@@ -248,14 +248,14 @@ class _Reader:
         if item["op"] == "verify":
             return Verify(self._expression(given[0], where), self._expression(given[1], where))
         feature = {"extract": f"extract into a {given[0].get('type')}", "extract_VL": "varbit fields"}
-        raise UnsupportedFeature(feature.get(item["op"], f"the parser operation {item['op']}"), where)
+        raise UnsupportedFeatureError(feature.get(item["op"], f"the parser operation {item['op']}"), where)
 
     # ------------------------------------------------------------------------------------------------- pipelines
 
     def _pipeline(self, item: Json) -> Control:
         nodes: dict[str, Node] = {}
         if item.get("action_calls"):
-            raise UnsupportedFeature("action calls outside tables", f"control {item['name']}")
+            raise UnsupportedFeatureError("action calls outside tables", f"control {item['name']}")
         for entry in item.get("conditionals", []):
             where = where_is(entry, f"conditional {entry['name']}")
             condition = self._expression(entry["expression"], where)
@@ -267,17 +267,17 @@ class _Reader:
     def _table(self, item: Json) -> TableDef:
         where = f"table {item['name']}"
         if item.get("with_counters"):
-            raise UnsupportedFeature("direct counters", where)
+            raise UnsupportedFeatureError("direct counters", where)
         if item.get("support_timeout"):
-            raise UnsupportedFeature("entries that time out", where)
+            raise UnsupportedFeatureError("entries that time out", where)
         if item["type"] not in ("simple", "indirect", "indirect_ws"):
-            raise UnsupportedFeature(f"tables of type {item['type']}", where)
+            raise UnsupportedFeatureError(f"tables of type {item['type']}", where)
         if item["match_type"] not in ("exact", "lpm", "ternary", "range"):
-            raise UnsupportedFeature(f"match type {item['match_type']}", where)
+            raise UnsupportedFeatureError(f"match type {item['match_type']}", where)
         keys = tuple(self._key(entry, where) for entry in item["key"])
         width = sum(key.width for key in keys)
         if width > MAX_WIDTH:
-            raise UnsupportedFeature(f"keys wider than {MAX_WIDTH} bits (this one has {width})", where)
+            raise UnsupportedFeatureError(f"keys wider than {MAX_WIDTH} bits (this one has {width})", where)
         actions = tuple(self.actions[identity] for identity in item["action_ids"])
         # Two actions may have one name; where they do, the program never tells them apart by what follows.
         following = {action.id: item["next_tables"].get(action.name) for action in actions}
@@ -310,7 +310,7 @@ class _Reader:
             source = self._variable(item["target"], where)
         match = "exact" if item["match_type"] in ("valid", "exact") else item["match_type"]
         if match not in ("exact", "lpm", "ternary", "range"):
-            raise UnsupportedFeature(f"match type {match}", where)
+            raise UnsupportedFeatureError(f"match type {match}", where)
         name = item.get("name") or ".".join(item["target"])
         mask = None if item.get("mask") is None else number(item["mask"])
         return Key(name, match, source, mask)
@@ -326,12 +326,12 @@ class _Reader:
     # ------------------------------------------------------------------------------------------------------ actions
 
     def _action(self, item: Json) -> ActionDef:
-        """Read an action; raises UnsupportedFeature or ProgramError."""
+        """Read an action; raises UnsupportedFeatureError or ProgramError."""
         where = where_is(item, f"action {item['name']}")
         parameters = tuple(Parameter(entry["name"], entry["bitwidth"]) for entry in item["runtime_data"])
         for parameter in parameters:
             if parameter.width > MAX_WIDTH:
-                raise UnsupportedFeature(
+                raise UnsupportedFeatureError(
                     f"action parameters wider than {MAX_WIDTH} bits ({parameter.name})", f"action {item['name']}"
                 )
         body: list[Statement] = []
@@ -353,7 +353,7 @@ class _Reader:
             case "assign" | "modify_field":
                 target = self._target(given[0], where)
                 if (target.header, target.name) == ("standard_metadata", "mcast_grp") and expression(1) != Const(0):
-                    raise UnsupportedFeature("multicast", where)
+                    raise UnsupportedFeatureError("multicast", where)
                 return [Assign(target, expression(1))]
             case "mark_to_drop" | "drop":
                 return [Assign(self._field(("standard_metadata", "egress_spec"), where), Const(511))]
@@ -370,10 +370,10 @@ class _Reader:
             case "modify_field_with_hash_based_offset":
                 size = expression(3)
                 if not isinstance(size, Const):
-                    raise UnsupportedFeature("hash with a maximum that is not a constant", where)
+                    raise UnsupportedFeatureError("hash with a maximum that is not a constant", where)
                 calculation = self._calculation(given[2]["value"], where)
                 return [Hash(self._target(given[0], where), expression(1), calculation.name, size.value)]
-        raise UnsupportedFeature(_PRIMITIVES.get(op, f"the primitive {op}"), where)
+        raise UnsupportedFeatureError(_PRIMITIVES.get(op, f"the primitive {op}"), where)
 
     @staticmethod
     def _named(known: Container[str], parameter: Json, where: str) -> str:
@@ -393,7 +393,7 @@ class _Reader:
             offset = 0
             for name, width, *rest in types[item["header_type"]]["fields"]:
                 if width == "*":
-                    raise UnsupportedFeature("varbit fields", f"{item['name']}.{name}")
+                    raise UnsupportedFeatureError("varbit fields", f"{item['name']}.{name}")
                 if rest and rest[0]:
                     signed.add(name)
                 fields[name] = Field(item["name"], name, width, offset, bool(item.get("metadata")))
@@ -408,13 +408,13 @@ class _Reader:
         return self.headers[name]
 
     def _field(self, value: Sequence[str], where: str) -> Field:
-        """Return a field; raises UnsupportedFeature if it cannot be computed with."""
+        """Return a field; raises UnsupportedFeatureError if it cannot be computed with."""
         header = self._header(value[0], where)
         found = header.fields[value[1]]
         if value[1] in header.signed:
-            raise UnsupportedFeature(f"signed fields ({value[0]}.{value[1]})", where)
+            raise UnsupportedFeatureError(f"signed fields ({value[0]}.{value[1]})", where)
         if found.width > MAX_WIDTH:
-            raise UnsupportedFeature(f"fields wider than {MAX_WIDTH} bits ({value[0]}.{value[1]})", where)
+            raise UnsupportedFeatureError(f"fields wider than {MAX_WIDTH} bits ({value[0]}.{value[1]})", where)
         return found
 
     def _variable(self, value: Sequence[str], where: str) -> Variable:
@@ -426,7 +426,7 @@ class _Reader:
     def _target(self, parameter: Json, where: str) -> Field:
         """Return the field that something is assigned to."""
         if parameter["type"] != "field":
-            raise UnsupportedFeature(f"assignment to a {parameter['type']}", where)
+            raise UnsupportedFeatureError(f"assignment to a {parameter['type']}", where)
         return self._field(parameter["value"], where)
 
     def _errors(self) -> dict[str, int]:
@@ -451,13 +451,13 @@ class _Reader:
             return Const(int(value))
         if kind in ("runtime_data", "local"):
             return Param(value, parameters[value].width)
-        raise UnsupportedFeature(f"expressions on a {kind}", where)
+        raise UnsupportedFeatureError(f"expressions on a {kind}", where)
 
     def _op(self, value: Json, where: str, parameters: Sequence[Parameter]) -> Expr:
         op = value["op"]
         if op == "valid":
             if value["right"]["type"] != "header":
-                raise UnsupportedFeature(f"isValid on a {value['right']['type']}", where)
+                raise UnsupportedFeatureError(f"isValid on a {value['right']['type']}", where)
             return Valid(self._header(value["right"]["value"], where).name)
         if op == "?":
             names: tuple[str, ...] = ("cond", "left", "right")
@@ -466,7 +466,7 @@ class _Reader:
         elif op in _BINARY:
             names = ("left", "right")
         else:
-            raise UnsupportedFeature(f"the operation {op}", where)
+            raise UnsupportedFeatureError(f"the operation {op}", where)
         return Op(op, tuple(self._expression(value[name], where, parameters) for name in names))
 
     def _calculation(self, name: str, where: str) -> Calculation:
@@ -481,9 +481,9 @@ class _Reader:
 
     @staticmethod
     def _algorithm(name: str, where: str) -> str:
-        """Return the name of a hash algorithm; raises UnsupportedFeature for one that is not run."""
+        """Return the name of a hash algorithm; raises UnsupportedFeatureError for one that is not run."""
         if name not in HASHES:
-            raise UnsupportedFeature(f"the hash {name}", where)
+            raise UnsupportedFeatureError(f"the hash {name}", where)
         return name
 
     def _inputs(self, items: Sequence[Json], where: str) -> tuple[Field | Bits, ...]:
@@ -495,7 +495,7 @@ class _Reader:
             elif item["type"] == "hexstr":
                 inputs.append(Bits(number(item["value"]), item["bitwidth"]))
             else:
-                raise UnsupportedFeature(f"a hash over a {item['type']}", where)
+                raise UnsupportedFeatureError(f"a hash over a {item['type']}", where)
         return tuple(inputs)
 
 

@@ -27,7 +27,7 @@ from dlcp.switch.executor.model import (
     Statement,
     TableDef,
     TableSlot,
-    UnsupportedFeature,
+    UnsupportedFeatureError,
     Valid,
 )
 from dlcp.switch.executor.parsing import Stores
@@ -120,7 +120,9 @@ class ControlText:
             return
         if table.on_hit[0] or table.on_miss[0]:
             if any(action.exits for action in table.actions):
-                raise UnsupportedFeature("exit in an action of a table whose hit or miss is asked for", table.where)
+                raise UnsupportedFeatureError(
+                    "exit in an action of a table whose hit or miss is asked for", table.where
+                )
             hit = self._taken(table.on_hit[1], join, facts)
             miss = self._taken(table.on_miss[1], join, facts)
             self.write.branch(slot.entry, hit, miss)
@@ -331,7 +333,7 @@ class ControlText:
         if base.constant != 0:
             text = f"({text}) + {base.text}"
         if base.low < 0 or high + base.high >= 1 << 63:
-            raise UnsupportedFeature("hash with a base that can be negative or wider than 63 bits", where)
+            raise UnsupportedFeatureError("hash with a base that can be negative or wider than 63 bits", where)
         self._put(statement.target, fit(Value(text, base.low, high + base.high), statement.target.width), stores)
 
     def _hash(self, calculation: Calculation, facts: frozenset[str]) -> int:
@@ -359,7 +361,7 @@ class ControlText:
             return HASH_BITS[calculation.algorithm]
         width = min((sum(item.width for item in self._present(calculation, valid)) + 7) // 8, 8) * 8
         if width > 63:
-            raise UnsupportedFeature("identity hashes over more than 7 bytes", calculation.where)
+            raise UnsupportedFeatureError("identity hashes over more than 7 bytes", calculation.where)
         return width
 
     def _hash_call(self, calculation: Calculation, valid: frozenset[str]) -> str:

@@ -19,7 +19,7 @@ class ProgramError(ValueError):
     """A program that cannot be loaded or run; the message says what is wrong, where, and what to do."""
 
 
-class UnsupportedFeature(ProgramError):  # noqa: N818 - the name says what it is
+class UnsupportedFeatureError(ProgramError):
     """A feature of the program that the built-in switch does not run.
 
     Attributes
@@ -66,7 +66,7 @@ class CellError(EntryError, IndexError):
     """A register, counter or meter has no cell of that number."""
 
 
-class UnknownName(EntryError, KeyError):  # noqa: N818 - the name says what it is
+class UnknownNameError(EntryError, KeyError):
     """A name that the program does not have."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], where: str = "the program") -> None:
@@ -93,7 +93,7 @@ class Named(Mapping[str, T]):
             return self._items[name]
         full = self._aliases.get(name)
         if full is None:
-            raise UnknownName(self._kind, name, self._items, self._where)
+            raise UnknownNameError(self._kind, name, self._items, self._where)
         return self._items[full]
 
     def __iter__(self) -> Iterator[str]:
@@ -580,7 +580,9 @@ def lay_out(program: ProgramDef) -> StateLayout:
         widest = max((len(action.parameters) for action in table.actions), default=0)
         if table.profile is not None:
             if table.profile in users:
-                raise UnsupportedFeature("an action profile that two tables share", f"action profile {table.profile}")
+                raise UnsupportedFeatureError(
+                    "an action profile that two tables share", f"action profile {table.profile}"
+                )
             users[table.profile] = widest
             widest = 0
         names = (f"T{number}", f"R{number}", f"e{number}", f"a{number}", f"m{number}")

@@ -16,7 +16,7 @@ from dlcp.switch.executor.model import (
     Extract,
     Field,
     ParserState,
-    UnsupportedFeature,
+    UnsupportedFeatureError,
     Valid,
     Variable,
 )
@@ -61,7 +61,7 @@ def emit_load(write: Writer, names: Names, helpers: Helpers, needed: Sequence[Pl
 def _runs(needed: Sequence[Placed]) -> list[tuple[int, int, list[Placed]]]:
     """Group fields into runs of whole bytes: (first byte, bytes, fields). Fields that share a byte come together.
 
-    Raises UnsupportedFeature if such a run is longer than seven bytes.
+    Raises UnsupportedFeatureError if such a run is longer than seven bytes.
     """
     runs: list[tuple[int, int, list[Placed]]] = []
     for item in sorted(needed, key=lambda item: item.bit):
@@ -75,7 +75,7 @@ def _runs(needed: Sequence[Placed]) -> list[tuple[int, int, list[Placed]]]:
         if size > 7 and (size != 8 or len(members) > 1):
             fields = ", ".join(member.field.name for member in members)
             feature = f"fields that share bytes over more than 7 bytes ({fields})"
-            raise UnsupportedFeature(feature, f"header {members[0].field.header}")
+            raise UnsupportedFeatureError(feature, f"header {members[0].field.header}")
     return runs
 
 

@@ -17,7 +17,7 @@ from dlcp.switch.executor.model import (
     Named,
     ProfileDef,
     ProfileSlot,
-    UnknownName,
+    UnknownNameError,
 )
 
 
@@ -115,7 +115,7 @@ class Actions:
         names = [parameter.name for parameter in parameters]
         for name in action.params:
             if name not in names:
-                raise UnknownName("parameter", name, names, f"{self.where}: action {action.name}")
+                raise UnknownNameError("parameter", name, names, f"{self.where}: action {action.name}")
         row = [number]
         for parameter in parameters:
             if parameter.name not in action.params:

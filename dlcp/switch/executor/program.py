@@ -439,7 +439,7 @@ class Program:
 
         Raises
         ------
-        UnsupportedFeature
+        UnsupportedFeatureError
             If the program uses what the built-in switch does not run; the message says what and where.
         ProgramError
             If the file is no BMv2 JSON, or Numba is missing.

@@ -201,7 +201,7 @@ def generate(program: ProgramDef) -> Generated:
 
     Raises
     ------
-    UnsupportedFeature
+    UnsupportedFeatureError
         If the program uses what the built-in switch does not run.
     """
     return _Generator(program).generate()

@@ -26,7 +26,7 @@ from dlcp.switch.executor.model import (
     Named,
     TableDef,
     TableSlot,
-    UnknownName,
+    UnknownNameError,
 )
 from dlcp.switch.executor.profiles import Action, ActionProfile, Actions, GroupRef, Handles, Target, fitting, put_row
 
@@ -93,7 +93,7 @@ class Fields:
         ranges = []
         for name in match:
             if name not in self._by_name:
-                raise UnknownName("field", name, self._by_name, self._where)
+                raise UnknownNameError("field", name, self._by_name, self._where)
         given = {id(self._by_name[name]): item for name, item in match.items()}
         for key in self._keys:
             shift = self._shifts[key.name]

@@ -22,7 +22,7 @@ from dlcp.switch.executor.model import (
     Field,
     Op,
     Param,
-    UnsupportedFeature,
+    UnsupportedFeatureError,
     Valid,
     Variable,
 )
@@ -118,7 +118,9 @@ class Writer:
         """Add a line."""
         self.lines.append("    " * self._depth + line)
         if len(self.lines) > MAX_LINES:
-            raise UnsupportedFeature(f"programs that need more than {MAX_LINES} lines of generated text", "control")
+            raise UnsupportedFeatureError(
+                f"programs that need more than {MAX_LINES} lines of generated text", "control"
+            )
 
     @contextmanager
     def block(self, head: str) -> Iterator[None]:
@@ -236,7 +238,7 @@ class Expressions:
         """Return an expression as a number; ``wraps`` if only its low 63 bits count."""
         if isinstance(expression, Const):
             if not -LIMIT <= expression.value < LIMIT:
-                raise UnsupportedFeature("constants wider than 63 bits", where)
+                raise UnsupportedFeatureError("constants wider than 63 bits", where)
             return number(expression.value)
         if isinstance(expression, Field):
             if expression in self.zero:
@@ -365,7 +367,7 @@ def _covers(mask: int, high: int) -> bool:
 def _checked(value: Value, where: str, wraps: bool) -> Value:
     if wraps or (value.low >= -LIMIT and value.high < LIMIT):
         return value
-    raise UnsupportedFeature("arithmetic on more than 63 bits", where)
+    raise UnsupportedFeatureError("arithmetic on more than 63 bits", where)
 
 
 def _add(left: Value, right: Value, where: str) -> Value:
@@ -390,7 +392,7 @@ def _multiply(left: Value, right: Value, where: str) -> Value:
 def _divide(sign: str) -> Callable[[Value, Value, str], Value]:
     def rule(left: Value, right: Value, where: str) -> Value:
         if right.constant is None or right.constant <= 0 or left.low < 0:
-            raise UnsupportedFeature("division by what is not a positive constant", where)
+            raise UnsupportedFeatureError("division by what is not a positive constant", where)
         high = left.high // right.constant if sign == "//" else min(left.high, right.constant - 1)
         return Value(f"({left.text} {sign} {right.text})", 0, high)
 
@@ -401,7 +403,7 @@ def _shift_left(left: Value, right: Value, where: str) -> Value:
     if left.constant == 0 or right.constant == 0:
         return left
     if right.low < 0 or right.high > LIMIT.bit_length() - 2:
-        raise UnsupportedFeature("shifts to the left by more than 62 bits", where)
+        raise UnsupportedFeatureError("shifts to the left by more than 62 bits", where)
     return Value(
         f"({left.text} << {right.text})", min(left.low << right.high, left.low), max(left.high << right.high, left.high)
     )
@@ -411,7 +413,7 @@ def _shift_right(left: Value, right: Value, where: str) -> Value:
     if right.constant == 0:
         return left
     if left.low < 0 or right.low < 0:
-        raise UnsupportedFeature("shifts to the right of negative numbers", where)
+        raise UnsupportedFeatureError("shifts to the right of negative numbers", where)
     text = f"({left.text} >> {right.text})"
     if right.high > LIMIT.bit_length() - 1:  # a processor shifts by the low six bits only
         text = f"({left.text} >> {right.text} if {right.text} < 64 else 0)"
@@ -436,7 +438,7 @@ def _bits(sign: str) -> Callable[[Value, Value, str], Value]:
 
 def _saturate(left: Value, right: Value, where: str) -> Value:
     if right.constant is None:
-        raise UnsupportedFeature("saturation to a width that is not a constant", where)
+        raise UnsupportedFeatureError("saturation to a width that is not a constant", where)
     high = (1 << right.constant) - 1
     return Value(f"min(max({left.text}, 0), {number(high).text})", 0, high)
 

@@ -18,7 +18,7 @@ from finsy.proto import p4r, rpc_code
 from google.protobuf import text_format
 
 from dlcp.switch.executor import bmv2_json
-from dlcp.switch.executor.model import EntryError, UnsupportedFeature
+from dlcp.switch.executor.model import EntryError, UnsupportedFeatureError
 from dlcp.switch.executor.program import Backend, Program
 from dlcp.switch.p4runtime.entities import DELETE, INSERT, MODIFY, Ask, Change, EntityKind, kinds_of
 from dlcp.switch.p4runtime.messages import Refused
@@ -70,7 +70,7 @@ class ForwardingPipeline:
         try:
             definition = bmv2_json.parse(json.loads(data), hashlib.sha256(data).hexdigest(), "the device config")
             program = Program(definition, backend)
-        except UnsupportedFeature as error:
+        except UnsupportedFeatureError as error:
             raise Refused(str(error)) from None
         # Any error here is due to a damaged file, so the controller gets it, not the log.
         except Exception as error:

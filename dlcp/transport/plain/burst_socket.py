@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from dlcp.transport.messages import Address
+from dlcp.transport.sockets import UDP_GRO, UDP_SEGMENT
 
 BURST_BYTES_MAX: Final = 1 << 16
 _ANCILLARY_BYTES: Final = 128
 _FD_SETSIZE: Final = 1024
 """From this descriptor on, select.select fails; below, it sleeps by the microsecond, poll by the millisecond."""
-_UDP_SEGMENT: Final = 103
-_UDP_GRO: Final = 104
 _REFUSES_BURSTS: Final = (errno.EIO, errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -97,7 +96,7 @@ class BurstSocket:
         if tos:
             ancillary.append((socket.IPPROTO_IP, socket.IP_TOS, struct.pack("i", tos)))
         if segment:
-            ancillary.append((socket.IPPROTO_UDP, _UDP_SEGMENT, struct.pack("H", segment)))
+            ancillary.append((socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("H", segment)))
         try:
             self._sockets[path].sendmsg([data], ancillary, 0, peer)
         except BlockingIOError:
@@ -124,7 +123,7 @@ class BurstSocket:
         for level, kind, data in ancillary:
             if level == socket.IPPROTO_IP and kind == socket.IP_TOS:
                 tos = data[0]
-            elif level == socket.IPPROTO_UDP and kind == _UDP_GRO:
+            elif level == socket.IPPROTO_UDP and kind == UDP_GRO:
                 segment = struct.unpack_from("i", data)[0] or size
         self._counters["received_bursts"] += 1
         self._counters["truncated"] += bool(flags & socket.MSG_TRUNC)

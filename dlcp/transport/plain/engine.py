@@ -15,11 +15,7 @@ from numpy.typing import NDArray
 
 from dlcp import wire
 from dlcp.transport.engine import (
-    ACK_BLOCK_PACKETS,
-    ACK_PATH,
-    ACK_WHOLE,
     MESSAGE_PACKETS_MAX,
-    MORE,
     RULES,
     STEPS_AHEAD_MAX,
     Arrived,
@@ -39,11 +35,11 @@ from dlcp.transport.messages import EMPTY, Address, Bytes, LossBound, MessageKey
 from dlcp.transport.native_engine import service_of
 from dlcp.transport.options import PATHS_MAX, TransportOptions
 from dlcp.transport.plain.burst_socket import Burst, BurstSocket
-from dlcp.transport.plain.flow import ENTRY, Acknowledgements, PlainFlow, indices_of
+from dlcp.transport.plain.flow import Acknowledgements, PlainFlow, indices_of
 from dlcp.transport.plain.incoming import Finished, Name, PlainIncoming
 from dlcp.transport.plain.outgoing import DELIVERED, FLYING, UNSENT, Indices, PlainOutgoing
 from dlcp.transport.plain.reduction import PlainReduction
-from dlcp.wire import Flag, Header, PacketType, Queue
+from dlcp.wire import ACK_BLOCK_PACKETS, ACK_ENTRY, ACK_PATH, ACK_WHOLE, MORE, Flag, Header, PacketType, Queue
 
 ECN_MASK = 3
 CONGESTED = 3
@@ -584,7 +580,7 @@ class PlainEngine:
         return count * size
 
     def _take_acknowledgement(self, peer: int, header: Header, payload: memoryview, now_s: float) -> None:
-        if not payload or len(payload) % ENTRY.size:
+        if not payload or len(payload) % ACK_ENTRY.size:
             self._counters["refused_malformed"] += 1
             return
         flow = self._flows[peer]
@@ -592,7 +588,7 @@ class PlainEngine:
         sampled: dict[int, float] = {}
         delivered = 0
         complete: dict[MessageKey, PlainOutgoing] = {}
-        for step, number, block, bits in ENTRY.iter_unpack(payload):
+        for step, number, block, bits in ACK_ENTRY.iter_unpack(payload):
             if block == ACK_PATH:
                 flow.take_marks(step, bits & 0xFFFFFFFF)
                 continue

@@ -9,18 +9,18 @@ because delays differ). A path on which nothing arrives at all is judged by the 
 """
 
 import math
-import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from dlcp.transport.congestion import Report
-from dlcp.transport.engine import ACK_BLOCK_PACKETS, ACK_PATH, ACK_RECENT, ACK_WHOLE, RULES, SEGMENTS_MAX
+from dlcp.transport.engine import ACK_RECENT, RULES, SEGMENTS_MAX
 from dlcp.transport.messages import MessageKey
 from dlcp.transport.plain.incoming import PlainIncoming
 from dlcp.transport.plain.outgoing import FLYING, Indices, PlainOutgoing
 from dlcp.transport.plain.path import PlainPath, PlainPaths, counted_since
+from dlcp.wire import ACK_BLOCK_PACKETS, ACK_ENTRY, ACK_PATH, ACK_WHOLE
 
 _QUEUES = 8
 _BURST_BYTES_MAX = 65000
@@ -30,8 +30,6 @@ Emit = Callable[[PlainOutgoing, Indices, int], bool]
 
 
 FRESH_COMPARED = 4
-ENTRY = struct.Struct(">IHIQ")
-"""Step, message, block (maybe with ``ACK_WHOLE``), and what of the block has arrived: bit k is packet 64 block + k."""
 
 
 class Acknowledgements:
@@ -97,7 +95,7 @@ class Acknowledgements:
 
     def take(self, payload_bytes: int, by_path: bool, now_s: float) -> Iterator[bytes]:
         """Return the payloads of what is to be sent now, with marks ``by_path`` if the sender uses several."""
-        limit = payload_bytes // ENTRY.size
+        limit = payload_bytes // ACK_ENTRY.size
         fresh, self._fresh = self._fresh, []
         self._packets = 0
         self._late_s = math.inf
@@ -110,7 +108,7 @@ class Acknowledgements:
             fresh = fresh[room:]
             told = sorted(self._marked_paths)[: limit - len(entries)] if by_path else []
             self._marked_paths -= set(told)
-            marks = [ENTRY.pack(path, 0, ACK_PATH, self._marked_on[path] & 0xFFFFFFFF) for path in told]
+            marks = [ACK_ENTRY.pack(path, 0, ACK_PATH, self._marked_on[path] & 0xFFFFFFFF) for path in told]
             yield b"".join([_entry(*entry) for entry in entries] + marks)
 
 
@@ -118,7 +116,7 @@ def _entry(message: PlainIncoming, block: int) -> bytes:
     there = message.delivered[block * ACK_BLOCK_PACKETS : (block + 1) * ACK_BLOCK_PACKETS]
     bits = int.from_bytes(np.packbits(there, bitorder="little").tobytes(), "little")
     whole = ACK_WHOLE if message.complete and message.arrived == message.packets else 0
-    return ENTRY.pack(message.key.step, message.key.message, block | whole, bits)
+    return ACK_ENTRY.pack(message.key.step, message.key.message, block | whole, bits)
 
 
 def indices_of(block: int, bits: int) -> Indices:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The UDP sockets of an endpoint, and addresses as people write them."""
+
+import contextlib
+import socket
+from collections.abc import Iterable
+from typing import Final
+
+from dlcp.transport.messages import Address
+from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE
+
+RECEIVE_BUFFER_BYTES: Final = 8 << 20
+SKB_OVERHEAD_BYTES: Final = 832
+"""What Linux charges a datagram for beside its bytes, rounded up (sk_buff and its data's alignment)."""
+# Options of Linux that Python does not name, or not everywhere.
+UDP_SEGMENT: Final = 103
+"""One send gives several datagrams."""
+UDP_GRO: Final = 104
+"""One read gives several datagrams."""
+SO_RCVBUFFORCE: Final = 33
+IP_RECVTOS: Final = getattr(socket, "IP_RECVTOS", 13)
+
+
+def bind_socket(host: str, ports: Iterable[int]) -> socket.socket:
+    """Bind a UDP socket to the first of ``ports`` that is free, with as large a receive buffer as the kernel grants.
+
+    Raises
+    ------
+    OSError
+        None of them can be bound; the message names them.
+    """
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    tried = []
+    for port in ports:
+        try:
+            sock.bind((host, port))
+            break
+        except OSError as error:
+            tried.append(f"{port} ({error.strerror})")
+    else:
+        sock.close()
+        raise OSError(
+            f"cannot bind UDP at {host}, port {', '.join(tried)}; end the job that holds it, or choose another address"
+        )
+    sock.setsockopt(socket.IPPROTO_IP, IP_RECVTOS, 1)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER_BYTES)
+    except PermissionError:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+    sock.setblocking(False)
+    return sock
+
+
+def bind_further(sock: socket.socket, count: int) -> list[socket.socket]:
+    """Return so many sockets at other ports of a socket's address, only to send from; fewer if no more can be had."""
+    further: list[socket.socket] = []
+    with contextlib.suppress(OSError):  # fewer paths do, too
+        while len(further) < count:
+            further.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            further[-1].setblocking(False)
+            further[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 0)  # as little as the kernel grants
+            further[-1].bind((sock.getsockname()[0], 0))
+        return further
+    further.pop().close()
+    return further
+
+
+def packets_held(sock: socket.socket, payload_bytes: int) -> int:
+    """Return how many full packets the receive buffer holds: the kernel may have granted less than was asked for."""
+    granted = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    return max(8, int(granted // (payload_bytes + HEADER_BYTES + SKB_OVERHEAD_BYTES)))
+
+
+def parse_address(text: str) -> Address:
+    """Return host and port of ``host:port``; the port may be left out.
+
+    Raises
+    ------
+    ValueError
+        The port is no number.
+    """
+    host, _, port = text.partition(":")
+    try:
+        return host, int(port or UDP_PORT_BASE)
+    except ValueError:
+        raise ValueError(f"expected host:port, got {text!r}") from None

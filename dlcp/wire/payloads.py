@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows the header in packets that carry no values: acknowledgements, questions and greetings.
+
+An ACK tells which packets have arrived. Its payload is a run of entries of :data:`ACK_ENTRY`, each about
+:data:`ACK_BLOCK_PACKETS` packets of one message, or, with the block :data:`ACK_PATH`, about a path. In its header,
+``step`` is how many microseconds ago the newest packet came, ``index`` how many packets have come from the peer, and
+``count`` how many of them marked congested.
+
+A HELLO and its answer carry :data:`GREETING`, and then the UDP ports of the sender's further paths, two bytes each.
+"""
+
+import struct
+from typing import Final
+
+ACK_FIELD_BITS: Final = {"step": 32, "message": 16, "whole": 1, "block": 31, "arrived": 64}
+"""Field names and widths in bits of an acknowledgement's entry, in wire order."""
+ACK_ENTRY: Final = struct.Struct(">IHIQ")
+"""Step, message, block (maybe with ``ACK_WHOLE``), and what of the block has arrived: bit k is packet 64 block + k."""
+ACK_BLOCK_PACKETS: Final = 64
+"""Packets in one entry of an acknowledgement."""
+ACK_WHOLE: Final = 1 << 31
+"""Set in the block of an acknowledgement's entry: the message is complete, all of it has arrived, nobody need ask."""
+ACK_PATH: Final = (1 << 31) - 1
+"""The block of an entry about a path: its step is the path's number, its bits how many packets came marked there."""
+
+MORE: Final = b"\1"
+"""Payload of a PROBE whose sender still has packets to send: what is missing is no reason yet to go without."""
+
+GREETING: Final = struct.Struct(">II")
+"""Bytes of a message per packet, and how many packets the sender of the greeting can hold on their way to it."""
+GREETING_PORT: Final = struct.Struct(">H")
+"""A UDP port of one further path; as many follow the greeting as there are such paths."""
