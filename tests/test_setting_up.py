@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `make` and `pip` do to a system: they say what they install, and leave alone what is somebody else's."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import dlcp
+from dlcp import native
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ROOT / ".ci" / "packages"
@@ -105,22 +107,22 @@ def bystanders(tmp_path_factory):
     # What DLCP and its build need comes from where this environment has it, but DLCP itself does not.
     found = {str(Path(find_spec(name).origin).parents[1]) for name in ("pip", "setuptools", "numpy")}
     (packages / "environment.pth").write_text("\n".join(sorted(found)))
-    install = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-build-isolation",
-        "--no-deps",
-        "--no-index",
-        "--ignore-installed",
-    ]
-    done = subprocess.run([*install, source], capture_output=True, text=True, timeout=200, cwd=folder)
+    pip = [python, "-m", "pip"]
+    frugal = ["--quiet", "--no-deps", "--no-index"]
+    build = [*pip, "wheel", *frugal, "--no-build-isolation", "--wheel-dir", folder, source]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=200, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    # From here on there is no compiler: of programs, only those of the environment itself are found.
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "CC")}
+    environment["PATH"] = str(python.parent)
+    done = subprocess.run(
+        [*pip, "install", *frugal, "--ignore-installed", wheel],
+        capture_output=True, text=True, timeout=200, cwd=folder, env=environment,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
     def run(*words):
-        environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
         return subprocess.run(
             [str(folder / "venv" / "bin" / words[0]), *words[1:]],
             capture_output=True, text=True, timeout=100, cwd=folder, env=environment,
@@ -166,3 +168,30 @@ def test_the_compiled_program_and_the_library_are_installed(bystanders):
     assert Path(library).is_relative_to(packages)
     assert Path(folder).is_relative_to(packages)
     assert int(tables) > 5
+
+
+LINE_FIT = """
+import numpy as np
+import dlcp.session
+
+with dlcp.session.join() as group:
+    values = np.random.default_rng(group.rank).normal(size=(64, 3))
+    wanted, weights = values @ [1.0, -2.0, 3.0], np.zeros(3)
+    group.register(["weights"])
+    for _ in range(60):
+        gradient = values.T @ (values @ weights - wanted) / len(values)
+        group.average({"weights": gradient})
+        weights -= 0.3 * gradient
+    error = abs(weights - [1, -2, 3]).max()
+    print("rank", group.rank, group.active, type(group.endpoint._engine).__name__, error < 1e-3)
+"""
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs a C compiler to build the wheel")
+def test_a_wheel_trains_over_the_compiled_data_path_where_there_is_no_compiler(bystanders):
+    packages, run = bystanders
+    diagnoses = json.loads(run("dlcp", "doctor", "--json").stdout)
+    assert f"native: {packages}/dlcp/native/_native.abi3.so" in json.dumps(diagnoses)
+    done = run("dlcp", "launch", "-n", "2", "--", "python", "-c", LINE_FIT)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} True NativeEngine True" for rank in range(2)]

@@ -140,9 +140,10 @@ def test_it_is_used_where_no_sources_are_as_in_a_wheel(fresh, monkeypatch, tree)
 
 @NEEDS_SOURCES
 @NEEDS_SETUPTOOLS
-def test_without_a_compiler_the_installation_goes_on(tree):
+def test_without_a_compiler_the_installation_goes_on_and_says_what_it_does_without(tree):
     said, library = build(tree, CC="/bin/false")
-    assert "_native" in said
+    assert "without its compiled data path" in said
+    assert "apt-get install gcc" in said
     assert not library.exists()
 
 
