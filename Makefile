@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo check fast test sim dist test-testbed test-mxnet test-tensorflow test-jax lint bench p4 clean
+.PHONY: help demo docs check fast test sim dist test-testbed test-mxnet test-tensorflow test-jax lint bench p4 clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -50,6 +50,10 @@ sim: $(STAMP) ## simulate a selection of the published experiments, and write a 
 test-testbed: $(STAMP) ## bring testbeds up, with BMv2 if it is there, and train over them; takes root and minutes
 	@.ci/packages ip tc mnexec ifconfig
 	@DLCP_TESTBED=1 $(BIN)/python -m pytest tests/testbed
+
+docs: $(STAMP) ## build the documentation into out/site, with warnings as errors
+	@$(BIN)/sphinx-build -q -W --keep-going -c docs -d out/doctrees . out/site
+	@echo out/site/index.html
 
 lint: $(STAMP) ## check style, types and layers
 	@$(BIN)/ruff check .

@@ -3,11 +3,16 @@
 
 import argparse
 import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 from dlcp import __version__
+
+
+class _MissingPackageError(Exception):
+    """A command needs a package that is not installed."""
 
 
 class Command(NamedTuple):
@@ -37,35 +42,89 @@ COMMANDS: Final = {
     "testbed": Command("train over real switches in Mininet, and compare (needs root)", needs="fabric,demo"),
 }
 
+_FIRST_STEPS: Final = """
+where to begin:
+  dlcp doctor                                          what works on this machine
+  dlcp train --nproc-per-node 2 -- script.py           train your PyTorch script with DLCP
+  dlcp doctor --nproc-per-node 2 -- script.py          measure what DLCP can gain for it
+  dlcp demo                                            see DLCP and Gloo on a congested switch
+  dlcp COMMAND --help                                  what a command takes
+"""
+_CLOSED_PIPE: Final = 141
+"""Exit status of a program that SIGPIPE ends: 128 + 13."""
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    wanted = next((word for word in argv if not word.startswith("-")), None)
-    parser = argparse.ArgumentParser(prog="dlcp", description="Data-parallel training over congested networks.")
+
+def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
+    """Return the parser of the command line, with the options of the commands that are wanted.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        A package that one of them needs is missing.
+    """
+    parser = argparse.ArgumentParser(
+        prog="dlcp",
+        description="Train over congested networks: losses are bounded, and fall on the gradients that matter least.",
+        epilog=_FIRST_STEPS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"dlcp {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands", required=True)
     for name, command in COMMANDS.items():
         purpose = f"{command.purpose[0].upper()}{command.purpose[1:]}."
         # Abbreviations would take options that are meant for torchrun.
         subparser = commands.add_parser(name, help=command.purpose, description=purpose, allow_abbrev=False)
-        if name == wanted:
-            try:
-                module = importlib.import_module(f"dlcp.commands.{name}")
-            except ModuleNotFoundError as error:
-                if not command.needs or (error.name or "").startswith("dlcp"):
-                    raise
-                missing = f"{error.name} is missing: pip install 'dlcp[{command.needs}]'"
-                print(f"dlcp {name}: {missing}", file=sys.stderr)
-                return 2
+        if name in wanted:
+            module = importlib.import_module(f"dlcp.commands.{name}")
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
-    if wanted in COMMANDS and COMMANDS[wanted].wraps:
-        end = argv.index("--") if "--" in argv else len(argv)
-        arguments, unknown = parser.parse_known_args(argv[:end])
-        arguments.torchrun, arguments.script = unknown, argv[end + 1 :]
-    else:
-        arguments = parser.parse_args(argv)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return what a command line says; ``run`` of it is the command, which takes it.
+
+    Raises
+    ------
+    SystemExit
+        It is wrong, or asks for help.
+    """
+    wanted = next((word for word in argv if not word.startswith("-")), "")
+    try:
+        parser = parser_of([wanted])
+    except ModuleNotFoundError as error:
+        needs = COMMANDS[wanted].needs
+        if not needs or (error.name or "").startswith("dlcp"):
+            raise
+        raise _MissingPackageError(f"dlcp {wanted}: {error.name} is missing: pip install 'dlcp[{needs}]'") from None
+    if wanted not in COMMANDS or not COMMANDS[wanted].wraps:
+        return parser.parse_args(argv)
+    end = list(argv).index("--") if "--" in argv else len(argv)
+    arguments, unknown = parser.parse_known_args(argv[:end])
+    arguments.torchrun, arguments.script = unknown, list(argv[end + 1 :])
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        try:
+            return _run(argv or ["--help"])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has closed it, as `head` does. What is still buffered must not be flushed there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
+
+
+def _run(argv: Sequence[str]) -> int:
+    try:
+        arguments = parse(argv)
+    except _MissingPackageError as error:
+        print(error, file=sys.stderr)
+        return 2
     status: int = arguments.run(arguments)
     return status
 

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How Sphinx builds the documentation; `make docs` calls it.
+
+Sources are the Markdown pages of the whole repository: each stands beside what it describes, and its links lead
+somewhere on a code host, too. What the code knows, ``reference.py`` writes where a page says ``<!-- of: NAME -->``.
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
+
+project = "DLCP"
+html_title = "DLCP"
+author = copyright = "the authors of DLCP"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "reference"]
+root_doc = "docs/index"
+include_patterns = [
+    "docs/**.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "controller/**README.md",
+    "dlcp/**README.md",
+    "p4/**README.md",
+    "sim/**README.md",
+]
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+highlight_language = "none"
+napoleon_google_docstring = False
+napoleon_use_rtype = False
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 88
+# Frameworks have environments of their own; their adapters' docstrings are read without them.
+autodoc_mock_imports = [
+    name for name in ("jax", "keras", "mxnet", "optax", "tensorflow", "torch") if find_spec(name) is None
+]
+
+# The theme takes its fonts from the reader's system. No page loads anything from elsewhere.
+html_theme = "furo"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
+html_additional_pages = {"index": "redirect.html"}
+templates_path = ["."]
+html_copy_source = False
+html_show_sourcelink = False
+html_show_sphinx = False
+html_use_index = False

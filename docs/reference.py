@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the code knows and pages say: ``<!-- of: NAME -->`` in a page becomes what one of these functions writes.
+
+So no fact stands both in a page and in the code.
+"""
+
+import argparse
+import importlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from textwrap import dedent
+from typing import Any, Final
+
+from sphinx.application import Sphinx
+from sphinx.ext.autodoc.mock import mock
+from sphinx.pycode import ModuleAnalyzer
+
+from dlcp import cli, wire
+from dlcp.configuration import PREFIX, simple_options
+from dlcp.session import Options
+from dlcp.transport import TransportOptions
+from dlcp.wire.dissector import LABELS
+
+_PLACE: Final = re.compile(r"^<!-- of: (\w+)(?: ([\w.]+))? -->$", re.MULTILINE)
+_COLUMNS: Final = 100
+"""Width of the commands' help."""
+_documented: Final[dict[Any, str]] = {}
+"""The name under which each public class and function was documented first; some are exported twice."""
+
+
+def commands() -> str:
+    """Return the help of every command and of its actions."""
+    return "\n".join(_help_pages(cli.parser_of(cli.COMMANDS), "##"))
+
+
+def _help_pages(parser: argparse.ArgumentParser, heading: str) -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                child.formatter_class = _formatter(child.formatter_class)
+                yield f"{heading} {child.prog}\n\n```text\n{child.format_help().rstrip()}\n```\n"
+                yield from _help_pages(child, "###")
+
+
+def _formatter(formatter: Any) -> Any:
+    return lambda prog: formatter(prog, width=_COLUMNS)
+
+
+def options() -> str:
+    """Return every option of a training session: its name in the environment, its default, what it does."""
+    meanings = {**_parameters(TransportOptions), **_parameters(Options)}
+    written = []
+    for name, default in simple_options(Options).items():
+        shown = f"`{default}`" if default != "" else "none"
+        written.append(f"## {name}\n\n`{PREFIX}{name.upper()}`, default {shown}\n\n{_rst(meanings[name])}")
+    return "\n\n".join(written)
+
+
+def _parameters(cls: type) -> dict[str, str]:
+    """Return what a docstring in NumPy's form says of each parameter of its own."""
+    text = dedent(inspect.getdoc(cls) or "").partition("Parameters\n----------\n")[2]
+    found = re.findall(r"^(\w[\w, ]*)\n((?:(?:    .*)?\n)+)", text + "\n", re.MULTILINE)
+    return {
+        name: dedent(meaning).strip()
+        for names, meaning in found
+        for name in names.split(", ")
+        if not meaning.strip().startswith("See :class:`dlcp.transport")
+    }
+
+
+def _rst(text: str) -> str:
+    return f"```{{eval-rst}}\n{text}\n```"
+
+
+def header() -> str:
+    """Return the fields of a packet's header, in wire order."""
+    lines = ["| Byte | Bits | Field | Meaning |", "|---:|---:|---|---|"]
+    at = 0
+    for name, bits in wire.FIELD_BITS.items():
+        lines.append(f"| {at // 8} | {bits} | `{name}` | {LABELS[name]} |")
+        at += bits
+    return "\n".join(lines)
+
+
+def members(name: str) -> str:
+    """Return the values of an enumeration of ``dlcp.wire``, with what its source says of each."""
+    enum = getattr(wire, name)
+    said = ModuleAnalyzer.for_module(enum.__module__).find_attr_docs()
+    lines = ["| Value | Name | Meaning |", "|---:|---|---|"]
+    for member, value in enum.__members__.items():
+        meaning = " ".join(said.get((name, member), [""])).strip().replace("``", "`")
+        number = f"0x{value:02x}" if name == "Flag" else int(value)
+        lines.append(f"| {number} | {member} | {meaning} |")
+    return "\n".join(lines)
+
+
+def ports() -> str:
+    """Return the UDP ports and the size of the header."""
+    last = wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT - 1
+    return f"UDP destination ports {wire.UDP_PORT_BASE}-{last}, version {wire.VERSION}, {wire.HEADER_BYTES} bytes."
+
+
+def public(module_name: str) -> str:
+    """Return what a module exports, or else defines, each name with its docstring."""
+    module = importlib.import_module(module_name)
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+    lines = [f".. automodule:: {module_name}", "   :no-members:", ""]
+    for name in getattr(module, "__all__", None) or [name for name in own if not name.startswith("_")]:
+        value = getattr(module, name)
+        full_name = f"{module_name}.{name}"
+        if inspect.isclass(value) or inspect.isroutine(value):
+            first = _documented.setdefault(value, full_name)
+            kind = "autofunction" if inspect.isroutine(value) else "autoclass"
+            entry = f".. {kind}:: {full_name}\n   :members:" if kind == "autoclass" else f".. {kind}:: {full_name}"
+            lines += [entry if first == full_name else f"``{full_name}`` is :py:obj:`{first}`.", ""]
+    return _rst("\n".join(lines))
+
+
+_WRITERS: Final[Mapping[str, Any]] = {
+    function.__name__: function for function in (commands, options, header, members, ports, public)
+}
+
+
+def fill(text: str) -> str:
+    """Return a page with everything written that it asks for."""
+    return _PLACE.sub(lambda place: _WRITERS[place[1]](*filter(None, [place[2]])), text)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Let pages be filled as they are read."""
+
+    def read(app: Sphinx, _page: str, source: list[str]) -> None:
+        with mock(app.config.autodoc_mock_imports):
+            source[0] = fill(source[0])
+
+    app.connect("source-read", read)
+    return {"parallel_read_safe": True}

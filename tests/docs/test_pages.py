@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pages say is so: DLCP takes their commands, programs run, figures and messages are those there are."""
+
+import glob
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from dlcp import cli
+from tests.docs.pages import ROOT, blocks, commands, pages
+from tests.test_project import PROJECT
+
+LANGUAGES = {"sh", "python", "text", "diff", "yaml", "{toctree}", "{literalinclude}"}
+QUICK = ("dlcp fabric check", "dlcp sim list")
+"""Commands that are run; of the others the command line is parsed, for they take minutes, root, or another machine."""
+OTHERS = {"sudo", "torchrun"}
+"""Programs that are not ours, and whose arguments are."""
+STAND_INS = {"script.py", "my.module:model"}
+"""What a reader replaces by a file of their own."""
+README_BYTES = 9 * 1024
+BUILD_S = 200
+
+
+def ours(line):
+    """Return the words of a command from the first that is DLCP's own concern; none if there is none."""
+    words = shlex.split(line, comments=True)
+    while words and (words[0] in OTHERS or re.fullmatch(r"[A-Z_]+=\S*", words[0])):
+        words = words[1:]
+    if words:
+        words[0] = re.sub(r"^\.venv(-\w+)?/bin/", "", words[0])
+    return words[:-1] if words and words[-1] == "&" else words
+
+
+def check_script(words):
+    """Check that what Python or a launcher is to run exists."""
+    if words and re.fullmatch(r"(\S*/)?python3?", words[0]):
+        words = words[1:]
+    if words[:1] == ["-m"]:
+        assert words[1] == "venv" or find_spec(words[1]), f"there is no module {words[1]}"
+    elif words:
+        assert words[0] in STAND_INS or glob.glob(words[0], root_dir=ROOT), f"there is no {words[0]}"
+
+
+def check_dlcp(words):
+    """Check that ``dlcp`` takes these words."""
+    arguments = cli.parse(words)
+    for script in (getattr(arguments, "script", ()), getattr(arguments, "command", ())):
+        check_script(list(script))
+
+
+def check_make(words):
+    targets = set(re.findall(r"^([a-z][a-z0-9 -]*?):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    known = {word for target in targets for word in target.split()}
+    assert {word for word in words if "=" not in word} <= known
+
+
+def check_pip(words):
+    extras = {extra for word in words for extra in re.findall(r"\[([\w,]+)\]", word)}
+    known = PROJECT["project"]["optional-dependencies"]
+    assert {name for extra in extras for name in extra.split(",")} <= known.keys()
+
+
+def check_files(words):
+    """Check that the files exist that a program which is not ours reads."""
+    for path in re.findall(r"[\w./-]+/[\w./-]+\.\w+", " ".join(words)):
+        assert (ROOT / path).exists(), f"there is no {path}"
+
+
+CHECKS = {"dlcp": check_dlcp, "make": check_make, "pip": check_pip, "python": check_script, "python3": check_script}
+CHECKS |= {"tshark": check_files, "apt-get": lambda words: None, "-m": check_script}
+
+
+@pytest.mark.parametrize(("line", "place"), [pytest.param(*each, id=f"{each[1]} {each[0]}") for each in commands()])
+def test_every_command_is_one(line, place, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ours(line)
+    if not words:
+        return
+    name, *rest = words
+    if name.startswith(".ci/"):
+        assert (ROOT / name).exists()
+    elif line.startswith("torchrun"):
+        check_script(words[words.index("-m") :])
+    else:
+        CHECKS[name](rest)
+
+
+def test_quick_commands_run():
+    lines = {line for line, _ in commands() if " ".join(ours(line)).startswith(QUICK)}
+    assert {prefix for prefix in QUICK for line in lines if prefix in line} == set(QUICK)
+    for line in sorted(lines):
+        name, *rest = ours(line)
+        start = [sys.executable, "-m", "dlcp.cli"] if name == "dlcp" else [sys.executable]
+        done = subprocess.run([*start, *rest], cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+
+
+PROGRAMS = sorted({block.place.partition(":")[0] for block in blocks("python")})
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_every_program_of_a_page_runs(page):
+    programs = [block for block in blocks("python") if block.place.startswith(f"{page}:")]
+    for package in ("torch", "scapy", "msgspec"):
+        used = "dlcp.sim" if package == "msgspec" else package
+        if any(re.search(rf"import {used}|from {used}", program.text) for program in programs):
+            pytest.importorskip(package)
+    script = "\n".join(f"exec(compile({block.text!r}, {block.place!r}, 'exec'), {{}})" for block in programs)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_block_says_what_it_is():
+    assert [block.place for block in blocks() if block.language not in LANGUAGES] == []
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx", reason="the site is built with Sphinx: pip install 'dlcp[docs]'")
+    pytest.importorskip("torch")
+    pytest.importorskip("msgspec")
+    build = ["sphinx", "-q", "-W", "--keep-going", "-b", "dummy", "-c", "docs", "-d", str(tmp_path), ".", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", *build], cwd=ROOT, capture_output=True, text=True, timeout=BUILD_S)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_messages_on_the_page_about_diagnosis_are_said_somewhere():
+    table = (ROOT / "docs" / "diagnosis.md").read_text().split("## What warnings mean")[1]
+    told = [
+        part for row in re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE) for part in re.findall(r"`([^`]+)`", row)
+    ]
+    pieces = [piece.strip() for message in told for piece in re.split(r"\b[A-Z]{4,}\b(?!_)", message) if piece.strip()]
+    assert len(pieces) > 15
+    sources = "".join(path.read_text() for path in (ROOT / "dlcp").rglob("*.py"))
+    # A message may be cut in the source by a placeholder or the end of a line.
+    spoken = re.sub(r'"\s+f?"', "", sources)
+    assert [piece for piece in pieces if not re.search(re.sub(r"\\ ", r"\\s", re.escape(piece)), spoken)] == []
+
+
+def test_the_readme_is_short_and_its_figures_stand_among_the_benchmarks():
+    readme, figures = (ROOT / "README.md").read_text(), (ROOT / "docs" / "benchmarks.md").read_text()
+    assert len(readme.encode()) <= README_BYTES
+    rows = re.findall(r"\| ([\d.]+ m?s) \| ([\d.]+ m?s) \| \**([\d.]+x)", readme)
+    assert len(rows) == 5
+    plain = figures.replace(",", " ")
+    for row in rows:
+        for value in row:
+            assert re.search(rf"(?<![\d.]){re.escape(value.split()[0])}", plain), f"{value} is no benchmark's"
+
+
+def test_the_picture_in_the_readme_shows_its_table():
+    pytest.importorskip("matplotlib")
+    done = subprocess.run(
+        [sys.executable, "docs/plot_results.py", "-"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout == (ROOT / "docs" / "results.svg").read_text(), "run: python docs/plot_results.py"
+
+
+def test_tshark_shows_what_the_page_promises():
+    if not shutil.which("tshark"):
+        pytest.skip("tshark is not installed")
+    (line,) = {line for line, _ in commands() if line.startswith("tshark")}
+    done = subprocess.run(shlex.split(line), cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "DLCP" in done.stdout
+
+
+def test_every_page_is_on_the_site():
+    named = set()
+    for page in pages():
+        for tree in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.DOTALL):
+            entries = [line for line in tree.splitlines() if line and not line.startswith(":")]
+            named |= {(page.parent / f"{entry}.md").resolve() for entry in entries}
+    assert set(pages()) - named == {ROOT / "README.md", ROOT / "docs" / "index.md"}
