@@ -3,6 +3,7 @@
 
 import json
 import os
+import pty
 import shutil
 import subprocess
 import venv
@@ -31,16 +32,22 @@ def system(tmp_path):
     # Says so on the same stream as the script, so that the order of both is seen.
     program("apt-get", f'echo "apt-get $*" >> {asked}; echo "apt-get runs" > /proc/$PPID/fd/2; [[ $* != *mininet* ]]')
 
-    def call(*programs, user=0, **environment):
+    def call(*programs, user=0, typed="", **environment):
         program("id", f"echo {user}")
         asked.unlink(missing_ok=True)
+        terminal, stdin = pty.openpty() if typed else (None, subprocess.DEVNULL)
+        if terminal is not None:
+            os.write(terminal, typed.encode())
         done = subprocess.run(
             ["/bin/bash", str(PACKAGES), *programs],
             env={"PATH": str(tmp_path), **environment},
+            stdin=stdin,
             capture_output=True,
             text=True,
             timeout=60,
         )
+        for opened in [] if terminal is None else [terminal, stdin]:
+            os.close(opened)
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
         return done.stderr, asked.read_text() if asked.exists() else ""
 
@@ -48,13 +55,28 @@ def system(tmp_path):
 
 
 def test_what_will_be_installed_and_why_is_said_before(system):
-    said, asked = system("ip", "tshark")
+    said, asked = system("ip", "tshark", DLCP_APT="1")
     before, _, _ = said.partition("apt-get runs")
     assert "ip is missing: builds the networks" in before
     assert "tshark is missing: reads packets" in before
     assert "installing iproute2 tshark with apt-get, as root; DLCP_NO_APT=1 in the environment leaves" in before
     assert "install -y -qq --no-install-recommends iproute2\n" in asked
     assert "install -y -qq --no-install-recommends tshark\n" in asked
+
+
+def test_with_nobody_to_ask_what_one_can_do_without_is_left_out(system):
+    said, asked = system("ip", "tshark")
+    assert "installing iproute2 with apt-get" in said
+    assert "going on without tshark" in said
+    assert "tshark" not in asked
+
+
+@pytest.mark.parametrize(("answer", "installs"), [("\n", True), ("y\n", True), ("n\n", False), ("what?\n", False)])
+def test_whoever_sits_at_a_terminal_is_asked(system, answer, installs):
+    said, asked = system("ip", "tshark", typed=answer)
+    assert "install iproute2 tshark with apt-get, as root? [Y/n]" in said
+    assert ("install -y" in asked) == installs
+    assert "going on without ip" in said
 
 
 def test_a_variable_leaves_the_system_as_it_is(system):

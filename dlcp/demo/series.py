@@ -32,8 +32,10 @@ def run_series(
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("{task.description:<58}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bars:
-        for variant in variants:
+        for number, variant in enumerate(variants, 1):
             bar = bars.add_task(variant.title, total=steps)
+            if not console.is_terminal:  # where bars are drawn at the end only
+                console.print(f"run {number} of {len(variants)}, {steps} steps: {variant.title}")
             try:
                 record = run(variant, progress=lambda done, bar=bar: bars.update(bar, completed=done))
             except DemoError as error:
@@ -102,11 +104,11 @@ def _print_summary(console: Console, summary: dict[str, Any]) -> None:
                 f"  {name:<14} {result['seconds_to_target']:6.1f} s to {accuracy:.1%}, "
                 f"{result['step_seconds']['mean']:.2f} s a step, final accuracy {result['final_accuracy']:.1%}"
             )
-    for peer in ("gloo", "plain"):
-        if (ratio := summary[f"speedup_over_{peer}"]) is not None:
-            console.print(f"  DLCP against {peer}: {ratio:.2f}x")
+    console.print()
+    peers = [(peer, summary[f"speedup_over_{peer}"]) for peer in ("gloo", "plain")]
+    ratios = [f"{ratio:.2f} times as fast as {peer}" for peer, ratio in peers if ratio is not None]
     loss = summary["dlcp"]["loss"]
-    console.print(
-        f"  largest loss of a message: {loss['max_message_ratio']:.1%} (bound {loss['bound']:.0%}, exceeded "
-        f"{loss['violations']} times); replicas identical: {summary['replicas_identical']}"
-    )
+    kept = f"exceeded {loss['violations']} times" if loss["violations"] else "never exceeded"
+    console.print(f"  dlcp was {', '.join(ratios) or 'the only run'}, to {accuracy:.1%}")
+    console.print(f"  a message lost at most {loss['max_message_ratio']:.1%}; the bound is {loss['bound']:.0%}, {kept}")
+    console.print(f"  replicas are {'identical, bit by bit' if summary['replicas_identical'] else 'NOT identical'}")
