@@ -20,6 +20,7 @@ include_patterns = [
     "docs/**.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "controller/**README.md",
     "dlcp/**README.md",
     "p4/**README.md",

@@ -4,7 +4,7 @@
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dlcp import configuration
 from dlcp.configuration import FILE_VARIABLE, PREFIX, Setting
@@ -15,7 +15,10 @@ from dlcp.suggestion import closest
 from dlcp.transport import Address
 from dlcp.transport.path_mtu import payload_for_mtu
 
-_OTHER_VARIABLES: Final = frozenset({FILE_VARIABLE, "DLCP_NATIVE"})
+if TYPE_CHECKING:
+    from dlcp.session.options import Options
+
+_OTHER_VARIABLES: Final = frozenset({FILE_VARIABLE, "DLCP_NATIVE", "DLCP_SECRET"})
 """Variables that mean something, but are no options of training."""
 _JUMBO_MTU_BYTES: Final = 9000
 _INTERNAL: Final = ("DLCP_IN_", "DLCP_TRAIN_")
@@ -120,7 +123,7 @@ def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Secti
     try:
         path = configuration.file_in_force(environment)
         found = configuration.settings(Options, environment)
-        configuration.build(Options, environment)
+        options = configuration.build(Options, environment)
     except ValueError as error:
         section.findings.append(Diagnosis("options", Status.MISSING, str(error), "correct or remove it"))
         return section, []
@@ -128,8 +131,44 @@ def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Secti
     where = f"file {path}" if path else f"no file (dlcp.toml here, or the one that {FILE_VARIABLE} names)"
     text = f"{len(chosen)} set, {len(found) - len(chosen)} at their defaults; {where}"
     section.findings.append(Diagnosis("origin", Status.OK, text, data={"file": str(path) if path else None}))
+    section.findings.extend([examine_own_address(options, environment), examine_secret(options)])
     section.findings.extend(_unknown_variables(environment, [setting.name for setting in found]))
     return section, found
+
+
+def examine_own_address(options: "Options", environment: Mapping[str, str]) -> Diagnosis:
+    """Say which address, and so which interface, a rank on this machine would take, and why."""
+    from dlcp.session.joining import own_host
+
+    subject, master = "own address", environment.get("MASTER_ADDR")
+    try:
+        host = options.bind.partition(":")[0] or own_host(master)
+    except OSError as error:
+        text = f"there is no route to MASTER_ADDR={master}: {reason_of(error)}"
+        return Diagnosis(subject, Status.MISSING, text, "set MASTER_ADDR to an address of rank 0's machine")
+    name = next((each.name for each in machine.interfaces() if each.address == host), None)
+    if options.bind:
+        why = "as bind says"
+    elif master:
+        why = f"by the route to MASTER_ADDR={master}"
+    else:
+        why = "for ranks of this machine; between machines by the route to MASTER_ADDR, which is not set"
+    text = f"{host}{f', interface {name}' if name else ''}, {why}"
+    return Diagnosis(subject, Status.OK, text, data={"own_address": host, "interface": name})
+
+
+def examine_secret(options: "Options") -> Diagnosis:
+    """Say whether ranks know each other by a secret when they meet."""
+    from dlcp.session.secret import configured_secret
+
+    try:
+        given = configured_secret(options) is not None
+    except (OSError, ValueError) as error:
+        return Diagnosis("job's secret", Status.MISSING, reason_of(error), "see docs/security.md")
+    text = f"{options.secret_file or 'DLCP_SECRET'}: ranks prove that they know it when they meet"
+    if not given:
+        text = "none: with PyTorch whoever reaches MASTER_PORT can take part; without, who has this user's key"
+    return Diagnosis("job's secret", Status.OK, text, data={"secret": given})
 
 
 def examine_payload(found: Sequence[Setting], mtu_bytes: int, where: str) -> list[Diagnosis]:

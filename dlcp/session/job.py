@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from dlcp.session.group import Group
 from dlcp.session.options import Options
-from dlcp.session.store import Store, ended_key, job_secret, serve
+from dlcp.session.secret import job_secret
+from dlcp.session.store import Store, ended_key, serve
 from dlcp.transport import Address
 
 DEFAULT_MASTER_PORT: Final = 29500
@@ -48,8 +49,8 @@ def join(
     ValueError
         Ranks are not known, or not in 0..size-1.
     OSError, StoreError
-        Rank 0 cannot serve the store, or is not reached; or this rank does not know the job's secret, which is
-        ``options.token``, or without one a key of the user's (:func:`dlcp.session.store.job_secret`).
+        Rank 0 cannot serve the store, or is not reached; or this rank does not know the job's secret, see
+        :func:`dlcp.session.secret.job_secret`.
     NotJoinedError
         Not all ranks can use DLCP, and ``options.fallback`` is off. Otherwise gradients go over the store: slowly.
     """
@@ -61,10 +62,10 @@ def join(
     address = host, int(port)
     secret = job_secret(options)
     if rank == 0:
-        serve(address, secret)
+        serve(address, secret, options.tls)
     number = _counts[address, rank]
     _counts[address, rank] += 1
-    store = Store(address, options.meet_s, secret).under(f"dlcp/{number}")
+    store = Store(address, options.meet_s, secret, options.tls).under(f"dlcp/{number}")
     try:
         store.leave(ended_key(rank), "its process or its connection is gone")
         group = Group(options, rank, size, store)

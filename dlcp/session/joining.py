@@ -11,16 +11,18 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
 import warnings
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Protocol
 
 from dlcp.collectives.choice import Topology
 from dlcp.session.options import Options
+from dlcp.session.secret import SealedStore, proof, session_token
 from dlcp.transport import Address, Endpoint, TransportError, bind_socket, parse_address, shared_memory
 from dlcp.transport.path_mtu import COMMON_MTUS, PathProbe, candidate_payloads, first_hop_mtu, payload_for_mtu
 from dlcp.transport.shared_memory import EXPORT_BYTES, SharedMemory, SharedMemoryRendezvous
@@ -92,12 +94,24 @@ class Agreement:
         This rank, and how many there are.
     deadline_s
         How long the agreement may take altogether, from now on.
+    secret
+        The job's secret, for a store that others can write to: then only what those write who know it counts.
+
+    Attributes
+    ----------
+    token
+        The session token that follows from the secret, once the ranks have met; 0 without a secret.
     """
 
     VERDICT: Final = "verdict"
 
-    def __init__(self, store: KeyValueStore, rank: int, size: int, deadline_s: float) -> None:
-        self.store = store
+    def __init__(
+        self, store: KeyValueStore, rank: int, size: int, deadline_s: float, secret: bytes | None = None
+    ) -> None:
+        self._sealed = None if secret is None else SealedStore(store, secret)
+        self._secret = secret
+        self.store = self._sealed or store
+        self.token = 0
         self.rank = rank
         self.size = size
         self.deadline_s = deadline_s
@@ -107,6 +121,56 @@ class Agreement:
     def left_s(self) -> float:
         """Seconds until the deadline, at least 0."""
         return max(0.0, self._end_s - time.monotonic())
+
+    def meet(self, call: str) -> None:
+        """Say that this rank is here; with a secret, find the session's key and token together with the others.
+
+        Both follow from the secret and what each rank has just drawn: they are never sent, and nothing that was written
+        in another session counts in this one.
+
+        Raises
+        ------
+        NotJoinedError
+            A rank is not there, or does not know the secret.
+        """
+        self.publish("here", secrets.token_hex(16))
+        if self._sealed and self._secret is not None:
+            drawn = _collect_from_all(self, "here", f"has not called {call} with the job's secret")
+            key = proof(self._secret, b"session", *(drawn[rank].encode() for rank in range(self.size)))
+            self._sealed.begin_session(key)
+            self.token = session_token(key)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """In a thread, write again what of this rank others have altered; with a secret only."""
+        sealed, done = self._sealed, threading.Event()
+        if sealed is None:
+            yield
+            return
+
+        def restore() -> None:
+            with suppress(RuntimeError):  # the store is gone, as the calls that ask it will find
+                while not done.wait(POLL_MAX_S):
+                    sealed.restore()
+
+        thread = threading.Thread(target=restore, name="dlcp-restore", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    @property
+    def disturbance(self) -> str:
+        """Which values of the store were refused, in words that end a sentence; ``""`` if none."""
+        refused = self._sealed.refused if self._sealed else []
+        if not refused:
+            return ""
+        return (
+            f"; {len(refused)} values in the job's store show no knowledge of its secret ({', '.join(refused[:3])}): "
+            "give all ranks the same DLCP_SECRET_FILE, and strangers no access to MASTER_PORT"
+        )
 
     def publish(self, topic: str, value: Any) -> None:
         """Publish this rank's value on a topic, once; any value that JSON can hold."""
@@ -131,8 +195,9 @@ class Agreement:
         return {rank: json.loads(self.store.get(f"{topic}/{rank}")) for rank in present}
 
     def verdict(self) -> str | None:
-        """Return the verdict in force; None if there is none."""
-        if not self.store.check([self.VERDICT]):
+        """Return the verdict in force; None if there is none, or this rank has not met the others yet."""
+        # Sealed by the secret alone, a verdict could be a recording of another session: there is none such.
+        if (self._sealed and not self.token) or not self.store.check([self.VERDICT]):
             return None
         return bytes(self.store.get(self.VERDICT)).decode()
 
@@ -253,9 +318,9 @@ def join(
     NotJoinedError
         The ranks have agreed to do without DLCP; all ranks raise it, with the same message.
     """
-    with ExitStack() as undo:
+    with agreement.guarded(), ExitStack() as undo:
+        agreement.meet(call)
         try:
-            agreement.publish("here", True)
             sock = bind(options, toward)
             undo.callback(sock.close)
             with _memory_rendezvous(options, export_bytes) as memory:
@@ -291,7 +356,7 @@ def _connect(
     entry = {
         "address": advertised(options, sock),
         "host": socket.gethostname(),
-        "token": options.token or (secrets.randbits(64) | 1),
+        "token": 0 if agreement.token else options.token or (secrets.randbits(64) | 1),
         "terms": terms,
         "memory": memory.name if memory else "",
     }
@@ -302,7 +367,7 @@ def _connect(
     peers: dict[int, Address] = {
         peer: (entry["address"][0], entry["address"][1]) for peer, entry in entries.items() if peer != rank
     }
-    token = entries[0]["token"]
+    token = (options.token or agreement.token) if agreement.token else entries[0]["token"]
     # Ranks share a port if they share a host and its address: network namespaces of one machine do not.
     hosts = {peer: f"{entry['host']} {entry['address'][0]}" for peer, entry in entries.items()}
     topology = Topology(hosts, server=size if options.collective == "server" else None)
@@ -365,7 +430,7 @@ def _collect_from_all(agreement: Agreement, topic: str, missing: str) -> dict[in
     absent = [rank for rank in range(agreement.size) if rank not in found]
     if absent:
         who = ", ".join(f"rank {rank}" for rank in absent)
-        raise NotJoinedError(f"{who} {missing} (waited {agreement.deadline_s:.0f} s)")
+        raise NotJoinedError(f"{who} {missing} (waited {agreement.deadline_s:.0f} s){agreement.disturbance}")
     return found
 
 

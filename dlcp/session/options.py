@@ -44,8 +44,14 @@ class Options:
     job
         Job number, 0 to 65535, by which a switch knows the job.
     token
-        Session token; rank 0 draws one if it is 0. For ranks without PyTorch it is the secret that they meet by, too
-        (:func:`dlcp.session.store.job_secret`).
+        Session token. If it is 0, rank 0 draws it. Ranks of PyTorch that have a secret derive it from that, and from
+        what each of them draws. A parameter server has to be told it, see ``dlcp server``.
+    secret_file
+        File with the job's secret, by which ranks know each other when they meet (``docs/security.md``). Without a
+        file, ``DLCP_SECRET`` may hold it; without either, ranks without PyTorch meet by a key of the user's.
+    tls
+        Folder with ``tls.crt``, ``tls.key`` and ``ca.crt``, as Kubernetes mounts a certificate: ranks without PyTorch
+        meet over TLS, both sides with certificates; rank 0's names ``MASTER_ADDR``. PyTorch's store has no TLS.
     payload_bytes
         Bytes of a message per packet: 1440 fill an MTU of 1500. 0 finds out what passes on every path, up to an MTU of
         9000. Whatever is chosen is tried with real packets first; if it does not pass, the largest that does is taken.
@@ -97,6 +103,8 @@ class Options:
     server: str = ""
     job: int = 0
     token: int = 0
+    secret_file: str = ""
+    tls: str = ""
     congestion: str = "dctcp"
     flow_weight: float = 0.0
     switch_hops: int = 1

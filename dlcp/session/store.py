@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The store that the ranks of a job without PyTorch meet by: keys and values over gRPC, served by rank 0.
 
-A rank proves with every call that it knows the job's secret, and the store proves it to the rank. Whoever does not know
-the secret reads nothing and writes nothing, and what it takes up is bounded. This is no encryption: whoever can read
-the network reads what ranks write.
+A rank proves with every call that it knows the job's secret, and the store proves it with every answer. Whoever does
+not know the secret reads nothing and writes nothing, and what it takes up is bounded. A call that is sent a second
+time, or altered, is refused. Only TLS hides what ranks write from those who can read the network.
 
 A rank keeps one call open as long as it is there. When that ends, because the rank has closed its connection, or its
 process has ended, or its host no longer answers, the store writes what the rank has left for that case.
@@ -16,6 +16,7 @@ import contextlib
 import errno
 import hashlib
 import hmac
+import itertools
 import json
 import logging
 import os
@@ -36,7 +37,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import grpc
 
-from dlcp.session.options import Options
+from dlcp.session.secret import PROOF_BYTES, REFUSALS_LOGGED, proof
 from dlcp.session.session import RankEndedError
 from dlcp.transport import Address, DeadlineError, TransportError
 
@@ -55,13 +56,14 @@ TOTAL_BYTES_MAX: Final = 1 << 33
 STORE_CONNECTIONS_MAX: Final = 1 << 14
 CALLS_MAX: Final = 1 << 10
 """What a store holds and serves at most; calls are those of one connection. Chosen by us: more than any job needs."""
-REFUSALS_LOGGED: Final = 10
 CHUNK_BYTES: Final = 1 << 22
 """Longer arrays are added up in parts of this size, so that no request keeps the store for long. Chosen by us."""
 ENDED: Final = "ended"
 """Below it the store has why ranks have ended, if they have."""
 SERVICE: Final = "/dlcp.Store/"
-_RANK: Final = "dlcp-rank-bin"
+_CALL: Final = "dlcp-call-bin"
+_CALL_HEAD: Final = struct.Struct(">16sQ32s")
+"""What a call says of itself: who calls (drawn at random), the number of the call, and the SHA-256 of the message."""
 _PROOF: Final = "dlcp-proof-bin"
 _HEAD: Final = struct.Struct(">I")
 _OPTIONS: Final = [
@@ -85,49 +87,6 @@ def ended_key(rank: int) -> str:
     return f"{ENDED}/{rank}"
 
 
-# The job's secret -----------------------------------------------------------------------------------------------------
-
-
-def job_secret(options: Options) -> bytes:
-    """Return what the ranks of a job know and others do not: the token, or else the user's own key.
-
-    The key is a file that only the user can read, made when it is first asked for. Ranks on several hosts share it
-    where these share the user's home; elsewhere they need the same ``DLCP_TOKEN``.
-
-    Raises
-    ------
-    OSError
-        There is no token, and the key cannot be read or made; the message says what to do.
-    """
-    if options.token:
-        return options.token.to_bytes(8, "big")
-    path = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "dlcp" / "key"
-    try:
-        return _read_key(path)
-    except OSError as error:
-        raise OSError(
-            error.errno, f"no key for the job's store at {path} ({error.strerror}): set DLCP_TOKEN, alike on all ranks"
-        ) from None
-
-
-def _read_key(path: Path) -> bytes:
-    if not path.exists():
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        part = path.with_name(f"key.{secrets.token_hex(8)}")
-        part.touch(mode=0o600, exist_ok=False)
-        part.write_bytes(secrets.token_bytes(32))
-        with contextlib.suppress(FileExistsError):  # another rank was faster, and its key is the one
-            os.link(part, path)
-        part.unlink()
-    if path.stat().st_mode & 0o077:
-        raise PermissionError(errno.EPERM, "others may read it; chmod 600")
-    return path.read_bytes()
-
-
-def _proof(secret: bytes, who: bytes, nonce: bytes, rank: bytes) -> bytes:
-    return hmac.digest(secret, who + nonce + rank, hashlib.sha256)
-
-
 # Serving --------------------------------------------------------------------------------------------------------------
 
 
@@ -140,11 +99,13 @@ class StoreServer(grpc.GenericRpcHandler):
         Where to listen.
     secret
         What callers have to know.
+    tls
+        Folder with the certificates of TLS, see :class:`dlcp.session.options.Options`; ``""`` for none.
 
     Attributes
     ----------
     refused
-        How many calls came without proof of the secret.
+        How many calls came without proof of the secret, a second time, or altered.
 
     Raises
     ------
@@ -152,9 +113,11 @@ class StoreServer(grpc.GenericRpcHandler):
         The address is in use, or not this host's.
     """
 
-    def __init__(self, address: Address, secret: bytes) -> None:
+    def __init__(self, address: Address, secret: bytes, tls: str = "") -> None:
         self.refused = 0
         self._secret, self._nonce = secret, secrets.token_bytes(16)
+        self._heard: dict[bytes, CallNumbers] = {}
+        self._tls = tls
         self._values: dict[str, bytes] = {}
         self._bytes = 0
         self._last_wills: dict[bytes, dict[str, bytes]] = {}
@@ -178,7 +141,13 @@ class StoreServer(grpc.GenericRpcHandler):
         ]
         self._server = grpc.aio.server(handlers=[self], options=options)
         try:
-            port = self._server.add_insecure_port(f"{address[0]}:{address[1]}")
+            where = f"{address[0]}:{address[1]}"
+            if self._tls:
+                key, certificate, root = _certificates(self._tls)
+                credentials = grpc.ssl_server_credentials([(key, certificate)], root, require_client_auth=True)
+                port = self._server.add_secure_port(where, credentials)
+            else:
+                port = self._server.add_insecure_port(where)
         except RuntimeError:
             port = 0
         if not port:
@@ -194,30 +163,34 @@ class StoreServer(grpc.GenericRpcHandler):
         if name == "challenge":
             return grpc.stream_unary_rpc_method_handler(self._challenge)
         metadata = dict(details.invocation_metadata)
-        rank, proof = metadata.get(_RANK, b""), metadata.get(_PROOF, b"")
-        if not self._proven(rank, proof):
-            return grpc.stream_unary_rpc_method_handler(self._refuse)
+        call, given = metadata.get(_CALL, b""), metadata.get(_PROOF, b"")
+        if not self._proven(name, call, given):
+            return grpc.stream_unary_rpc_method_handler(partial(self._refuse, "does not know the job's secret"))
+        rank, number, _ = _CALL_HEAD.unpack(call)
+        if not self._heard.setdefault(rank, CallNumbers()).is_new(number):
+            return grpc.stream_unary_rpc_method_handler(partial(self._refuse, "repeats a call that was recorded"))
         if name == "attend":
-            return grpc.unary_stream_rpc_method_handler(partial(self._attend, rank))
-        return grpc.unary_unary_rpc_method_handler(partial(self._answer, name, rank))
+            return grpc.unary_stream_rpc_method_handler(partial(self._attend, rank, given))
+        return grpc.unary_unary_rpc_method_handler(partial(self._answer, name, call, given))
 
-    def _proven(self, rank: bytes, proof: bytes) -> bool:
-        return hmac.compare_digest(proof, _proof(self._secret, b"rank", self._nonce, rank))
+    def _proven(self, name: str, call: bytes, given: bytes) -> bool:
+        known = hmac.compare_digest(given, proof(self._secret, b"call", self._nonce, name.encode(), call))
+        return known and len(call) == _CALL_HEAD.size
 
     async def _challenge(self, requests: Any, context: Any) -> bytes:
         return self._nonce
 
-    async def _refuse(self, requests: Any, context: Any) -> None:
+    async def _refuse(self, why: str, requests: Any, context: Any) -> None:
         self.refused += 1
         if self.refused <= REFUSALS_LOGGED:
-            log.warning("the store refuses %s, which does not know the job's secret", context.peer())
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no proof of the job's secret")
+            log.warning("the store refuses %s, which %s", context.peer(), why)
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
 
-    async def _attend(self, rank: bytes, request: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def _attend(self, rank: bytes, given: bytes, request: bytes, context: Any) -> AsyncIterator[bytes]:
         """Answer with proof that this store knows the secret, too, and stay until the caller is gone."""
         self._last_wills.setdefault(rank, {})
         try:
-            yield _proof(self._secret, b"store", self._nonce, rank)
+            yield proof(self._secret, b"answer", given)
             await asyncio.Event().wait()
         finally:
             for key, value in self._last_wills.pop(rank, {}).items():
@@ -225,7 +198,10 @@ class StoreServer(grpc.GenericRpcHandler):
             # Not awaited: this coroutine is being cancelled.
             self._notifying = asyncio.ensure_future(self._notify())
 
-    async def _answer(self, name: str, rank: bytes, request: bytes, context: Any) -> bytes:
+    async def _answer(self, name: str, call: bytes, given: bytes, request: bytes, context: Any) -> bytes:
+        rank, _, digest = _CALL_HEAD.unpack(call)
+        if not hmac.compare_digest(digest, hashlib.sha256(request).digest()):
+            await self._refuse("sends what is not its rank's", None, context)
         head, value = _unpack(request)
         keys: list[str] = head["keys"]
         too_much = self._too_much(keys, value)
@@ -251,7 +227,8 @@ class StoreServer(grpc.GenericRpcHandler):
                 self._bytes -= len(self._values.pop(key, b""))
         else:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"a store has no call {name!r}")
-        return _pack(answer, found)
+        packed = _pack(answer, found)
+        return proof(self._secret, b"answer", given, packed) + packed
 
     async def _first(self, keys: list[str], wait_s: float) -> tuple[Any, bytes]:
         async with self._changed:
@@ -279,6 +256,51 @@ class StoreServer(grpc.GenericRpcHandler):
         return ""
 
 
+class CallNumbers:
+    """Which of a rank's calls have come: each counts once. They come nearly in order, 1, 2, ..., and some never do.
+
+    This is the window of RFC 4303 (IPsec's ESP), section 3.4.3.
+    """
+
+    WINDOW: Final = 1024
+    """A call that so many later ones have overtaken does not count. Chosen by us: more than a rank makes at once."""
+
+    def __init__(self) -> None:
+        self._highest = 0
+        self._come = 0  # bit i: the call of number highest - i
+
+    def is_new(self, number: int) -> bool:
+        """Note a call; False if it has come before, or may have."""
+        if number > self._highest:
+            ahead = min(number - self._highest, self.WINDOW)
+            self._come = (self._come << ahead | 1) & ((1 << self.WINDOW) - 1)
+            self._highest = number
+            return True
+        behind = self._highest - number
+        if behind >= self.WINDOW or self._come >> behind & 1:
+            return False
+        self._come |= 1 << behind
+        return True
+
+
+def _certificates(folder: str) -> list[bytes]:
+    """Return private key, certificate and root certificate.
+
+    Raises
+    ------
+    OSError
+        One cannot be read; the message names it.
+    """
+    found = []
+    for name in ("tls.key", "tls.crt", "ca.crt"):
+        path = Path(folder) / name
+        try:
+            found.append(path.read_bytes())
+        except OSError as error:
+            raise OSError(error.errno, f"TLS needs {path}, and it cannot be read ({error.strerror})") from None
+    return found
+
+
 @cache
 def _event_loop() -> asyncio.AbstractEventLoop:
     """Return the loop in which all stores of this process serve; its thread ends with the process."""
@@ -291,7 +313,7 @@ _servers: dict[Address, StoreServer] = {}
 _serving = threading.Lock()
 
 
-def serve(address: Address, secret: bytes) -> StoreServer:
+def serve(address: Address, secret: bytes, tls: str = "") -> StoreServer:
     """Serve a store at an address from now on until the process ends; once, however often it is asked for.
 
     Raises
@@ -302,7 +324,7 @@ def serve(address: Address, secret: bytes) -> StoreServer:
     with _serving:
         if address not in _servers:
             try:
-                _servers[address] = StoreServer(address, secret)
+                _servers[address] = StoreServer(address, secret, tls)
             except OSError as error:
                 raise OSError(
                     error.errno,
@@ -325,17 +347,19 @@ class Store:
         Where rank 0 serves it.
     deadline_s
         How long it may take until rank 0 does.
-    secret
-        The job's secret.
+    secret, tls
+        As for :class:`StoreServer`.
 
     Raises
     ------
     StoreError
         Nobody serves it there, or it is another job's.
+    OSError
+        A certificate cannot be read.
     """
 
-    def __init__(self, address: Address, deadline_s: float, secret: bytes) -> None:
-        self._link = _Link(address, deadline_s, secret)
+    def __init__(self, address: Address, deadline_s: float, secret: bytes, tls: str = "") -> None:
+        self._link = _Link(address, deadline_s, secret, tls)
         self._prefix = ""
 
     def under(self, prefix: str) -> "Store":
@@ -398,45 +422,60 @@ class Store:
 
 
 class _Link:
-    """A rank's connection to the store, with its proof of the secret."""
+    """A rank's connection to the store: what it asks it proves, and answers it believes with proof only."""
 
-    def __init__(self, address: Address, deadline_s: float, secret: bytes) -> None:
+    def __init__(self, address: Address, deadline_s: float, secret: bytes, tls: str) -> None:
         self._where = f"the store at {address[0]}:{address[1]}"
         options = [*_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 50), ("grpc.min_reconnect_backoff_ms", 50)]
         options += [("grpc.max_reconnect_backoff_ms", 500)]
-        self._channel = grpc.insecure_channel(f"{address[0]}:{address[1]}", options)
+        target = f"{address[0]}:{address[1]}"
+        if tls:
+            key, certificate, root = _certificates(tls)
+            credentials = grpc.ssl_channel_credentials(root, key, certificate)
+            self._channel = grpc.secure_channel(target, credentials, options)
+        else:
+            self._channel = grpc.insecure_channel(target, options)
         self._calls: dict[str, Callable[..., bytes]] = {}
-        rank = secrets.token_bytes(16)
+        self._secret, self._rank = secret, secrets.token_bytes(16)
+        self._numbers = itertools.count(1)
         try:
-            nonce: bytes = self._unary("challenge")(b"", timeout=deadline_s, wait_for_ready=True)
-            proof = _proof(secret, b"rank", nonce, rank)
-            self._metadata = ((_RANK, rank), (_PROOF, proof))
+            self._nonce: bytes = self._unary("challenge")(b"", timeout=deadline_s, wait_for_ready=True)
             attend: Any = self._channel.unary_stream(f"{SERVICE}attend")
-            self._attendance = attend(b"", metadata=self._metadata)
+            metadata, given = self._proof_of("attend", b"")
+            self._attendance = attend(b"", metadata=metadata)
             answer = next(self._attendance)
         except grpc.RpcError as error:
             self._channel.close()
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise self._strange() from None
+            certificates = f" does it take the certificates in {tls}," if tls else ""
             raise StoreError(
                 f"no answer from {self._where} in {deadline_s:g} s ({error.details()}); is rank 0 "
-                "started, and are MASTER_ADDR and MASTER_PORT the same on all ranks?"
+                f"started,{certificates} and are MASTER_ADDR and MASTER_PORT the same on all ranks?"
             ) from None
-        if not hmac.compare_digest(answer, _proof(secret, b"store", nonce, rank)):
+        if not hmac.compare_digest(answer, proof(secret, b"answer", given)):
             self.close()
             raise self._strange()
 
+    def _proof_of(self, name: str, request: bytes) -> tuple[tuple[tuple[str, bytes], ...], bytes]:
+        """Return what goes with a call, and the proof in it."""
+        call = _CALL_HEAD.pack(self._rank, next(self._numbers), hashlib.sha256(request).digest())
+        given = proof(self._secret, b"call", self._nonce, name.encode(), call)
+        return ((_CALL, call), (_PROOF, given)), given
+
     def _strange(self) -> StoreError:
         return StoreError(
-            f"{self._where} is of another job or user: it has another secret. Set DLCP_TOKEN to the same number on all "
-            "ranks, or start them where they share the home directory"
+            f"{self._where} is of another job or user: it has another secret. Set DLCP_SECRET_FILE on all ranks to "
+            "files that hold the same, or start them where they share the home directory"
         )
 
     def call(
         self, name: str, head: dict[str, Any], value: bytes | memoryview = b"", *, wait_s: float = 0.0
     ) -> tuple[Any, bytes]:
+        request = _pack(head, value)
+        metadata, given = self._proof_of(name, request)
         try:
-            answer = self._unary(name)(_pack(head, value), timeout=wait_s + ANSWER_S, metadata=self._metadata)
+            answer = self._unary(name)(request, timeout=wait_s + ANSWER_S, metadata=metadata)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise StoreError(f"{self._where} refuses: {error.details()}") from None
@@ -444,7 +483,10 @@ class _Link:
         except ValueError as error:  # the channel is closed
             problem = str(error)
         else:
-            return _unpack(answer)
+            packed = answer[PROOF_BYTES:]
+            if not hmac.compare_digest(answer[:PROOF_BYTES], proof(self._secret, b"answer", given, packed)):
+                raise StoreError(f"an answer of {self._where} shows no knowledge of the job's secret: it was altered")
+            return _unpack(packed)
         raise StoreError(f"{self._where} does not answer, so rank 0 has probably ended ({problem})")
 
     def _unary(self, name: str) -> Callable[..., bytes]:

@@ -454,7 +454,7 @@ class LayerAverager:
         small = max(options.tag_policy.small_layer_values, flags + 1)
         traffic.tagger.policy = replace(options.tag_policy, small_layer_values=small)
         traffic.ledger.job = options.job
-        agreement = agreement_of(group, options.meet_s)
+        agreement = agreement_of(group, options)
         self._session = TrainingSession(
             options,
             agreement.rank,

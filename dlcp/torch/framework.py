@@ -21,6 +21,7 @@ from dlcp.collectives import Bucket, Residual
 from dlcp.dtypes import ValueType
 from dlcp.session.joining import Agreement, bind, join
 from dlcp.session.options import Options
+from dlcp.session.secret import configured_secret
 from dlcp.session.session import LEFT, Fallback, PendingBucket, TrainingSession
 from dlcp.tags import Segment
 from dlcp.torch.staging import Staged
@@ -34,13 +35,19 @@ _calls: dict[str, int] = {}
 # Agreeing and joining -------------------------------------------------------------------------------------------------
 
 
-def agreement_of(group: dist.ProcessGroup | None, deadline_s: float) -> Agreement:
+def agreement_of(group: dist.ProcessGroup | None, options: Options) -> Agreement:
     """Open the next agreement of a process group; its ranks must open them in the same order."""
     store = dist.distributed_c10d._get_default_store()
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     name = f"dlcp/{'-'.join(map(str, ranks)) if len(ranks) < dist.get_world_size() else 'world'}"
     number = _calls[name] = _calls.get(name, -1) + 1
-    return Agreement(PrefixStore(f"{name}/{number}", store), dist.get_rank(group), len(ranks), deadline_s)
+    return _agreement(PrefixStore(f"{name}/{number}", store), dist.get_rank(group), len(ranks), options)
+
+
+def _agreement(store: Store, rank: int, size: int, options: Options) -> Agreement:
+    if options.tls:
+        raise ValueError("PyTorch's store, by which these ranks meet, has no TLS: leave tls out, and set secret_file")
+    return Agreement(store, rank, size, options.meet_s, configured_secret(options))
 
 
 def endpoint_of_new_group(options: Options, store: Store, rank: int, size: int, timeout: timedelta) -> Endpoint:
@@ -74,7 +81,7 @@ def endpoint_of_new_group(options: Options, store: Store, rank: int, size: int, 
         raise RuntimeError(
             f"rank {rank}: of {size} ranks, {missing} have not joined the group in {timeout.total_seconds():.0f} s"
         ) from error
-    agreement = Agreement(PrefixStore("dlcp", store), rank, size, options.meet_s)
+    agreement = _agreement(PrefixStore("dlcp", store), rank, size, options)
     return join(options, agreement, call="init_process_group").endpoint
 
 

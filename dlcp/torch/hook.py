@@ -98,7 +98,7 @@ class State:
         if self._alone:
             return
         device = named[0][1].device
-        agreement = agreement_of(group, self.options.meet_s)
+        agreement = agreement_of(group, self.options)
         self._fallback = FrameworkFallback(group, agreement, self.feedback, device, self.options.deadline_s)
         self._stager = stager_for(device)
         self._session = TrainingSession(

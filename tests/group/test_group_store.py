@@ -2,7 +2,7 @@
 """The store that ranks meet by, and what they do over it: every wait ends, and whoever is missing is named."""
 
 import contextlib
-import hmac
+import hashlib
 import socket
 import subprocess
 import sys
@@ -18,7 +18,8 @@ import pytest
 from dlcp.session import Options
 from dlcp.session import store as store_module
 from dlcp.session.joining import Agreement
-from dlcp.session.store import Store, StoreChannel, StoreError, StoreServer, ended_key, job_secret, serve
+from dlcp.session.secret import job_secret, proof
+from dlcp.session.store import Store, StoreChannel, StoreError, StoreServer, ended_key, serve
 from dlcp.transport import DeadlineError, PeerSilentError
 from tests.group.group_ranks import on_ranks
 
@@ -113,11 +114,14 @@ def where(server):
     return "{}:{}".format(*server.address)
 
 
-def stranger(server, method, message=b"", proof=b"", timeout=5, kind="unary_unary"):
+CALL = store_module._CALL_HEAD.pack(b"0" * 16, 1, hashlib.sha256(b"").digest())
+
+
+def stranger(server, method, message=b"", proof=b"", timeout=5, kind="unary_unary", said=CALL):
     """Call the store without knowing the job's secret; return what it says."""
     with grpc.insecure_channel(where(server)) as channel:
         call = getattr(channel, kind)(f"/dlcp.Store/{method}")
-        metadata = (("dlcp-rank-bin", b"0" * 16), ("dlcp-proof-bin", proof))
+        metadata = (("dlcp-call-bin", said), ("dlcp-proof-bin", proof))
         try:
             answer = call(message, metadata=metadata, timeout=timeout)
             return answer if kind == "unary_unary" else list(answer)
@@ -128,16 +132,61 @@ def stranger(server, method, message=b"", proof=b"", timeout=5, kind="unary_unar
 def test_a_stranger_reads_and_writes_nothing_and_is_counted(server, store, caplog):
     store.set("token", "123")
     nonce = stranger(server, "challenge")
-    for proof in (b"", b"x" * 32, nonce, hmac.digest(b"another secret", b"rank" + nonce + b"0" * 16, "sha256")):
+    for given in (b"", b"x" * 32, nonce, proof(b"another secret", b"call", nonce, b"set", CALL)):
         for method in ("set", "compare_set", "delete", "first", "check", "leave", "nonsense"):
             request = store_module._pack({"keys": ["token"], "expected": "123", "wait_s": 0}, b"evil")
-            assert stranger(server, method, request, proof) is grpc.StatusCode.UNAUTHENTICATED
-        assert stranger(server, "attend", b"", proof, kind="unary_stream") is grpc.StatusCode.UNAUTHENTICATED
+            assert stranger(server, method, request, given) is grpc.StatusCode.UNAUTHENTICATED
+        assert stranger(server, "attend", b"", given, kind="unary_stream") is grpc.StatusCode.UNAUTHENTICATED
     assert store.get("token") == b"123"
     assert server.refused == 4 * 8
     assert (
         sum("does not know the job's secret" in message for message in caplog.messages) == store_module.REFUSALS_LOGGED
     )
+
+
+def test_a_recorded_call_is_refused_however_it_is_sent_again(server, store, caplog):
+    """Whoever reads the network has calls with their proofs, and may send them again, or with another message."""
+    recorded = []
+    proven = server._proven
+    server._proven = lambda name, call, given: recorded.append((name, call, given)) or proven(name, call, given)
+    store.set("step", "1")
+    request = store_module._pack({"keys": ["step"]}, b"1")
+    store.set("step", "2")
+    _, call, given = recorded[0]
+    assert stranger(server, "set", request, given, said=call) is grpc.StatusCode.UNAUTHENTICATED
+    assert "repeats a call that was recorded" in caplog.text
+    # One that has not come through: its message, its name or its number may be altered.
+    late = store_module._CALL_HEAD.pack(call[:16], 1000, hashlib.sha256(request).digest())
+    given = proof(SECRET, b"call", server._nonce, b"set", late)
+    evil = store_module._pack({"keys": ["step"]}, b"3")
+    assert stranger(server, "delete", request, given, said=late) is grpc.StatusCode.UNAUTHENTICATED
+    assert stranger(server, "set", evil, given, said=late) is grpc.StatusCode.UNAUTHENTICATED
+    assert "sends what is not its rank's" in caplog.text
+    assert store.get("step") == b"2"
+    assert server.refused == 3
+
+
+def test_an_altered_answer_is_not_believed(store):
+    store.set("step", "1")
+    link = store._link
+    ask = link._unary("check")
+    link._calls["check"] = lambda *words, **named: ask(*words, **named).replace(b"true", b"null")
+    with pytest.raises(StoreError, match="shows no knowledge of the job's secret: it was altered"):
+        store.check(["step"])
+
+
+def test_calls_count_once_in_whatever_order_they_come():
+    numbers = store_module.CallNumbers()
+    come = {number: numbers.is_new(number) for number in (2, 1, 5, 3, 4, 7, 6)}
+    assert all(come.values())
+    assert not any(numbers.is_new(number) for number in come)
+    assert numbers.is_new(2000)
+    assert not any(numbers.is_new(number) for number in come), "too old to be known"
+    assert numbers.is_new(2000 - numbers.WINDOW + 1)
+    assert not numbers.is_new(2000 - numbers.WINDOW)
+    assert numbers.is_new((1 << 64) - 1)
+    assert not numbers.is_new(2000)
+    assert numbers._come.bit_length() <= numbers.WINDOW, "calls that never come take no memory"
 
 
 def test_nonsense_does_not_harm_it(server, store):
@@ -206,7 +255,7 @@ def test_what_a_rank_may_ask_is_limited(store, monkeypatch):
 
 
 def test_two_jobs_do_not_mix(server):
-    with pytest.raises(StoreError, match=r"is of another job or user: .*DLCP_TOKEN"):
+    with pytest.raises(StoreError, match=r"is of another job or user: .*DLCP_SECRET_FILE"):
         Store(server.address, 5, b"of another job")
 
 
@@ -227,9 +276,10 @@ def test_the_key_of_a_user_is_made_once_and_is_nobody_elses(tmp_path, monkeypatc
     assert path.stat().st_mode & 0o777 == 0o600
     assert [entry.name for entry in path.parent.iterdir()] == ["key"]
     path.chmod(0o640)
-    with pytest.raises(OSError, match=r"others may read it; chmod 600.*set DLCP_TOKEN"):
+    with pytest.raises(OSError, match=r"others may read it; chmod 600.*set DLCP_SECRET_FILE"):
         job_secret(Options())
-    assert job_secret(Options(token=7)) == (7).to_bytes(8, "big")
+    monkeypatch.setenv("DLCP_SECRET", "a secret of thirty-two characters")
+    assert job_secret(Options()) == b"a secret of thirty-two characters"
 
 
 STANDING_STILL = """

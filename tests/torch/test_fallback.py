@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from dlcp.collectives import Bucket, DirectAllReduce, RankContext
 from dlcp.dtypes import ValueType
@@ -32,12 +32,12 @@ def store():
     return PrefixStore("test", HashStore())
 
 
-def together(store, options, *, deadline_s=10.0, delays=None):
+def together(store, options, *, deadline_s=10.0, delays=None, secret=None):
     """Let a rank join per entry of ``options``, None for one that does not; return what each got or raised."""
 
     def one(rank):
         time.sleep((delays or {}).get(rank, 0))
-        agreement = Agreement(store, rank, len(options), deadline_s)
+        agreement = Agreement(store, rank, len(options), deadline_s, secret)
         try:
             return join(options[rank], agreement, call="dlcp.torch.enable"), agreement.speaker()
         except NotJoinedError as error:
@@ -73,6 +73,38 @@ def test_three_ranks_join_and_average(store):
         np.testing.assert_array_equal(future.result(LIMIT_S), np.ones(5000))
     for one in joined:
         one.endpoint.close()
+
+
+def test_a_stranger_who_writes_and_deletes_in_the_store_of_ranks_with_a_secret_harms_nothing(caplog):
+    """Each value once, as soon as it is there, over a connection of its own to PyTorch's store."""
+    serving = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stranger = TCPStore("127.0.0.1", serving.port, is_master=False)
+    topics = ("here", "entry", "path", "local peers", "ready")
+    wanted = {"verdict", *topics, *(f"{topic}/{rank}" for topic in topics for rank in range(3))}
+    done = threading.Event()
+
+    def disturb():
+        while not done.is_set():
+            for key in [key for key in wanted if stranger.check([key])]:
+                wanted.remove(key)
+                if len(wanted) % 2:
+                    stranger.delete_key(key)
+                else:
+                    stranger.set(key, b"\xff\x00[1]")
+
+    disturbing = threading.Thread(target=disturb)
+    disturbing.start()
+    try:
+        results = together(TCPStore("127.0.0.1", serving.port, is_master=False), [LOCAL] * 3, secret=b"s" * 32)
+    finally:
+        done.set()
+        disturbing.join(LIMIT_S)
+    joined = [results[rank][0] for rank in range(3)]
+    assert len({one.endpoint.token for one in joined}) == 1
+    for one in joined:
+        one.endpoint.close()
+    assert len(wanted) < 8, "the stranger was there"
+    assert "in the job's store: it shows no knowledge of the job's secret" in caplog.text
 
 
 def test_a_rank_that_does_not_come_is_named_by_the_deadline(store):

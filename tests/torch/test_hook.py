@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state behind DLCP's hook: what it keeps, refuses, and does with what is not finite."""
 
+import os
 import pickle
 
 import pytest
@@ -53,6 +54,38 @@ def test_training_resumes_from_a_pickled_state_with_what_it_owes():
         assert (step, bound) == (3, 0.0)
         for part, given in enumerate(total):
             torch.testing.assert_close(2 * (first[part] + second[part] + paid[part]), 2 * given, rtol=0, atol=2e-5)
+
+
+def beside_a_stranger(worker):
+    wanted = gradients_of(worker.rank)
+    model = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)
+    store = dist.distributed_c10d._get_default_store()
+    if worker.rank == 0:
+        for key in ("verdict", "here/1", "entry/0", "entry/1", "left", "left/1"):
+            store.set(f"dlcp/world/0/{key}", '{"token": 1}')
+    dist.barrier()
+    state = dlcp.torch.enable(model, worker.options(meet_s=2.0))
+    model(*wanted).backward()
+    active, reason = state.active, state.reason
+    state.close()
+    return active, reason, [parameter.grad.clone() for parameter in model.module.parameters()]
+
+
+@pytest.mark.parametrize("secrets", [("s" * 32, "s" * 32), ("s" * 32, "other " * 6)])
+def test_ranks_with_a_secret_train_on_whatever_a_stranger_has_written_or_a_rank_has_wrong(secrets):
+    total = [sum(parts) for parts in zip(*(gradients_of(rank) for rank in range(2)), strict=True)]
+    right = len(set(secrets)) == 1
+    found = values(launch(2, with_secret, beside_a_stranger, secrets))
+    for rank, (active, reason, gradients) in enumerate(found):
+        assert active == right, reason
+        assert right or f"rank {1 - rank} has not called dlcp.torch.enable with the job's secret" in reason
+        for given, summed in zip(gradients, total, strict=True):
+            torch.testing.assert_close(2 * given, summed, rtol=0, atol=2e-5)
+
+
+def with_secret(worker, function, secrets):
+    os.environ["DLCP_SECRET"] = secrets[worker.rank]
+    return function(worker)
 
 
 BAD = {1: (1, float("inf")), 2: (0, float("nan")), 4: (1, -float("inf"))}
