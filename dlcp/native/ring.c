@@ -69,7 +69,8 @@ API void dlcp_import(engine *owner, int64_t peer, const uint8_t *memory, int64_t
  */
 
 static int has_room(const ring *self, uint64_t bytes) {
-    return bytes <= self->capacity - (self->mine - self->theirs);
+    uint64_t used = self->mine - self->theirs; /* more than there is if the reader says what cannot be */
+    return used <= self->capacity && bytes <= self->capacity - used;
 }
 
 /* Return room for a record of so many bytes that leaves others free, or NULL if the ring is full. */
@@ -229,16 +230,19 @@ static void take_datagrams(engine *owner, flow *from, record_head head, const ui
     }
 }
 
-/* Take in a record, and return its size with its head; 0 if it is none. */
+/* Take in a record, and return its size with its head; 0 if it is none. `left` bytes the peer has written, it says. */
 static uint64_t take_record(engine *owner, flow *from, uint64_t left) {
     ring *self = &from->in;
     const uint8_t *at = self->bytes + self->mine % self->capacity;
     record_head head = *(const record_head *)at;
     uint64_t offset = self->mine % self->capacity, room = self->capacity - offset;
+    if (left > self->capacity)
+        return 0;
     if (!head.bytes)
         return room <= left ? room : 0;
     uint64_t size = size_of(&head);
-    if (!head.segment || size > room || size > left)
+    /* Whoever takes a datagram has room for what a socket could bring, and no more. */
+    if (!head.segment || head.segment > DATAGRAM_MAX || size > room || size > left)
         return 0;
     if (!head.message_bytes)
         take_datagrams(owner, from, head, at + RECORD_ALIGN, clock_s());

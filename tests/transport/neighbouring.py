@@ -97,15 +97,17 @@ def data_packet(index=0, packets=1, **changes):
     return Header(kind, 0, 4, 0, 7, job, 0, 0, 0, sender, index, packets, token).encode() + bytes(100)
 
 
-def put_record(ring, size, segment, content=b"", place=0, message_bytes=0):
+def put_record(ring, size, segment, content=b"", place=0, message_bytes=0, written=0):
     """Write a record as a peer would, from the ring's beginning on; nothing else may be under way.
 
-    With ``message_bytes`` it holds headers only, and what they belong to is at ``place`` in lent memory.
+    With ``message_bytes`` it holds headers only, and what they belong to is at ``place`` in lent memory. ``written`` is
+    what it says it has written behind the record's head, if that is not what it has.
     """
-    written = ring.marks[:8].view(np.uint64)
-    at = int(written[0]) % len(ring.data)
+    marks = ring.marks[:8].view(np.uint64)
+    at = int(marks[0]) % len(ring.data)
     ring.data[at : at + 8].view(np.uint32)[:] = size, segment
     ring.data[at + 8 : at + 24].view(np.int64)[:] = place, message_bytes
     ring.data[at + 64 : at + 64 + len(content)] = np.frombuffer(content, np.uint8)
-    written[0] += np.uint64(64 + (LENT_ROOM if message_bytes else -(-len(content) // 64) * 64))
+    room = LENT_ROOM if message_bytes else -(-len(content) // 64) * 64
+    marks[0] += np.uint64(64 + (written or room))
     os.eventfd_write(ring.bell, 1)

@@ -2,6 +2,7 @@
 """Ranks of one host exchange packets through memory: who finds whom, and what goes through, in which order, or not."""
 
 import fcntl
+import mmap
 import os
 import socket
 import struct
@@ -24,10 +25,12 @@ from dlcp.transport import (
     ReceiveRequest,
     SendRequest,
     TransportError,
+    TransportOptions,
     bind_socket,
     shared_memory,
 )
-from dlcp.transport.shared_memory import RING_BYTES, SharedMemoryRendezvous
+from dlcp.transport.native_engine import NativeEngine
+from dlcp.transport.shared_memory import RING_BYTES, Ring, SharedMemory, SharedMemoryRendezvous
 from tests.transport.neighbouring import (
     LIMIT_S,
     TOKEN,
@@ -304,16 +307,44 @@ def test_a_datagram_in_memory_is_refused_for_what_it_would_be_in_the_network(con
         until(lambda: first.refused[reason] == 1)
 
 
-@pytest.mark.parametrize(("size", "segment"), [(RING_BYTES, 1472), (0xFFFFFFFF, 1472), (3000, 0), (5000, 1472)])
-def test_a_record_that_cannot_be_is_refused_and_its_ring_read_no_more(size, segment):
+@pytest.mark.parametrize(
+    ("size", "segment", "written"),
+    [(RING_BYTES, 1472, 0), (0xFFFFFFFF, 1472, 0), (3000, 0, 0), (5000, 1472, 0), (70_000, 70_000, 70_016),
+     (0, 0, 2 * RING_BYTES - 64)],
+)  # fmt: skip
+def test_a_record_that_cannot_be_is_refused_and_its_ring_read_no_more(size, segment, written):
     with neighbours(2, silence_s=1.0) as (first, second):
         greeted(first, 1)
-        put_record(ring_from(first, 1), size, segment)
+        put_record(ring_from(first, 1), size, segment, written=written)
         until(lambda: first.refused["malformed"] == 1)
         arrival, _ = start(second, first, MessageKey(0, 0), bytes_of(5000))
         with pytest.raises(TransportError):
             arrival.result(LIMIT_S)
         assert first.refused["malformed"] == 1
+
+
+@pytest.fixture
+def sharing():
+    """Rank 0's engine, and the ring to rank 1, of a page, in memory that goes on behind it."""
+    memory = np.frombuffer(mmap.mmap(-1, 64 * PAGE), np.uint8)
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    inward, outward = (Ring.within(memory, index, PAGE, bell) for index in (0, 1))
+    with closing(bind_socket("127.0.0.1", [0])) as sock:
+        common = {"job": 0, "token": TOKEN, "options": TransportOptions(), "sock": sock, "now_s": time.monotonic()}
+        shared = SharedMemory({1: inward}, {1: outward})
+        engine = NativeEngine(0, {1: ("127.0.0.1", 9)}, {1: True}, shared=shared, **common)
+        engine.flows[1].window, engine.flows[1].largest_window = 1000, 1000
+        request = SendRequest(1, MessageKey(0, 0), memoryview(bytes(64_000)), plain_tags(45), RELIABLE, "layer")
+        engine.send(request, RELIABLE, time.monotonic())
+        yield engine, outward, memory
+        engine.release()
+
+
+def test_a_reader_that_takes_what_was_never_written_has_nothing_written_behind_its_ring(sharing):
+    engine, ring, memory = sharing
+    ring.marks[64:72].view(np.uint64)[0] = 1 << 40
+    assert engine.pump(time.monotonic()) == 0
+    assert not memory[5 * PAGE :].any()
 
 
 def test_only_the_engine_in_c_reads_rings():
