@@ -588,12 +588,12 @@ API int64_t dlcp_pump(engine *self, double now_s) {
     return pump(self, now_s);
 }
 
-/* When the first window of less than a packet admits the next one. */
-static double resume_s(const engine *self) {
+/* When the first window of less than a packet admits the next one; those that do already wait for something else. */
+static double resume_s(const engine *self, double now_s) {
     double due_s = INFINITY;
     for (int64_t i = 0; i < self->config.peers; i++) {
         const flow *one = &self->flows[i];
-        if (one->message_count && one->window < 1 && !one->flying)
+        if (one->message_count && one->window < 1 && !one->flying && flow_paused_until(one) > now_s)
             due_s = sooner(due_s, flow_paused_until(one));
     }
     return due_s;
@@ -636,7 +636,7 @@ API int64_t dlcp_turn(engine *self, double until_s) {
             break;
         if (received || sent > 0 || self->event_count)
             continue;
-        wait_for_news(self, sooner(sooner(until_s, due_s), resume_s(self)), sent < 0);
+        wait_for_news(self, sooner(sooner(until_s, due_s), resume_s(self, now_s)), sent < 0);
     }
     __atomic_store_n(&self->woken, 0, __ATOMIC_RELEASE);
     return self->event_count;

@@ -168,10 +168,13 @@ int ring_send_exported(engine *owner, flow *to, const outgoing *message, int64_t
 /* In -----------------------------------------------------------------------------------------------------------------
  */
 
-static int has_news(const flow *from) {
+static int has_news(flow *from) {
     if (from->in.bytes && __atomic_load_n(&from->in.marks->written, __ATOMIC_SEQ_CST) != from->in.mine)
         return 1;
-    return from->out.starving && !__atomic_load_n(&from->out.marks->starving, __ATOMIC_SEQ_CST);
+    if (!from->out.starving || __atomic_load_n(&from->out.marks->starving, __ATOMIC_SEQ_CST))
+        return 0;
+    from->out.starving = 0; /* said once: what waited for room may have nothing to write any more */
+    return 1;
 }
 
 /* Say that the engine is about to wait; return whether it need not, for something has come or may leave. */

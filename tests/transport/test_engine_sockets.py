@@ -12,9 +12,20 @@ import numpy as np
 import pytest
 
 from dlcp import wire
-from dlcp.transport import RELIABLE, Endpoint, LossBound, MessageKey, ReceiveRequest, SendRequest, bind_socket
+from dlcp.transport import (
+    RELIABLE,
+    Endpoint,
+    LossBound,
+    MessageKey,
+    ReceiveRequest,
+    SendRequest,
+    TransportOptions,
+    bind_socket,
+)
+from dlcp.transport.native_engine import NativeEngine
+from dlcp.transport.plain import PlainEngine
 from dlcp.wire import Header, PacketType
-from tests.transport.network import plain_tags
+from tests.transport.network import Network, plain_tags
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -172,3 +183,17 @@ def test_an_empty_datagram_is_only_malformed(pair):
     endpoint, bare = pair
     bare.sendto(b"", endpoint._socket.getsockname())
     until(lambda: endpoint.refused["malformed"] == 1)
+
+
+def test_a_window_of_less_than_a_packet_that_has_room_keeps_nobody_awake():
+    make = NativeEngine if Network.compiled else PlainEngine
+    with closing(bind_socket("127.0.0.1", [0])) as sock:
+        common = {"job": 0, "token": TOKEN, "options": TransportOptions(), "sock": sock}
+        engine = make(0, {1: ("127.0.0.1", 9)}, {1: True}, now_s=time.monotonic(), **common)
+        engine.flows[1].window, engine.flows[1].largest_window, engine.flows[1].mute = 0.5, 64, True
+        request = SendRequest(1, KEY, memoryview(bytes(1440)), plain_tags(1), RELIABLE, "layer")
+        engine.send(request, RELIABLE, time.monotonic())
+        began_s = time.thread_time()
+        engine.turn(time.monotonic() + 0.1)
+        assert time.thread_time() - began_s < 0.02
+        engine.release()

@@ -347,6 +347,18 @@ def test_a_reader_that_takes_what_was_never_written_has_nothing_written_behind_i
     assert not memory[5 * PAGE :].any()
 
 
+def test_who_is_told_of_room_and_has_nothing_to_send_any_more_sleeps(sharing):
+    engine, ring, _ = sharing
+    starving = ring.marks[128:132].view(np.uint32)
+    assert engine.pump(time.monotonic()) == 0
+    assert starving[0] == 1
+    engine.stop()
+    starving[0] = 0
+    began_s = time.thread_time()
+    engine.turn(time.monotonic() + 0.1)
+    assert time.thread_time() - began_s < 0.02
+
+
 def test_only_the_engine_in_c_reads_rings():
     first, second = meet(2)
     sock = bind_socket("127.0.0.1", [0])

@@ -749,12 +749,14 @@ class PlainEngine:
             if now_s >= until_s or self._woken:
                 break
             if not received and sent <= 0 and not self._events:
-                self._wait(min(until_s, due_s, self._resume_s()), full=sent < 0)
+                self._wait(min(until_s, due_s, self._resume_s(now_s)), full=sent < 0)
         self._woken = False
 
-    def _resume_s(self) -> float:
+    def _resume_s(self, now_s: float) -> float:
+        """Return when the first window of less than a packet admits the next one."""
         paused = [f.paused_until_s for f in self._flows.values() if f.messages and f.window < 1 and not f.flying]
-        return min(paused, default=math.inf)
+        # Those that admit it already wait for something else.
+        return min((until_s for until_s in paused if until_s > now_s), default=math.inf)
 
     def _wait(self, until_s: float, *, full: bool) -> None:
         wait_s = max(0.0, until_s - time.monotonic())
