@@ -30,7 +30,7 @@ fast:
 
 # The frameworks are fetched while the other tests run; what goes wrong with that is said when their tests begin.
 test: $(STAMP) ## set up, check style and types, and run every test
-	@.ci/packages ip tshark
+	@.ci/packages ip tshark clang
 	@setsid nice bash -c 'for name in mxnet tensorflow jax; do .ci/set-up-framework $$name; done' & fetching=$$!; \
 	trap 'kill -- -$$fetching 2>/dev/null || true' EXIT; \
 	$(MAKE) --no-print-directory lint; \
@@ -58,7 +58,7 @@ docs: $(STAMP) ## build the documentation into out/site, with warnings as errors
 lint: $(STAMP) ## check style, types and layers
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/clang-format --dry-run --Werror dlcp/native/*.[ch]
+	@$(BIN)/clang-format --dry-run --Werror dlcp/native/*.[ch] tests/native/*.c
 	@printf '%s\n' dlcp/native/*.c | xargs -P2 -n2 sh -c '$(BIN)/clang-tidy --quiet "$$@" -- -std=gnu11 "-DDLCP_SOURCES=\"\"" 2>/dev/null' lint
 	@# As once installed: there controller/ and sim/ are packages of dlcp.
 	@mkdir -p out/types/dlcp && ln -sfn "$(CURDIR)"/dlcp/* "$(CURDIR)/controller" "$(CURDIR)/sim" out/types/dlcp
