@@ -79,7 +79,7 @@ bench: $(STAMP) ## measure everything again, into out/bench/NAME.json
 	done
 	@for bench in tests/bench/*.py; do \
 		out=out/bench/$$(basename "$$bench" .py).json; \
-		$(BIN)/python "$$bench" > "$$out.part"; \
+		$(BIN)/python -m tests.bench.$$(basename "$$bench" .py) > "$$out.part"; \
 		mv "$$out.part" "$$out"; \
 		echo "$$out"; \
 	done

@@ -127,6 +127,8 @@ class Channel:
             if self._failure:
                 operation.fail(self._failure)
             else:
+                if self.endpoint.timeline is not None:
+                    self.endpoint.timeline.note("issued", number, 0, what)
                 self._under_way[number] = operation
                 operation.done.add_done_callback(lambda _: self._end(number))
         if number % HORIZON_EVERY == HORIZON_EVERY - 1:
@@ -289,6 +291,8 @@ class Channel:
                 )
 
     def _end(self, number: int) -> None:
+        if self.endpoint.timeline is not None:
+            self.endpoint.timeline.note("done", number, 0)
         with self._lock:
             del self._under_way[number]
 

@@ -220,6 +220,9 @@ class RankContext:
         The parameter server's rank, if some bucket may go there: it counts when messages are numbered.
     beside_ring
         Whether a ring may take buckets of the same steps.
+    noted
+        Whether the endpoint's timeline gets the phases of buckets: not where these have other numbers than the
+        session's, as parts of them have.
     """
 
     endpoint: Endpoint
@@ -230,6 +233,7 @@ class RankContext:
     residual: Residual = field(default_factory=Residual)
     server: int | None = None
     beside_ring: bool = False
+    noted: bool = True
     rank: int = field(init=False)
     """The rank that this is."""
     peers: Sequence[int] = field(init=False)
@@ -308,6 +312,7 @@ class BucketRun(ABC):
         if not bucket.values.flags.c_contiguous or not bucket.values.flags.writeable:
             raise ValueError(f"step {step}, bucket {sequence}: values must be contiguous and writable")
         self.context, self.step, self.sequence, self.bucket = context, step, sequence, bucket
+        self.timeline = context.endpoint.timeline if context.noted else None
         self.values_per_packet = context.endpoint.options.payload_bytes // bucket.values.itemsize
         self.done: Future[NDArray[np.generic]] = Future()
         self._work = work

@@ -159,6 +159,7 @@ class DirectRun(BucketRun):
         if self.context.options.error_feedback:
             self.context.residual.apply(self.values, bucket.segments, bucket.value_type)
         self.tags = self._tag()
+        self._note("tagged")
         self.phase = BucketPhase.EXCHANGING
         self.shards = {
             owner: Shard.ACCUMULATING if owner == self.rank else Shard.CONTRIBUTING
@@ -178,6 +179,8 @@ class DirectRun(BucketRun):
         caller has the bucket back although a peer has not confirmed it."""
         self.copy_of: ExportedMemory | BufferPool = self.context.endpoint.exported
         """What the memory of the copy belongs to."""
+        self.latest = self.rank
+        """Whose average came last."""
         self.unconfirmed: set[int] = set()
         """Peers that have not confirmed this rank's averaged shard."""
         self.lost: list[tuple[NDArray[np.int64], NDArray[np.floating]]] = []
@@ -191,6 +194,10 @@ class DirectRun(BucketRun):
             if owner != self.rank:
                 self._contribute(owner)
         self._advance()
+
+    def _note(self, event: str, *values: int) -> None:
+        if self.timeline is not None:
+            self.timeline.note(event, self.step, self.sequence, *values)
 
     # Reduce-scatter: contributions to the own shard -------------------------------------------------------------------
 
@@ -214,6 +221,7 @@ class DirectRun(BucketRun):
     def _on_contribution(self, peer: int, arrival: Arrival) -> None:
         assert self.accumulator
         if self.accumulator.take(peer, arrival):
+            self._note("contributed", peer)
             self._average(self.accumulator)
 
     def _average(self, accumulator: ShardAccumulator) -> None:
@@ -233,7 +241,8 @@ class DirectRun(BucketRun):
             self._lose(self.rank, np.flatnonzero(error), error)
             own[:] = bucket.value_type.narrow(mean)
         accumulator.release()
-        self.shards[self.rank] = Shard.AVERAGED
+        self.shards[self.rank], self.latest = Shard.AVERAGED, self.rank
+        self._note("summed")
         rates_bps = self.reducer.rates()
         self.reducer.note_rates(self.rank, self.sequence, rates_bps)
         self.rates, self.unconfirmed = rates_bps.view(np.uint8), set(accumulator.peers)
@@ -301,7 +310,7 @@ class DirectRun(BucketRun):
     # All-gather -------------------------------------------------------------------------------------------------------
 
     def _on_average(self, owner: int, tail: NDArray[np.uint8], _: Arrival) -> None:
-        self.shards[owner] = Shard.AVERAGED
+        self.shards[owner], self.latest = Shard.AVERAGED, owner
         self.reducer.note_rates(owner, self.sequence, tail.view(RATE))
         self._advance()
 
@@ -325,6 +334,7 @@ class DirectRun(BucketRun):
             return
         if self.phase is BucketPhase.EXCHANGING and all(state is Shard.AVERAGED for state in self.shards.values()):
             self.phase = BucketPhase.CONFIRMING
+            self._note("gathered", self.latest)
             if self.unconfirmed and self.copy is None:
                 copying_s = len(self._payload(self.rank)) / COPY_BYTES_PER_S
                 self.context.endpoint.call_later(PATIENCE_S + copying_s, self._on_overdue)

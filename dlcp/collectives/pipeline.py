@@ -214,7 +214,7 @@ def make_reducer(
     small = context.tagger.policy.small_layer_values
     compressor = make_compressor(compression, error_feedback=options.error_feedback, whole_below=small)
     # What a compressor leaves out belongs into the gradient's positions; what is lost of what it sends, does not.
-    transit = replace(context, residual=Residual())
+    transit = replace(context, residual=Residual(), noted=compressor.rounds == 1)
     plain = _plain(collective, transit, topology, costs)
     if not compressor.reduces:
         return Pipeline(plain, CompressedAllGather(context, compressor, REDUCTION_RULES[combine], work))

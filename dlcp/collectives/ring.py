@@ -183,6 +183,8 @@ class RingRun(BucketRun):
         self.counted = options.rescale and any(bound.ratio for bound in self.bounds.values())
         self.count = COUNT if bucket.samples is None else SAMPLES
         self.tags = self._tag()
+        if self.timeline is not None:
+            self.timeline.note("tagged", step, sequence)
         self.final = np.zeros(len(self.tags.queue), np.bool_)
         """Which packets hold the average."""
         self.lost: NDArray[np.floating] | None = None

@@ -5,8 +5,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from dlcp.commands import trace
 from dlcp.commands.common import add_option, add_steps, refuse
 from dlcp.train import headroom, summary
 from dlcp.train.launcher import TrainPlan, UsageError, launch
@@ -31,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure what DLCP can gain, and end; the model is not trained properly meanwhile",
     )
     add_steps(parser, headroom.MEASURED_STEPS, "training steps that --measure takes")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write what the ranks of this machine did and when, as Chrome trace events, which Perfetto opens",
+    )
     parser.add_argument("--summary", type=Path, metavar="FILE", help="also write the summary to a file, as JSON")
 
 
@@ -38,11 +47,20 @@ def run(arguments: argparse.Namespace) -> int:
     """Train; return the exit status of the first process that failed, or 0."""
     if arguments.measure:
         return measure(arguments.torchrun, arguments.script, arguments.steps, options=arguments.option)
-    try:
-        plan = TrainPlan(backend=arguments.backend)
-        status, reports = launch(arguments.torchrun, arguments.script, arguments.option, plan)
-    except UsageError as error:
-        return refuse("train", error)
+    if arguments.trace and not arguments.trace.parent.is_dir():
+        return refuse("train", f"--trace: there is no folder {arguments.trace.parent}")
+    with ExitStack() as stack:
+        options = list(arguments.option)
+        if arguments.trace:
+            folder = stack.enter_context(TemporaryDirectory(prefix="dlcp-trace-"))
+            options.append(f"trace={folder}")
+        try:
+            plan = TrainPlan(backend=arguments.backend)
+            status, reports = launch(arguments.torchrun, arguments.script, options, plan)
+        except UsageError as error:
+            return refuse("train", error)
+        if arguments.trace:
+            _write_trace(arguments.trace, Path(folder))
     found = summary.summarize(reports)
     if arguments.summary:
         arguments.summary.write_text(json.dumps(found, indent=2) + "\n")
@@ -67,6 +85,14 @@ def measure(
     else:
         _print(headroom.as_lines(found))
     return status
+
+
+def _write_trace(file: Path, folder: Path) -> None:
+    """Write the trace, or say why there is none: it is no reason for another exit status than the script's."""
+    try:
+        trace.write(file, [folder])
+    except (OSError, ValueError) as error:
+        refuse("train", f"no trace: {error}")
 
 
 def _print(lines: Sequence[str]) -> None:

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, Protocol
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dlcp.collectives.choice import Topology
 from dlcp.session.options import Options
@@ -27,6 +28,9 @@ from dlcp.transport import Address, Endpoint, TransportError, bind_socket, parse
 from dlcp.transport.path_mtu import COMMON_MTUS, PathProbe, candidate_payloads, first_hop_mtu, payload_for_mtu
 from dlcp.transport.shared_memory import EXPORT_BYTES, SharedMemory, SharedMemoryRendezvous
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
+
+if TYPE_CHECKING:  # loaded when options ask for it
+    from dlcp.timeline import Timeline
 
 USE_DLCP: Final = "use DLCP"
 JOIN_TURN_S: Final = 0.01
@@ -337,10 +341,27 @@ def join(
             with suppress(Exception):
                 agreement.decide(f"rank {agreement.rank} gave up: {problem!r}")
             raise
+        timeline = _timeline(options.trace, agreement.rank)
         if verdict == USE_DLCP:
             undo.pop_all()
+            if timeline is not None:
+                digest = sha256(joined.endpoint.token.to_bytes(8, "big"))  # the token itself is a secret
+                timeline.note("joined", 0, 0, f"{options.job}-{digest.hexdigest()[:8]}")
+                joined.endpoint.timeline = timeline
             return joined
+        if timeline is not None:
+            timeline.note("left", 0, 0, verdict)
+            timeline.close()
     raise NotJoinedError(verdict)
+
+
+def _timeline(folder: str, rank: int) -> "Timeline | None":
+    """Return where this rank notes what it does, if the options say so."""
+    if not folder:
+        return None
+    from dlcp.timeline import Timeline
+
+    return Timeline.open(folder, rank)
 
 
 def _connect(

@@ -90,6 +90,9 @@ class Options:
     phases
         Hold the bound down to 0.6 % while the gradient's norm changes by half or more
         (:class:`dlcp.tuning.autotuner.Phases`).
+    trace
+        A folder where each rank notes what it does and when (:mod:`dlcp.timeline`), for ``dlcp trace`` to make a trace
+        of; none by default.
     """
 
     loss_bound: float = 0.1
@@ -124,6 +127,7 @@ class Options:
     phases: bool = False
     compression: str = ""
     combine: str = "average"
+    trace: str = ""
 
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:

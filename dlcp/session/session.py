@@ -36,6 +36,7 @@ from dlcp.transport import DeadlineError, Endpoint, PeerSilentError, TransportEr
 from dlcp.transport.shared_memory import EXPORT_BYTES
 
 if TYPE_CHECKING:  # loaded when options ask for it
+    from dlcp.timeline import Timeline
     from dlcp.tuning.autotuner import Autotuner
     from dlcp.tuning.rules import Settings
 
@@ -397,6 +398,11 @@ class TrainingSession:
         return self.phase is SessionPhase.READY
 
     @property
+    def timeline(self) -> "Timeline | None":
+        """Where this rank notes what it does, if anywhere."""
+        return self.endpoint.timeline if self.endpoint else None
+
+    @property
     def local_peers(self) -> int:
         """With how many other ranks this one exchanges packets through memory."""
         return len(self.endpoint.local_peers) if self.endpoint else 0
@@ -472,6 +478,7 @@ class TrainingSession:
             if self.phase is SessionPhase.FALLBACK:
                 self.fallback.average(self, pending)
                 return
+        self._note_ready(pending)
         self.start(pending)
 
     def admit(self, pending: PendingBucket) -> bool:
@@ -487,7 +494,8 @@ class TrainingSession:
             if self.phase is SessionPhase.FALLBACK:
                 return False
             self.table.add(pending)
-            return True
+        self._note_ready(pending)
+        return True
 
     def start(self, pending: PendingBucket) -> None:
         """Average a bucket that was admitted and is on the host, or leave it until the ranks have recovered."""
@@ -532,7 +540,16 @@ class TrainingSession:
             return
         if tuner and pending.bucket:
             tuner.on_averaged(pending.bucket)
+        timeline = self.timeline
+        if timeline is not None:
+            timeline.note("averaged", *pending.id)
         self.table.finish(pending)
+        if timeline is not None:
+            timeline.note("applied", *pending.id)
+
+    def _note_ready(self, pending: PendingBucket) -> None:
+        if self.timeline is not None:
+            self.timeline.note("ready", *pending.id, pending.label)
 
     def check(self) -> None:
         """Raise what averaging has failed with, if it has."""
@@ -577,6 +594,8 @@ class TrainingSession:
 
     def _recover(self, error: BaseException) -> None:
         assert self.endpoint
+        if self.timeline is not None:
+            self.timeline.note("left", self.table.step, 0, str(error))
         try:
             self.endpoint.close(str(error))  # nothing is written into any bucket after this
             if not self._recoverable or isinstance(error, RankEndedError):

@@ -61,6 +61,7 @@ from dlcp.torch.deferral import Guard, PartialStep
 from dlcp.torch.framework import OrderedFallback, agreement_of
 from dlcp.torch.hook import State
 from dlcp.torch.layers import LayerGroup, layer_groups
+from dlcp.torch.profiling import profiled
 from dlcp.torch.staging import Staged, Stager, stager_for
 from dlcp.transport import DeadlineError, Endpoint, ExportedMemory, TransportError
 from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
@@ -293,7 +294,8 @@ class CrossStep(Optimizer):
     def _send(self, layers: LayerGroup) -> None:
         layers.fill(self._updates)
         layers.due_s = time.monotonic() + self.traffic.options.deadline_s + GRACE_S
-        self._averager.start(self.traffic.step, layers)
+        with profiled("hand over a bucket", layers.label):
+            self._averager.start(self.traffic.step, layers)
 
     def _send_rest(self, *, check: bool = True) -> None:
         """Send what backward has not reached: other ranks may have gradients for it, and count on all of us."""
@@ -588,7 +590,7 @@ class PendingUpdates:
     def _await_average(self, missing: Sequence[LayerGroup]) -> None:
         began_s = time.monotonic()
         due_s = min(layers.due_s for layers in missing)
-        with self._changed:
+        with profiled("wait", missing[0].label), self._changed:
             came = self._changed.wait_for(lambda: _first_in(self.groups.values()), max(0.0, due_s - began_s))
         self.waited_s += time.monotonic() - began_s
         if not came:

@@ -5,6 +5,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, but its types do not say so
+from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 
 from dlcp.collectives import Bucket, Residual
@@ -22,6 +24,7 @@ from dlcp.session.options import Options
 from dlcp.session.session import TrainingSession
 from dlcp.tags import Layer, Segment, Tagger, layers_in_order
 from dlcp.torch.framework import FrameworkFallback, StagedBucket, TensorFuture, agreement_of
+from dlcp.torch.profiling import profiled
 from dlcp.torch.staging import VALUE_TYPES, Staged, Stager, stager_for
 from dlcp.transport import Endpoint, TransportError
 
@@ -254,7 +257,8 @@ def hook(state: State, bucket: GradBucket) -> TensorFuture:
     Where that fails, ``backward`` raises a RuntimeError that quotes the :class:`dlcp.transport.TransportError`: DDP
     understands no error that is put into a future, only one that comes out of a callback.
     """
-    return state.average(bucket).then(lambda averaged: averaged.value())
+    with profiled("hand over a bucket") if profiler._is_profiler_enabled else nullcontext():
+        return state.average(bucket).then(lambda averaged: averaged.value())
 
 
 def noop_hook(state: object, bucket: GradBucket) -> TensorFuture:

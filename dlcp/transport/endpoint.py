@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,9 @@ from dlcp.transport.shared_memory import SharedMemory
 from dlcp.transport.sockets import UDP_GRO, bind_further, packets_held
 from dlcp.wire import GREETING, GREETING_PORT, PacketType
 
+if TYPE_CHECKING:  # loaded when options ask for it
+    from dlcp.timeline import Timeline
+
 HELLO_REPEAT_S: Final = 0.1
 KEEPALIVE_S: Final = 0.5
 """A peer that something is wanted of and that says nothing for so long is greeted, to see whether it lives."""
@@ -94,6 +97,8 @@ class Protocol:
         The step of the last :meth:`begin_step`; packets of earlier ones are refused.
     due_s
         When to call :meth:`on_time` next.
+    timeline
+        Where it is noted what becomes of messages; None: nowhere. Closed with the endpoint.
 
     Parameters
     ----------
@@ -144,6 +149,7 @@ class Protocol:
         self.buffers = BufferPool()
         self.exported = ExportedMemory(shared.exported if shared else EMPTY)
         self.on_unexpected: Callable[[int, MessageKey], None] | None = None
+        self.timeline: Timeline | None = None
         self.first_step = 0
         self._clock, self._emit = clock, emit
         self._looked_s = self.due_s = now_s = clock()
@@ -410,7 +416,18 @@ class Protocol:
         sending = self._peers[event.peer].sending.pop(event.key, None)
         if sending is not None:
             seconds = event.now_s - sending.started_s
-            sending.done.set_result(Delivery(event.delivered, event.sent, event.resent, seconds))
+            delivery = Delivery(event.delivered, event.sent, event.resent, seconds)
+            if self.timeline is not None:
+                self._note_sent(self.timeline, event, sending, delivery)
+            sending.done.set_result(delivery)
+
+    def _note_sent(self, timeline: "Timeline", event: Sent, sending: Sending, delivery: Delivery) -> None:
+        peer = self._peers[event.peer]
+        window = 0 if peer.local else int(peer.control.window)
+        path = window, int(self.rate_to(event.peer)), int(1e6 * peer.smoothed_rtt_s)
+        counts, label = (len(delivery.delivered), delivery.lost, delivery.resent), sending.request.label
+        span_s = sending.started_s, event.now_s
+        timeline.note_message("sent", event.key.step, event.key.message, event.peer, span_s, *counts, *path, label)
 
     def _on_arrived(self, event: Arrived) -> None:
         receiving = self._peers[event.peer].receiving.pop(event.key, None)
@@ -422,6 +439,10 @@ class Protocol:
         if receiving.clear:
             for index in np.flatnonzero(~event.delivered).tolist():
                 payload[index * packet_bytes : (index + 1) * packet_bytes] = 0
+        if self.timeline is not None:
+            packets, span_s = len(event.delivered), (receiving.started_s, event.now_s)
+            counts, label = (packets, packets - int(np.count_nonzero(event.delivered))), receiving.request.label
+            self.timeline.note_message("arrived", event.key.step, event.key.message, event.peer, span_s, *counts, label)
         seconds = event.now_s - receiving.started_s
         receiving.done.set_result(Arrival(payload, event.delivered, event.layer, seconds))
 
@@ -756,6 +777,8 @@ class Endpoint(Protocol):
             self._engine.release()
             for each in (self._socket, *self._further):
                 each.close()
+            if self.timeline is not None:
+                self.timeline.close()
 
     def _end(self, why: str) -> None:
         """Take no more commands, and answer those that came meanwhile: with the error that the protocol has by now."""

@@ -61,9 +61,9 @@ def dlcp(*words, **variables):
     )
 
 
-def test_a_script_runs_with_its_arguments_and_a_summary_follows(script, tmp_path):
-    file = tmp_path / "summary.json"
-    option = ["--option", "loss_bound=0.02", "--summary", file]
+def test_a_script_runs_with_its_arguments_and_a_summary_and_a_trace_follow(script, tmp_path):
+    file, trace = tmp_path / "summary.json", tmp_path / "trace.json"
+    option = ["--option", "loss_bound=0.02", "--summary", file, "--trace", trace]
     done = dlcp("train", *option, "--nproc-per-node", "2", "--", script, "5", "--backend", DLCP_LOSS_BOUND="0.5")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "arguments ['5', '--backend'] backend gloo\n", "what stands after -- is the script's"
@@ -76,6 +76,9 @@ def test_a_script_runs_with_its_arguments_and_a_summary_follows(script, tmp_path
     (model,) = found["models"]
     assert model["sent"] == model["delivered"] > 0
     assert (model["lost"], model["loss_bound"], model["steps"], model["fallback"]) == (0, 0.02, 5, None)
+    steps = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "step"]
+    assert {event["pid"] for event in steps} == {1, 2}
+    assert {event["args"]["step"] for event in steps if event["ph"] == "b"} == {0, 1, 2, 3, 4}
 
 
 def test_a_failure_passes_through_with_its_exit_status(script):
@@ -116,6 +119,7 @@ def test_head_room_is_asked_of_the_same_launcher_and_told_as_json(monkeypatch, c
         (["--option", "loss_bound", "--", __file__], "--option takes NAME=VALUE"),
         (["--option", "loss_bound=lots", "--", __file__], "DLCP_LOSS_BOUND must be float, got 'lots'"),
         (["--option", "loss_bund=0", "--", __file__], "there is no option 'loss_bund'; did you mean loss_bound?"),
+        (["--trace", "nowhere/file", "--", __file__], "--trace: there is no folder nowhere"),
         (["--measure", "--steps", "1", "--", __file__], "--steps must be at least 9"),
     ],
 )

@@ -18,6 +18,7 @@ from dlcp.backend.process_group import Collectives
 from dlcp.torch import BACKEND
 from dlcp.torch.backend.memory import HostMemory, HostTensor
 from dlcp.torch.backend.work import Issuer, Work, call_aside, joined
+from dlcp.torch.profiling import profiled
 from dlcp.torch.staging import Device
 
 Tensors = Sequence[torch.Tensor]
@@ -302,7 +303,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
             work = self._issue_with_copies(what, start, read, written, value, device)
         else:
             try:
-                work = Work(what, done=start(), value=value)
+                with profiled("issue", what):
+                    work = Work(what, done=start(), value=value)
             except Exception as problem:
                 work = Work(what)
                 work.fail(problem)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlcp.torch.profiling import profiled
+
 _CALLBACKS = ThreadPoolExecutor(8, "dlcp-callbacks")
 """What users hang on futures may wait for other collectives, so it must not keep those who carry them out."""
 
@@ -77,7 +79,8 @@ class Work(dist.Work):
         """
         limit_s = timeout.total_seconds()
         try:
-            self._done.result(limit_s if limit_s > 0 else None)
+            with profiled("wait", self.what):
+                self._done.result(limit_s if limit_s > 0 else None)
         except FutureTimeoutError as error:
             if self._done.done():
                 raise

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What DLCP does in the framework's threads, as ranges in PyTorch's profiler."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+from torch.autograd import profiler
+
+_NOTHING: Final = nullcontext()
+
+
+def profiled(name: str, what: str = "") -> AbstractContextManager[Any]:
+    """Return a range of that name for a with-statement; nothing while no profiler is active.
+
+    Parameters
+    ----------
+    what
+        What it is done with, which the profiler shows beside the name if it records shapes.
+    """
+    if not profiler._is_profiler_enabled:
+        return _NOTHING
+    return profiler.record_function(f"dlcp: {name}", what)
