@@ -41,6 +41,7 @@ class Network:
 class FakeEndpoint:
     def __init__(self):
         self.options = SimpleNamespace(payload_bytes=PAYLOAD_BYTES)
+        self.timeline = None
         self.closed = []
 
     def close(self, reason=None):
