@@ -43,7 +43,6 @@ TERMS: Final = (
     "collective",
     "server",
     "loss_bound",
-    "deferral_bound",
     "immediate",
     "error_feedback",
     "rescale",

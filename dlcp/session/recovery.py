@@ -2,16 +2,24 @@
 """Partial-result recovery: ranks that leave DLCP complete together the buckets that some of them have not finished.
 
 The ranks publish which buckets those are. Each is completed exactly (:mod:`dlcp.collectives.partial_result`), in
-order, over the fallback's channel, and a rank that has not come to one of them yet is waited for.
+order, over the fallback's channel, and a rank that has not come to one of them yet is waited for. If it does not come,
+it hangs: all ranks name it, and it says where its threads are.
 """
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Final
 
 from dlcp.collectives.partial_result import PartialResult, UnrecoverableError, recover
-from dlcp.transport import DeadlineError, MessageMismatchError, PeerAbortedError
+from dlcp.session.stacks import where_threads_are
+from dlcp.transport import MessageMismatchError, PeerAbortedError, PeerHangsError
+from dlcp.transport.errors import at_step
 
 if TYPE_CHECKING:
     from dlcp.session.session import BucketId, PendingBucket, TrainingSession
+
+WAIT_SHARE: Final = 0.9
+"""For so much of the deadline a rank waits for its own bucket; the rest is for telling the others. Chosen by us."""
+log = logging.getLogger("dlcp")
 
 
 class Recovery:
@@ -29,8 +37,8 @@ class Recovery:
         ------
         UnrecoverableError
             A contribution is lost, or the ranks run different models.
-        DeadlineError
-            A rank, or this one, has not come to a bucket in time.
+        PeerHangsError
+            A rank, which may be this one, has not come to a bucket in time; all ranks raise it.
         """
         session, table = self._session, self._session.table
         session.fallback.publish_left(str(error))
@@ -51,7 +59,7 @@ class Recovery:
 
     def _complete(self, which: "BucketId", held: "dict[BucketId, PartialResult]") -> None:
         session, mine = self._session, held.get(which)
-        pending = self._wait_for(which)
+        pending = self._wait_for_all(which)
         if pending and not pending.reducing:
             mine = self._untouched(pending)
         recovered = recover(self._channel, session.rank, session.ranks, mine, finished=pending is None)
@@ -71,12 +79,22 @@ class Recovery:
         per_packet = session.endpoint.options.payload_bytes // bucket.values.itemsize
         return PartialResult.untouched(session.rank, *pending.id, values, per_packet)
 
-    def _wait_for(self, which: "BucketId") -> "PendingBucket | None":
+    def _wait_for_all(self, which: "BucketId") -> "PendingBucket | None":
+        """Return a bucket once all ranks have come to it; None if this rank has finished it."""
+        rank, (step, sequence) = self._session.rank, which
+        pending, absent = None, ""
         try:
-            return self._session.table.wait_for(which, self._deadline_s)
+            pending = self._session.table.wait_for(which, WAIT_SHARE * self._deadline_s)
         except TimeoutError:
-            step, sequence = which
-            raise DeadlineError(
-                f"step {step}: rank {self._session.rank} did not come to bucket {sequence}, as another has, in "
-                f"{self._deadline_s:g} s"
-            ) from None
+            absent = f"rank {rank}"
+            log.error(
+                "DLCP: rank %d hangs before bucket %d of step %d, to which others have come. Its threads are here:\n%s",
+                *(rank, sequence, step, where_threads_are()),
+            )
+        told = self._channel.gather(absent)
+        if missing := ", ".join(filter(None, told.values())):
+            raise PeerHangsError(
+                f"{at_step(self._session.options.job, step)}: {missing} answers but has not come to bucket {sequence}, "
+                f"{WAIT_SHARE * self._deadline_s:g} s after others have left DLCP over it; its log says where it hangs"
+            )
+        return pending

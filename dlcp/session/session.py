@@ -32,7 +32,7 @@ from dlcp.ledger import Ledger
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join
 from dlcp.session.options import Options
 from dlcp.tags import Segment, Tagger
-from dlcp.transport import DeadlineError, Endpoint, PeerSilentError, TransportError
+from dlcp.transport import DeadlineError, Endpoint, PeerHangsError, PeerSilentError, TransportError
 from dlcp.transport.shared_memory import EXPORT_BYTES
 
 if TYPE_CHECKING:  # loaded when options ask for it
@@ -560,14 +560,18 @@ class TrainingSession:
 
     def _watch(self) -> None:
         """Leave DLCP when another rank has, or has ended, even if this one waits for nothing just now."""
-        while self.phase is SessionPhase.READY and not self._closing.wait(WATCH_S):
-            try:
-                error = self.fallback.why_leave(self)
-            except RuntimeError as problem:
-                log.debug("the other ranks cannot be watched any more: %s", problem)
-                return
-            if error:
-                self.leave(error)
+        from dlcp.session.stacks import StandstillAlarm
+
+        with StandstillAlarm(self.options.silence_s) as alarm:  # when the others name this rank, it says why
+            while self.phase is SessionPhase.READY and not self._closing.wait(WATCH_S):
+                alarm.postpone()
+                try:
+                    error = self.fallback.why_leave(self)
+                except RuntimeError as problem:
+                    log.debug("the other ranks cannot be watched any more: %s", problem)
+                    return
+                if error:
+                    self.leave(error)
 
     def _on_failure(self, pending: PendingBucket, error: BaseException) -> None:
         if self.fallback.recovers:
@@ -604,6 +608,8 @@ class TrainingSession:
             from dlcp.session.recovery import Recovery
 
             self._hand_over(Recovery(self).complete_buckets(error))
+        except PeerHangsError as hanging:  # which is what the error was about, whatever that says
+            self.fail(str(hanging))
         except Exception as problem:
             log.debug("recovery failed", exc_info=True)
             self.fail(f"{error}; and {self.fallback.name} cannot take over: {problem}")

@@ -6,6 +6,7 @@ reports to the launcher.
 """
 
 import contextlib
+import faulthandler
 import functools
 import os
 import runpy
@@ -60,7 +61,6 @@ class Model:
             "on": state is not None,
             "steps": state.step if state else 0,
             "loss_bound": state.options.loss_bound if state else None,
-            "deferral_bound": state.options.deferral_bound if state else None,
             "fallback": (state.reason or None) if state else None,
             "local_peers": state.local_peers if state else 0,
             "ledger": state.ledger.summary() if state else None,
@@ -269,6 +269,8 @@ def _before_forward(ready: WhenReady, model: DistributedDataParallel, arguments:
 
 def main(argv: Sequence[str]) -> None:
     """Run a script or a module to its end; what it raises, ``SystemExit`` too, goes on to the caller."""
+    if not faulthandler.is_enabled():  # so that a rank that crashes, or hangs in C, says where
+        faulthandler.enable()
     with ScriptSession(TrainPlan.from_environment()):
         if argv[0] == "-m":
             sys.argv = list(argv[1:])

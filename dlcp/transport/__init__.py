@@ -9,6 +9,7 @@ from dlcp.transport.errors import (
     DeadlineError,
     MessageMismatchError,
     PeerAbortedError,
+    PeerHangsError,
     PeerSilentError,
     TransportError,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "MessageKey",
     "MessageMismatchError",
     "PeerAbortedError",
+    "PeerHangsError",
     "PeerSilentError",
     "ReceiveRequest",
     "SendRequest",

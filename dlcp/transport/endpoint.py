@@ -11,10 +11,11 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -49,6 +50,7 @@ from dlcp.transport.errors import (
 )
 from dlcp.transport.messages import (
     EMPTY,
+    RELIABLE,
     Address,
     Arrival,
     Bytes,
@@ -187,8 +189,6 @@ class Protocol:
         size, packets = len(request.payload) + len(request.tail), len(request.tags.queue)
         if packets != self._packets(size) or not 0 < packets <= MESSAGE_PACKETS_MAX:
             raise ValueError(f"{size} bytes need other than {packets} packets of {self.options.payload_bytes}")
-        if request.deferred is not None:
-            request.check_deferred(request.deferred)
         now_s, bound = self._clock(), self._bound(request.peer, request.bound)
         sending = Sending(request, bound, now_s, now_s + self.options.deadline_s)
         if self._failure:
@@ -288,8 +288,8 @@ class Protocol:
         return -(-size // self.options.payload_bytes)
 
     def _bound(self, peer: int, bound: LossBound) -> LossBound:
-        """Return what a message may lose, where it may lose ``bound`` in the network; what is deferred is not lost."""
-        return LossBound(deferral=bound.deferral) if peer in self.local_peers else bound
+        """Return what a message may lose, where it may lose ``bound`` in the network."""
+        return RELIABLE if peer in self.local_peers else bound
 
     # Calls, and the end -----------------------------------------------------------------------------------------------
 
@@ -417,7 +417,7 @@ class Protocol:
         sending = self._peers[event.peer].sending.pop(event.key, None)
         if sending is not None:
             seconds = event.now_s - sending.started_s
-            delivery = Delivery(event.delivered, event.sent, event.resent, seconds, sending.request.deferred)
+            delivery = Delivery(event.delivered, event.sent, event.resent, seconds)
             if self.timeline is not None:
                 self._note_sent(self.timeline, event, sending, delivery)
             sending.done.set_result(delivery)
@@ -445,7 +445,7 @@ class Protocol:
             counts, label = (packets, packets - int(np.count_nonzero(event.delivered))), receiving.request.label
             self.timeline.note_message("arrived", event.key.step, event.key.message, event.peer, span_s, *counts, label)
         seconds = event.now_s - receiving.started_s
-        receiving.done.set_result(Arrival(payload, event.delivered, event.layer, seconds, event.deferred))
+        receiving.done.set_result(Arrival(payload, event.delivered, event.layer, seconds))
 
     def _on_mismatch(self, event: Mismatch) -> None:
         receiving = self._peers[event.peer].receiving.pop(event.key, None)
@@ -531,10 +531,14 @@ class Protocol:
             heapq.heappop(self._later)[2]()
         if self._later:
             self.due_s = min(self.due_s, self._later[0][0])
+        overdue: list[tuple[float, TransportError]] = []
         for peer in self._peers.values():
-            error = self._silence(peer, now_s) or self._overdue(peer, now_s)
+            error = self._silence(peer, now_s)
             if error:
                 self.fail(error)
+            overdue += self._overdue(peer, now_s)
+        if overdue:  # what has waited longest explains the others, which wait for a rank that waits for it
+            self.fail(min(overdue, key=itemgetter(0))[1])
 
     def _silence(self, peer: Peer, now_s: float) -> TransportError | None:
         """Ask a peer for a sign of life where something hangs on it; return the error if it is silent for too long."""
@@ -553,27 +557,28 @@ class Protocol:
             self._greet(peer, now_s)
         return None
 
-    def _overdue(self, peer: Peer, now_s: float) -> TransportError | None:
-        """Return the error of a message that is not complete by its deadline, if there is one."""
+    def _overdue(self, peer: Peer, now_s: float) -> Iterator[tuple[float, TransportError]]:
+        """Return the errors of messages that are not complete by their deadlines, with these."""
         for key, sending in peer.sending.items():
             if now_s < sending.deadline_s:
                 break  # the others are due later
             delivered, _, _, packets = self._engine.sending(peer.rank, key)
-            return DeadlineError(
+            text = (
                 f"{at_step(self.job, key.step)}: rank {peer.rank} confirmed {delivered / packets:.0%} of "
                 f"{sending.request.label} (bound {sending.bound.required(packets) / packets:.0%}) "
                 f"in {now_s - sending.started_s:.1f} s"
             )
+            yield sending.deadline_s, DeadlineError(text)
         for key, receiving in peer.receiving.items():
             if now_s < receiving.deadline_s:
                 break
             arrived, packets = self._engine.receiving(peer.rank, key)
-            return DeadlineError(
+            text = (
                 f"{at_step(self.job, key.step)}: rank {peer.rank} delivered {arrived / packets:.0%} of "
                 f"{receiving.request.label} (bound {receiving.bound.required(packets) / packets:.0%}) "
                 f"in {self.options.deadline_s:.1f} s"
             )
-        return None
+            yield receiving.deadline_s, DeadlineError(text)
 
 
 class Endpoint(Protocol):

@@ -14,6 +14,10 @@ class DeadlineError(TransportError):
     """A rank answers, but a message is not complete within its deadline."""
 
 
+class PeerHangsError(TransportError):
+    """A rank answers, but does not come to what the others wait for: its script hangs, or is much slower."""
+
+
 class PeerAbortedError(TransportError):
     """A rank gave up and said why."""
 

@@ -180,6 +180,29 @@ def test_a_rank_that_does_not_come_to_recover_is_an_error_within_the_deadline():
         late(0, 1, 0)
 
 
+def test_a_rank_that_hangs_is_named_by_all_and_says_where(caplog):
+    network = Network(3)
+    sessions = [Session(network, rank, deadline_s=1.0) for rank in range(3)]
+    pending = [session.give(4, 0, 1) for session in sessions[:2]]
+    woken = threading.Event()
+    hanging = threading.Thread(target=woken.wait, args=(LIMIT_S,), name="script")
+    hanging.start()
+    sessions[0].reducer.fail(DeadlineError("step 4: rank 1 delivered 0% of layer0"))
+    named = r"^job 0, step 4: rank 2 answers but has not come to bucket 0, 0.9 s after others have left DLCP"
+    for one in pending:
+        with pytest.raises(TransportError, match=named):
+            one.answer.result(LIMIT_S)
+    until(lambda: sessions[2].phase is SessionPhase.FAILED)
+    with pytest.raises(TransportError, match=named):  # whenever it goes on
+        sessions[2].give(4, 0, 1)
+    woken.set()
+    hanging.join()
+    (said,) = caplog.messages
+    assert said.startswith("DLCP: rank 2 hangs before bucket 0 of step 4, to which others have come.")
+    assert "thread script:" in said
+    assert "in wait" in said
+
+
 def test_what_comes_from_the_device_after_all_has_failed_fails_too():
     (session, _) = pair()
     pending = session.take(0, 0, 1)

@@ -2,9 +2,13 @@
 """DDP with DLCP's hook, in real processes over 127.0.0.1, against DDP without."""
 
 import copy
+import ctypes
+import faulthandler
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -212,6 +216,59 @@ def killed_in_the_middle(worker):
         except Exception as error:
             return step, str(error), time.monotonic() - began_s
     return None
+
+
+def waits_for_ever():
+    threading.Event().wait()
+
+
+def holds_the_lock():
+    ctypes.PyDLL(None).sleep(100)
+
+
+def stopped():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+DEADLINE_S = 3.0
+HANGS = {
+    waits_for_ever: ("answers but has not come to bucket", "Its threads are here:\nthread MainThread:"),
+    holds_the_lock: ("silent", "Timeout (0:00:01.5"),
+    stopped: ("silent", ""),
+}
+"""How a worker may hang, what the others say of it, and what it says of itself: that is, if it can."""
+
+
+def hanging_in_the_middle(worker, hang, log):
+    net = make()
+    model = DistributedDataParallel(net, bucket_cap_mb=BUCKET_MB)
+    if worker.rank == 2:
+        os.dup2(os.open(log, os.O_WRONLY), 2)
+        faulthandler.enable()  # as dlcp train does
+    state = dlcp.torch.enable(model, worker.options(silence_s=SILENCE_S, deadline_s=DEADLINE_S))
+    if worker.rank == 2:
+        net.conv.weight.register_hook(lambda _: hang() if state.step == 2 else None)
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    train(model, optimizer, worker.rank, 2)
+    began_s = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        train(model, optimizer, worker.rank, 1)
+    return str(caught.value), time.monotonic() - began_s
+
+
+@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
+def test_a_worker_that_hangs_ends_the_others_with_its_name_and_says_where_it_is(hang, tmp_path):
+    others_say, it_says = HANGS[hang]
+    log = tmp_path / "log"
+    log.touch()
+    outcomes = launch(3, hanging_in_the_middle, hang, log, limit_s=40, lost=[2])
+    for message, seconds in values(outcomes[:2]):
+        assert "step 2: rank 2" in message
+        assert others_say in message
+        assert seconds < 2 * DEADLINE_S + 3
+    said = log.read_text()
+    assert it_says in said
+    assert not it_says or f"in {hang.__name__}" in said
 
 
 def test_a_killed_worker_ends_the_others_with_its_name():

@@ -143,6 +143,17 @@ def test_a_sender_that_answers_but_never_sends_misses_its_deadline():
     assert_names(error, "step 3", "rank 0 delivered 10%", LAYERS, "bound 90%")
 
 
+def test_of_two_overdue_messages_the_one_that_has_waited_longest_is_named():
+    """The other one waits for it: rank 0 cannot send an average of what rank 2 does not contribute."""
+    network = Network(3, options=QUICK)
+    contribution = receive(network, 14_400, source=2, key=MessageKey(3, 0))
+    network.run(lambda: network.now > 0.01)
+    average = receive(network, 14_400, source=0, key=MessageKey(3, 1))
+    network.run(all_done(contribution, average), step_s=0.07)  # so that both are found overdue at once
+    for error in (error_of(contribution), error_of(average)):
+        assert_names(error, "rank 2 delivered 0%")
+
+
 def test_a_path_that_loses_one_protected_packet_for_ever_misses_the_deadline():
     def lose(network, source, header):
         return header.type is PacketType.DATA and header.index == 7
