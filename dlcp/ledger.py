@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was sent, delivered, lost and recovered, by step, layer and message; and the check that bounds were kept."""
+"""What was sent, delivered, lost, recovered and deferred, by step, layer and message; and whether bounds were kept."""
 
 import threading
 from collections import deque
@@ -26,7 +26,8 @@ class MessageRecord:
     """One message in the ledger of its sender. Counts are in packets; ``bound`` is the share that may be lost.
 
     ``retransmitted`` counts transmissions after a packet's first, ``recovered`` the packets that arrived thanks to
-    them, ``lost`` those that never did.
+    them, ``lost`` those that never did, ``deferred`` those that were kept for a later step, of which the share
+    ``deferral_bound`` may be.
     """
 
     step: int
@@ -41,6 +42,8 @@ class MessageRecord:
     lost: int
     bound: float
     seconds: float
+    deferred: int = 0
+    deferral_bound: float = 0.0
 
 
 class Ledger:
@@ -60,15 +63,19 @@ class Ledger:
         self.job = job
         self.records: deque[MessageRecord] = deque(maxlen=keep)
         self.violations = 0
-        self.max_message_ratio = 0.0
+        self.max_message_ratio = self.max_deferred_ratio = 0.0
+        self.max_deferred_steps = 0
+        """The most steps in a row that a packet was deferred."""
         self._sink = sink
         self._lock = threading.Lock()
-        self._totals = [0, 0, 0, 0]
+        self._totals = [0, 0, 0, 0, 0]
+        self._waiting_steps: dict[tuple[int, int], NDArray[np.uint16]] = {}
+        """Of messages of which something is deferred, by number and receiver: for how many steps, shape (packets,)."""
         self._uncounted: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
         """Layers and classes of packets that have not been counted by them."""
         self._uncounted_packets = 0
-        self._by_layer = np.zeros((LAYER_POSITIONS, 2), np.int64)
-        self._by_class = np.zeros((DROP_CLASSES, 2), np.int64)
+        self._by_layer = np.zeros((LAYER_POSITIONS, 3), np.int64)
+        self._by_class = np.zeros((DROP_CLASSES, 3), np.int64)
 
     def record(
         self, key: MessageKey, receiver: int, layers: str, tags: PacketTags, bound: LossBound, delivery: Delivery
@@ -78,9 +85,11 @@ class Ledger:
         Raises
         ------
         BoundExceededError
-            More was lost than the bound allows, or a protected packet was; the message is entered nevertheless.
+            More was lost or deferred than the bound allows, or a protected packet was; the message is entered
+            nevertheless.
         """
         packets, lost = len(delivery.delivered), delivery.lost
+        deferred = 0 if delivery.deferred is None else delivery.put_off
         entry = MessageRecord(
             key.step,
             key.message,
@@ -89,20 +98,29 @@ class Ledger:
             packets,
             delivery.sent,
             delivery.resent,
-            packets - lost,
+            packets - lost - deferred,
             delivery.recovered,
             lost,
             bound.ratio,
             delivery.seconds,
+            deferred,
+            bound.deferral,
         )
-        missing = np.flatnonzero(~delivery.delivered) if lost else ()
-        protected_lost = int(np.count_nonzero(tags.protected[missing])) if lost else 0
-        broken = lost > bound.allowed(packets) or protected_lost > 0
+        missing = np.flatnonzero(~delivery.delivered) if lost or deferred else np.zeros(0, np.intp)
+        if delivery.deferred is not None:
+            missing = missing[~delivery.deferred[missing]]
+        protected_lost = int(np.count_nonzero(tags.protected[missing]))
+        broken = (
+            lost > bound.allowed(packets)
+            or protected_lost > 0
+            or (deferred > 0 and deferred > bound.deferrable(packets))
+        )
         with self._lock:
             self.records.append(entry)
             self.violations += broken
             self.max_message_ratio = max(self.max_message_ratio, lost / packets)
-            counts = entry.sent, entry.delivered, lost, entry.retransmitted
+            self.max_deferred_ratio = max(self.max_deferred_ratio, deferred / packets)
+            counts = entry.sent, entry.delivered, lost, entry.retransmitted, deferred
             self._totals = [total + count for total, count in zip(self._totals, counts, strict=True)]
             self._uncounted.append((tags.layer, tags.drop_class))
             self._uncounted_packets += packets
@@ -111,14 +129,29 @@ class Ledger:
             if lost:
                 for table, index in ((self._by_layer, tags.layer), (self._by_class, tags.drop_class)):
                     table[:, 1] += np.bincount(index[missing], minlength=len(table))
+            self._note_deferred(key.message, receiver, tags, delivery.deferred)
         if self._sink:
             self._sink(entry)
         if broken:
             raise BoundExceededError(
                 f"job {self.job}, step {key.step}: rank {receiver} got {entry.delivered / packets:.1%} of {layers} "
-                f"(bound {1 - bound.ratio:.1%}), protected packets lost: {protected_lost}"
+                f"(bound {1 - bound.ratio:.1%}), protected packets lost: {protected_lost}, deferred: {deferred} of "
+                f"{packets} packets (bound {bound.deferral:.1%})"
             )
         return entry
+
+    def _note_deferred(self, message: int, receiver: int, tags: PacketTags, deferred: NDArray[np.bool_] | None) -> None:
+        """Count what was deferred, and for how many steps."""
+        before = self._waiting_steps.pop((message, receiver), None)
+        if deferred is None:
+            return
+        steps = deferred.astype(np.uint16)
+        if before is not None and len(before) == len(steps):
+            steps += before * deferred
+        self._waiting_steps[message, receiver] = steps
+        self.max_deferred_steps = max(self.max_deferred_steps, int(steps.max()))
+        for table, index in ((self._by_layer, tags.layer), (self._by_class, tags.drop_class)):
+            table[:, 2] += np.bincount(index[deferred], minlength=len(table))
 
     def of_step(self, step: int) -> list[MessageRecord]:
         """Return the latest records that are of a step; of its messages, those that have been confirmed."""
@@ -127,28 +160,31 @@ class Ledger:
         return [record for record in reversed(latest) if record.step == step]
 
     def loss_by_layer(self) -> NDArray[np.int64]:
-        """Return packets and lost packets per layer position, shape (256, 2)."""
+        """Return packets, lost ones and deferred ones per layer position, shape (256, 3)."""
         with self._lock:
             self._count()
             return np.array(self._by_layer)
 
     def loss_by_class(self) -> NDArray[np.int64]:
-        """Return packets and lost packets per drop class, shape (8, 2)."""
+        """Return packets, lost ones and deferred ones per drop class, shape (8, 3)."""
         with self._lock:
             self._count()
             return np.array(self._by_class)
 
     def summary(self) -> dict[str, Any]:
-        """Return the totals: packets sent, delivered, lost and retransmitted, the worst message and the violations."""
+        """Return the totals in packets, the worst message, the longest that a packet was deferred, and violations."""
         with self._lock:
             self._count()
-            sent, delivered, lost, retransmitted = self._totals
+            sent, delivered, lost, retransmitted, deferred = self._totals
             return {
                 "sent": sent,
                 "delivered": delivered,
                 "lost": lost,
                 "retransmitted": retransmitted,
+                "deferred": deferred,
                 "max_message_ratio": self.max_message_ratio,
+                "max_deferred_ratio": self.max_deferred_ratio,
+                "max_deferred_steps": self.max_deferred_steps,
                 "violations": self.violations,
                 "by_class": self._by_class.tolist(),
                 "by_layer": {str(position): row for position, row in enumerate(self._by_layer.tolist()) if row[0]},
@@ -165,14 +201,15 @@ class Ledger:
 
 def add_up(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the summaries of some ledgers, of different ranks, as one."""
-    counts = ("sent", "delivered", "lost", "retransmitted", "violations")
+    counts = ("sent", "delivered", "lost", "retransmitted", "deferred", "violations")
+    largest = {"max_message_ratio": 0.0, "max_deferred_ratio": 0.0, "max_deferred_steps": 0}
     layers = sorted({layer for each in summaries for layer in each["by_layer"]}, key=int)
     return {
         **{name: sum(each[name] for each in summaries) for name in counts},
-        "max_message_ratio": max((each["max_message_ratio"] for each in summaries), default=0.0),
-        "by_class": sum((np.array(each["by_class"]) for each in summaries), np.zeros((DROP_CLASSES, 2), int)).tolist(),
+        **{name: max((each[name] for each in summaries), default=least) for name, least in largest.items()},
+        "by_class": sum((np.array(each["by_class"]) for each in summaries), np.zeros((DROP_CLASSES, 3), int)).tolist(),
         "by_layer": {
-            layer: [sum(each["by_layer"].get(layer, (0, 0))[column] for each in summaries) for column in (0, 1)]
+            layer: [sum(each["by_layer"].get(layer, (0, 0, 0))[column] for each in summaries) for column in range(3)]
             for layer in layers
         },
     }

@@ -63,7 +63,7 @@ MEMORY_DIVIDED: Final = f"dlcp through memory, {_BUCKETS} buckets"
 class AllReduceContender:
     """A way to do the all-reduce: by DLCP with a loss ``bound``, or by Gloo over TCP with a congestion ``control``.
 
-    DLCP's packets go through sockets, or through ``memory``.
+    DLCP's packets go through sockets, or through ``memory``; of those the share ``deferral`` may be put off.
     """
 
     name: str
@@ -71,6 +71,7 @@ class AllReduceContender:
     bound: float | None = None
     control: str | None = None
     memory: bool = False
+    deferral: float = 0.0
 
 
 def contenders(controls: Sequence[str], *, memory: bool = False) -> tuple[AllReduceContender, ...]:
@@ -202,7 +203,7 @@ class AllReduceRank:
                     RankContext(
                         self._endpoints[contender.memory],
                         range(self.plan.ranks),
-                        ReduceOptions(LossBound(contender.bound)),
+                        ReduceOptions(LossBound(contender.bound), deferral_bound=contender.deferral),
                     )
                 )
 
@@ -253,7 +254,7 @@ class AllReduceRank:
         inexact = int(np.count_nonzero(self._values != self._input * exact))
         reducer = self._reducers.get(contender.name)
         ledger = reducer.context.ledger.summary() if reducer else {}
-        counts = {name: ledger.get(name, 0) for name in ("sent", "delivered", "lost", "retransmitted")}
+        counts = {name: ledger.get(name, 0) for name in ("sent", "delivered", "lost", "retransmitted", "deferred")}
         return RankOutcome(inexact, zlib.crc32(self._values.view(np.uint8).data), counts)
 
     def close(self) -> None:
@@ -435,9 +436,10 @@ def _run_once(ranks: Ranks, plan: AllReducePlan, contender: AllReduceContender, 
     found.costs.setdefault(contender.name, []).append(costs)
     outcomes: list[RankOutcome] = ranks.call("outcome", contender)
     total = {name: sum(outcome.ledger[name] for outcome in outcomes) for name in outcomes[0].ledger}
-    lost = total["lost"] - found.ledgers.get(contender.name, total | {"lost": 0})["lost"]
+    before = found.ledgers.get(contender.name, dict.fromkeys(total, 0))
+    missing = sum(total[name] - before[name] for name in ("lost", "deferred"))
     found.ledgers[contender.name] = total
-    inexact = check(contender.name, outcomes, lost * plan.payload_bytes // _VALUE_BYTES)
+    inexact = check(contender.name, outcomes, missing * plan.payload_bytes // _VALUE_BYTES)
     found.inexact[contender.name] = found.inexact.get(contender.name, 0) + inexact
     return 1e3 * max(cost.seconds for cost in costs)
 
@@ -452,7 +454,7 @@ def check(name: str, outcomes: Sequence[RankOutcome], excused: int) -> int:
     outcomes
         What the ranks found.
     excused
-        How many values may differ: those in packets that the ledger counts as lost.
+        How many values may differ: those in packets that the ledger counts as lost or deferred.
 
     Raises
     ------
@@ -462,7 +464,7 @@ def check(name: str, outcomes: Sequence[RankOutcome], excused: int) -> int:
     inexact = max(outcome.inexact for outcome in outcomes)
     checksums = [outcome.checksum for outcome in outcomes]
     if inexact > excused:
-        raise WrongResultError(f"{name}: {inexact} values are not the exact result, and lost packets excuse {excused}")
+        raise WrongResultError(f"{name}: {inexact} values are inexact, and missing packets excuse {excused}")
     if len(set(checksums)) > 1:
         raise WrongResultError(f"{name}: the ranks have different results, their checksums are {checksums}")
     return inexact

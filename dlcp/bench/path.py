@@ -188,6 +188,8 @@ class RoutedPath(BenchHosts):
         Of every link.
     rate_bps
         Of every link from the router to a host, behind a queue of :data:`QUEUE_S`; None: as fast as the machine.
+    slowest_bps
+        Of the link to the last host; None: as the others.
     offloads
         Whether links segment and gather packets, as the interfaces of real hosts do. Without, each packet costs the
         machine's processors what it does not cost a host's; but then each loss is one packet's.
@@ -200,19 +202,22 @@ class RoutedPath(BenchHosts):
         mtu_bytes: int = 1500,
         rate_bps: int | None = None,
         *,
+        slowest_bps: int | None = None,
         offloads: bool = False,
     ) -> None:
         if not 0 <= loss < 1:
             raise ValueError(f"loss must lie in [0, 1), got {loss}")
         if loss and offloads:
             raise ValueError("with offloads, a burst would be lost whole: leave out either")
-        self.loss, self.rate_bps, self.offloads = loss, rate_bps, offloads
+        self.loss, self.rate_bps, self.slowest_bps, self.offloads = loss, rate_bps, slowest_bps, offloads
         super().__init__(ranks, mtu_bytes)
 
     @property
     def words(self) -> str:
         """What the path is, in words."""
         links = f"links of {self.rate_bps / 1e6:g} Mbit/s" if self.rate_bps else "fast links"
+        if self.slowest_bps:
+            links += f", one of {self.slowest_bps / 1e6:g},"
         offloads = "on" if self.offloads else "off"
         return f"router with {links} and {self.loss:.1%} random loss, MTU {self.mtu_bytes}, offloads {offloads}"
 
@@ -248,9 +253,11 @@ class RoutedPath(BenchHosts):
             self._router.tc("qdisc", "add", "dev", port, "clsact")
             # IPv4 only, so that neighbours find each other at once.
             self._router.tc("filter", "add", "dev", port, "ingress", "protocol", "ip", "bpf", "da", "bytecode", program)
-            if self.rate_bps:
+            is_last = rank == len(self.hosts) - 1
+            rate_bps = self.slowest_bps if is_last and self.slowest_bps else self.rate_bps
+            if rate_bps:
                 burst = str(LINK_BURST_BYTES)
-                shaper = ["tbf", "rate", f"{self.rate_bps}bit", "burst", burst, "latency", f"{QUEUE_S}s"]
+                shaper = ["tbf", "rate", f"{rate_bps}bit", "burst", burst, "latency", f"{QUEUE_S}s"]
                 self._router.tc("qdisc", "add", "dev", port, "root", *shaper)
 
 

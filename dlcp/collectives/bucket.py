@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from operator import attrgetter
@@ -134,6 +134,11 @@ class LayerBounds:
         part = ratios[start // values_per_packet : -(-stop // values_per_packet)]
         return LossBound(float(np.where(np.isnan(part), bound.ratio, part).mean()), bound.immediate)
 
+    def exact_packets(self, segments: Sequence[Segment], values_per_packet: int) -> NDArray[np.bool_]:
+        """Return which packets of a bucket belong to layers of which nothing may be lost, shape (packets,)."""
+        exact: NDArray[np.bool_] = _packet_ratios(self, tuple(segments), values_per_packet) == 0
+        return exact
+
     def protect(
         self,
         tags: PacketTags,
@@ -185,6 +190,9 @@ class ReduceOptions:
         Give ranks that receive slowly, because their port is congested, smaller shards.
     layers
         Which layers have a bound of their own.
+    deferral_bound
+        The largest share of a message's packets that may be put off to a later step for ranks behind a slow port, 0 to
+        1 (:mod:`dlcp.collectives.deferral`). Only with error feedback.
     """
 
     bound: LossBound = field(default_factory=lambda: LossBound(0.1))
@@ -192,6 +200,7 @@ class ReduceOptions:
     rescale: bool = True
     adaptive_shards: bool = True
     layers: LayerBounds = field(default_factory=LayerBounds)
+    deferral_bound: float = 0.0
 
     def bound_of(self, bucket: Bucket) -> LossBound:
         """Return what a bucket may lose where its layers have no bound of their own."""
@@ -201,7 +210,15 @@ class ReduceOptions:
         """Return what the values from ``start`` to before ``stop`` of a bucket may lose."""
         if bucket.exact:
             return RELIABLE
-        return self.layers.bound_of(bucket.segments, start, stop, values_per_packet, self.bound_of(bucket))
+        bound = self.layers.bound_of(bucket.segments, start, stop, values_per_packet, self.bound_of(bucket))
+        deferral = self.average_bound(bucket).deferral
+        return replace(bound, deferral=deferral) if deferral else bound
+
+    def average_bound(self, bucket: Bucket) -> LossBound:
+        """Return what averages of a bucket may lose, which is nothing, and what of them may be deferred."""
+        if not self.deferral_bound or bucket.exact or not self.error_feedback:
+            return RELIABLE
+        return LossBound(deferral=self.deferral_bound)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives.bucket import Bucket, BucketRun, RankContext, protect_all_but
+from dlcp.collectives.deferral import Deferral, due
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average, divide_by_samples, held_samples
@@ -35,7 +36,6 @@ from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.tags import ChunkOrder, PacketTags
 from dlcp.transport import (
-    RELIABLE,
     Arrival,
     BufferPool,
     Delivery,
@@ -70,6 +70,8 @@ class DirectAllReduce:
         self.context = context
         self.weights = dict(weights or dict.fromkeys(context.contributors, 1.0))
         self.adaptive = context.options.adaptive_shards and weights is None
+        self.deferral = Deferral(context.rank, context.contributors, context.options.deferral_bound)
+        self._slow: set[int] = set()
         self.rates_bps: dict[int, NDArray[np.generic]] = {}
         """What each rank reported with the latest bucket of the step."""
         self._reported_with: dict[int, int] = {}
@@ -82,7 +84,11 @@ class DirectAllReduce:
         All averages of the last step are in on every rank, so that all divide alike.
         """
         if self.adaptive and len(self.rates_bps) == len(self.weights):
-            self.weights = weights_for_rates(inbound_rates(self.rates_bps))
+            rates = inbound_rates(self.rates_bps, self._slow)
+            self._slow = {rank for rank, rate in rates.items() if rate < max(rates.values())}
+            self.weights = weights_for_rates(rates)
+            if self.deferral.ceiling:
+                self.deferral.begin_step(rates, self._slow, self.weights)
         self.rates_bps, self._reported_with = {}, {}
         endpoint = self.context.endpoint
         endpoint.call(lambda: endpoint.begin_step(step))
@@ -174,6 +180,9 @@ class DirectRun(BucketRun):
         """What follows the own averaged shard."""
         self.average_tags = self.tags
         """The tags of the own averaged shard."""
+        self.average_deferred: NDArray[np.bool_] | None = None
+        """Which packets of it no rank gets in this step."""
+        self.average_bound = self.context.options.average_bound(bucket)
         self.copy: NDArray[np.generic] | None = None
         """The own averaged shard apart from the bucket: from the beginning for local peers to read, else from when the
         caller has the bucket back although a peer has not confirmed it."""
@@ -247,6 +256,8 @@ class DirectRun(BucketRun):
         self.reducer.note_rates(self.rank, self.sequence, rates_bps)
         self.rates, self.unconfirmed = rates_bps.view(np.uint8), set(accumulator.peers)
         self.average_tags = self._tags(self.rank, len(self.rates))
+        if self.average_bound.deferral:
+            self._defer_average(rates_bps)
         for peer in accumulator.peers:
             if self.shards.get(peer) is not Shard.CONTRIBUTING:
                 self._send_average(peer)
@@ -272,6 +283,41 @@ class DirectRun(BucketRun):
             missing = ~np.logical_and.reduce(list(accumulator.delivered.values()))
             self._lose(self.rank, self._positions(missing, len(own)), error)
 
+    def _defer_average(self, rates_bps: NDArray[np.generic]) -> None:
+        """Put off what of the own averaged shard the slowest receiver has no time for: it is zero on all ranks."""
+        share = max(self.reducer.deferral.shares(rates_bps).values(), default=0.0)
+        deferred = self._choose_deferred(self.rank, share, self.average_tags)
+        if deferred is None:
+            return
+        start, stop = self.bounds[self.rank]
+        own, widen = self.values[start:stop], self.bucket.value_type.widen
+        positions = self._positions(deferred, len(own))
+        # The next contribution is divided by how many ranks there are.
+        self._lose(self.rank, positions, widen(own) * np.float32(len(self.context.contributors)))
+        own[positions] = 0
+        if self.copy is not None:
+            self.copy[positions] = 0
+        self.average_deferred = deferred
+        self.average_tags = self.average_tags._replace(protected=~deferred)
+
+    def _choose_deferred(self, owner: int, share: float, tags: PacketTags) -> NDArray[np.bool_] | None:
+        """Return which packets of a shard's message are put off to a later step; None if all are sent."""
+        if not share:
+            return None
+        (start, stop), per_packet, bucket = self.bounds[owner], self.values_per_packet, self.bucket
+        packets = self._packets(owner)
+        magnitudes = packet_magnitudes(self.values[start:stop], bucket.value_type, per_packet)
+        matters = self.context.tagger.small_layer_packets(bucket.segments, len(self.values), per_packet)[packets]
+        matters = matters | due(packets.start, len(magnitudes), self.step)
+        if self.context.options.layers:
+            matters |= self.context.options.layers.exact_packets(bucket.segments, per_packet)[packets]
+        more = len(tags.queue) - len(magnitudes)
+        if not more:
+            matters[-1] = True  # tells the size
+        limit = self.average_bound.deferrable(len(tags.queue))
+        deferred = self.reducer.deferral.choose(magnitudes, ~matters, share, limit)
+        return deferred if deferred is None else np.append(deferred, np.zeros(more, np.bool_))
+
     def _delivered(self, accumulator: ShardAccumulator) -> dict[int, NDArray[np.bool_]]:
         """Return which packets of each rank are in the own shard, this rank's among them."""
         return {**accumulator.delivered, self.rank: np.ones(-(-len(accumulator.own) // self.values_per_packet), bool)}
@@ -284,17 +330,25 @@ class DirectRun(BucketRun):
             if bound.ratio < context.options.bound.ratio:  # which is all that it knows of
                 protect_all_but(tags, np.arange(len(tags.queue)), bound.ratio, self.step)
             tags.protected[-1] = True  # tells it the size
+        deferred = None
+        if bound.deferral:
+            share = self.reducer.deferral.shares(self.reducer.rates()).get(owner, 0.0)
+            deferred = self._choose_deferred(owner, share, tags)
+        if deferred is not None:
+            tags = tags._replace(protected=tags.protected & ~deferred)
         others = [rank for rank in context.contributors if rank != owner]
         order = ChunkOrder(-others.index(self.rank) % len(others), len(others))
         key, label = self._key(REDUCE_SCATTER, owner), self.labels[owner]
-        sending = context.endpoint.send(SendRequest(owner, key, self._payload(owner), tags, bound, label, order=order))
+        sending = context.endpoint.send(
+            SendRequest(owner, key, self._payload(owner), tags, bound, label, order=order, deferred=deferred)
+        )
         sending.add_done_callback(self.guard(partial(self._on_contributed, owner, tags)))
 
     def _on_contributed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
         start, stop = self.bounds[owner]
         context, label = self.context, self.labels[owner]
         context.ledger.record(self._key(REDUCE_SCATTER, owner), owner, label, tags, self.loss_bounds[owner], delivery)
-        if delivery.lost:
+        if delivery.lost or delivery.deferred is not None:
             positions = self._positions(~delivery.delivered, stop - start)
             self._lose(owner, positions, self.bucket.value_type.widen(self.values[start:stop]))
         self.shards[owner] = Shard.AWAITED  # before the receive, which an early message completes at once
@@ -302,14 +356,18 @@ class DirectRun(BucketRun):
         tail = np.zeros(len(context.contributors) * RATE.itemsize, np.uint8)
         into = np.frombuffer(self._payload(owner), np.uint8)
         key, size = self._key(ALL_GATHER, self.rank), len(into) + len(tail)
-        arriving = context.endpoint.receive(ReceiveRequest(owner, key, size, RELIABLE, label, into=into, tail=tail))
+        bound = self.average_bound
+        arriving = context.endpoint.receive(ReceiveRequest(owner, key, size, bound, label, into=into, tail=tail))
         arriving.add_done_callback(self.guard(partial(self._on_average, owner, tail)))
         if self.shards.get(self.rank) is Shard.AVERAGED and owner in self.unconfirmed:
             self._send_average(owner)
 
     # All-gather -------------------------------------------------------------------------------------------------------
 
-    def _on_average(self, owner: int, tail: NDArray[np.uint8], _: Arrival) -> None:
+    def _on_average(self, owner: int, tail: NDArray[np.uint8], arrival: Arrival) -> None:
+        if arrival.deferred:
+            start, stop = self.bounds[owner]
+            self.values[start:stop][self._positions(~arrival.delivered, stop - start)] = 0
         self.shards[owner], self.latest = Shard.AVERAGED, owner
         self.reducer.note_rates(owner, self.sequence, tail.view(RATE))
         self._advance()
@@ -318,11 +376,15 @@ class DirectRun(BucketRun):
         """Send the own averaged shard to a peer that has confirmed its own contribution to come."""
         key, label, tags = self._key(ALL_GATHER, peer), self.labels[self.rank], self.average_tags
         payload = self._payload(self.rank) if self.copy is None else memoryview(self.copy.view(np.uint8).data)
-        sending = self.context.endpoint.send(SendRequest(peer, key, payload, tags, RELIABLE, label, self.rates))
+        bound, deferred = self.average_bound, self.average_deferred
+        request = SendRequest(peer, key, payload, tags, bound, label, self.rates, deferred=deferred)
+        sending = self.context.endpoint.send(request)
         sending.add_done_callback(self.guard(partial(self._on_average_sent, key, peer, tags)))
 
     def _on_average_sent(self, key: MessageKey, peer: int, tags: PacketTags, delivery: Delivery) -> None:
-        self.context.ledger.record(key, peer, self.labels[self.rank], tags, RELIABLE, delivery)
+        self.context.ledger.record(key, peer, self.labels[self.rank], tags, self.average_bound, delivery)
+        if self.average_bound.deferral:
+            self.reducer.deferral.note_average_sent(peer, delivery.seconds)
         self.unconfirmed.discard(peer)
         self._advance()
 

@@ -215,6 +215,8 @@ def make_reducer(
     compressor = make_compressor(compression, error_feedback=options.error_feedback, whole_below=small)
     # What a compressor leaves out belongs into the gradient's positions; what is lost of what it sends, does not.
     transit = replace(context, residual=Residual(), noted=compressor.rounds == 1)
+    if compressor.name not in ("fp16", "bf16"):  # values are coded in place: magnitudes say what matters
+        transit = replace(transit, options=replace(options, deferral_bound=0.0))
     plain = _plain(collective, transit, topology, costs)
     if not compressor.reduces:
         return Pipeline(plain, CompressedAllGather(context, compressor, REDUCTION_RULES[combine], work))

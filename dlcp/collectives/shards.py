@@ -5,7 +5,7 @@ Gradient reducers and the collectives of a process group stand on it alike.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple, cast
 
@@ -16,6 +16,8 @@ from dlcp.transport import Arrival, Endpoint, LossBound, MessageKey, ReceiveRequ
 
 LIKE: Final = 0.5
 """Chosen by us: rates vary by this much from step to step on ports without other traffic."""
+LIKE_AGAIN: Final = 0.75
+"""A rank that was slow counts as fast again above this share of the fastest one's rate. Chosen by us: rates vary."""
 PATIENCE_S: Final = 0.002
 """How long the last confirmations are awaited before what peers may still read is copied. Chosen by us."""
 COPY_BYTES_PER_S: Final = 1e9
@@ -50,26 +52,39 @@ def shard_bounds(values: int, values_per_packet: int, weights: Mapping[int, floa
     return dict(zip(weights, pairwise(cuts), strict=True))
 
 
-def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]]) -> dict[int, float]:
+def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Container[int] = ()) -> dict[int, float]:
     """Return how fast each rank can receive, from the rates at which the others reach it.
 
     Parameters
     ----------
     reported_bps
         For each rank what it reports: its rates to all ranks, in the order of ranks; 0 where it does not know.
+    slow
+        Ranks that were slow before.
 
     Returns
     -------
-    Rates in bit/s. Differences of less than ``LIKE`` are noise: those ranks count as equally fast.
+    Rates in bit/s, levelled: see :func:`level`.
     """
     ranks = sorted(reported_bps)
     table = np.array([reported_bps[rank] for rank in ranks], float)
     # The median, for one sender's own trouble says nothing about the receiver.
     rates = np.array([np.median(column[column > 0]) if (column > 0).any() else 0.0 for column in table.T])
     rates *= len(ranks) - 1
-    fastest = float(rates.max())
-    even = (rates == 0) | (rates > LIKE * fastest)
-    return dict(zip(ranks, np.where(even, fastest, rates).tolist(), strict=True))
+    return level(dict(zip(ranks, rates.tolist(), strict=True)), slow)
+
+
+def level(rates_bps: Mapping[int, float], slow: Container[int] = ()) -> dict[int, float]:
+    """Return rates without the differences that are noise: whoever is about as fast as the fastest counts as it.
+
+    So does a rank whose rate is not known. About as fast is more than ``LIKE`` of the fastest, for ranks that were
+    ``slow`` before more than ``LIKE_AGAIN``.
+    """
+    fastest = max(rates_bps.values(), default=0.0)
+    return {
+        rank: fastest if rate == 0 or rate > (LIKE_AGAIN if rank in slow else LIKE) * fastest else rate
+        for rank, rate in rates_bps.items()
+    }
 
 
 def weights_for_rates(rates_bps: Mapping[int, float]) -> dict[int, float]:
@@ -170,13 +185,14 @@ class ShardAccumulator:
         peer, size = self.peers[position], self.own.nbytes
         if self.reduction is not None:
             return ReceiveRequest(peer, key, size, bound, label, reduction=self.reduction, position=position)
-        buffer = self.endpoint.buffers.take(size)
-        if bound.ratio:
-            buffer.fill(0)  # a packet that is lost counts as zeros
-        return ReceiveRequest(peer, key, size, bound, label, into=buffer)
+        return ReceiveRequest(peer, key, size, bound, label, into=self.endpoint.buffers.take(size))
 
     def take(self, peer: int, arrival: Arrival) -> bool:
         """Take a contribution; return whether it was the last."""
+        if self.reduction is None:  # a packet that is missing counts as zeros
+            packet_bytes = self.endpoint.options.payload_bytes
+            for index in np.flatnonzero(~arrival.delivered).tolist():
+                arrival.payload[index * packet_bytes : (index + 1) * packet_bytes] = 0
         self.delivered[peer], self._received[peer] = arrival.delivered, arrival.payload
         return len(self.delivered) == len(self.peers)
 

@@ -68,7 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     paths.add_argument("--draws", type=int, default=3, metavar="N", help="how often ranks start anew (default: 3)")
     paths.add_argument("--rate-mbps", type=float, default=50.0, metavar="RATE", help="of each link (default: 50)")
     paths.add_argument("--megabytes", type=float, default=12.0, metavar="MB", help="of float32 (default: 12)")
-    for command in (allreduce, cpu, delay, loss, tags, step, switch, compression, paths):
+    slow_path = declare("slow-path", "all-reduce where one rank is behind a slow port", 7, _slow_path, root=True)
+    slow_path.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="(default: 2 4)")
+    slow_path.add_argument("--rate-mbps", type=float, default=100.0, metavar="RATE", help="of a port (default: 100)")
+    slow_path.add_argument("--slowness", type=float, default=3.0, metavar="TIMES", help="of one port (default: 3)")
+    slow_path.add_argument("--megabytes", type=float, default=8.0, metavar="MB", help="of float32 (default: 8)")
+    slow_path.add_argument("--deferral-bound", type=float, default=0.5, metavar="SHARE", help="(default: 0.5)")
+    for command in (allreduce, cpu, delay, loss, tags, step, switch, compression, paths, slow_path):
         command.add_argument("--warm-up", type=int, default=2, metavar="N", help="rounds before them (default: 2)")
     for command in (allreduce, loss, step):
         command.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="MTU of the path (default: 1500)")
@@ -129,6 +135,19 @@ def _loss(arguments: argparse.Namespace) -> list[BenchResult]:
         name = f"allreduce.loss{percent:g}{_mtu_suffix(arguments.mtu)}"
         results += _measure_allreduce(path, name, arguments, by_control=True)
     return results
+
+
+def _slow_path(arguments: argparse.Namespace) -> list[BenchResult]:
+    from dlcp.bench.slow_path import measure
+
+    settings = {
+        "rate_bps": round(arguments.rate_mbps * 1e6),
+        "slowness": arguments.slowness,
+        "megabytes": arguments.megabytes,
+        "deferral_bound": arguments.deferral_bound,
+        **_rounds(arguments),
+    }
+    return [entry for ranks in arguments.ranks for entry in measure(ranks=ranks, **settings)]
 
 
 def _measure_allreduce(

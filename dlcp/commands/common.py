@@ -79,6 +79,13 @@ def add_training(parser: _Parser, out: Path) -> None:
     add_steps(parser, 24)
     add_loss_bound(parser)
     parser.add_argument(
+        "--deferral-bound",
+        type=float,
+        default=0.5,
+        metavar="SHARE",
+        help="share of a message that may be put off to a later step (default: %(default)s)",
+    )
+    parser.add_argument(
         "--only",
         nargs="+",
         metavar="RUN",

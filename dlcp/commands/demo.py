@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         rate_bps=round(arguments.rate_mbps * 1e6),
         depth_packets=arguments.depth,
         loss_bound=arguments.loss_bound,
+        deferral_bound=arguments.deferral_bound,
         collective="server" if arguments.collective == "ps" else "direct",
     )
     possible = [variant for variant in variants(setup) if namespaces or variant.mode != "gloo"]

@@ -95,7 +95,11 @@ def execute(make_network: MakeNetwork, setup: DemoSetup, variant: Variant, *, pr
         "gradient_bytes": 4 * first["parameters"],
         "replicas_identical": len({report["digest"] for report in reports}) == 1,
         "final_accuracy": first["curve"][-1]["accuracy"],
-        "ledger": add_up(ledgers) | {"bound": float(variant.environment["DLCP_LOSS_BOUND"])}
+        "ledger": add_up(ledgers)
+        | {
+            "bound": float(variant.environment["DLCP_LOSS_BOUND"]),
+            "deferral_bound": float(variant.environment.get("DLCP_DEFERRAL_BOUND", 0)),
+        }
         if variant.mode == "dlcp"
         else None,
         "server_ledger": served["ledger"],

@@ -111,4 +111,9 @@ def _print_summary(console: Console, summary: dict[str, Any]) -> None:
     kept = f"exceeded {loss['violations']} times" if loss["violations"] else "never exceeded"
     console.print(f"  dlcp was {', '.join(ratios) or 'the only run'}, to {accuracy:.1%}")
     console.print(f"  a message lost at most {loss['max_message_ratio']:.1%}; the bound is {loss['bound']:.0%}, {kept}")
+    deferral = summary["dlcp"]["deferral"]
+    console.print(
+        f"  {deferral['share']:.1%} of the packets were put off to a later step, of a message at most "
+        f"{deferral['max_message_ratio']:.1%}; the bound is {deferral['bound']:.0%}"
+    )
     console.print(f"  replicas are {'identical, bit by bit' if summary['replicas_identical'] else 'NOT identical'}")

@@ -24,6 +24,7 @@ class DemoSetup:
     rate_bps: int = 32_000_000
     depth_packets: int = 32
     loss_bound: float = 0.1
+    deferral_bound: float = 0.5
     collective: str = "direct"
     hops: int = 1
 
@@ -33,7 +34,8 @@ class DemoSetup:
         collective = "ps" if self.server is not None else self.collective
         return (
             f"dlcp demo --seed {self.seed} --collective {collective} --steps {self.steps} "
-            f"--rate-mbps {self.rate_bps / 1e6:g} --depth {self.depth_packets} --loss-bound {self.loss_bound:g}"
+            f"--rate-mbps {self.rate_bps / 1e6:g} --depth {self.depth_packets} --loss-bound {self.loss_bound:g} "
+            f"--deferral-bound {self.deferral_bound:g}"
         )
 
     @property
@@ -99,7 +101,7 @@ class Variant:
 
 def variants(setup: DemoSetup) -> list[Variant]:
     """Return the ways that the demo compares."""
-    bound = {"DLCP_LOSS_BOUND": str(setup.loss_bound)}
+    bound = {"DLCP_LOSS_BOUND": str(setup.loss_bound), "DLCP_DEFERRAL_BOUND": str(setup.deferral_bound)}
     plain = {"DLCP_LOSS_BOUND": "0", "DLCP_TAGGED": "0", "DLCP_ADAPTIVE_SHARDS": "0", "DLCP_CONGESTION": "cubic"}
     return [
         Variant("gloo", "Gloo over the kernel's TCP (CUBIC)", "gloo"),

@@ -71,7 +71,8 @@ class TestbedSetup(DemoSetup):
         collective = "ps" if self.server is not None else self.collective
         return (
             f"dlcp testbed run --switch {self.switch} --fabric {self.shape} --collective {collective} "
-            f"--seed {self.seed} --steps {self.steps} --loss-bound {self.loss_bound:g}"
+            f"--seed {self.seed} --steps {self.steps} --loss-bound {self.loss_bound:g} "
+            f"--deferral-bound {self.deferral_bound:g}"
         )
 
     def bursts(self) -> list[BackgroundBurst]:

@@ -38,8 +38,9 @@ enum packet_type { DATA = 1, ACK, PROBE, BITMAP, STOP, STOP_ACK, HELLO, HELLO_AC
 enum { PROTECTED = 0x80, RETRANSMISSION = 0x40 };
 enum { SOCKET_FULL = -1, RING_FULL = -2 };
 enum { NO_MEMORY = -1 };
-/* Payload of a PROBE whose sender has more to send: do not go without it yet. */
-enum { PROBE_MORE = 1 };
+/* Payload of a PROBE: whether its sender has more to send (1: do not go without it yet), and in the next four bytes how
+ * many packets it defers, that is, will not send. Zeros at its end are left out. */
+enum { QUESTION_BYTES = 5 };
 /* In the block of an acknowledgement's entry: the message is complete, all of it is here, nobody need ask. */
 #define ACK_WHOLE 0x80000000u
 
@@ -74,7 +75,7 @@ typedef struct {
 
 typedef enum {
     EVENT_SENT,       /* the receiver has confirmed a message: packets, sent, resent, bits */
-    EVENT_ARRIVED,    /* a message is complete: packets, last_bytes, bits, data (layers) */
+    EVENT_ARRIVED,    /* a message is complete: packets, deferred, last_bytes, bits, data (layers) */
     EVENT_UNEXPECTED, /* the first packet of a message whose receive is not posted: packets */
     EVENT_MISMATCH,   /* a posted receive has another size than its message: packets, as the sender has them */
     EVENT_CONTROL,    /* a greeting, the answer to one, or an abort: data is the packet */
@@ -85,7 +86,7 @@ typedef enum {
 
 typedef struct {
     int64_t kind, peer, step, message, packets;
-    int64_t sent, resent, last_bytes;
+    int64_t sent, resent, deferred, last_bytes;
     int64_t delivered, marked, lost, limited, waiting; /* `waiting`: packets wait to be sent */
     int64_t tos, bytes, path;
     double now_s, rtt_s, smoothed_rtt_s;
@@ -98,6 +99,7 @@ typedef struct {
     const uint8_t *payload, *tail; /* those of `tail` follow those of `payload` */
     int64_t bytes, tail_bytes;
     const uint8_t *queue, *drop_class, *layer, *is_protected; /* tags, one of each a packet */
+    const uint8_t *deferred;                                  /* by packet, which are not sent; NULL: all are */
     int64_t allowed, budget, bounded; /* packets that may be lost, in all and at one switch; whether any bound is set */
     int64_t immediate;                /* the receiver stops at the bound, come what may */
     int64_t seed, chunk, chunks;      /* see dlcp_send_order */
@@ -106,6 +108,7 @@ typedef struct {
 typedef struct {
     int64_t peer, step, message, packets;
     int64_t required, immediate; /* packets that meet the bound */
+    int64_t deferrable;          /* packets that the sender may defer */
     int64_t last_bytes;          /* of the last packet; 0: not known */
     uint8_t *buffer, *tail; /* what is beyond `bytes` goes to `tail`; no buffer where every packet is added at once */
     int64_t bytes, tail_bytes;
@@ -143,6 +146,8 @@ struct incoming {
     int64_t packets, arrived, arrived_protected;
     int64_t protected_packets; /* -1: the sender has not said */
     int64_t required;          /* packets that meet the bound; -1: no receive is posted */
+    int64_t deferred;          /* packets that will not be sent, as far as the sender has said */
+    int64_t deferrable;        /* packets that may be deferred */
     int64_t immediate, asked, last_bytes;
     int active;     /* it takes packets: the table has it */
     int complete;   /* its bound is met */
@@ -180,15 +185,16 @@ typedef enum { UNSENT, FLYING, DELIVERED, ABANDONED, RETRANSMIT } packet_state;
 struct outgoing {
     int64_t peer, step, message;
     int64_t packets, flying, sent, resent, delivered;
+    int64_t to_send; /* all but the deferred ones */
     int64_t unsent;  /* packets that wait to be sent, for the first time or again */
     double active_s; /* when a packet was last sent or found delivered */
     const uint8_t *payload, *tail;
     int64_t bytes, tail_bytes;
     uint8_t head[HEADER_BYTES]; /* what all headers have in common */
     uint8_t (*tags)[4];         /* per packet: bytes 1 to 3 of its header, and its type of service */
-    uint32_t *order;
-    int64_t next;   /* in `order` */
-    uint8_t *state; /* packet_state */
+    uint32_t *order;            /* of those to send */
+    int64_t next;               /* in `order` */
+    uint8_t *state;             /* packet_state */
     double *sent_s;
     uint8_t *path;        /* where it was sent last */
     uint64_t *acked;      /* bits, as in `event` */

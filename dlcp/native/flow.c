@@ -122,7 +122,7 @@ void flow_feed_back(engine *owner, flow *self, int64_t delivered, int64_t marked
     schedule_report(owner, self);
     for (int64_t k = 0; k < self->message_count; k++) {
         outgoing *message = self->messages[k];
-        int idle = !message->unsent && !message->flying && message->delivered < message->packets;
+        int idle = !message->unsent && !message->flying && message->delivered < message->to_send;
         if (!idle || message->idle_noticed)
             continue;
         message->idle_noticed = 1;

@@ -406,9 +406,10 @@ void incoming_drop_all(engine *owner) {
 static int meets_bound(const incoming *self) {
     if (self->required < 0)
         return 0;
-    if (incoming_is_whole(self))
+    int64_t settled = self->arrived + self->deferred;
+    if (settled >= self->packets)
         return 1;
-    return (self->asked || self->immediate) && self->protected_packets >= 0 && self->arrived >= self->required &&
+    return (self->asked || self->immediate) && self->protected_packets >= 0 && settled >= self->required &&
            self->arrived_protected >= self->protected_packets;
 }
 
@@ -431,6 +432,7 @@ static int complete(engine *owner, incoming *self, double now_s) {
         news->step = self->name.step;
         news->message = self->name.message;
         news->packets = self->packets;
+        news->deferred = self->deferred;
         news->last_bytes = self->last_bytes;
         news->bits = whole ? NULL : self->bits;
         news->data = self->layer;
@@ -490,6 +492,11 @@ API int64_t dlcp_receive(engine *owner, const receive_request *request, double n
     if (early_bytes)
         early_give(owner, early, early_bytes);
     self->required = request->required;
+    self->deferrable = request->deferrable;
+    if (self->deferred > self->deferrable) {
+        owner->refused_malformed++;
+        self->deferred = 0;
+    }
     self->immediate = request->immediate;
     if (request->last_bytes)
         self->last_bytes = request->last_bytes;
@@ -640,13 +647,22 @@ void incoming_take_probe(engine *owner, flow *from, const uint8_t *datagram, int
         owner->refused_malformed++;
         return;
     }
-    int more = bytes == HEADER_BYTES + 1 && datagram[HEADER_BYTES] == PROBE_MORE;
-    if (!more) {
+    uint8_t question[QUESTION_BYTES] = {0};
+    if (bytes > HEADER_BYTES)
+        memcpy(question, datagram + HEADER_BYTES, (size_t)smaller(bytes - HEADER_BYTES, QUESTION_BYTES));
+    int64_t deferred = get32(question + 1);
+    if (deferred > (self->required < 0 ? self->packets - 1 : self->deferrable)) {
+        owner->refused_malformed++;
+        return;
+    }
+    if (deferred)
+        self->deferred = deferred;
+    if (!question[0]) {
         self->asked = 1;
         self->protected_packets = header_index(datagram);
-        if (complete(owner, self, now_s))
-            return;
     }
+    if (complete(owner, self, now_s))
+        return;
     send_bitmap(owner, from, self);
 }
 

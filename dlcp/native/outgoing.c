@@ -57,6 +57,15 @@ void outgoing_free(flow *to, outgoing *self) {
     release(self);
 }
 
+/* Take what is deferred out of the order. */
+static void defer(outgoing *self, const uint8_t *deferred) {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < self->packets; i++)
+        if (!deferred[self->order[i]])
+            self->order[kept++] = self->order[i];
+    self->to_send = self->unsent = kept;
+}
+
 /* Give packets their tags and their order; return 0, or NO_MEMORY. */
 static int tag_packets(const engine *owner, const flow *to, outgoing *self, const send_request *request) {
     size_t packets = (size_t)request->packets;
@@ -74,6 +83,8 @@ static int tag_packets(const engine *owner, const flow *to, outgoing *self, cons
                          PROTECTED, to->service, self->tags, droppable);
         dlcp_send_order(queue, droppable, (uint32_t)packets, (uint32_t)request->seed, (uint32_t)request->chunk,
                         (uint32_t)request->chunks, self->order);
+        if (request->deferred)
+            defer(self, request->deferred);
     }
     int made = droppable && queue ? 0 : NO_MEMORY;
     free(droppable);
@@ -91,9 +102,10 @@ static void ask(engine *owner, flow *to, outgoing *self, double now_s) {
     self->probes_unanswered++;
     owner->probe++;
     known name = {to->peer, self->step, self->message, NULL};
-    const uint8_t more = PROBE_MORE;
-    engine_send_control(owner, to, PROBE, &name, self->protected_packets, self->packets, &more,
-                        self->unsent && !self->immediate);
+    uint8_t question[QUESTION_BYTES] = {self->unsent && !self->immediate};
+    put32(question + 1, (uint32_t)(self->packets - self->to_send));
+    int64_t bytes = self->to_send < self->packets ? QUESTION_BYTES : question[0];
+    engine_send_control(owner, to, PROBE, &name, self->protected_packets, self->packets, question, bytes);
 }
 
 /* Send a message. Its bytes are the caller's, who keeps them until EVENT_SENT. Return 0, or NO_MEMORY. */
@@ -114,7 +126,7 @@ API int64_t dlcp_send(engine *owner, const send_request *request, double now_s) 
     self->peer = request->peer;
     self->step = request->step;
     self->message = request->message;
-    self->packets = self->unsent = request->packets;
+    self->packets = self->to_send = self->unsent = request->packets;
     self->active_s = now_s;
     self->payload = request->payload;
     self->bytes = request->bytes;
@@ -144,15 +156,15 @@ API int64_t dlcp_send(engine *owner, const send_request *request, double now_s) 
     }
     to->messages[to->message_count++] = self;
     to->look_s = sooner(to->look_s, now_s + owner->config.probe_timeout_min_s);
-    if (self->immediate)
-        ask(owner, to, self, now_s); /* tells the receiver how many packets are protected */
+    if (self->immediate || self->to_send < self->packets)
+        ask(owner, to, self, now_s); /* tells the receiver how many packets are protected, and how many deferred */
     return 0;
 }
 
 /* Go on sending a message from a copy of its payload; return whether anything of it may still be sent. */
 API int64_t dlcp_detach(engine *owner, int64_t peer, int64_t step, int64_t message, const uint8_t *payload) {
     outgoing *self = outgoing_find(&owner->flows[peer], step, message);
-    if (!self || self->delivered == self->packets)
+    if (!self || self->delivered == self->to_send)
         return 0;
     if (payload)
         self->payload = payload;
@@ -209,7 +221,7 @@ int64_t outgoing_gather(const engine *owner, outgoing *self, int64_t limit, uint
     uint8_t tos = self->tags[first][3];
     int queue = self->tags[first][1] >> 5;
     int64_t again = self->retransmit_count, count = 0;
-    int64_t available = again ? again : self->packets - self->next;
+    int64_t available = again ? again : self->to_send - self->next;
     for (int64_t k = 0; k < available && count < limit; k++) {
         uint32_t index =
             again ? self->retransmit[(self->retransmit_first + k) % self->packets] : self->order[self->next + k];
@@ -338,7 +350,7 @@ static double ask_due_s(const engine *owner, outgoing *self, double timeout_s) {
     int idle = !self->unsent && !self->flying;
     if (!idle && !self->flying)
         return INFINITY;
-    if (idle && self->delivered < self->packets && !self->probes_without_news)
+    if (idle && self->delivered < self->to_send && !self->probes_without_news)
         return 0; /* what is missing may stay lost, if the receiver agrees */
     /* Questions and answers get lost like anything else: only answers without news say that asking is no use. */
     int64_t without_news = self->probes_without_news - self->probes_unanswered +
@@ -431,7 +443,7 @@ void outgoing_take_bitmap(engine *owner, flow *to, const uint8_t *datagram, int6
     }
     int whole = is_stop && !size;
     int64_t count = whole ? self->packets : smaller(span, self->packets - first);
-    int fits = whole ? !first : first % span == 0 && size == (count + 7) / 8;
+    int fits = whole ? !first && self->to_send == self->packets : first % span == 0 && size == (count + 7) / 8;
     if (header_count(datagram) != self->packets || count < 1 || !fits) {
         owner->refused_malformed++;
         return;

@@ -231,7 +231,7 @@ def _loss_by_class(runs: Runs) -> Plot:
     _name_bars(figure, lossy)
     highest = 0.01
     for index, (name, run) in enumerate(lossy.items()):
-        for drop_class, (packets, lost) in enumerate(run["ledger"]["by_class"]):
+        for drop_class, (packets, lost, _) in enumerate(run["ledger"]["by_class"]):
             rate = lost / packets if packets else 0.0
             bars = axes.bar(drop_class + (index - 0.5) * 0.38, rate, 0.36, color=_colour(name))
             tip(bars[0], f"{SHORT_NAMES[name]}, class {drop_class}: {lost:,} of {packets:,} packets lost")
@@ -254,7 +254,7 @@ def _loss_by_layer(runs: Runs) -> Plot:
     highest = 0.01
     for row, position in enumerate(positions):
         for index, (name, table) in enumerate(tables.items()):
-            packets, lost = table.get(str(position), [0, 0])
+            packets, lost, _ = table.get(str(position), [0, 0, 0])
             rate = lost / max(1, packets)
             text = f"{SHORT_NAMES[name]}, {layers[row]}: {lost:,} of {packets:,} packets lost"
             height = row + (index - 0.5) * 0.4

@@ -156,7 +156,7 @@ def ordinary_tail_drops(run: Run) -> int:
 def class_sentence(runs: Mapping[str, Run]) -> str:
     """Return a sentence on which drop classes lost how much."""
     ledger = runs["dlcp"]["ledger"]
-    rates = [lost / packets if packets else 0.0 for packets, lost in ledger["by_class"]]
+    rates = [lost / packets if packets else 0.0 for packets, lost, _ in ledger["by_class"]]
     if not ledger["lost"]:
         return "Nothing was lost."
     return (
@@ -170,7 +170,7 @@ def layer_sentence(runs: Mapping[str, Run]) -> str:
     ledger, names = runs["dlcp"]["ledger"], runs["dlcp"]["layer_names"]
     rates = {
         names.get(position, f"layer {position}"): lost / packets
-        for position, (packets, lost) in ledger["by_layer"].items()
+        for position, (packets, lost, _) in ledger["by_layer"].items()
         if lost
     }
     if not rates:

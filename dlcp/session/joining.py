@@ -43,6 +43,7 @@ TERMS: Final = (
     "collective",
     "server",
     "loss_bound",
+    "deferral_bound",
     "immediate",
     "error_feedback",
     "rescale",

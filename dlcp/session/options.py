@@ -25,6 +25,10 @@ class Options:
     loss_bound
         The largest share of a message's packets that may be lost, 0 to 1. It is a ceiling, used under congestion only.
         0.1 leaves convergence unharmed (DLCP, arXiv 2008.08445); with error feedback nothing is lost for good.
+    deferral_bound
+        The largest share of a message's packets that may be put off to a later step, 0 to 1: the least valuable ones,
+        and only for ranks behind a port far slower than the others' (:mod:`dlcp.collectives.deferral`). With
+        ``error_feedback`` and ``adaptive_shards`` only. 0: none.
     immediate
         Stop at the bound even without congestion, as the paper does.
     error_feedback, rescale
@@ -96,6 +100,7 @@ class Options:
     """
 
     loss_bound: float = 0.1
+    deferral_bound: float = 0.0
     immediate: bool = False
     error_feedback: bool = True
     rescale: bool = True
@@ -163,8 +168,8 @@ class Options:
         return configuration.build(cls, environment)
 
     def bound(self) -> LossBound:
-        """Return the bound on what gradients may lose."""
-        return LossBound(self.loss_bound, self.immediate)
+        """Return the bound on what gradients may lose and what of them may be deferred."""
+        return LossBound(self.loss_bound, self.immediate, self.deferral_bound)
 
     def reduction(self) -> ReduceOptions:
         """Return what an all-reduce may lose and how it makes up for it."""
@@ -174,6 +179,7 @@ class Options:
             self.rescale,
             self.adaptive_shards,
             LayerBounds.parse(self.layer_bounds),
+            self.deferral_bound,
         )
 
     def classes(self) -> TagPolicy:

@@ -52,12 +52,14 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
     if ranks == 1:
         return [f"{head} (torchrun's --nproc-per-node says how many)"]
     exceeded = f"{model['bound_exceeded']} TIMES" if model["bound_exceeded"] else "never"
+    put_off = f"of one message at most {model['most_deferred']:.1%}, allowed {model['deferral_bound']:.1%}"
     lost = "0" if not model["lost"] else f"{model['lost']:,} ({model['lost'] / model['sent']:.3%})"
     return [
         head,
         f"  packets sent       {model['sent']:,}, through {model['through']}",
         f"  delivered          {model['delivered']:,}",
         f"  lost for this step {lost}; of one message at most {model['worst']:.1%}, allowed {model['loss_bound']:.1%}",
+        f"  put off            {model['deferred']:,} to a later step; {put_off}",
         f"  retransmitted      {model['retransmitted']:,}",
         f"  bound exceeded     {exceeded}",
         f"  fallback           {model['fallback'] or 'none, all steps went over DLCP'}",
@@ -76,10 +78,11 @@ def _merge(parts: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
     """Add up what the ranks say of one model."""
     ledger = add_up([part["ledger"] for part in parts if part["ledger"]])
     return {
-        **{name: parts[0][name] for name in ("model", "parameters", "note", "on", "loss_bound")},
+        **{name: parts[0][name] for name in ("model", "parameters", "note", "on", "loss_bound", "deferral_bound")},
         "steps": min(part["steps"] for part in parts),
-        **{name: ledger[name] for name in ("sent", "delivered", "lost", "retransmitted")},
+        **{name: ledger[name] for name in ("sent", "delivered", "lost", "retransmitted", "deferred")},
         "worst": ledger["max_message_ratio"],
+        "most_deferred": ledger["max_deferred_ratio"],
         "bound_exceeded": ledger["violations"],
         "through": _way(parts, ranks),
         "fallback": next((part["fallback"] for part in parts if part["fallback"]), None),

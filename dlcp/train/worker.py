@@ -61,6 +61,7 @@ class Model:
             "on": state is not None,
             "steps": state.step if state else 0,
             "loss_bound": state.options.loss_bound if state else None,
+            "deferral_bound": state.options.deferral_bound if state else None,
             "fallback": (state.reason or None) if state else None,
             "local_peers": state.local_peers if state else 0,
             "ledger": state.ledger.summary() if state else None,

@@ -50,7 +50,6 @@ from dlcp.transport.errors import (
 )
 from dlcp.transport.messages import (
     EMPTY,
-    RELIABLE,
     Address,
     Arrival,
     Bytes,
@@ -189,6 +188,8 @@ class Protocol:
         size, packets = len(request.payload) + len(request.tail), len(request.tags.queue)
         if packets != self._packets(size) or not 0 < packets <= MESSAGE_PACKETS_MAX:
             raise ValueError(f"{size} bytes need other than {packets} packets of {self.options.payload_bytes}")
+        if request.deferred is not None:
+            request.check_deferred(request.deferred)
         now_s, bound = self._clock(), self._bound(request.peer, request.bound)
         sending = Sending(request, bound, now_s, now_s + self.options.deadline_s)
         if self._failure:
@@ -288,8 +289,8 @@ class Protocol:
         return -(-size // self.options.payload_bytes)
 
     def _bound(self, peer: int, bound: LossBound) -> LossBound:
-        """Return what a message may lose, where it may lose ``bound`` in the network."""
-        return RELIABLE if peer in self.local_peers else bound
+        """Return what a message may lose, where it may lose ``bound`` in the network; what is deferred is not lost."""
+        return LossBound(deferral=bound.deferral) if peer in self.local_peers else bound
 
     # Calls, and the end -----------------------------------------------------------------------------------------------
 
@@ -417,7 +418,7 @@ class Protocol:
         sending = self._peers[event.peer].sending.pop(event.key, None)
         if sending is not None:
             seconds = event.now_s - sending.started_s
-            delivery = Delivery(event.delivered, event.sent, event.resent, seconds)
+            delivery = Delivery(event.delivered, event.sent, event.resent, seconds, sending.request.deferred)
             if self.timeline is not None:
                 self._note_sent(self.timeline, event, sending, delivery)
             sending.done.set_result(delivery)
@@ -445,7 +446,7 @@ class Protocol:
             counts, label = (packets, packets - int(np.count_nonzero(event.delivered))), receiving.request.label
             self.timeline.note_message("arrived", event.key.step, event.key.message, event.peer, span_s, *counts, label)
         seconds = event.now_s - receiving.started_s
-        receiving.done.set_result(Arrival(payload, event.delivered, event.layer, seconds))
+        receiving.done.set_result(Arrival(payload, event.delivered, event.layer, seconds, event.deferred))
 
     def _on_mismatch(self, event: Mismatch) -> None:
         receiving = self._peers[event.peer].receiving.pop(event.key, None)

@@ -14,6 +14,9 @@ with the last of them that the message is complete. When the sender has nothing 
 receiver answers with what is missing (BITMAP), or that it needs no more (STOP). A STOP that leaves packets out is sent
 without being asked for, and repeated until STOP_ACK. Control packets carry their own state and may be lost, repeated or
 late.
+
+What a sender defers it does not send at all. It says how many packets that are in a PROBE before the first packet, so
+that the receiver waits for none of them.
 """
 
 from abc import ABC, abstractmethod
@@ -120,6 +123,7 @@ class Arrived(NamedTuple):
     delivered: NDArray[np.bool_]
     layer: Bytes
     last_bytes: int
+    deferred: int
     now_s: float
 
 

@@ -39,18 +39,28 @@ class LossBound:
     immediate
         Stop at the bound even while the rest is on its way, as the DLCP paper does (arXiv 2008.08445). That throws away
         up to ``ratio`` of every message.
+    deferral
+        The largest share of packets that the sender may defer, that is, keep for a later step, 0 to 1. Whoever sends
+        decides which; they are not lost.
     """
 
     ratio: float = 0.0
     immediate: bool = False
+    deferral: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio < 1:
             raise ValueError(f"a loss bound must lie in [0, 1), got {self.ratio}")
+        if not 0 <= self.deferral < 1:
+            raise ValueError(f"a deferral bound must lie in [0, 1), got {self.deferral}")
 
     def allowed(self, packets: int) -> int:
         """Return how many of ``packets`` may be lost."""
         return math.floor(self.ratio * packets + 1e-9)
+
+    def deferrable(self, packets: int) -> int:
+        """Return how many of ``packets`` may be deferred."""
+        return math.floor(self.deferral * packets + 1e-9)
 
     def required(self, packets: int) -> int:
         """Return how many of ``packets`` must be delivered: ceil((1 - ratio) packets)."""
@@ -78,6 +88,9 @@ class SendRequest:
         What error messages call it, such as the layers that it holds.
     order
         Which part of it leaves first.
+    deferred
+        Which of its packets are kept for a later step and not sent, shape (packets,); None: all are sent. Neither
+        protected packets nor the last one, which tells the size, can be deferred.
     """
 
     peer: int
@@ -88,6 +101,24 @@ class SendRequest:
     label: str
     tail: Bytes = field(default_factory=lambda: EMPTY)
     order: ChunkOrder = AS_SEEDED
+    deferred: NDArray[np.bool_] | None = None
+
+    def check_deferred(self, deferred: NDArray[np.bool_]) -> None:
+        """Check what is to be deferred.
+
+        Raises
+        ------
+        ValueError
+            It has another shape than the message, is more than the bound admits, or must be sent.
+        """
+        packets = len(self.tags.queue)
+        if deferred.shape != (packets,) or deferred.dtype != np.bool_ or not deferred.flags.c_contiguous:
+            raise ValueError(f"{self.label}: `deferred` must be {packets} bools, is {deferred.dtype} {deferred.shape}")
+        count, ceiling = int(np.count_nonzero(deferred)), self.bound.deferrable(packets)
+        if count > ceiling:
+            raise ValueError(f"{self.label}: {count} of {packets} packets are deferred, the bound admits {ceiling}")
+        if deferred[-1] or (deferred & self.tags.protected).any():
+            raise ValueError(f"{self.label}: protected packets and the last one cannot be deferred")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,23 +181,35 @@ class ReceiveRequest:
 class Delivery:
     """What became of a message that was sent, as its receiver confirmed it.
 
-    ``delivered`` has shape (packets,); ``sent`` counts every transmission, ``resent`` those after a packet's first.
+    ``delivered`` has shape (packets,), as ``deferred``, which tells the packets that were kept for a later step (None:
+    none); ``sent`` counts every transmission, ``resent`` those after a packet's first.
     """
 
     delivered: NDArray[np.bool_]
     sent: int
     resent: int
     seconds: float
+    deferred: NDArray[np.bool_] | None = None
+
+    @property
+    def arrived(self) -> int:
+        """Packets that arrived."""
+        return int(np.count_nonzero(self.delivered))
+
+    @property
+    def put_off(self) -> int:
+        """Packets that were deferred."""
+        return 0 if self.deferred is None else int(np.count_nonzero(self.deferred))
 
     @property
     def lost(self) -> int:
-        """Packets that never arrived."""
-        return len(self.delivered) - int(np.count_nonzero(self.delivered))
+        """Packets that were sent and never arrived."""
+        return len(self.delivered) - self.arrived - self.put_off
 
     @property
     def recovered(self) -> int:
         """Packets that were lost and arrived when sent again; at most ``resent``."""
-        return min(self.resent, len(self.delivered) - self.lost) if self.resent else 0
+        return min(self.resent, self.arrived) if self.resent else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +219,15 @@ class Arrival:
     ``payload`` is where its bytes are, without the tail. Missing packets read as zeros where the transport allocated
     the memory; elsewhere the memory keeps what it held. For a message that was added to a reduction, ``payload`` is the
     buffer that its packets waited in, possibly empty, and its content means nothing. ``delivered`` and ``layer``, the
-    layer position in each packet's header, have shape (packets,).
+    layer position in each packet's header, have shape (packets,). Of those that are missing the sender deferred
+    ``deferred``.
     """
 
     payload: Bytes
     delivered: NDArray[np.bool_]
     layer: Bytes
     seconds: float
+    deferred: int = 0
 
     @property
     def whole(self) -> bool:

@@ -77,7 +77,8 @@ _Event = _record(
     "Event",
     a=(
         c_int64,
-        "kind peer step message packets sent resent last_bytes delivered marked lost limited waiting tos bytes path",
+        "kind peer step message packets sent resent deferred last_bytes "
+        "delivered marked lost limited waiting tos bytes path",
     ),
     b=(c_double, "now_s rtt_s smoothed_rtt_s"),
     c=(c_void_p, "bits data"),
@@ -100,12 +101,12 @@ _SendRequest = _record(
     a=(c_int64, "peer step message packets"),
     b=(c_void_p, "payload tail"),
     c=(c_int64, "bytes tail_bytes"),
-    d=(c_void_p, "queue drop_class layer is_protected"),
+    d=(c_void_p, "queue drop_class layer is_protected deferred"),
     e=(c_int64, "allowed budget bounded immediate seed chunk chunks"),
 )
 _ReceiveRequest = _record(
     "ReceiveRequest",
-    a=(c_int64, "peer step message packets required immediate last_bytes"),
+    a=(c_int64, "peer step message packets required immediate deferrable last_bytes"),
     b=(c_void_p, "buffer tail"),
     c=(c_int64, "bytes tail_bytes"),
     d=(c_void_p, "reduction"),
@@ -375,7 +376,7 @@ class NativeEngine:
     def _arrived(self, peer: int, event: Any) -> Event:
         key = MessageKey(event.step, event.message)
         layer = np.frombuffer(ctypes.string_at(event.data, event.packets), np.uint8)
-        return Arrived(peer, key, self._delivered(event), layer, event.last_bytes, event.now_s)
+        return Arrived(peer, key, self._delivered(event), layer, event.last_bytes, event.deferred, event.now_s)
 
     def _unexpected(self, peer: int, event: Any) -> Event:
         return Unexpected(peer, MessageKey(event.step, event.message))
@@ -403,12 +404,13 @@ class NativeEngine:
         """See :meth:`dlcp.transport.engine.Engine.send`."""
         payload, tail, key = np.frombuffer(request.payload, np.uint8), request.tail, request.key
         queue, drop_class, layer, protected = [np.ascontiguousarray(each) for each in request.tags]
-        packets = len(queue)
+        packets, deferred = len(queue), request.deferred
         allowed = bound.allowed(packets)
         record = _SendRequest(
             *(self._numbers[request.peer], key.step, key.message, packets),
             *(_address(payload), _address(tail), len(payload), len(tail)),
             *(_address(queue), _address(drop_class), _address(layer), _address(protected)),
+            None if deferred is None else deferred.ctypes.data,
             *(allowed, min(0xFFFF, allowed // self._options.switch_hops), bound.ratio > 0, bound.immediate),
             *(chunk_seed(key) & 0xFFFFFFFF, *request.order),
         )
@@ -439,7 +441,7 @@ class NativeEngine:
             pointer = reduction.pointer
         record = _ReceiveRequest(
             *(self._numbers[request.peer], key.step, key.message, packets),
-            *(bound.required(packets), bound.immediate, last),
+            *(bound.required(packets), bound.immediate, bound.deferrable(packets) if bound.deferral else 0, last),
             *(_address(buffer), _address(request.tail), 0 if buffer is None else len(buffer), len(request.tail)),
             *(pointer, request.position),
         )

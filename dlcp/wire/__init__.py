@@ -21,7 +21,7 @@ from dlcp.wire.header import (
     queue_of,
     unpack,
 )
-from dlcp.wire.payloads import ACK_BLOCK_PACKETS, ACK_ENTRY, ACK_PATH, ACK_WHOLE, GREETING, GREETING_PORT, MORE
+from dlcp.wire.payloads import ACK_BLOCK_PACKETS, ACK_ENTRY, ACK_PATH, ACK_WHOLE, GREETING, GREETING_PORT, QUESTION
 
 __all__ = [
     "ACK_BLOCK_PACKETS",
@@ -34,7 +34,7 @@ __all__ = [
     "GREETING_PORT",
     "HEADER",
     "HEADER_BYTES",
-    "MORE",
+    "QUESTION",
     "UDP_PORT_BASE",
     "UDP_PORT_COUNT",
     "VERSION",

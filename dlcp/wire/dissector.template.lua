@@ -63,12 +63,23 @@ local function describe_any(buffer)
         @drop_class_value@)
 end
 
+local function describe_question(buffer, left)
+    local text = describe_any(buffer)
+    if left > 0 and buffer(HEADER_BYTES, 1):uint() == 1 then
+        text = text .. ", more to come"
+    end
+    if left == @QUESTION_BYTES@ then
+        text = text .. ", " .. buffer(HEADER_BYTES + 1, 4):uint() .. " deferred"
+    end
+    return text
+end
+
 local function describe(buffer)
     local kind, left = @type_value@, buffer:len() - HEADER_BYTES
     if kind == ACK then
         return describe_ack(buffer)
-    elseif kind == PROBE and left == 1 and buffer(HEADER_BYTES, 1):uint() == @MORE@ then
-        return describe_any(buffer) .. ", more to come"
+    elseif kind == PROBE then
+        return describe_question(buffer, left)
     elseif kind == STOP and left == 0 then
         return describe_any(buffer) .. ", all arrived"
     end

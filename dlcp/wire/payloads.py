@@ -23,8 +23,9 @@ ACK_WHOLE: Final = 1 << 31
 ACK_PATH: Final = (1 << 31) - 1
 """The block of an entry about a path: its step is the path's number, its bits how many packets came marked there."""
 
-MORE: Final = b"\1"
-"""Payload of a PROBE whose sender still has packets to send: what is missing is no reason yet to go without."""
+QUESTION: Final = struct.Struct(">BI")
+"""Payload of a PROBE: 1 if its sender still has packets to send, so that what is missing is no reason yet to go
+without; and how many packets of the message it defers, and will not send. Zeros at its end may be left out."""
 
 GREETING: Final = struct.Struct(">II")
 """Bytes of a message per packet, and how many packets the sender of the greeting can hold on their way to it."""

@@ -25,11 +25,13 @@ class Ranks:
 
     def __init__(self, count, *, bound=0.0, error_feedback=True, rescale=True, adaptive_shards=False, immediate=False,
                  policy=None, server=False, value_type=ValueType.FLOAT32, lose=None, network=Selective,
-                 **fields):  # fmt: skip
+                 deferral_bound=0.0, **fields):  # fmt: skip
         self.count, self.value_type = count, value_type
         self.network = network(count + server, lose or (lambda *_: False), **fields)
         self.endpoints = self.network.ranks[:]
-        options = ReduceOptions(LossBound(bound, immediate), error_feedback, rescale, adaptive_shards)
+        options = ReduceOptions(
+            LossBound(bound, immediate), error_feedback, rescale, adaptive_shards, deferral_bound=deferral_bound
+        )
         self.ledgers = [Ledger(1) for _ in range(count)]
         self.reducers = [
             DirectAllReduce(

@@ -122,7 +122,7 @@ def test_marks_say_what_they_show(runs):
     curve = runs["gloo"]["curve"]
     tips = re.findall(r"<title>(.*?)</title>", plots["accuracy"].inline)
     assert len([tip for tip in tips if tip.startswith("Gloo: ")]) == len(curve)
-    lost, packets = reversed(runs["dlcp"]["ledger"]["by_class"][7])
+    packets, lost, _ = runs["dlcp"]["ledger"]["by_class"][7]
     assert f"DLCP, class 7: {lost:,} of {packets:,} packets lost" in plots["loss_by_class"].inline
     for plot in plots.values():
         assert f'role="img" aria-label="{plot.title}"' in plot.inline
@@ -185,7 +185,8 @@ def test_a_run_without_drops_loss_or_layer_times_still_has_a_page(runs, tmp_path
         run["background"]["samples"] = []
         run["switch"] |= {"tail_drops": 0, "policy_drops": 0, "by_queue": {}}
         if run["ledger"]:
-            run["ledger"] |= {"lost": 0, "max_message_ratio": 0.0, "by_class": [[10, 0]] * 8, "by_layer": {"0": [9, 0]}}
+            run["ledger"] |= {"lost": 0, "max_message_ratio": 0.0, "by_class": [[10, 0, 0]] * 8}
+            run["ledger"] |= {"by_layer": {"0": [9, 0, 0]}}
     page = page_of(runs, tmp_path)
     assert page.ids >= FIGURES - {"layers"}
     assert "layers" not in page.ids

@@ -13,7 +13,7 @@ from google.protobuf import text_format
 from dlcp.closing import Closing
 from tests.p4runtime.targets import DEVICE_ID
 
-CALL_DEADLINE_S = 20.0
+CALL_DEADLINE_S = 60.0
 BUILD = Path(__file__).parents[2] / "p4" / "build"
 KINDS = Path(__file__).with_name("program")
 OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_metadata_size", 1 << 22))

@@ -13,9 +13,12 @@ def ledger(sent=1000, lost=0, violations=0, worst=0.0):
         "delivered": sent - lost,
         "lost": lost,
         "retransmitted": 5,
+        "deferred": 3,
+        "max_deferred_ratio": worst / 2,
+        "max_deferred_steps": 1,
         "max_message_ratio": worst,
         "violations": violations,
-        "by_class": [[0, 0]] * 8,
+        "by_class": [[0, 0, 0]] * 8,
         "by_layer": {},
     }
 
@@ -28,6 +31,7 @@ def report(rank, *, ranks=2, restart=0, error=None, models=None, measured=None, 
         "on": True,
         "steps": 10 + rank,
         "loss_bound": 0.1,
+        "deferral_bound": 0.5,
         "fallback": None,
         "local_peers": 0,
         "ledger": ledger(**counts),
@@ -53,6 +57,7 @@ def test_the_summary_adds_up_what_the_ranks_counted():
     assert "DLCP  Net, 10 steps, 2 ranks" in text
     assert "packets sent       1,500, through sockets" in text
     assert "21 (1.400%); of one message at most 8.0%, allowed 10.0%" in text
+    assert "put off            6 to a later step; of one message at most 4.0%, allowed 50.0%" in text
     assert "bound exceeded     never" in text
     assert "fallback           none" in text
 

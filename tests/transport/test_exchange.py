@@ -6,7 +6,6 @@ import pytest
 
 from dlcp.tags import PacketTags
 from dlcp.transport import LossBound, MessageKey, ReceiveRequest, TransportOptions
-from dlcp.wire import MORE
 from tests.transport.exchanges import (
     KEY,
     Network,
@@ -86,7 +85,7 @@ def test_the_bound_is_used_only_when_the_sender_has_nothing_left_to_send():
     arrival = receive(network, 14_400, bound=LossBound(0.3))
     for index in range(10):
         if index in (3, 6):
-            deliver(receiver, datagram(PacketType.PROBE, count=10, payload=MORE))
+            deliver(receiver, datagram(PacketType.PROBE, count=10, payload=b"\1"))
         assert not arrival.done()
         deliver(receiver, datagram(PacketType.DATA, index=index, count=10, payload=bytes(1440)))
     assert arrival.result(0).delivered.all()
@@ -98,7 +97,7 @@ def test_a_question_with_more_to_come_is_answered_and_settles_nothing():
     arrival = receive(network, 14_400, bound=LossBound(0.3))
     for index in range(9):
         deliver(receiver, datagram(PacketType.DATA, index=index, count=10, payload=bytes(1440)))
-    deliver(receiver, datagram(PacketType.PROBE, count=10, payload=MORE))
+    deliver(receiver, datagram(PacketType.PROBE, count=10, payload=b"\1"))
     assert not arrival.done()
     network.dead.add(0)
     network.run(lambda: not network.events)

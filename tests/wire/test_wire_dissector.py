@@ -23,7 +23,7 @@ from dlcp.wire import (
     dissector,
 )
 from dlcp.wire.dissector import ACK_LABELS, DISSECTOR_PATH, LABELS, generate
-from dlcp.wire.payloads import ACK_FIELD_BITS
+from dlcp.wire.payloads import ACK_FIELD_BITS, QUESTION
 from tests.wire.golden import GOLDEN_PATH, Golden, capture, packets
 from tests.wire.wirebits import split
 
@@ -174,7 +174,12 @@ def test_tshark_says_what_a_question_and_a_stop_mean(tmp_path):
     def packet(kind, payload):
         return Header(kind, 0, 7, 0, 0, 1, 0, 2, 3, 4, 5, 6, 9).encode() + payload
 
-    rows = shown(
-        [packet(PacketType.PROBE, b""), packet(PacketType.PROBE, b"\1"), packet(PacketType.STOP, b""),
-         packet(PacketType.STOP, b"\xff")], tmp_path, "_ws.col.Info")  # fmt: skip
-    assert [row[0].partition("class 0")[2] for row in rows] == ["", ", more to come", ", all arrived", ""]
+    told = {
+        (PacketType.PROBE, b""): "",
+        (PacketType.PROBE, b"\1"): ", more to come",
+        (PacketType.PROBE, QUESTION.pack(1, 70)): ", more to come, 70 deferred",
+        (PacketType.STOP, b""): ", all arrived",
+        (PacketType.STOP, b"\xff"): "",
+    }
+    rows = shown([packet(*each) for each in told], tmp_path, "_ws.col.Info")
+    assert [row[0].partition("class 0")[2] for row in rows] == list(told.values())

@@ -39,7 +39,7 @@ from dlcp.transport.plain.flow import Acknowledgements, PlainFlow, indices_of
 from dlcp.transport.plain.incoming import Finished, Name, PlainIncoming
 from dlcp.transport.plain.outgoing import DELIVERED, FLYING, UNSENT, Indices, PlainOutgoing
 from dlcp.transport.plain.reduction import PlainReduction
-from dlcp.wire import ACK_BLOCK_PACKETS, ACK_ENTRY, ACK_PATH, ACK_WHOLE, MORE, Flag, Header, PacketType, Queue
+from dlcp.wire import ACK_BLOCK_PACKETS, ACK_ENTRY, ACK_PATH, ACK_WHOLE, QUESTION, Flag, Header, PacketType, Queue
 
 ECN_MASK = 3
 CONGESTED = 3
@@ -129,13 +129,13 @@ class PlainEngine:
         flow = self._flows[peer]
         flow.messages[request.key] = message
         flow.look_s = min(flow.look_s, now_s + RULES["probe_timeout_min_s"])
-        if bound.immediate:
-            self._ask(peer, message, now_s)  # tells the receiver how many packets are protected
+        if bound.immediate or message.to_send < message.packets:
+            self._ask(peer, message, now_s)  # tells the receiver how many packets are protected, and how many deferred
 
     def detach(self, peer: int, key: MessageKey, payload: Bytes | None) -> bool:
         """See :meth:`dlcp.transport.engine.Engine.detach`."""
         message = self._flows[peer].messages.get(key)
-        if message is None or message.delivered == message.packets:
+        if message is None or message.delivered == message.to_send:
             return False
         if payload is not None:
             message.payload = payload
@@ -155,7 +155,9 @@ class PlainEngine:
             self._events.append(Unanswered(peer))
         message.note_asked(now_s)
         self._counters["probe"] += 1
-        payload = MORE if message.unsent and not message.immediate else b""
+        deferred = message.packets - message.to_send
+        question = QUESTION.pack(message.unsent > 0 and not message.immediate, deferred)
+        payload = question if deferred else question[:1].rstrip(b"\0")
         counts = {"index": message.protected_packets, "count": message.packets}
         self._send_control(peer, PacketType.PROBE, message.key, payload, **counts)
 
@@ -189,7 +191,10 @@ class PlainEngine:
         packets, span = message.packets, self._bitmap_packets
         whole = is_stop and not payload
         part = packets if whole else min(span, packets - header.index)
-        fits = not header.index if whole else not header.index % span and len(payload) == -(-part // 8)
+        if whole:
+            fits = not header.index and message.to_send == packets
+        else:
+            fits = not header.index % span and len(payload) == -(-part // 8)
         if header.count != packets or part < 1 or not fits:
             self._counters["refused_malformed"] += 1
             return
@@ -248,6 +253,10 @@ class PlainEngine:
         assert reduction is None or isinstance(reduction, PlainReduction)
         message.place(buffer, request.tail, reduction, request.position)
         message.required, message.immediate = bound.required(packets), bound.immediate
+        message.deferrable = bound.deferrable(packets)
+        if message.deferred > message.deferrable:
+            self._counters["refused_malformed"] += 1
+            message.deferred = 0
         message.last_bytes = last or message.last_bytes
         self._complete(message, now_s)
         return 0
@@ -315,8 +324,8 @@ class PlainEngine:
             self._acknowledgements[peer].note_whole(message)
         self._acknowledge(peer, now_s)
         self._drop(message)
-        delivered = message.delivered.copy()
-        self._events.append(Arrived(peer, message.key, delivered, message.layer.copy(), message.last_bytes, now_s))
+        delivered, layer = message.delivered.copy(), message.layer.copy()
+        self._events.append(Arrived(peer, message.key, delivered, layer, message.last_bytes, message.deferred, now_s))
         if whole:
             finished.whole = True
         else:
@@ -435,10 +444,15 @@ class PlainEngine:
         if header.count != message.packets or header.index > message.packets:
             self._counters["refused_malformed"] += 1
             return
-        if bytes(payload) != MORE:
+        more, deferred = QUESTION.unpack(bytes(payload[: QUESTION.size]).ljust(QUESTION.size, b"\0"))
+        if deferred > (message.packets - 1 if message.required is None else message.deferrable):
+            self._counters["refused_malformed"] += 1
+            return
+        message.deferred = deferred or message.deferred
+        if not more:
             message.asked, message.protected_packets = True, header.index
-            if self._complete(message, now_s):
-                return
+        if self._complete(message, now_s):
+            return
         bitmap = np.packbits(message.delivered).tobytes()
         for first in range(0, message.packets, self._bitmap_packets):
             part = bitmap[first // 8 : first // 8 + self._payload_bytes]

@@ -327,7 +327,7 @@ class PlainFlow:
         self._marked += min(marked - min(marked, self._excused_marked), delivered)
         self._excused_lost = self._excused_marked = 0
         for message in self.messages.values():
-            idle = not message.unsent and not message.flying and message.delivered < message.packets
+            idle = not message.unsent and not message.flying and message.delivered < message.to_send
             if idle and not message.idle_noticed:
                 message.idle_noticed = True
                 self.look_s = 0.0  # ask at once

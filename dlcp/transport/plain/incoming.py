@@ -58,6 +58,8 @@ class PlainIncoming:
         self.protected_packets: int | None = None
         self.required: int | None = None
         """None: no receive is posted."""
+        self.deferred = self.deferrable = 0
+        """Packets that will not be sent, as far as the sender has said, and how many those may be."""
         self.immediate = self.asked = self.complete = False
         self.delivered: NDArray[np.bool_] = np.zeros(packets, np.bool_)
         self.layer: Bytes = np.zeros(packets, np.uint8)
@@ -139,11 +141,12 @@ class PlainIncoming:
         """Whether the posted receive has enough."""
         if self.required is None:
             return False
-        if self.arrived == self.packets:
+        settled = self.arrived + self.deferred
+        if settled >= self.packets:
             return True
         return (
             (self.asked or self.immediate)
             and self.protected_packets is not None
-            and self.arrived >= self.required
+            and settled >= self.required
             and self.arrived_protected >= self.protected_packets
         )

@@ -41,7 +41,7 @@ class PlainOutgoing:
         Bytes 1 to 3 of each packet's header (flags; queue and drop class; layer) and its IPv4 type of service, shape
         (packets, 4).
     order
-        The packets in the order of sending.
+        The packets to send, in the order of sending.
     """
 
     def __init__(
@@ -59,13 +59,17 @@ class PlainOutgoing:
         self.key = request.key
         self.payload: Bytes = np.frombuffer(request.payload, np.uint8)
         self.tail = request.tail
-        self.packets = self.unsent = len(request.tags.queue)
+        self.packets = len(request.tags.queue)
         tags = request.tags
         if not tagged:
             tags = tags._replace(queue=np.full(self.packets, wire.Queue.ORDINARY, np.uint8))
         self.allowed, self.immediate = bound.allowed(self.packets), bound.immediate
         self.tags, droppable = encode_tags(tags, tagged and bound.ratio > 0, service)
         self.order = send_order(tags.queue, droppable, chunk_seed(request.key), request.order)
+        if request.deferred is not None:
+            self.order = self.order[~request.deferred[self.order]]
+        self.to_send = self.unsent = len(self.order)
+        """All packets but the deferred ones."""
         budget = min(0xFFFF, self.allowed // switch_hops)
         self._head = head._replace(type=wire.PacketType.DATA, budget=budget, count=self.packets).encode()
         self.flying = self.sent = self.resent = self.delivered = 0
@@ -96,7 +100,7 @@ class PlainOutgoing:
         idle = not self.unsent and not self.flying
         if not idle and not self.flying:
             return math.inf
-        if idle and self.delivered < self.packets and not self.probes_without_news:
+        if idle and self.delivered < self.to_send and not self.probes_without_news:
             return 0.0  # what is missing may stay lost, if the receiver agrees
         # Questions and answers get lost like anything else: only answers without news say that asking is no use.
         patience = int(RULES["unanswered_patience"])
@@ -121,7 +125,7 @@ class PlainOutgoing:
     @property
     def all_sent(self) -> bool:
         """Whether each packet has been sent at least once."""
-        return self._next == self.packets
+        return self._next == self.to_send
 
     def next_packet(self) -> int:
         """Return the packet that is next to be sent; call it only while some are unsent."""

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deferral: where one rank's port is far slower than the others', what matters least is sent in a later step.
+
+Shards that suit the ranks' rates (:mod:`dlcp.collectives.shards`) make a step as short as its bytes allow. Beyond that
+only fewer bytes help. Whoever sends to a slow rank keeps the packets of the smallest values back, so many that the rank
+has its part when the others have theirs, and no more than the bound admits. An owner decides for its averaged shard
+once, for all receivers: a packet that it defers is zero on every rank, and replicas stay equal. What is deferred is
+residual and goes into the next step's contribution, as what is lost does. On a network where no rank is far slower than
+the others nothing is deferred.
+
+Error feedback bears it: with half of the packets deferred by value, training reaches the same accuracy in about as many
+steps, if the first steps are whole and no packet waits for too long (``dlcp bench convergence``).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.collectives.shards import level
+
+WHOLE_STEPS: Final = 10
+"""In so many steps after the beginning nothing is deferred: gradients change most then (Accordion, MLSys 2021)."""
+REFRESH_STEPS: Final = 8
+"""Each packet is sent in one of so many steps, whatever its values: no residual grows older. Chosen by us; well above
+the two steps that a bound of a half needs to send everything in turn, for that would leave no choice by value."""
+SHARE_MIN: Final = 0.05
+"""Less than this is not worth what it costs to choose packets. Chosen by us."""
+SIZE_JUMP: Final = 2.0
+"""Nothing is deferred in the step after one whose values were so many times as large as usual. Chosen by us."""
+SIZE_MEMORY: Final = 0.8
+"""What of the usual size remains from step to step."""
+
+
+class Deferral:
+    """How much one rank may defer in a step, and to whom.
+
+    Parameters
+    ----------
+    rank, contributors
+        This rank, and all that take part, ascending.
+    ceiling
+        The largest share of a message's packets that may be deferred; 0: none ever.
+    """
+
+    def __init__(self, rank: int, contributors: Sequence[int], ceiling: float) -> None:
+        self.ceiling = ceiling
+        self._rank, self._contributors = rank, contributors
+        self._steps = 0
+        self._rates: dict[int, float] = {}
+        self._slow: set[int] = set()
+        self._seconds: dict[int, float] = {}
+        """How long averages of this step took to each peer, in all."""
+        self._slowness: dict[int, float] = {}
+        self._weights: Mapping[int, float] = {}
+        self._squares, self._packets = 0.0, 0
+        self._usual: float | None = None
+        self._jumped = False
+
+    def begin_step(self, rates_bps: Mapping[int, float], slow: set[int], weights: Mapping[int, float]) -> None:
+        """Begin a step.
+
+        Parameters
+        ----------
+        rates_bps, slow
+            How fast each rank received in the last step, in bit/s (:func:`dlcp.collectives.shards.inbound_rates`), and
+            which ranks count as slow.
+        weights
+            Each owner's share of every buffer.
+        """
+        self._steps += 1
+        self._slowness, self._seconds = self._by_seconds() or self._slowness, {}
+        self._rates, self._slow, self._weights = dict(rates_bps), slow, weights
+        self._jumped = False
+        if self._packets:
+            size = (self._squares / self._packets) ** 0.5
+            self._jumped = self._usual is not None and not size <= SIZE_JUMP * self._usual
+            self._usual = size if self._usual is None else SIZE_MEMORY * self._usual + (1 - SIZE_MEMORY) * size
+        self._squares, self._packets = 0.0, 0
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether anything may be deferred in this step."""
+        return self.ceiling > 0 and self._steps > WHOLE_STEPS and not self._jumped
+
+    def note_average_sent(self, peer: int, seconds: float) -> None:
+        """Note how long a peer took to receive this rank's averaged shard."""
+        self._seconds[peer] = self._seconds.get(peer, 0.0) + seconds
+
+    def shares(self, rates_bps: Sequence[float] | NDArray[np.generic]) -> dict[int, float]:
+        """Return the share of packets to defer for each rank that is slow just now, never beyond the ceiling.
+
+        Parameters
+        ----------
+        rates_bps
+            How fast this rank reaches each contributor now, in bit/s; 0 where it does not know.
+        """
+        if not self.is_allowed:
+            return {}
+        others = len(self._contributors) - 1
+        reached = zip(self._contributors, rates_bps, strict=True)
+        live = {rank: float(rate) for rank, rate in reached if rate > 0}
+        if others > 1 and live:  # how they compare is all that one sender's rates say of ports that others send to, too
+            scale = max(self._rates.values(), default=0.0) / max(live.values())
+            live = {rank: scale * rate for rank, rate in live.items()}
+        rates = level({**self._rates, **live}, self._slow)
+        fastest = max(rates.values(), default=0.0)
+        seconds = self._by_seconds() or self._slowness
+        slow = [rank for rank, rate in rates.items() if rate < fastest and rank != self._rank]
+        shares = {rank: self._share(rank, max(fastest / rates[rank], seconds.get(rank, 1.0))) for rank in slow}
+        return {rank: share for rank, share in shares.items() if share >= SHARE_MIN}
+
+    def _by_seconds(self) -> dict[int, float]:
+        """Return how many times longer averages took to each peer than to the fastest one; nothing if not known.
+
+        All get the same message at about the same time, so that the times compare as the ports' rates do. Rates alone
+        say too little: whoever is the only one that sends to a port just then finds it fast.
+        """
+        if len(self._seconds) < max(2, len(self._contributors) - 1):
+            return {}
+        least = min(self._seconds.values())
+        return {peer: seconds / least for peer, seconds in self._seconds.items()} if least > 0 else {}
+
+    def _share(self, slow: int, slowness: float) -> float:
+        """Return the share with which a rank that is so many times slower than the fastest one is done when they are.
+
+        A rank with the weight w receives (n - 1) w in contributions and 1 - w in averages, in units of a buffer. If all
+        that is sent to the slow rank is cut to a share u, and so are averages to the others, it takes u s ((n - 1) w +
+        1 - w), and they take (n - 1) v + u (1 - v) with the largest weight v.
+        """
+        others = len(self._contributors) - 1
+        total = sum(self._weights.values())
+        weight, largest = self._weights[slow] / total, max(self._weights.values()) / total
+        excess = slowness * (others * weight + 1 - weight) - (1 - largest)
+        return min(self.ceiling, max(0.0, 1 - others * largest / excess)) if excess > 0 else 0.0
+
+    def choose(
+        self, magnitudes: NDArray[np.float32], candidates: NDArray[np.bool_], share: float, limit: int
+    ) -> NDArray[np.bool_] | None:
+        """Choose the packets of a message that are deferred: the least valuable ones; None if there are none.
+
+        Parameters
+        ----------
+        magnitudes
+            Those of its packets, shape (packets,).
+        candidates
+            Which may be deferred, of the same shape.
+        share
+            What share of all packets to defer.
+        limit
+            The largest number of them.
+        """
+        self._squares += float(np.square(magnitudes, dtype=np.float64).sum())
+        self._packets += len(magnitudes)
+        indices = np.flatnonzero(candidates)
+        count = min(limit, int(share * len(magnitudes)), len(indices))
+        if count <= 0:
+            return None
+        if count < len(indices):
+            indices = indices[np.argpartition(magnitudes[indices], count)[:count]]
+        deferred: NDArray[np.bool_] = np.zeros(len(magnitudes), np.bool_)
+        deferred[indices] = True
+        return deferred
+
+
+def due(first_packet: int, packets: int, step: int) -> NDArray[np.bool_]:
+    """Return which of some packets of a bucket, from ``first_packet`` on, are sent in a step in any case."""
+    turn: NDArray[np.bool_] = (np.arange(first_packet, first_packet + packets) + step) % REFRESH_STEPS == 0
+    return turn

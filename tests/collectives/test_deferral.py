@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deferral in the direct all-reduce: shorter steps behind one slow port, equal replicas, and nothing lost for good."""
+
+import numpy as np
+import pytest
+
+from dlcp.collectives.deferral import REFRESH_STEPS, WHOLE_STEPS, Deferral, due
+from dlcp.dtypes import ValueType
+from tests.collectives.virtual_ranks import Ranks, assert_identical
+from tests.transport.exchanges import Selective
+
+MBIT = 1e6
+SIZES = {"conv1.weight": 90_000, "conv1.bias": 40, "conv2.weight": 400_000, "conv2.bias": 100, "fc.weight": 200_345}
+STEPS = 8
+
+
+class SlowPort(Selective):
+    """A network in which the last rank's port has a part of the others' rate."""
+
+    slowness = 3.0
+
+    def transmit(self, target):
+        usual = self.rate_bps
+        self.rate_bps = usual / self.slowness if target == len(self.ranks) - 1 else usual
+        super().transmit(target)
+        self.rate_bps = usual
+
+
+class EvenPorts(SlowPort):
+    slowness = 1.0
+
+
+class ManyValues(Ranks):
+    sizes = SIZES
+
+    def _floats(self, rng, size):
+        scale = np.repeat(rng.lognormal(0, 1, -(-size // 360)), 360)[:size]
+        return (rng.standard_normal(size) * scale).astype(np.float32)
+
+
+def train(count, *, network=SlowPort, deferral_bound=0.5, steps=STEPS, **fields):
+    """Steps after the whole ones: return the ranks, all gradients, all averages, and seconds per step."""
+    ranks = ManyValues(
+        count, network=network, adaptive_shards=True, deferral_bound=deferral_bound, rate_bps=32 * MBIT, depth=96,
+        **fields,
+    )  # fmt: skip
+    for reducer in ranks.reducers:
+        reducer.deferral._steps = WHOLE_STEPS
+    gradients, averages, seconds = [], [], []
+    for step in range(steps):
+        gradients.append(ranks.gradients(step))
+        before = ranks.network.now
+        averages.append(ranks.reduce(step, gradients[-1]))
+        seconds.append(ranks.network.now - before)
+    return ranks, gradients, averages, seconds
+
+
+@pytest.mark.parametrize(("count", "at_least"), [(2, 1.3), (4, 1.5)])
+def test_a_step_behind_a_slow_port_is_shorter(count, at_least):
+    *_, whole = train(count, deferral_bound=0.0)
+    ranks, _, _, seconds = train(count)
+    assert np.median(whole[3:]) / np.median(seconds[3:]) >= at_least
+    ledgers = [ledger.summary() for ledger in ranks.ledgers]
+    assert sum(each["deferred"] for each in ledgers) > 0
+    assert all(each["violations"] == 0 and each["max_deferred_ratio"] <= 0.5 for each in ledgers)
+
+
+@pytest.mark.parametrize("value_type", [ValueType.FLOAT32, ValueType.BFLOAT16], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("count", [2, 4])
+def test_replicas_are_equal_and_what_is_deferred_is_owed(count, value_type):
+    ranks, gradients, averages, _ = train(count, value_type=value_type)
+    for each in averages:
+        assert_identical(each)
+    widen = value_type.widen
+    for name in SIZES:
+        given = sum(widen(rank[name]).astype(np.float64) for step in gradients for rank in step)
+        had = sum(widen(step[0][name]).astype(np.float64) for step in averages) * count
+        owed = ranks.owed(name)
+        error = np.abs(had + owed - given)
+        assert error.max() < (1e-3 if value_type is ValueType.FLOAT32 else 2), name  # bfloat16 has eight bits
+        assert error.mean() < (1e-5 if value_type is ValueType.FLOAT32 else 0.03), name
+
+
+def test_what_matters_most_is_sent():
+    _, gradients, averages, _ = train(2)
+    values = np.concatenate([averages[-1][0][name] for name in SIZES])
+    zero = values == 0
+    assert 0.05 < zero.mean() <= 0.5
+    for name in ("conv1.bias", "conv2.bias"):
+        assert (averages[-1][0][name] != 0).all(), "small layers are whole"
+    size = np.abs(np.concatenate([sum(rank[name] for rank in gradients[-1]) / 2 for name in SIZES]))
+    assert size[zero].mean() < 0.5 * size[~zero].mean()
+
+
+def test_no_packet_waits_for_longer_than_the_limit():
+    ranks, *_ = train(2, steps=2 * REFRESH_STEPS + 4)
+    waited = [ledger.summary()["max_deferred_steps"] for ledger in ranks.ledgers]
+    assert 1 <= max(waited) < REFRESH_STEPS
+
+
+def test_nothing_is_deferred_where_ports_are_alike():
+    ranks, *_ = train(4, network=EvenPorts)
+    assert sum(ledger.summary()["deferred"] for ledger in ranks.ledgers) == 0
+    assert not sum(reducer.context.residual.size for reducer in ranks.reducers)
+
+
+def test_nothing_is_deferred_in_the_first_steps():
+    ranks = ManyValues(
+        2, network=SlowPort, adaptive_shards=True, deferral_bound=0.5, rate_bps=32 * MBIT, depth=96
+    )  # fmt: skip
+    for step in range(4):
+        ranks.reduce(step, ranks.gradients(step))
+    assert sum(ledger.summary()["deferred"] for ledger in ranks.ledgers) == 0
+
+
+def test_losses_on_top_keep_replicas_equal_and_sums():
+    ranks, gradients, averages, _ = train(2, bound=0.1, loss=0.03, seed=4)
+    assert ranks.lost > 0
+    for each in averages:
+        assert_identical(each)
+    for name in SIZES:
+        given = sum(rank[name].astype(np.float64) for step in gradients for rank in step)
+        had = sum(step[0][name].astype(np.float64) for step in averages) * 2
+        np.testing.assert_allclose(had + ranks.owed(name), given, atol=1e-3)
+    assert all(ledger.summary()["violations"] == 0 for ledger in ranks.ledgers)
+
+
+# The rule ---------------------------------------------------------------------------------------------------------
+
+
+def ready(count, weights=None, ceiling=0.75, rates=None, seconds=None):
+    one = Deferral(0, range(count), ceiling)
+    for _ in range(WHOLE_STEPS + 1):
+        for peer, each in (seconds or {}).items():
+            one.note_average_sent(peer, each)
+        one.begin_step(rates or {}, set(), weights or dict.fromkeys(range(count), 1.0))
+    return one
+
+
+def test_the_slow_rank_is_done_when_the_others_are():
+    # Four ranks, the slow one owns nothing: (1 - q) 3 = 3 w + (1 - q)(1 - w) with w = 1/3, so 1 - q = 3/7.
+    four = ready(4, {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0}, rates={0: 9e6, 1: 9e6, 2: 9e6, 3: 3e6})
+    assert four.shares([0, 0, 0, 0]) == {3: pytest.approx(4 / 7)}
+    # Two ranks own halves: 3 u = 1/2 + u / 2.
+    two = ready(2, ceiling=0.9, rates={0: 3e6, 1: 1e6})
+    assert two.shares([0, 0]) == {1: pytest.approx(0.8)}
+    assert ready(2, ceiling=0.5, rates={0: 3e6, 1: 1e6}).shares([0, 0]) == {1: 0.5}
+
+
+def test_how_long_averages_take_says_how_slow_a_slow_rank_is():
+    rates = {0: 9e6, 1: 9e6, 2: 9e6, 3: 4e6}
+    weights = {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0}
+    one = ready(4, weights, rates=rates, seconds={1: 0.1, 2: 0.2, 3: 0.3})
+    assert one.shares([0, 0, 0, 0]) == {3: pytest.approx(4 / 7)}
+    for peer, seconds in ((1, 0.1), (3, 0.25)):
+        one.note_average_sent(peer, seconds)
+    assert one.shares([0, 0, 0, 0]) == {3: pytest.approx(4 / 7)}, "this step's count only when all peers are known"
+    one.note_average_sent(2, 0.1)
+    assert one.shares([0, 0, 0, 0]) == {3: pytest.approx(1 - 1 / (2.5 - 2 / 3))}
+
+
+def test_rates_that_differ_little_defer_nothing():
+    assert ready(4, rates={0: 2e6, 1: 2e6, 2: 2e6, 3: 1.1e6}).shares([0, 0, 0, 0]) == {}
+    assert ready(4).shares([0, 0, 0, 0]) == {}
+    assert ready(4, rates=dict.fromkeys(range(4), 2e6)).shares([0, 3e6, 2e6, 2e6]) == {}
+
+
+def test_rates_of_this_step_are_believed_before_those_of_the_last():
+    rates = {0: 9e6, 1: 9e6, 2: 9e6, 3: 3e6}
+    assert set(ready(4, rates=rates).shares([0, 1e6, 0, 3e6])) == {1}
+
+
+def test_a_step_after_larger_gradients_is_whole():
+    one = ready(2)
+    sizes = np.ones(10, np.float32)
+    for factor, allowed in ((1, True), (1.5, True), (4, False), (1, True), (float("nan"), False)):
+        one.choose(sizes * factor, np.ones(10, np.bool_), 0.5, 5)
+        one.begin_step({}, set(), {0: 1.0, 1: 1.0})
+        assert one.is_allowed is allowed, factor
+
+
+def test_the_least_valuable_are_chosen_within_the_limit():
+    one = ready(2)
+    magnitudes = np.array([5, 1, 4, 2, 3, 0], np.float32)
+    candidates = np.array([1, 1, 1, 1, 1, 0], np.bool_)
+    assert np.flatnonzero(one.choose(magnitudes, candidates, 0.5, 5)).tolist() == [1, 3, 4]
+    assert np.flatnonzero(one.choose(magnitudes, candidates, 0.5, 2)).tolist() == [1, 3]
+    assert np.flatnonzero(one.choose(magnitudes, candidates, 1.0, 9)).tolist() == [0, 1, 2, 3, 4]
+    assert one.choose(magnitudes, candidates, 0.1, 9) is None
+
+
+def test_each_packet_is_due_once_in_a_while():
+    turns = sum(due(3, 100, step).astype(int) for step in range(REFRESH_STEPS))
+    assert (turns == 1).all()
+    np.testing.assert_array_equal(due(0, 103, 5)[3:], due(3, 100, 5), "whatever shard it is in")
