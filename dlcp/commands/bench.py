@@ -5,6 +5,7 @@ import argparse
 import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from dlcp.bench.path import BenchPath, RoutedPath, VethPair, loopback
@@ -16,6 +17,9 @@ _LOSSES_PERCENT: Final = (0.0, 0.1, 1.0, 3.0)
 _RTTS_MS: Final = (1.0, 20.0, 100.0)
 _BUFFERS: Final = (0.2, 1.0, 10.0)
 _VALUE_BYTES: Final = 4
+_CEILINGS: Final = (0.25, 0.5, 0.75)
+_LOSSES: Final = (0.1, 0.3)
+_RUNS: Final = Path("out/convergence.jsonl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,13 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def declare(
         name: str,
         purpose: str,
-        rounds: int,
+        rounds: int | None,
         measure: Callable[[argparse.Namespace], Sequence[BenchResult]] | None = None,
         root: bool = False,
     ) -> argparse.ArgumentParser:
         command = names.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
         command.set_defaults(measure=measure or partial(_run, name), root=root)
-        command.add_argument("--rounds", type=int, default=rounds, metavar="N", help=f"that count (default: {rounds})")
+        if rounds:
+            command.add_argument(
+                "--rounds", type=int, default=rounds, metavar="N", help=f"that count (default: {rounds})"
+            )
         return command
 
     allreduce = declare("allreduce", "all-reduce of 100 MB against Gloo, over a clean path", 9, _allreduce)
@@ -51,6 +58,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--sockets", action="store_true", help="over loopback, too (default: through memory there)")
     switch = declare("switch", "the built-in switch between network interfaces, against simple_switch", 7, root=True)
     compression = declare("compression", "compressors: bytes, CPU time and error on one core", 7)
+    convergence = declare(
+        "convergence", "what deferral and loss cost in accuracy and steps: five tasks, 45 minutes", None, _convergence
+    )
+    convergence.add_argument("--tasks", nargs="+", metavar="TASK", help="(default: digits patches text ratings table)")
+    convergence.add_argument("--seeds", type=int, default=5, metavar="N", help="runs of each (default: 5)")
+    convergence.add_argument(
+        "--ceilings",
+        type=float,
+        nargs="*",
+        default=_CEILINGS,
+        metavar="SHARE",
+        help="to defer (default: 0.25 0.5 0.75)",
+    )
+    convergence.add_argument(
+        "--losses", type=float, nargs="*", default=_LOSSES, metavar="SHARE", help="to lose (default: 0.1 0.3)"
+    )
+    convergence.add_argument("--length", type=int, default=1, metavar="N", help="times as many steps (default: 1)")
+    convergence.add_argument(
+        "--runs",
+        type=Path,
+        default=_RUNS,
+        metavar="FILE",
+        help="of finished runs, which are kept (default: %(default)s)",
+    )
+    convergence.add_argument("--curves", type=Path, metavar="FILE", help="where to write curves for the simulator")
     delay = declare("delay", "the same over long paths and through deep buffers, alone and beside TCP", 3, _delay, True)
     delay.add_argument("--rtt-ms", type=float, nargs="+", default=_RTTS_MS, metavar="MS", help="(default: 1 20 100)")
     delay.add_argument(
@@ -114,6 +146,22 @@ def _cpu(arguments: argparse.Namespace) -> list[BenchResult]:
 
     values = int(arguments.megabytes * 1e6) // _VALUE_BYTES
     return [entry for count in arguments.ranks for entry in measure(count, values=values, **_rounds(arguments))]
+
+
+def _convergence(arguments: argparse.Namespace) -> list[BenchResult]:
+    from dlcp.bench.convergence import measure
+    from dlcp.bench.learning_tasks import TASKS
+
+    return measure(
+        runs=arguments.runs,
+        tasks=arguments.tasks or list(TASKS),
+        seeds=arguments.seeds,
+        ceilings=arguments.ceilings,
+        losses=arguments.losses,
+        length=arguments.length,
+        curves=arguments.curves,
+        progress=say,
+    )
 
 
 def _delay(arguments: argparse.Namespace) -> list[BenchResult]:

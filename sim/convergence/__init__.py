@@ -43,13 +43,24 @@ class _File:
     curves: tuple[ConvergenceCurve, ...]
 
 
+def read(path: Path) -> tuple[ConvergenceCurve, ...]:
+    """Return the curves in a file.
+
+    Raises
+    ------
+    DocumentError
+        It is not what it should be; the message says where.
+    """
+    return Document(path).convert(_File).curves
+
+
 @cache
 def curves() -> dict[str, ConvergenceCurve]:
     """Return all curves by name."""
     found: dict[str, ConvergenceCurve] = {}
     for name in _FILES:
         with resources.as_file(resources.files("dlcp.sim.convergence").joinpath(f"{name}.yaml")) as path:
-            found |= {curve.name: curve for curve in Document(Path(path)).convert(_File).curves}
+            found |= {curve.name: curve for curve in read(Path(path))}
     return found
 
 

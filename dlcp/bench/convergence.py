@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What deferral and loss cost in accuracy and in steps: five small models, two optimizers, several seeds.
+
+Four emulated ranks average gradients (:mod:`dlcp.bench.emulated_training`). Every step that may defer defers as much as
+it may. That is the worst case: in real training only steps behind a congested port do. Runs of one seed share data,
+initialisation and batches, so what differs between them is due to what was missing. Each is compared with the run of
+its seed that lacked nothing:
+
+- *accuracy*: the share of test samples that are right after the last step;
+- *steps*: how many more steps it takes to the lowest test loss that the whole run has in the first third of its steps.
+  It is a loss, since accuracy counts whole samples and moves in jumps; and an early one, so that runs of the same
+  length have time to reach it.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from dlcp.bench.emulated_training import (
+    EMULATED_RANKS,
+    OPTIMIZER_MAKERS,
+    TEST_EVERY,
+    Shortfall,
+    TrainingRun,
+    sources_digest,
+    train,
+)
+from dlcp.bench.learning_tasks import TASKS
+from dlcp.bench.results import BenchError, BenchResult, result
+from dlcp.suggestion import nearest
+
+WHOLE: Final = Shortfall()
+_SMOOTH: Final = 3
+"""How many tests in a row a loss is the mean of."""
+_TARGET_BY: Final = 1 / 3
+"""In this share of the whole run's steps is the loss that others have to reach. Chosen by us."""
+
+
+class LossCurve:
+    """The test loss of a run, step by step, as the mean of three tests in a row."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.steps = TEST_EVERY * len(run.losses)
+        ends = range(_SMOOTH, len(run.losses) + 1)
+        self._points = [(TEST_EVERY * end, statistics.fmean(run.losses[end - _SMOOTH : end])) for end in ends]
+
+    @property
+    def last(self) -> float:
+        """The loss after the last step."""
+        return self._points[-1][1]
+
+    @property
+    def target(self) -> float:
+        """The loss that other runs of this seed have to reach."""
+        return min(loss for step, loss in self._points if step <= _TARGET_BY * self.steps)
+
+    def steps_to(self, target: float) -> float | None:
+        """Return the first step with a loss as low as that, interpolated between tests; None if there is none."""
+        step, loss = self._points[0]
+        if loss <= target:
+            return float(step)
+        for (step, before), (_, after) in pairwise(self._points):
+            if after <= target:
+                return step + TEST_EVERY * (before - target) / (before - after)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class PairedRuns:
+    """Runs of a task with an optimizer, one of each seed, beside those that lacked nothing.
+
+    Parameters
+    ----------
+    runs, whole
+        Of the same seeds, in the same order.
+    """
+
+    runs: Sequence[TrainingRun]
+    whole: Sequence[TrainingRun]
+
+    def points(self) -> list[float]:
+        """Return by how many points the accuracy of each run is above the whole run's."""
+        return [100 * (run.accuracy - whole.accuracy) for run, whole in zip(self.runs, self.whole, strict=True)]
+
+    def steps(self) -> list[tuple[float | None, float]]:
+        """Return how many steps each run took to its target, None if it never got there, and the whole run's."""
+        found = []
+        for run, whole in zip(map(LossCurve, self.runs), map(LossCurve, self.whole), strict=True):
+            usual = whole.steps_to(whole.target)
+            assert usual is not None
+            found.append((run.steps_to(whole.target), usual))
+        return found
+
+    def factors(self) -> list[float]:
+        """Return how many times the whole run's steps each run took; its length counts if it never got there."""
+        length = LossCurve(self.runs[0]).steps
+        return [(taken or length) / usual for taken, usual in self.steps()]
+
+    def result(self) -> BenchResult:
+        """Return the accuracy beside the whole runs'; with means, standard errors and steps in the details."""
+        first, points, factors = self.runs[0], self.points(), self.factors()
+        ours, others = ([run.accuracy for run in side] for side in (self.runs, self.whole))
+        loss = statistics.fmean(LossCurve(run).last for run in self.runs)
+        details = {
+            "peer": WHOLE.name,
+            "task": TASKS[first.task].words,
+            "accuracy_mean": round(statistics.fmean(ours), 4),
+            "accuracy_deviation": round(_deviation(ours), 4),
+            "points_above_whole": round(statistics.fmean(points), 2),
+            "points_error": round(standard_error(points), 2),
+            "steps_factor": round(statistics.fmean(factors), 3),
+            "steps_factor_error": round(standard_error(factors), 3),
+            "reached_target": sum(taken is not None for taken, _ in self.steps()),
+            "loss_mean": round(loss, 4) if math.isfinite(loss) else None,  # JSON has no other numbers
+            "averages_deferred": round(statistics.fmean(run.deferred for run in self.runs), 3),
+        }
+        name = f"convergence.{first.task}.{first.optimizer}.{first.shortfall}"
+        return result(name, "accuracy", ours, others, smaller_is_better=False, details=details)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean; 0 of a single value."""
+    return _deviation(values) / math.sqrt(len(values))
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    *,
+    runs: Path,
+    tasks: Sequence[str],
+    seeds: int,
+    ceilings: Sequence[float],
+    losses: Sequence[float],
+    length: int = 1,
+    curves: Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[BenchResult]:
+    """Train what is not in the file of runs yet, and compare.
+
+    Parameters
+    ----------
+    runs
+        File of finished runs, each a line of JSON. A run is written as it ends; one that is there is not repeated,
+        unless something changed that it depends on.
+    tasks
+        Names of ``TASKS``.
+    seeds
+        How many.
+    ceilings, losses
+        Shares to defer and to lose, above 0 and below 1.
+    length
+        Train for so many times as many steps.
+    curves
+        Where to write the simulator's curves, which are means over these tasks and seeds.
+    progress
+        Called with a line about every run.
+
+    Returns
+    -------
+    ``convergence.TASK.OPTIMIZER.SHORTFALL``: final accuracies, beside those of the whole runs.
+
+    Raises
+    ------
+    BenchError
+        There is no such task, or nothing to measure; the message says which.
+    """
+    for name in tasks:
+        if name not in TASKS:
+            raise BenchError(f"there is no task {name!r}{nearest(name, TASKS)}")
+    if min(seeds, length) < 1 or not all(0 < share < 1 for share in (*ceilings, *losses)):
+        raise BenchError("--seeds and --length must be 1 or more, and shares above 0 and below 1")
+    families = {
+        "deferral": [Shortfall(deferred=share) for share in ceilings],
+        "deferral_at_random": [Shortfall(deferred=share, at_random=True) for share in ceilings],
+        "loss": [Shortfall(lost=share) for share in losses],
+        "loss_unscaled": [Shortfall(lost=share, rescale=False) for share in losses],
+        "loss_for_good": [Shortfall(lost=share, at_random=True, feedback=False) for share in losses],
+    }
+    shortfalls = [WHOLE, *(each for members in families.values() for each in members)]
+    finished = _FinishedRuns(runs, length, progress)
+    found: dict[tuple[str, str, Shortfall], PairedRuns] = {}
+    for task, optimizer in product(tasks, OPTIMIZER_MAKERS):
+        made = [[finished.get(task, optimizer, each, seed) for each in shortfalls] for seed in range(seeds)]
+        for shortfall, column in zip(shortfalls, zip(*made, strict=True), strict=True):
+            found[task, optimizer, shortfall] = PairedRuns(column, [row[0] for row in made])
+    if curves:
+        entries = [
+            _curve(family, optimizer, {each: [found[task, optimizer, each] for task in tasks] for each in members})
+            for family, members in families.items()
+            if members
+            for optimizer in OPTIMIZER_MAKERS
+        ]
+        text = yaml.safe_dump({"curves": entries}, sort_keys=False, width=116)
+        curves.write_text("# SPDX-License-Identifier: Apache-2.0\n" + text, encoding="utf-8")
+    return [comparison.result() for comparison in found.values()]
+
+
+class _FinishedRuns:
+    """The file of runs."""
+
+    def __init__(self, path: Path, length: int, progress: Callable[[str], None] | None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        self._path, self._length, self._progress = path, length, progress
+        lines = path.read_text(encoding="utf-8").splitlines()
+        self._runs = {run.key: run for run in (TrainingRun(**json.loads(line)) for line in lines)}
+
+    def get(self, task: str, optimizer: str, shortfall: Shortfall, seed: int) -> TrainingRun:
+        """Return a run, made now if it was not made before."""
+        known = self._runs.get((sources_digest(), task, optimizer, shortfall.name, seed, self._length))
+        if known:
+            return known
+        run = train(task, optimizer, shortfall, seed, self._length)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(run)) + "\n")
+        if self._progress:
+            self._progress(f"{task}, {optimizer}, {shortfall.name}, seed {seed}: {run.accuracy:.2%}")
+        return run
+
+
+_WORDS: Final = {
+    "deferral": "the least valuable packets deferred, of contributions to one of the ranks and of all averages",
+    "deferral_at_random": "packets deferred at random, of contributions to one of the ranks and of all averages",
+    "loss": "the least valuable packets of contributions lost, sent with the next step instead (error feedback), sums "
+    "divided by how many ranks' packets came",
+    "loss_unscaled": "the least valuable packets of contributions lost, sent with the next step instead (error "
+    "feedback), sums divided by the number of ranks",
+    "loss_for_good": "packets of contributions lost at random, sums divided by how many ranks' packets came, nothing "
+    "sent again later",
+}
+"""What is lost or deferred in the simulator's curves, by name."""
+
+
+def _curve(family: str, optimizer: str, comparisons: Mapping[Shortfall, Sequence[PairedRuns]]) -> dict[str, Any]:
+    """Return a curve of the simulator: shares, and the mean factor of steps over tasks and seeds."""
+    points, errors = [[0.0, 1.0]], []
+    for shortfall, of_tasks in comparisons.items():
+        factors = [factor for comparison in of_tasks for factor in comparison.factors()]
+        points.append([shortfall.share, round(statistics.fmean(factors), 3)])
+        taken = [steps for comparison in of_tasks for steps, _ in comparison.steps()]
+        errors.append(
+            f"{shortfall.share:.0%} {standard_error(factors):.3f} ({taken.count(None)} of {len(taken)} runs never)"
+        )
+    first = next(iter(comparisons.values()))
+    source = (
+        f"Measured with dlcp bench convergence: {', '.join(each.runs[0].task for each in first)}; {optimizer}, "
+        f"{EMULATED_RANKS} ranks, {_WORDS[family]}, in every step. Mean ratio of the steps to the test loss that the "
+        f"run of the same seed without shortfall has after a third of its steps, {len(first[0].runs)} seeds; what "
+        f"never reached it counts with all its steps, three times as many. Standard errors: {', '.join(errors)}."
+    )
+    return {"name": f"{family}_{optimizer}", "measured": True, "source": source, "points": points}

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training by four ranks in one process, of whose gradients some come late or never: no network, but the real rules.
+
+What a rank defers, what a switch drops first, how an owner averages what it got, and what becomes residual are the
+direct all-reduce's own functions (:mod:`dlcp.collectives.direct`). Only the network's part is played: it always asks
+for as much as it may, which a real one does while a port is congested.
+"""
+
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from dlcp.bench.learning_tasks import TASKS, LabelledData, LearningTask, text_digest
+from dlcp.collectives.deferral import Deferral, due
+from dlcp.collectives.reduction_rules import average
+from dlcp.collectives.residual import Residual
+from dlcp.collectives.shards import shard_bounds
+from dlcp.dtypes import ValueType
+from dlcp.magnitudes import packet_magnitudes
+from dlcp.tags import PacketTags, Segment, Tagger, layers_in_order
+from dlcp.transport import LossBound
+
+EMULATED_RANKS: Final = 4
+_SLOW: Final = EMULATED_RANKS - 1
+"""Whose port is slow, so that contributions to its shard are deferred."""
+_PER_PACKET: Final = 360
+"""Float32 values of a packet that fits an MTU of 1500."""
+OPTIMIZER_MAKERS: Final[dict[str, Callable[[Sequence[nn.Parameter], float], torch.optim.Optimizer]]] = {
+    "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
+    "adamw": lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate),
+}
+_WARM_UP_STEPS: Final = 10
+"""Steps until the learning rate is reached; from then on it falls as a cosine."""
+TEST_EVERY: Final = 4
+"""Steps from one test to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """What does not come with its step.
+
+    Parameters
+    ----------
+    deferred
+        The share of packets that are deferred, in every step that may: of contributions to the slow rank's shard, and
+        of all averages. 0: none.
+    lost
+        The share of each contribution's packets that the network loses.
+    at_random
+        Packets are chosen at random, not by value.
+    feedback
+        What is missing is residual, and comes with the next step; else it is gone.
+    rescale
+        Owners divide by how many ranks' packets came, not by how many there are.
+    """
+
+    deferred: float = 0.0
+    lost: float = 0.0
+    at_random: bool = False
+    feedback: bool = True
+    rescale: bool = True
+
+    @property
+    def share(self) -> float:
+        """The share of packets that do not come, of deferred or lost ones."""
+        return self.deferred or self.lost
+
+    @property
+    def name(self) -> str:
+        """The name that results have for it, such as ``deferred0.5`` or ``lost0.1.random.gone``; ``whole`` for none."""
+        if not self.share:
+            return "whole"
+        suffixes = {".random": self.at_random, ".gone": not self.feedback, ".unscaled": not self.rescale}
+        kind = "deferred" if self.deferred else "lost"
+        return f"{kind}{self.share:g}" + "".join(suffix for suffix, holds in suffixes.items() if holds)
+
+
+# Averaging ------------------------------------------------------------------------------------------------------------
+
+
+class EmulatedRanks:
+    """Averages the gradients of four ranks, step by step.
+
+    Parameters
+    ----------
+    segments
+        The layers of the one bucket.
+    shortfall
+        What does not come with its step.
+    seed
+        Of what is chosen at random.
+
+    Attributes
+    ----------
+    residuals
+        What each rank has still to send.
+    averages_sent, averages_deferred
+        Packets of averages so far, in all, and those that were deferred.
+    """
+
+    def __init__(self, segments: Sequence[Segment], shortfall: Shortfall, seed: int) -> None:
+        ranks = range(EMULATED_RANKS)
+        self.shortfall = shortfall
+        self.residuals = [Residual() for _ in ranks]
+        self.averages_sent = self.averages_deferred = 0
+        self._segments, self._size = segments, segments[-1].stop
+        self._bounds = shard_bounds(self._size, _PER_PACKET, dict.fromkeys(ranks, 1.0))
+        self._deferrals = [Deferral(rank, ranks, shortfall.deferred) for rank in ranks]
+        self._taggers = [Tagger() for _ in ranks]
+        self._small = self._taggers[0].small_layer_packets(segments, self._size, _PER_PACKET)
+        self._random = np.random.default_rng(seed)
+        self._step = 0
+
+    def average(self, gradients: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+        """Return the average of a step's gradients, the same on all ranks.
+
+        Parameters
+        ----------
+        gradients
+            One of each rank, of the size of the bucket; changed in place.
+        """
+        for values, residual, deferral in zip(gradients, self.residuals, self._deferrals, strict=True):
+            residual.apply(values, self._segments)
+            deferral.begin_step({}, set(), {})
+        tags = [self._tag(rank, values) for rank, values in enumerate(gradients)] if self.shortfall.lost else None
+        averaged = np.empty(self._size, np.float32)
+        for owner, (start, stop) in self._bounds.items():
+            averaged[start:stop] = self._average_shard(owner, [values[start:stop] for values in gradients], tags)
+        self._step += 1
+        return averaged
+
+    def _average_shard(
+        self, owner: int, shard: list[NDArray[np.float32]], tags: list[PacketTags] | None
+    ) -> NDArray[np.floating]:
+        """Return the average of a shard, given each rank's contribution; what is missing becomes zeros there."""
+        delivered = {}
+        for rank, values in enumerate(shard):
+            missing = np.zeros(-(-len(values) // _PER_PACKET), np.bool_)
+            if rank != owner and owner == _SLOW:
+                missing |= self._deferred(rank, owner, values)
+            if rank != owner and tags is not None:
+                missing |= self._lost(tags[rank], owner)
+            self._take_out(missing, values, rank, owner)
+            delivered[rank] = ~missing
+        contributions, rescale = dict(enumerate(shard)), self.shortfall.rescale
+        mean, error = average(contributions, delivered, ValueType.FLOAT32, _PER_PACKET, rescale=rescale)
+        if len(error):
+            self._owe(np.flatnonzero(error), error, owner, owner)
+        deferred = self._deferred(owner, owner, mean)
+        self.averages_sent += len(deferred)
+        self.averages_deferred += int(np.count_nonzero(deferred))
+        # The next contribution is divided by how many ranks there are.
+        self._take_out(deferred, mean, owner, owner, EMULATED_RANKS)
+        return mean
+
+    def _deferred(self, rank: int, owner: int, values: NDArray[np.floating]) -> NDArray[np.bool_]:
+        """Return which packets of a message with ``values`` of a shard a rank defers."""
+        deferral, none = self._deferrals[rank], np.zeros(-(-len(values) // _PER_PACKET), np.bool_)
+        if not deferral.is_allowed:
+            return none
+        magnitudes = packet_magnitudes(values, ValueType.FLOAT32, _PER_PACKET)
+        if self.shortfall.at_random:
+            magnitudes = self._random.permutation(magnitudes)
+        packets = self._packets(owner)
+        matters = self._small[packets] | due(packets.start, len(magnitudes), self._step)
+        matters[-1] = True  # tells the size
+        limit = LossBound(deferral=deferral.ceiling).deferrable(len(magnitudes))
+        chosen = deferral.choose(magnitudes, ~matters, deferral.ceiling, limit)
+        return none if chosen is None else chosen
+
+    def _tag(self, rank: int, values: NDArray[np.float32]) -> PacketTags:
+        return self._taggers[rank].tag(values, ValueType.FLOAT32, self._segments, _PER_PACKET)
+
+    def _lost(self, tags: PacketTags, owner: int) -> NDArray[np.bool_]:
+        """Return which packets of a contribution are lost: those of the highest drop classes, or any."""
+        classes = tags.drop_class[self._packets(owner)]
+        if self.shortfall.at_random:
+            classes = np.ones_like(classes)
+        count = min(LossBound(self.shortfall.lost).allowed(len(classes)), np.count_nonzero(classes))
+        lost = np.zeros(len(classes), np.bool_)
+        lost[np.lexsort((self._random.random(len(classes)), -classes.astype(int)))[:count]] = True
+        return lost
+
+    def _take_out(
+        self, packets: NDArray[np.bool_], values: NDArray[np.floating], rank: int, owner: int, factor: int = 1
+    ) -> None:
+        """Replace packets of a shard by zeros, and note them, multiplied, as what a rank owes."""
+        if not packets.any():
+            return
+        positions = np.flatnonzero(np.repeat(packets, _PER_PACKET)[: len(values)])
+        self._owe(positions, values * np.float32(factor), rank, owner)
+        values[positions] = 0
+
+    def _owe(self, positions: NDArray[np.int64], values: NDArray[np.floating], rank: int, owner: int) -> None:
+        if self.shortfall.feedback:
+            self.residuals[rank].add_at(positions + self._bounds[owner][0], values[positions], self._segments)
+
+    def _packets(self, owner: int) -> slice:
+        start, stop = self._bounds[owner]
+        return slice(start // _PER_PACKET, -(-stop // _PER_PACKET))
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """What came out of training once: a line in the file of runs.
+
+    Parameters
+    ----------
+    sources
+        :func:`sources_digest` of what was run.
+    task, optimizer, shortfall, seed, length
+        What was trained, how and for how long; ``shortfall`` by its name.
+    accuracy
+        The share of test samples that were right after the last step.
+    deferred
+        The share of averages' packets that were deferred.
+    losses
+        The test loss after every fourth step.
+    """
+
+    sources: str
+    task: str
+    optimizer: str
+    shortfall: str
+    seed: int
+    length: int
+    accuracy: float
+    deferred: float
+    losses: list[float]
+
+    @property
+    def key(self) -> tuple[str, str, str, str, int, int]:
+        """What tells it from other runs."""
+        return self.sources, self.task, self.optimizer, self.shortfall, self.seed, self.length
+
+
+def train(task: str, optimizer: str, shortfall: Shortfall, seed: int, length: int = 1) -> TrainingRun:
+    """Train a task once, on one thread: the same arguments give the same run.
+
+    Parameters
+    ----------
+    task, optimizer
+        By name.
+    seed
+        Of the data, the initialisation, the batches, and what is missing at random.
+    length
+        Train for so many times as many steps as the task says.
+    """
+    torch.set_num_threads(1)
+    learned = TASKS[task]
+    steps = length * learned.steps
+    data = learned.data(seed)
+    model = learned.network(seed)
+    parameters = list(model.parameters())[::-1]  # as DistributedDataParallel fills its buckets
+    stepper = OPTIMIZER_MAKERS[optimizer](parameters, learned.rates[optimizer])
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        stepper, lambda step: min(1, (step + 1) / _WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    )
+    ranks = EmulatedRanks(segments_of(model), shortfall, seed)
+    losses: list[float] = []
+    for step, batches in enumerate(batches_of(steps, learned.batch, len(data.train_labels), seed), 1):
+        gradients = [gradient(model, parameters, data, batch) for batch in batches]
+        assign(parameters, ranks.average(gradients))
+        stepper.step()
+        schedule.step()
+        if step % TEST_EVERY == 0:
+            losses.append(_test(model, data)[1])
+    accuracy, deferred = _test(model, data)[0], ranks.averages_deferred / ranks.averages_sent
+    return TrainingRun(sources_digest(), task, optimizer, shortfall.name, seed, length, accuracy, deferred, losses)
+
+
+def segments_of(model: nn.Module) -> list[Segment]:
+    """Return where a model's parameters lie in the one bucket of its gradients: the last one first."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    layers = layers_in_order(list(sizes))
+    stops = np.cumsum(list(sizes.values())[::-1]).tolist()
+    starts = [0, *stops]
+    return [Segment(layers[name], *ends) for name, *ends in zip(reversed(sizes), starts, stops, strict=False)]
+
+
+def batches_of(steps: int, batch: int, samples: int, seed: int) -> Iterator[torch.Tensor]:
+    """Yield the samples of each step by rank, shape (ranks, batch); none occurs twice in an epoch."""
+    random, size = np.random.default_rng([seed, 1]), EMULATED_RANKS * batch
+    left = np.zeros(0, np.int64)
+    for _ in range(steps):
+        if len(left) < size:
+            left = random.permutation(samples)
+        yield torch.from_numpy(left[:size].reshape(EMULATED_RANKS, batch))
+        left = left[size:]
+
+
+def gradient(
+    model: nn.Module, parameters: Sequence[nn.Parameter], data: LabelledData, batch: torch.Tensor
+) -> NDArray[np.float32]:
+    """Return the gradient of the mean loss of a batch, flat, in the order of ``parameters``."""
+    loss = _loss(model(data.train_inputs[batch]), data.train_labels[batch])
+    found = torch.autograd.grad(loss, list(parameters))
+    values: NDArray[np.float32] = torch.cat([each.reshape(-1) for each in found]).numpy()
+    return values
+
+
+def assign(parameters: Sequence[nn.Parameter], values: NDArray[np.float32]) -> None:
+    """Give parameters their gradients."""
+    parts = torch.from_numpy(values).split_with_sizes([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+
+
+def _loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(scores.flatten(0, -2), labels.flatten())
+
+
+def _test(model: nn.Module, data: LabelledData) -> tuple[float, float]:
+    """Return the share of test samples that a model gets right, and its loss on them."""
+    model.eval()
+    with torch.no_grad():
+        scores = model(data.test_inputs)
+    model.train()
+    right = (scores.argmax(-1) == data.test_labels).float().mean()
+    return right.item(), _loss(scores, data.test_labels).item()
+
+
+@cache
+def sources_digest() -> str:
+    """Return a hash of the sources that decide how a run ends, of the text that ships with Python, and of PyTorch."""
+    rules = (EmulatedRanks, LearningTask, Deferral, average, Residual, shard_bounds, Tagger, packet_magnitudes)
+    found = hashlib.sha256(f"{torch.__version__} {text_digest()}".encode())
+    for rule in rules:
+        found.update(Path(inspect.getfile(rule)).read_bytes())
+    return found.hexdigest()[:16]

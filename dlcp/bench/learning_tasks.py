@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``dlcp bench convergence`` trains: five small models of different kinds, on data that installed packages bring.
+
+Every task is a classification, so that accuracies in points compare: the share of test samples, or of characters, that
+the model gets right.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pydoc_data.topics import topics
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.datasets import load_breast_cancer, load_sample_images
+from torch import nn
+
+from dlcp.examples import digits
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledData:
+    """Inputs and the classes that they belong to, for training and for testing; the first axis counts samples."""
+
+    train_inputs: torch.Tensor
+    train_labels: torch.Tensor
+    test_inputs: torch.Tensor
+    test_labels: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LearningTask:
+    """Something to learn.
+
+    Parameters
+    ----------
+    words
+        What the model and its data are.
+    data
+        Returns the data for a seed.
+    network
+        Returns the model, initialised from a seed. It maps inputs to one score for each class, along the last axis.
+    steps, batch
+        How many steps to train for, and how many samples each rank has in one.
+    rates
+        Learning rates by optimizer, the best of a few for training without deferral. Chosen by us.
+    """
+
+    words: str
+    data: Callable[[int], LabelledData]
+    network: Callable[[int], nn.Module]
+    steps: int
+    batch: int
+    rates: Mapping[str, float]
+
+
+# Digits ---------------------------------------------------------------------------------------------------------------
+
+
+def _digits(seed: int) -> LabelledData:
+    data = digits.load(seed)
+    return LabelledData(data.train_images, data.train_labels, data.test_images, data.test_labels)
+
+
+# Patches of photographs -----------------------------------------------------------------------------------------------
+
+_PATCH: Final = 12
+"""Pixels along each side."""
+_ROWS, _COLUMNS = 2, 3
+"""Into how many parts each photograph is divided."""
+_TEST_PATCHES: Final = 1200
+
+
+def _patches(seed: int) -> LabelledData:
+    """Return all 3,710 patches of two photographs; the class is which part of which photograph a patch is from.
+
+    Patches do not overlap. The seed chooses those for testing.
+    """
+    photographs = torch.tensor(np.stack(load_sample_images().images), dtype=torch.float32)
+    photographs = (photographs - photographs.mean((0, 1, 2))) / photographs.std((0, 1, 2))
+    count, height, width, colours = photographs.shape
+    rows, columns = height // _PATCH, width // _PATCH
+    cut = photographs[:, : rows * _PATCH, : columns * _PATCH].reshape(count, rows, _PATCH, columns, _PATCH, colours)
+    patches = cut.permute(0, 1, 3, 5, 2, 4).reshape(-1, colours, _PATCH, _PATCH)
+    number, row, column = np.indices((count, rows, columns)).reshape(3, -1)
+    part = (number * _ROWS + row * _ROWS // rows) * _COLUMNS + column * _COLUMNS // columns
+    order = np.random.default_rng(seed).permutation(len(patches))
+    inputs, labels = patches[order], torch.from_numpy(part[order])
+    return LabelledData(inputs[_TEST_PATCHES:], labels[_TEST_PATCHES:], inputs[:_TEST_PATCHES], labels[:_TEST_PATCHES])
+
+
+class _ResidualBlock(nn.Module):
+    """Two convolutions with batch normalisation around a shortcut (He et al., CVPR 2016)."""
+
+    def __init__(self, channels: int, out: int) -> None:
+        super().__init__()
+        stride = out // channels
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, out, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(out),
+            nn.ReLU(),
+            nn.Conv2d(out, out, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(out),
+        )
+        self.shortcut = nn.Conv2d(channels, out, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        summed: torch.Tensor = self.body(inputs) + self.shortcut(inputs)
+        return torch.relu(summed)
+
+
+def _residual_network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    blocks = (_ResidualBlock(16, 16), _ResidualBlock(16, 32), _ResidualBlock(32, 64))
+    stem = nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 12))
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+_CONTEXT: Final = 48
+_TEST_WINDOWS: Final = 300
+
+
+@cache
+def _text() -> tuple[torch.Tensor, int]:
+    """Return the help of Python's interpreter (``pydoc_data``), its characters as numbers, and how many there are."""
+    text = _help()
+    alphabet = sorted(set(text))
+    number = {character: index for index, character in enumerate(alphabet)}
+    return torch.tensor([number[character] for character in text]), len(alphabet)
+
+
+def text_digest() -> str:
+    """Return a hash of the text, which differs by version of Python."""
+    return hashlib.sha256(_help().encode()).hexdigest()[:16]
+
+
+def _help() -> str:
+    """Return what ``help()`` says of Python's keywords: 465,000 characters in Python 3.11, in the standard library."""
+    return "".join(topics[name] for name in sorted(topics))
+
+
+def _characters(seed: int) -> LabelledData:
+    """Return windows of the text, and the character that follows each of theirs; the seed chooses those for testing."""
+    text, _ = _text()
+    windows = (len(text) - 1) // _CONTEXT
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(windows))
+    inputs = text[: windows * _CONTEXT].view(windows, _CONTEXT)[order]
+    labels = text[1 : windows * _CONTEXT + 1].view(windows, _CONTEXT)[order]
+    return LabelledData(inputs[_TEST_WINDOWS:], labels[_TEST_WINDOWS:], inputs[:_TEST_WINDOWS], labels[:_TEST_WINDOWS])
+
+
+class _Transformer(nn.Module):
+    """A transformer that predicts the next character; normalisation comes first, as in GPT-2."""
+
+    def __init__(self, seed: int, width: int = 64, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        _, alphabet = _text()
+        self.character = nn.Embedding(alphabet, width)
+        self.position = nn.Embedding(_CONTEXT, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, alphabet)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.character(inputs) + self.position.weight
+        mask = nn.Transformer.generate_square_subsequent_mask(_CONTEXT)
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        scores: torch.Tensor = self.head(self.norm(hidden))
+        return scores
+
+
+# Recommendations ------------------------------------------------------------------------------------------------------
+
+_USERS, _ITEMS = 3000, 1500
+_TASTES: Final = 2
+"""In how many ways users of the ground truth differ."""
+_SEEN: Final = 60_000
+
+
+def _ratings(seed: int) -> LabelledData:
+    """Return pairs of a user and an item, and whether the user likes it.
+
+    Few items, and few users, are in most pairs, by Zipf's law with an exponent of 0.8. Some users like more, some
+    items are better, and tastes differ; that is drawn once for all seeds. A tenth of the answers are wrong.
+    """
+    truth, random = np.random.default_rng(1), np.random.default_rng(seed)
+    users = truth.standard_normal((_USERS, _TASTES + 1))
+    items = truth.standard_normal((_ITEMS, _TASTES + 1))
+    count = _SEEN + _SEEN // 10
+    pairs = np.stack([random.choice(size, count, p=_popularity(size, truth)) for size in (_USERS, _ITEMS)], axis=1)
+    user, item = users[pairs[:, 0]], items[pairs[:, 1]]
+    likes = user[:, 0] + item[:, 0] + (user[:, 1:] * item[:, 1:]).sum(1) > 0
+    likes ^= random.random(count) < 0.1
+    inputs, labels = torch.from_numpy(pairs), torch.from_numpy(likes.astype(np.int64))
+    return LabelledData(inputs[:_SEEN], labels[:_SEEN], inputs[_SEEN:], labels[_SEEN:])
+
+
+def _popularity(count: int, random: np.random.Generator) -> NDArray[np.float64]:
+    """Return how often each user or item occurs; those that occur often are anywhere among the others."""
+    weights: NDArray[np.float64] = random.permutation(np.arange(1, count + 1) ** -0.8)
+    weights /= weights.sum()
+    return weights
+
+
+class _Recommender(nn.Module):
+    """Embeddings of users and items, and a small network that judges a pair: neural collaborative filtering."""
+
+    def __init__(self, seed: int, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.users = nn.Embedding(_USERS, width)
+        self.items = nn.Embedding(_ITEMS, width)
+        for embedding in (self.users, self.items):
+            nn.init.normal_(embedding.weight, std=0.1)
+        self.judge = nn.Sequential(nn.Linear(3 * width, 64), nn.ReLU(), nn.Linear(64, 2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        user, item = self.users(inputs[:, 0]), self.items(inputs[:, 1])
+        scores: torch.Tensor = self.judge(torch.cat([user, item, user * item], dim=1))
+        return scores
+
+
+# A table --------------------------------------------------------------------------------------------------------------
+
+
+def _table(seed: int) -> LabelledData:
+    """Return what was measured of 569 tumours, and which were benign; half of them test."""
+    data = load_breast_cancer()
+    order = np.random.default_rng(seed).permutation(len(data.target))
+    values = torch.tensor(data.data[order], dtype=torch.float32)
+    values = (values - values.mean(0)) / values.std(0)
+    labels, half = torch.tensor(data.target[order]), len(order) // 2
+    return LabelledData(values[:half], labels[:half], values[half:], labels[half:])
+
+
+def _perceptron(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(30, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2)
+    )
+
+
+TASKS: Final[dict[str, LearningTask]] = {
+    "digits": LearningTask(
+        "the demo's convolutional network on scikit-learn's handwritten digits",
+        _digits,
+        digits.network,
+        108,
+        12,
+        {"sgd": 0.02, "adamw": 0.002},
+    ),
+    "patches": LearningTask(
+        "a residual network with batch normalisation that tells which part of two photographs a patch is from",
+        _patches,
+        _residual_network,
+        168,
+        24,
+        {"sgd": 0.03, "adamw": 0.003},
+    ),
+    "text": LearningTask(
+        "a transformer that predicts the next character of the help of Python's interpreter",
+        _characters,
+        _Transformer,
+        168,
+        6,
+        {"sgd": 0.3, "adamw": 0.015},
+    ),
+    "ratings": LearningTask(
+        "embeddings and a small network that predict what a user likes; synthetic, popularity by Zipf's law",
+        _ratings,
+        _Recommender,
+        204,
+        256,
+        {"sgd": 2.5, "adamw": 0.01},
+    ),
+    "table": LearningTask(
+        "three hidden layers on scikit-learn's breast cancer table",
+        _table,
+        _perceptron,
+        108,
+        16,
+        {"sgd": 0.015, "adamw": 0.0005},
+    ),
+}

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of convergence: runs repeat, nothing is lost for good that should not be, and a sweep goes on."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dlcp.bench import convergence, emulated_training
+from dlcp.bench.convergence import LossCurve, measure
+from dlcp.bench.emulated_training import EMULATED_RANKS, EmulatedRanks, Shortfall, TrainingRun, batches_of, train
+from dlcp.bench.learning_tasks import TASKS
+from dlcp.bench.results import BenchError
+from dlcp.cli import main
+from dlcp.collectives.deferral import REFRESH_STEPS, WHOLE_STEPS
+from dlcp.sim.convergence import read
+from dlcp.tags import Layer, Segment
+
+SHORT = 48
+SIZES = {"conv.weight": 90_000, "conv.bias": 100, "embedding": 150_000, "fc.weight": 20_345}
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """A task of a few steps, named like the usual one."""
+    monkeypatch.setitem(TASKS, "table", dataclasses.replace(TASKS["table"], steps=SHORT))
+
+
+def ranks_of(shortfall, seed=1):
+    stops = np.cumsum(list(SIZES.values())).tolist()
+    segments = [
+        Segment(Layer(name, 80 * number), stop - size, stop)
+        for number, ((name, size), stop) in enumerate(zip(SIZES.items(), stops, strict=True))
+    ]
+    return EmulatedRanks(segments, shortfall, seed)
+
+
+def steps_of(shortfall, steps):
+    """Let ranks average made-up gradients; return them, all gradients, and all averages."""
+    ranks, random = ranks_of(shortfall), np.random.default_rng(1)
+    size = sum(SIZES.values())
+    scale = np.repeat(random.lognormal(0, 1, -(-size // 360)), 360)[:size]
+    given, averages = [], []
+    for _ in range(steps):
+        gradients = [(random.standard_normal(size) * scale).astype(np.float32) for _ in range(EMULATED_RANKS)]
+        given.append([each.copy() for each in gradients])
+        averages.append(ranks.average(gradients))
+    return ranks, given, averages
+
+
+def owed(ranks):
+    """What all ranks together have still to send."""
+    values = np.zeros(sum(SIZES.values()))
+    start = 0
+    for name, size in SIZES.items():
+        for residual in ranks.residuals:
+            part = residual.of(name)
+            values[start : start + size] += 0 if part is None else part
+        start += size
+    return values
+
+
+@pytest.mark.parametrize(
+    "shortfall",
+    [
+        Shortfall(deferred=0.5),
+        Shortfall(deferred=0.75, at_random=True),
+        Shortfall(lost=0.1),
+        Shortfall(lost=0.3, rescale=False),
+    ],
+    ids=lambda each: each.name,
+)
+def test_what_does_not_come_is_owed(shortfall):
+    ranks, given, averages = steps_of(shortfall, 4 if shortfall.lost else WHOLE_STEPS + 2 * REFRESH_STEPS)
+    sent = np.sum(averages, axis=0, dtype=np.float64) * EMULATED_RANKS
+    assert np.abs(owed(ranks)).max() > 0
+    np.testing.assert_allclose(sent + owed(ranks), np.sum(given, axis=(0, 1), dtype=np.float64), atol=2e-2)
+
+
+def test_what_is_lost_for_good_is_owed_by_nobody():
+    ranks, *_ = steps_of(Shortfall(lost=0.3, at_random=True, feedback=False), 4)
+    assert not any(residual.size for residual in ranks.residuals)
+
+
+def test_first_steps_are_whole_and_later_ones_defer_their_ceiling():
+    ranks, given, averages = steps_of(Shortfall(deferred=0.5), WHOLE_STEPS)
+    assert not ranks.averages_deferred
+    for gradients, average in zip(given, averages, strict=True):
+        np.testing.assert_array_equal(average, sum(gradients) / np.float32(EMULATED_RANKS))
+    ranks, _, averages = steps_of(Shortfall(deferred=0.5), WHOLE_STEPS + REFRESH_STEPS)
+    zero = np.mean([average == 0 for average in averages[WHOLE_STEPS:]])
+    assert 0.47 < zero <= 0.5
+    small = slice(SIZES["conv.weight"], SIZES["conv.weight"] + SIZES["conv.bias"])
+    assert all((average[small] != 0).all() for average in averages), "small layers are whole"
+    waiting = np.all([average == 0 for average in averages[-REFRESH_STEPS:]], axis=0)
+    assert not waiting.any(), "each packet has its turn"
+
+
+def test_the_least_valuable_are_missing_unless_chosen_at_random():
+    for shortfall, least in ((Shortfall(deferred=0.5), True), (Shortfall(deferred=0.5, at_random=True), False)):
+        _, given, averages = steps_of(shortfall, WHOLE_STEPS + 1)
+        zero = averages[-1] == 0
+        size = np.abs(np.mean(given[-1], axis=0))
+        assert bool(size[zero].mean() < 0.5 * size[~zero].mean()) is least
+
+
+def test_without_shortfall_it_is_plain_training_bit_by_bit(short):
+    task, seed = TASKS["table"], 3
+    data, model = task.data(seed), task.network(seed)
+    torch.set_num_threads(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=task.rates["sgd"], momentum=0.9)
+    rates = [min(1, (step + 1) / 10) * 0.5 * (1 + np.cos(np.pi * step / SHORT)) for step in range(SHORT)]
+    for rate, batches in zip(rates, batches_of(SHORT, task.batch, len(data.train_labels), seed), strict=True):
+        optimizer.zero_grad()
+        for batch in batches:  # gradients add up in the order of ranks
+            nn.functional.cross_entropy(model(data.train_inputs[batch]), data.train_labels[batch]).backward()
+        for parameter in model.parameters():
+            parameter.grad /= EMULATED_RANKS
+        optimizer.param_groups[0]["lr"] = task.rates["sgd"] * rate
+        optimizer.step()
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model(data.test_inputs), data.test_labels).item()
+    assert train("table", "sgd", Shortfall(), seed).losses[-1] == loss
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_seed_gives_one_run_and_a_ceiling_of_zero_the_whole_one(short, optimizer):
+    shortfall = Shortfall(deferred=0.5, at_random=True)
+    run = train("table", optimizer, shortfall, 1)
+    assert run == train("table", optimizer, shortfall, 1)
+    assert run.deferred > 0
+    assert run.losses != train("table", optimizer, shortfall, 2).losses
+    whole = train("table", optimizer, Shortfall(), 1)
+    assert train("table", optimizer, Shortfall(deferred=0.0), 1) == whole
+    before = WHOLE_STEPS // emulated_training.TEST_EVERY
+    assert run.losses[:before] == whole.losses[:before]
+    assert run.losses[before + 1 :] != whole.losses[before + 1 :]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_data_and_models_fit_each_other(name):
+    task = TASKS[name]
+    data, model = task.data(1), task.network(1)
+    again, other = task.data(1), task.data(2)
+    torch.testing.assert_close(data.train_inputs, again.train_inputs, rtol=0, atol=0)
+    assert not torch.equal(data.test_labels, other.test_labels)
+    assert len(data.test_labels) >= 280
+    assert len(data.train_labels) >= EMULATED_RANKS * task.batch
+    scores = model(data.train_inputs[: task.batch])
+    assert scores.shape[:-1] == data.train_labels[: task.batch].shape
+    assert int(data.train_labels.max()) < scores.shape[-1]
+    assert sum(parameter.numel() for parameter in model.parameters()) > 100 * 360, "enough packets to choose from"
+    torch.testing.assert_close(next(model.parameters()), next(task.network(1).parameters()), rtol=0, atol=0)
+
+
+def run_of(losses, accuracy=0.9, shortfall="whole"):
+    return TrainingRun("", "table", "sgd", shortfall, 0, 1, accuracy, 0.0, losses)
+
+
+def test_steps_to_a_loss_are_interpolated():
+    curve = LossCurve(run_of([float(loss) for loss in range(12, 0, -1)]))
+    assert curve.steps == 48
+    assert (curve.target, curve.last) == (10, 2)  # the mean of 11, 10 and 9, at step 16 of 48
+    assert curve.steps_to(10) == 16
+    assert curve.steps_to(9.75) == 17
+    assert curve.steps_to(20) == 12
+    assert curve.steps_to(1) is None
+
+
+def test_a_run_is_compared_with_the_whole_one_of_its_seed():
+    whole = run_of([float(loss) for loss in range(12, 0, -1)])
+    slower = run_of([12, 12, 12, 11.5, 11, 10.5, 10, 9.5, 9, 8.5, 8, 7.5], 0.88, "deferred0.5")
+    never = run_of([12.0] * 12, 0.5, "deferred0.5")
+    nan = run_of([float("nan")] * 12, 0.1, "deferred0.5")
+    found = convergence.PairedRuns([slower, never, nan], [whole] * 3)
+    assert found.factors() == [2, 3, 3]
+    assert found.points() == pytest.approx([-2, -40, -80])
+    details = found.result().details
+    assert (details["reached_target"], details["loss_mean"]) == (1, None)
+    json.dumps(details, allow_nan=False)
+
+
+def test_a_sweep_goes_on_where_it_was_interrupted(short, tmp_path, monkeypatch):
+    runs, curves, said = tmp_path / "deep" / "runs.jsonl", tmp_path / "curves.yaml", []
+    sweep = {"runs": runs, "tasks": ["table"], "seeds": 2, "ceilings": [0.5], "losses": [0.1], "curves": curves}
+    made = []
+    monkeypatch.setattr(convergence, "train", lambda *what: made.append(what) or train(*what))
+    with pytest.raises(ZeroDivisionError):
+        measure(**sweep, progress=lambda words: said.append(words) or (len(said) == 3 and 1 / 0))
+    first = measure(**sweep)
+    assert len(made) == 2 * 2 * 6
+    assert measure(**sweep) == first
+    assert len(made) == 24, "nothing is repeated"
+    assert said[1].startswith("table, sgd, deferred0.5, seed 0: ")
+    names = ["whole", "deferred0.5", "deferred0.5.random", "lost0.1", "lost0.1.unscaled", "lost0.1.random.gone"]
+    assert [each.name for each in first] == [
+        f"convergence.table.{by}.{name}" for by in ("sgd", "adamw") for name in names
+    ]
+    assert first[0].ratio == first[0].details["steps_factor"] == 1
+    written = {curve.name: curve for curve in read(curves)}
+    assert set(written) == {
+        f"{family}_{by}"
+        for family in ("deferral", "deferral_at_random", "loss", "loss_unscaled", "loss_for_good")
+        for by in ("sgd", "adamw")
+    }
+    assert all(curve.measured and "2 seeds" in curve.source for curve in written.values())
+    assert written["deferral_sgd"].steps_factor(0.5) == pytest.approx(first[1].details["steps_factor"])
+    monkeypatch.setattr(convergence, "sources_digest", lambda: "other")
+    measure(**sweep | {"seeds": 1, "curves": None})
+    assert len(made) == 36, "what depends on other sources is"
+
+
+def test_nonsense_is_refused(tmp_path, capsys):
+    usual = {"runs": tmp_path / "runs", "tasks": ["table"], "seeds": 1, "ceilings": [0.5], "losses": []}
+    for wrong, words in (({"tasks": ["tabel"]}, "table"), ({"seeds": 0}, "seeds"), ({"ceilings": [1.0]}, "below 1")):
+        with pytest.raises(BenchError, match=words):
+            measure(**usual | wrong)
+    assert main(["bench", "convergence", "--tasks", "tabel", "--runs", str(tmp_path / "runs")]) == 1
+    assert "did you mean table" in capsys.readouterr().err
