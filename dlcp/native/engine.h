@@ -279,6 +279,7 @@ struct flow {
     double rtt_s;                             /* smallest since the last report; 0: none */
     double reported_s, report_due_s;          /* infinity if there is nothing to report */
     double disorder, sent_last_s;
+    double answered_s; /* the longest that a peer took to answer a question; of use until a round trip is known */
     double newest_delivered_s[QUEUES]; /* on any path */
     path *paths;
     int64_t path_count, path_last;

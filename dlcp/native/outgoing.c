@@ -333,12 +333,13 @@ static double probe_timeout_s(const engine *owner, const flow *to) {
     if (to->out.bytes)
         return rules->probe_timeout_max_s; /* memory loses nothing: the peer is only slow */
     if (to->smoothed_rtt_s == 0)
-        return 4 * rules->probe_timeout_min_s;
+        return fmax(4 * rules->probe_timeout_min_s, to->answered_s);
     double timeout_s = to->smoothed_rtt_s + 4 * to->rtt_variation_s;
     for (int64_t i = 0; to->path_count > 1 && i < to->path_count; i++)
         if (to->paths[i].flying)
             timeout_s = fmax(timeout_s, 2 * to->paths[i].delay_s); /* a question must not overtake what it is about */
-    return fmin(rules->probe_timeout_max_s, fmax(rules->probe_timeout_min_s, timeout_s));
+    double most_s = fmax(rules->probe_timeout_max_s, 2 * to->smoothed_rtt_s);
+    return fmin(most_s, fmax(rules->probe_timeout_min_s, timeout_s));
 }
 
 /* Find when to ask what is missing; infinity while packets leave freely. */
@@ -457,6 +458,7 @@ void outgoing_take_bitmap(engine *owner, flow *to, const uint8_t *datagram, int6
     } else if (self->asked_s >= 0) {
         /* A peer that is not there yet answers without news: ask it less often, but the network is not to blame. */
         self->probes_unanswered = 0;
+        to->answered_s = fmax(to->answered_s, now_s - self->asked_s);
         to->look_s = now_s;
         if (take_missing(owner, to, self, first, count, datagram + HEADER_BYTES, now_s))
             self->probes_without_news = 0;

@@ -58,7 +58,8 @@ RULES: Final = {
     "ack_spacing_s": 0.0002,
     "ack_round_trips": 1 / 8,
     "ack_at_once": 512,
-    # Bounds of the probe timeout. The lower one covers a scheduling delay on a busy host. Chosen by us.
+    # Bounds of the probe timeout. The lower one covers a scheduling delay on a busy host; the upper one is two round
+    # trips where these are longer. Chosen by us.
     "probe_timeout_min_s": 0.005,
     "probe_timeout_max_s": 0.2,
     # Probes without news are spaced by up to two to the power of this many timeouts.

@@ -172,6 +172,30 @@ def test_that_a_window_holds_packets_back_is_reported_soon_only_in_slow_start(sl
     assert sent.report(due_s + 1e-9).limited
 
 
+def test_a_question_waits_for_two_round_trips_where_these_are_long():
+    sent = Sending([4] * 8)
+    sent.one(1.0, 8)
+    sent.acknowledge(1.3, *sent.order[:4])
+    assert sent.tick(1.3) <= 1.3 + RULES["look_s"]
+    asked = []
+    for tenth in range(14, 40):
+        before = len(sent.sent)
+        sent.tick(tenth / 10)
+        asked += [tenth / 10] * any(wire.decode(data).type is PacketType.PROBE for _, data, _ in sent.sent[before:])
+    assert 1.3 + 2 * 0.3 <= asked[0] <= 1.3 + 2 * 0.3 + 2 * RULES["look_s"]
+
+
+def test_until_a_round_trip_is_known_a_question_is_repeated_after_as_long_as_an_answer_took():
+    sent = Sending([4] * 8)
+    sent.one(1.0, 8)
+    sent.ask(1.1)
+    sent.answer(sent.message, np.zeros(8), 2.6)
+    sent.one(2.7, 8)
+    before = len(sent.sent)
+    asked_s = next(tenth / 10 for tenth in range(28, 60) if sent.tick(tenth / 10) and len(sent.sent) > before)
+    assert 2.7 + 1.5 <= asked_s <= 2.7 + 1.5 + 2 * RULES["look_s"]
+
+
 def test_a_receiver_that_has_taken_all_confirms_what_no_acknowledgement_has():
     sent = Sending([4] * 70)
     sent.one(1.0, 64)

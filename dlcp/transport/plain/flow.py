@@ -135,6 +135,8 @@ class PlainFlow:
         self.slow_start = True
         self.mute = False
         self.heard_s = now_s
+        self.answered_s = 0.0
+        """The longest that the peer took to answer a question; of use until a round trip is known."""
         self.flying = 0
         self.smoothed_rtt_s = self.rtt_variation_s = 0.0
         self.messages: dict[MessageKey, PlainOutgoing] = {}
@@ -165,11 +167,12 @@ class PlainFlow:
     def probe_timeout_s(self) -> float:
         """How long to wait for news before asking."""
         if not self.smoothed_rtt_s:
-            return 4 * RULES["probe_timeout_min_s"]
+            return max(4 * RULES["probe_timeout_min_s"], self.answered_s)
         timeout_s = self.smoothed_rtt_s + 4 * self.rtt_variation_s
         if len(self.paths) > 1:  # a question must not overtake what it is about
             timeout_s = max([timeout_s, *(2 * path.delay_s for path in self.paths if path.flying)])
-        return min(RULES["probe_timeout_max_s"], max(RULES["probe_timeout_min_s"], timeout_s))
+        most_s = max(RULES["probe_timeout_max_s"], 2 * self.smoothed_rtt_s)
+        return min(most_s, max(RULES["probe_timeout_min_s"], timeout_s))
 
     @property
     def report_due_s(self) -> float:
