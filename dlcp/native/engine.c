@@ -90,6 +90,8 @@ API flow *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, 
     one->disorder = self->config.disorder_min;
     one->burst = SEGMENTS_MAX;
     one->slow_start = 1;
+    one->pace = one->one_way_s = INFINITY;
+    one->clocks_us = -1;
     one->ack_due_s = one->report_due_s = INFINITY;
     for (int queue = 0; queue < QUEUES; queue++)
         one->newest_delivered_s[queue] = -1;
@@ -588,14 +590,11 @@ API int64_t dlcp_pump(engine *self, double now_s) {
     return pump(self, now_s);
 }
 
-/* When the first window of less than a packet admits the next one; those that do already wait for something else. */
+/* When the first flow that waits for time to pass may send. */
 static double resume_s(const engine *self, double now_s) {
     double due_s = INFINITY;
-    for (int64_t i = 0; i < self->config.peers; i++) {
-        const flow *one = &self->flows[i];
-        if (one->message_count && one->window < 1 && !one->flying && flow_paused_until(one) > now_s)
-            due_s = sooner(due_s, flow_paused_until(one));
-    }
+    for (int64_t i = 0; i < self->config.peers; i++)
+        due_s = sooner(due_s, flow_resumes_s(&self->flows[i], now_s));
     return due_s;
 }
 

@@ -70,7 +70,7 @@ typedef struct {
     double stop_repeat_s, stop_repeat_max_s, known_after_s, remind_s;
     int64_t path_packets, path_burst, path_judged;
     double path_gain, path_lossy, path_lossier, path_slow, path_marked, path_least, path_calm;
-    double path_again_s, path_again_max_s, path_stalled_s;
+    double path_again_s, path_again_max_s, path_stalled_s, pace_turn_s;
 } config;
 
 typedef enum {
@@ -89,7 +89,7 @@ typedef struct {
     int64_t sent, resent, deferred, last_bytes;
     int64_t delivered, marked, lost, limited, waiting; /* `waiting`: packets wait to be sent */
     int64_t tos, bytes, path;
-    double now_s, rtt_s, smoothed_rtt_s;
+    double now_s, rtt_s, smoothed_rtt_s, one_way_s;
     const uint64_t *bits; /* which packets arrived: bit k of word w is packet 64 w + k; NULL: all */
     const uint8_t *data;
 } event;
@@ -271,15 +271,20 @@ struct flow {
     int64_t burst;      /* most packets in one send */
     int64_t mute;       /* send nothing but control packets */
     int64_t slow_start; /* a window that holds packets back is to be reported soon */
+    double pace;        /* packets a second that leave at most; infinity: as many as the window admits */
     /* private */
     int64_t peer, rank;
     struct sockaddr_in address;
     uint8_t service[QUEUES][2];               /* type of service, by queue and by whether a packet may be dropped */
     int64_t delivered, marked, lost, limited; /* since the last report */
     double rtt_s;                             /* smallest since the last report; 0: none */
+    double one_way_s;                         /* likewise, of the way there, less `clocks_us`; infinity: none */
+    int64_t clocks_us;                        /* what clocks differ by, and the first packet took; below 0: none */
     double reported_s, report_due_s;          /* infinity if there is nothing to report */
     double disorder, sent_last_s;
     double answered_s; /* the longest that a peer took to answer a question; of use until a round trip is known */
+    double paced_s;    /* for how long the pace allows nothing, after what has left */
+    int64_t held;      /* packets wait for that */
     double newest_delivered_s[QUEUES]; /* on any path */
     path *paths;
     int64_t path_count, path_last;
@@ -291,7 +296,7 @@ struct flow {
     double look_s; /* when to look next which messages to ask about, if none falls idle before */
     uint32_t marked_seen;
     /* receiving */
-    uint32_t data_received, marked_received;
+    uint32_t marked_received;
     in_port_t ports[PATHS_MAX]; /* from which it sends, too, in network byte order */
     int64_t port_count, port_last;
     uint32_t path_marked[PATHS_MAX];
@@ -392,7 +397,7 @@ void stream(uint8_t *into, const uint8_t *from, int64_t bytes);
 /* flow.c */
 int64_t flow_pump(engine *owner, flow *self, double now_s);
 void flow_feed_back(engine *owner, flow *self, int64_t delivered, int64_t marked, int64_t lost, double now_s);
-double flow_paused_until(const flow *self);
+double flow_resumes_s(const flow *self, double now_s);
 double flow_report(engine *owner, double now_s);
 void flow_note_arrival(const engine *owner, flow *self, incoming *message, int64_t index, int tos, double now_s);
 void flow_acknowledge(engine *owner, flow *self, double now_s);

@@ -9,9 +9,9 @@
  * An acknowledgement tells of blocks of 64 packets which of them have arrived. It tells all that is known of its
  * blocks, and repeats the last ones before, so that the next one makes up for it if it is lost. Its payload has entries
  * of step (4 bytes), message (2), block (4; with ACK_WHOLE if the message is complete, and all of it is here) and bits
- * (8; bit k is packet 64 block + k). In its header, `index` and `count` hold how many packets of the flow arrived so
- * far and how many of them marked congested, `step` how many microseconds ago the newest of them came. An entry with
- * the block ACK_PATH says of a path, its `step`, how many packets arrived marked there, its `bits`.
+ * (8; bit k is packet 64 block + k). In its header, `count` holds how many packets of the flow arrived marked congested
+ * so far, `index` when the newest packet came, by the receiver's clock in microseconds, and `step` how long ago that
+ * is. An entry with the block ACK_PATH says of a path, its `step`, how many packets arrived marked there, its `bits`.
  */
 
 #include <math.h>
@@ -35,6 +35,18 @@ static void sample_rtt(flow *self, double rtt_s) {
     }
     self->rtt_variation_s += (fabs(self->smoothed_rtt_s - rtt_s) - self->rtt_variation_s) / 4;
     self->smoothed_rtt_s += (rtt_s - self->smoothed_rtt_s) / 8;
+}
+
+static int64_t microseconds(double seconds) {
+    return (int64_t)(seconds * 1e6);
+}
+
+/* Take in how long a packet took, but for what the clocks differ by; `arrived_us` is modulo 2^32. */
+static void sample_one_way(flow *self, uint32_t arrived_us, double sent_s) {
+    uint32_t took_us = arrived_us - (uint32_t)microseconds(sent_s);
+    if (self->clocks_us < 0)
+        self->clocks_us = took_us;
+    self->one_way_s = fmin(self->one_way_s, (int32_t)(took_us - (uint32_t)self->clocks_us) * 1e-6);
 }
 
 /* Find what of packets that were sent together is lost, now that they are judged; return how many. */
@@ -162,8 +174,10 @@ double flow_report(engine *owner, double now_s) {
         news->waiting = is_waiting(self);
         news->rtt_s = self->rtt_s;
         news->smoothed_rtt_s = self->smoothed_rtt_s;
+        news->one_way_s = self->one_way_s;
         self->delivered = self->marked = self->lost = self->limited = 0;
         self->rtt_s = 0;
+        self->one_way_s = INFINITY;
         self->reported_s = now_s;
         self->report_due_s = INFINITY;
     }
@@ -173,14 +187,32 @@ double flow_report(engine *owner, double now_s) {
 /* Sending ---------------------------------------------------------------------------------------------------------- */
 
 /* Return when a window of less than a packet admits the next one. */
-double flow_paused_until(const flow *self) {
+static double paused_until_s(const flow *self) {
     return self->sent_last_s + self->smoothed_rtt_s / fmin(self->window, 1);
+}
+
+/* Return when time alone lets the next packet go; infinity if none waits, or it waits for something else, too. */
+double flow_resumes_s(const flow *self, double now_s) {
+    double until_s = INFINITY;
+    if (self->window < 1)
+        until_s = self->flying ? INFINITY : paused_until_s(self);
+    else if (self->held)
+        until_s = self->paced_s;
+    return self->message_count && until_s > now_s ? until_s : INFINITY;
 }
 
 static int64_t room(const flow *self, double now_s) {
     if (self->window < 1)
-        return self->flying == 0 && now_s >= flow_paused_until(self);
+        return self->flying == 0 && now_s >= paused_until_s(self);
     return (int64_t)fmin(self->window, (double)self->largest_window) - self->flying;
+}
+
+/* Return how many packets may leave at once at the flow's pace. A timer for each would be too much: what is due within
+ * `pace_turn_s` leaves together. */
+static double pace_room(const engine *owner, flow *self, double now_s) {
+    double turn_s = owner->config.pace_turn_s;
+    self->held = now_s < self->paced_s - (self->held ? 0 : turn_s);
+    return self->held ? 0 : fmax(self->pace * turn_s, (double)owner->config.path_burst);
 }
 
 /* The most urgent queue first; in it the layer nearest the input; then who came first. */
@@ -231,8 +263,8 @@ static void note_run(run_queue *sent, run one) {
     sent->count++;
 }
 
-static void note_sent(flow *self, outgoing *message, const uint32_t *packets, int64_t count, int64_t way,
-                      double now_s) {
+static void note_sent(const engine *owner, flow *self, outgoing *message, const uint32_t *packets, int64_t count,
+                      int64_t way, double now_s) {
     run_queue *sent = &self->paths[way].runs[message->tags[packets[0]][1] >> 5];
     int again = message->state[packets[0]] == RETRANSMIT;
     if (!again)
@@ -260,6 +292,7 @@ static void note_sent(flow *self, outgoing *message, const uint32_t *packets, in
     self->paths[way].sent += count;
     self->path_last = way;
     message->active_s = self->sent_last_s = now_s;
+    self->paced_s = fmax(self->paced_s, now_s - owner->config.pace_turn_s) + (double)count / self->pace;
     message->idle_noticed = 0;
 }
 
@@ -278,9 +311,11 @@ int64_t flow_pump(engine *owner, flow *self, double now_s) {
         }
         return 0;
     }
+    double paced = pace_room(owner, self, now_s);
+    if (self->held)
+        return 0;
     limit = smaller(smaller(limit, self->burst), smaller(SEGMENTS_MAX, 65000 / packet_bytes));
-    if (limit < 1)
-        limit = 1;
+    limit = (int64_t)fmax(fmin((double)limit, paced), 1);
     int64_t way = path_choose(owner, self, &limit, now_s);
     uint32_t packets[SEGMENTS_MAX];
     uint8_t headers[SEGMENTS_MAX][HEADER_BYTES];
@@ -302,7 +337,7 @@ int64_t flow_pump(engine *owner, flow *self, double now_s) {
     int kept = engine_send_burst(owner, self, message, packets, count, headers, way);
     if (kept < 0)
         return kept;
-    note_sent(self, message, packets, count, way, now_s);
+    note_sent(owner, self, message, packets, count, way, now_s);
     return count;
 }
 
@@ -327,7 +362,6 @@ static void note_block(flow *self, incoming *message, int64_t block) {
 
 /* Note a packet of data, be it for the first time or again. */
 void flow_note_arrival(const engine *owner, flow *self, incoming *message, int64_t index, int tos, double now_s) {
-    self->data_received++;
     self->marked_received += (tos & 3) == 3; /* ECN: congestion experienced */
     if (!self->fresh_packets++)
         self->ack_due_s = now_s + owner->config.ack_delay_s;
@@ -379,7 +413,8 @@ void flow_acknowledge(engine *owner, flow *self, double now_s) {
     int64_t limit = owner->config.payload_bytes / ACK_ENTRY_BYTES, done = 0;
     double ago_us = fmin(fmax((now_s - self->data_last_s) * 1e6, 0), 4e9);
     do {
-        engine_write_header(owner, datagram, ACK, (int64_t)ago_us, 0, self->data_received, self->marked_received);
+        engine_write_header(owner, datagram, ACK, (int64_t)ago_us, 0, (uint32_t)microseconds(self->data_last_s),
+                            self->marked_received);
         int64_t entries = 0;
         for (int64_t k = 0; k < self->recent_count && entries < limit - 1; k++)
             if (self->recent[k].message)
@@ -456,7 +491,8 @@ static void take_marks(flow *self, const uint8_t *entry) {
 }
 
 /* Take in the round trips on paths of which packets have arrived that were sent once; `sampled` are their bits. */
-static void sample_paths(const engine *owner, flow *self, uint64_t sampled, double ago_s, double now_s) {
+static void sample_paths(const engine *owner, flow *self, uint64_t sampled, const uint8_t *header, double now_s) {
+    double ago_s = (double)header_step(header) * 1e-6;
     double newest_s = 0;
     for (; sampled; sampled &= sampled - 1) {
         path *way = &self->paths[__builtin_ctzll(sampled)];
@@ -464,8 +500,10 @@ static void sample_paths(const engine *owner, flow *self, uint64_t sampled, doub
         if (way->weight > 0 && !way->on_trial)
             newest_s = fmax(newest_s, way->sampled_s);
     }
-    if (newest_s > 0)
+    if (newest_s > 0) {
         sample_rtt(self, now_s - newest_s - ago_s);
+        sample_one_way(self, (uint32_t)header_index(header), newest_s);
+    }
 }
 
 void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagram, int64_t bytes, double now_s) {
@@ -513,7 +551,7 @@ void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagra
                 taken[taken_count++] = message;
         }
     }
-    sample_paths(owner, self, sampled, (double)header_step(datagram) * 1e-6, now_s);
+    sample_paths(owner, self, sampled, datagram, now_s);
     flow_feed_back(owner, self, delivered, marked, 0, now_s);
     for (int64_t k = 0; k < taken_count; k++)
         outgoing_complete(owner, self, taken[k], NULL, now_s);

@@ -28,6 +28,9 @@ class Report:
         The average round-trip time, 0 if it is not known.
     limited
         Whether the window held packets back.
+    one_way_s
+        The smallest one-way time that was sampled, less what the hosts' clocks differ by; infinity if none was. It can
+        be below 0, and is of use only beside others.
     """
 
     now_s: float
@@ -37,6 +40,7 @@ class Report:
     rtt_s: float
     smoothed_rtt_s: float
     limited: bool
+    one_way_s: float = math.inf
 
 
 class RateControl(Protocol):

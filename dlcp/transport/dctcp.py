@@ -7,7 +7,7 @@ from typing import NamedTuple
 from dlcp.transport.congestion import INITIAL_WINDOW_PACKETS, Report
 from dlcp.transport.cubic import CubicWindow
 from dlcp.transport.idle_path import DELAY_MIN_S, IdlePath, Round
-from dlcp.transport.random_loss import DEVIATIONS, Finding, RandomLoss
+from dlcp.transport.random_loss import Finding, RandomLoss
 
 SMALLEST_JOB_WINDOW_PACKETS = 9.0
 SMALLEST_WINDOW_PACKETS = 3.0
@@ -58,10 +58,12 @@ PROBE_PART = 0.75
 
 
 class Trial(NamedTuple):
-    """Less is sent, to see whether that shortens the queue: the window, and the round-trip time, that were before."""
+    """Less is sent, to see whether that shortens the queue: the window, and times, that were before."""
 
     window: float
     rtt_s: float
+    back_s: float
+    """How much of it acknowledgements have waited."""
 
 
 class DctcpWindow:
@@ -185,7 +187,7 @@ class DctcpWindow:
         if self._aftermath_s:
             self._aftermath_s = 0.0
             if self._trial:
-                self._trial = Trial(self._trial.window, max(self._trial.rtt_s, report.smoothed_rtt_s))
+                self._trial = self._trial._replace(rtt_s=max(self._trial.rtt_s, report.smoothed_rtt_s))
             if not self._cubic:
                 self._growth = self._next_growth(wary=True)
             return
@@ -204,7 +206,7 @@ class DctcpWindow:
 
     def _finish_round(self, report: Report, delay_s: float) -> None:
         finished, before = self._round, self.window
-        full = self._path.may_be_full(delay_s)
+        full = self._path.may_be_full(delay_s, report.smoothed_rtt_s)
         self._heed_marks(finished)
         unexplained = not self._random.explains(finished.packets, finished.lost)
         if finished.marked or full:
@@ -252,55 +254,57 @@ class DctcpWindow:
 
     def _drain(self, delay_s: float, report: Report) -> None:
         before, allowed_s = self.window, self._path.allowed_s
-        carried = self._path.rate * (self._path.base_s + allowed_s)
+        carried = self._path.carried + self._path.rate * allowed_s
         least = before * (1 - min(DELAY_CUT_MAX, DELAY_BETA * (1 - allowed_s / delay_s)))
         if self._path.fading(report.now_s):
-            least, carried = 0.0, PROBE_PART * self._path.rate * self._path.base_s
-            self._probed = self._path.rate * (self._path.base_s + allowed_s / 2)
+            least, carried = 0.0, PROBE_PART * self._path.carried
+            self._probed = self._path.carried + self._path.rate * allowed_s / 2
         self.window = max(self._smallest, min(before, carried), least)
         # The packets that a start has on the way have not shown yet how long they wait.
         if self.window < before * (1 - TRIAL_CUT_MIN) and not self._starting:
-            self._trial = Trial(before, report.smoothed_rtt_s)
+            self._trial = Trial(before, report.smoothed_rtt_s, self._path.back_s)
         self._starting = False
 
     def _share_of_queue(self, trial: Trial, rtt_s: float) -> float:
-        """Return by how much the round-trip time fell, where 1 is what it would have if no others sent."""
-        alone_s = max(self._path.base_s, trial.rtt_s * self.window / trial.window)
-        return (trial.rtt_s - rtt_s) / (trial.rtt_s - alone_s) if trial.rtt_s > alone_s else 1.0
+        """Return by how much the way there became shorter, where 1 is by what it would have if no others sent."""
+        before_s = trial.rtt_s - trial.back_s
+        alone_s = max(self._path.base_s, before_s - trial.rtt_s * (1 - self.window / trial.window))
+        return (before_s - (rtt_s - self._path.back_s)) / (before_s - alone_s) if before_s > alone_s else 1.0
 
     def _enter_contest(self, window: float, rtt_s: float, report: Report) -> None:
-        """Go by losses alone, from a window, or from what was on the way in a round trip if that is less."""
+        """Go by losses alone, from a window, or from what was on the way in a round trip if that is less.
+
+        A start has doubled its window since then.
+        """
+        carried = max(self._path.rate * rtt_s, window / 2) if self._path.rate else window
+        self.window = max(self._smallest, min(window, carried))
         self._starting, self._trial, self._probed = False, None, 0.0
         self._random.abandon()
         self._path.meet(report.now_s)
         self._cubic, self._regained = CubicWindow(self.weight), math.inf
-        self.window = max(self._smallest, self._on_the_way(window, rtt_s))
         self._cubic.resume(self.window)
 
     def _contest(self, cubic: CubicWindow, report: Report, delay_s: float) -> None:
         finished = self._round
-        full, self._was_full = self._was_full, self._path.may_be_full(delay_s)
-        expected = finished.packets * self._random.baseline
+        full, self._was_full = self._was_full, self._path.may_be_full(delay_s, report.smoothed_rtt_s)
         queued = delay_s > self._path.allowed_s
-        if finished.lost > expected + DEVIATIONS * math.sqrt(expected) and (
+        if not self._random.explains(finished.packets, finished.lost) and (
             full or self._was_full or finished.lost > COLLAPSE * finished.packets
         ):
             self._yield(report)
-        elif self.window >= self._regained * (REGAINED_QUEUED if queued else REGAINED_IDLE) and (
-            queued or not self._was_full
-        ):
+            return
+        # Where no queue stands, and as much is lost as ever, losses are not the others' doing.
+        idle = not self._path.queued(self._path.average_s(report.smoothed_rtt_s))
+        lossy = idle and self._random.watch(finished.packets, finished.lost)
+        regained = self.window >= self._regained * (REGAINED_QUEUED if queued else REGAINED_IDLE)
+        if lossy or (regained and (queued or not self._was_full)):
             self._cubic, self._growth = None, self.weight
 
     def _yield(self, report: Report) -> None:
         assert self._cubic
-        self._regained = self.window
-        self._cubic.window = self._on_the_way(self.window, self._round.rtt_s)
+        self._regained = self._cubic.window = self.window
         self._cubic.back_off(report.now_s, report.smoothed_rtt_s)
         self.window = self._cubic.window = max(self._smallest, self._cubic.window)
-
-    def _on_the_way(self, window: float, rtt_s: float) -> float:
-        """Return how much of a window the path held; a start's may be far larger."""
-        return min(window, self._path.rate * rtt_s or window)
 
     def _next_growth(self, wary: bool) -> float:
         # Bursts of others end as suddenly as they begin: what is free for longer is taken faster.

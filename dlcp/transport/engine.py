@@ -101,6 +101,9 @@ RULES: Final = {
     "path_again_s": 1.0,
     "path_again_max_s": 16.0,
     "path_stalled_s": 0.02,
+    # Where packets are paced, those of so long leave together, or ``path_burst`` of them if that is more. Chosen by us:
+    # a timer costs as much as a burst.
+    "pace_turn_s": 0.001,
 }
 """What both engines go by, with the reasons."""
 
@@ -200,6 +203,8 @@ class Flow(Protocol):
     """What the receiver's buffer admits, in packets."""
     slow_start: bool
     """Whether the window is to grow at once if it holds packets back."""
+    pace: float
+    """Packets a second that leave at most; infinity: as many as the window admits."""
     burst: int
     """The most packets in one send."""
     mute: bool

@@ -71,7 +71,7 @@ _Config = _record(
     i=(c_double, "stop_repeat_s stop_repeat_max_s known_after_s remind_s"),
     j=(c_int64, "path_packets path_burst path_judged"),
     k=(c_double, "path_gain path_lossy path_lossier path_slow path_marked path_least path_calm"),
-    l=(c_double, "path_again_s path_again_max_s path_stalled_s"),
+    l=(c_double, "path_again_s path_again_max_s path_stalled_s pace_turn_s"),
 )
 _Event = _record(
     "Event",
@@ -80,7 +80,7 @@ _Event = _record(
         "kind peer step message packets sent resent deferred last_bytes "
         "delivered marked lost limited waiting tos bytes path",
     ),
-    b=(c_double, "now_s rtt_s smoothed_rtt_s"),
+    b=(c_double, "now_s rtt_s smoothed_rtt_s one_way_s"),
     c=(c_void_p, "bits data"),
 )
 _Head = _record(
@@ -95,6 +95,7 @@ _Flow = _record(
     b=(c_int64, "largest_window flying"),
     c=(c_double, "smoothed_rtt_s rtt_variation_s heard_s"),
     d=(c_int64, "burst mute slow_start"),
+    e=(c_double, "pace"),
 )
 _SendRequest = _record(
     "SendRequest",
@@ -389,7 +390,7 @@ class NativeEngine:
 
     def _report(self, peer: int, event: Any) -> Event:
         counts = event.delivered, event.marked, event.lost
-        report = Report(event.now_s, *counts, event.rtt_s, event.smoothed_rtt_s, bool(event.limited))
+        report = Report(event.now_s, *counts, event.rtt_s, event.smoothed_rtt_s, bool(event.limited), event.one_way_s)
         return Reported(peer, report, bool(event.waiting))
 
     def _timeout(self, peer: int, _event: Any) -> Event:

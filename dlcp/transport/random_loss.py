@@ -102,6 +102,15 @@ class RandomLoss:
             self._packets = self._lost = 0
         return Finding.NOTHING
 
+    def watch(self, packets: int, lost: int) -> bool:
+        """Take in packets that met no queue while others fill it; return whether that many losses are not tolerated."""
+        self._packets += packets
+        self._lost += lost
+        if self._packets >= CALM_BLOCK_PACKETS:
+            self._usual = self._lost / self._packets
+            self._packets = self._lost = 0
+        return self._usual > TOLERATED
+
     def abandon(self) -> None:
         """Forget the block and end any trial: a queue stands, so losses say nothing about the path now."""
         self._packets = self._lost = 0

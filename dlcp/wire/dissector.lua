@@ -94,7 +94,7 @@ local GREETING_BYTES, PORT_BYTES = 8, 2
 
 local function describe_ack(buffer)
     return string.format(
-        "ACK job %u sender %u received %u marked %u after %u us",
+        "ACK job %u sender %u received at %u us marked %u after %u us",
         buffer(4, 2):uint(),
         buffer(14, 2):uint(),
         buffer(16, 4):uint(),

@@ -40,7 +40,7 @@ local GREETING_BYTES, PORT_BYTES = @GREETING_BYTES@, @PORT_BYTES@
 
 local function describe_ack(buffer)
     return string.format(
-        "ACK job %u sender %u received %u marked %u after %u us",
+        "ACK job %u sender %u received at %u us marked %u after %u us",
         @job_value@,
         @sender_value@,
         @index_value@,

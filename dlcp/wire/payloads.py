@@ -3,8 +3,8 @@
 
 An ACK tells which packets have arrived. Its payload is a run of entries of :data:`ACK_ENTRY`, each about
 :data:`ACK_BLOCK_PACKETS` packets of one message, or, with the block :data:`ACK_PATH`, about a path. In its header,
-``step`` is how many microseconds ago the newest packet came, ``index`` how many packets have come from the peer, and
-``count`` how many of them marked congested.
+``step`` is how many microseconds ago the newest packet came, ``index`` when that was by the receiver's clock, in
+microseconds modulo 2**32, and ``count`` how many packets have come marked congested.
 
 A HELLO and its answer carry :data:`GREETING`, and then the UDP ports of the sender's further paths, two bytes each.
 """

@@ -140,13 +140,14 @@ class BareEngine:
         self.tick(now_s)
         return self.reports[-1] if self.reports else None
 
-    def acknowledge(self, now_s, *indices, key=KEY, marked=0, ago_us=0, rank=1):
-        """Tell that packets have arrived."""
+    def acknowledge(self, now_s, *indices, key=KEY, marked=0, ago_us=0, rank=1, arrived_s=0.0):
+        """Tell that packets have arrived, the newest at a time of the receiver's clock."""
         blocks = {}
         for index in indices:
             blocks[index // 64] = blocks.get(index // 64, 0) | 1 << index % 64
         payload = b"".join(ACK_ENTRY.pack(*key, block, bits) for block, bits in blocks.items())
-        self.take(PacketType.ACK, payload, step=ago_us, count=marked, rank=rank, now_s=now_s)
+        arrived_us = int(arrived_s * 1e6) % 2**32
+        self.take(PacketType.ACK, payload, step=ago_us, index=arrived_us, count=marked, rank=rank, now_s=now_s)
 
     def ask(self, now_s):
         """Have the engine ask what is missing; what it sends is not kept in ``sent``."""

@@ -10,9 +10,12 @@ import random
 from collections import deque
 
 from dlcp.transport.congestion import Report
+from dlcp.transport.cubic import CubicWindow
+from dlcp.transport.peer import pace_of
 
 ORDINARY, DATA, OVER_SHARE = 1, 4, 0
 DISORDER = 0.25
+PACE_BURST = 4
 PROBE_TIMEOUT_S = 0.005
 
 
@@ -34,7 +37,7 @@ class Flow:
         self.done_s = None
         self.confirmed = []
         """When each packet was confirmed."""
-        self.smoothed_rtt_s = 0.0
+        self.smoothed_rtt_s = self.base_rtt_s = 0.0
         self.waiting_for_pace = False
         self.paced_until_s = 0.0
         """When a control with a pace of its own lets the next packet go."""
@@ -62,11 +65,12 @@ class Flow:
         self.flying += 1
         self.sent += 1
         self._last_sent_s = now_s
-        pace = getattr(self.control, "pace", 0.0)
-        if pace:
-            self.paced_until_s = max(self.paced_until_s, now_s - 1 / pace) + 1 / pace
         if self.left is not None:
             self.left -= 1
+        if isinstance(self.control, CubicWindow) or not self.base_rtt_s:
+            return  # Linux paces none of it by default; of others nothing is known yet
+        pace = getattr(self.control, "pace", 0.0) or pace_of(self.control, self.base_rtt_s, self.smoothed_rtt_s)
+        self.paced_until_s = max(self.paced_until_s, now_s - PACE_BURST / pace) + 1 / pace
 
     def confirm(self, now_s, sent_s, marked):
         self.flying -= 1
@@ -76,6 +80,7 @@ class Flow:
         self._marks += marked
         rtt_s = now_s - sent_s
         self._rtt_s = min(self._rtt_s or rtt_s, rtt_s)
+        self.base_rtt_s = min(self.base_rtt_s or rtt_s, rtt_s)
         self.smoothed_rtt_s += (rtt_s - self.smoothed_rtt_s) / 8 if self.smoothed_rtt_s else rtt_s
         if self.unconfirmed is not None:
             self.unconfirmed -= 1

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine makes of what comes back: what counts as lost, what it reports, and what it sends again."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -170,6 +172,25 @@ def test_that_a_window_holds_packets_back_is_reported_soon_only_in_slow_start(sl
     assert not sent.reports
     assert sent.report(due_s - 1e-5) is None
     assert sent.report(due_s + 1e-9).limited
+
+
+def test_packets_leave_at_the_pace_of_the_flow_in_short_bursts():
+    sent = Sending([4] * 60)
+    sent.flow.pace = 1000.0
+    left = [len(sent.pump_all(1.0 + k * 0.001)) for k in range(41)]
+    assert sum(left) == pytest.approx(40, abs=RULES["path_burst"] + 1)
+    assert max(left) == RULES["path_burst"]
+    sent.flow.pace = math.inf
+    assert len(sent.pump_all(2.0)) == 60 - sum(left)
+
+
+def test_how_long_packets_took_one_way_is_reported_but_for_what_the_clocks_differ_by():
+    sent = Sending([4] * 30)
+    # The receiver's clock is 4294 s ahead, and begins anew meanwhile: 2**32 microseconds are 4295 s.
+    for sent_s, took_s in [(0.5, 0.04), (1.5, 0.06), (2.5, 0.045)]:
+        sent.one(sent_s, 10)
+        sent.acknowledge(sent_s + 0.1, *sent.order[-10:], arrived_s=4294 + sent_s + took_s)
+    assert [report.one_way_s for report in sent.reports] == pytest.approx([0, 0.02, 0.005], abs=3e-6)
 
 
 def test_a_question_waits_for_two_round_trips_where_these_are_long():

@@ -22,6 +22,7 @@ from dlcp.transport import (
     TransportOptions,
     bind_socket,
 )
+from dlcp.transport.engine import RULES
 from dlcp.transport.native_engine import NativeEngine
 from dlcp.transport.plain import PlainEngine
 from dlcp.wire import Header, PacketType
@@ -185,15 +186,23 @@ def test_an_empty_datagram_is_only_malformed(pair):
     until(lambda: endpoint.refused["malformed"] == 1)
 
 
-def test_a_window_of_less_than_a_packet_that_has_room_keeps_nobody_awake():
+@pytest.mark.parametrize(
+    ("flow", "sends"),
+    [({"window": 0.5, "mute": True}, False), ({"window": 60.0, "pace": 200.0}, True)],
+    ids=["silent", "paced"],
+)
+def test_whoever_may_not_send_yet_sleeps(flow, sends):
     make = NativeEngine if Network.compiled else PlainEngine
-    with closing(bind_socket("127.0.0.1", [0])) as sock:
+    with closing(bind_socket("127.0.0.1", [0])) as sock, closing(bind_socket("127.0.0.1", [0])) as other:
         common = {"job": 0, "token": TOKEN, "options": TransportOptions(), "sock": sock}
-        engine = make(0, {1: ("127.0.0.1", 9)}, {1: True}, now_s=time.monotonic(), **common)
-        engine.flows[1].window, engine.flows[1].largest_window, engine.flows[1].mute = 0.5, 64, True
-        request = SendRequest(1, KEY, memoryview(bytes(1440)), plain_tags(1), RELIABLE, "layer")
+        engine = make(0, {1: other.getsockname()}, {1: True}, now_s=time.monotonic(), **common)
+        engine.flows[1].largest_window = 64
+        for name, value in flow.items():
+            setattr(engine.flows[1], name, value)
+        request = SendRequest(1, KEY, memoryview(bytes(60 * 1440)), plain_tags(60), RELIABLE, "layer")
         engine.send(request, RELIABLE, time.monotonic())
         began_s = time.thread_time()
         engine.turn(time.monotonic() + 0.1)
         assert time.thread_time() - began_s < 0.02
+        assert (engine.flows[1].flying > RULES["path_burst"]) == sends
         engine.release()

@@ -18,6 +18,7 @@ NETWORKS = {
     "lossy": {"loss": 0.05},
     "hopeless": {"loss": 0.25, "rate_bps": 30e6},
     "disorderly": {"jitter_s": 0.004, "duplicate": 0.2, "depth": 10_000},
+    "long": {"delay_s": 0.01, "depth": 12, "ecn_depth": 10_000, "rate_bps": 30e6},
     "everything": {"loss": 0.08, "jitter_s": 0.006, "duplicate": 0.1, "depth": 20, "ecn_depth": 5},
 }
 OPTIONS = {

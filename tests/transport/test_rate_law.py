@@ -44,6 +44,14 @@ def test_random_loss_does_not_close_the_window(path, loss):
     assert alone(seconds, loss=loss, **path)[1] > (0.75 if loss > 0.1 else 0.85)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_random_loss_is_not_the_others_doing_however_late_a_busy_host_acknowledges(seed):
+    # With delays that are taken for a queue that others fill, 25 MB took up to 240 ms, where 193 would do.
+    flow = Flow(DctcpWindow(), packets=17361)
+    Bottleneck([flow], rate=90_000, rtt_s=0.0002, depth=1000, loss=0.01, noise_s=0.003, seed=seed).run()
+    assert flow.done_s < 0.206
+
+
 def test_losses_that_begin_later_do_not_close_the_window_either():
     flow = Flow(DctcpWindow())
     port = Bottleneck([flow], rate=M100, rtt_s=0.001, depth=64)
@@ -202,6 +210,13 @@ def test_more_than_a_path_may_lose_is_congestion():
     losses = RandomLoss()
     assert judge(losses, 100, 60, 100.0, rounds=2) is Finding.CONSPICUOUS
     assert judge(losses, 40, 24, 40.0, rounds=20) is Finding.CONGESTION
+
+
+def test_losses_without_a_queue_while_others_fill_it_are_counted_in_blocks():
+    losses = RandomLoss()
+    assert not losses.watch(CALM_BLOCK_PACKETS - 1, 20)
+    assert losses.watch(1, 0)
+    assert not losses.watch(CALM_BLOCK_PACKETS, 2)
 
 
 def test_a_few_losses_are_not_looked_into():

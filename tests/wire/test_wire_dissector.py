@@ -145,7 +145,7 @@ def test_tshark_reads_what_is_acknowledged(tmp_path):
         for step, message, whole, block, arrived in entries
     )
     whole, broken = shown([header + payload, header + payload[:-1]], tmp_path, "_ws.col.Info", *columns)
-    assert whole[0] == "ACK job 3 sender 5 received 400 marked 17 after 120 us"
+    assert whole[0] == "ACK job 3 sender 5 received at 400 us marked 17 after 120 us"
     assert [tuple(int(column.split(",")[row], 0) for column in whole[1:]) for row in range(2)] == entries
     assert broken[1:] == [""] * 5
 

@@ -630,7 +630,7 @@ class PlainEngine:
                 flow.land(message, rest, now_s)
                 delivered += len(rest)
                 complete[message.key] = message
-        flow.sample_paths(sampled, header.step * 1e-6, now_s)
+        flow.sample_paths(sampled, header, now_s)
         flow.feed_back(delivered, marked, 0, now_s)
         for message in complete.values():
             self._complete_sending(peer, message, np.ones(message.packets, np.bool_), now_s)
@@ -705,7 +705,7 @@ class PlainEngine:
         if not waiting.waiting:
             return
         ago_us = min(4_000_000_000, max(0, int((now_s - waiting.newest_s) * 1e6)))
-        counts = {"index": waiting.data_received & 0xFFFFFFFF, "count": waiting.marked_received & 0xFFFFFFFF}
+        counts = {"index": int(waiting.newest_s * 1e6) & 0xFFFFFFFF, "count": waiting.marked_received & 0xFFFFFFFF}
         header = self._header(PacketType.ACK, MessageKey(ago_us, 0), **counts).encode()
         by_path = sum(source[0] == peer for source in self._sources) > 1
         for payload in waiting.take(self._payload_bytes, by_path, now_s):
@@ -764,14 +764,9 @@ class PlainEngine:
             if now_s >= until_s or self._woken:
                 break
             if not received and sent <= 0 and not self._events:
-                self._wait(min(until_s, due_s, self._resume_s(now_s)), full=sent < 0)
+                resume_s = min((flow.resumes_s(now_s) for flow in self._flows.values()), default=math.inf)
+                self._wait(min(until_s, due_s, resume_s), full=sent < 0)
         self._woken = False
-
-    def _resume_s(self, now_s: float) -> float:
-        """Return when the first window of less than a packet admits the next one."""
-        paused = [f.paused_until_s for f in self._flows.values() if f.messages and f.window < 1 and not f.flying]
-        # Those that admit it already wait for something else.
-        return min((until_s for until_s in paused if until_s > now_s), default=math.inf)
 
     def _wait(self, until_s: float, *, full: bool) -> None:
         wait_s = max(0.0, until_s - time.monotonic())

@@ -20,10 +20,12 @@ from dlcp.transport.messages import MessageKey
 from dlcp.transport.plain.incoming import PlainIncoming
 from dlcp.transport.plain.outgoing import FLYING, Indices, PlainOutgoing
 from dlcp.transport.plain.path import PlainPath, PlainPaths, counted_since
-from dlcp.wire import ACK_BLOCK_PACKETS, ACK_ENTRY, ACK_PATH, ACK_WHOLE
+from dlcp.wire import ACK_BLOCK_PACKETS, ACK_ENTRY, ACK_PATH, ACK_WHOLE, Header
 
 _QUEUES = 8
 _BURST_BYTES_MAX = 65000
+_CLOCK = 1 << 32
+"""Microseconds after which a time on the wire begins anew."""
 
 Emit = Callable[[PlainOutgoing, Indices, int], bool]
 """Sends packets of a message in one burst on a path; False if the socket is full."""
@@ -36,7 +38,6 @@ class Acknowledgements:
     """What is to be acknowledged to one peer."""
 
     def __init__(self) -> None:
-        self.data_received = 0
         self.marked_received = 0
         self.newest_s = 0.0
         self._late_s = math.inf
@@ -58,7 +59,6 @@ class Acknowledgements:
         if not self._packets:
             self._late_s = now_s + RULES["ack_delay_s"]
         self._packets += len(indices)
-        self.data_received += len(indices)
         self.marked_received += len(indices) * marked
         self.newest_s = now_s
         for block in np.unique(indices // ACK_BLOCK_PACKETS).tolist():
@@ -133,6 +133,7 @@ class PlainFlow:
         self.largest_window = 1
         self.burst = SEGMENTS_MAX
         self.slow_start = True
+        self.pace = math.inf
         self.mute = False
         self.heard_s = now_s
         self.answered_s = 0.0
@@ -145,6 +146,9 @@ class PlainFlow:
         """When to look next which messages to ask about, if none falls idle before."""
         self._delivered = self._marked = self._lost = 0
         self._rtt_s = 0.0
+        self._one_way_s = math.inf
+        self._clocks_us = -1
+        """What clocks differ by, and the first packet took; below 0: not known."""
         self._limited = False
         self._reported_s = 0.0
         self._disorder = RULES["disorder_min"]
@@ -156,12 +160,24 @@ class PlainFlow:
         self._stalled_due_s = 0.0
         """When to look next for paths on which nothing arrives."""
         self._sent_last_s = 0.0
+        self._paced_s = 0.0
+        """For how long the pace allows nothing, after what has left."""
+        self._held = False
+        """Whether packets wait for that."""
         self._marked_seen = 0
 
     @property
-    def paused_until_s(self) -> float:
+    def _paused_until_s(self) -> float:
         """When a window of less than a packet admits the next one."""
         return self._sent_last_s + self.smoothed_rtt_s / min(1.0, self.window)
+
+    def resumes_s(self, now_s: float) -> float:
+        """Return when time alone lets the next packet go; infinity if none waits, or for something else, too."""
+        if self.window < 1:
+            until_s = math.inf if self.flying else self._paused_until_s
+        else:
+            until_s = self._paced_s if self._held else math.inf
+        return until_s if self.messages and until_s > now_s else math.inf
 
     @property
     def probe_timeout_s(self) -> float:
@@ -187,10 +203,17 @@ class PlainFlow:
         if now_s < (self._reported_s + self.report_due_s) / 2:
             return None
         report = Report(
-            now_s, self._delivered, self._marked, self._lost, self._rtt_s, self.smoothed_rtt_s, self._limited
+            now_s,
+            self._delivered,
+            self._marked,
+            self._lost,
+            self._rtt_s,
+            self.smoothed_rtt_s,
+            self._limited,
+            self._one_way_s,
         )
         self._delivered = self._marked = self._lost = 0
-        self._rtt_s, self._limited = 0.0, False
+        self._rtt_s, self._one_way_s, self._limited = 0.0, math.inf, False
         self._reported_s = now_s
         return report
 
@@ -224,7 +247,11 @@ class PlainFlow:
         if room <= 0:
             self._limited |= self.window < self.largest_window
             return 0
-        limit = max(1, min(room, self.burst, SEGMENTS_MAX, self._packets_max))
+        self._held = now_s < self._paced_s - (0 if self._held else RULES["pace_turn_s"])
+        if self._held:
+            return 0
+        paced = max(self.pace * RULES["pace_turn_s"], RULES["path_burst"])
+        limit = int(max(1, min(room, self.burst, SEGMENTS_MAX, self._packets_max, paced)))
         number, limit = self.paths.choose(self._usable_window, limit, now_s)
         chosen, again = message.gather(limit)
         if again:
@@ -239,6 +266,7 @@ class PlainFlow:
         path.sent += len(chosen)
         self.paths.last = number
         self._sent_last_s = now_s
+        self._paced_s = max(self._paced_s, now_s - RULES["pace_turn_s"]) + len(chosen) / self.pace
         return len(chosen)
 
     @property
@@ -247,7 +275,7 @@ class PlainFlow:
 
     def _room(self, now_s: float) -> int:
         if self.window < 1:
-            return int(self.flying == 0 and now_s >= self.paused_until_s)
+            return int(self.flying == 0 and now_s >= self._paused_until_s)
         return int(self._usable_window) - self.flying
 
     def _most_urgent(self) -> PlainOutgoing | None:
@@ -297,8 +325,9 @@ class PlainFlow:
             self._excused_lost += count * path.excused
             self.paths.fresh.add(number)
 
-    def sample_paths(self, sampled: dict[int, float], ago_s: float, now_s: float) -> None:
+    def sample_paths(self, sampled: dict[int, float], header: Header, now_s: float) -> None:
         """Take in round trips: by path, when the newest packet that has arrived was sent, of those sent once."""
+        ago_s = header.step * 1e-6
         newest_s = 0.0
         for number, sent_s in sampled.items():
             path = self.paths[number]
@@ -307,6 +336,15 @@ class PlainFlow:
                 newest_s = max(newest_s, sent_s)
         if newest_s:
             self._sample_rtt(now_s - newest_s - ago_s)
+            self._sample_one_way(header.index, newest_s)
+
+    def _sample_one_way(self, arrived_us: int, sent_s: float) -> None:
+        """Take in how long a packet took, but for what the clocks differ by; ``arrived_us`` is modulo 2**32."""
+        took_us = arrived_us - int(sent_s * 1e6)
+        if self._clocks_us < 0:
+            self._clocks_us = took_us % _CLOCK
+        beyond_us = (took_us - self._clocks_us + _CLOCK // 2) % _CLOCK - _CLOCK // 2
+        self._one_way_s = min(self._one_way_s, beyond_us * 1e-6)
 
     def _sample_rtt(self, rtt_s: float) -> None:
         rtt_s = max(rtt_s, 1e-6)
