@@ -3,6 +3,7 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 _Parser = argparse._ActionsContainer
@@ -47,21 +48,22 @@ def add_loss_bound(parser: _Parser) -> None:
     )
 
 
-def add_link(parser: _Parser, rate_mbps: float | None, depth_packets: int | None, defaults: str = "") -> None:
-    """Declare ``--rate-mbps RATE`` and ``--depth PACKETS``; ``defaults`` explains defaults that depend on others."""
+def add_link(parser: _Parser, rate_mbps: float | None, depth_packets: int | None, defaults: Sequence[str] = ()) -> None:
+    """Declare ``--rate-mbps RATE`` and ``--depth PACKETS``; ``defaults`` explain those that depend on others."""
+    rate, depth = defaults or (f"{rate_mbps:g}", f"{depth_packets}")
     parser.add_argument(
         "--rate-mbps",
         type=float,
         default=rate_mbps,
         metavar="RATE",
-        help="rate of each link (default: 32)",
+        help=f"rate of each link (default: {rate})",
     )
     parser.add_argument(
         "--depth",
         type=int,
         default=depth_packets,
         metavar="PACKETS",
-        help=f"depth of each queue (default: {defaults or '%(default)s'})",
+        help=f"depth of each queue (default: {depth})",
     )
 
 
@@ -72,11 +74,11 @@ def add_out(parser: _Parser, default: Path) -> None:
     )
 
 
-def add_training(parser: _Parser, out: Path) -> None:
+def add_training(parser: _Parser, steps: int, out: Path) -> None:
     """Declare what ``dlcp demo`` and ``dlcp testbed run`` both take."""
     parser.add_argument("--collective", choices=["direct", "ps"], help="all-reduce (the default) or parameter server")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of everything (default: %(default)s)")
-    add_steps(parser, 24)
+    add_steps(parser, steps)
     add_loss_bound(parser)
     parser.add_argument(
         "--deferral-bound",

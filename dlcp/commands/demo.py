@@ -17,8 +17,8 @@ from dlcp.demo.setup import DemoSetup, variants
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what ``dlcp demo`` takes."""
-    add_training(parser, Path("out/demo"))
-    add_link(parser, 32, 32)
+    add_training(parser, 60, Path("out/demo"))
+    add_link(parser, 64, 32)
     parser.add_argument("--loopback", action="store_true", help="do without network namespaces, and so without Gloo")
 
 

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         each.add_argument("--name", default=_NAME, help="prefix of its namespaces and files (default: %(default)s)")
     for each in (up, run):
         _add_shape(each)
-    add_training(run.add_argument_group("what to train"), Path("out/testbed"))
+    add_training(run.add_argument_group("what to train"), 24, Path("out/testbed"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,7 +59,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to build")
     group.add_argument("--fabric", metavar="star|leaf-spine|FILE", help="shape, or a fabric as YAML (default: star)")
     group.add_argument("--switch", choices=["builtin", "bmv2"], help="kind of switches (default: builtin)")
-    add_link(group, None, None, "32; BMv2: 64")
+    add_link(group, None, None, ("32", "32; BMv2: 64"))
 
 
 def _up(arguments: argparse.Namespace) -> int:
