@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dlcp.bench.learning_tasks import TASKS, LabelledData, LearningTask, text_digest
-from dlcp.collectives.deferral import Deferral, due
+from dlcp.collectives.deferral import Deferral
 from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.residual import Residual
 from dlcp.collectives.shards import shard_bounds
@@ -172,7 +172,7 @@ class EmulatedRanks:
         if self.shortfall.at_random:
             magnitudes = self._random.permutation(magnitudes)
         packets = self._packets(owner)
-        matters = self._small[packets] | due(packets.start, len(magnitudes), self._step)
+        matters = self._small[packets] | deferral.due(packets.start, len(magnitudes), self._step)
         matters[-1] = True  # tells the size
         limit = LossBound(deferral=deferral.ceiling).deferrable(len(magnitudes))
         chosen = deferral.choose(magnitudes, ~matters, deferral.ceiling, limit)

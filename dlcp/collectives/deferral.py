@@ -163,8 +163,8 @@ class Deferral:
         deferred[indices] = True
         return deferred
 
-
-def due(first_packet: int, packets: int, step: int) -> NDArray[np.bool_]:
-    """Return which of some packets of a bucket, from ``first_packet`` on, are sent in a step in any case."""
-    turn: NDArray[np.bool_] = (np.arange(first_packet, first_packet + packets) + step) % REFRESH_STEPS == 0
-    return turn
+    @staticmethod
+    def due(first_packet: int, packets: int, step: int) -> NDArray[np.bool_]:
+        """Return which of some packets of a bucket, from ``first_packet`` on, are sent in a step in any case."""
+        turn: NDArray[np.bool_] = (np.arange(first_packet, first_packet + packets) + step) % REFRESH_STEPS == 0
+        return turn

@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from enum import Enum
 from functools import partial
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives.bucket import Bucket, BucketRun, RankContext, protect_all_but
-from dlcp.collectives.deferral import Deferral, due
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average, divide_by_samples, held_samples
@@ -46,6 +45,9 @@ from dlcp.transport import (
     StreamingReduction,
 )
 
+if TYPE_CHECKING:
+    from dlcp.collectives.deferral import Deferral
+
 RATE: Final = np.dtype(">f4")
 """An averaged shard is followed by the rates at which its sender reaches each contributor, in bit/s."""
 
@@ -70,7 +72,11 @@ class DirectAllReduce:
         self.context = context
         self.weights = dict(weights or dict.fromkeys(context.contributors, 1.0))
         self.adaptive = context.options.adaptive_shards and weights is None
-        self.deferral = Deferral(context.rank, context.contributors, context.options.deferral_bound)
+        self.deferral: Deferral | None = None
+        if context.options.deferral_bound:  # most jobs put nothing off
+            from dlcp.collectives import deferral
+
+            self.deferral = deferral.Deferral(context.rank, context.contributors, context.options.deferral_bound)
         self._slow: set[int] = set()
         self.rates_bps: dict[int, NDArray[np.generic]] = {}
         """What each rank reported with the latest bucket of the step."""
@@ -87,7 +93,7 @@ class DirectAllReduce:
             rates = inbound_rates(self.rates_bps, self._slow)
             self._slow = {rank for rank, rate in rates.items() if rate < max(rates.values())}
             self.weights = weights_for_rates(rates)
-            if self.deferral.ceiling:
+            if self.deferral:
                 self.deferral.begin_step(rates, self._slow, self.weights)
         self.rates_bps, self._reported_with = {}, {}
         endpoint = self.context.endpoint
@@ -285,6 +291,7 @@ class DirectRun(BucketRun):
 
     def _defer_average(self, rates_bps: NDArray[np.generic]) -> None:
         """Put off what of the own averaged shard the slowest receiver has no time for: it is zero on all ranks."""
+        assert self.reducer.deferral
         share = max(self.reducer.deferral.shares(rates_bps).values(), default=0.0)
         deferred = self._choose_deferred(self.rank, share, self.average_tags)
         if deferred is None:
@@ -308,7 +315,8 @@ class DirectRun(BucketRun):
         packets = self._packets(owner)
         magnitudes = packet_magnitudes(self.values[start:stop], bucket.value_type, per_packet)
         matters = self.context.tagger.small_layer_packets(bucket.segments, len(self.values), per_packet)[packets]
-        matters = matters | due(packets.start, len(magnitudes), self.step)
+        assert self.reducer.deferral
+        matters = matters | self.reducer.deferral.due(packets.start, len(magnitudes), self.step)
         if self.context.options.layers:
             matters |= self.context.options.layers.exact_packets(bucket.segments, per_packet)[packets]
         more = len(tags.queue) - len(magnitudes)
@@ -331,7 +339,7 @@ class DirectRun(BucketRun):
                 protect_all_but(tags, np.arange(len(tags.queue)), bound.ratio, self.step)
             tags.protected[-1] = True  # tells it the size
         deferred = None
-        if bound.deferral:
+        if bound.deferral and self.reducer.deferral:
             share = self.reducer.deferral.shares(self.reducer.rates()).get(owner, 0.0)
             deferred = self._choose_deferred(owner, share, tags)
         if deferred is not None:
@@ -383,7 +391,7 @@ class DirectRun(BucketRun):
 
     def _on_average_sent(self, key: MessageKey, peer: int, tags: PacketTags, delivery: Delivery) -> None:
         self.context.ledger.record(key, peer, self.labels[self.rank], tags, self.average_bound, delivery)
-        if self.average_bound.deferral:
+        if self.average_bound.deferral and self.reducer.deferral:
             self.reducer.deferral.note_average_sent(peer, delivery.seconds)
         self.unconfirmed.discard(peer)
         self._advance()

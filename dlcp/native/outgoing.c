@@ -356,8 +356,10 @@ static double ask_due_s(const engine *owner, outgoing *self, double timeout_s) {
     /* Questions and answers get lost like anything else: only answers without news say that asking is no use. */
     int64_t without_news = self->probes_without_news - self->probes_unanswered +
                            self->probes_unanswered / owner->config.unanswered_patience;
-    int doublings = (int)smaller(owner->config.backoff_max, without_news);
-    return fmax(self->active_s, self->probed_s) + ldexp(timeout_s, doublings);
+    int most = (int)owner->config.backoff_max, doublings = (int)smaller(most, without_news);
+    /* On a slow path, or one that a forged answer makes look slow, doubling must not end in minutes. */
+    double wait_s = fmin(ldexp(timeout_s, doublings), ldexp(owner->config.probe_timeout_max_s, most));
+    return fmax(self->active_s, self->probed_s) + fmax(timeout_s, wait_s);
 }
 
 /* Ask a peer what is missing, where that is due; return when to look again. Not all messages are looked at each time:

@@ -105,7 +105,10 @@ class PlainOutgoing:
         # Questions and answers get lost like anything else: only answers without news say that asking is no use.
         patience = int(RULES["unanswered_patience"])
         without_news = self.probes_without_news - self.probes_unanswered + self.probes_unanswered // patience
-        return max(self.active_s, self._probed_s) + timeout_s * float(2 ** min(int(RULES["backoff_max"]), without_news))
+        most = int(RULES["backoff_max"])
+        # On a slow path, or one that a forged answer makes look slow, doubling must not end in minutes.
+        wait_s = min(timeout_s * float(2 ** min(most, without_news)), RULES["probe_timeout_max_s"] * float(2**most))
+        return max(self.active_s, self._probed_s) + max(timeout_s, wait_s)
 
     def note_asked(self, now_s: float) -> None:
         """Note that a PROBE leaves."""
