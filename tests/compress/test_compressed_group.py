@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups without a framework compress as well: real endpoints, a path that loses packets, and one that breaks."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from dlcp.session.joining import NotJoinedError
 from dlcp.transport import TransportError
 from tests.compress.compressed_ranks import NOTHING_PROTECTED
 from tests.faults.bad_network import BadNetwork, Weather
-from tests.group.group_ranks import together
+from tests.group.group_ranks import LIMIT_S, together
 from tests.transport.free_ports import free_udp_ports
 
 SHAPES = {"conv.weight": (64, 8, 9), "conv.bias": (64,), "fc.weight": (80, 60)}
@@ -89,10 +91,12 @@ def test_at_one_percent_loss_bounds_are_kept_and_replicas_identical(text, change
 
 
 def test_where_the_path_breaks_nothing_that_compression_left_out_is_gone():
+    averaged = threading.Barrier(2)
     with BadNetwork(free_udp_ports(2), seed=4) as network:
 
         def break_at_one(step):
             if step == 1:
+                averaged.wait(LIMIT_S)  # else a rank that is still in step 0 would leave DLCP there
                 network.weather = Weather(blocked=True)
 
         results = train(network, 3, before_step=break_at_one, compression="topk:0.1")
