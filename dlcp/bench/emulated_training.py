@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dlcp.bench.learning_tasks import TASKS, LabelledData, LearningTask, text_digest
-from dlcp.collectives.deferral import Deferral
+from dlcp.collectives.deferral import REFRESH_STEPS, STEP_PART, Deferral
+from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.residual import Residual
 from dlcp.collectives.shards import shard_bounds
@@ -53,7 +54,7 @@ class Shortfall:
     ----------
     deferred
         The share of packets that are deferred, in every step that may: of contributions to the slow rank's shard, and
-        of all averages. 0: none.
+        of all averages. 0: none. It takes a deferral bound one and a half times as large (``STEP_PART``).
     lost
         The share of each contribution's packets that the network loses.
     at_random
@@ -115,7 +116,8 @@ class EmulatedRanks:
         self.averages_sent = self.averages_deferred = 0
         self._segments, self._size = segments, segments[-1].stop
         self._bounds = shard_bounds(self._size, _PER_PACKET, dict.fromkeys(ranks, 1.0))
-        self._deferrals = [Deferral(rank, ranks, shortfall.deferred) for rank in ranks]
+        ceiling = min(shortfall.deferred / STEP_PART, 1 - 1 / REFRESH_STEPS)
+        self._deferrals = [Deferral(rank, ranks, ceiling) for rank in ranks]
         self._taggers = [Tagger() for _ in ranks]
         self._small = self._taggers[0].small_layer_packets(segments, self._size, _PER_PACKET)
         self._random = np.random.default_rng(seed)
@@ -147,7 +149,7 @@ class EmulatedRanks:
         for rank, values in enumerate(shard):
             missing = np.zeros(-(-len(values) // _PER_PACKET), np.bool_)
             if rank != owner and owner == _SLOW:
-                missing |= self._deferred(rank, owner, values)
+                missing |= self._deferred(REDUCE_SCATTER, rank, owner, values)
             if rank != owner and tags is not None:
                 missing |= self._lost(tags[rank], owner)
             self._take_out(missing, values, rank, owner)
@@ -156,14 +158,14 @@ class EmulatedRanks:
         mean, error = average(contributions, delivered, ValueType.FLOAT32, _PER_PACKET, rescale=rescale)
         if len(error):
             self._owe(np.flatnonzero(error), error, owner, owner)
-        deferred = self._deferred(owner, owner, mean)
+        deferred = self._deferred(ALL_GATHER, owner, owner, mean)
         self.averages_sent += len(deferred)
         self.averages_deferred += int(np.count_nonzero(deferred))
         # The next contribution is divided by how many ranks there are.
         self._take_out(deferred, mean, owner, owner, EMULATED_RANKS)
         return mean
 
-    def _deferred(self, rank: int, owner: int, values: NDArray[np.floating]) -> NDArray[np.bool_]:
+    def _deferred(self, phase: int, rank: int, owner: int, values: NDArray[np.floating]) -> NDArray[np.bool_]:
         """Return which packets of a message with ``values`` of a shard a rank defers."""
         deferral, none = self._deferrals[rank], np.zeros(-(-len(values) // _PER_PACKET), np.bool_)
         if not deferral.is_allowed:
@@ -175,7 +177,7 @@ class EmulatedRanks:
         matters = self._small[packets] | deferral.due(packets.start, len(magnitudes), self._step)
         matters[-1] = True  # tells the size
         limit = LossBound(deferral=deferral.ceiling).deferrable(len(magnitudes))
-        chosen = deferral.choose(magnitudes, ~matters, deferral.ceiling, limit)
+        chosen = deferral.choose((phase, owner), magnitudes, ~matters, self.shortfall.deferred, limit)
         return none if chosen is None else chosen
 
     def _tag(self, rank: int, values: NDArray[np.float32]) -> PacketTags:

@@ -6,12 +6,14 @@ only fewer bytes help. Whoever sends to a slow rank keeps the packets of the sma
 has its part when the others have theirs, and no more than the bound admits. An owner decides for its averaged shard
 once, for all receivers: a packet that it defers is zero on every rank, and replicas stay equal. What is deferred is
 residual and goes into the next step's contribution, as what is lost does. On a network where no rank is far slower than
-the others nothing is deferred.
+the others nothing is deferred. Through a parameter server all ranks' gradients pass one port; there it is deferred
+where that port is congested.
 
 Error feedback bears it: with half of the packets deferred by value, training reaches the same accuracy in about as many
 steps, if the first steps are whole and no packet waits for too long (``dlcp bench convergence``).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -20,8 +22,11 @@ from numpy.typing import NDArray
 
 from dlcp.collectives.shards import level
 
-WHOLE_STEPS: Final = 10
+WHOLE_STEPS: Final = 3
 """In so many steps after the beginning nothing is deferred: gradients change most then (Accordion, MLSys 2021)."""
+STEP_PART: Final = 2 / 3
+"""The largest share of a step's packets, in terms of the ceiling, which is that of a message's. Chosen by us: messages
+of layers with small gradients have room to defer more than others."""
 REFRESH_STEPS: Final = 8
 """Each packet is sent in one of so many steps, whatever its values: no residual grows older. Chosen by us; well above
 the two steps that a bound of a half needs to send everything in turn, for that would leave no choice by value."""
@@ -29,8 +34,8 @@ SHARE_MIN: Final = 0.05
 """Less than this is not worth what it costs to choose packets. Chosen by us."""
 SIZE_JUMP: Final = 2.0
 """Nothing is deferred in the step after one whose values were so many times as large as usual. Chosen by us."""
-SIZE_MEMORY: Final = 0.8
-"""What of the usual size remains from step to step."""
+MEMORY: Final = 0.75
+"""Weight of the past in what is usual. Chosen by us: what one step defers is twice as large in the next."""
 
 
 class Deferral:
@@ -42,10 +47,15 @@ class Deferral:
         This rank, and all that take part, ascending.
     ceiling
         The largest share of a message's packets that may be deferred; 0: none ever.
+
+    Attributes
+    ----------
+    step_ceiling
+        The largest share of a step's packets that is.
     """
 
     def __init__(self, rank: int, contributors: Sequence[int], ceiling: float) -> None:
-        self.ceiling = ceiling
+        self.ceiling, self.step_ceiling = ceiling, STEP_PART * ceiling
         self._rank, self._contributors = rank, contributors
         self._steps = 0
         self._rates: dict[int, float] = {}
@@ -54,8 +64,11 @@ class Deferral:
         """How long averages of this step took to each peer, in all."""
         self._slowness: dict[int, float] = {}
         self._weights: Mapping[int, float] = {}
-        self._squares, self._packets = 0.0, 0
-        self._usual: float | None = None
+        self._chosen: dict[tuple[int, ...], tuple[NDArray[np.float32], float]] = {}
+        """Of this step's messages the magnitudes, and what share was to be deferred."""
+        self._parts: dict[tuple[int, ...], float] = {}
+        """How many times the share each message defers."""
+        self._usual_size: float | None = None
         self._jumped = False
 
     def begin_step(self, rates_bps: Mapping[int, float], slow: set[int], weights: Mapping[int, float]) -> None:
@@ -73,11 +86,24 @@ class Deferral:
         self._slowness, self._seconds = self._by_seconds() or self._slowness, {}
         self._rates, self._slow, self._weights = dict(rates_bps), slow, weights
         self._jumped = False
-        if self._packets:
-            size = (self._squares / self._packets) ** 0.5
-            self._jumped = self._usual is not None and not size <= SIZE_JUMP * self._usual
-            self._usual = size if self._usual is None else SIZE_MEMORY * self._usual + (1 - SIZE_MEMORY) * size
-        self._squares, self._packets = 0.0, 0
+        if self._chosen:
+            self._learn()
+            self._chosen = {}
+
+    def _learn(self) -> None:
+        """Note how large the values of the last step were, and what of each message was among the least valuable."""
+        size = float(np.sqrt(np.mean([np.mean(np.square(each, dtype=float)) for each, _ in self._chosen.values()])))
+        self._jumped = not size <= SIZE_JUMP * (self._usual_size or size)
+        if not math.isfinite(size):
+            return
+        self._usual_size = _smoothed(self._usual_size, size)
+        for phase in {message[0] for message in self._chosen}:
+            found = {message: each for message, each in self._chosen.items() if message[0] == phase}
+            share = float(np.mean([share for _, share in found.values()]))
+            threshold = np.quantile(np.concatenate([magnitudes for magnitudes, _ in found.values()]), share)
+            for message, (magnitudes, _) in found.items():
+                part = np.count_nonzero(magnitudes < threshold) / len(magnitudes)
+                self._parts[message] = _smoothed(self._parts.get(message), part / share)
 
     @property
     def is_allowed(self) -> bool:
@@ -111,6 +137,19 @@ class Deferral:
         shares = {rank: self._share(rank, max(fastest / rates[rank], seconds.get(rank, 1.0))) for rank in slow}
         return {rank: share for rank, share in shares.items() if share >= SHARE_MIN}
 
+    def share_through_server(self, is_clear: bool) -> float:
+        """Return the share of packets to defer on the way to a parameter server, or from it.
+
+        All ranks' gradients pass a server's port, in both directions. So it takes as many times longer than any other
+        port as there are workers, and whatever is deferred shortens the step.
+
+        Parameters
+        ----------
+        is_clear
+            Nothing was lost or marked lately on the way there: then nothing is deferred.
+        """
+        return self.step_ceiling if self.is_allowed and not is_clear else 0.0
+
     def _by_seconds(self) -> dict[int, float]:
         """Return how many times longer averages took to each peer than to the fastest one; nothing if not known.
 
@@ -133,28 +172,38 @@ class Deferral:
         total = sum(self._weights.values())
         weight, largest = self._weights[slow] / total, max(self._weights.values()) / total
         excess = slowness * (others * weight + 1 - weight) - (1 - largest)
-        return min(self.ceiling, max(0.0, 1 - others * largest / excess)) if excess > 0 else 0.0
+        return min(self.step_ceiling, max(0.0, 1 - others * largest / excess)) if excess > 0 else 0.0
 
     def choose(
-        self, magnitudes: NDArray[np.float32], candidates: NDArray[np.bool_], share: float, limit: int
+        self,
+        message: tuple[int, ...],
+        magnitudes: NDArray[np.float32],
+        candidates: NDArray[np.bool_],
+        share: float,
+        limit: int,
     ) -> NDArray[np.bool_] | None:
         """Choose the packets of a message that are deferred: the least valuable ones; None if there are none.
 
+        Layers differ in how large their gradients are. So messages of small ones defer more than others: about those
+        packets that are the least valuable of all in the step, as the last steps tell.
+
         Parameters
         ----------
+        message
+            What it is in every step, its phase first: contributions are compared with contributions, averages with
+            averages.
         magnitudes
             Those of its packets, shape (packets,).
         candidates
             Which may be deferred, of the same shape.
         share
-            What share of all packets to defer.
+            What share of a step's packets to defer.
         limit
-            The largest number of them.
+            The largest number of packets of this message.
         """
-        self._squares += float(np.square(magnitudes, dtype=np.float64).sum())
-        self._packets += len(magnitudes)
+        self._chosen[message] = magnitudes, share
         indices = np.flatnonzero(candidates)
-        count = min(limit, int(share * len(magnitudes)), len(indices))
+        count = min(limit, round(share * self._parts.get(message, 1.0) * len(magnitudes)), len(indices))
         if count <= 0:
             return None
         if count < len(indices):
@@ -168,3 +217,7 @@ class Deferral:
         """Return which of some packets of a bucket, from ``first_packet`` on, are sent in a step in any case."""
         turn: NDArray[np.bool_] = (np.arange(first_packet, first_packet + packets) + step) % REFRESH_STEPS == 0
         return turn
+
+
+def _smoothed(past: float | None, now: float) -> float:
+    return now if past is None else MEMORY * past + (1 - MEMORY) * now

@@ -89,12 +89,13 @@ class DirectAllReduce:
 
         All averages of the last step are in on every rank, so that all divide alike.
         """
+        rates: Mapping[int, float] = {}
         if self.adaptive and len(self.rates_bps) == len(self.weights):
             rates = inbound_rates(self.rates_bps, self._slow)
             self._slow = {rank for rank, rate in rates.items() if rate < max(rates.values())}
             self.weights = weights_for_rates(rates)
-            if self.deferral:
-                self.deferral.begin_step(rates, self._slow, self.weights)
+        if self.deferral:
+            self.deferral.begin_step(rates, self._slow, self.weights)
         self.rates_bps, self._reported_with = {}, {}
         endpoint = self.context.endpoint
         endpoint.call(lambda: endpoint.begin_step(step))
@@ -293,7 +294,7 @@ class DirectRun(BucketRun):
         """Put off what of the own averaged shard the slowest receiver has no time for: it is zero on all ranks."""
         assert self.reducer.deferral
         share = max(self.reducer.deferral.shares(rates_bps).values(), default=0.0)
-        deferred = self._choose_deferred(self.rank, share, self.average_tags)
+        deferred = self._choose_deferred(ALL_GATHER, self.rank, share, self.average_tags)
         if deferred is None:
             return
         start, stop = self.bounds[self.rank]
@@ -307,7 +308,15 @@ class DirectRun(BucketRun):
         self.average_deferred = deferred
         self.average_tags = self.average_tags._replace(protected=~deferred)
 
-    def _choose_deferred(self, owner: int, share: float, tags: PacketTags) -> NDArray[np.bool_] | None:
+    def _share_to_defer(self, owner: int) -> float:
+        """Return what share of the contribution to an owner's shard is put off to a later step."""
+        deferral, context = self.reducer.deferral, self.context
+        assert deferral
+        if owner in context.contributors:
+            return deferral.shares(self.reducer.rates()).get(owner, 0.0)
+        return deferral.share_through_server(context.endpoint.is_clear(owner))
+
+    def _choose_deferred(self, phase: int, owner: int, share: float, tags: PacketTags) -> NDArray[np.bool_] | None:
         """Return which packets of a shard's message are put off to a later step; None if all are sent."""
         if not share:
             return None
@@ -323,7 +332,7 @@ class DirectRun(BucketRun):
         if not more:
             matters[-1] = True  # tells the size
         limit = self.average_bound.deferrable(len(tags.queue))
-        deferred = self.reducer.deferral.choose(magnitudes, ~matters, share, limit)
+        deferred = self.reducer.deferral.choose((phase, self.sequence, owner), magnitudes, ~matters, share, limit)
         return deferred if deferred is None else np.append(deferred, np.zeros(more, np.bool_))
 
     def _delivered(self, accumulator: ShardAccumulator) -> dict[int, NDArray[np.bool_]]:
@@ -339,9 +348,8 @@ class DirectRun(BucketRun):
                 protect_all_but(tags, np.arange(len(tags.queue)), bound.ratio, self.step)
             tags.protected[-1] = True  # tells it the size
         deferred = None
-        if bound.deferral and self.reducer.deferral:
-            share = self.reducer.deferral.shares(self.reducer.rates()).get(owner, 0.0)
-            deferred = self._choose_deferred(owner, share, tags)
+        if bound.deferral:
+            deferred = self._choose_deferred(REDUCE_SCATTER, owner, self._share_to_defer(owner), tags)
         if deferred is not None:
             tags = tags._replace(protected=tags.protected & ~deferred)
         others = [rank for rank in context.contributors if rank != owner]
@@ -366,16 +374,23 @@ class DirectRun(BucketRun):
         key, size = self._key(ALL_GATHER, self.rank), len(into) + len(tail)
         bound = self.average_bound
         arriving = context.endpoint.receive(ReceiveRequest(owner, key, size, bound, label, into=into, tail=tail))
-        arriving.add_done_callback(self.guard(partial(self._on_average, owner, tail)))
+        arriving.add_done_callback(self.guard(partial(self._on_average, owner, tail, delivery.delivered)))
         if self.shards.get(self.rank) is Shard.AVERAGED and owner in self.unconfirmed:
             self._send_average(owner)
 
     # All-gather -------------------------------------------------------------------------------------------------------
 
-    def _on_average(self, owner: int, tail: NDArray[np.uint8], arrival: Arrival) -> None:
+    def _on_average(
+        self, owner: int, tail: NDArray[np.uint8], contributed: NDArray[np.bool_], arrival: Arrival
+    ) -> None:
         if arrival.deferred:
             start, stop = self.bounds[owner]
-            self.values[start:stop][self._positions(~arrival.delivered, stop - start)] = 0
+            shard, deferred = self.values[start:stop], ~arrival.delivered[: len(contributed)]
+            if owner not in self.context.contributors:
+                # A server keeps no residual: what it defers is what every worker contributed, which is still in place.
+                positions = self._positions(deferred & contributed, stop - start)
+                self._lose(owner, positions, self.bucket.value_type.widen(shard))
+            shard[self._positions(deferred, stop - start)] = 0
         self.shards[owner], self.latest = Shard.AVERAGED, owner
         self.reducer.note_rates(owner, self.sequence, tail.view(RATE))
         self._advance()

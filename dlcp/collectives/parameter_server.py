@@ -3,21 +3,23 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.collectives.deferral import Deferral
 from dlcp.collectives.direct import RATE
 from dlcp.collectives.message_numbers import ALL_GATHER, two_hop_number
 from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.step_metadata import read_table, samples_of
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
+from dlcp.magnitudes import packet_magnitudes
 from dlcp.tags import PacketTags, queue_of_layer
 from dlcp.transport import (
-    RELIABLE,
     Arrival,
     Delivery,
     Endpoint,
@@ -26,6 +28,10 @@ from dlcp.transport import (
     ReceiveRequest,
     SendRequest,
 )
+
+SMALL_LAYER_PACKETS: Final = 3
+"""Layers of so few packets are never put off. Chosen by us: what workers take for small
+(``TagPolicy.small_layer_values``) fits into three packets of an MTU of 1500."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +50,27 @@ class ServerOptions:
     weighted
         Workers say at the beginning of each step how many samples they have, and multiply what they send by their
         weight (:mod:`dlcp.collectives.reduction_rules`). Only float32.
+    deferral_bound
+        The largest share of a message's packets that may be put off to a later step, in both directions
+        (:mod:`dlcp.collectives.deferral`). Only with error feedback, for workers keep what is put off.
     """
 
     bound: LossBound = field(default_factory=lambda: LossBound(0.1))
     value_type: ValueType = ValueType.FLOAT32
     rescale: bool = False
     weighted: bool = False
+    deferral_bound: float = 0.0
 
     def __post_init__(self) -> None:
         if self.weighted and self.value_type is not ValueType.FLOAT32:
             raise ValueError(f"a server whose workers weigh differently takes float32, not {self.value_type.value}")
+        if self.deferral_bound and self.rescale:
+            raise ValueError("a server that puts packets off must not rescale: workers send them with the next step")
+
+    @property
+    def contribution_bound(self) -> LossBound:
+        """What a contribution may lose, and what of it a worker may put off."""
+        return replace(self.bound, deferral=self.deferral_bound)
 
 
 class ParameterServer:
@@ -89,6 +106,10 @@ class ParameterServer:
         self.options = options or ServerOptions()
         self.ledger = ledger or Ledger()
         self.failed: Future[None] = Future()
+        self._bound = self.options.contribution_bound
+        self._average_bound = LossBound(deferral=self.options.deferral_bound)
+        self._deferral = Deferral(endpoint.rank, self.workers, self.options.deferral_bound)
+        self._step = -1
         self._ranks = max([*self.workers, endpoint.rank]) + 1
         self._buckets: dict[MessageKey, dict[int, Arrival]] = {}
         """Contributions by the key of their messages and by worker."""
@@ -98,7 +119,7 @@ class ParameterServer:
 
     def _receive(self, worker: int, key: MessageKey) -> None:
         """Post a receive for a contribution whose first packet has come."""
-        arriving = self.endpoint.receive(ReceiveRequest(worker, key, None, self.options.bound, self._label(key)))
+        arriving = self.endpoint.receive(ReceiveRequest(worker, key, None, self._bound, self._label(key)))
         arriving.add_done_callback(partial(self._on_contribution, worker, key))
 
     def _on_contribution(self, worker: int, key: MessageKey, contribution: "Future[Arrival]") -> None:
@@ -133,14 +154,40 @@ class ParameterServer:
         no_rates = bytes(len(self.workers) * RATE.itemsize)
         payload = memoryview(np.ascontiguousarray(value_type.narrow(mean)).tobytes() + no_rates)
         tags = _tags_of(bucket, -(-len(payload) // self.endpoint.options.payload_bytes))
+        deferred = self._choose_deferred(key, mean, bucket, tags) if self._bound.deferral else None
         for worker in self.workers:
             reply = MessageKey(key.step, two_hop_number(sequence, ALL_GATHER, worker, self._ranks))
-            sending = self.endpoint.send(SendRequest(worker, reply, payload, tags, RELIABLE, self._label(key)))
-            sending.add_done_callback(partial(self._on_sent, worker, reply, tags))
+            request = SendRequest(
+                worker, reply, payload, tags, self._average_bound, self._label(key), deferred=deferred
+            )
+            self.endpoint.send(request).add_done_callback(partial(self._on_sent, worker, reply, tags))
+
+    def _choose_deferred(
+        self, key: MessageKey, mean: NDArray[np.floating], bucket: dict[int, Arrival], tags: PacketTags
+    ) -> NDArray[np.bool_] | None:
+        """Return which packets of an average are put off to a later step, by all workers; None if all are sent."""
+        if key.step > self._step:
+            self._step = key.step
+            self._deferral.begin_step({}, set(), {})
+        endpoint, per_packet = self.endpoint, self.endpoint.options.payload_bytes // mean.itemsize
+        # Where its own port is what is slow, workers see the marks, and defer.
+        is_clear = not any(each.deferred for each in bucket.values()) and all(map(endpoint.is_clear, self.workers))
+        share = self._deferral.share_through_server(is_clear)
+        if not share:
+            return None
+        value_type = self.options.value_type
+        magnitudes = packet_magnitudes(value_type.narrow(mean), value_type, per_packet)
+        packets = len(magnitudes)
+        of_layer = np.bincount(tags.layer[:packets], minlength=256)[tags.layer[:packets]]
+        matters = self._deferral.due(0, packets, key.step) | (of_layer <= SMALL_LAYER_PACKETS)
+        matters[-1] = True  # what is not deferred ends a message
+        limit = self._average_bound.deferrable(len(tags.queue))
+        deferred = self._deferral.choose((ALL_GATHER, self._sequence(key)), magnitudes, ~matters, share, limit)
+        return None if deferred is None else np.append(deferred, np.zeros(len(tags.queue) - packets, np.bool_))
 
     def _on_sent(self, worker: int, key: MessageKey, tags: PacketTags, sending: "Future[Delivery]") -> None:
         try:
-            self.ledger.record(key, worker, self._label(key), tags, RELIABLE, sending.result())
+            self.ledger.record(key, worker, self._label(key), tags, self._average_bound, sending.result())
         except Exception as error:
             self._fail(error)
 

@@ -197,6 +197,11 @@ def make_reducer(
     check_stages(compression, combine, collective)
     options = context.options
     has_server = collective in (AUTO, SERVER) and topology.server is not None
+    if has_server and options.deferral_bound and (compression or options.layers):
+        raise ValueError(
+            "a parameter server knows nothing of compression or of layers with a bound of their own, and might put off "
+            "what matters: set deferral_bound=0, on the server too, or neither of these"
+        )
     context = replace(context, server=topology.server if has_server else None, beside_ring=collective in (AUTO, RING))
     multiplier = len(context.contributors) if combine == SUM else 1
     if not compression:

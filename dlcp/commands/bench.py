@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slow_path.add_argument("--rate-mbps", type=float, default=100.0, metavar="RATE", help="of a port (default: 100)")
     slow_path.add_argument("--slowness", type=float, default=3.0, metavar="TIMES", help="of one port (default: 3)")
     slow_path.add_argument("--megabytes", type=float, default=8.0, metavar="MB", help="of float32 (default: 8)")
-    slow_path.add_argument("--deferral-bound", type=float, default=0.5, metavar="SHARE", help="(default: 0.5)")
+    slow_path.add_argument("--deferral-bound", type=float, default=0.75, metavar="SHARE", help="(default: 0.75)")
     for command in (allreduce, cpu, delay, loss, tags, step, switch, compression, paths, slow_path):
         command.add_argument("--warm-up", type=int, default=2, metavar="N", help="rounds before them (default: 2)")
     for command in (allreduce, loss, step):

@@ -83,9 +83,9 @@ def add_training(parser: _Parser, steps: int, out: Path) -> None:
     parser.add_argument(
         "--deferral-bound",
         type=float,
-        default=0.5,
+        default=0.75,
         metavar="SHARE",
-        help="share of a message that may be put off to a later step (default: %(default)s)",
+        help="share of a message, and two thirds of it of a step, that may be put off (default: %(default)s)",
     )
     parser.add_argument(
         "--only",

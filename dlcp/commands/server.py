@@ -29,6 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", type=int, default=0, help="job number; DLCP_JOB of the workers")
     add_loss_bound(parser)
     parser.add_argument("--immediate", action="store_true", help="stop at the bound even without congestion")
+    parser.add_argument(
+        "--deferral-bound",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="DLCP_DEFERRAL_BOUND of the workers (default: 0)",
+    )
     parser.add_argument("--rescale", action="store_true", help="divide by what was delivered; without error feedback")
     parser.add_argument("--weighted", action="store_true", help="workers say samples=...: let --rescale count them")
     parser.add_argument("--value-type", choices=[kind.value for kind in ValueType], default="float32")
@@ -58,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             ValueType(arguments.value_type),
             arguments.rescale,
             arguments.weighted,
+            arguments.deferral_bound,
         ),
     )
     stopped = threading.Event()

@@ -33,6 +33,12 @@ _TCP_PAYLOAD_BYTES, _TCP_FRAME_BYTES = 1448, 1514
 """A full TCP segment and its frame at an MTU of 1500; rates of ports count frames, the background counts payload."""
 _SERVER_REPORT: Final = "server.json"
 _TOKEN_FILE: Final = "token"
+_SERVER_OPTIONS: Final = {
+    "DLCP_DEFERRAL_BOUND": "--deferral-bound",
+    "DLCP_TAGGED": "--tagged",
+    "DLCP_CONGESTION": "--congestion",
+}
+"""What a parameter server has to be told of a worker's environment, if it says anything."""
 
 Progress = Callable[[int], None]
 """Called with the number of steps that are done."""
@@ -220,7 +226,7 @@ def _server_arguments(setup: DemoSetup, variant: Variant, network: DemoNetwork, 
         *("--token-file", str(token_file), "--job", str(_JOB), "--loss-bound", environment["DLCP_LOSS_BOUND"]),
         *(
             word
-            for name, option in {"DLCP_TAGGED": "--tagged", "DLCP_CONGESTION": "--congestion"}.items()
+            for name, option in _SERVER_OPTIONS.items()
             if name in environment
             for word in (option, environment[name])
         ),

@@ -24,7 +24,7 @@ class DemoSetup:
     rate_bps: int = 32_000_000
     depth_packets: int = 32
     loss_bound: float = 0.1
-    deferral_bound: float = 0.5
+    deferral_bound: float = 0.75
     collective: str = "direct"
     hops: int = 1
 
