@@ -12,13 +12,15 @@ from dlcp.commands.common import add_link, add_training, refuse
 from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
 from dlcp.demo.run import DemoError, execute
 from dlcp.demo.series import report, run_series, select
-from dlcp.demo.setup import DemoSetup, variants
+from dlcp.demo.setup import OPTIMIZERS, DemoSetup, variants
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what ``dlcp demo`` takes."""
     add_training(parser, 60, Path("out/demo"))
     add_link(parser, 64, 32)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
+    parser.add_argument("--fp16", action="store_true", help="all send 16-bit floats, Gloo with PyTorch's own hook")
     parser.add_argument("--loopback", action="store_true", help="do without network namespaces, and so without Gloo")
 
 
@@ -28,18 +30,20 @@ def run(arguments: argparse.Namespace) -> int:
     namespaces, reason = (False, "--loopback") if arguments.loopback else try_namespaces()
     if not namespaces:
         console.print(f"No network namespaces ({reason}): runs on loopback, without Gloo and without real TCP.")
-    setup = DemoSetup(
-        seed=arguments.seed,
-        steps=arguments.steps,
-        rate_bps=round(arguments.rate_mbps * 1e6),
-        depth_packets=arguments.depth,
-        loss_bound=arguments.loss_bound,
-        deferral_bound=arguments.deferral_bound,
-        collective="server" if arguments.collective == "ps" else "direct",
-    )
-    possible = [variant for variant in variants(setup) if namespaces or variant.mode != "gloo"]
     network = NamespaceNetwork if namespaces else LoopbackNetwork
     try:
+        setup = DemoSetup(
+            seed=arguments.seed,
+            steps=arguments.steps,
+            rate_bps=round(arguments.rate_mbps * 1e6),
+            depth_packets=arguments.depth,
+            loss_bound=arguments.loss_bound,
+            deferral_bound=arguments.deferral_bound,
+            collective="server" if arguments.collective == "ps" else "direct",
+            fp16=arguments.fp16,
+            optimizer=arguments.optimizer,
+        )
+        possible = [variant for variant in variants(setup) if namespaces or variant.mode != "gloo"]
         chosen = select(possible, arguments.only, arguments.out)
         run_series(console, arguments.out, chosen, setup.steps, partial(execute, network, setup))
         report(console, arguments.out, complete=not arguments.only)

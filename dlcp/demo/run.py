@@ -98,7 +98,7 @@ def execute(make_network: MakeNetwork, setup: DemoSetup, variant: Variant, *, pr
         },
         "background": background,
         **{name: first[name] for name in ("curve", "steps", "compute_seconds", "parameters")},
-        "gradient_bytes": 4 * first["parameters"],
+        "gradient_bytes": (2 if setup.fp16 else 4) * first["parameters"],
         "replicas_identical": len({report["digest"] for report in reports}) == 1,
         "final_accuracy": first["curve"][-1]["accuracy"],
         "ledger": add_up(ledgers)
@@ -203,7 +203,7 @@ def _ranks(
         if setup.server is not None:
             # Each worker's flow into the server's port counts as much as one of TCP.
             environment["DLCP_FLOW_WEIGHT"] = "1"
-        common = setup.workers, setup.collective, setup.steps, setup.seed
+        common = setup.workers, setup.collective, setup.steps, setup.seed, setup.fp16, setup.optimizer
         task = RankTask(rank, ranks, variant.mode, *common, str(folder / "store"))
         on_fact = partial(_report_progress, progress) if rank == 0 else None
         process = _start(stack, network, "worker", rank, _work, [task], environment=environment, on_fact=on_fact)

@@ -9,6 +9,7 @@ from dlcp.demo.background import BackgroundBurst, schedule
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 BACKGROUND_FLOWS: Final = 2
+OPTIMIZERS: Final = ("adamw", "sgd")
 RUN_DEADLINE_S: Final = 600.0
 _ORDINARY_PORT: Final = UDP_PORT_BASE + UDP_PORT_COUNT
 """The first UDP port that switches do not take for DLCP."""
@@ -16,7 +17,22 @@ _ORDINARY_PORT: Final = UDP_PORT_BASE + UDP_PORT_COUNT
 
 @dataclass(frozen=True, slots=True)
 class DemoSetup:
-    """What all runs of a demo have in common. ``hops`` are the most switches between two hosts."""
+    """What all runs of a demo have in common.
+
+    Parameters
+    ----------
+    fp16
+        Whether all send gradients as 16-bit floats: Gloo with PyTorch's own hook, the others with DLCP's compressor.
+    optimizer
+        One of :data:`OPTIMIZERS`.
+    hops
+        The most switches between two hosts.
+
+    Raises
+    ------
+    ValueError
+        There is no such optimizer, or the collective does not go together with 16-bit floats.
+    """
 
     seed: int = 1
     workers: int = 4
@@ -26,7 +42,15 @@ class DemoSetup:
     loss_bound: float = 0.1
     deferral_bound: float = 0.75
     collective: str = "direct"
+    fp16: bool = False
+    optimizer: str = "adamw"
     hops: int = 1
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
+        if self.fp16 and self.server is not None:
+            raise ValueError("a parameter server adds up gradients as they are: fp16 takes the collective direct")
 
     @property
     def command(self) -> str:
@@ -35,7 +59,7 @@ class DemoSetup:
         return (
             f"dlcp demo --seed {self.seed} --collective {collective} --steps {self.steps} "
             f"--rate-mbps {self.rate_bps / 1e6:g} --depth {self.depth_packets} --loss-bound {self.loss_bound:g} "
-            f"--deferral-bound {self.deferral_bound:g}"
+            f"--deferral-bound {self.deferral_bound:g} --optimizer {self.optimizer}{' --fp16' if self.fp16 else ''}"
         )
 
     @property
@@ -103,8 +127,12 @@ def variants(setup: DemoSetup) -> list[Variant]:
     """Return the ways that the demo compares."""
     bound = {"DLCP_LOSS_BOUND": str(setup.loss_bound), "DLCP_DEFERRAL_BOUND": str(setup.deferral_bound)}
     plain = {"DLCP_LOSS_BOUND": "0", "DLCP_TAGGED": "0", "DLCP_ADAPTIVE_SHARDS": "0", "DLCP_CONGESTION": "cubic"}
+    if setup.fp16:
+        for environment in (bound, plain):
+            environment["DLCP_COMPRESSION"] = "fp16"
+    hook = ", with PyTorch's fp16 hook" if setup.fp16 else ""
     return [
-        Variant("gloo", "Gloo over the kernel's TCP (CUBIC)", "gloo"),
+        Variant("gloo", f"Gloo over the kernel's TCP (CUBIC){hook}", "gloo"),
         Variant("plain", "DLCP's transport alone: reliable, one queue, no tags", "dlcp", False, plain, _ORDINARY_PORT),
         Variant("dlcp", "DLCP, held to its fair share", "dlcp", True, bound),
         Variant("dlcp_priority", "DLCP, with priority over the background", "dlcp", False, bound),
@@ -121,7 +149,7 @@ class RankTask:
         Its number, and how many there are: the workers, and with Gloo a parameter server's.
     mode
         Who averages: ``gloo`` or ``dlcp``.
-    workers, collective, steps, seed
+    workers, collective, steps, seed, fp16, optimizer
         As in the setup.
     store
         Path of the file over which the process group meets.
@@ -134,4 +162,6 @@ class RankTask:
     collective: str
     steps: int
     seed: int
+    fp16: bool
+    optimizer: str
     store: str

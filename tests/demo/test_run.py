@@ -80,6 +80,24 @@ def test_gloo_has_a_parameter_server_of_the_same_pattern():
     assert record["switch"]["by_queue"]["1"]["bytes"] > gradients + 0.9 * background
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["gloo", "dlcp"])
+def test_all_can_send_16_bit_floats(name):
+    possible, reason = namespace.available()
+    if not possible:
+        pytest.skip(f"no network namespaces: {reason}")
+    setup = DemoSetup(steps=2, rate_bps=100_000_000, fp16=True, optimizer="sgd")
+    record = run(setup, name, namespaces=True)
+    assert record["replicas_identical"]
+    assert record["gradient_bytes"] == 2 * record["parameters"]
+    assert setup.command.endswith("--optimizer sgd --fp16")
+
+
+def test_a_server_takes_no_16_bit_floats():
+    with pytest.raises(ValueError, match="takes the collective direct"):
+        DemoSetup(collective="server", fp16=True)
+
+
 def test_a_job_may_have_the_share_of_its_flows():
     ring, server = DemoSetup(), DemoSetup(collective="server")
     assert {ring.fair_share(host) for host in range(4)} == {1 / 3}
