@@ -33,6 +33,7 @@ COMMANDS: Final = {
     "launch": Command("start a command once per rank, whatever framework it uses", True),
     "doctor": Command("report what works here, which options are in force, and what DLCP can gain", True),
     "advise": Command("measure a training script and recommend settings for it here, with reasons", True),
+    "live": Command("serve a page, and metrics for Prometheus, of what all ranks are at", needs="live"),
     "trace": Command("make one trace for Perfetto of what all ranks have noted"),
     "bench": Command("measure DLCP against its peers, in turns, and print one JSON document"),
     "demo": Command("train over a congested switch, with and without DLCP, and write a report page", needs="demo"),

@@ -16,6 +16,8 @@ from dlcp.transport import BoundExceededError, Delivery, LossBound, MessageKey
 from dlcp.wire import DROP_CLASSES
 
 LAYER_POSITIONS = 256
+COUNTS = ("sent", "delivered", "lost", "retransmitted", "deferred")
+"""What of all messages is added up, in packets."""
 COUNTED_TOGETHER = 1 << 17
 """How many packets are counted by layer and class at a time: of a few, counting is the least that it costs. Chosen by
 us."""
@@ -68,7 +70,8 @@ class Ledger:
         """The most steps in a row that a packet was deferred."""
         self._sink = sink
         self._lock = threading.Lock()
-        self._totals = [0, 0, 0, 0, 0]
+        self._totals: dict[int, list[int]] = {}
+        """By receiver, in the order of :data:`COUNTS`."""
         self._waiting_steps: dict[tuple[int, int], NDArray[np.uint16]] = {}
         """Of messages of which something is deferred, by number and receiver: for how many steps, shape (packets,)."""
         self._uncounted: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
@@ -121,7 +124,8 @@ class Ledger:
             self.max_message_ratio = max(self.max_message_ratio, lost / packets)
             self.max_deferred_ratio = max(self.max_deferred_ratio, deferred / packets)
             counts = entry.sent, entry.delivered, lost, entry.retransmitted, deferred
-            self._totals = [total + count for total, count in zip(self._totals, counts, strict=True)]
+            totals = self._totals.setdefault(receiver, [0] * len(COUNTS))
+            totals[:] = [total + count for total, count in zip(totals, counts, strict=True)]
             self._uncounted.append((tags.layer, tags.drop_class))
             self._uncounted_packets += packets
             if self._uncounted_packets >= COUNTED_TOGETHER:
@@ -159,6 +163,11 @@ class Ledger:
             latest = list(takewhile(lambda record: record.step >= step, reversed(self.records)))
         return [record for record in reversed(latest) if record.step == step]
 
+    def by_receiver(self) -> dict[int, dict[str, int]]:
+        """Return by receiver what was sent to it and became of it, by the names in :data:`COUNTS`, in packets."""
+        with self._lock:
+            return {receiver: dict(zip(COUNTS, totals, strict=True)) for receiver, totals in self._totals.items()}
+
     def loss_by_layer(self) -> NDArray[np.int64]:
         """Return packets, lost ones and deferred ones per layer position, shape (256, 3)."""
         with self._lock:
@@ -175,13 +184,8 @@ class Ledger:
         """Return the totals in packets, the worst message, the longest that a packet was deferred, and violations."""
         with self._lock:
             self._count()
-            sent, delivered, lost, retransmitted, deferred = self._totals
             return {
-                "sent": sent,
-                "delivered": delivered,
-                "lost": lost,
-                "retransmitted": retransmitted,
-                "deferred": deferred,
+                **{name: sum(totals[place] for totals in self._totals.values()) for place, name in enumerate(COUNTS)},
                 "max_message_ratio": self.max_message_ratio,
                 "max_deferred_ratio": self.max_deferred_ratio,
                 "max_deferred_steps": self.max_deferred_steps,
@@ -201,7 +205,7 @@ class Ledger:
 
 def add_up(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the summaries of some ledgers, of different ranks, as one."""
-    counts = ("sent", "delivered", "lost", "retransmitted", "deferred", "violations")
+    counts = (*COUNTS, "violations")
     largest = {"max_message_ratio": 0.0, "max_deferred_ratio": 0.0, "max_deferred_steps": 0}
     layers = sorted({layer for each in summaries for layer in each["by_layer"]}, key=int)
     return {

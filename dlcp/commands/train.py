@@ -40,12 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write what the ranks of this machine did and when, as Chrome trace events, which Perfetto opens",
     )
+    parser.add_argument(
+        "--live",
+        metavar="[HOST:]PORT",
+        help="serve a page, and metrics for Prometheus, of what the ranks of this machine are at (host: 127.0.0.1)",
+    )
     parser.add_argument("--summary", type=Path, metavar="FILE", help="also write the summary to a file, as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; return the exit status of the first process that failed, or 0."""
     if arguments.measure:
+        if arguments.live:
+            return refuse("train", "--live shows training; with --measure there is none")
         return measure(arguments.torchrun, arguments.script, arguments.steps, options=arguments.option)
     if arguments.trace and not arguments.trace.parent.is_dir():
         return refuse("train", f"--trace: there is no folder {arguments.trace.parent}")
@@ -55,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
             folder = stack.enter_context(TemporaryDirectory(prefix="dlcp-trace-"))
             options.append(f"trace={folder}")
         try:
+            if arguments.live:
+                options.append(f"live={_serve(arguments.live, stack)}")
             plan = TrainPlan(backend=arguments.backend)
             status, reports = launch(arguments.torchrun, arguments.script, options, plan)
         except UsageError as error:
@@ -85,6 +94,29 @@ def measure(
     else:
         _print(headroom.as_lines(found))
     return status
+
+
+def _serve(address: str, stack: ExitStack) -> str:
+    """Serve the live page until the stack is closed; return the folder where ranks are to leave snapshots.
+
+    Raises
+    ------
+    UsageError
+        It cannot be served.
+    """
+    try:
+        from dlcp.commands.live import say_where
+        from dlcp.live.server import AddressError, LiveServer
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--live: {error.name} is missing: pip install 'dlcp[live]'") from None
+    folder = stack.enter_context(TemporaryDirectory(prefix="dlcp-live-"))
+    try:
+        server = stack.enter_context(LiveServer([Path(folder)], address))
+    except AddressError as error:
+        raise UsageError(f"--live {error}") from None
+    stack.callback(server.training_is_over)
+    say_where(server)
+    return folder
 
 
 def _write_trace(file: Path, folder: Path) -> None:

@@ -6,18 +6,16 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import jinja2
-
 from dlcp.report import wording
-from dlcp.report.drawing import STYLE, Plot
+from dlcp.report.drawing import Plot
+from dlcp.report.look import TEMPLATES, render
 from dlcp.report.plots import HUES, draw_all
 from dlcp.report.runs import RUN_NAMES, Run, RunFileError, load_runs, summarize, write_summary
 
-_FOLDER: Final = Path(__file__).parent
 _EXPLANATIONS: Final = {
     "gloo": "What people use today: PyTorch's Gloo over the kernel's TCP, which slows down when a queue overflows.",
     "plain": "DLCP's own transport alone: every packet reliable, first in first out, without tags.",
@@ -25,19 +23,6 @@ _EXPLANATIONS: Final = {
     "beyond that waits behind everybody else's traffic.",
     "dlcp_priority": "The same, but always ahead of the background, as an operator may choose for an urgent job.",
 }
-
-
-def render(template: Path, filters: Mapping[str, Callable[..., Any]], **values: Any) -> str:
-    """Return a page made from a template that extends ``frame.html``."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([template.parent, _FOLDER]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= filters
-    return environment.get_template(template.name).render(style=STYLE, **values)
 
 
 def write_report(runs: Mapping[str, Run], summary: Mapping[str, Any], folder: Path) -> Path:
@@ -66,7 +51,7 @@ def write_report(runs: Mapping[str, Run], summary: Mapping[str, Any], folder: Pa
 
 def _runs_page(runs: Mapping[str, Run], summary: Mapping[str, Any], plots: Mapping[str, Plot]) -> str:
     return render(
-        _FOLDER / "runs.html",
+        TEMPLATES / "runs.html",
         {
             "percent": wording.percent,
             "duration": wording.duration,

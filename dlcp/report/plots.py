@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dlcp.report import wording
-from dlcp.report.drawing import COLOURS, HALF_PX, INK, PAPER, SOFT, WIDE_PX, Plot, blank, finish, legend, look, tip
+from dlcp.report.drawing import HALF_PX, INK, PAPER, SOFT, WIDE_PX, Plot, blank, finish, legend, look, tip
+from dlcp.report.look import COLOURS
 from dlcp.report.runs import Run
 from dlcp.report.wording import SHORT_NAMES, bit_rate, duration, percent
 from dlcp.wire import DROP_CLASSES

@@ -346,14 +346,18 @@ def join(
         if verdict == USE_DLCP:
             undo.pop_all()
             if timeline is not None:
-                digest = sha256(joined.endpoint.token.to_bytes(8, "big"))  # the token itself is a secret
-                timeline.note("joined", 0, 0, f"{options.job}-{digest.hexdigest()[:8]}")
+                timeline.note("joined", 0, 0, label_of(options.job, joined.endpoint.token))
                 joined.endpoint.timeline = timeline
             return joined
         if timeline is not None:
             timeline.note("left", 0, 0, verdict)
             timeline.close()
     raise NotJoinedError(verdict)
+
+
+def label_of(job: int, token: int) -> str:
+    """Return a name of the session that its ranks have in common, and that may be shown: the token is a secret."""
+    return f"{job}-{sha256(token.to_bytes(8, 'big')).hexdigest()[:8]}"
 
 
 def _timeline(folder: str, rank: int) -> "Timeline | None":

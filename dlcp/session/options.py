@@ -98,6 +98,9 @@ class Options:
     trace
         A folder where each rank notes what it does and when (:mod:`dlcp.timeline`), for ``dlcp trace`` to make a trace
         of; none by default.
+    live
+        A folder where each rank leaves a snapshot of itself once a second (:mod:`dlcp.session.snapshots`), for
+        ``dlcp live`` to show; none by default.
     """
 
     loss_bound: float = 0.1
@@ -134,6 +137,7 @@ class Options:
     compression: str = ""
     combine: str = "average"
     trace: str = ""
+    live: str = ""
 
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:

@@ -29,13 +29,14 @@ from dlcp.collectives import Bucket, RankContext, Reducer, Residual, make_reduce
 from dlcp.collectives.partial_result import PartialResult, RecoveryChannel
 from dlcp.collectives.reduction_rules import check_samples
 from dlcp.ledger import Ledger
-from dlcp.session.joining import Agreement, Joined, NotJoinedError, join
+from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
 from dlcp.session.options import Options
 from dlcp.tags import Segment, Tagger
 from dlcp.transport import DeadlineError, Endpoint, PeerHangsError, PeerSilentError, TransportError
 from dlcp.transport.shared_memory import EXPORT_BYTES
 
 if TYPE_CHECKING:  # loaded when options ask for it
+    from dlcp.session.snapshots import SnapshotWriter, StepMeter
     from dlcp.timeline import Timeline
     from dlcp.tuning.autotuner import Autotuner
     from dlcp.tuning.rules import Settings
@@ -144,10 +145,13 @@ class BucketTable:
         Guards the table and the session's phase; notified when either has changed.
     step
         The latest step of which a bucket has come.
+    meter
+        What is told when buckets come and are averaged; None: nothing.
     """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
+        self.meter: StepMeter | None = None
         self.step = -1
         self.pending: dict[BucketId, PendingBucket] = {}
         self._finished: set[int] = set()
@@ -158,6 +162,8 @@ class BucketTable:
             self.step = pending.step
             self._finished.clear()
         self.pending[pending.id] = pending
+        if self.meter is not None:
+            self.meter.on_ready(pending.step, pending.segments)
         self.changed.notify_all()
 
     def finish(self, pending: PendingBucket) -> None:
@@ -165,6 +171,8 @@ class BucketTable:
         with self.changed:
             found = self.pending.pop(pending.id, None)
             self._finished.add(pending.sequence)
+        if self.meter is not None:  # first: whoever waits may begin the next step
+            self.meter.on_averaged(pending.step)
         if found:
             found.resolve()
 
@@ -302,6 +310,7 @@ class TrainingSession:
         self._error: TransportError | None = None
         self._recovery: threading.Thread | None = None
         self._closing = threading.Event()
+        self._snapshots: SnapshotWriter | None = None
 
     # Joining ----------------------------------------------------------------------------------------------------------
 
@@ -320,6 +329,8 @@ class TrainingSession:
         NotJoinedError
             They cannot, and ``options.fallback`` is off.
         """
+        if self.options.live:
+            self._watch_steps(self.options.live)
         if self.options.weighted:
             agreement.publish(WEIGHTED, True)
         try:
@@ -331,12 +342,16 @@ class TrainingSession:
             log.warning("DLCP: %s", joined.remark)
         self.options, self._joined = joined.options, joined
         self.hosts = len(joined.topology.ranks_by_host(self.ranks))
+        if self._snapshots:
+            self._snapshots.label = label_of(joined.options.job, joined.endpoint.token)
         self.autotuner = self._make_autotuner(joined.endpoint)
         self.use(joined.endpoint, self._make_reducer)
 
     def use(self, endpoint: Endpoint, make: "Callable[[Settings | None], Reducer]") -> None:
         """Average with DLCP from now on, by what ``make`` returns for an autotuner's settings, or None without one."""
         self.endpoint, self._make = endpoint, make
+        if self.table.meter is not None:
+            endpoint.on_message = self.table.meter.on_message
         self._reducer = make(self.autotuner.settings if self.autotuner else None)
         self._recoverable = self.fallback.recovers and self.options.fallback and self.fallback.prepare()
         self.phase = SessionPhase.READY
@@ -353,6 +368,13 @@ class TrainingSession:
             self.autotuner = self._make_autotuner(None)
         if agreement.speaker():
             log.warning("DLCP is off: %s. Training goes on over %s.", problem, self.fallback.name)
+
+    def _watch_steps(self, folder: str) -> None:
+        """Leave snapshots in a folder, if there is writing there."""
+        from dlcp.session.snapshots import SnapshotWriter
+
+        self._snapshots = SnapshotWriter.open(self, folder)
+        self.table.meter = self._snapshots.meter if self._snapshots else None
 
     def _make_autotuner(self, endpoint: Endpoint | None) -> "Autotuner | None":
         options = self.options
@@ -662,4 +684,6 @@ class TrainingSession:
             if reducer:
                 reducer.close()
         self.fallback.close()
-        self.phase = SessionPhase.CLOSED
+        ended_as, self.phase = self.phase, SessionPhase.CLOSED
+        if self._snapshots:
+            self._snapshots.close(ended_as.value, reason)

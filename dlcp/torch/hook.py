@@ -221,7 +221,12 @@ class State:
             failed.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
             return failed
         if not admitted:
-            return fallback.average_tensor(pending.segments, tensor)
+            averaged = fallback.average_tensor(pending.segments, tensor)
+            meter = session.table.meter
+            if meter is not None:
+                meter.on_ready(pending.step, pending.segments)
+                averaged.add_done_callback(lambda _: meter.on_averaged(pending.step))
+            return averaged
         assert session.endpoint
         per_packet = session.endpoint.options.payload_bytes // tensor.element_size()
 

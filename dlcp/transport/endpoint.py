@@ -93,6 +93,8 @@ class Protocol:
         Memory from which local peers read what is sent to them.
     on_unexpected
         Called with sender and key of a message that arrives before its receive is posted.
+    on_message
+        Called with a peer, and the time, whenever a message of its is here or it has confirmed one.
     first_step
         The step of the last :meth:`begin_step`; packets of earlier ones are refused.
     due_s
@@ -149,6 +151,7 @@ class Protocol:
         self.buffers = BufferPool()
         self.exported = ExportedMemory(shared.exported if shared else EMPTY)
         self.on_unexpected: Callable[[int, MessageKey], None] | None = None
+        self.on_message: Callable[[int, float], None] | None = None
         self.timeline: Timeline | None = None
         self.first_step = 0
         self._clock, self._emit = clock, emit
@@ -332,6 +335,11 @@ class Protocol:
     # What is known ----------------------------------------------------------------------------------------------------
 
     @property
+    def peers(self) -> list[int]:
+        """All other ranks."""
+        return list(self._peers)
+
+    @property
     def strangers(self) -> list[int]:
         """Ranks that have not answered a greeting yet."""
         return [rank for rank, peer in self._peers.items() if not peer.greeted]
@@ -379,6 +387,11 @@ class Protocol:
         """Return the smoothed round-trip time to a rank in seconds; 0 if it is not known."""
         return self._peers[rank].smoothed_rtt_s if rank in self._peers else 0.0
 
+    def window_to(self, rank: int) -> float:
+        """Return how many packets may be on their way to a rank; 0 for local peers, to whom memory leads."""
+        peer = self._peers[rank]
+        return 0.0 if peer.local else peer.control.window
+
     def paths_to(self, rank: int) -> list[PathState]:
         """Return what is known of the paths to a rank on which packets have been sent."""
         return self._engine.paths_to(rank)
@@ -417,6 +430,8 @@ class Protocol:
     def _on_sent(self, event: Sent) -> None:
         sending = self._peers[event.peer].sending.pop(event.key, None)
         if sending is not None:
+            if self.on_message is not None:
+                self.on_message(event.peer, event.now_s)
             seconds = event.now_s - sending.started_s
             delivery = Delivery(event.delivered, event.sent, event.resent, seconds, sending.request.deferred)
             if self.timeline is not None:
@@ -425,8 +440,7 @@ class Protocol:
 
     def _note_sent(self, timeline: "Timeline", event: Sent, sending: Sending, delivery: Delivery) -> None:
         peer = self._peers[event.peer]
-        window = 0 if peer.local else int(peer.control.window)
-        path = window, int(self.rate_to(event.peer)), int(1e6 * peer.smoothed_rtt_s)
+        path = int(self.window_to(event.peer)), int(self.rate_to(event.peer)), int(1e6 * peer.smoothed_rtt_s)
         counts, label = (len(delivery.delivered), delivery.lost, delivery.resent), sending.request.label
         span_s = sending.started_s, event.now_s
         timeline.note_message("sent", event.key.step, event.key.message, event.peer, span_s, *counts, *path, label)
@@ -435,6 +449,8 @@ class Protocol:
         receiving = self._peers[event.peer].receiving.pop(event.key, None)
         if receiving is None:
             return
+        if self.on_message is not None:
+            self.on_message(event.peer, event.now_s)
         payload, packet_bytes = receiving.payload, self.options.payload_bytes
         if receiving.request.message_bytes is None:
             payload = payload[: (len(event.delivered) - 1) * packet_bytes + event.last_bytes]

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from dlcp import __version__
 from dlcp.report.drawing import Plot
-from dlcp.report.page import render
+from dlcp.report.look import render
 from dlcp.sim.convergence import curves
 from dlcp.sim.experiment import Figure, PlannedExperiment
 from dlcp.sim.report.plots import draw, number

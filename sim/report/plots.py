@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from dlcp.report.drawing import COLOURS, HALF_PX, INK, SOFT, Plot, blank, finish, legend, look, tip
+from dlcp.report.drawing import HALF_PX, INK, SOFT, Plot, blank, finish, legend, look, tip
+from dlcp.report.look import COLOURS
 from dlcp.sim.experiment import Figure
 from dlcp.sim.report.results import Spread
 

@@ -9,7 +9,7 @@ import pytest
 
 from dlcp.report import page as report
 from dlcp.report import wording
-from dlcp.report.drawing import COLOURS
+from dlcp.report.look import COLOURS
 from dlcp.report.plots import HUES, MOST_POINTS, binned, draw_all, drop_shares
 from dlcp.report.runs import summarize
 from tests.demo.synthetic_runs import make_runs

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves the page and the metrics of a training. Whatever happens to it or its readers, no rank notices.
+
+====================  =================================================================================
+``/``                 the page; it needs nothing but ``/events``
+``/state``            what it shows, as JSON (:meth:`dlcp.live.training.Training.document`)
+``/events``           the same whenever it changes, as server-sent events
+``/metrics``          metrics for Prometheus (:class:`dlcp.live.metrics.RankCollector`)
+====================  =================================================================================
+"""
+
+import ipaddress
+import json
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socketserver import TCPServer
+from types import TracebackType
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from dlcp.live.metrics import RankCollector
+from dlcp.live.training import Training
+from dlcp.report.look import render
+from dlcp.session.snapshots import RankSnapshot
+
+_LOOPBACK: Final = "127.0.0.1"
+REFRESH_S: Final = 0.5
+"""How often files are looked at. Chosen by us: ranks write every second."""
+QUIET_S: Final = 2.0
+"""How often pages hear of ranks that say nothing new, for how long that is. Chosen by us."""
+CLIENTS_MAX: Final = 32
+"""So many are served at a time; more are hung up on. Chosen by us: each has a thread."""
+CLIENT_S: Final = 10.0
+"""A client that reads or says nothing for so long is hung up on. Chosen by us."""
+HEARTBEAT_S: Final = 5.0
+"""A page is written to so often at least: else nobody notices that it is gone. Chosen by us."""
+GOODBYE_S: Final = 1.0
+"""How long pages have to hear of the end. Chosen by us: a training's exit waits for it."""
+_TEMPLATE: Final = Path(__file__).with_name("page.html")
+log = logging.getLogger("dlcp")
+
+
+class AddressError(ValueError):
+    """The page cannot be served there; the message says why."""
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Return host and port of ``PORT`` or ``HOST:PORT``; an IPv6 address stands in brackets.
+
+    Raises
+    ------
+    AddressError
+        It is neither.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if text.startswith("[") else host
+    if not port.isascii() or not port.isdecimal() or int(port) > 65535 or (":" in host and text[0] != "["):
+        raise AddressError(f"takes PORT or HOST:PORT with a port in 0..65535, got {text!r}")
+    return host or _LOOPBACK, int(port)
+
+
+class LiveServer(ThreadingHTTPServer):
+    """The page of a training. A context manager; before its end pages get the last state.
+
+    Parameters
+    ----------
+    folders
+        Where ranks leave snapshots.
+    address
+        Where to listen, see :func:`parse_listen`; port 0 takes a free one.
+
+    Raises
+    ------
+    AddressError
+        It is no address, or nobody can listen there; the message says why.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folders: Sequence[Path], address: str) -> None:
+        host, port = parse_listen(address)
+        self.nonce = secrets.token_urlsafe(16)
+        self.page = render(_TEMPLATE, {}, nonce=self.nonce).encode()
+        self.state = b"{}"
+        self.snapshots: Sequence[RankSnapshot] = ()
+        self._training = Training(folders)
+        self._changed = threading.Condition()
+        self._version = 0
+        self._followers = 0
+        self._last = False
+        """Whether the state is the last one."""
+        self._closing = threading.Event()
+        self._slots = threading.BoundedSemaphore(CLIENTS_MAX)
+        try:
+            family, *_, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            self.address_family = family
+            super().__init__((str(found[0]), port), _Handler)
+        except OSError as error:
+            words = f"cannot listen on {host} port {port}: {error.strerror or error}"
+            raise AddressError(f"{words}; choose another port, or 0 for a free one") from None
+        self._publish()
+        self._refresher = threading.Thread(target=self._refresh, name="dlcp-live-refresh", daemon=True)
+        self._refresher.start()
+        threading.Thread(target=self.serve_forever, name="dlcp-live", daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        """Where a browser on this machine finds the page."""
+        host, port = self.server_address[:2]
+        name = {"0.0.0.0": _LOOPBACK, "::": "::1"}.get(str(host), str(host))
+        return f"http://{f'[{name}]' if ':' in name else name}:{port}/"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches it."""
+        return ipaddress.ip_address(str(self.server_address[0]).partition("%")[0]).is_loopback
+
+    def wait_for(self, version: int) -> tuple[int, bytes | None, bool]:
+        """Return the version of the state once it is another one, the state, and whether that was the last.
+
+        After :data:`HEARTBEAT_S` without a change the state is None.
+        """
+        with self._changed:
+            new = self._changed.wait_for(lambda: self._version != version or self._last, HEARTBEAT_S)
+            return self._version, self.state if new else None, self._last
+
+    def follow(self, by: int) -> None:
+        """Count one more page that follows, or one less."""
+        with self._changed:
+            self._followers += by
+            self._changed.notify_all()
+
+    def training_is_over(self) -> None:
+        """Let the page say, from its next state on, that no rank runs any more."""
+        self._training.over = True
+
+    def __enter__(self) -> "LiveServer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.set()
+        self._refresher.join(GOODBYE_S)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._followers, GOODBYE_S)
+        self.shutdown()
+        self.server_close()
+
+    def _refresh(self) -> None:
+        over, due_s = False, 0.0
+        while not over:
+            over = self._closing.wait(REFRESH_S)
+            try:
+                if self._training.refresh() or over or time.monotonic() >= due_s:
+                    due_s = time.monotonic() + QUIET_S
+                    self._publish()
+            except Exception:  # a page that does not go on must not end the training
+                log.exception("DLCP: the live page misses something")
+        with self._changed:
+            self._last = True
+            self._changed.notify_all()
+
+    def _publish(self) -> None:
+        """Let everybody have the state as it is."""
+        state = json.dumps(self._training.document(), separators=(",", ":"), allow_nan=False).encode()
+        with self._changed:
+            self.state, self.snapshots = state, self._training.snapshots
+            self._version += 1
+            self._changed.notify_all()
+
+    # What the base class leaves open ----------------------------------------------------------------------------------
+
+    def server_bind(self) -> None:
+        """Bind, without the base class's question to the name service."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = map(str, self.server_address[:2])  # type: ignore[assignment]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread, or hang up if there are too many."""
+        if self._slots.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say what went wrong with a client to nobody but those who look for it."""
+        log.debug("the live page: %s", client_address, exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    server: LiveServer
+    timeout = CLIENT_S
+    server_version, sys_version = "dlcp", ""
+
+    def do_GET(self) -> None:
+        """Answer."""
+        if not self._may_ask():
+            self.send_error(HTTPStatus.FORBIDDEN, "this page is asked for by localhost or an address")
+            return
+        match self.path.partition("?")[0]:
+            case "/":
+                self._answer("text/html; charset=utf-8", self.server.page)
+            case "/state":
+                self._answer("application/json", self.server.state)
+            case "/events":
+                self._follow()
+            case "/metrics":
+                registry = CollectorRegistry()
+                registry.register(RankCollector(self.server.snapshots))
+                encode, kind = choose_encoder(self.headers.get("Accept", ""))
+                self._answer(kind, encode(registry))
+            case _:
+                self.send_error(HTTPStatus.NOT_FOUND, "there are /, /state, /events and /metrics")
+
+    def _may_ask(self) -> bool:
+        """Whether the request names this machine as such: else a page from elsewhere asks, by a name of its own."""
+        if not self.server.is_local:
+            return True
+        try:
+            name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+            return name == "localhost" or bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
+
+    def _head(self, kind: str) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        script = f"script-src 'nonce-{self.server.nonce}'; style-src 'unsafe-inline'; img-src data:"
+        none = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        self.send_header("Content-Security-Policy", f"{none}; connect-src 'self'; {script}")
+
+    def _answer(self, kind: str, body: bytes) -> None:
+        self._head(kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _follow(self) -> None:
+        """Send the state whenever it changes, until the end or until the page is gone."""
+        self._head("text/event-stream")
+        self.end_headers()
+        version, last = -1, False
+        self.server.follow(1)
+        try:
+            while not last:
+                version, state, last = self.server.wait_for(version)
+                self.wfile.write(b":\n\n" if state is None else b"data: " + state + b"\n\n")
+        finally:
+            self.server.follow(-1)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Say nothing."""

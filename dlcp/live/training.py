@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all ranks of a training are at, by the snapshots that they leave (:mod:`dlcp.session.snapshots`).
+
+A snapshot holds sums since the rank's beginning. What a rank does at present is the difference of two of them, and a
+session's history is a row of such differences, so that one that is missed is no loss.
+"""
+
+import json
+import logging
+import operator
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from dlcp.ledger import COUNTS
+from dlcp.session.snapshots import SNAPSHOT_SUFFIX, RankSnapshot
+
+PRESENT_SNAPSHOTS: Final = 12
+"""So many of the latest snapshots in which steps were made count as the present: ten seconds or, where steps are longer
+than snapshots are apart, some steps. Chosen by us."""
+SILENT_SNAPSHOTS: Final = 6
+"""A rank that has left out so many snapshots is silent. Chosen by us: a busy host delays some."""
+HISTORY_POINTS: Final = 240
+"""So many points at most has a session's history; when there are more, every two become one. Chosen by us: more than a
+plot of this width can show apart."""
+_SHOWN: Final = frozenset(
+    [
+        "rank",
+        "process_rank",
+        "process",
+        "host",
+        "phase",
+        "reason",
+        "fallback",
+        "ended",
+        "gave_up",
+        "step",
+        "bound_exceeded",
+        "loss_bound",
+        "deferral_bound",
+        "worst_loss",
+    ]
+)
+"""What a page shows of a snapshot as it is."""
+log = logging.getLogger("dlcp")
+
+
+class HistoryPoint(NamedTuple):
+    """What the ranks of a session did between two moments. Times are in seconds; of a step, its mean.
+
+    Attributes
+    ----------
+    time_s
+        When that was over, since the session began.
+    step_s
+        How long a step took.
+    computing_least_s, computing_most_s
+        What of it the rank that waited most, and the one that waited least, did not wait.
+    lost, deferred, retransmitted
+        Shares of the packets sent.
+    """
+
+    time_s: float
+    step_s: float
+    computing_least_s: float
+    computing_most_s: float
+    lost: float
+    deferred: float
+    retransmitted: float
+
+    def merged(self, later: "HistoryPoint") -> "HistoryPoint":
+        """Return this point and the next as one."""
+        means = [(ours + theirs) / 2 for ours, theirs in zip(self, later, strict=True)]
+        return HistoryPoint(*means)._replace(
+            time_s=later.time_s,
+            computing_least_s=min(self.computing_least_s, later.computing_least_s),
+            computing_most_s=max(self.computing_most_s, later.computing_most_s),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress:
+    """What a rank did between two of its snapshots. Times are in seconds and of a step, counts in packets.
+
+    Attributes
+    ----------
+    steps
+        How many steps that were.
+    step_s, waiting_s
+        How long one took, and what of it was waiting, by rank (as text).
+    packets
+        What became of packets, by the names of :data:`dlcp.ledger.COUNTS`.
+    """
+
+    steps: int
+    step_s: float
+    waiting_s: Mapping[str, float]
+    packets: Mapping[str, int]
+
+    @classmethod
+    def between(cls, before: RankSnapshot | None, after: RankSnapshot) -> "RankProgress":
+        """Return what was done from one snapshot to another; None, or one of another process: from the beginning."""
+        if before and before["began_unix_s"] != after["began_unix_s"]:
+            before = None
+        steps = sum(after["steps"]) - (sum(before["steps"]) if before else 0)
+        step_s = after["step_s"] - (before["step_s"] if before else 0.0)
+        waited: Mapping[str, float] = before["waiting_s"] if before else {}
+        earlier = packets_of(before) if before else dict.fromkeys(COUNTS, 0)
+        waiting = {
+            peer: (total_s - waited.get(peer, 0.0)) / max(1, steps) for peer, total_s in after["waiting_s"].items()
+        }
+        packets = {name: count - earlier[name] for name, count in packets_of(after).items()}
+        return cls(steps, step_s / max(1, steps), waiting, packets)
+
+    @property
+    def computing_s(self) -> float:
+        """What of a step was not waiting."""
+        return max(0.0, self.step_s - sum(self.waiting_s.values()))
+
+
+def packets_of(snapshot: RankSnapshot) -> dict[str, int]:
+    """Return what became of a rank's packets, to all peers together."""
+    return {name: sum(int(counts[name]) for counts in snapshot["packets"].values()) for name in COUNTS}
+
+
+@dataclass(slots=True)
+class WatchedRank:
+    """A rank, by its file.
+
+    Attributes
+    ----------
+    latest
+        Its latest snapshot.
+    changed_s
+        When that was found, on the clock of whoever watches: hosts' clocks differ.
+    """
+
+    latest: RankSnapshot
+    changed_s: float
+    _advances: deque[RankSnapshot] = field(default_factory=lambda: deque(maxlen=PRESENT_SNAPSHOTS))
+    """The latest snapshots in each of which more steps were over than in the one before."""
+
+    def __post_init__(self) -> None:
+        self._advances.append(self.latest)
+
+    def take(self, snapshot: RankSnapshot, now_s: float) -> None:
+        """Take in its next snapshot."""
+        if snapshot["began_unix_s"] != self.latest["began_unix_s"]:  # another process has its place now
+            self._advances.clear()
+        self.latest, self.changed_s = snapshot, now_s
+        if not self._advances or sum(snapshot["steps"]) > sum(self._advances[-1]["steps"]):
+            self._advances.append(snapshot)
+
+    @property
+    def present(self) -> RankProgress:
+        """What it does at present."""
+        first, last = self._advances[0], self._advances[-1]
+        return RankProgress.between(first if last is not first else None, last)
+
+    def shown(self, now_s: float, over: bool) -> dict[str, Any]:
+        """Return what a page shows of it, as plain values."""
+        latest, present = self.latest, self.present
+        silent_s = now_s - self.changed_s
+        silent = silent_s > SILENT_SNAPSHOTS * latest["every_s"] or over
+        return {
+            **{name: value for name, value in latest.items() if name in _SHOWN},
+            "silent_s": silent_s if silent and not latest["ended"] else None,
+            "packets": packets_of(latest),
+            "present": {
+                "steps": present.steps,
+                "step_s": present.step_s,
+                "computing_s": present.computing_s,
+                "waiting_s": present.waiting_s,
+                "packets": present.packets,
+            },
+            "peers": [
+                {"rank": int(peer), **latest["packets"].get(peer, dict.fromkeys(COUNTS, 0)), **about}
+                for peer, about in latest["peers"].items()
+            ],
+        }
+
+
+@dataclass(slots=True)
+class History:
+    """How a session's steps went, as far back as it goes."""
+
+    began_s: float
+    points: list[HistoryPoint] = field(default_factory=list)
+    _last: dict[Path, RankSnapshot] = field(default_factory=dict)
+
+    def sample(self, ranks: Mapping[Path, WatchedRank], now_s: float) -> None:
+        """Add a point, if all ranks that are still there have made steps since the last one."""
+        latest = {path: rank.latest for path, rank in ranks.items() if not rank.latest["ended"]}
+        done = [RankProgress.between(self._last.get(path), snapshot) for path, snapshot in latest.items()]
+        if not done or not all(progress.steps for progress in done):
+            return
+        self._last = dict(latest)
+        packets = {name: sum(progress.packets[name] for progress in done) for name in COUNTS}
+        sent = max(1, packets["sent"])
+        computing_s = [progress.computing_s for progress in done]
+        self.points.append(
+            HistoryPoint(
+                now_s - self.began_s,
+                sum(progress.step_s for progress in done) / len(done),
+                min(computing_s),
+                max(computing_s),
+                *(packets[name] / sent for name in ("lost", "deferred", "retransmitted")),
+            )
+        )
+        if len(self.points) > HISTORY_POINTS:
+            pairs = zip_longest(self.points[::2], self.points[1::2])
+            self.points = [first.merged(second) if second else first for first, second in pairs]
+
+
+class Training:
+    """All ranks whose snapshots are in some folders. For one thread.
+
+    Parameters
+    ----------
+    folders
+        Where ranks leave snapshots.
+
+    Attributes
+    ----------
+    over
+        Whether it is known that no rank runs any more.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.over = False
+        self._folders = folders
+        self._ranks: dict[Path, WatchedRank] = {}
+        self._stamps: dict[Path, tuple[int, int]] = {}
+        self._histories: dict[str, History] = {}
+
+    def refresh(self) -> bool:
+        """Read what ranks have written since the last time; return whether that was anything."""
+        now_s = time.monotonic()
+        changed = False
+        for path in (path for folder in self._folders for path in folder.glob(f"*{SNAPSHOT_SUFFIX}")):
+            changed |= self._read(path, now_s)
+        if changed:
+            for name, ranks in self._sessions().items():
+                self._histories.setdefault(name, History(now_s)).sample(ranks, now_s)
+        return changed
+
+    @property
+    def snapshots(self) -> list[RankSnapshot]:
+        """The latest snapshot of each rank and session."""
+        return [rank.latest for rank in self._ranks.values()]
+
+    def document(self) -> dict[str, Any]:
+        """Return what a page shows, as plain values: the latest session first."""
+        now_s = time.monotonic()
+        sessions = sorted(self._sessions().items(), key=lambda each: -_began(each[1].values()))
+        return {
+            "now_unix_s": time.time(),
+            "over": self.over or bool(self._ranks and all(rank.latest["ended"] for rank in self._ranks.values())),
+            "sessions": [
+                {
+                    "session": name,
+                    "ranks": next(iter(ranks.values())).latest["ranks"],
+                    "members": sorted(
+                        (rank.shown(now_s, self.over) for rank in ranks.values()), key=operator.itemgetter("rank")
+                    ),
+                    "layers": _layers([rank.latest for rank in ranks.values()]),
+                    "history": self._histories[name].points,
+                }
+                for name, ranks in sessions
+            ],
+        }
+
+    def _read(self, path: Path, now_s: float) -> bool:
+        try:
+            status = path.stat()
+            stamp = status.st_mtime_ns, status.st_ino
+            if self._stamps.get(path) == stamp:
+                return False
+            self._stamps[path] = stamp
+            snapshot: RankSnapshot = json.loads(path.read_bytes())
+            if missing := RankSnapshot.__required_keys__ - snapshot.keys():
+                raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+            alone = WatchedRank(snapshot, now_s)
+            alone.shown(now_s, self.over)  # so that nothing of it fails later, among the others
+            _layers([snapshot])
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("%s is left out: it is no snapshot of this version of DLCP (%r)", path, error)
+            return False
+        if path in self._ranks:
+            self._ranks[path].take(snapshot, now_s)
+        else:
+            self._ranks[path] = alone
+        return True
+
+    def _sessions(self) -> dict[str, dict[Path, WatchedRank]]:
+        """Return the ranks of each session. Those that have not told its name yet are where others miss them."""
+        found: dict[str, dict[Path, WatchedRank]] = defaultdict(dict)
+        for path, rank in sorted(self._ranks.items(), key=lambda each: not each[1].latest["session"]):
+            name = rank.latest["session"] or next((name for name in found if name and _lacks(found[name], rank)), "")
+            found[name][path] = rank
+        return found
+
+
+def _lacks(ranks: Mapping[Path, WatchedRank], newcomer: WatchedRank) -> bool:
+    """Return whether a session is of the same ranks as a newcomer's, and this one is not among those that are there."""
+    there = {rank.latest["rank"] for rank in ranks.values()}
+    alike = next(iter(ranks.values())).latest["ranks"] == newcomer.latest["ranks"]
+    return alike and newcomer.latest["rank"] not in there
+
+
+def _began(ranks: Iterable[WatchedRank]) -> float:
+    return max(float(rank.latest["began_unix_s"]) for rank in ranks)
+
+
+def _layers(snapshots: Sequence[RankSnapshot]) -> list[dict[str, Any]]:
+    """Return what became of each layer's packets on all ranks together, from the model's input to its output."""
+    names: dict[int, list[str]] = {}
+    totals: dict[int, list[int]] = {}
+    for position, layer_names, *counts in (row for snapshot in snapshots for row in snapshot["layers"]):
+        names[position] = layer_names or names.get(position, [])
+        totals[position] = [a + b for a, b in zip(totals.get(position, (0, 0, 0)), counts, strict=True)]
+    return [
+        {"position": position, "names": names[position], "packets": packets, "lost": lost, "deferred": deferred}
+        for position, (packets, lost, deferred) in sorted(totals.items())
+    ]
