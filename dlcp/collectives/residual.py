@@ -88,6 +88,12 @@ class Residual:
         layer.add_to(values)
         return values
 
+    def take_over(self, other: "Residual", factor: float) -> None:
+        """Add another rank's residual, multiplied."""
+        for name, layer in other._layers.items():
+            kept = self._layers.setdefault(name, _LayerResidual(layer.size))
+            kept.parts += [(positions, residual * factor) for positions, residual in layer.parts]
+
     @property
     def size(self) -> int:
         """How many values it has."""

@@ -11,10 +11,10 @@ from typing import Final
 from dlcp import wire
 from dlcp.commands.common import add_json, add_steps, refuse
 from dlcp.commands.train import measure
-from dlcp.doctor import machine
 from dlcp.doctor.examination import as_json, examine, parse_peer, reason_of
 from dlcp.doctor.findings import anything_missing, show
 from dlcp.doctor.path import DOCTOR_PORT, PROBES, ProbeListener, open_socket
+from dlcp.interfaces import interfaces
 from dlcp.train.headroom import MEASURED_STEPS
 
 _LISTEN_TURN_S: Final = 1.0
@@ -70,7 +70,7 @@ def _listen(text: str, seconds: float | None) -> int:
     except OSError as error:
         return refuse("doctor", f"cannot listen: {reason_of(error)}", 1)
     port = listener.address[1]
-    own = ", ".join(interface.address for interface in machine.interfaces() if not interface.loopback)
+    own = ", ".join(interface.address for interface in interfaces() if not interface.loopback)
     where = listener.address[0] if host != "0.0.0.0" else (own or "127.0.0.1")
     print(f"listening at UDP port {port} of {where}", flush=True)
     suffix = "" if port == DOCTOR_PORT else f":{port}"

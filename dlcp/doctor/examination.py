@@ -3,6 +3,7 @@
 
 import importlib.util
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,6 +12,7 @@ from dlcp.configuration import FILE_VARIABLE, PREFIX, Setting
 from dlcp.doctor import machine
 from dlcp.doctor.findings import Diagnosis, Section, Status, anything_missing, is_secret
 from dlcp.doctor.path import DOCTOR_PORT, PROBES, PeerError, describe, try_path
+from dlcp.interfaces import NetworkInterface, interface_of, interfaces, with_route_to
 from dlcp.suggestion import closest
 from dlcp.transport import Address
 from dlcp.transport.path_mtu import payload_for_mtu
@@ -38,7 +40,7 @@ def examine(peers: Sequence[str], packets: int = PROBES) -> tuple[list[Section],
                 *(safely(look) for look in udp),
                 *machine.examine_buffers(),
                 safely(machine.examine_ports),
-                *(machine.examine_interface(interface) for interface in machine.interfaces()),
+                *(machine.examine_interface(interface) for interface in interfaces()),
             ],
         ),
     ]
@@ -78,6 +80,7 @@ def examine_path(text: str, packets: int, settings: Sequence[Setting]) -> Sectio
             f"Path to {text}", [Diagnosis("answer", Status.MISSING, f"cannot be reached: {reason_of(error)}")]
         )
     section = describe(report)
+    section.findings.insert(0, examine_route(peer[0]))
     section.findings.extend(examine_payload(settings, report.mtu_bytes, "this path"))
     return section
 
@@ -138,23 +141,57 @@ def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Secti
 
 def examine_own_address(options: "Options", environment: Mapping[str, str]) -> Diagnosis:
     """Say which address, and so which interface, a rank on this machine would take, and why."""
-    from dlcp.session.joining import own_host
+    from dlcp.session.addresses import own_place
 
     subject, master = "own address", environment.get("MASTER_ADDR")
     try:
-        host = options.bind.partition(":")[0] or own_host(master)
+        place = own_place(options, master or "127.0.0.1")
     except OSError as error:
         text = f"there is no route to MASTER_ADDR={master}: {reason_of(error)}"
         return Diagnosis(subject, Status.MISSING, text, "set MASTER_ADDR to an address of rank 0's machine")
-    name = next((each.name for each in machine.interfaces() if each.address == host), None)
-    if options.bind:
+    if place.settled:
         why = "as bind says"
+    elif master and place.at_meeting:
+        why = f"for MASTER_ADDR={master} is this machine; on two networks it goes by the routes to the other ranks"
     elif master:
         why = f"by the route to MASTER_ADDR={master}"
     else:
         why = "for ranks of this machine; between machines by the route to MASTER_ADDR, which is not set"
-    text = f"{host}{f', interface {name}' if name else ''}, {why}"
-    return Diagnosis(subject, Status.OK, text, data={"own_address": host, "interface": name})
+    return _examine_choice(subject, place.address, why, None if place.settled or place.at_meeting else master)
+
+
+def examine_route(host: str) -> Diagnosis:
+    """Say from which address, and so over which interface, packets go to a host."""
+    from dlcp.session.addresses import source_toward
+
+    return _examine_choice("route", source_toward(host, ""), f"by the route to {host}", host)
+
+
+def _examine_choice(subject: str, address: str, why: str, host: str | None) -> Diagnosis:
+    """Say which interface an address is of, and whether another would be better, where ``host`` is to be reached."""
+    used = interface_of(address)
+    if used is None:
+        return Diagnosis(subject, Status.OK, f"{address}, {why}", data={"own_address": address, "interface": None})
+    data = {"own_address": address, "interface": used.name, "speed_mbps": used.speed_mbps or None}
+    text = f"{address}, interface {used.name} ({machine.described(used)}), {why}"
+    better = _better(used) if host or not used.loopback else None
+    if better is None:
+        return Diagnosis(subject, Status.OK, text, data=data)
+    data |= {"faster_interface": better.name, "faster_speed_mbps": better.speed_mbps}
+    text = f"{text}; {better.name} ({better.address}, {machine.described(better)}) is faster"
+    if host and better.name in with_route_to(socket.gethostbyname(host)):
+        text = f"{text} and has a route there, too"
+        fix = f"give that route the smaller metric (ip route), or set DLCP_BIND={better.address}:0 here"
+    else:
+        bind = f"DLCP_BIND={better.address}:0"
+        fix = f"if the other machines have addresses there, meet at one of them (--rdzv-endpoint), or set {bind}"
+    return Diagnosis(subject, Status.NOTE, text, fix, data)
+
+
+def _better(used: NetworkInterface) -> NetworkInterface | None:
+    """Return the fastest interface, if that one in use is slower or virtual."""
+    others = [each for each in interfaces() if each.name != used.name and not each.loopback]
+    return max((each for each in others if used.slower_than(each)), key=lambda each: each.speed_mbps, default=None)
 
 
 def examine_secret(options: "Options") -> Diagnosis:

@@ -6,7 +6,6 @@ UDP is tried on real sockets: a version number does not show what a container al
 
 import contextlib
 import errno
-import fcntl
 import importlib
 import os
 import platform
@@ -15,13 +14,13 @@ import socket
 import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from dlcp import __version__, wire
 from dlcp.doctor.findings import Diagnosis, Status
+from dlcp.interfaces import NetworkInterface
 from dlcp.transport import shared_memory
 from dlcp.transport.shared_memory import SharedMemoryRendezvous
 from dlcp.transport.sockets import SO_RCVBUFFORCE, UDP_GRO, UDP_SEGMENT
@@ -183,40 +182,9 @@ ENOUGH_BUFFER_BYTES: Final = 425_984
 _SEGMENT_BYTES: Final = 1000
 _SEGMENTS: Final = 8
 _TIMEOUT_S: Final = 2.0
-_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFMTU = 0x8913, 0x8915, 0x8921
-_IFF_UP, _IFF_LOOPBACK, _IFF_MULTICAST = 0x1, 0x8, 0x1000
 _NOWHERE: Final = ("224.0.0.1", 9)
 """The group that every host belongs to, and the discard port. To a group of its own the kernel sends nothing with a TTL
 of 0; to another it would."""
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkInterface:
-    """A network interface that is up and has an IPv4 address."""
-
-    name: str
-    address: str
-    mtu_bytes: int
-    loopback: bool
-    multicast: bool
-
-
-def interfaces() -> list[NetworkInterface]:
-    """Return the interfaces that are up and have an IPv4 address."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # no IPv4 address, or gone meanwhile
-                flags = struct.unpack_from("H", _ask(sock, _SIOCGIFFLAGS, name), 16)[0]
-                address = socket.inet_ntoa(_ask(sock, _SIOCGIFADDR, name)[20:24])
-                mtu_bytes = struct.unpack_from("i", _ask(sock, _SIOCGIFMTU, name), 16)[0]
-                if flags & _IFF_UP:
-                    found.append(
-                        NetworkInterface(
-                            name, address, mtu_bytes, bool(flags & _IFF_LOOPBACK), bool(flags & _IFF_MULTICAST)
-                        )
-                    )
-    return found
 
 
 def examine_segmentation() -> Diagnosis:
@@ -268,6 +236,12 @@ def examine_coalescing() -> Diagnosis:
     return Diagnosis(subject, Status.OK if whole else Status.NOTE, text, data={"udp_gro": whole})
 
 
+def described(interface: NetworkInterface) -> str:
+    """Say how large packets and how fast an interface is."""
+    kind = "virtual, " * (interface.virtual and not interface.loopback)
+    return f"{kind}{interface.speed + ', ' if interface.speed else ''}MTU {interface.mtu_bytes}"
+
+
 def examine_interface(interface: NetworkInterface) -> Diagnosis:
     """Examine what an interface carries, and whether it takes bursts: without checksum offload some kernels answer EIO.
 
@@ -275,8 +249,14 @@ def examine_interface(interface: NetworkInterface) -> Diagnosis:
     to the interface, so nothing leaves the machine.
     """
     subject = f"interface {interface.name}"
-    text = f"{interface.address}, MTU {interface.mtu_bytes}"
-    data = {"interface": interface.name, "address": interface.address, "mtu_bytes": interface.mtu_bytes}
+    text = f"{interface.address}, {described(interface)}"
+    data = {
+        "interface": interface.name,
+        "address": interface.address,
+        "mtu_bytes": interface.mtu_bytes,
+        "speed_mbps": interface.speed_mbps or None,
+        "virtual": interface.virtual,
+    }
     if interface.loopback or not interface.multicast:
         return Diagnosis(subject, Status.OK, text, data=data)
     taken = _takes_bursts(interface)
@@ -367,11 +347,6 @@ def _udp(host: str = "127.0.0.1") -> socket.socket:
     sock.bind((host, 0))
     sock.settimeout(_TIMEOUT_S)
     return sock
-
-
-def _ask(sock: socket.socket, request: int, name: str) -> bytes:
-    """Ask the kernel about an interface; see netdevice(7)."""
-    return fcntl.ioctl(sock.fileno(), request, struct.pack("40s", name.encode()))
 
 
 def _mebibytes(count: int) -> str:

@@ -176,9 +176,9 @@ class Group:
             feedback=Residual(),
             tagger=Tagger(options.classes()),
         )
-        agreement = Agreement(self._store.under("joining"), self.rank, self.size, options.meet_s)
+        agreement = Agreement(self._store.under("joining"), self.rank, self.size, options.meet_s, host=master)
         try:
-            self._session.join(agreement, call=CALL, toward=master)
+            self._session.join(agreement, call=CALL)
         except NotJoinedError as problem:
             self.close(str(problem))
             raise

@@ -8,26 +8,23 @@ wrong decides against DLCP, and all stop.
 """
 
 import json
-import os
 import secrets
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dlcp.collectives.choice import Topology
+from dlcp.session.addresses import OwnAddresses, RankPlace, advertised, bind, meeting_host, own_addresses, own_place
 from dlcp.session.options import Options
 from dlcp.session.secret import SealedStore, proof, session_token
-from dlcp.transport import Address, Endpoint, TransportError, bind_socket, parse_address, shared_memory
+from dlcp.transport import Address, Endpoint, TransportError, parse_address, shared_memory
 from dlcp.transport.path_mtu import COMMON_MTUS, PathProbe, candidate_payloads, first_hop_mtu, payload_for_mtu
 from dlcp.transport.shared_memory import EXPORT_BYTES, SharedMemory, SharedMemoryRendezvous
-from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 if TYPE_CHECKING:  # loaded when options ask for it
     from dlcp.timeline import Timeline
@@ -101,6 +98,8 @@ class Agreement:
         How long the agreement may take altogether, from now on.
     secret
         The job's secret, for a store that others can write to: then only what those write who know it counts.
+    host
+        The host that serves the store; by default ``MASTER_ADDR``. Ranks have the addresses that lead to it.
 
     Attributes
     ----------
@@ -111,7 +110,13 @@ class Agreement:
     VERDICT: Final = "verdict"
 
     def __init__(
-        self, store: KeyValueStore, rank: int, size: int, deadline_s: float, secret: bytes | None = None
+        self,
+        store: KeyValueStore,
+        rank: int,
+        size: int,
+        deadline_s: float,
+        secret: bytes | None = None,
+        host: str | None = None,
     ) -> None:
         self._sealed = None if secret is None else SealedStore(store, secret)
         self._secret = secret
@@ -119,6 +124,7 @@ class Agreement:
         self.token = 0
         self.rank = rank
         self.size = size
+        self.host = host
         self.deadline_s = deadline_s
         self._end_s = time.monotonic() + deadline_s
 
@@ -224,57 +230,6 @@ class Agreement:
         return self.published(topic, range(self.size))
 
 
-# Addresses ------------------------------------------------------------------------------------------------------------
-
-
-def own_host(toward: str | None = None) -> str:
-    """Return this host's address on the way to another host, by default to the master (``MASTER_ADDR``)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Sends nothing: it asks the routing table.
-        probe.connect((toward or os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
-        return str(probe.getsockname()[0])
-
-
-def bind(options: Options, toward: str | None = None) -> socket.socket:
-    """Bind the port that the options name; else the first free one of DLCP's ports; else, with a warning, any port.
-
-    If the options name no host, it is this host's address on the way ``toward`` another one, see :func:`own_host`.
-
-    Raises
-    ------
-    OSError
-        The named port is in use, or the address is not this host's.
-    """
-    host, port = parse_address(options.bind) if options.bind else (own_host(toward), 0)
-    if port:
-        return bind_socket(host, [port])
-    try:
-        return bind_socket(host, range(UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT))
-    except OSError:
-        sock = bind_socket(host, [0])
-    _warn_ports_in_use(host)
-    return sock
-
-
-def advertised(options: Options, sock: socket.socket) -> Address:
-    """Return where other ranks reach a socket: the advertised address, with the socket's own port if that has none."""
-    host, port = sock.getsockname()
-    if options.advertise:
-        host, _, given_port = options.advertise.partition(":")
-        port = int(given_port) if given_port else port
-    return host, port
-
-
-@cache
-def _warn_ports_in_use(host: str) -> None:
-    warnings.warn(
-        f"DLCP's UDP ports {UDP_PORT_BASE}-{UDP_PORT_BASE + UDP_PORT_COUNT - 1} on {host} are all in use: some groups "
-        "use other ports, and switches treat their packets as ordinary traffic",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-
-
 # Joining --------------------------------------------------------------------------------------------------------------
 
 
@@ -300,9 +255,7 @@ class Joined:
     topology: Topology
 
 
-def join(
-    options: Options, agreement: Agreement, *, call: str, toward: str | None = None, export_bytes: int = EXPORT_BYTES
-) -> Joined:
+def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int = EXPORT_BYTES) -> Joined:
     """Open this rank's endpoint together with all other ranks.
 
     A parameter server has the rank after the last worker's.
@@ -313,8 +266,6 @@ def join(
         This rank's options, and what the ranks agree over.
     call
         What a user calls to join, for messages about ranks that have not.
-    toward
-        The host that decides which of its addresses this rank takes, see :func:`own_host`.
     export_bytes
         How much memory this rank wants to send from without copies to ranks of its host.
 
@@ -326,10 +277,14 @@ def join(
     with agreement.guarded(), ExitStack() as undo:
         agreement.meet(call)
         try:
-            sock = bind(options, toward)
+            missing = f"has not called {call}; call it on every rank, with the same options"
+            agreement.publish("place", own_place(options, meeting_host(options, agreement.host)))
+            places = _collect_from_all(agreement, "place", missing)
+            addresses = own_addresses(agreement.rank, {rank: RankPlace(*place) for rank, place in places.items()})
+            sock = bind(options, addresses)
             undo.callback(sock.close)
             with _memory_rendezvous(options, export_bytes) as memory:
-                joined = _connect(options, agreement, sock, undo, call, memory)
+                joined = _connect(options, agreement, addresses, sock, undo, memory)
             agreement.publish("ready", True)
             _collect_from_all(agreement, "ready", "has not been greeted by every peer")
             verdict = agreement.decide(USE_DLCP)
@@ -372,26 +327,29 @@ def _timeline(folder: str, rank: int) -> "Timeline | None":
 def _connect(
     options: Options,
     agreement: Agreement,
+    addresses: OwnAddresses,
     sock: socket.socket,
     undo: ExitStack,
-    call: str,
     memory: SharedMemoryRendezvous | None,
 ) -> Joined:
     rank, size = agreement.rank, agreement.size
     terms = {name: getattr(options, name) for name in TERMS}
+    address, toward = advertised(options, addresses, sock.getsockname()[1])
     entry = {
-        "address": advertised(options, sock),
+        "address": address,
+        "toward": {str(peer): host for peer, host in toward.items()},
         "host": socket.gethostname(),
         "token": 0 if agreement.token else options.token or (secrets.randbits(64) | 1),
         "terms": terms,
         "memory": memory.name if memory else "",
     }
     agreement.publish("entry", entry)
-    missing = f"has not called {call}; call it on every rank, with the same options"
-    entries = _collect_from_all(agreement, "entry", missing)
+    entries = _collect_from_all(agreement, "entry", "has not said where it is")
     _compare_terms(entries)
     peers: dict[int, Address] = {
-        peer: (entry["address"][0], entry["address"][1]) for peer, entry in entries.items() if peer != rank
+        peer: (entry["toward"].get(str(rank), entry["address"][0]), entry["address"][1])
+        for peer, entry in entries.items()
+        if peer != rank
     }
     token = (options.token or agreement.token) if agreement.token else entries[0]["token"]
     # Ranks share a port if they share a host and its address: network namespaces of one machine do not.

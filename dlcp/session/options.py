@@ -40,8 +40,8 @@ class Options:
         ``direct`` (every rank adds up a shard), ``ring``, ``server`` (a parameter server adds up), or
         ``auto``: whichever of direct and ring suits the size.
     bind
-        Address of this rank's UDP socket, ``host:port``. By default the address that leads to the master, and the first
-        free DLCP port.
+        Address of this rank's UDP socket, ``host:port``; port 0 is the first free DLCP port. By default that, at the
+        addresses that the kernel's routes to the rendezvous and to the other ranks say (``docs/cluster.md``).
     advertise
         Address where others reach this rank, if not ``bind``.
     server

@@ -314,14 +314,12 @@ class TrainingSession:
 
     # Joining ----------------------------------------------------------------------------------------------------------
 
-    def join(
-        self, agreement: Agreement, *, call: str, toward: str | None = None, export_bytes: int = EXPORT_BYTES
-    ) -> None:
+    def join(self, agreement: Agreement, *, call: str, export_bytes: int = EXPORT_BYTES) -> None:
         """Join the other ranks; all must call it. If they cannot all use DLCP, all fall back, and one rank says why.
 
         Parameters
         ----------
-        agreement, call, toward, export_bytes
+        agreement, call, export_bytes
             See :func:`dlcp.session.joining.join`.
 
         Raises
@@ -334,7 +332,7 @@ class TrainingSession:
         if self.options.weighted:
             agreement.publish(WEIGHTED, True)
         try:
-            joined = join(self.options, agreement, call=call, toward=toward, export_bytes=export_bytes)
+            joined = join(self.options, agreement, call=call, export_bytes=export_bytes)
         except NotJoinedError as problem:
             self._do_without(agreement, problem)
             return

@@ -37,6 +37,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import grpc
 
+from dlcp.session.addresses import listening_host
 from dlcp.session.secret import PROOF_BYTES, REFUSALS_LOGGED, proof
 from dlcp.session.session import RankEndedError
 from dlcp.transport import Address, DeadlineError, TransportError
@@ -141,7 +142,7 @@ class StoreServer(grpc.GenericRpcHandler):
         ]
         self._server = grpc.aio.server(handlers=[self], options=options)
         try:
-            where = f"{address[0]}:{address[1]}"
+            where = f"{listening_host(address[0])}:{address[1]}"
             if self._tls:
                 key, certificate, root = _certificates(self._tls)
                 credentials = grpc.ssl_server_credentials([(key, certificate)], root, require_client_auth=True)

@@ -3,6 +3,7 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,11 +16,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 # torch.distributed has them too, but its types do not say so.
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dlcp.collectives import Bucket, Residual
 from dlcp.dtypes import ValueType
-from dlcp.session.joining import Agreement, bind, join
+from dlcp.session.addresses import OwnAddresses, bind
+from dlcp.session.joining import Agreement, join
 from dlcp.session.options import Options
 from dlcp.session.secret import configured_secret
 from dlcp.session.session import LEFT, Fallback, PendingBucket, TrainingSession
@@ -40,6 +42,9 @@ def agreement_of(group: dist.ProcessGroup | None, options: Options) -> Agreement
     store = dist.distributed_c10d._get_default_store()
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     name = f"dlcp/{'-'.join(map(str, ranks)) if len(ranks) < dist.get_world_size() else 'world'}"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun's own store outlives its ranks, and what they have written there.
+        name = f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     number = _calls[name] = _calls.get(name, -1) + 1
     return _agreement(PrefixStore(f"{name}/{number}", store), dist.get_rank(group), len(ranks), options)
 
@@ -47,7 +52,14 @@ def agreement_of(group: dist.ProcessGroup | None, options: Options) -> Agreement
 def _agreement(store: Store, rank: int, size: int, options: Options) -> Agreement:
     if options.tls:
         raise ValueError("PyTorch's store, by which these ranks meet, has no TLS: leave tls out, and set secret_file")
-    return Agreement(store, rank, size, options.meet_s, configured_secret(options))
+    return Agreement(store, rank, size, options.meet_s, configured_secret(options), _host_of(store))
+
+
+def _host_of(store: Store) -> str | None:
+    """Return the host that serves a store, if it is one of a network."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else None
 
 
 def endpoint_of_new_group(options: Options, store: Store, rank: int, size: int, timeout: timedelta) -> Endpoint:
@@ -70,7 +82,7 @@ def endpoint_of_new_group(options: Options, store: Store, rank: int, size: int, 
     host = options.bind.partition(":")[0]
     options = options.with_(bind=f"{host}:0" if host else "", advertise=options.advertise.partition(":")[0])
     if size == 1:  # nobody will ever write to its socket
-        sock = bind(options.with_(bind="127.0.0.1:0"))
+        sock = bind(options.with_(bind=""), OwnAddresses("127.0.0.1"))
         return Endpoint(rank, sock, {}, job=options.job, token=1, options=options.transport(size))
     store.set(f"here/{rank}", "")
     keys = [f"here/{peer}" for peer in range(size)]

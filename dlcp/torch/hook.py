@@ -47,7 +47,8 @@ class TimedBucket(StagedBucket):
 class State:
     """What the hook keeps between steps.
 
-    It can be pickled with a checkpoint: its step, and what was lost and is still to be sent, travel along.
+    It can be pickled with a checkpoint: its step, and what was lost and is still to be sent, travel along. Where
+    training goes on with another number of ranks, :meth:`redistributed` divides what all of them had still to send.
 
     Attributes
     ----------
@@ -80,6 +81,34 @@ class State:
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__init__(kept["options"])  # type: ignore[misc]  # sockets and threads start afresh
         self.step, self.feedback, self.tagger = kept["step"], kept["feedback"], kept["tagger"]
+
+    @classmethod
+    def redistributed(cls, states: "Sequence[State]", rank: int, ranks: int) -> "State":
+        """Return a rank's state from those of all ranks that were there before, however many there were.
+
+        Every residual is some new rank's, so that none is lost or sent twice. In an average each then weighs as much as
+        it would have: it is divided by another number of ranks now.
+
+        Parameters
+        ----------
+        states
+            The states of all former ranks, rank 0 first, alike on all new ranks.
+        rank, ranks
+            This rank, and how many there are now.
+
+        Raises
+        ------
+        ValueError
+            There are no states, or the rank is not in 0..ranks-1.
+        """
+        if not states or not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} of {ranks} cannot go on from {len(states)} states")
+        state = cls(states[0].options)
+        state.step, state.tagger = states[0].step, states[0].tagger
+        factor = ranks / len(states) if state.options.combine == "average" else 1.0
+        for former in states[rank::ranks]:
+            state.feedback.take_over(former.feedback, factor)
+        return state
 
     def attach(self, model: DistributedDataParallel) -> None:
         """Join the other ranks and learn the layers of ``model``; all ranks must call it.

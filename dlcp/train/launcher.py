@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dlcp import configuration
+from dlcp.interfaces import interface_of, only_way_out
 from dlcp.suggestion import closest
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 Report = dict[str, Any]
-"""``rank``, ``ranks``, ``restart``, ``error`` (None, or the last line of what went wrong), ``backend`` (None without
-``--backend``), ``models`` (a list), and ``measured`` (None without ``--measure``)."""
+"""``rank``, ``local_rank``, ``ranks``, ``restarts`` (how often torchrun has started this machine's ranks again),
+``error`` (None, or the last line of what went wrong), ``backend`` (None without ``--backend``), ``models`` (a list),
+and ``measured`` (None without ``--measure``)."""
 _VARIABLE: Final = "DLCP_TRAIN_PLAN"
 
 
@@ -58,24 +60,32 @@ class TrainPlan:
         return cls(**json.loads(environment.get(_VARIABLE, "{}")))
 
 
+def report_path(folder: Path, local_rank: int) -> Path:
+    """Return where a rank reports: at its place on this machine, for ranks have other numbers after a restart."""
+    return folder / f"{local_rank}.json"
+
+
 def write_report(folder: Path, report: Report) -> None:
-    """Write one rank's report, whole or not at all."""
-    path = folder / f"rank-{report['rank']}-{report['restart']}.json"
+    """Write one rank's report, whole or not at all, in the place of any that an earlier start of it has left."""
+    path = report_path(folder, report["local_rank"])
     part = path.with_suffix(f".part{os.getpid()}")
     part.write_text(json.dumps(report))
     part.replace(path)
 
 
 def read_reports(folder: Path) -> list[Report]:
-    """Return the reports of the last start, by rank: torchrun may have started the ranks again after a failure."""
+    """Return the reports of this machine's ranks as they were last started, by rank."""
     reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    last = max((report["restart"] for report in reports), default=0)
-    return sorted((report for report in reports if report["restart"] == last), key=lambda report: int(report["rank"]))
+    return sorted(reports, key=lambda report: int(report["rank"]))
 
 
 _ONE_MACHINE: Final = ("--standalone", "--local-addr", "127.0.0.1")
 """Options for torchrun when the user gives none about a rendezvous: one machine, and a free port."""
 _RENDEZVOUS: Final = ("nnodes", "node-rank", "rdzv", "master", "standalone", "local-addr")
+_FRESH_STORE: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Has rank 0 serve a new store at every start. By default torchrun keeps one over restarts, where ranks find what those
+have written that were killed: Gloo's ranks then try to connect to these."""
+_GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 _MODULE: Final = ("-m", "--module")
 _REFUSED: Final = {
     "--no-python": "DLCP is switched on from within Python",
@@ -113,8 +123,9 @@ def launch(
         raise UsageError("PyTorch is not installed; pip install 'dlcp[torch]'")
     _set_options(options)
     passed = [word for word in torchrun if word not in _MODULE]
-    if not has_rendezvous(passed):
-        passed = [*_ONE_MACHINE, *passed]
+    passed = [*(_by_route(passed) if has_rendezvous(passed) else _ONE_MACHINE), *passed]
+    for name, value in _FRESH_STORE.items():
+        os.environ.setdefault(name, value)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
@@ -160,6 +171,33 @@ def has_rendezvous(torchrun: Sequence[str]) -> bool:
     words = [word.lstrip("-").replace("_", "-") for word in torchrun if word.startswith("--")]
     words += [name[4:].lower().replace("_", "-") for name in os.environ if name.startswith("PET_")]
     return any(word.startswith(_RENDEZVOUS) for word in words)
+
+
+def _by_route(torchrun: Sequence[str]) -> list[str]:
+    """Let torchrun and Gloo take the address that leads to the rendezvous, and not what this host's name leads to.
+
+    What the user has chosen stays. On the machine of the rendezvous its name may lead to loopback, which tells nothing:
+    then it is the one interface that leads out, if it is one.
+    """
+    from torch.distributed.run import get_args_parser
+
+    from dlcp.session.addresses import listening_host, own_place
+    from dlcp.session.options import Options
+
+    given, _ = get_args_parser().parse_known_args([*torchrun, "script"])
+    # PyTorch's static rendezvous has its host in options of its own.
+    host = given.rdzv_endpoint.rpartition(":")[0] or given.rdzv_endpoint or given.master_addr
+    try:
+        place = own_place(Options(), host)
+    except OSError:  # torchrun says what is wrong with it
+        return []
+    named = listening_host(host) != host
+    interface = only_way_out() if named else interface_of(place.address)
+    if interface is None:
+        return []
+    if not interface.loopback:
+        os.environ.setdefault(_GLOO_INTERFACE, interface.name)
+    return [] if given.local_addr else ["--local-addr", interface.address]
 
 
 def _set_options(words: Sequence[str]) -> None:

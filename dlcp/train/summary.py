@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the launcher says when training is over: the ledgers of all ranks of this machine in one."""
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from dlcp.ledger import add_up
 from dlcp.train.launcher import Report
+
+OF_OTHERS: Final = ("token", "job", "sender")
+"""Causes for which packets are refused that belong to another job, or to an earlier start of this one."""
 
 
 def summarize(reports: Sequence[Report]) -> dict[str, Any]:
@@ -22,6 +26,7 @@ def summarize(reports: Sequence[Report]) -> dict[str, Any]:
     return {
         "ranks": ranks,
         "ranks_here": [report["rank"] for report in reports],
+        "restarts": max((report["restarts"] for report in reports), default=0),
         "errors": {str(report["rank"]): report["error"] for report in reports if report["error"]},
         "backend": reports[0]["backend"] if reports else None,
         "models": models,
@@ -39,6 +44,9 @@ def as_lines(found: dict[str, Any]) -> list[str]:
     if not found["models"]:
         about = f"all collectives went over the backend {found['backend']}" if found["backend"] else "had nothing to do"
         lines.append(f"DLCP  {about}; the script trained no DistributedDataParallel model")
+    if found["restarts"]:
+        times = "once" if found["restarts"] == 1 else f"{found['restarts']} times"
+        lines.append(f"  restarted          {times}; what is said here is of the last start")
     lines += [f"  rank {rank} ended with {error}" for rank, error in found["errors"].items()]
     return lines
 
@@ -53,6 +61,7 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
         return [f"{head} (torchrun's --nproc-per-node says how many)"]
     exceeded = f"{model['bound_exceeded']} TIMES" if model["bound_exceeded"] else "never"
     put_off = f"of one message at most {model['most_deferred']:.1%}, allowed {model['deferral_bound']:.1%}"
+    strange = sum(model["refused"].get(cause, 0) for cause in OF_OTHERS)
     lost = "0" if not model["lost"] else f"{model['lost']:,} ({model['lost'] / model['sent']:.3%})"
     return [
         head,
@@ -62,6 +71,7 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
         f"  put off            {model['deferred']:,} to a later step; {put_off}",
         f"  retransmitted      {model['retransmitted']:,}",
         f"  bound exceeded     {exceeded}",
+        *([f"  refused            {strange:,} packets of an earlier start, or of others"] if strange else []),
         f"  fallback           {model['fallback'] or 'none, all steps went over DLCP'}",
     ]
 
@@ -84,6 +94,7 @@ def _merge(parts: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
         "worst": ledger["max_message_ratio"],
         "most_deferred": ledger["max_deferred_ratio"],
         "bound_exceeded": ledger["violations"],
+        "refused": dict(sum((Counter(part["refused"]) for part in parts), Counter())),
         "through": _way(parts, ranks),
         "fallback": next((part["fallback"] for part in parts if part["fallback"]), None),
     }

@@ -8,13 +8,14 @@ reports to the launcher.
 import contextlib
 import faulthandler
 import functools
+import json
 import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp import configuration
-from dlcp.train.launcher import Report, TrainPlan, write_report
+from dlcp.train.launcher import Report, TrainPlan, report_path, write_report
 from dlcp.train.measurement import AdvisedMeasurement, Measurement, MeasurementDoneError
+
+KILLED: Final = "no report of its own: its process was killed"
 
 
 class Model:
@@ -64,6 +67,7 @@ class Model:
             "deferral_bound": state.options.deferral_bound if state else None,
             "fallback": (state.reason or None) if state else None,
             "local_peers": state.local_peers if state else 0,
+            "refused": dict(state.endpoint.refused) if state and state.endpoint else {},
             "ledger": state.ledger.summary() if state else None,
         }
 
@@ -82,11 +86,14 @@ class ScriptSession:
         self.models: list[Model] = []
         self._measurement: Measurement | None = None
         self._hooking = False
+        self._restarts = 0
         self._watch = Watch(self.ready, self.hooked, dlcp.torch.BACKEND if plan.backend else None)
 
     def __enter__(self) -> "ScriptSession":
         if self.plan.backend:
             _say(f"every process group of the script uses the backend {dlcp.torch.BACKEND}")
+        if self.plan.reports:
+            self._begin_report(Path(self.plan.reports))
         self._watch.__enter__()
         return self
 
@@ -101,6 +108,13 @@ class ScriptSession:
             model.close(failure)
         if self.plan.reports:
             write_report(Path(self.plan.reports), self._report(failure))
+
+    def _begin_report(self, folder: Path) -> None:
+        """Report what holds until this rank reports itself: a process that is killed does not come to it."""
+        earlier = report_path(folder, _local_rank())
+        if earlier.exists():
+            self._restarts = json.loads(earlier.read_text())["restarts"] + 1
+        write_report(folder, self._report(KILLED))
 
     def ready(self, model: DistributedDataParallel) -> None:
         """Switch DLCP on, or measure a step; a synchronised forward pass is about to begin, on all ranks."""
@@ -159,8 +173,9 @@ class ScriptSession:
     def _report(self, failure: str | None) -> Report:
         return {
             "rank": _rank(),
+            "local_rank": _local_rank(),
             "ranks": int(os.environ.get("WORLD_SIZE", "1")),
-            "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "restarts": self._restarts,
             "error": failure,
             "backend": dlcp.torch.BACKEND if self.plan.backend else None,
             "models": [model.report() for model in self.models],
@@ -170,6 +185,10 @@ class ScriptSession:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", _rank()))
 
 
 def _say(text: str) -> None:

@@ -72,7 +72,8 @@ def check_files(words):
 
 
 CHECKS = {"dlcp": check_dlcp, "make": check_make, "pip": check_pip, "python": check_script, "python3": check_script}
-CHECKS |= {"tshark": check_files, "apt-get": lambda words: None, "-m": check_script}
+CHECKS |= dict.fromkeys(("kubectl", "sbatch", "sh", "tshark"), check_files)
+CHECKS |= {"apt-get": lambda words: None, "-m": check_script}
 
 
 @pytest.mark.parametrize(("line", "place"), [pytest.param(*each, id=f"{each[1]} {each[0]}") for each in commands()])

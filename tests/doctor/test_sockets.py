@@ -9,7 +9,7 @@ import pytest
 
 from dlcp.doctor import machine
 from dlcp.doctor.findings import Status
-from dlcp.doctor.machine import NetworkInterface
+from dlcp.interfaces import NetworkInterface, interfaces
 from dlcp.transport.path_mtu import payload_for_mtu
 
 
@@ -56,7 +56,7 @@ def test_buffers_say_what_was_granted_and_how_to_get_more(monkeypatch):
 
 
 def test_interfaces_are_those_of_the_kernel():
-    (loopback,) = [interface for interface in machine.interfaces() if interface.name == "lo"]
+    (loopback,) = [interface for interface in interfaces() if interface.name == "lo"]
     assert loopback.address == "127.0.0.1"
     assert loopback.loopback
     assert loopback.mtu_bytes == int(Path("/sys/class/net/lo/mtu").read_text())
@@ -101,7 +101,7 @@ def test_trying_a_burst_sends_nothing(namespaces):
         assert far.run(["ip", "link", "set", "dlcp0", "up"]).returncode == 0
         ipv4 = 0x0800
         wire = far.call(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ipv4)))
-        (interface,) = [found for found in near.call(machine.interfaces) if not found.loopback]
+        (interface,) = [found for found in near.call(interfaces) if not found.loopback]
         assert interface == NetworkInterface("dlcp0", "10.9.0.1", 1500, False, True)
         finding = near.call(lambda: machine.examine_interface(interface))
         assert finding.data["bursts"] in (True, False)

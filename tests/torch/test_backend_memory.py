@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from dlcp.session import joining
+from dlcp.session.addresses import OwnAddresses, bind
 from dlcp.torch import Options
 from dlcp.torch.backend.memory import HostMemory
 from dlcp.torch.backend.work import Work, joined
@@ -164,20 +164,18 @@ def test_joined_work_is_done_when_all_parts_are():
 
 
 def test_when_all_of_dlcps_ports_are_in_use_any_other_serves_and_is_said_once():
-    host, ports = "127.0.0.93", range(UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT)
+    own = OwnAddresses(host := "127.0.0.93")
+    ports = range(UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT)
     with ExitStack() as stack, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in ports:
-            taken = stack.enter_context(joining.bind(Options(bind=f"{host}:0")))
+            taken = stack.enter_context(bind(Options(), own))
             assert taken.getsockname()[1] in ports
         for _ in range(2):
-            sock = stack.enter_context(joining.bind(Options(bind=f"{host}:0")))
+            sock = stack.enter_context(bind(Options(), own))
             assert sock.getsockname()[1] not in ports
         with pytest.raises(OSError, match=f"port {UDP_PORT_BASE}"):
-            joining.bind(Options(bind=f"{host}:{UDP_PORT_BASE}"))
-        assert joining.advertised(Options(), sock) == sock.getsockname()
-        assert joining.advertised(Options(advertise="10.0.0.1"), sock) == ("10.0.0.1", sock.getsockname()[1])
-        assert joining.advertised(Options(advertise="10.0.0.1:99"), sock) == ("10.0.0.1", 99)
+            bind(Options(bind=f"{host}:{UDP_PORT_BASE}"), own)
     assert [str(warning.message).count("switches treat their packets as ordinary traffic") for warning in said] == [1]
 
 

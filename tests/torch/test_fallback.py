@@ -143,10 +143,10 @@ def test_whatever_stops_one_rank_the_others_know_at_once_and_why(store, monkeypa
     """An error that nobody foresaw, of no kind that joining expects."""
     bind = joining.bind
 
-    def bind_or_break(options, toward=None):
+    def bind_or_break(options, addresses):
         if options.silence_s == BROKEN.silence_s:
             raise ZeroDivisionError("a bug")
-        return bind(options, toward)
+        return bind(options, addresses)
 
     monkeypatch.setattr(joining, "bind", bind_or_break)
 

@@ -266,3 +266,42 @@ def test_a_digest_tells_a_changed_bit():
 
 def test_the_process_group_of_this_process_is_left_alone():
     assert not dist.is_initialized()
+
+
+def leave_something_to_send(worker):
+    model = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)
+    state = dlcp.torch.enable(model, worker.options(loss_bound=0.3, immediate=True, tag_policy=ALL_DROPPABLE))
+    model(*gradients_of(worker.rank)).backward()
+    taken = [parameter.grad.clone() for parameter in model.module.parameters()]
+    state.close()
+    return taken, pickle.dumps(state), state.feedback.size
+
+
+def go_on_from(worker, saved):
+    model = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)
+    former = State.redistributed([pickle.loads(each) for each in saved], worker.rank, worker.count)
+    state = dlcp.torch.enable(model, worker.options(loss_bound=0.0), state=former)
+    model(*[torch.zeros_like(part) for part in gradients_of(0)]).backward()
+    paid = [parameter.grad.clone() for parameter in model.module.parameters()]
+    state.close()
+    return paid, state.step
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
+def test_another_number_of_ranks_sends_what_the_former_ones_had_still_to_send(before, after):
+    """What a step did without and what comes with the next one is what the former ranks' average would have been."""
+    first = values(launch(before, leave_something_to_send))
+    assert sum(size for *_, size in first) > 1000
+    found = values(launch(after, go_on_from, [saved for _, saved, _ in first]))
+    wanted = [sum(parts) / before for parts in zip(*(gradients_of(rank) for rank in range(before)), strict=True)]
+    for paid, step in found:
+        assert step == 2
+        for part, exact in enumerate(wanted):
+            torch.testing.assert_close(first[0][0][part] + paid[part], exact, rtol=0, atol=2e-5)
+
+
+def test_states_of_no_ranks_or_for_none_are_refused():
+    with pytest.raises(ValueError, match="rank 0 of 2 cannot go on from 0 states"):
+        State.redistributed([], 0, 2)
+    with pytest.raises(ValueError, match="rank 2 of 2 cannot go on from 1 states"):
+        State.redistributed([State(dlcp.torch.Options())], 2, 2)

@@ -34,12 +34,14 @@ def report(rank, *, ranks=2, restart=0, error=None, models=None, measured=None, 
         "deferral_bound": 0.5,
         "fallback": None,
         "local_peers": 0,
+        "refused": {},
         "ledger": ledger(**counts),
     }
     return {
         "rank": rank,
         "ranks": ranks,
-        "restart": restart,
+        "local_rank": rank % 2,
+        "restarts": restart,
         "error": error,
         "backend": backend,
         "models": [model] if models is None else models,
@@ -90,6 +92,21 @@ def test_ranks_of_other_machines_are_not_claimed():
     assert "2 of 8 ranks, those of this machine" in text
 
 
+def test_restarts_and_what_an_earlier_start_still_sends_are_told():
+    reports = [report(rank, restart=2) for rank in range(2)]
+    reports[0]["models"][0]["refused"] = {"token": 3, "stale": 9}
+    reports[1]["models"][0]["refused"] = {"token": 1, "job": 1}
+    found = summary.summarize(reports)
+    assert (found["restarts"], found["models"][0]["refused"]) == (2, {"token": 4, "stale": 9, "job": 1})
+    text = "\n".join(summary.as_lines(found))
+    assert "refused            5 packets of an earlier start, or of others" in text
+    assert "restarted          2 times; what is said here is of the last start" in text
+    quiet = "\n".join(summary.as_lines(summary.summarize([report(0), report(1)])))
+    assert "refused" not in quiet
+    assert "restarted" not in quiet
+    assert "restarted          once;" in "\n".join(summary.as_lines(summary.summarize([report(0, restart=1)])))
+
+
 def test_one_rank_has_nothing_to_exchange():
     text = "\n".join(summary.as_lines(summary.summarize([report(0, ranks=1)])))
     assert "1 rank: nothing to exchange" in text
@@ -106,10 +123,11 @@ def test_nothing_to_do_and_errors_are_said():
 
 
 def test_reports_of_the_last_start_count(tmp_path):
-    for rank, restart in ((1, 0), (0, 0), (1, 1), (0, 1)):
+    """After a restart the ranks of this machine may have other numbers, and those of other machines may be gone."""
+    for rank, restart in ((2, 0), (3, 0), (1, 1), (0, 1)):
         write_report(tmp_path, report(rank, restart=restart))
-    (tmp_path / "rank-7-1.part99").write_text("{")
-    assert [(each["rank"], each["restart"]) for each in read_reports(tmp_path)] == [(0, 1), (1, 1)]
+    (tmp_path / "1.part99").write_text("{")
+    assert [(each["rank"], each["restarts"]) for each in read_reports(tmp_path)] == [(0, 1), (1, 1)]
     assert read_reports(tmp_path / "nowhere") == []
 
 

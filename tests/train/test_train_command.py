@@ -11,6 +11,7 @@ import pytest
 
 from dlcp.cli import main
 from dlcp.commands import train as command
+from dlcp.interfaces import only_way_out
 from dlcp.train import launcher
 from dlcp.train.launcher import TrainPlan
 
@@ -95,7 +96,7 @@ def test_head_room_is_asked_of_the_same_launcher_and_told_as_json(monkeypatch, c
 
     def launch(torchrun, script, options, plan):
         asked.append((torchrun, script, plan))
-        return 0, [{"rank": 0, "ranks": 1, "restart": 0, "error": None, "models": [], "measured": measured}]
+        return 0, [{"rank": 0, "ranks": 1, "restarts": 0, "error": None, "models": [], "measured": measured}]
 
     monkeypatch.setattr(command, "launch", launch)
     words = ["--steps", "12", "--json", "--nproc-per-node", "2", "--", "script.py", "--steps", "7"]
@@ -137,6 +138,23 @@ def test_torchrun_finds_a_free_port_unless_told_how_to_meet(monkeypatch):
         assert launcher.has_rendezvous([word])
     monkeypatch.setenv("PET_NNODES", "2")
     assert launcher.has_rendezvous([])
+
+
+def test_torchrun_and_gloo_are_told_the_address_that_leads_to_the_rendezvous(monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    meet = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
+    assert launcher._by_route([*meet, "127.0.0.1:29500"]) == ["--local-addr", "127.0.0.1"]
+    assert launcher._by_route([*meet, "nowhere.invalid:29500"]) == []
+    assert launcher._by_route([*meet, "127.0.0.1", "--local-addr", "10.0.0.1"]) == [], "the user has chosen"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ, "not loopback"
+    outward = only_way_out()
+    if outward:
+        assert launcher._by_route(["--nnodes=2", f"--master-addr={outward.address}"]) == [
+            "--local-addr",
+            outward.address,
+        ]
+        assert os.environ["GLOO_SOCKET_IFNAME"] == outward.name
 
 
 @pytest.mark.parametrize(

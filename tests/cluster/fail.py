@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a training script one rank of which fails: ``python -m tests.cluster.fail HOW RANK STEP FOLDER script.py ...``.
+
+In backward of the given step (of this start, from 0), when some of its gradients have gone out, the rank is killed, is
+stopped, or sleeps: HOW is ``kill``, ``stop`` or ``sleep``. It happens once: then FOLDER holds a file ``failed``. Before
+a rank is killed, it leaves a ghost, whose number that file holds: a process that goes on sending what the network may
+still deliver of this start. When a rank starts again, it writes what is left of the dead into ``left-over``.
+"""
+
+import gc
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from torch import nn
+from torch.nn.modules.module import register_module_full_backward_pre_hook
+
+from dlcp.transport import Endpoint
+from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT, Header, PacketType, Queue
+
+HOST = "127.0.0.77"
+"""The ranks' sockets have an address that no other test's have."""
+GHOST = f"""
+import os, socket, sys, time
+sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+while os.path.exists(sys.argv[1]):
+    for packet in sys.argv[2:]:
+        for port in range({UDP_PORT_BASE}, {UDP_PORT_BASE + UDP_PORT_COUNT}):
+            sock.sendto(bytes.fromhex(packet), ("{HOST}", port))
+    time.sleep(0.05)
+"""
+
+
+def haunt(folder, rank):
+    """Leave a process that sends, as long as the folder is there, what this start may have on its way."""
+    token = next(found.token for found in gc.get_objects() if isinstance(found, Endpoint))
+    packets = [
+        Header(kind, 0, Queue.CONTROL, 0, 0, 0, 0, 0, 0, rank, 0, 1, token).encode() + b"the end of all ranks"
+        for kind in (PacketType.DATA, PacketType.ABORT)
+    ]
+    nowhere = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    command = [sys.executable, "-c", GHOST, str(folder), *(packet.hex() for packet in packets)]
+    subprocess.Popen(command, start_new_session=True, **nowhere)
+
+
+def left_over():
+    """Return the UDP sockets at the ranks' address, and the names by which ranks find each other's memory."""
+    hexadecimal = "".join(f"{int(part):02X}" for part in reversed(HOST.split(".")))
+    udp = [line.split()[1] for line in Path("/proc/net/udp").read_text().splitlines() if hexadecimal in line]
+    unix = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
+    return [*udp, *(name for name in unix if name.startswith("@dlcp-"))]
+
+
+def hang_here():
+    time.sleep(600)
+
+
+def main(how, rank, step, folder, script, *arguments):
+    folder, seen = Path(folder), 0
+    failed, fails = folder / "failed", os.environ["RANK"] == rank
+    if failed.exists() and fails:
+        (folder / "left-over").write_text("\n".join(left_over()))
+
+    def fail(module, gradient):
+        nonlocal seen
+        # The last layer that backward comes to.
+        seen += isinstance(module, nn.Linear) and module.in_features == 64
+        if seen != int(step) + 1 or failed.exists() or not fails:
+            return
+        failed.touch()
+        if how == "kill":
+            haunt(folder, int(rank))
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            hang_here()
+
+    register_module_full_backward_pre_hook(fail)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

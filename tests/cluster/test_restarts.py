@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that is killed or hangs in mid-step: training goes on from its checkpoint over DLCP, or ends with its name."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+from tests.cluster.fail import HOST
+from tests.cluster.nodes import ROOT, kill, started
+from tests.transport.free_ports import free_port
+from tests.waiting import until
+
+pytestmark = pytest.mark.timeout(500)
+SCRIPT = ROOT / "dlcp" / "examples" / "resumable.py"
+LIMIT_S = 400
+
+
+def command(folder, *torchrun, how=None, rank=1, step=25, steps=60, options=(), nproc=2):
+    """The words of a training run whose rank fails, if ``how`` says so."""
+    script = [SCRIPT, "--checkpoint", folder / "digits.pt", "--steps", steps, "--save-every", 10]
+    fail = ["-m", "tests.cluster.fail", how, rank, step, folder] if how else []
+    given = [word for option in (f"bind={HOST}:0", *options) for word in ("--option", option)]
+    words = ["train", *given, "--summary", folder / "summary.json", "--nproc-per-node", nproc, *torchrun]
+    return [sys.executable, "-m", "dlcp.cli", *map(str, [*words, "--", *fail, *script])]
+
+
+def train(words):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DLCP_", "PET_"))}
+    return started(words, cwd=ROOT, env=kept, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(words):
+    with train(words) as process:
+        out, err = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("shared_memory", [0, 1])
+def test_a_rank_is_killed_in_mid_step_and_training_goes_on_over_dlcp_from_the_checkpoint(tmp_path, shared_memory):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    options = [f"shared_memory={shared_memory}"]
+    status, out, err = run(command(folder, "--max-restarts", 1, how="kill", options=options))
+    assert status == 0, out + err
+    assert re.findall(r"from step (\d+) on, 2 processes", out) == ["0", "20"]
+    assert re.findall(r"step (\d+) of 60", out) == ["10", "20", "30", "40", "50", "60"]
+    assert (folder / "left-over").read_text() == "", "sockets and shared memory of the dead are gone"
+    found = json.loads((folder / "summary.json").read_text())
+    (model,) = found["models"]
+    assert (found["restarts"], found["errors"], found["ranks_here"]) == (1, {}, [0, 1])
+    assert (model["steps"], model["fallback"], model["bound_exceeded"]) == (40, None, 0), "of the last start"
+    assert model["sent"] == model["delivered"] > 0
+    assert model["through"] == ("memory" if shared_memory else "sockets")
+    assert model["refused"]["token"] > 0, "what the start before had on its way is refused, and counted"
+    assert "packets of an earlier start, or of others" in err
+    assert "restarted          once; what is said here is of the last start" in err
+
+
+def test_training_goes_on_with_another_number_of_ranks(tmp_path):
+    for nproc, before, steps in ((2, 0, 20), (3, 20, 60)):
+        status, out, err = run(command(tmp_path, nproc=nproc, steps=steps))
+        assert status == 0, out + err
+        assert f"from step {before} on, {nproc} processes" in out
+        (model,) = json.loads((tmp_path / "summary.json").read_text())["models"]
+        assert (model["steps"], model["fallback"]) == (steps - before, None)
+        assert model["sent"] == model["delivered"] > 0
+    assert re.search(r"1\d{3} of 1797 recognised", out), "it has learnt"
+
+
+def test_a_node_is_lost_and_the_other_goes_on_alone(tmp_path):
+    """Two agents of torchrun meet, as on two nodes; one is killed with its rank, and of three ranks two are left."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "a job", "--nnodes", "1:2"]
+    # So the agents notice within seconds that one of them is gone; by default it takes them some more.
+    soon = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+    folders = [tmp_path / "staying", tmp_path / "lost"]
+    words = []
+    for folder, nproc, host in zip(folders, (2, 1), ("true", "false"), strict=True):
+        folder.mkdir()
+        conf = ["--max-restarts", 3, "--rdzv-conf", f"is_host={host},{soon}"]
+        words.append(command(folder, *meet, *conf, nproc=nproc, steps=400))
+    shared = f"{tmp_path}/digits.pt"
+    words = [[shared if word.endswith("digits.pt") else word for word in each] for each in words]
+    with train(words[0]) as staying:
+        with train(words[1]) as lost:
+            until((tmp_path / "digits.pt").exists, "no checkpoint", LIMIT_S)
+            kill(lost)
+        out, err = staying.communicate(timeout=LIMIT_S)
+    assert staying.returncode == 0, out + err
+    begun = re.findall(r"from step (\d+) on, (\d) processes", out)
+    assert begun[0] == ("0", "3")
+    assert begun[-1][1] == "2"
+    assert int(begun[-1][0]) >= 10, "from the checkpoint"
+    found = json.loads((folders[0] / "summary.json").read_text())
+    (model,) = found["models"]
+    assert (found["ranks"], found["ranks_here"], model["fallback"]) == (2, [0, 1], None)
+    assert found["restarts"] >= 1
+    assert model["steps"] == 400 - int(begun[-1][0])
+
+
+@pytest.mark.parametrize("how", ["sleep", "stop"])
+def test_a_rank_that_hangs_ends_the_run_with_its_name_within_the_deadline(tmp_path, how):
+    options = ["silence_s=3", "deadline_s=6", "shared_memory=0"]
+    status, _, err = run(command(tmp_path, how=how, options=options))
+    assert status != 0
+    assert "rank 1" in err
+    if how == "sleep":
+        assert "rank 1 answers but has not come to bucket" in err
+        assert "DLCP: rank 1 hangs before bucket" in err
+        assert "in hang_here" in err, "the stack of the one that hangs"
+    else:  # a stopped process says nothing more, in no way
+        assert "rank 1 is silent" in err or "rank 1 has been silent" in err or "not there: rank 1" in err, err
+    summary = tmp_path / "summary.json"
+    assert set(json.loads(summary.read_text())["errors"]) == {"0", "1"}
+    # Two deadlines, and the 30 s after which torchrun kills what heeds no signal; the rest is for a busy machine.
+    assert summary.stat().st_mtime - (tmp_path / "failed").stat().st_mtime < 100
+
+
+def test_a_rank_that_hangs_is_killed_and_training_goes_on(tmp_path):
+    options = ["silence_s=3", "deadline_s=6"]
+    status, out, err = run(command(tmp_path, "--max-restarts", 1, how="sleep", options=options))
+    assert status == 0, out + err
+    assert re.findall(r"from step (\d+) on", out) == ["0", "20"]
+    (model,) = json.loads((tmp_path / "summary.json").read_text())["models"]
+    assert (model["steps"], model["fallback"]) == (40, None)
