@@ -15,8 +15,6 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from dlcp.suggestion import closest
-
 PREFIX: Final = "DLCP_"
 FILE_VARIABLE: Final = "DLCP_CONFIG"
 DEFAULT_FILE: Final = "dlcp.toml"
@@ -187,6 +185,8 @@ def _check_file(path: Path, held: Mapping[str, Any], declared: Mapping[str, tupl
     found: dict[str, object] = {}
     for name, value in held.items():
         if name not in declared:
+            from dlcp.suggestion import closest  # hardly any file needs it
+
             raise ValueError(f"{path}: there is no option {name!r}{closest(name, declared)}")
         wanted = declared[name][0].type
         if wanted is float and type(value) is int:
