@@ -27,6 +27,7 @@ from dlcp.collectives.residual import Residual
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
+from dlcp.slow_ports import share_to_defer
 from dlcp.tags import PacketTags, Segment, Tagger, layers_in_order
 from dlcp.transport import LossBound
 
@@ -62,6 +63,9 @@ class Shortfall:
         What is missing is residual, and comes with the next step; else it is gone.
     rescale
         Owners divide by how many ranks' packets came, not by how many there are.
+    servers
+        Parameter servers own the shards, and every rank's contribution to each of them is deferred. A server divides by
+        how many ranks there are, and what it defers of an average is its own to add to the next one.
     """
 
     deferred: float = 0.0
@@ -69,6 +73,7 @@ class Shortfall:
     at_random: bool = False
     feedback: bool = True
     rescale: bool = True
+    servers: bool = False
 
     @property
     def share(self) -> float:
@@ -80,7 +85,12 @@ class Shortfall:
         """The name that results have for it, such as ``deferred0.5`` or ``lost0.1.random.gone``; ``whole`` for none."""
         if not self.share:
             return "whole"
-        suffixes = {".random": self.at_random, ".gone": not self.feedback, ".unscaled": not self.rescale}
+        suffixes = {
+            ".random": self.at_random,
+            ".gone": not self.feedback,
+            ".unscaled": not self.rescale,
+            ".servers": self.servers,
+        }
         kind = "deferred" if self.deferred else "lost"
         return f"{kind}{self.share:g}" + "".join(suffix for suffix, holds in suffixes.items() if holds)
 
@@ -103,7 +113,7 @@ class EmulatedRanks:
     Attributes
     ----------
     residuals
-        What each rank has still to send.
+        What each rank has still to send, and after them what the servers have.
     averages_sent, averages_deferred
         Packets of averages so far, in all, and those that were deferred.
     """
@@ -111,7 +121,7 @@ class EmulatedRanks:
     def __init__(self, segments: Sequence[Segment], shortfall: Shortfall, seed: int) -> None:
         ranks = range(EMULATED_RANKS)
         self.shortfall = shortfall
-        self.residuals = [Residual() for _ in ranks]
+        self.residuals = [Residual() for _ in range(EMULATED_RANKS + shortfall.servers)]
         self.averages_sent = self.averages_deferred = 0
         self._segments, self._size = segments, segments[-1].stop
         self._bounds = shard_bounds(self._size, _PER_PACKET, dict.fromkeys(ranks, 1.0))
@@ -129,8 +139,10 @@ class EmulatedRanks:
         gradients
             One of each rank, of the size of the bucket; changed in place.
         """
-        for values, residual, deferral in zip(gradients, self.residuals, self._deferrals, strict=True):
+        self._of_servers = np.zeros(self._size, np.float32)
+        for values, residual in zip([*gradients, self._of_servers], self.residuals, strict=False):
             residual.apply(values, self._segments)
+        for deferral in self._deferrals:
             deferral.begin_step({}, set(), {})
         tags = [self._tag(rank, values) for rank, values in enumerate(gradients)] if self.shortfall.lost else None
         averaged = np.empty(self._size, np.float32)
@@ -146,21 +158,24 @@ class EmulatedRanks:
         delivered = {}
         for rank, values in enumerate(shard):
             missing = np.zeros(-(-len(values) // _PER_PACKET), np.bool_)
-            if rank != owner and owner == _SLOW:
+            if self.shortfall.servers or (rank != owner and owner == _SLOW):
                 missing |= self._deferred(rank, owner, values)
             if rank != owner and tags is not None:
                 missing |= self._lost(tags[rank], owner)
             self._take_out(missing, values, rank, owner)
             delivered[rank] = ~missing
-        contributions, rescale = dict(enumerate(shard)), self.shortfall.rescale
+        contributions, rescale = dict(enumerate(shard)), self.shortfall.rescale and not self.shortfall.servers
         mean, error = average(contributions, delivered, ValueType.FLOAT32, _PER_PACKET, rescale=rescale)
         if len(error):
             self._owe(np.flatnonzero(error), error, owner, owner)
+        if self.shortfall.servers:
+            start, stop = self._bounds[owner]
+            mean += self._of_servers[start:stop] / EMULATED_RANKS
         deferred = self._deferred(owner, owner, mean)
         self.averages_sent += len(deferred)
         self.averages_deferred += int(np.count_nonzero(deferred))
-        # The next contribution is divided by how many ranks there are.
-        self._take_out(deferred, mean, owner, owner, EMULATED_RANKS)
+        # What is added to the next sum is divided by how many ranks there are.
+        self._take_out(deferred, mean, EMULATED_RANKS if self.shortfall.servers else owner, owner, EMULATED_RANKS)
         return mean
 
     def _deferred(self, rank: int, owner: int, values: NDArray[np.floating]) -> NDArray[np.bool_]:
@@ -336,7 +351,10 @@ def _test(model: nn.Module, data: LabelledData) -> tuple[float, float]:
 @cache
 def sources_digest() -> str:
     """Return a hash of the sources that decide how a run ends, of the text that ships with Python, and of PyTorch."""
-    rules = (EmulatedRanks, LearningTask, Deferral, average, Residual, shard_bounds, Tagger, packet_magnitudes)
+    rules = (
+        *(EmulatedRanks, LearningTask, Deferral, share_to_defer),
+        *(average, Residual, shard_bounds, Tagger, packet_magnitudes),
+    )
     found = hashlib.sha256(f"{torch.__version__} {text_digest()}".encode())
     for rule in rules:
         found.update(Path(inspect.getfile(rule)).read_bytes())
