@@ -134,7 +134,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     seeds
         Of which each combination runs with each; by default the setting's own.
     convergence
-        The curve of `dlcp.sim.convergence` that turns loss into additional steps.
+        The curve of `dlcp.sim.convergence` that turns loss into additional steps. Those of deferral are the jobs'.
     """
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9_]+$")]
@@ -275,6 +275,8 @@ class _ChangedSetting:
         for number, job in enumerate(setting.training):
             with self._blamed("training", number, "model"):
                 profile_of(job)
+            with self._blamed("training", number, "deferral"):
+                job.deferral_curve()
         with self._blamed():
             setting.check_senders(training=setting.training, traffic=setting.traffic)
         return setting

@@ -156,6 +156,12 @@ class PacketEngine(Protocol):
     def records(self, number: int) -> NDArray[Any]:
         """Return the records of a graph that has not been forgotten, `dlcp.sim.graph.NODE_RECORD` (n,)."""
 
+    def resize(self, number: int, nodes: NDArray[np.int64], packets: NDArray[np.int32]) -> None:
+        """Let messages of a graph that have not begun have so many packets: 1 to as many as they had at first.
+
+        How many of them may be lost, and dropped by a switch, stays the same.
+        """
+
     def forget(self, number: int) -> None:
         """Free the memory of a closed graph."""
 

@@ -31,8 +31,8 @@ _SIMULATOR: Final = Path(__file__).resolve().parent
 _DLCP: Final = Path(dlcp.__file__).resolve().parent
 _INDIFFERENT: Final = ("report/", "experiments/", "sweep.py")
 """Parts of the simulator that only start runs, show their results, or describe what to run."""
-_SHARED: Final = ("tags.py", "wire/__init__.py", "wire/header.py")
-"""Sources of DLCP itself that define packets and their tags."""
+_SHARED: Final = ("slow_ports.py", "tags.py", "wire/__init__.py", "wire/header.py")
+"""Sources of DLCP itself that define packets, their tags, and how much is deferred."""
 
 _TIMES: Final = ("fct", "contribution", "result", "other", "small")
 """What times are of, and the prefixes of their metrics: all messages of training, those to be reduced, results;
@@ -111,6 +111,15 @@ class MessageMeasures:
     ----------
     traffic
         Names of the other traffic.
+
+    Attributes
+    ----------
+    packets, missing, sent
+        Of contributions, how many packets they had, and how many of these never arrived; of all messages, how many
+        packets were sent, retransmissions included.
+    deferred
+        By job, int64 (2, 2): of its contributions and its averages, in all steps but the first, how many packets were
+        deferred, and how many there were.
     """
 
     traffic: frozenset[str] = frozenset()
@@ -118,12 +127,13 @@ class MessageMeasures:
     packets: int = 0
     missing: int = 0
     sent: int = 0
+    deferred: dict[str, NDArray[np.int64]] = field(default_factory=dict)
 
     def __call__(self, submitted: SubmittedGraph, records: NDArray[Any]) -> None:
         """Take in the records of a graph. Messages that are not done do not count."""
         nodes = submitted.graph.nodes
         sends = (nodes["size_bytes"] > 0) & (records["end_ps"] > 0)
-        nodes, records = nodes[sends], records[sends]
+        nodes, records, whole = nodes[sends], records[sends], submitted.packets[sends]
         took = records["end_ps"] - records["begin_ps"]
         if submitted.label[0] in self.traffic:
             self.times["other"].add(took)
@@ -136,6 +146,16 @@ class MessageMeasures:
         self.packets += int(records["packets"][~results].sum())
         self.missing += int(records["missing_packets"][~results].sum())
         self.sent += int(records["sent_packets"].sum())
+        counts = self.deferred.setdefault(submitted.label[0], np.zeros((2, 2), np.int64))
+        for half, own in enumerate((~results & (nodes["step"] > 0), results & (nodes["step"] > 0))):
+            counts[half] += (whole - records["packets"])[own].sum(), whole[own].sum()
+
+    @property
+    def deferred_ratios(self) -> tuple[float, float]:
+        """Return the shares of contributions' and of averages' packets that were deferred, of the job with the most."""
+        ratios = [counts[:, 0] / np.maximum(counts[:, 1], 1) for counts in self.deferred.values()]
+        contributions, averages = np.max(ratios, axis=0).tolist() if ratios else (0.0, 0.0)
+        return contributions, averages
 
     @property
     def loss_ratio(self) -> float:
@@ -222,7 +242,7 @@ def _document(
 ) -> dict[str, Any]:
     counts = simulation.engine.counts
     metrics = _metrics(simulation, jobs, messages)
-    metrics |= _convergence(item.convergence, messages.loss_ratio, metrics)
+    metrics |= _convergence(item, messages, metrics)
     return {
         "experiment": item.experiment,
         "point": dict(item.point),
@@ -261,6 +281,8 @@ def _metrics(simulation: Simulation, jobs: list[Progress], messages: MessageMeas
             found[f"{prefix}_p999_s"] = times.quantile_s(0.999)
             found[f"{prefix}_max_s"] = times.most_ps / 1e12
     found["loss_ratio"] = messages.loss_ratio
+    if any(job.job.spec.deferral for job in jobs):
+        found["deferred_contributions_ratio"], found["deferred_averages_ratio"] = messages.deferred_ratios
     found["dropped_packets"] = float(sum(int(counts[cell]) for cell in _DROPS))
     # The first step does not count: it begins with empty queues and small windows.
     steady = {job.job.name: job.step_s[1:] or job.step_s for job in jobs if job.step_s}
@@ -277,11 +299,19 @@ def _metrics(simulation: Simulation, jobs: list[Progress], messages: MessageMeas
     return found
 
 
-def _convergence(name: str, loss_ratio: float, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return how many times as many steps the loss takes, and a step's time multiplied by that."""
-    if "step_s" not in metrics:
+def _convergence(item: ExperimentRun, messages: MessageMeasures, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return how many times as many steps it takes with what was lost and deferred, and a step's time times that.
+
+    The share deferred is that of the half of which more was. Where a curve has fewer steps than training that lacks
+    nothing, that is the noise of its seeds, and none are saved. Nothing is returned where more was deferred than lets
+    every run converge.
+    """
+    deferred = [found for job in item.setting.training if (found := job.deferral_curve())]
+    share = max(messages.deferred_ratios)
+    if "step_s" not in metrics or any(share > found.reached for found in deferred):
         return {}
-    factor = curve(name).steps_factor(loss_ratio)
+    factor = curve(item.convergence).steps_factor(messages.loss_ratio)
+    factor *= max([1.0, *(found.steps_factor(share) for found in deferred)])
     return {"steps_factor": factor, "accuracy_step_s": factor * metrics["step_s"]}
 
 

@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_S, seconds_to_ps
 from dlcp.sim.collectives import AllReduceSpec, all_reduce
-from dlcp.sim.graph import NODE_RECORD, OWN_LANE, Graph, GraphBuilder
+from dlcp.sim.graph import NODE_RECORD, OWN_LANE, Graph, GraphBuilder, Nodes
 from dlcp.sim.packet_engine import (
     FOREVER_PS,
     Completion,
     CompletionKind,
     EngineName,
     PacketEngine,
+    Submission,
     Submitter,
     counts_by_name,
     drops_by_class,
@@ -56,13 +57,19 @@ class SubmittedGraph:
         SimPy events of watched nodes, by number.
     closed
         SimPy event: nothing of the graph is in flight any more, acknowledgements included.
+    packets
+        int32 (n,): of each message, if nothing is deferred; 0 for a node that sends nothing.
     label
         Whatever its submitter wants to find with its records.
+    last_records
+        Its records once it is closed.
     """
 
-    def __init__(self, env: simpy.Environment, graph: Graph, number: int, label: Any) -> None:
-        self.graph, self.number, self.label = graph, number, label
+    def __init__(self, env: simpy.Environment, submission: Submission, label: Any) -> None:
+        graph = submission.graph
+        self.graph, self.number, self.packets, self.label = graph, submission.number, submission.packets, label
         self.done, self.closed = env.event(), env.event()
+        self.last_records: NDArray[Any] | None = None
         self.nodes = {int(node): env.event() for node in np.flatnonzero(graph.nodes["watched"])}
 
 
@@ -117,10 +124,19 @@ class Simulation:
     def submit(self, graph: Graph, label: Any = None) -> SubmittedGraph:
         """Let a graph begin now."""
         submission = self._submitter.prepare(graph, int(self.env.now))
-        submitted = SubmittedGraph(self.env, graph, submission.number, label)
+        submitted = SubmittedGraph(self.env, submission, label)
         self._open[submission.number] = submitted
         self.engine.submit(submission)
         return submitted
+
+    def records(self, submitted: SubmittedGraph) -> NDArray[Any]:
+        """Return the records of a graph as they are now, `dlcp.sim.graph.NODE_RECORD` (n,)."""
+        return self.engine.records(submitted.number) if submitted.last_records is None else submitted.last_records
+
+    def resize(self, submitted: SubmittedGraph, nodes: Nodes, packets: NDArray[np.int32]) -> None:
+        """Let messages of a graph that have not begun be sent with so many packets: 1 to as many as they have."""
+        if submitted.last_records is None:
+            self.engine.resize(submitted.number, nodes, packets)
 
     def run(self) -> None:
         """Run until nothing is left to happen, or to the scenario's end."""
@@ -157,8 +173,9 @@ class Simulation:
             if completion.kind == CompletionKind.GRAPH_DONE:
                 submitted.done.succeed(now)
             elif completion.kind == CompletionKind.GRAPH_CLOSED:
+                submitted.last_records = self.engine.records(completion.graph)
                 if self._on_records is not None:
-                    self._on_records(submitted, self.engine.records(completion.graph))
+                    self._on_records(submitted, submitted.last_records)
                 self.engine.forget(completion.graph)
                 del self._open[completion.graph]
                 submitted.closed.succeed(now)

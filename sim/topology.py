@@ -36,6 +36,12 @@ class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
     host_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
+    host_links: dict[str, LinkSpec] = {}
+    """Those that are different, by host: ``host3``."""
+
+    def link_of(self, host: int) -> LinkSpec:
+        """Return the link of a host."""
+        return self.host_links.get(f"host{host}", self.host_link)
 
 
 class Star(_Spec, frozen=True, tag="star"):
@@ -283,7 +289,7 @@ def build_topology(spec: TopologySpec) -> NetworkTopology:
     Raises
     ------
     TopologyError
-        It has fewer than two hosts, or too many.
+        It has fewer than two hosts, or too many, or there is no such host as it names.
     """
     if isinstance(spec, Star):
         topology = _star(spec)
@@ -297,6 +303,8 @@ def build_topology(spec: TopologySpec) -> NetworkTopology:
         topology = _rail_optimised(spec)
     if not 2 <= topology.hosts <= HOSTS_MAX:
         raise TopologyError(f"{topology.hosts} hosts; a topology has 2 to {HOSTS_MAX}")
+    for name in sorted(spec.host_links.keys() - topology.names[: topology.hosts]):
+        raise TopologyError(f"host_links: there is no host {name!r}; there are host0 to host{topology.hosts - 1}")
     return topology
 
 
@@ -304,7 +312,7 @@ def _star(spec: Star) -> NetworkTopology:
     topology = NetworkTopology(spec.hosts)
     switch = topology.add_switch("switch0")
     for host in range(spec.hosts):
-        topology.connect(host, switch, spec.host_link)
+        topology.connect(host, switch, spec.link_of(host))
     return topology
 
 
@@ -313,7 +321,7 @@ def _leaf_spine(spec: LeafSpine) -> NetworkTopology:
     leaves = [topology.add_switch(f"leaf{i}") for i in range(spec.leaves)]
     spines = [topology.add_switch(f"spine{i}") for i in range(spec.spines)]
     for host in range(topology.hosts):
-        topology.connect(host, leaves[host // spec.hosts_per_leaf], spec.host_link)
+        topology.connect(host, leaves[host // spec.hosts_per_leaf], spec.link_of(host))
     for leaf in leaves:
         for spine in spines:
             topology.connect(leaf, spine, spec.fabric_link)
@@ -331,7 +339,7 @@ def _fat_tree(spec: FatTree) -> NetworkTopology:
     cores = [[topology.add_switch(f"core{i}_{j}") for j in range(half)] for i in range(half)]
     for host in range(topology.hosts):
         edge = host // hosts_per_edge
-        topology.connect(host, edges[edge // half][edge % half], spec.host_link)
+        topology.connect(host, edges[edge // half][edge % half], spec.link_of(host))
     for pod in range(spec.ports):
         for edge in edges[pod]:
             for aggregation in aggregations[pod]:
@@ -348,7 +356,7 @@ def _dragonfly(spec: Dragonfly) -> NetworkTopology:
     nodes = [[topology.add_switch(f"router{group}_{i}") for i in range(routers)] for group in range(groups)]
     for host in range(topology.hosts):
         router = host // spec.hosts_per_router
-        topology.connect(host, nodes[router // routers][router % routers], spec.host_link)
+        topology.connect(host, nodes[router // routers][router % routers], spec.link_of(host))
     for group in nodes:
         for one, other in combinations(group, 2):
             topology.connect(one, other, spec.local_link)
@@ -373,7 +381,7 @@ def _rail_optimised(spec: RailOptimised) -> NetworkTopology:
     spines = [topology.add_switch(f"spine{i}") for i in range(spec.spines)]
     for host in range(topology.hosts):
         server, rail = divmod(host, rails)
-        topology.connect(host, leaves[server // spec.servers_per_pod][rail], spec.host_link)
+        topology.connect(host, leaves[server // spec.servers_per_pod][rail], spec.link_of(host))
         if rails > 1:  # a server with one GPU needs no switch inside
             topology.connect(host, servers[server], spec.server_link)
     for pod in leaves:

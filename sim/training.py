@@ -33,6 +33,8 @@ from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
 from dlcp.sim.collectives import RESULT_MESSAGE, SHARD_MESSAGES, AllReduceSpec, CollectiveName, all_reduce
+from dlcp.sim.convergence import ConvergenceCurve, curve
+from dlcp.sim.deferral import DeferralSpec, SimulatedDeferral
 from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder, Nodes
 from dlcp.sim.models import StepProfile, TimedLayer, read_profile, step_profile
 from dlcp.sim.simulation import Process, Simulation
@@ -95,6 +97,10 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     loss_bound
         The share of a contribution's packets that may be lost, with a transport that bounds loss. Results are always
         delivered whole.
+    deferral
+        What may be put off to a later step, for ``parameter_server`` and ``direct``.
+    optimizer
+        What it trains with: the curves that say how many more steps deferral costs are measured by optimizer.
     layer_queues
         Whether ``dlcp`` puts front layers into more urgent queues; otherwise all go into the transport's.
     magnitude_classes
@@ -125,6 +131,8 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     bytes_per_value: Literal[1, 2, 4] = 4
     compression: Annotated[float, Meta(ge=1)] = 1.0
     loss_bound: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    deferral: DeferralSpec | None = None
+    optimizer: Literal["sgd", "adamw"] = "sgd"
     steps: Annotated[int, Meta(ge=1, le=1000)] = 3
     jitter: Annotated[float, Meta(ge=0, le=1)] = 0.0
     stragglers: tuple[StragglerSpec, ...] = ()
@@ -142,8 +150,33 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(f"halving_doubling needs a power of two of workers, got {self.workers}")
         if self.collective == "hierarchical" and self.workers % self.group:
             raise ValueError(f"hierarchical: {self.workers} workers do not fill groups of {self.group}")
+        if self.deferral and (self.collective not in ("parameter_server", "direct") or self.steps < 2):
+            raise ValueError(
+                f"deferral is for parameter_server and direct, and begins with the second step; collective is "
+                f"{self.collective!r}, steps is {self.steps}"
+            )
         if any(straggler.worker >= self.workers for straggler in self.stragglers):
             raise ValueError(f"a straggler's rank lies beyond the {self.workers} workers, 0 to {self.workers - 1}")
+
+    def deferral_curve(self) -> ConvergenceCurve | None:
+        """Return the curve that says how many more steps the job's deferral costs; None without deferral.
+
+        Raises
+        ------
+        ValueError
+            The ceiling is beyond what was measured.
+        """
+        if self.deferral is None:
+            return None
+        # Where one rank is behind a slow port, contributions to it alone are deferred; else those to all owners.
+        servers = "servers_" if self.servers or self.deferral.ports == "all" else ""
+        found = curve(f"deferral_{servers}{self.optimizer}")
+        if self.deferral.ceiling > found.reaches:
+            raise ValueError(
+                f"the ceiling is {self.deferral.ceiling:.0%}, and {found.name} was measured up to {found.reaches:.0%}; "
+                "`dlcp bench convergence --ceilings` measures further"
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,6 +517,7 @@ def training(simulation: Simulation, progress: Progress) -> Process:
         magnitude_classes=spec.magnitude_classes,
     )
     factors = _factors(simulation, job)
+    deferral = SimulatedDeferral(spec.deferral, job.workers, job.servers) if spec.deferral else None
     yield env.timeout(seconds_to_ps(job.start_s))
     before = int(env.now)
     for first in range(0, spec.steps, STEPS_PER_GRAPH):
@@ -496,10 +530,16 @@ def training(simulation: Simulation, progress: Progress) -> Process:
             simulation.transports[spec.transport],
         )
         running = simulation.submit(steps.graph, label=(job.name, first))
-        for end in steps.ends:
+        if deferral:
+            deferral.apply(simulation, running)
+        for step, end in enumerate(steps.ends, first):
             yield running.nodes[end]
             progress.step_s.append((int(env.now) - before) / 1e12)
             before = int(env.now)
+            if deferral:
+                compute_s = progress.compute_s * float(factors[step].max())
+                deferral.learn(running, simulation.records(running), step, compute_s)
+                deferral.apply(simulation, running)
         yield running.closed if first + STEPS_PER_GRAPH >= spec.steps else running.done
 
 

@@ -184,6 +184,7 @@ def measure(
         raise BenchError("--seeds and --length must be 1 or more, and shares above 0 and below 1")
     families = {
         "deferral": [Shortfall(deferred=share) for share in ceilings],
+        "deferral_servers": [Shortfall(deferred=share, servers=True) for share in ceilings],
         "deferral_at_random": [Shortfall(deferred=share, at_random=True) for share in ceilings],
         "loss": [Shortfall(lost=share) for share in losses],
         "loss_unscaled": [Shortfall(lost=share, rescale=False) for share in losses],
@@ -233,6 +234,8 @@ class _FinishedRuns:
 
 _WORDS: Final = {
     "deferral": "the least valuable packets deferred, of contributions to one of the ranks and of all averages",
+    "deferral_servers": "the least valuable packets deferred, of contributions to parameter servers and of all "
+    "averages",
     "deferral_at_random": "packets deferred at random, of contributions to one of the ranks and of all averages",
     "loss": "the least valuable packets of contributions lost, sent with the next step instead (error feedback), sums "
     "divided by how many ranks' packets came",
@@ -245,8 +248,11 @@ _WORDS: Final = {
 
 
 def _curve(family: str, optimizer: str, comparisons: Mapping[Shortfall, Sequence[PairedRuns]]) -> dict[str, Any]:
-    """Return a curve of the simulator: shares, and the mean factor of steps over tasks and seeds."""
-    points, errors = [[0.0, 1.0]], []
+    """Return a curve of the simulator: shares, the mean factor of steps over tasks and seeds, and where it ends.
+
+    It ends before the first share of which a run never reached its target.
+    """
+    points, errors, failed = [[0.0, 1.0]], [], []
     for shortfall, of_tasks in comparisons.items():
         factors = [factor for comparison in of_tasks for factor in comparison.factors()]
         points.append([shortfall.share, round(statistics.fmean(factors), 3)])
@@ -254,6 +260,8 @@ def _curve(family: str, optimizer: str, comparisons: Mapping[Shortfall, Sequence
         errors.append(
             f"{shortfall.share:.0%} {standard_error(factors):.3f} ({taken.count(None)} of {len(taken)} runs never)"
         )
+        if None in taken:
+            failed.append(shortfall.share)
     first = next(iter(comparisons.values()))
     source = (
         f"Measured with dlcp bench convergence: {', '.join(each.runs[0].task for each in first)}; {optimizer}, "
@@ -261,4 +269,6 @@ def _curve(family: str, optimizer: str, comparisons: Mapping[Shortfall, Sequence
         f"run of the same seed without shortfall has after a third of its steps, {len(first[0].runs)} seeds; what "
         f"never reached it counts with all its steps, three times as many. Standard errors: {', '.join(errors)}."
     )
-    return {"name": f"{family}_{optimizer}", "measured": True, "source": source, "points": points}
+    reached = max(share for share, _ in points if share < min(failed, default=1.0))
+    name = f"{family}_{optimizer}"
+    return {"name": name, "measured": True, "source": source, "points": points, "reached": reached}

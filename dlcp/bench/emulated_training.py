@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dlcp.bench.learning_tasks import TASKS, LabelledData, LearningTask, text_digest
-from dlcp.collectives.deferral import REFRESH_STEPS, STEP_PART, Deferral
+from dlcp.collectives.deferral import STEP_PART, Deferral
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.residual import Residual
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
+from dlcp.slow_ports import REFRESH_STEPS, share_to_defer
 from dlcp.tags import PacketTags, Segment, Tagger, layers_in_order
 from dlcp.transport import LossBound
 
@@ -63,6 +64,9 @@ class Shortfall:
         What is missing is residual, and comes with the next step; else it is gone.
     rescale
         Owners divide by how many ranks' packets came, not by how many there are.
+    servers
+        Parameter servers own the shards, and every rank's contribution to each of them is deferred. A server divides by
+        how many ranks there are, and of what it defers of an average each rank owes its own contribution.
     """
 
     deferred: float = 0.0
@@ -70,6 +74,7 @@ class Shortfall:
     at_random: bool = False
     feedback: bool = True
     rescale: bool = True
+    servers: bool = False
 
     @property
     def share(self) -> float:
@@ -81,7 +86,12 @@ class Shortfall:
         """The name that results have for it, such as ``deferred0.5`` or ``lost0.1.random.gone``; ``whole`` for none."""
         if not self.share:
             return "whole"
-        suffixes = {".random": self.at_random, ".gone": not self.feedback, ".unscaled": not self.rescale}
+        suffixes = {
+            ".random": self.at_random,
+            ".gone": not self.feedback,
+            ".unscaled": not self.rescale,
+            ".servers": self.servers,
+        }
         kind = "deferred" if self.deferred else "lost"
         return f"{kind}{self.share:g}" + "".join(suffix for suffix, holds in suffixes.items() if holds)
 
@@ -148,21 +158,25 @@ class EmulatedRanks:
         delivered = {}
         for rank, values in enumerate(shard):
             missing = np.zeros(-(-len(values) // _PER_PACKET), np.bool_)
-            if rank != owner and owner == _SLOW:
+            if self.shortfall.servers or (rank != owner and owner == _SLOW):
                 missing |= self._deferred(REDUCE_SCATTER, rank, owner, values)
             if rank != owner and tags is not None:
                 missing |= self._lost(tags[rank], owner)
             self._take_out(missing, values, rank, owner)
             delivered[rank] = ~missing
-        contributions, rescale = dict(enumerate(shard)), self.shortfall.rescale
+        contributions, rescale = dict(enumerate(shard)), self.shortfall.rescale and not self.shortfall.servers
         mean, error = average(contributions, delivered, ValueType.FLOAT32, _PER_PACKET, rescale=rescale)
         if len(error):
             self._owe(np.flatnonzero(error), error, owner, owner)
         deferred = self._deferred(ALL_GATHER, owner, owner, mean)
         self.averages_sent += len(deferred)
         self.averages_deferred += int(np.count_nonzero(deferred))
-        # The next contribution is divided by how many ranks there are.
-        self._take_out(deferred, mean, owner, owner, EMULATED_RANKS)
+        if self.shortfall.servers:
+            for rank, values in enumerate(shard):
+                self._take_out(deferred & delivered[rank], values, rank, owner)
+            mean[np.repeat(deferred, _PER_PACKET)[: len(mean)]] = 0
+        else:  # the next contribution is divided by how many ranks there are
+            self._take_out(deferred, mean, owner, owner, EMULATED_RANKS)
         return mean
 
     def _deferred(self, phase: int, rank: int, owner: int, values: NDArray[np.floating]) -> NDArray[np.bool_]:
@@ -338,7 +352,10 @@ def _test(model: nn.Module, data: LabelledData) -> tuple[float, float]:
 @cache
 def sources_digest() -> str:
     """Return a hash of the sources that decide how a run ends, of the text that ships with Python, and of PyTorch."""
-    rules = (EmulatedRanks, LearningTask, Deferral, average, Residual, shard_bounds, Tagger, packet_magnitudes)
+    rules = (
+        *(EmulatedRanks, LearningTask, Deferral, share_to_defer),
+        *(average, Residual, shard_bounds, Tagger, packet_magnitudes),
+    )
     found = hashlib.sha256(f"{torch.__version__} {text_digest()}".encode())
     for rule in rules:
         found.update(Path(inspect.getfile(rule)).read_bytes())

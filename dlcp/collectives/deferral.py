@@ -20,18 +20,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.shards import level
+from dlcp.slow_ports import REFRESH_STEPS, SHARE_MIN, PortLoads, level, share_to_defer
 
 WHOLE_STEPS: Final = 3
 """In so many steps after the beginning nothing is deferred: gradients change most then (Accordion, MLSys 2021)."""
 STEP_PART: Final = 2 / 3
 """The largest share of a step's packets, in terms of the ceiling, which is that of a message's. Chosen by us: messages
 of layers with small gradients have room to defer more than others."""
-REFRESH_STEPS: Final = 8
-"""Each packet is sent in one of so many steps, whatever its values: no residual grows older. Chosen by us; well above
-the two steps that a bound of a half needs to send everything in turn, for that would leave no choice by value."""
-SHARE_MIN: Final = 0.05
-"""Less than this is not worth what it costs to choose packets. Chosen by us."""
 SIZE_JUMP: Final = 2.0
 """Nothing is deferred in the step after one whose values were so many times as large as usual. Chosen by us."""
 MEMORY: Final = 0.75
@@ -162,17 +157,11 @@ class Deferral:
         return {peer: seconds / least for peer, seconds in self._seconds.items()} if least > 0 else {}
 
     def _share(self, slow: int, slowness: float) -> float:
-        """Return the share with which a rank that is so many times slower than the fastest one is done when they are.
-
-        A rank with the weight w receives (n - 1) w in contributions and 1 - w in averages, in units of a buffer. If all
-        that is sent to the slow rank is cut to a share u, and so are averages to the others, it takes u s ((n - 1) w +
-        1 - w), and they take (n - 1) v + u (1 - v) with the largest weight v.
-        """
-        others = len(self._contributors) - 1
+        """Return the share with which a rank that is so many times slower than the fastest is done when they are."""
         total = sum(self._weights.values())
         weight, largest = self._weights[slow] / total, max(self._weights.values()) / total
-        excess = slowness * (others * weight + 1 - weight) - (1 - largest)
-        return min(self.step_ceiling, max(0.0, 1 - others * largest / excess)) if excess > 0 else 0.0
+        loads = PortLoads.of_direct(len(self._contributors), weight, largest)
+        return share_to_defer(loads, slowness, self.step_ceiling)
 
     def choose(
         self,

@@ -12,12 +12,9 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.slow_ports import level
 from dlcp.transport import Arrival, Endpoint, LossBound, MessageKey, ReceiveRequest
 
-LIKE: Final = 0.5
-"""Chosen by us: rates vary by this much from step to step on ports without other traffic."""
-LIKE_AGAIN: Final = 0.75
-"""A rank that was slow counts as fast again above this share of the fastest one's rate. Chosen by us: rates vary."""
 PATIENCE_S: Final = 0.002
 """How long the last confirmations are awaited before what peers may still read is copied. Chosen by us."""
 COPY_BYTES_PER_S: Final = 1e9
@@ -64,7 +61,7 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
 
     Returns
     -------
-    Rates in bit/s, levelled: see :func:`level`.
+    Rates in bit/s, levelled: see :func:`dlcp.slow_ports.level`.
     """
     ranks = sorted(reported_bps)
     table = np.array([reported_bps[rank] for rank in ranks], float)
@@ -72,19 +69,6 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     rates = np.array([np.median(column[column > 0]) if (column > 0).any() else 0.0 for column in table.T])
     rates *= len(ranks) - 1
     return level(dict(zip(ranks, rates.tolist(), strict=True)), slow)
-
-
-def level(rates_bps: Mapping[int, float], slow: Container[int] = ()) -> dict[int, float]:
-    """Return rates without the differences that are noise: whoever is about as fast as the fastest counts as it.
-
-    So does a rank whose rate is not known. About as fast is more than ``LIKE`` of the fastest, for ranks that were
-    ``slow`` before more than ``LIKE_AGAIN``.
-    """
-    fastest = max(rates_bps.values(), default=0.0)
-    return {
-        rank: fastest if rate == 0 or rate > (LIKE_AGAIN if rank in slow else LIKE) * fastest else rate
-        for rank, rate in rates_bps.items()
-    }
 
 
 def weights_for_rates(rates_bps: Mapping[int, float]) -> dict[int, float]:

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     switch = declare("switch", "the built-in switch between network interfaces, against simple_switch", 7, root=True)
     compression = declare("compression", "compressors: bytes, CPU time and error on one core", 7)
     convergence = declare(
-        "convergence", "what deferral and loss cost in accuracy and steps: five tasks, 45 minutes", None, _convergence
+        "convergence", "what deferral and loss cost in accuracy and steps: five tasks, an hour", None, _convergence
     )
     convergence.add_argument("--tasks", nargs="+", metavar="TASK", help="(default: digits patches text ratings table)")
     convergence.add_argument("--seeds", type=int, default=5, metavar="N", help="runs of each (default: 5)")

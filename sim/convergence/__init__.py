@@ -1,46 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps to accuracy as a function of loss, from the data beside this module."""
+"""Steps to accuracy as a function of what is lost or deferred, from the data beside this module.
 
+``published.yaml`` has what papers say of loss, ``measured.yaml`` what `dlcp.sim.convergence.measure` found, and
+``shortfall.yaml`` what ``dlcp bench convergence --curves`` did.
+"""
+
+import math
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from dlcp.document import Document
+from dlcp.document import Document, PlaceError
 from dlcp.suggestion import nearest
 
-_FILES: Final = ("published", "measured")
+_FILES: Final = ("published", "measured", "shortfall")
 
 
 @dataclass(frozen=True, slots=True)
 class ConvergenceCurve:
-    """How many additional steps loss costs.
+    """How many additional steps it costs to lose or to defer.
 
     Parameters
     ----------
     points
-        (share of gradient packets lost, steps to the target accuracy over those without loss), ascending.
+        (share of packets lost or deferred, steps to the target over those of a run that lacks nothing), from (0, 1) on,
+        by ascending share.
     measured
         Whether it was measured by us; otherwise it is from a paper.
+    reached
+        The largest share of which every run reached the target. Beyond it factors are too small.
     """
 
     name: str
     points: tuple[tuple[float, float], ...]
     measured: bool
     source: str
+    reached: float = math.inf
 
-    def steps_factor(self, loss_ratio: float) -> float:
+    def __post_init__(self) -> None:
+        if list(self.points[:1]) != [(0.0, 1.0)]:
+            raise PlaceError("a curve begins with [0, 1]: where nothing is missing, steps are as many", "points")
+        for number, ((before, _), (share, factor)) in enumerate(pairwise(self.points), 1):
+            if not (before < share < 1 and 0 < factor < math.inf):
+                raise PlaceError("shares ascend and are below 1, and factors are above 0", "points", number)
+
+    @property
+    def reaches(self) -> float:
+        """Return the largest share of which it says something."""
+        return self.points[-1][0]
+
+    def steps_factor(self, share: float) -> float:
         """Return the factor by which steps increase: linear between points, constant beyond the last one."""
-        losses, factors = np.array(self.points).T
-        return float(np.interp(loss_ratio, losses, factors))
+        shares, factors = np.array(self.points).T
+        return float(np.interp(share, shares, factors))
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
     curves: tuple[ConvergenceCurve, ...]
+
+    def __post_init__(self) -> None:
+        names = [curve.name for curve in self.curves]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                raise PlaceError(f"a curve before it is called {name!r}, too", "curves", number, "name")
 
 
 def read(path: Path) -> tuple[ConvergenceCurve, ...]:

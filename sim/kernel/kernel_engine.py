@@ -179,6 +179,14 @@ class KernelEngine:
         records["missing_packets"], records["sent_packets"] = rows["missing"], rows["sent"]
         return records
 
+    def resize(self, number: int, nodes: NDArray[np.int64], packets: NDArray[np.int32]) -> None:
+        """Let messages of a graph that have not begun have so many packets: 1 to as many as they had at first."""
+        rows = self._a.messages[self._ranges[self._slot_of(number)][0]]
+        waiting = rows["begin"][nodes] < 0
+        nodes, packets = nodes[waiting], packets[waiting]
+        rows["required"][nodes] += packets - rows["packets"][nodes]
+        rows["packets"][nodes] = packets
+
     def _slot_of(self, number: int) -> int:
         return next(slot for slot, known in self._graph_numbers.items() if known == number)
 

@@ -188,6 +188,14 @@ class ReferenceEngine:
         nodes = self._graphs[number].nodes
         return np.array([(m.begin_ps, m.end_ps, m.packets, m.missing, m.sent) for m in nodes], NODE_RECORD)
 
+    def resize(self, number: int, nodes: NDArray[np.int64], packets: NDArray[np.int32]) -> None:
+        """Let messages of a graph that have not begun have so many packets: 1 to as many as they had at first."""
+        for node, count in zip(nodes.tolist(), packets.tolist(), strict=True):
+            message = self._graphs[number].nodes[node]
+            if message.begin_ps < 0:
+                message.required += count - message.packets
+                message.packets = count
+
     def forget(self, number: int) -> None:
         """Free the memory of a closed graph."""
         del self._graphs[number]

@@ -24,6 +24,8 @@ _NAMES: Final = {
     "pfabric": "pFabric",
     "p3": "P3",
     "bytescheduler": "ByteScheduler",
+    "resnet50": "ResNet-50",
+    "adamw": "AdamW",
     "16x": "16 times less",
 }
 
@@ -137,6 +139,10 @@ def _columns(results: Results) -> dict[str, str]:
         "fct_p999_s": "99.9 %, ms",
         "small_p99_s": "others' small 99 %, ms",
         "loss_ratio": "lost, %",
+        "deferred_contributions_ratio": "put off of contributions, %",
+        "deferred_averages_ratio": "of averages, %",
+        "steps_factor": "times as many steps",
+        "accuracy_step_s": "step times that, ms",
     }
     there = {name for _, document in results.documents for name in document["metrics"]}
     return {name: heading for name, heading in wanted.items() if name in there}

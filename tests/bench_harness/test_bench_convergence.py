@@ -68,6 +68,7 @@ def owed(ranks):
     [
         Shortfall(deferred=0.5),
         Shortfall(deferred=0.75, at_random=True),
+        Shortfall(deferred=0.5, servers=True),
         Shortfall(lost=0.1),
         Shortfall(lost=0.3, rescale=False),
     ],
@@ -97,6 +98,21 @@ def test_first_steps_are_whole_and_later_ones_defer_their_ceiling():
     assert all((average[small] != 0).all() for average in averages), "small layers are whole"
     waiting = np.all([average == 0 for average in averages[-REFRESH_STEPS:]], axis=0)
     assert not waiting.any(), "each packet has its turn"
+
+
+def test_what_servers_defer_every_rank_owes_of_its_own():
+    ranks, given, averages = steps_of(Shortfall(deferred=0.5, servers=True), WHOLE_STEPS + REFRESH_STEPS)
+    assert 0.45 < np.mean(averages[-1] == 0) <= 0.5
+    assert all(residual.size for residual in ranks.residuals), "not to the slow rank alone"
+    owed = [
+        sum(residual.of(name).sum() for name in SIZES if residual.of(name) is not None) for residual in ranks.residuals
+    ]
+    np.testing.assert_allclose(
+        sum(each.sum() for step in given for each in step),
+        EMULATED_RANKS * sum(average.sum() for average in averages) + sum(owed),
+        rtol=1e-3,
+        atol=1e-2,
+    )
 
 
 def test_the_least_valuable_are_missing_unless_chosen_at_random():
@@ -183,6 +199,23 @@ def test_a_run_is_compared_with_the_whole_one_of_its_seed():
     json.dumps(details, allow_nan=False)
 
 
+def test_a_curve_says_up_to_where_every_run_gets_there():
+    whole = run_of([float(loss) for loss in range(12, 0, -1)])
+    slower = run_of([12, 12, 12, 11.5, 11, 10.5, 10, 9.5, 9, 8.5, 8, 7.5], 0.88)
+    never = run_of([12.0] * 12, 0.5)
+    shares = {share: Shortfall(deferred=share) for share in (0.25, 0.5, 0.75)}
+
+    def curve(runs):
+        pairs = {shares[share]: [convergence.PairedRuns(made, [whole] * 2)] for share, made in runs.items()}
+        return convergence._curve("deferral", "sgd", pairs)
+
+    good, bad = [slower, slower], [slower, never]
+    assert curve({0.25: good, 0.5: good})["reached"] == 0.5
+    assert curve({0.25: good, 0.5: bad, 0.75: good})["reached"] == 0.25
+    assert curve({0.25: bad, 0.5: good})["reached"] == 0
+    assert curve({0.25: good, 0.5: bad})["points"] == [[0, 1], [0.25, 2], [0.5, 2.5]]
+
+
 def test_a_sweep_goes_on_where_it_was_interrupted(short, tmp_path, monkeypatch):
     runs, curves, said = tmp_path / "deep" / "runs.jsonl", tmp_path / "curves.yaml", []
     sweep = {"runs": runs, "tasks": ["table"], "seeds": 2, "ceilings": [0.5], "losses": [0.1], "curves": curves}
@@ -191,11 +224,19 @@ def test_a_sweep_goes_on_where_it_was_interrupted(short, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         measure(**sweep, progress=lambda words: said.append(words) or (len(said) == 3 and 1 / 0))
     first = measure(**sweep)
-    assert len(made) == 2 * 2 * 6
+    assert len(made) == 2 * 2 * 7
     assert measure(**sweep) == first
-    assert len(made) == 24, "nothing is repeated"
+    assert len(made) == 28, "nothing is repeated"
     assert said[1].startswith("table, sgd, deferred0.5, seed 0: ")
-    names = ["whole", "deferred0.5", "deferred0.5.random", "lost0.1", "lost0.1.unscaled", "lost0.1.random.gone"]
+    names = [
+        "whole",
+        "deferred0.5",
+        "deferred0.5.servers",
+        "deferred0.5.random",
+        "lost0.1",
+        "lost0.1.unscaled",
+        "lost0.1.random.gone",
+    ]
     assert [each.name for each in first] == [
         f"convergence.table.{by}.{name}" for by in ("sgd", "adamw") for name in names
     ]
@@ -203,14 +244,14 @@ def test_a_sweep_goes_on_where_it_was_interrupted(short, tmp_path, monkeypatch):
     written = {curve.name: curve for curve in read(curves)}
     assert set(written) == {
         f"{family}_{by}"
-        for family in ("deferral", "deferral_at_random", "loss", "loss_unscaled", "loss_for_good")
+        for family in ("deferral", "deferral_servers", "deferral_at_random", "loss", "loss_unscaled", "loss_for_good")
         for by in ("sgd", "adamw")
     }
     assert all(curve.measured and "2 seeds" in curve.source for curve in written.values())
     assert written["deferral_sgd"].steps_factor(0.5) == pytest.approx(first[1].details["steps_factor"])
     monkeypatch.setattr(convergence, "sources_digest", lambda: "other")
     measure(**sweep | {"seeds": 1, "curves": None})
-    assert len(made) == 36, "what depends on other sources is"
+    assert len(made) == 42, "what depends on other sources is"
 
 
 def test_nonsense_is_refused(tmp_path, capsys):

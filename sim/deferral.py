@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deferral in simulated training: what of a step's messages is put off to a later one.
+
+How much is the arithmetic of real ranks (`dlcp.slow_ports`); here packets are only counted, and a message is sent with
+so many less. What it goes by are the times of the steps before:
+
+- A shard whose messages are under way for no longer than ranks compute is whole: nobody waits for it. Else so much is
+  put off that it is through when they have computed.
+- With a direct all-reduce that also takes a rank that receives at a far lower rate than the others, as with real ones.
+  A server's port has to carry more than its workers' if there are fewer servers than workers.
+
+An owner decides once for all that receive its average. The first step is whole, since nothing is known yet, and so are
+messages that begin before the end of the step that would have told. Real ranks send their first ten steps whole, and
+do not know how long they compute.
+"""
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from dlcp.sim.arithmetic import PS_PER_S
+from dlcp.sim.collectives import RESULT_MESSAGE
+from dlcp.sim.simulation import Simulation, SubmittedGraph
+from dlcp.slow_ports import REFRESH_STEPS, SHARE_MIN, PortLoads, level, share_to_defer
+
+_ROUNDING: Final = 1e-9
+
+
+class DeferralSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a job may put off.
+
+    Parameters
+    ----------
+    ceiling
+        The largest share of a message's packets.
+    halves
+        Of which half of an all-reduce.
+    ports
+        ``slow``: where a port holds up the others, as real ranks do. ``all``: wherever a step waits for the network.
+        That differs only where all ports have as much to carry, as in a direct all-reduce.
+    """
+
+    ceiling: Annotated[float, Meta(ge=0, lt=1)]
+    halves: Literal["both", "contributions", "averages"] = "both"
+    ports: Literal["slow", "all"] = "slow"
+
+
+class SimulatedDeferral:
+    """Decides, step by step, how many packets of a job's messages are sent.
+
+    Parameters
+    ----------
+    ranks
+        Hosts of the workers.
+    servers
+        Hosts that own the shards; without any every rank owns one.
+
+    Attributes
+    ----------
+    shares
+        What share of a message's packets to put off, by owner: of contributions to it, and of averages from it.
+    """
+
+    def __init__(self, spec: DeferralSpec, ranks: tuple[int, ...], servers: tuple[int, ...]) -> None:
+        self.spec, self._ranks, self._servers = spec, ranks, servers
+        self._slow: set[int] = set()
+        self.shares: dict[int, tuple[float, float]] = {}
+
+    def learn(self, submitted: SubmittedGraph, records: NDArray[np.void], step: int, compute_s: float) -> None:
+        """Take in the times of a step.
+
+        Parameters
+        ----------
+        records
+            Of the graph, as its engine has them at the end of the step.
+        compute_s
+            How long the slowest rank has computed in it.
+        """
+        nodes = submitted.graph.nodes
+        chosen = np.flatnonzero((submitted.packets > 0) & (nodes["step"] == step))
+        nodes, records, whole = nodes[chosen], records[chosen], submitted.packets[chosen]
+        results = (nodes["message"] & RESULT_MESSAGE) != 0
+        owners = np.where(results, nodes["source"], nodes["target"])
+        slow = self._of_slow_ports(nodes["source"], nodes["target"], records)
+        for owner in self._servers or self._ranks:
+            under_way_s = 0.0
+            for half in (results, ~results):
+                own = (owners == owner) & half
+                sent = records["packets"][own].sum() / whole[own].sum() if own.any() else 1.0
+                under_way_s = max(under_way_s, seconds_under_way(records[own]) / sent)
+            most = share_to_defer(PortLoads(under_way_s, compute_s, 0.0), 1.0, self.spec.ceiling)
+            shares = (min(most, share) for share in slow[owner])
+            contributions, averages = (share if share >= SHARE_MIN else 0.0 for share in shares)
+            self.shares[owner] = (
+                contributions if self.spec.halves != "averages" else 0.0,
+                averages if self.spec.halves != "contributions" else 0.0,
+            )
+
+    def _of_slow_ports(
+        self, senders: NDArray[np.int32], receivers: NDArray[np.int32], records: NDArray[np.void]
+    ) -> dict[int, tuple[float, float]]:
+        """Return the shares that slow ports ask for, by owner, given a step's messages."""
+        count, ceiling = len(self._ranks), self.spec.ceiling
+        if self.spec.ports == "all":
+            return dict.fromkeys(self._servers or self._ranks, (ceiling, ceiling))
+        if self._servers:
+            share = share_to_defer(PortLoads.of_server(count, 1 / len(self._servers)), 1.0, ceiling)
+            return dict.fromkeys(self._servers, (share, share))
+        rates = level({rank: _inbound_rate(rank, senders, receivers, records) for rank in self._ranks}, self._slow)
+        fastest = max(rates.values())
+        self._slow = {rank for rank, rate in rates.items() if rate < fastest}
+        loads = PortLoads.of_direct(count, 1 / count, 1 / count)
+        shares = {
+            rank: share_to_defer(loads, fastest / rates[rank], ceiling) if rank in self._slow else 0.0
+            for rank in self._ranks
+        }
+        return {owner: (shares[owner], max(shares[rank] for rank in self._ranks if rank != owner)) for owner in shares}
+
+    def apply(self, simulation: Simulation, submitted: SubmittedGraph) -> None:
+        """Let the messages of a graph that have not begun be sent without what is put off."""
+        nodes = submitted.graph.nodes
+        messages = np.flatnonzero(submitted.packets > 0)
+        results = (nodes["message"][messages] & RESULT_MESSAGE) != 0
+        owners = np.where(results, nodes["source"][messages], nodes["target"][messages])
+        shares = np.zeros((int(owners.max()) + 1, 2))
+        for owner, pair in self.shares.items():
+            shares[owner] = pair
+        whole = submitted.packets[messages]
+        deferred = deferred_packets(whole, shares[owners, results.astype(int)])
+        simulation.resize(submitted, messages, whole - deferred)
+
+
+def deferred_packets(packets: NDArray[np.int32], shares: NDArray[np.float64]) -> NDArray[np.int32]:
+    """Return how many packets of messages are put off: a share, but none of those whose turn it is to be sent."""
+    turns = -(-packets // REFRESH_STEPS)
+    deferred: NDArray[np.int32] = np.minimum(np.floor(shares * packets + _ROUNDING).astype(np.int32), packets - turns)
+    return deferred
+
+
+def seconds_under_way(records: NDArray[np.void]) -> float:
+    """Return for how long at least one of some messages was under way, given their records."""
+    if not len(records):
+        return 0.0
+    order = np.argsort(records["begin_ps"], kind="stable")
+    begin, end = records["begin_ps"][order], np.maximum.accumulate(records["end_ps"][order])
+    idle = np.maximum(0, begin[1:] - end[:-1]).sum()
+    return float(end[-1] - begin[0] - idle) / PS_PER_S
+
+
+def _inbound_rate(
+    rank: int, senders: NDArray[np.int32], receivers: NDArray[np.int32], records: NDArray[np.void]
+) -> float:
+    """Return how many packets a second a rank gets from each sender; their median, as real ranks take it.
+
+    One sender's own trouble says nothing about the receiver.
+    """
+    received = receivers == rank
+    from_each = [records[received & (senders == sender)] for sender in np.unique(senders[received])]
+    return float(np.median([own["packets"].sum() / seconds_under_way(own) for own in from_each]))
