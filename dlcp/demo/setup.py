@@ -16,7 +16,7 @@ _ORDINARY_PORT: Final = UDP_PORT_BASE + UDP_PORT_COUNT
 
 @dataclass(frozen=True, slots=True)
 class DemoSetup:
-    """What all runs of a demo have in common. ``hops`` are the most switches between two hosts."""
+    """What all runs of a demo have in common. ``hops`` are the switches that a message may cross."""
 
     seed: int = 1
     workers: int = 4
