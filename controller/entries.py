@@ -40,9 +40,17 @@ def next_hops(fabric: Fabric, switch: str) -> dict[str, tuple[int, ...]]:
 
 
 def most_switches(fabric: Fabric) -> int:
-    """Return how many switches the longest of the shortest paths between two hosts crosses."""
+    """Return how many switches the packets of one message cross at most: all on any shortest path between two hosts.
+
+    They are sprayed over all of these paths, and each switch drops by a count of its own. So hosts divide a message's
+    drop budget by this number (their option ``switch_hops``), else the switches together could exceed its bound.
+    """
     edges = {at.switch for at in fabric.attachments.values()}
-    return 1 + max(distances(fabric, one)[other] for one in edges for other in edges)
+    found = {edge: distances(fabric, edge) for edge in edges}
+    return max(
+        sum(found[one][switch.name] + found[other][switch.name] == found[one][other] for switch in fabric.switches)
+        for one, other in product(edges, edges)
+    )
 
 
 def spray_groups(hops: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, ...], SprayGroup]:

@@ -6,9 +6,10 @@ from typing import Final
 
 from dlcp.document import PlaceError
 from dlcp.switch import QUEUES
-from dlcp.wire import DROP_CLASSES
+from dlcp.wire import DROP_CLASSES, Queue
 
 _DROP_AT: Final = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+_EXCESS_AT: Final = (0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55)
 _ECN_AT: Final = 0.27
 
 
@@ -96,9 +97,11 @@ class Policy(Thresholds):
     Parameters
     ----------
     drop_at, ecn_at
-        As in :class:`Thresholds`, for the queues that ``by_queue`` does not name.
+        As in :class:`Thresholds`, for the queues that ``by_queue`` does not name; ``drop_at`` not for queue 0.
     by_queue
-        Thresholds of single queues.
+        Thresholds of single queues. Queue 0, of what exceeds a job's share, has its own unless it is named: there
+        packets are dropped even if their message has no drop left, so the thresholds lie higher, in the upper half of
+        the queue, with some room above class 1 for what may never be dropped. The values are ours.
     remap
         What takes another queue or drop class than its tag says, the most important first.
     """
@@ -115,4 +118,5 @@ class Policy(Thresholds):
 
     def of_queue(self, queue: int) -> Thresholds:
         """Return the thresholds of a queue."""
-        return self.by_queue.get(queue, self)
+        usual = Thresholds(_EXCESS_AT, self.ecn_at) if queue == Queue.EXCESS else self
+        return self.by_queue.get(queue, usual)

@@ -135,7 +135,7 @@ class FabricCollector(Collector):
 
     def _depths(self) -> Metric:
         labels = ["switch", "port", "queue"]
-        metric = GaugeMetricFamily("dlcp_switch_queue_depth_packets", "Depth when a packet last left", labels=labels)
+        metric = GaugeMetricFamily("dlcp_switch_queue_depth_packets", "Packets that wait", labels=labels)
         for switch, state in self._states.items():
             depths = state.readings.depths if state.readings is not None else None
             for (port, queue), depth in (depths or {}).items():

@@ -21,8 +21,8 @@ from dlcp.sim.plan import (
 )
 from dlcp.wire import Queue
 
-URGENT_QUEUE = int(Queue.CONTROL)
-"""The most urgent queue, a plain integer: Numba cannot unify a member of an Enum with the number of another queue."""
+URGENT_QUEUE, EXCESS_QUEUE = int(Queue.CONTROL), int(Queue.EXCESS)
+"""The most and the least urgent queue, plain integers: Numba cannot unify a member of an Enum with another number."""
 
 
 @shared

@@ -37,7 +37,7 @@ class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     buffer_packets
         Room for so many packets of ``packet_bytes``: in each queue, at each port, or in the whole switch.
     buffer
-        What has that room.
+        What has that room. With ``dlcp`` an empty queue takes a packet even if the room is gone.
     alpha
         With a buffer for the whole switch: a port may use this many times what is free (dynamic thresholds, Choudhury
         and Hahne, 1998).

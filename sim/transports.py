@@ -135,7 +135,7 @@ class DlcpTransport(TailProbeTransport, frozen=True, tag="dlcp"):
     class_shares
         Share of packets in drop classes 0 (never dropped by policy) to 7, for messages that name no shares.
     switch_hops
-        How many switches share the drop budget of a message.
+        How many switches share the drop budget of a message: all that its packets may cross, on any path.
     error_feedback
         Lost values are added to those of the next step, so only the last step's losses count in a result; otherwise
         all do. The packets are the same either way.

@@ -32,7 +32,7 @@ SERVERS = tuple(range(0, 64, 8))
 
 
 def parameter_server(size_bytes: int) -> Scenario:
-    """Return 64 workers and 8 servers, one server in each of 8 racks."""
+    """Return 64 workers and 8 servers, one server in each of 8 racks; a message crosses 2 leaves and 4 spines."""
     workers = tuple(host for host in range(72) if host not in SERVERS)
     job = CollectiveJob(
         name="job",
@@ -46,7 +46,7 @@ def parameter_server(size_bytes: int) -> Scenario:
     return Scenario(
         topology=LeafSpine(leaves=9, spines=4, hosts_per_leaf=8),
         switches=SwitchSpec(discipline="dlcp"),
-        transports={"dlcp": DlcpTransport(switch_hops=3)},
+        transports={"dlcp": DlcpTransport(switch_hops=6)},
         jobs=(job,),
     )
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from dlcp.commands.common import refuse
 from dlcp.controller.display import fabric_table, outcome_line, plan_tree, ports_table, status_table
-from dlcp.controller.entries import entries
+from dlcp.controller.entries import entries, most_switches
 from dlcp.controller.fabric import Fabric, FabricSwitch, load
 from dlcp.controller.pipeline import CompiledProgram
 from dlcp.controller.reconcile import (
@@ -92,6 +92,8 @@ def _check(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledProg
     for found in held.values():
         pipeline.encode(found)
     _console().print(fabric_table(fabric, held))
+    switches = most_switches(fabric)
+    _console().print(f"a message crosses up to {switches} switches: give its ranks DLCP_SWITCH_HOPS={switches}")
     return 0
 
 

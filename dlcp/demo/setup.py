@@ -26,7 +26,7 @@ class DemoSetup:
     optimizer
         One of :data:`OPTIMIZERS`.
     hops
-        The most switches between two hosts.
+        The switches that a message may cross.
 
     Raises
     ------

@@ -32,7 +32,9 @@ class TransportOptions:
     flow_weight
         The share of one flow that traffic to each peer counts as; None divides one flow among those who send to a rank.
     switch_hops
-        Switches on a path; the drop budget is divided among them.
+        Switches that the packets of one message may cross, all equal paths taken together: 1 + 1 + S between two leaves
+        under S spines. The drop budget is divided by it, so that all of them together keep the bound. ``dlcp fabric
+        check`` tells the number.
     silence_s
         A peer that answers nothing for this long is dead.
     deadline_s

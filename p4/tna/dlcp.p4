@@ -64,7 +64,7 @@ control DlcpIngress(
             ingress_events.count(index.get({ meta.event_port, meta.queue, meta.drop_class, meta.event }));
         }
         tm.qid = (QueueId_t)meta.queue;
-        if (meta.droppable == 1) {
+        if (meta.droppable == 1 || meta.excess == 1) {
             tm.packet_color = COLOR_DROP;
         }
         if (meta.refused == 1) {

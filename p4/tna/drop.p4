@@ -6,8 +6,10 @@ struct slot_t {
 }
 
 // Marks the least valuable packets of a queue that is too deep, never more of one message than its header allows here;
-// the traffic manager drops what is marked if the queue is still deep when the packet gets there. A message is known by
-// job, step, message and sender; one 32-bit hash of them owns the slot that its low bits name.
+// the traffic manager drops what is marked if the queue is still deep when the packet gets there. Of what exceeds a job's
+// share, where a place is nobody's due, it marks all that may be dropped: the traffic manager knows how deep that queue is
+// even while others go first and nothing leaves it. A message is known by job, step, message and sender; one 32-bit hash
+// of them owns the slot that its low bits name.
 control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_intrinsic_metadata_t ig) {
     Hash<bit<32>>(HashAlgorithm_t.CRC32) owner_hash;
     Register<slot_t, slot_index_t>(SLOT_REGISTER_SIZE) slot_owner;
@@ -113,7 +115,11 @@ control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_int
         } else if (meta.may_drop == 1) {
             queue = meta.eg_port[PORT_INDEX_WIDTH - 1:0] ++ meta.queue;
             if (drop_threshold.apply().hit) {
-                known = 1;
+                if (meta.queue == QUEUE_EXCESS) {
+                    meta.excess = 1;
+                } else {
+                    known = 1;
+                }
             }
         }
         if (known == 1) {

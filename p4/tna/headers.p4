@@ -56,6 +56,7 @@ struct metadata_t {
     bit<2> color;
     bit<1> may_drop;    // neither protected nor control, and of a class that may be dropped
     bit<1> droppable;   // the traffic manager drops it if its queue is as deep as was reported
+    bit<1> excess;      // over the job's share: the traffic manager drops it if its queue is deep, whatever its budget
     port_metadata_t ig; // ports have the fabric's numbers up to the very end
     bit<9> eg_port;
     bit<1> counted;     // count `event` at `event_port`

@@ -8,8 +8,17 @@
 #include "../shared/constants.p4"
 #include "headers.p4"
 
-// Written in egress, where the traffic manager tells the depth, and read in ingress, where a drop still saves a place in
-// the queue. So ingress knows the depth as it was when the last packet left.
+const bit<9> PORT_NONE = 511; // what is sent there is dropped, and never waits
+
+// How many packets wait in each queue, known in ingress, where a drop still saves a place in the queue. Ingress adds one
+// for each packet that it forwards; egress, whom the traffic manager tells the depth, sets the number right whenever a
+// packet leaves. The number cannot drift, because egress never adds: whatever was wrong is over with the next departure.
+// Until then it may be
+// - too high by the packets that a full queue has dropped, of which nobody tells the program. They went to a queue in
+//   which others wait, so a departure follows, and meanwhile the queue is full in truth;
+// - too low by the packets that ingress has forwarded between the moment for which egress was told the depth and the one
+//   in which it writes it, and by one that ingress has counted and not yet handed over. They wait now, and will leave.
+// One thread of BMv2 serves a port, so departures are noted in their order, and the last packet leaves a zero behind.
 register<bit<19>, bit<32>>(DEPTH_REGISTER_SIZE) queue_depth;
 
 counter<bit<32>>(EVENT_COUNTER_SIZE, CounterType.packets_and_bytes) ingress_events;
@@ -63,6 +72,13 @@ control DlcpIngress(inout headers_t hdr, inout metadata_t meta, inout standard_m
         std.priority = meta.queue;
         if (meta.refused == 1) {
             mark_to_drop(std);
+        } else if (std.egress_spec != PORT_NONE) {
+            // One action, for whose time BMv2 keeps egress away from the register.
+            @atomic {
+                bit<19> depth;
+                queue_depth.read(depth, DEPTH_INDEX(std.egress_spec, meta.queue));
+                queue_depth.write(DEPTH_INDEX(std.egress_spec, meta.queue), depth + 1);
+            }
         }
     }
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Drops the least valuable packets of a queue that is too deep, never more of one message than its header allows here.
+// Only in the queue for what exceeds a job's share, where a place is nobody's due, they are dropped whatever their message
+// has lost: else the queue would be full of them, and lose what comes next, of any value.
 // A message is known by job, step, message and sender; one 32-bit hash of them owns the slot that its low bits name.
 control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t std) {
     register<bit<32>, bit<32>>(SLOT_REGISTER_SIZE) slot_owner;
@@ -45,21 +47,23 @@ control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, inout standard
                     spent = 0;
                     slot_owner.write(slot, owner);
                 }
-                if (slot_holder != owner) {
-                    ingress_events.count(EVENT_INDEX(std.egress_spec, meta.queue, meta.drop_class, EVENT_SLOT_TAKEN));
-                } else {
-                    slot_used_us.write(slot, now_us);
+                bit<3> event = EVENT_SLOT_TAKEN;
+                if (slot_holder == owner) {
+                    event = EVENT_BUDGET_SPENT;
                     if (spent < hdr.dlcp.budget) {
                         spent = spent + 1;
-                        meta.refused = 1;
-                        ingress_events.count(
-                            EVENT_INDEX(std.egress_spec, meta.queue, meta.drop_class, EVENT_POLICY_DROP));
-                    } else {
-                        ingress_events.count(
-                            EVENT_INDEX(std.egress_spec, meta.queue, meta.drop_class, EVENT_BUDGET_SPENT));
+                        event = EVENT_POLICY_DROP;
                     }
+                    slot_used_us.write(slot, now_us);
                     slot_spent.write(slot, spent);
                 }
+                if (meta.queue == QUEUE_EXCESS) {
+                    event = EVENT_POLICY_DROP;
+                }
+                if (event == EVENT_POLICY_DROP) {
+                    meta.refused = 1;
+                }
+                ingress_events.count(EVENT_INDEX(std.egress_spec, meta.queue, meta.drop_class, event));
             }
         }
     }

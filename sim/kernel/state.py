@@ -97,7 +97,7 @@ QUEUE_ROW: Final = np.dtype(
     align=True,
 )
 """A queue of a port, at ``port * PORT_QUEUES + queue``. At a host, ``head`` to ``tail`` are streams that are ready to
-send; at a switch they are packets. ``depth`` is the register that the P4 program reads: as of the last departure."""
+send; at a switch they are packets. ``depth`` is the register that the P4 program reads: how many wait there."""
 
 PACKET_ROW: Final = np.dtype(
     [

@@ -19,7 +19,7 @@ from dlcp.sim.plan import (
     PathChoice,
     Row,
 )
-from dlcp.sim.rules import URGENT_QUEUE
+from dlcp.sim.rules import EXCESS_QUEUE, URGENT_QUEUE
 
 SEND_NOW, WAITS = -2, -1
 """What `enqueue` did with a packet, unless it dropped one."""
@@ -67,8 +67,10 @@ def choose_port(w: Row, node: int, target: int, path_hash: int, sprayed: int) ->
 
 
 @call
-def spend_drop_budget(w: Row, switch: int, owner: int, budget: int, now: int) -> Number:
-    """Return whether a message has a drop left at a switch, and take it: SelectiveDrop of p4/v1model/drop.p4.
+def spend_drop_budget(w: Row, switch: int, owner: int, budget: int, now: int, excess: int) -> Number:
+    """Return whether a packet is dropped at a switch, and charge its message: SelectiveDrop of p4/v1model/drop.p4.
+
+    A message drops no more than its budget, but for what is ``excess``, which the program drops all the same.
 
     This repeats the P4 program for speed alone. The generated Numba source of the whole program takes as long for a
     packet as everything else that the kernel does for a hop. `tests/sim/test_sim_agreement.py` (test_engines_agree,
@@ -86,15 +88,15 @@ def spend_drop_budget(w: Row, switch: int, owner: int, budget: int, now: int) ->
         spent = 0
         slot.owner = owner
     if holder != owner:
-        counts[EngineCounter.SLOT_TAKEN] += 1
-        return False
+        counts[EngineCounter.SLOT_TAKEN] += 1 - excess
+        return excess
     slot.used = now_us
     if spent >= budget:
-        counts[EngineCounter.BUDGET_SPENT] += 1
+        counts[EngineCounter.BUDGET_SPENT] += 1 - excess
         slot.spent = spent
-        return False
+        return excess
     slot.spent = spent + 1
-    return True
+    return 1
 
 
 @call
@@ -181,8 +183,13 @@ def waiting_queue(w: Row, first: int, packet: int, discipline: int) -> Number:
 
 @inlined
 def is_full(w: Row, p: Row, q: Row, size: int) -> Number:
-    """Return whether a queue of a port has no room for ``size`` bytes."""
+    """Return whether a queue of a port has no room for ``size`` bytes.
+
+    Under DLCP an empty queue has room: the program relies on it that a packet that finds none has others before it.
+    """
     rules = k.rules_of(w)[0]
+    if rules.discipline == Discipline.DLCP and q.packets == 0:
+        return False
     if rules.discipline == Discipline.PFABRIC:
         return q.packets >= rules.limit_packets
     limit = rules.limit_bytes
@@ -207,13 +214,15 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
     x = packets[packet]
     discipline = rules.discipline
     queue = int(x.queue)
-    # The program sees the depth that the last packet left behind, not the depth now, and drops before any queueing.
+    # The program drops before any queueing. It counts what it forwards, and a departure sets its count right.
     droppable = discipline == Discipline.DLCP and x.drop_class > 0
     if droppable and queues[first + queue].depth > rules.drop_above[x.drop_class]:
         m = k.messages_of(w)[x.message]
-        if spend_drop_budget(w, p.node - w.hosts, m.owner, m.budget, now):
+        if spend_drop_budget(w, p.node - w.hosts, m.owner, m.budget, now, int(queue == EXCESS_QUEUE)):
             counts[EngineCounter.DROPS_POLICY] += 1
             return packet
+    if discipline == Discipline.DLCP:
+        queues[first + queue].depth += 1
     if p.pending == 0 and p.busy_until <= now:
         if discipline == Discipline.DLCP:
             queues[first + queue].depth = 0

@@ -161,6 +161,8 @@ class SwitchPort:
 
     def _full(self, packet: SimulatedPacket, queue: int) -> bool:
         rules, limit = self.rules, self.rules.limit_bytes
+        if rules.discipline == Discipline.DLCP and not self.queues[queue]:
+            return False
         if rules.discipline == Discipline.PFABRIC:
             return len(self.queues[0]) >= rules.limit_packets
         if rules.buffer == BufferScope.QUEUE:

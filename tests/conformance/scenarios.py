@@ -144,6 +144,10 @@ def drops(rng: random.Random) -> Iterator[Step]:
             yield depth(3, 5, 60)
             yield message.packet("budget", budget=budget)
         yield message.packet("budget raised", budget=budget + 2 & 0xFFFF)
+    for budget, packets in itertools.product((0, 1, 9), (10, 11, 60)):
+        for _ in range(3):
+            yield depth(3, 0, packets)
+            yield Message(2, 150 + packets, budget).packet("over the share", budget=budget)
     full = Message(message=101)
     yield WriteRegister("slot_owner", full.owner() & 0xFFFF, full.owner())
     yield WriteRegister("slot_spent", full.owner() & 0xFFFF, 0xFFFE)
@@ -314,7 +318,7 @@ def changes(rng: random.Random) -> Iterator[Step]:
 
 
 def queues(rng: random.Random) -> Iterator[Step]:
-    """Queues that really fill: tail drops, marks by depth, and a drop rule that reads what egress wrote."""
+    """Queues that really fill: tail drops, marks by depth, and a drop rule that counts what waits."""
     numbers = itertools.count(1)
 
     def packet(kind: str, to: int, queue: int, **fields: int) -> Packet:

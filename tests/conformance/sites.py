@@ -110,7 +110,9 @@ def random_site(rng: random.Random, *, thresholds: bool) -> Site:
     for queue, drop_class in rng.sample(list(itertools.product(range(8), range(8))), 30 * thresholds):
         match = {"queue": queue, "drop_class": drop_class}
         action: Entry = {"action": "drop_above", "params": {"depth": rng.choice([0, 1, 8, 40, 2**19 - 1])}}
-        entries.append({"table": "drop_threshold", "match": match, **(action if queue else {"action": "NoAction"})})
+        entries.append(
+            {"table": "drop_threshold", "match": match, **(action if rng.random() < 0.9 else {"action": "NoAction"})}
+        )
     for queue in rng.sample(range(8), 5):
         action = {"action": "mark_above", "params": {"depth": rng.choice([0, 5, 2**19 - 1])}}
         entries.append({"table": "ecn_threshold", "match": {"queue": queue}, **action})

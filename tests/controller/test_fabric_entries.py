@@ -70,9 +70,16 @@ def test_thresholds_follow_the_shallowest_queue_of_the_switch():
     shallow = replace(fabric.links[1], depth_packets=tuple(range(10, 90, 10)))
     found = thresholds(replace(fabric, links=(fabric.links[0], shallow)))
     assert found[7, 1] == int(0.7 * 80)
-    assert found[0, 1] == int(0.7 * 10)
+    assert found[1, 1] == int(0.7 * 20)
     shared = replace(fabric.links[1], limit_packets=20)
     assert thresholds(replace(fabric, links=(fabric.links[0], shared)))[7, 1] == int(0.7 * 20)
+
+
+def test_what_exceeds_a_share_is_dropped_by_value_shortly_before_its_queue_is_full():
+    fabric = star(1, queueing=PortQueueing(10**9, 100))
+    assert [thresholds(fabric)[0, drop_class] for drop_class in range(1, 8)] == [85, 80, 75, 70, 65, 60, 55]
+    own = Policy(by_queue={0: Thresholds(drop_at=(0.5,) * 7)})
+    assert thresholds(star(1, queueing=PortQueueing(10**9, 100), policy=own))[0, 1] == 50
 
 
 def test_queues_have_thresholds_of_their_own_where_the_policy_says_so():

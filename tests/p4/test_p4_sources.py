@@ -97,5 +97,6 @@ def test_events_of_one_array_have_numbers_of_their_own_and_are_counted(array):
     text = "".join(path.read_text() for path in p4_compile.sources())
     counted = set()
     for call in re.findall(rf"{array}\.count\(\s*EVENT_INDEX\(([^;]+)\)\);", text):
-        counted.add(call.split(",")[-1].strip())
+        name = call.split(",")[-1].strip()
+        counted |= set(re.findall(rf"\b{name} = (EVENT_\w+);", text)) or {name}
     assert counted == set(numbers)

@@ -34,7 +34,7 @@ def test_packet_tests_reach_everything():
     [
         ("drop", "POLICY"),
         ("mark", "table DlcpEgress.ecn_threshold: action DlcpEgress.mark_above"),
-        ("share", "table DlcpIngress.share.job_share: entry does metered"),
+        ("share", "table DlcpIngress.share.job_share: entry does unlimited"),
         ("trust", "table DlcpIngress.trust.port_trust: entry does clear_tags"),
         ("classify", "table DlcpIngress.classify.classify: job mask"),
         ("route", "table DlcpIngress.route.ipv4_route: group of several"),

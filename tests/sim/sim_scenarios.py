@@ -164,6 +164,7 @@ def _transport(dice: random.Random, kind: type) -> TransportSpec:
         options["immediate"] = dice.random() < 0.4
         options["switch_hops"] = dice.choice([1, 2])
         options["reorder_packets"] = dice.choice([8, 64])
+        options["queue"] = dice.choice([0, 4, 4, 4])
     if dice.random() < (0.15 if kind is DlcpTransport else 0.5):
         options["balancing"] = dice.choice(["flow", "packet"])
     return kind(**options)

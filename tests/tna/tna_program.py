@@ -3,7 +3,8 @@
 
 Ports have the fabric's numbers, which are the device's here. Depths are in packets as in v1model: each is ``CELLS``
 cells, as ``set_up.py`` has it, so that a report is sent whenever a queue has become deeper or shallower by one. The
-traffic manager drops whatever is coloured for it: its queue is as deep as was reported.
+traffic manager drops whatever is coloured for it: its queue is as deep as was reported. Queue 0 is as deep as the last
+report says, too, and what is coloured there is dropped above the lowest of its thresholds.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlcp.switch import DROP_PORT, Action, MemberRef, MeterConfig, Program
+from dlcp.wire import Queue
 from tests.tna.p4externs import Bucket, Counter, Hash, PacketIn, PacketOut, Register, TooShortError
 from tests.tna.p4machine import Entry, Machine
 from tests.tna.p4values import Struct, Value
@@ -26,6 +28,7 @@ RECIRCULATION: Final = 68
 OWNED: Final = 0x80000000
 """SLOT_OWNED, which v1model sets in every owner: set here too, so that owners that a test writes are owners."""
 TICK_US: Final = 65.536
+RED: Final = 3
 INGRESS: Final = (
     "headers_t",
     "metadata_t",
@@ -106,7 +109,14 @@ class TnaProgram:
         if done is None:
             return DROP_PORT, 0, None
         to_port, queue, color, data = done
-        return (DROP_PORT if color == 3 else to_port), queue, data
+        dropped = color == RED and (queue != Queue.EXCESS or self._excess_is_deep(to_port))
+        return (DROP_PORT if dropped else to_port), queue, data
+
+    def _excess_is_deep(self, port: int) -> bool:
+        entries = self.machine.tables["drop_threshold"].entries
+        named = [entry.target[1] for entry in entries if entry.match["queue"][0] == Queue.EXCESS]
+        lowest = min(numbers[0] if numbers else 0 for _, numbers in named)
+        return bool(CELLS * self.registers["queue_depth"][port % PORTS << 3 | Queue.EXCESS] > lowest)
 
     def _ingress(
         self, data: bytes, port: int, now_us: int, intrinsic: dict[str, int]

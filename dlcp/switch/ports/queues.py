@@ -59,7 +59,8 @@ class PortQueueing:
         Packets each queue holds: one number for all, or eight, queue 0 first.
     limit_packets, limit_bytes
         What all queues of the port may hold together, as in a switch whose ports have a small buffer each; None: no
-        such limit.
+        such limit. An empty queue takes a packet all the same: switches keep a place for each, and the program relies
+        on it that a packet that finds no room has others before it in its queue.
     delay_s
         Propagation delay of the line away from the switch, in seconds.
     loss
@@ -234,7 +235,8 @@ class PortQueues:
         waiting = self._waiting[queue]
         depth = len(waiting)
         held_bytes = self._held_bytes + len(packet)
-        if depth >= self._depths[queue] or self._held_packets >= self._limit_packets or held_bytes > self._limit_bytes:
+        is_full = self._held_packets >= self._limit_packets or held_bytes > self._limit_bytes
+        if depth >= self._depths[queue] or (depth and is_full):
             self.tail_drops[queue] += 1
             return False
         if not self._busy and now_ns > self._free_ns:

@@ -105,7 +105,8 @@ def enqueue(port: Any, slots: Any, slot: int, queue: int, now_ns: int) -> bool:
     """Let a packet wait in a queue; False when it was dropped because there is no room."""
     depth = port[WAITING + queue]
     held_bytes = port[HELD_BYTES] + slots[slot, LENGTH]
-    if depth >= port[DEPTH + queue] or port[HELD_PACKETS] >= port[LIMIT_PACKETS] or held_bytes > port[LIMIT_BYTES]:
+    is_full = port[HELD_PACKETS] >= port[LIMIT_PACKETS] or held_bytes > port[LIMIT_BYTES]
+    if depth >= port[DEPTH + queue] or (depth > 0 and is_full):
         port[TAIL_DROPS + queue] += 1
         return False
     if port[BUSY] == 0 and now_ns > port[FREE_NS]:
