@@ -4,9 +4,9 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import takewhile
-from typing import Any
+from operator import add
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,7 @@ COUNTED_TOGETHER = 1 << 17
 us."""
 
 
-@dataclass(frozen=True, slots=True)
-class MessageRecord:
+class MessageRecord(NamedTuple):
     """One message in the ledger of its sender. Counts are in packets; ``bound`` is the share that may be lost.
 
     ``retransmitted`` counts transmissions after a packet's first, ``recovered`` the packets that arrived thanks to
@@ -91,8 +90,8 @@ class Ledger:
             More was lost or deferred than the bound allows, or a protected packet was; the message is entered
             nevertheless.
         """
-        packets, lost = len(delivery.delivered), delivery.lost
-        deferred = 0 if delivery.deferred is None else delivery.put_off
+        packets, arrived, deferred = len(delivery.delivered), delivery.arrived, delivery.put_off
+        lost = packets - arrived - deferred
         entry = MessageRecord(
             key.step,
             key.message,
@@ -101,7 +100,7 @@ class Ledger:
             packets,
             delivery.sent,
             delivery.resent,
-            packets - lost - deferred,
+            arrived,
             delivery.recovered,
             lost,
             bound.ratio,
@@ -109,40 +108,46 @@ class Ledger:
             deferred,
             bound.deferral,
         )
-        missing = np.flatnonzero(~delivery.delivered) if lost or deferred else np.zeros(0, np.intp)
-        if delivery.deferred is not None:
-            missing = missing[~delivery.deferred[missing]]
-        protected_lost = int(np.count_nonzero(tags.protected[missing]))
-        broken = (
-            lost > bound.allowed(packets)
-            or protected_lost > 0
-            or (deferred > 0 and deferred > bound.deferrable(packets))
-        )
+        error: BoundExceededError | None = None
         with self._lock:
             self.records.append(entry)
-            self.violations += broken
-            self.max_message_ratio = max(self.max_message_ratio, lost / packets)
-            self.max_deferred_ratio = max(self.max_deferred_ratio, deferred / packets)
-            counts = entry.sent, entry.delivered, lost, entry.retransmitted, deferred
             totals = self._totals.setdefault(receiver, [0] * len(COUNTS))
-            totals[:] = [total + count for total, count in zip(totals, counts, strict=True)]
+            totals[:] = map(add, totals, (delivery.sent, arrived, lost, delivery.resent, deferred))
             self._uncounted.append((tags.layer, tags.drop_class))
             self._uncounted_packets += packets
             if self._uncounted_packets >= COUNTED_TOGETHER:
                 self._count()
-            if lost:
-                for table, index in ((self._by_layer, tags.layer), (self._by_class, tags.drop_class)):
-                    table[:, 1] += np.bincount(index[missing], minlength=len(table))
-            self._note_deferred(key.message, receiver, tags, delivery.deferred)
+            if lost or deferred:
+                error = self._note_missing(entry, tags, bound, delivery)
+            if deferred or self._waiting_steps:
+                self._note_deferred(key.message, receiver, tags, delivery.deferred)
         if self._sink:
             self._sink(entry)
-        if broken:
-            raise BoundExceededError(
-                f"job {self.job}, step {key.step}: rank {receiver} got {entry.delivered / packets:.1%} of {layers} "
-                f"(bound {1 - bound.ratio:.1%}), protected packets lost: {protected_lost}, deferred: {deferred} of "
-                f"{packets} packets (bound {bound.deferral:.1%})"
-            )
+        if error:
+            raise error
         return entry
+
+    def _note_missing(
+        self, entry: MessageRecord, tags: PacketTags, bound: LossBound, delivery: Delivery
+    ) -> BoundExceededError | None:
+        """Count what was lost; return the error if that is more than the bound allows, or more was deferred."""
+        packets, lost, deferred = entry.packets, entry.lost, entry.deferred
+        self.max_message_ratio = max(self.max_message_ratio, lost / packets)
+        self.max_deferred_ratio = max(self.max_deferred_ratio, deferred / packets)
+        missing = np.flatnonzero(~delivery.delivered)
+        if delivery.deferred is not None:
+            missing = missing[~delivery.deferred[missing]]
+        for table, index in ((self._by_layer, tags.layer), (self._by_class, tags.drop_class)):
+            table[:, 1] += np.bincount(index[missing], minlength=len(table))
+        protected_lost = int(np.count_nonzero(tags.protected[missing]))
+        if lost <= bound.allowed(packets) and not protected_lost and deferred <= bound.deferrable(packets):
+            return None
+        self.violations += 1
+        return BoundExceededError(
+            f"job {self.job}, step {entry.step}: rank {entry.receiver} got {entry.delivered / packets:.1%} of "
+            f"{entry.layers} (bound {1 - bound.ratio:.1%}), protected packets lost: {protected_lost}, deferred: "
+            f"{deferred} of {packets} packets (bound {bound.deferral:.1%})"
+        )
 
     def _note_deferred(self, message: int, receiver: int, tags: PacketTags, deferred: NDArray[np.bool_] | None) -> None:
         """Count what was deferred, and for how many steps."""
@@ -221,4 +226,4 @@ def add_up(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def as_json(record: MessageRecord) -> dict[str, Any]:
     """Return a record as plain values."""
-    return asdict(record)
+    return record._asdict()

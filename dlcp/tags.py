@@ -252,6 +252,8 @@ class PacketLayout:
         Packets that carry values of a small layer, shape (packets,).
     owners
         The layers' packets, of ``LAYER_PACKETS``; those that no packet belongs to are left out.
+    whole
+        The tags where nothing may be lost.
     """
 
     segments: tuple[Segment, ...]
@@ -261,6 +263,7 @@ class PacketLayout:
     layer: NDArray[np.uint8]
     kept: NDArray[np.bool_]
     owners: NDArray[np.void]
+    whole: PacketTags
 
     @classmethod
     def of(
@@ -286,8 +289,9 @@ class PacketLayout:
             mine = segments[number].layer
             owner["row"] = rows.setdefault(mine.name, len(rows))
             owner["quantiles"] = policy.quantiles(mine.position)
-        kept = small_before[last + 1] > small_before[first]
-        return cls(tuple(segments), values, values_per_packet, queue_of_layer(layer), layer, kept, owners)
+        kept, queue = small_before[last + 1] > small_before[first], queue_of_layer(layer)
+        whole = PacketTags(queue, np.zeros(len(queue), np.uint8), layer, np.ones(len(queue), np.bool_))
+        return cls(tuple(segments), values, values_per_packet, queue, layer, kept, owners, whole)
 
     def fits(self, segments: Sequence[Segment], values: int, values_per_packet: int) -> bool:
         """Tell whether this is the layout of such a buffer."""
@@ -350,11 +354,12 @@ class Tagger:
         return self.tag_magnitudes(magnitudes, len(values), segments, values_per_packet)
 
     def tag_whole(self, values: int, segments: Sequence[Segment], values_per_packet: int) -> PacketTags:
-        """Tag the packets of a buffer of so many ``values`` of which nothing may be lost: by layer only."""
+        """Tag the packets of a buffer of so many ``values`` of which nothing may be lost: by layer only.
+
+        The tags are for all who ask, so not to be changed.
+        """
         with self._lock:
-            layout = self._layout(segments, values, values_per_packet)
-        classes = np.zeros(len(layout.queue), np.uint8)
-        return PacketTags(layout.queue.copy(), classes, layout.layer.copy(), np.ones(len(classes), np.bool_))
+            return self._layout(segments, values, values_per_packet).whole
 
     def tag_magnitudes(
         self, magnitudes: NDArray[np.float32], values: int, segments: Sequence[Segment], values_per_packet: int

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlcp.bench import allreduce
-from dlcp.bench.allreduce import DIVIDED, LOSSLESS, LOSSY, RunCost, contenders
+from dlcp.bench.allreduce import DIVIDED, LOSSLESS, LOSSY, AllReduceContender, RunCost, contenders
 from dlcp.bench.path import loopback
 from dlcp.bench.results import BenchError, BenchResult, Samples, against_best, median, significant
 from dlcp.transport.path_mtu import payload_for_mtu
@@ -24,6 +24,9 @@ _FLOOR_ROUNDS: Final = 2
 """Of which the last counts: in the first one memory is touched for the first time."""
 _FLOOR_DEADLINE_S: Final = 100.0
 _MTU_BYTES: Final = 1500
+_SMALL_BUCKETS: Final = 48
+_SMALL_BUCKET_VALUES: Final = 50_000
+"""Of a model with small tensors, or of DDP with small buckets. Chosen by us: here messages cost more than bytes."""
 
 
 def measure(
@@ -44,8 +47,16 @@ def measure(
     Returns
     -------
     ``cpu.nN``, ``cpu.nN.reliable`` (bound 0) and ``cpu.nN.buckets``: processor seconds of all ranks together per
-    gigabyte of the buffer, beside the least of Gloo's settings.
+    gigabyte of the buffer, beside the least of Gloo's settings. ``cpu.nN.small``: processor microseconds per bucket and
+    rank, where a step has many small buckets, whatever ``values`` is.
     """
+    large = _measure_large(ranks, values=values, rounds=rounds, warm_up=warm_up, progress=progress)
+    return [*large, _measure_small(ranks, rounds=rounds, warm_up=warm_up, progress=progress)]
+
+
+def _measure_large(
+    ranks: int, *, values: int, rounds: int, warm_up: int, progress: Callable[[str], None] | None
+) -> list[BenchResult]:
     costs: dict[str, list[list[RunCost]]] = {}
     with tempfile.TemporaryDirectory(prefix="dlcp-floor-") as folder:
         floor = _compiled_floor(Path(folder))
@@ -60,15 +71,7 @@ def measure(
                 path, values=values, ways=ways, rounds=rounds, warm_up=warm_up, progress=progress, beside=beside
             )
     costs |= found.costs
-    gigabytes = 4e-9 * values
-    user, kernel = (
-        {name: [sum(map(of, run)) / gigabytes for run in runs[-rounds:]] for name, runs in costs.items()}
-        for of in (attrgetter("user_s"), attrgetter("system_s"))
-    )
-    seconds: Samples = {name: list(map(add, user[name], kernel[name])) for name in costs}
-    parts = {
-        name: {"user": significant(median(user[name])), "kernel": significant(median(kernel[name]))} for name in costs
-    }
+    seconds, parts = _per(4e-9 * values, costs, rounds)
     peers = [way.name for way in ways if way.control]
     results = []
     for suffix, ours in (("", LOSSY), (".reliable", LOSSLESS), (".buckets", DIVIDED)):
@@ -80,6 +83,40 @@ def measure(
         }
         results.append(against_best(f"cpu.n{ranks}{suffix}", "s/GB", seconds, ours, peers, details))
     return results
+
+
+def _measure_small(ranks: int, *, rounds: int, warm_up: int, progress: Callable[[str], None] | None) -> BenchResult:
+    path = loopback(ranks)
+    with path:
+        ours = AllReduceContender(f"dlcp, {_SMALL_BUCKETS} small buckets", _SMALL_BUCKETS, bound=0.1)
+        gloo = [
+            AllReduceContender(f"gloo, {control}, {_SMALL_BUCKETS} small buckets", _SMALL_BUCKETS, control=control)
+            for control in path.controls
+        ]
+        found = allreduce.measure(
+            path,
+            values=_SMALL_BUCKETS * _SMALL_BUCKET_VALUES,
+            ways=(ours, *gloo),
+            rounds=rounds,
+            warm_up=warm_up,
+            progress=progress,
+        )
+    microseconds, parts = _per(1e-6 * _SMALL_BUCKETS * ranks, found.costs, rounds)
+    details = {"path": path.words, "bucket_bytes": 4 * _SMALL_BUCKET_VALUES, "microseconds_by": parts}
+    return against_best(f"cpu.n{ranks}.small", "us", microseconds, ours.name, [way.name for way in gloo], details)
+
+
+def _per(amount: float, costs: dict[str, list[list[RunCost]]], rounds: int) -> tuple[Samples, dict[str, Any]]:
+    """Return the processor seconds of all ranks together in the last ``rounds``, per ``amount``, and their parts."""
+    user, kernel = (
+        {name: [sum(map(of, run)) / amount for run in runs[-rounds:]] for name, runs in costs.items()}
+        for of in (attrgetter("user_s"), attrgetter("system_s"))
+    )
+    both: Samples = {name: list(map(add, user[name], kernel[name])) for name in costs}
+    parts = {
+        name: {"user": significant(median(user[name])), "kernel": significant(median(kernel[name]))} for name in costs
+    }
+    return both, parts
 
 
 def _compiled_floor(folder: Path) -> Path | None:

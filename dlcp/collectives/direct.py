@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,10 +35,13 @@ from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.tags import ChunkOrder, PacketTags
 from dlcp.transport import (
+    EMPTY,
     Arrival,
     BufferPool,
+    Bytes,
     Delivery,
     ExportedMemory,
+    LossBound,
     MessageKey,
     ReceiveRequest,
     SendRequest,
@@ -83,6 +86,8 @@ class DirectAllReduce:
         self._reported_with: dict[int, int] = {}
         """Which bucket that was, for results need not come in order."""
         self._runs: dict[tuple[int, int], DirectRun] = {}
+        self._plans: dict[int, DirectPlan] = {}
+        """By number of the bucket."""
 
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on, and divide buckets by the rates of the last step.
@@ -113,9 +118,15 @@ class DirectAllReduce:
         ValueError
             The values are not contiguous, or the number is too large; the message says which.
         """
-        self.context.check_key(step, sequence)
         run = self._runs[step, sequence] = DirectRun(self, step, sequence, bucket)
         return run.start()
+
+    def plan_of(self, sequence: int, bucket: Bucket) -> "DirectPlan":
+        """Return the plan of a bucket: that of the last step, if it is the same bucket, divided alike."""
+        plan = self._plans.get(sequence)
+        if plan is None or not plan.fits(bucket, self.weights):
+            plan = self._plans[sequence] = DirectPlan(self.context, sequence, bucket, self.weights)
+        return plan
 
     def partial_results(self) -> list[PartialResult]:
         """Return what this rank holds of buckets that it, or a peer for all it knows, has not finished.
@@ -140,6 +151,72 @@ class DirectAllReduce:
         """Note the rates that a rank reported with a bucket, unless those of a later one are known."""
         if sequence >= self._reported_with.get(rank, -1):
             self.rates_bps[rank], self._reported_with[rank] = rates_bps, sequence
+
+
+class DirectPlan:
+    """What is the same about a bucket in every step, as long as it holds the same layers and is divided alike.
+
+    Attributes
+    ----------
+    bounds
+        Where each owner's shard begins and ends, in values.
+    packets
+        The packets of each owner's shard.
+    numbers
+        Those of the bucket's messages, by phase and receiver.
+    labels, loss_bounds, orders
+        Of contributions to each shard that is not empty: what error messages call them, what they may lose, and which
+        part of this rank's leaves first.
+    average_bound
+        What averaged shards may lose and defer.
+    whole
+        The tags of the bucket where nothing may be lost.
+    """
+
+    def __init__(self, context: RankContext, sequence: int, bucket: Bucket, weights: Mapping[int, float]) -> None:
+        self._fits = self._what_it_fits(bucket, weights)
+        per_packet, options = context.endpoint.options.payload_bytes // bucket.values.itemsize, context.options
+        self.bounds = shard_bounds(len(bucket.values), per_packet, weights)
+        self.packets = {
+            owner: slice(start // per_packet, -(-stop // per_packet)) for owner, (start, stop) in self.bounds.items()
+        }
+        receivers = ((REDUCE_SCATTER, self.bounds), (ALL_GATHER, context.contributors))
+        self.numbers = {
+            (phase, receiver): context.key(0, sequence, phase, receiver).message
+            for phase, ranks in receivers
+            for receiver in ranks
+        }
+        self.labels: dict[int, str] = {}
+        self.loss_bounds: dict[int, LossBound] = {}
+        self.orders: dict[int, ChunkOrder] = {}
+        for owner, (start, stop) in self.bounds.items():
+            if start < stop:
+                self.labels[owner] = bucket.label(start, stop)
+                self.loss_bounds[owner] = options.bound_within(bucket, start, stop, per_packet)
+                others = [rank for rank in context.contributors if rank != owner]
+                first = -others.index(context.rank) % len(others) if context.rank in others else 0
+                self.orders[owner] = ChunkOrder(first, max(1, len(others)))
+        self.average_bound = options.average_bound(bucket)
+        self.whole = context.tagger.tag_whole(len(bucket.values), bucket.segments, per_packet)
+        self._whole_parts: dict[tuple[int, int], PacketTags] = {}
+
+    def fits(self, bucket: Bucket, weights: Mapping[int, float]) -> bool:
+        """Return whether this is the plan of a bucket that is divided by such weights."""
+        return self._fits == self._what_it_fits(bucket, weights)
+
+    @staticmethod
+    def _what_it_fits(bucket: Bucket, weights: Mapping[int, float]) -> tuple[Any, ...]:
+        size = len(bucket.values), bucket.value_type
+        return *size, bucket.bound, bucket.exact, weights, tuple(bucket.segments)
+
+    def tags_of(self, owner: int, tags: PacketTags, more: int = 0) -> PacketTags:
+        """Return the tags of a shard's packets out of those of the bucket, and of ``more`` packets, like the last."""
+        if tags is not self.whole:
+            return tags.part(self.packets[owner], more)
+        found = self._whole_parts.get((owner, more))
+        if found is None:
+            found = self._whole_parts[owner, more] = tags.part(self.packets[owner], more)
+        return found
 
 
 class BucketPhase(Enum):
@@ -167,21 +244,16 @@ class DirectRun(BucketRun):
     def __init__(self, reducer: DirectAllReduce, step: int, sequence: int, bucket: Bucket) -> None:
         super().__init__(reducer.context, step, sequence, bucket)
         self.reducer, self.rank, self.values = reducer, reducer.context.rank, bucket.values
-        self.bounds = shard_bounds(len(self.values), self.values_per_packet, reducer.weights)
-        """Where each owner's shard begins and ends, in values."""
+        plan = self.plan = reducer.plan_of(sequence, bucket)
+        self.bounds = plan.bounds
         if self.context.options.error_feedback:
             self.context.residual.apply(self.values, bucket.segments, bucket.value_type)
         self.tags = self._tag()
         self._note("tagged")
         self.phase = BucketPhase.EXCHANGING
-        self.shards = {
-            owner: Shard.ACCUMULATING if owner == self.rank else Shard.CONTRIBUTING
-            for owner, (start, stop) in self.bounds.items()
-            if start < stop
-        }
-        self.labels = {owner: bucket.label(*self.bounds[owner]) for owner in self.shards}
-        within = self.context.options.bound_within
-        self.loss_bounds = {owner: within(bucket, *self.bounds[owner], self.values_per_packet) for owner in self.shards}
+        self.shards = {owner: Shard.ACCUMULATING if owner == self.rank else Shard.CONTRIBUTING for owner in plan.labels}
+        self.awaited = len(self.shards)
+        """How many averaged shards are not here."""
         self.accumulator: ShardAccumulator | None = None
         self.rates: NDArray[np.uint8] = np.zeros(0, np.uint8)
         """What follows the own averaged shard."""
@@ -189,7 +261,7 @@ class DirectRun(BucketRun):
         """The tags of the own averaged shard."""
         self.average_deferred: NDArray[np.bool_] | None = None
         """Which packets of it no rank gets in this step."""
-        self.average_bound = self.context.options.average_bound(bucket)
+        self.average_bound = plan.average_bound
         self.copy: NDArray[np.generic] | None = None
         """The own averaged shard apart from the bucket: from the beginning for local peers to read, else from when the
         caller has the bucket back although a peer has not confirmed it."""
@@ -219,8 +291,8 @@ class DirectRun(BucketRun):
 
     def _accumulate(self) -> None:
         start, stop = self.bounds[self.rank]
-        endpoint, own, peers = self.context.endpoint, self.values[start:stop], self.context.peers
-        key, bound, label = self._key(REDUCE_SCATTER, self.rank), self.loss_bounds[self.rank], self.labels[self.rank]
+        endpoint, own, peers, plan = self.context.endpoint, self.values[start:stop], self.context.peers, self.plan
+        key, bound, label = self._key(REDUCE_SCATTER, self.rank), plan.loss_bounds[self.rank], plan.labels[self.rank]
         streaming = self.bucket.value_type is ValueType.FLOAT32
         accumulator = self.accumulator = ShardAccumulator(endpoint, peers, own, streaming=streaming, key=key)
         if accumulator.reduction is not None and not self.bucket.exported and endpoint.local_peers.intersection(peers):
@@ -257,7 +329,7 @@ class DirectRun(BucketRun):
             self._lose(self.rank, np.flatnonzero(error), error)
             own[:] = bucket.value_type.narrow(mean)
         accumulator.release()
-        self.shards[self.rank], self.latest = Shard.AVERAGED, self.rank
+        self._have(self.rank)
         self._note("summed")
         rates_bps = self.reducer.rates()
         self.reducer.note_rates(self.rank, self.sequence, rates_bps)
@@ -273,7 +345,7 @@ class DirectRun(BucketRun):
     def _finish_streaming(self, accumulator: ShardAccumulator, reduction: StreamingReduction) -> None:
         """Average the packets that lack contributions; complete ones are averaged already."""
         options, whole, samples = self.context.options, accumulator.whole, self.bucket.samples
-        own = cast(NDArray[np.float32], accumulator.own)
+        own = cast("NDArray[np.float32]", accumulator.own)
         error = None if whole or not (options.error_feedback and options.rescale) else np.zeros(len(own), np.float32)
         if samples is None or whole:
             reduction.finish(options.rescale, error)
@@ -342,7 +414,8 @@ class DirectRun(BucketRun):
     # Reduce-scatter: contributions to others' shards ------------------------------------------------------------------
 
     def _contribute(self, owner: int) -> None:
-        context, bound, tags = self.context, self.loss_bounds[owner], self._tags(owner)
+        context, plan, tags = self.context, self.plan, self._tags(owner)
+        bound = plan.loss_bounds[owner]
         if owner not in context.contributors:  # a parameter server
             if bound.ratio < context.options.bound.ratio:  # which is all that it knows of
                 protect_all_but(tags, np.arange(len(tags.queue)), bound.ratio, self.step)
@@ -352,25 +425,22 @@ class DirectRun(BucketRun):
             deferred = self._choose_deferred(REDUCE_SCATTER, owner, self._share_to_defer(owner), tags)
         if deferred is not None:
             tags = tags._replace(protected=tags.protected & ~deferred)
-        others = [rank for rank in context.contributors if rank != owner]
-        order = ChunkOrder(-others.index(self.rank) % len(others), len(others))
-        key, label = self._key(REDUCE_SCATTER, owner), self.labels[owner]
-        sending = context.endpoint.send(
-            SendRequest(owner, key, self._payload(owner), tags, bound, label, order=order, deferred=deferred)
-        )
+        key, label, order = self._key(REDUCE_SCATTER, owner), plan.labels[owner], plan.orders[owner]
+        request = SendRequest(owner, key, self._bytes(owner).data, tags, bound, label, EMPTY, order, deferred)
+        sending = context.endpoint.send(request)
         sending.add_done_callback(self.guard(partial(self._on_contributed, owner, tags)))
 
     def _on_contributed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
         start, stop = self.bounds[owner]
-        context, label = self.context, self.labels[owner]
-        context.ledger.record(self._key(REDUCE_SCATTER, owner), owner, label, tags, self.loss_bounds[owner], delivery)
+        context, label, loss_bound = self.context, self.plan.labels[owner], self.plan.loss_bounds[owner]
+        context.ledger.record(self._key(REDUCE_SCATTER, owner), owner, label, tags, loss_bound, delivery)
         if delivery.lost or delivery.deferred is not None:
             positions = self._positions(~delivery.delivered, stop - start)
             self._lose(owner, positions, self.bucket.value_type.widen(self.values[start:stop]))
         self.shards[owner] = Shard.AWAITED  # before the receive, which an early message completes at once
         # Only now: the average overwrites what may have had to be sent again, or is lost.
         tail = np.zeros(len(context.contributors) * RATE.itemsize, np.uint8)
-        into = np.frombuffer(self._payload(owner), np.uint8)
+        into = self._bytes(owner)
         key, size = self._key(ALL_GATHER, self.rank), len(into) + len(tail)
         bound = self.average_bound
         arriving = context.endpoint.receive(ReceiveRequest(owner, key, size, bound, label, into=into, tail=tail))
@@ -391,21 +461,25 @@ class DirectRun(BucketRun):
                 positions = self._positions(deferred & contributed, stop - start)
                 self._lose(owner, positions, self.bucket.value_type.widen(shard))
             shard[self._positions(deferred, stop - start)] = 0
-        self.shards[owner], self.latest = Shard.AVERAGED, owner
+        self._have(owner)
         self.reducer.note_rates(owner, self.sequence, tail.view(RATE))
         self._advance()
 
+    def _have(self, owner: int) -> None:
+        self.shards[owner], self.latest = Shard.AVERAGED, owner
+        self.awaited -= 1
+
     def _send_average(self, peer: int) -> None:
         """Send the own averaged shard to a peer that has confirmed its own contribution to come."""
-        key, label, tags = self._key(ALL_GATHER, peer), self.labels[self.rank], self.average_tags
-        payload = self._payload(self.rank) if self.copy is None else memoryview(self.copy.view(np.uint8).data)
+        key, label, tags = self._key(ALL_GATHER, peer), self.plan.labels[self.rank], self.average_tags
+        payload = (self._bytes(self.rank) if self.copy is None else self.copy.view(np.uint8)).data
         bound, deferred = self.average_bound, self.average_deferred
         request = SendRequest(peer, key, payload, tags, bound, label, self.rates, deferred=deferred)
         sending = self.context.endpoint.send(request)
         sending.add_done_callback(self.guard(partial(self._on_average_sent, key, peer, tags)))
 
     def _on_average_sent(self, key: MessageKey, peer: int, tags: PacketTags, delivery: Delivery) -> None:
-        self.context.ledger.record(key, peer, self.labels[self.rank], tags, self.average_bound, delivery)
+        self.context.ledger.record(key, peer, self.plan.labels[self.rank], tags, self.average_bound, delivery)
         if self.average_bound.deferral and self.reducer.deferral:
             self.reducer.deferral.note_average_sent(peer, delivery.seconds)
         self.unconfirmed.discard(peer)
@@ -415,13 +489,13 @@ class DirectRun(BucketRun):
 
     def _advance(self) -> None:
         """Enter the next phases, as far as what is here and what is confirmed allow."""
-        if self.done.done() and self.phase is not BucketPhase.RETURNED:  # it has failed
+        if self.awaited or (self.done.done() and self.phase is not BucketPhase.RETURNED):  # the latter: it has failed
             return
-        if self.phase is BucketPhase.EXCHANGING and all(state is Shard.AVERAGED for state in self.shards.values()):
+        if self.phase is BucketPhase.EXCHANGING:
             self.phase = BucketPhase.CONFIRMING
             self._note("gathered", self.latest)
             if self.unconfirmed and self.copy is None:
-                copying_s = len(self._payload(self.rank)) / COPY_BYTES_PER_S
+                copying_s = len(self._bytes(self.rank)) / COPY_BYTES_PER_S
                 self.context.endpoint.call_later(PATIENCE_S + copying_s, self._on_overdue)
         if self.phase is BucketPhase.OVERDUE and self.unconfirmed and not self._local_peers_read():
             self._detach()
@@ -520,7 +594,7 @@ class DirectRun(BucketRun):
         clear = context.endpoint.is_clear
         at_risk = [owner for owner in self.bounds if owner != self.rank and (bound.immediate or not clear(owner))]
         if not at_risk or (not bound.ratio and (bucket.exact or not layers)):
-            return tagger.tag_whole(count, bucket.segments, per_packet)
+            return self.plan.whole
         magnitudes = bucket.magnitudes
         if magnitudes is None:  # of what may be lost; all other packets count as the largest
             magnitudes = np.full(-(-count // per_packet), np.inf, np.float32)
@@ -535,12 +609,12 @@ class DirectRun(BucketRun):
 
     def _tags(self, owner: int, tail_bytes: int = 0) -> PacketTags:
         """Return the tags of a shard's packets; those of packets for a tail are like the last."""
-        start, stop = self.bounds[owner]
-        packets = self._packets(owner)
-        payload_bytes = self.context.endpoint.options.payload_bytes
-        size = (stop - start) * self.values.itemsize + tail_bytes
-        more = -(-size // payload_bytes) - (packets.stop - packets.start) if tail_bytes else 0
-        return self.tags.part(packets, more)
+        more = 0
+        if tail_bytes:
+            (start, stop), packets = self.bounds[owner], self.plan.packets[owner]
+            size = (stop - start) * self.values.itemsize + tail_bytes
+            more = -(-size // self.context.endpoint.options.payload_bytes) - (packets.stop - packets.start)
+        return self.plan.tags_of(owner, self.tags, more)
 
     def _positions(self, packets: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
         """Return the positions of the values in some packets of a shard that has ``count`` values."""
@@ -554,12 +628,11 @@ class DirectRun(BucketRun):
             self.lost.append((positions + self.bounds[owner][0], values[positions]))
 
     def _packets(self, owner: int) -> slice:
-        start, stop = self.bounds.get(owner, (0, 0))
-        return slice(start // self.values_per_packet, -(-stop // self.values_per_packet))
+        return self.plan.packets.get(owner, slice(0, 0))
 
     def _key(self, phase: int, receiver: int) -> MessageKey:
-        return self.context.key(self.step, self.sequence, phase, receiver)
+        return MessageKey(self.step, self.plan.numbers[phase, receiver])
 
-    def _payload(self, owner: int) -> memoryview:
+    def _bytes(self, owner: int) -> Bytes:
         start, stop = self.bounds[owner]
-        return memoryview(self.values[start:stop].view(np.uint8).data)
+        return self.values[start:stop].view(np.uint8)

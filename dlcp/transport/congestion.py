@@ -5,15 +5,13 @@ A job should count as one flow on a port, however many ranks send to it, so each
 """
 
 import math
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 INITIAL_WINDOW_PACKETS = 10.0
 """RFC 6928, shared by the flows of a job in proportion to their weight."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """What became of packets since the last report; it may cover one acknowledgement, or several windows.
 
     Parameters

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,7 @@ from dlcp.transport.errors import (
 )
 from dlcp.transport.messages import (
     EMPTY,
+    RELIABLE,
     Address,
     Arrival,
     Bytes,
@@ -76,6 +77,8 @@ CLOSE_LINGER_S: Final = 1.0
 _POLL_S: Final = 0.005
 ABORT_BYTES_MAX: Final = 1000
 
+_Request = TypeVar("_Request")
+_Answer = TypeVar("_Answer")
 Emit = Callable[[int, bytes, int, int], object]
 """Takes what leaves without a socket: rank, datagram, IPv4 type of service, path."""
 
@@ -293,7 +296,9 @@ class Protocol:
 
     def _bound(self, peer: int, bound: LossBound) -> LossBound:
         """Return what a message may lose, where it may lose ``bound`` in the network; what is deferred is not lost."""
-        return LossBound(deferral=bound.deferral) if peer in self.local_peers else bound
+        if peer not in self.local_peers:
+            return bound
+        return LossBound(deferral=bound.deferral) if bound.deferral else RELIABLE
 
     # Calls, and the end -----------------------------------------------------------------------------------------------
 
@@ -658,16 +663,17 @@ class Endpoint(Protocol):
             ports=[each.getsockname()[1] for each in self._further],
             further=self._further,
         )
+        self._thread_id = 0
         self._thread = threading.Thread(target=self._run, name=f"dlcp-rank{rank}", daemon=True)
         self._thread.start()
 
     def send(self, request: SendRequest) -> Future[Delivery]:
         """Send a message; the future resolves once the receiver has confirmed it."""
-        return self._ask(lambda: Protocol.send(self, request))
+        return self._ask(Protocol.send, request)
 
     def receive(self, request: ReceiveRequest) -> Future[Arrival]:
         """Receive a message; the future resolves when its bound is met."""
-        return self._ask(lambda: Protocol.receive(self, request))
+        return self._ask(Protocol.receive, request)
 
     def call(self, function: Callable[[], None]) -> None:
         """Run a function in the endpoint's thread, in the order of the calls.
@@ -677,7 +683,7 @@ class Endpoint(Protocol):
         TransportError
             The thread has ended, because the endpoint was closed or has failed; the message says which.
         """
-        if threading.current_thread() is self._thread:
+        if threading.get_ident() == self._thread_id:
             self._commands.append(function)  # run before the engine's next turn
             return
         with self._lock:
@@ -763,15 +769,15 @@ class Endpoint(Protocol):
     def _closed_words(self) -> str:
         return f"rank {self.rank} has closed its endpoint"
 
-    def _ask(self, question: Callable[[], Future[Any]]) -> Future[Any]:
+    def _ask(self, question: "Callable[[Endpoint, _Request], Future[_Answer]]", request: _Request) -> "Future[_Answer]":
         """Return a future that the caller may wait for; in the endpoint's own thread, which may not wait, a promise."""
-        if threading.current_thread() is self._thread:
-            return question()
-        answer: Future[Any] = Future()
+        if threading.get_ident() == self._thread_id:
+            return question(self, request)
+        answer: Future[_Answer] = Future()
 
         def ask() -> None:
             try:
-                question().add_done_callback(lambda inner: _copy(inner, answer))
+                question(self, request).add_done_callback(lambda inner: _copy(inner, answer))
             except Exception as error:
                 answer.set_exception(error)
 
@@ -782,7 +788,7 @@ class Endpoint(Protocol):
         return answer
 
     def _run(self) -> None:
-        why = self._closed_words
+        why, self._thread_id = self._closed_words, threading.get_ident()
         try:
             while not self._closing:
                 self._turn()

@@ -21,6 +21,7 @@ that the receiver waits for none of them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -271,6 +272,14 @@ class StreamingReduction(ABC):
         residual
             Gets, for these packets, the sum less the divisor times the average, where that is finite; shape (m,).
         """
+
+
+@lru_cache(64)
+def all_of(packets: int) -> NDArray[np.bool_]:
+    """Return which packets of a message arrived where all did, shape (packets,); for all who ask, so read-only."""
+    every = np.ones(packets, np.bool_)
+    every.flags.writeable = False
+    return every
 
 
 def chunk_seed(key: MessageKey) -> int:

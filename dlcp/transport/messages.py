@@ -2,7 +2,7 @@
 """Messages between ranks: what is sent, what is received, and how much of it may be lost."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -70,8 +70,7 @@ class LossBound:
 RELIABLE: Final = LossBound()
 
 
-@dataclass(frozen=True, slots=True)
-class SendRequest:
+class SendRequest(NamedTuple):
     """A message to send.
 
     Attributes
@@ -99,7 +98,7 @@ class SendRequest:
     tags: PacketTags
     bound: LossBound
     label: str
-    tail: Bytes = field(default_factory=lambda: EMPTY)
+    tail: Bytes = EMPTY
     order: ChunkOrder = AS_SEEDED
     deferred: NDArray[np.bool_] | None = None
 
@@ -121,8 +120,7 @@ class SendRequest:
             raise ValueError(f"{self.label}: protected packets and the last one cannot be deferred")
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveRequest:
+class ReceiveRequest(NamedTuple):
     """A message to receive: a posted receive.
 
     Attributes
@@ -148,7 +146,7 @@ class ReceiveRequest:
     bound: LossBound
     label: str
     into: Bytes | memoryview | None = None
-    tail: Bytes = field(default_factory=lambda: EMPTY)
+    tail: Bytes = EMPTY
     reduction: "StreamingReduction | None" = None
     position: int = 0
 
@@ -160,25 +158,26 @@ class ReceiveRequest:
         ValueError
             ``into`` and ``tail``, or the values of ``reduction``, are not of the message's size or not writable.
         """
-        into = np.frombuffer(self.into, np.uint8) if isinstance(self.into, memoryview) else self.into
+        into, size, reduction = self.into, self.message_bytes, self.reduction
+        if into is None and self.tail is EMPTY and (reduction is None or reduction.values.nbytes == size):
+            return None
+        into = np.frombuffer(into, np.uint8) if isinstance(into, memoryview) else into
         places = [place for place in (into, self.tail) if place is not None and len(place)]
         for place in places:
             if place.dtype != np.uint8 or not place.flags.c_contiguous or not place.flags.writeable:
                 raise ValueError(f"{self.label}: bytes are received into contiguous, writable uint8 arrays only")
-        size = self.message_bytes
         room = (0 if into is None else len(into)) + len(self.tail)
         if places and (size is None or room > size or (into is not None and room < size)):
             raise ValueError(f"{self.label}: a message of {size} bytes cannot be received into {room} bytes")
-        if self.reduction is not None and (self.reduction.values.nbytes != size or places):
+        if reduction is not None and (reduction.values.nbytes != size or places):
             raise ValueError(
-                f"{self.label}: a message of {size} bytes cannot be added to {self.reduction.values.nbytes} bytes, or "
+                f"{self.label}: a message of {size} bytes cannot be added to {reduction.values.nbytes} bytes, or "
                 "is to be stored elsewhere as well"
             )
         return into
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """What became of a message that was sent, as its receiver confirmed it.
 
     ``delivered`` has shape (packets,), as ``deferred``, which tells the packets that were kept for a later step (None:
@@ -212,8 +211,7 @@ class Delivery:
         return min(self.resent, self.arrived) if self.resent else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A message as it arrived.
 
     ``payload`` is where its bytes are, without the tail. Missing packets read as zeros where the transport allocated

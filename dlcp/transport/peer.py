@@ -109,6 +109,7 @@ class Peer:
     """The shortest round trip so far."""
     congested_s: float = -math.inf
     """When a packet to it was last lost or marked."""
+    _largest: float = math.inf
 
     def __post_init__(self) -> None:
         self.limit_window()
@@ -120,7 +121,11 @@ class Peer:
             self.congested_s = report.now_s
         self.smoothed_rtt_s = report.smoothed_rtt_s
         self.control.on_report(report)
-        self.limit_window(report.rtt_s)
+        if 0 < report.rtt_s < self.base_rtt_s:
+            self.base_rtt_s = report.rtt_s
+            self.limit_window()
+        else:
+            self._apply_window()
         self.rate.on_feedback(report.now_s, report.delivered, reported.waiting)
 
     def on_timeout(self) -> None:
@@ -128,23 +133,22 @@ class Peer:
         self.control.on_timeout()
         self._apply_window()
 
-    def limit_window(self, rtt_s: float = 0.0) -> None:
-        """Bound the window by what the receiver has room for, and by what may be of use; 0: no new round trip."""
+    def limit_window(self) -> None:
+        """Bound the window by what the receiver has room for, and by what may be of use."""
         if self.local:
             self.flow.largest_window = UNLIMITED_PACKETS
         else:
-            if rtt_s:
-                self.base_rtt_s = min(self.base_rtt_s, rtt_s)
             base_s = 0.0 if self.base_rtt_s == math.inf else self.base_rtt_s
             useful_packets = max(USEFUL_WINDOW_BYTES, self.base_rtt_s * FASTEST_BPS / 8) / self.payload_bytes
             room_packets = self.room_packets * max(1.0, base_s / READ_EVERY_S)
-            self.flow.largest_window = max(1, int(min(room_packets, useful_packets)))
-            # A window must not grow on the strength of what the bound lets through.
-            self.control.window = min(self.control.window, float(self.flow.largest_window))
+            largest = self.flow.largest_window = max(1, int(min(room_packets, useful_packets)))
+            self._largest = float(largest)
         self._apply_window()
 
     def _apply_window(self) -> None:
         control, flow = self.control, self.flow
+        if control.window > self._largest:  # it must not grow on the strength of what the bound lets through
+            control.window = self._largest
         flow.window, flow.slow_start, flow.pace = control.window, control.slow_start, math.inf
         if self.base_rtt_s < math.inf:
             flow.pace = pace_of(control, self.base_rtt_s, self.smoothed_rtt_s)

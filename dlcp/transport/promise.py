@@ -9,12 +9,13 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from dlcp.transport.messages import Arrival, Bytes, Delivery, LossBound, ReceiveRequest, SendRequest
 
 T = TypeVar("T")
 _PENDING: Any = object()
+_NOT_DONE: Final = "not done yet, and who alone could bring it about asks for it"
 log = logging.getLogger("dlcp")
 
 
@@ -54,9 +55,10 @@ class Promise(Future[T]):
         InvalidStateError
             It is not done. Whatever it was given instead of a result is raised, too.
         """
-        error = self.exception()
-        if error is not None:
-            raise error
+        if self._callbacks is not None:
+            raise InvalidStateError(_NOT_DONE)
+        if self._error is not None:
+            raise self._error
         return self._outcome
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -67,14 +69,14 @@ class Promise(Future[T]):
         InvalidStateError
             It is not done.
         """
-        if not self.done():
-            raise InvalidStateError("not done yet, and who alone could bring it about asks for it")
+        if self._callbacks is not None:
+            raise InvalidStateError(_NOT_DONE)
         return self._error
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         """Call ``fn`` with this once it is done, or now if it is."""
         if self._callbacks is None:
-            self._call(fn)
+            self._call([fn])
         else:
             self._callbacks.append(fn)
 
@@ -103,14 +105,14 @@ class Promise(Future[T]):
         if callbacks is None:
             raise InvalidStateError("done already")
         self._outcome, self._error, self._callbacks = outcome, error, None
-        for callback in callbacks:
-            self._call(callback)
+        self._call(callbacks)
 
-    def _call(self, callback: Callable[[Any], object]) -> None:
-        try:
-            callback(self)
-        except Exception:
-            log.exception("what was to follow a message failed")
+    def _call(self, callbacks: list[Callable[[Any], object]]) -> None:
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:
+                log.exception("what was to follow a message failed")
 
 
 @dataclass(slots=True)

@@ -135,11 +135,14 @@ def test_the_model_has_25_million_parameters():
 def test_processor_time_is_that_of_all_ranks_beside_gloo_and_the_floor(monkeypatch):
     monkeypatch.setattr(cpu, "loopback", BenchPath)
     results = cpu.measure(2, values=MEGABYTE, rounds=2, warm_up=1)
-    assert [each.name for each in results] == ["cpu.n2", "cpu.n2.reliable", "cpu.n2.buckets"]
+    assert [each.name for each in results] == ["cpu.n2", "cpu.n2.reliable", "cpu.n2.buckets", "cpu.n2.small"]
+    *large, small = results
     for result in results:
         assert result.value > 0 < result.peer
         assert result.details["peer"].startswith("gloo")
+    for result in large:
         assert len(result.details["seconds_by"]) == len(result.details["milliseconds"])
+    assert len(small.details["microseconds_by"]) == 1 + len(small.details["peers_tried"])
     if shutil.which("cc"):
         assert results[0].details["floor"] > 0
 

@@ -2,7 +2,6 @@
 """Direct all-reduce: exact where nothing is lost, the same on all ranks whatever is, and nothing lost for good."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -361,7 +360,7 @@ def test_magnitudes_are_found_only_where_something_was_lost_or_marked_lately(mon
     peers[1].on_report(Reported(1, report, waiting=False))
     assert tagged(10.0) == [True, False]
     assert len(found) == 1
-    peers[2].on_report(Reported(2, replace(report, now_s=30.0, lost=0, marked=1), waiting=False))
+    peers[2].on_report(Reported(2, report._replace(now_s=30.0, lost=0, marked=1), waiting=False))
     assert tagged(69.0) == [True, True]
     assert tagged(71.0) == [False, True]
     assert tagged(91.0) == [False, False]

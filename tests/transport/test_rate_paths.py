@@ -158,7 +158,8 @@ def test_a_longer_path_may_hold_more_than_the_receive_buffer():
     network = Network(2)
     peer = network.ranks[0]._peers[1]
     room = peer.room_packets
-    peer.limit_window(READ_EVERY_S / 2)
+    peer.base_rtt_s = READ_EVERY_S / 2
+    peer.limit_window()
     assert peer.flow.largest_window <= room
     peer.base_rtt_s = 10 * READ_EVERY_S
     peer.limit_window()

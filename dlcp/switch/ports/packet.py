@@ -71,7 +71,10 @@ class PacketRing:
         self._counters = counters
         self._take = library.dlcp_packets_take
         self._send = library.dlcp_packets_send
-        self._take.restype = self._send.restype = ctypes.c_int64
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._take.argtypes = [pointer, pointer, number, pointer, number, *[pointer] * 3]
+        self._send.argtypes = [ctypes.c_int, pointer, number, *[pointer] * 2, number, *[pointer] * 2]
+        self._take.restype = self._send.restype = number
         frame = -(-(frame_max_bytes + _HEADROOM_BYTES) // _ALIGNMENT) * _ALIGNMENT
         block = max(_BLOCK_BYTES, -(-frame // mmap.PAGESIZE) * mmap.PAGESIZE)
         per_block = block // frame
@@ -107,9 +110,9 @@ class PacketRing:
             self._take(
                 ctypes.byref(self._ring),
                 address(rows),
-                ctypes.c_int64(rows.shape[1]),
+                rows.shape[1],
                 address(slots),
-                ctypes.c_int64(len(slots)),
+                len(slots),
                 address(lengths),
                 address(stamps_ns),
                 address(self._others),
@@ -131,12 +134,12 @@ class PacketRing:
         address = native.address
         sent = int(
             self._send(
-                ctypes.c_int(self._fileno),
+                self._fileno,
                 address(rows),
-                ctypes.c_int64(rows.shape[1]),
+                rows.shape[1],
                 address(slots),
                 address(lengths),
-                ctypes.c_int64(len(slots)),
+                len(slots),
                 address(self._bytes),
                 address(self._failures),
             )
