@@ -71,9 +71,9 @@ lint: $(STAMP) ## check style, types and layers
 bench: $(STAMP) ## measure everything again, into out/bench/NAME.json
 	@mkdir -p out/bench
 	@# Where namespaces are refused there are no results of some, and the others go on.
-	@for name in allreduce compression convergence cpu delay loss paths sim step switch tags; do \
+	@for name in allreduce compression convergence cpu delay loss paths sim step switch tags tail; do \
 		$(BIN)/dlcp bench $$name > out/bench/$$name.json.part || [ $$name = loss ] || [ $$name = paths ] || \
-			[ $$name = delay ]; \
+			[ $$name = delay ] || [ $$name = tail ]; \
 		mv out/bench/$$name.json.part out/bench/$$name.json; \
 		echo out/bench/$$name.json; \
 	done

@@ -5,7 +5,11 @@ Every path but the plain loopback is made of network namespaces, which vanish wi
 control is chosen by address: each host has one for every control that is compared, and routes say which to use.
 """
 
+import random
 import re
+import subprocess
+import threading
+import time
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from functools import partial
@@ -31,8 +35,13 @@ QUEUE_S: Final = 0.01
 LINK_BURST_BYTES: Final = 128 << 10
 """What a slow link may send at once. Chosen by us: two of a kernel's bursts, for one is taken apart if it is all."""
 
+_OUTAGE_S: Final = (0.005, 0.05)
+"""The shortest and the longest time that a link is gone."""
+_OUTAGES_PER_S: Final = 1.0
+
 # Classic BPF: load a random word, drop (2, TC_ACT_SHOT) if it is below a threshold, else pass (0, TC_ACT_OK).
 DROP_AT_RANDOM: Final = "4,32 0 0 4294963256,53 1 0 {threshold},6 0 0 2,6 0 0 0"
+_DROP_ALL: Final = "1,6 0 0 2"
 
 
 class BenchPath:
@@ -193,6 +202,11 @@ class RoutedPath(BenchHosts):
     offloads
         Whether links segment and gather packets, as the interfaces of real hosts do. Without, each packet costs the
         machine's processors what it does not cost a host's; but then each loss is one packet's.
+
+    Attributes
+    ----------
+    router
+        The namespace of the router, whose end of the link to host k is ``port<k>``.
     """
 
     def __init__(
@@ -223,18 +237,18 @@ class RoutedPath(BenchHosts):
 
     def dropped(self) -> tuple[int, int]:
         """Return how many packets have reached the router, and how many of them it has lost."""
-        shown = self._router.run(["tc", "-s", "qdisc", "show"], capture_output=True, text=True).stdout
+        shown = self.router.run(["tc", "-s", "qdisc", "show"], capture_output=True, text=True).stdout
         counts = re.findall(r"clsact.*\n *Sent \d+ bytes (\d+) pkt \(dropped (\d+)", shown)
         passed, lost = (sum(int(count[column]) for count in counts) for column in (0, 1))
         return passed, lost
 
     def _link(self) -> None:
-        self._router = self._namespace("router")
-        self._router.sysctl("net/ipv4/ip_forward", "1")
+        self.router = self._namespace("router")
+        self.router.sysctl("net/ipv4/ip_forward", "1")
         mtu = f"mtu {self.mtu_bytes}"
         for rank, host in enumerate(self.hosts):
             port, gateway = f"port{rank}", f"10.0.{rank}.1"
-            self._router.ip(
+            self.router.ip(
                 f"link add {port} {mtu} type veth peer name eth0 {mtu} netns {host.path}",
                 f"addr add {gateway}/24 dev {port}",
                 f"link set {port} up",
@@ -247,18 +261,67 @@ class RoutedPath(BenchHosts):
                 *(command for peer in others for command in self._routes(rank, peer, way)),
             )
             if not self.offloads:
-                self._router.call(partial(turn_off_offloads, port))
+                self.router.call(partial(turn_off_offloads, port))
                 host.call(partial(turn_off_offloads, "eth0"))
             program = DROP_AT_RANDOM.format(threshold=min(round(self.loss * 2**32), 2**32 - 1))
-            self._router.tc("qdisc", "add", "dev", port, "clsact")
+            self.router.tc("qdisc", "add", "dev", port, "clsact")
             # IPv4 only, so that neighbours find each other at once.
-            self._router.tc("filter", "add", "dev", port, "ingress", "protocol", "ip", "bpf", "da", "bytecode", program)
+            self.router.tc("filter", "add", "dev", port, "ingress", "protocol", "ip", "bpf", "da", "bytecode", program)
             is_last = rank == len(self.hosts) - 1
             rate_bps = self.slowest_bps if is_last and self.slowest_bps else self.rate_bps
             if rate_bps:
                 burst = str(LINK_BURST_BYTES)
                 shaper = ["tbf", "rate", f"{rate_bps}bit", "burst", burst, "latency", f"{QUEUE_S}s"]
-                self._router.tc("qdisc", "add", "dev", port, "root", *shaper)
+                self.router.tc("qdisc", "add", "dev", port, "root", *shaper)
+
+
+class LinkOutages:
+    """Lets the links of a path be gone for 5 to 50 ms, one of them about once a second, while it is entered.
+
+    Packets vanish in both directions, as where a cable or a switch's port fails and hosts do not see it.
+
+    Parameters
+    ----------
+    path
+        Whose router loses the packets.
+    seed
+        Of times, lengths and links.
+    """
+
+    def __init__(self, path: RoutedPath, seed: int) -> None:
+        self._path, self._seed = path, seed
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.seconds = 0.0
+        """For how long links were gone so far."""
+
+    def __enter__(self) -> "LinkOutages":
+        # One process for all commands: to start one would take as long as a short outage.
+        self._tc: subprocess.Popen[str] = self._path.router.popen(
+            ["tc", "-batch", "-"], stdin=subprocess.PIPE, text=True, bufsize=1
+        )
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._tc.communicate()
+
+    def _run(self) -> None:
+        draw = random.Random(self._seed)
+        while not self._over.wait(draw.uniform(0.5, 1.5) / _OUTAGES_PER_S):
+            rank, length_s = draw.randrange(len(self._path.hosts)), draw.uniform(*_OUTAGE_S)
+            began_s = time.monotonic()
+            self._command(rank, "add", f"protocol ip bpf da bytecode '{_DROP_ALL}'")
+            self._over.wait(length_s)
+            self._command(rank, "del", "")
+            self.seconds += time.monotonic() - began_s
+
+    def _command(self, rank: int, what: str, program: str) -> None:
+        assert self._tc.stdin
+        for way in ("ingress", "egress"):
+            self._tc.stdin.write(f"filter {what} dev port{rank} {way} pref 1 {program}\n")
 
 
 def loopback(ranks: int) -> BenchPath:

@@ -84,6 +84,16 @@ def median(values: Sequence[float]) -> float:
     return float(statistics.median(values))
 
 
+def mean(values: Sequence[float]) -> float:
+    """Return the arithmetic mean."""
+    return statistics.fmean(values)
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return a percentile, 1 to 99, interpolated between values."""
+    return values[0] if len(values) == 1 else statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
 def spread(values: Sequence[float]) -> float:
     """Return the interquartile range over the median; 0 of a single value."""
     if len(values) < 2:
@@ -101,7 +111,7 @@ class BenchResult:
     name
         What was measured, ``area.what``.
     value, unit
-        Ours: the median over the runs.
+        Ours: the median over the runs; the mean where rare runs count (:func:`mean_against`).
     peer
         The same of what it is compared with; None where there is no peer.
     ratio
@@ -188,6 +198,29 @@ def against_best(
     return result(
         name, unit, samples[ours], samples[best], details={"peer": best, "peers_tried": tried, **(details or {})}
     )
+
+
+def mean_against(
+    name: str, unit: str, samples: Samples, ours: str, peer: str, details: Mapping[str, Any] | None = None
+) -> BenchResult:
+    """Compare means, where it is rare runs that count; ``details`` have everybody's mean and 99th percentile.
+
+    Parameters
+    ----------
+    samples
+        Times by contender, from :func:`interleave`.
+    ours, peer
+        Names of contenders.
+    """
+    means = {contender: mean(values) for contender, values in samples.items()}
+    more = {
+        "peer": peer,
+        "means": {contender: significant(value) for contender, value in means.items()},
+        "p99": {contender: significant(percentile(values, 99)) for contender, values in samples.items()},
+        **(details or {}),
+    }
+    mine = samples[ours]
+    return BenchResult(name, means[ours], unit, means[peer], means[peer] / means[ours], len(mine), spread(mine), more)
 
 
 def document(results: Sequence[BenchResult]) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.bench.path import BenchPath, RoutedPath, VethPair, loopback
-from dlcp.bench.results import BenchError, BenchResult, say, show
+from dlcp.bench.path import BenchPath, LinkOutages, RoutedPath, VethPair, loopback
+from dlcp.bench.results import BenchError, BenchResult, mean_against, say, show, significant
 from dlcp.commands.common import refuse
 from dlcp.namespace import NamespaceError, become_root
 
 _LOSSES_PERCENT: Final = (0.0, 0.1, 1.0, 3.0)
+_OUTAGES_PERCENT: Final = (1.0, 3.0)
 _RTTS_MS: Final = (1.0, 20.0, 100.0)
 _BUFFERS: Final = (0.2, 1.0, 10.0)
 _VALUE_BYTES: Final = 4
@@ -51,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     loss = declare("loss", "the same through a router that loses packets at random", 7, _loss, root=True)
     loss.add_argument("--ranks", type=int, default=2, metavar="N", help="(default: 2)")
     loss.add_argument("--percent", type=float, nargs="+", default=_LOSSES_PERCENT, help="(default: 0 0.1 1 3)")
+    loss.add_argument(
+        "--outages", type=float, nargs="*", default=_OUTAGES_PERCENT, help="loss beside links that fail (default: 1 3)"
+    )
+    loss.add_argument("--outage-rounds", type=int, default=20, metavar="N", help="that count there (default: 20)")
     tags = declare("tags", "tagging of 100 MB on one core", 15)
     step = declare("step", "training step of a 25-million-parameter model, against DDP over Gloo", 9, _step)
     step.add_argument("--ranks", type=int, default=4, metavar="N", help="(default: 4)")
@@ -106,7 +111,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slow_path.add_argument("--slowness", type=float, default=3.0, metavar="TIMES", help="of one port (default: 3)")
     slow_path.add_argument("--megabytes", type=float, default=8.0, metavar="MB", help="of float32 (default: 8)")
     slow_path.add_argument("--deferral-bound", type=float, default=0.75, metavar="SHARE", help="(default: 0.75)")
-    for command in (allreduce, cpu, delay, loss, tags, step, switch, compression, paths, slow_path):
+    tail = declare("tail", "all-reduce beside bursts of other traffic: growth with the tail", 60, _tail, root=True)
+    tail.add_argument("--ranks", type=int, default=4, metavar="N", help="(default: 4)")
+    tail.add_argument("--rate-mbps", type=float, default=100.0, metavar="RATE", help="of a port (default: 100)")
+    tail.add_argument("--megabytes", type=float, default=1.0, metavar="MB", help="of float32 (default: 1)")
+    tail.add_argument("--probes", type=int, default=60, metavar="N", help="for each length of bursts (default: 60)")
+    tail.add_argument("--seed", type=int, default=1, metavar="N", help="of the bursts (default: 1)")
+    for command in (allreduce, cpu, delay, loss, tags, step, switch, compression, paths, slow_path, tail):
         command.add_argument("--warm-up", type=int, default=2, metavar="N", help="rounds before them (default: 2)")
     for command in (allreduce, loss, step):
         command.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="MTU of the path (default: 1500)")
@@ -182,7 +193,42 @@ def _loss(arguments: argparse.Namespace) -> list[BenchResult]:
         path = RoutedPath(arguments.ranks, percent / 100, arguments.mtu)
         name = f"allreduce.loss{percent:g}{_mtu_suffix(arguments.mtu)}"
         results += _measure_allreduce(path, name, arguments, by_control=True)
+    for percent in arguments.outages:
+        path = RoutedPath(arguments.ranks, percent / 100, arguments.mtu)
+        results.append(_measure_outages(path, f"allreduce.outages.loss{percent:g}", arguments))
     return results
+
+
+def _measure_outages(path: RoutedPath, name: str, arguments: argparse.Namespace) -> BenchResult:
+    """Measure DLCP with its bound beside DLCP without, where links fail now and then."""
+    from dlcp.bench.allreduce import LOSSLESS, LOSSY, contenders, measure
+
+    say(f"{name}: {path.words}, links gone for 5-50 ms once a second, {arguments.megabytes:g} MB, times in ms")
+    with path, LinkOutages(path, seed=1) as outages:
+        ways = [way for way in contenders(path.controls) if way.name in (LOSSY, LOSSLESS) or way.control]
+        settings = {**_rounds(arguments), "rounds": arguments.outage_rounds}
+        values = int(arguments.megabytes * 1e6) // _VALUE_BYTES
+        found = measure(path, values=values, ways=ways, mtu_bytes=arguments.mtu, **settings)
+        details = {
+            "path": found.path,
+            "outages_s": significant(outages.seconds),
+            "path_loss": significant(found.path_loss),
+            "packets": found.ledgers[LOSSY],
+        }
+    return mean_against(name, "ms", found.samples, LOSSY, LOSSLESS, details)
+
+
+def _tail(arguments: argparse.Namespace) -> list[BenchResult]:
+    from dlcp.bench.tail import measure
+
+    return measure(
+        ranks=arguments.ranks,
+        rate_bps=round(arguments.rate_mbps * 1e6),
+        megabytes=arguments.megabytes,
+        probes=arguments.probes,
+        seed=arguments.seed,
+        **_rounds(arguments),
+    )
 
 
 def _slow_path(arguments: argparse.Namespace) -> list[BenchResult]:
