@@ -8,8 +8,13 @@ somewhere on a code host, too. What the code knows, ``reference.py`` writes wher
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
+
+from sphinx.application import Sphinx
 
 sys.path.append(str(Path(__file__).parent))
+
+_FIELD = type(NamedTuple("_Tuple", [("field", int)]).field)
 
 project = "DLCP"
 html_title = "DLCP"
@@ -50,3 +55,8 @@ html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
 html_use_index = False
+
+
+def setup(app: Sphinx) -> None:
+    """Leave the fields of named tuples to the docstrings of their classes, which describe them already."""
+    app.connect("autodoc-skip-member", lambda *about: isinstance(about[3], _FIELD) or None)
