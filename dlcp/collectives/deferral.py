@@ -29,7 +29,7 @@ STEP_PART: Final = 2 / 3
 of layers with small gradients have room to defer more than others."""
 SIZE_JUMP: Final = 2.0
 """Nothing is deferred in the step after one whose values were so many times as large as usual. Chosen by us."""
-MEMORY: Final = 0.75
+USUAL_MEMORY: Final = 0.75
 """Weight of the past in what is usual. Chosen by us: what one step defers is twice as large in the next."""
 
 
@@ -209,4 +209,4 @@ class Deferral:
 
 
 def _smoothed(past: float | None, now: float) -> float:
-    return now if past is None else MEMORY * past + (1 - MEMORY) * now
+    return now if past is None else USUAL_MEMORY * past + (1 - USUAL_MEMORY) * now

@@ -12,7 +12,6 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.slow_ports import level
 from dlcp.transport import Arrival, Endpoint, LossBound, MessageKey, ReceiveRequest
 
 PATIENCE_S: Final = 0.002
@@ -63,6 +62,8 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     -------
     Rates in bit/s, levelled: see :func:`dlcp.slow_ports.level`.
     """
+    from dlcp.slow_ports import level  # adaptive shards alone need it
+
     ranks = sorted(reported_bps)
     table = np.array([reported_bps[rank] for rank in ranks], float)
     # The median, for one sender's own trouble says nothing about the receiver.

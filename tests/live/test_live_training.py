@@ -77,7 +77,7 @@ def test_two_ranks_are_watched_while_they_train_and_are_seen_to_end(tmp_path, wa
         until(lambda: all(member["present"]["steps"] > 5 for member in members(url)))
         first, second = members(url)
         assert [member["phase"] for member in (first, second)] == ["ready", "ready"]
-        assert first["present"]["step_s"] > 0.1
+        assert first["present"]["step_s"] > 0.08, "but for the first step, each waits for the straggler"
         until(lambda: straggles(*members(url)), "rank 0 waits for the straggler, who waits less")
         assert second["present"]["computing_s"] > 0.09
         assert [peer["rank"] for peer in first["peers"]] == [1]
