@@ -169,13 +169,12 @@ class ParameterServer:
         if key.step > self._step:
             self._step = key.step
             self._deferral.begin_step({}, set(), {})
-        endpoint, per_packet = self.endpoint, self.endpoint.options.payload_bytes // mean.itemsize
-        # Where its own port is what is slow, workers see the marks, and defer.
-        is_clear = not any(each.deferred for each in bucket.values()) and all(map(endpoint.is_clear, self.workers))
-        share = self._deferral.share_through_server(is_clear)
+        # Workers see whether this port is congested, and know which buckets are exact: of those they defer nothing.
+        share = self._deferral.share_through_server(is_clear=not any(each.deferred for each in bucket.values()))
         if not share:
             return None
         value_type = self.options.value_type
+        per_packet = self.endpoint.options.payload_bytes // value_type.storage.itemsize
         magnitudes = packet_magnitudes(value_type.narrow(mean), value_type, per_packet)
         packets = len(magnitudes)
         of_layer = np.bincount(tags.layer[:packets], minlength=256)[tags.layer[:packets]]

@@ -19,8 +19,8 @@ from dlcp.report.runs import RUN_NAMES, Run, RunFileError, load_runs, summarize,
 _EXPLANATIONS: Final = {
     "gloo": "What people use today: PyTorch's Gloo over the kernel's TCP, which slows down when a queue overflows.",
     "plain": "DLCP's own transport alone: every packet reliable, first in first out, without tags.",
-    "dlcp": "DLCP: tagged by layer and magnitude, with bounded loss. Held to its fair share of a port: what it sends "
-    "beyond that waits behind everybody else's traffic.",
+    "dlcp": "DLCP: tagged by layer and magnitude, with bounded loss; behind a slow port what matters least may go in a "
+    "later step. Held to its fair share of a port: what it sends beyond that waits behind everybody else's traffic.",
     "dlcp_priority": "The same, but always ahead of the background, as an operator may choose for an urgent job.",
 }
 

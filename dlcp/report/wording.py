@@ -212,13 +212,15 @@ def order_sentence(medians: Mapping[str, Sequence[float]]) -> str:
 
 
 def second_sentence(summary: Mapping[str, Any]) -> str:
-    """Return what else the reader must know to judge the headline: fairness, loss, replicas."""
+    """Return what else the reader must know to judge the headline: fairness, loss, deferral, replicas."""
     share = summary["background_bps"]["dlcp"] / max(1, summary["background_fair_share_bps"])
     identical = "identical" if summary["replicas_identical"] else "NOT identical, which must not happen"
     worst = summary["dlcp"]["loss"]["max_message_ratio"]
+    deferred = summary["dlcp"]["deferral"]["share"]
+    put_off = f", {percent(deferred, 0)} of all packets went a step later" if deferred else ""
     return (
         f"Meanwhile the other traffic on the links got {percent(share, 0)} of its fair share. No message lost more "
-        f"than {percent(worst)} of its packets, and the workers' models ended up {identical}."
+        f"than {percent(worst)} of its packets{put_off}, and the workers' models ended up {identical}."
     )
 
 

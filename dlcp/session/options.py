@@ -28,7 +28,7 @@ class Options:
     deferral_bound
         The largest share of a message's packets that may be put off to a later step, 0 to 1: the least valuable ones,
         and only for ranks behind a port far slower than the others', or through a parameter server with a congested
-        port (:mod:`dlcp.collectives.deferral`). Of a whole step at most two thirds of that share are. Only with
+        port (:mod:`dlcp.collectives.deferral`). Of a whole step about two thirds of that share are at most. Only with
         ``error_feedback``, and between ranks only with ``adaptive_shards``. 0: none.
     immediate
         Stop at the bound even without congestion, as the paper does.

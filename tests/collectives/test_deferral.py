@@ -4,12 +4,13 @@
 import numpy as np
 import pytest
 
-from dlcp.collectives import RankContext, ReduceOptions, ServerOptions, make_reducer
+from dlcp.collectives import Bucket, RankContext, ReduceOptions, ServerOptions, make_reducer
 from dlcp.collectives.bucket import LayerBounds
 from dlcp.collectives.choice import Topology
 from dlcp.collectives.deferral import REFRESH_STEPS, WHOLE_STEPS, Deferral
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.dtypes import ValueType
+from dlcp.tags import Segment, layers_in_order
 from dlcp.transport import LossBound
 from tests.collectives.virtual_ranks import Ranks, assert_identical
 from tests.transport.exchanges import Selective
@@ -44,6 +45,17 @@ class ManyValues(Ranks):
         return (rng.standard_normal(size) * scale).astype(np.float32)
 
 
+def take_steps(ranks, steps):
+    """Return all gradients, all averages, and seconds per step."""
+    gradients, averages, seconds = [], [], []
+    for step in range(steps):
+        gradients.append(ranks.gradients(step))
+        before = ranks.network.now
+        averages.append(ranks.reduce(step, gradients[-1]))
+        seconds.append(ranks.network.now - before)
+    return gradients, averages, seconds
+
+
 def train(count, *, network=SlowPort, deferral_bound=BOUND, steps=STEPS, **fields):
     """Steps after the whole ones: return the ranks, all gradients, all averages, and seconds per step."""
     ranks = ManyValues(
@@ -53,13 +65,7 @@ def train(count, *, network=SlowPort, deferral_bound=BOUND, steps=STEPS, **field
     for reducer in ranks.reducers:
         if reducer.deferral:
             reducer.deferral._steps = WHOLE_STEPS
-    gradients, averages, seconds = [], [], []
-    for step in range(steps):
-        gradients.append(ranks.gradients(step))
-        before = ranks.network.now
-        averages.append(ranks.reduce(step, gradients[-1]))
-        seconds.append(ranks.network.now - before)
-    return ranks, gradients, averages, seconds
+    return ranks, *take_steps(ranks, steps)
 
 
 @pytest.mark.parametrize(("count", "at_least"), [(2, 1.3), (4, 1.5)])
@@ -222,20 +228,14 @@ def test_each_packet_is_due_once_in_a_while():
 # A parameter server ------------------------------------------------------------------------------------------------
 
 
-def train_with_server(*, deferral_bound=BOUND, steps=STEPS, bound=0.0, whole=0, **fields):
+def train_with_server(*, deferral_bound=BOUND, steps=STEPS, bound=0.0, whole=0, value_type=ValueType.FLOAT32, **fields):
     """Steps of two workers with a server after the whole ones; return what ``train`` does."""
     fields.setdefault("rate_bps", 32 * MBIT)
-    ranks = ManyValues(2, server=True, bound=bound, deferral_bound=deferral_bound, **fields)
-    ranks.serve(ServerOptions(LossBound(bound), deferral_bound=deferral_bound))
+    ranks = ManyValues(2, server=True, bound=bound, deferral_bound=deferral_bound, value_type=value_type, **fields)
+    ranks.serve(ServerOptions(LossBound(bound), value_type, deferral_bound=deferral_bound))
     for deferral in [ranks.server._deferral, *(reducer.deferral for reducer in ranks.reducers if reducer.deferral)]:
         deferral._steps = WHOLE_STEPS - whole
-    gradients, averages, seconds = [], [], []
-    for step in range(steps):
-        gradients.append(ranks.gradients(step))
-        before = ranks.network.now
-        averages.append(ranks.reduce(step, gradients[-1]))
-        seconds.append(ranks.network.now - before)
-    return ranks, gradients, averages, seconds
+    return ranks, *take_steps(ranks, steps)
 
 
 def marking(**fields):
@@ -264,6 +264,36 @@ def test_workers_owe_what_a_server_defers(fields):
         given = sum(rank[name].astype(np.float64) for step in gradients for rank in step)
         had = sum(step[0][name].astype(np.float64) for step in averages) * 2
         np.testing.assert_allclose(had + ranks.owed(name), given, atol=1e-3)
+
+
+@pytest.mark.parametrize("value_type", list(ValueType), ids=lambda kind: kind.value)
+def test_a_server_defers_in_every_format(value_type):
+    ranks, gradients, averages, _ = train_with_server(value_type=value_type, **marking())
+    assert not ranks.server.failed.done()
+    assert ranks.server.ledger.summary()["deferred"] > 0
+    widen = value_type.widen
+    for each in averages:
+        assert_identical(each)
+    for name in ("conv1.weight", "conv2.weight"):
+        given = sum(widen(rank[name]).astype(np.float64) for step in gradients for rank in step)
+        had = sum(widen(step[0][name]).astype(np.float64) for step in averages) * 2
+        assert np.abs(had + ranks.owed(name) - given).mean() < 0.03, name  # 16-bit sums are rounded
+
+
+def test_a_server_puts_nothing_off_of_what_is_exact():
+    ranks, *_ = train_with_server(**marking())
+    values = [np.arange(400_000, dtype=np.float32) + rank for rank in range(2)]
+    started = []
+    for rank, reducer in enumerate(ranks.reducers):
+        reducer.begin_step(STEPS)
+        segments = [Segment(layers_in_order(["counts"])["counts"], 0, 400_000)]
+        started.append(reducer.start(STEPS, 0, Bucket(values[rank], ValueType.FLOAT32, segments, exact=True)))
+    ranks.network.run(lambda: all(each.done() for each in started) or ranks.server.failed.done())
+    assert not ranks.server.failed.done()
+    for each in started:
+        np.testing.assert_array_equal(each.result(), np.arange(400_000, dtype=np.float32) + np.float32(0.5))
+    ranks.network.run(lambda: ranks.network.ranks[2].settled)
+    assert [record.deferred for record in ranks.server.ledger.of_step(STEPS)] == [0, 0]
 
 
 def test_nothing_goes_to_a_server_later_if_nothing_says_that_it_is_congested():
