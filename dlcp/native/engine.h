@@ -206,7 +206,7 @@ struct outgoing {
     int64_t idle_noticed; /* that nothing of it is on the wire or waits */
     /* What is asked of the receiver. */
     int64_t protected_packets, immediate;
-    double asked_s; /* when the first PROBE left that has not been answered; below 0: all have */
+    double asked_s; /* an answer tells of what was sent before that; below 0: no question is open */
     double probed_s;
     int64_t probes_unanswered, probes_without_news, delivered_seen;
     uint64_t *confirmed; /* what the parts of a STOP say */

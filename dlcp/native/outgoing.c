@@ -95,8 +95,8 @@ static int tag_packets(const engine *owner, const flow *to, outgoing *self, cons
 static void ask(engine *owner, flow *to, outgoing *self, double now_s) {
     if (self->probes_unanswered > 1)
         engine_event(owner, EVENT_TIMEOUT, to->peer, now_s);
-    if (self->asked_s < 0)
-        self->asked_s = now_s;
+    /* The last question but one: an answer may be late, but what left before that is not on its way any more. */
+    self->asked_s = self->asked_s < 0 ? now_s : self->probed_s;
     self->probed_s = now_s;
     self->probes_without_news++;
     self->probes_unanswered++;
@@ -459,6 +459,8 @@ void outgoing_take_bitmap(engine *owner, flow *to, const uint8_t *datagram, int6
             take_stop(owner, to, self, first, count, datagram + HEADER_BYTES, now_s);
     } else if (self->asked_s >= 0) {
         /* A peer that is not there yet answers without news: ask it less often, but the network is not to blame. */
+        if (self->probes_unanswered > 1) /* lost questions do not count: this is one answer */
+            self->probes_without_news -= self->probes_unanswered - 1;
         self->probes_unanswered = 0;
         to->answered_s = fmax(to->answered_s, now_s - self->asked_s);
         to->look_s = now_s;

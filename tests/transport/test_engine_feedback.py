@@ -16,6 +16,7 @@ from tests.transport.bare_engine import KEY, BareEngine, tags_of
 
 pytestmark = pytest.mark.usefixtures("engine")
 RTT_S = 0.02
+OTHER = MessageKey(1, 3)
 
 
 # What comes back ------------------------------------------------------------------------------------------------------
@@ -215,6 +216,45 @@ def test_until_a_round_trip_is_known_a_question_is_repeated_after_as_long_as_an_
     before = len(sent.sent)
     asked_s = next(tenth / 10 for tenth in range(28, 60) if sent.tick(tenth / 10) and len(sent.sent) > before)
     assert 2.7 + 1.5 <= asked_s <= 2.7 + 1.5 + 2 * RULES["look_s"]
+
+
+def times_asked(sent, seconds):
+    """Let time pass; return when the engine asked what is missing."""
+    asked = []
+    for now_s in seconds:
+        before = len(sent.sent)
+        sent.tick(now_s)
+        asked += [now_s] * any(wire.decode(data).type is PacketType.PROBE for _, data, _ in sent.sent[before:])
+    return asked
+
+
+def test_questions_that_were_lost_before_an_answer_without_news_do_not_put_off_the_next():
+    sent = Sending([4] * 8, ratio=0.9)
+    sent.one(1.0, 8)
+    sent.acknowledge(1.0 + RTT_S, 7)
+    sent.lose(sent.message, range(7), 2.0)  # all may stay lost, if the receiver agrees
+    asked = times_asked(sent, np.arange(2.01, 60, 0.01))
+    assert len(asked) > RULES["unanswered_patience"], "with nothing to be heard"
+    sent.answer(sent.message, np.arange(8) == 7, 60.0)
+    waits = np.diff([60.0, *times_asked(sent, np.arange(60.01, 90, 0.01))])
+    assert waits[0] <= 2 * RULES["probe_timeout_max_s"] + RULES["look_s"]
+
+
+def test_an_answer_tells_of_what_was_sent_before_the_last_question_but_one():
+    sent = Sending([4] * 8)
+    other, _ = sent.send(tags_of([4] * 8), key=OTHER)
+    sent.one(1.0, 8)
+    first = times_asked(sent, np.arange(1.01, 3, 0.01))[0]
+    del sent.sent[:]
+    sent.one(3.0, 8)
+    sent.acknowledge(3.1, *range(8), key=OTHER)  # overtaken by that, the first message is lost
+    assert (other.delivered, sent.message.unsent) == (8, 8)
+    sent.one(3.2, 8)
+    assert sent.message.flying == 8
+    assert first < 3.2, "before these packets were sent"
+    asked = times_asked(sent, np.arange(3.21, 20, 0.01))
+    sent.answer(sent.message, np.zeros(8), asked[1] + 0.01)
+    assert (sent.message.flying, sent.message.unsent) == (0, 8)
 
 
 def test_a_receiver_that_has_taken_all_confirms_what_no_acknowledgement_has():

@@ -209,7 +209,7 @@ class PlainEngine:
                 self._complete_sending(peer, message, confirmed, now_s)
         elif message.asked_s is not None:
             # A peer that is not there yet answers without news: ask it less often, but the network is not to blame.
-            message.probes_unanswered = 0
+            message.note_answered()
             flow.answered_s = max(flow.answered_s, now_s - message.asked_s)
             flow.look_s = now_s
             if self._take_missing(flow, message, header.index, delivered, now_s):

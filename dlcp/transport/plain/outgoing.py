@@ -80,7 +80,7 @@ class PlainOutgoing:
         self.path = np.zeros(self.packets, np.uint8)
         self.protected_packets = int(np.count_nonzero(request.tags.protected))
         self.asked_s: float | None = None
-        """When the first PROBE left that has not been answered."""
+        """An answer tells of what was sent before that; None: no question is open."""
         self.probes_unanswered = self.probes_without_news = 0
         self._probed_s = 0.0
         self._delivered_seen = 0
@@ -112,11 +112,16 @@ class PlainOutgoing:
 
     def note_asked(self, now_s: float) -> None:
         """Note that a PROBE leaves."""
-        if self.asked_s is None:
-            self.asked_s = now_s
+        # The last question but one: an answer may be late, but what left before that is not on its way any more.
+        self.asked_s = now_s if self.asked_s is None else self._probed_s
         self._probed_s = now_s
         self.probes_without_news += 1
         self.probes_unanswered += 1
+
+    def note_answered(self) -> None:
+        """Note that a BITMAP has come: one answer, however many questions were lost before."""
+        self.probes_without_news -= max(0, self.probes_unanswered - 1)
+        self.probes_unanswered = 0
 
     def confirm(self, first: int, delivered: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
         """Take in one part of a STOP; return them together once every part is here."""
