@@ -10,7 +10,7 @@ so many less. What it goes by are the times of the steps before:
   A server's port has to carry more than its workers' if there are fewer servers than workers.
 
 An owner decides once for all that receive its average. The first step is whole, since nothing is known yet, and so are
-messages that begin before the end of the step that would have told. Real ranks send their first ten steps whole, and
+messages that begin before the end of the step that would have told. Real ranks send their first steps whole, and
 do not know how long they compute.
 """
 

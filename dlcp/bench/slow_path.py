@@ -67,8 +67,9 @@ def measure(
             progress=progress,
         )
     packets = found.ledgers[DEFERRING]
-    # The ledger has the warm-ups, too, in which nothing is deferred.
-    counted = rounds / (rounds + max(warm_up, WHOLE_STEPS + 2))
+    # The ledger has the warm-ups, too; in the first of them nothing is deferred.
+    steps = rounds + max(warm_up, WHOLE_STEPS + 2)
+    counted = (steps - WHOLE_STEPS) / steps
     details = {
         "path": path.words,
         "packets": packets,

@@ -92,13 +92,13 @@ class Deferral:
         if not math.isfinite(size):
             return
         self._usual_size = _smoothed(self._usual_size, size)
+        most = min(self.ceiling, 1 - 1 / REFRESH_STEPS)
         for phase in {message[0] for message in self._chosen}:
             found = {message: each for message, each in self._chosen.items() if message[0] == phase}
             share = float(np.mean([share for _, share in found.values()]))
-            threshold = np.quantile(np.concatenate([magnitudes for magnitudes, _ in found.values()]), share)
-            for message, (magnitudes, _) in found.items():
-                part = np.count_nonzero(magnitudes < threshold) / len(magnitudes)
-                self._parts[message] = _smoothed(self._parts.get(message), part / share)
+            shares = shares_by_value({message: magnitudes for message, (magnitudes, _) in found.items()}, share, most)
+            for message, own in shares.items():
+                self._parts[message] = _smoothed(self._parts.get(message), own / share)
 
     @property
     def is_allowed(self) -> bool:
@@ -110,7 +110,7 @@ class Deferral:
         self._seconds[peer] = self._seconds.get(peer, 0.0) + seconds
 
     def shares(self, rates_bps: Sequence[float] | NDArray[np.generic]) -> dict[int, float]:
-        """Return the share of packets to defer for each rank that is slow just now, never beyond the ceiling.
+        """Return the share of packets to defer for each rank that is or was slow, never beyond the ceiling.
 
         Parameters
         ----------
@@ -125,11 +125,17 @@ class Deferral:
         if others > 1 and live:  # how they compare is all that one sender's rates say of ports that others send to, too
             scale = max(self._rates.values(), default=0.0) / max(live.values())
             live = {rank: scale * rate for rank, rate in live.items()}
-        rates = level({**self._rates, **live}, self._slow)
-        fastest = max(rates.values(), default=0.0)
-        seconds = self._by_seconds() or self._slowness
-        slow = [rank for rank, rate in rates.items() if rate < fastest and rank != self._rank]
-        shares = {rank: self._share(rank, max(fastest / rates[rank], seconds.get(rank, 1.0))) for rank in slow}
+        slowness: dict[int, float] = {}
+        # Of two steps, for a port to which less is sent looks fast: else every other step would be whole.
+        for rates in (self._rates, {**self._rates, **live}):
+            level_rates = level(rates, self._slow)
+            fastest = max(level_rates.values(), default=0.0)
+            for rank, rate in level_rates.items():
+                if rate < fastest and rank != self._rank:
+                    slowness[rank] = max(slowness.get(rank, 1.0), fastest / rate)
+        for seconds in (self._slowness, self._by_seconds()):
+            slowness = {rank: max(times, seconds.get(rank, 1.0)) for rank, times in slowness.items()}
+        shares = {rank: self._share(rank, times) for rank, times in slowness.items()}
         return {rank: share for rank, share in shares.items() if share >= SHARE_MIN}
 
     def share_through_server(self, is_clear: bool) -> float:
@@ -206,6 +212,34 @@ class Deferral:
         """Return which of some packets of a bucket, from ``first_packet`` on, are sent in a step in any case."""
         turn: NDArray[np.bool_] = (np.arange(first_packet, first_packet + packets) + step) % REFRESH_STEPS == 0
         return turn
+
+
+def shares_by_value(
+    magnitudes: Mapping[tuple[int, ...], NDArray[np.float32]], share: float, most: float
+) -> dict[tuple[int, ...], float]:
+    """Return what share of each message is among the least valuable packets of all messages.
+
+    Parameters
+    ----------
+    magnitudes
+        Those of each message's packets, shape (packets,).
+    share, most
+        The share of all packets, and the largest share of one message's.
+    """
+    shares: dict[tuple[int, ...], float] = {}
+    rest = dict(magnitudes)
+    left = share * sum(map(len, magnitudes.values()))
+    while rest:
+        part = max(0.0, left) / sum(map(len, rest.values()))
+        threshold = np.quantile(np.concatenate(list(rest.values())), min(1.0, part))
+        found = {message: float(np.mean(each < threshold)) for message, each in rest.items()}
+        full = [message for message, each in found.items() if each > most]
+        if not full:
+            return {**shares, **found}
+        for message in full:  # what it may not defer, others do
+            shares[message] = most
+            left -= most * len(rest.pop(message))
+    return shares
 
 
 def _smoothed(past: float | None, now: float) -> float:

@@ -7,7 +7,7 @@ import pytest
 from dlcp.collectives import Bucket, RankContext, ReduceOptions, ServerOptions, make_reducer
 from dlcp.collectives.bucket import LayerBounds
 from dlcp.collectives.choice import Topology
-from dlcp.collectives.deferral import REFRESH_STEPS, WHOLE_STEPS, Deferral
+from dlcp.collectives.deferral import REFRESH_STEPS, WHOLE_STEPS, Deferral, shares_by_value
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment, layers_in_order
@@ -167,6 +167,8 @@ def test_how_long_averages_take_says_how_slow_a_slow_rank_is():
         one.note_average_sent(peer, seconds)
     assert one.shares([0, 0, 0, 0]) == {3: pytest.approx(4 / 7)}, "this step's count only when all peers are known"
     one.note_average_sent(2, 0.1)
+    assert one.shares([0, 0, 0, 0]) == {3: pytest.approx(4 / 7)}, "what is put off makes a port look faster"
+    one.begin_step(rates, set(), weights)
     assert one.shares([0, 0, 0, 0]) == {3: pytest.approx(1 - 1 / (2.5 - 2 / 3))}
 
 
@@ -176,9 +178,12 @@ def test_rates_that_differ_little_defer_nothing():
     assert ready(4, rates=dict.fromkeys(range(4), 2e6)).shares([0, 3e6, 2e6, 2e6]) == {}
 
 
-def test_rates_of_this_step_are_believed_before_those_of_the_last():
+def test_a_rank_counts_as_slow_for_the_rest_of_the_step_after():
     rates = {0: 9e6, 1: 9e6, 2: 9e6, 3: 3e6}
-    assert set(ready(4, rates=rates).shares([0, 1e6, 0, 3e6])) == {1}
+    one = ready(4, rates=rates)
+    assert set(one.shares([0, 1e6, 0, 3e6])) == {1, 3}
+    one.begin_step({**rates, 1: 3e6, 3: 9e6}, set(), dict.fromkeys(range(4), 1.0))
+    assert set(one.shares([0, 1e6, 3e6, 3e6])) == {1}
 
 
 def test_a_step_after_larger_gradients_is_whole():
@@ -217,6 +222,15 @@ def test_messages_of_small_values_defer_more_than_others():
     assert counts(0.5) == [75, 25]
     assert counts(0.4) == [60, 20]
     assert one.choose((REDUCE_SCATTER, 0, 1), 9 * messages[0], anywhere, 0.5, 90).sum() == 50
+
+
+def test_what_a_message_may_not_defer_others_do():
+    magnitudes = {(at,): np.linspace(at, at + 1, 100, dtype=np.float32) for at in range(4)}
+    assert shares_by_value(magnitudes, 0.25, 0.75) == {(0,): 0.75, (1,): 0.25, (2,): 0, (3,): 0}
+    assert shares_by_value(magnitudes, 0.5, 0.75) == {(0,): 0.75, (1,): 0.75, (2,): 0.5, (3,): 0}
+    assert shares_by_value(magnitudes, 0.8, 0.75) == dict.fromkeys(magnitudes, 0.75)
+    single = {(at,): np.full(1, at, np.float32) for at in range(4)}
+    assert shares_by_value(single, 0.5, 0.75) == {(0,): 0.75, (1,): 0.75, (2,): 0.75, (3,): 0}, "none can be divided"
 
 
 def test_each_packet_is_due_once_in_a_while():
