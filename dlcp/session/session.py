@@ -307,6 +307,7 @@ class TrainingSession:
         self._metadata: Future[NDArray[np.generic]] | None = None
         """All ranks' metadata of this step, until it has been read."""
         self.metadata_step = -1
+        self._flush_step = -1
         self._error: TransportError | None = None
         self._recovery: threading.Thread | None = None
         self._closing = threading.Event()
@@ -482,6 +483,13 @@ class TrainingSession:
 
     # Averaging --------------------------------------------------------------------------------------------------------
 
+    def flush(self, step: int) -> None:
+        """Let a step that has not begun be whole: all ranks' residual goes with it, and nothing is lost or put off.
+
+        All ranks must ask for the same step. Without DLCP every step is whole.
+        """
+        self._flush_step = step
+
     def submit(self, pending: PendingBucket) -> None:
         """Average a bucket that is on the host; every rank submits the same ones, in any order within a step.
 
@@ -550,6 +558,8 @@ class TrainingSession:
                 self._replaced, self._reducer = self._reducer, self._make(tuner.settings)
                 self._reducer.begin_step(step)
             bucket = replace(bucket, bound=tuner.bound, samples=tuner.samples)
+        if step == self._flush_step and not bucket.exact:
+            bucket = replace(bucket, flush=True)
         averaged = self._reducer.start(step, pending.sequence, bucket)
         averaged.add_done_callback(partial(self._on_averaged, pending, tuner if tuned else None))
 
