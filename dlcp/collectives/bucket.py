@@ -246,6 +246,9 @@ class RankContext:
         The parameter server's rank, if some bucket may go there: it counts when messages are numbered.
     beside_ring
         Whether a ring may take buckets of the same steps.
+    inbound_rates_bps
+        How fast each rank received in the last step, in bit/s, for whoever wants to know: the same on all ranks. Empty
+        where none that reduces here goes by it.
     noted
         Whether the endpoint's timeline gets the phases of buckets: not where these have other numbers than the
         session's, as parts of them have.
@@ -259,6 +262,7 @@ class RankContext:
     residual: Residual = field(default_factory=Residual)
     server: int | None = None
     beside_ring: bool = False
+    inbound_rates_bps: dict[int, float] = field(default_factory=dict)
     noted: bool = True
     rank: int = field(init=False)
     """The rank that this is."""

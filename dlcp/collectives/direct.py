@@ -103,6 +103,9 @@ class DirectAllReduce:
             rates = inbound_rates(self.rates_bps, self._slow)
             self._slow = {rank for rank, rate in rates.items() if rate < max(rates.values())}
             self.weights = weights_for_rates(rates)
+        if self.adaptive:
+            self.context.inbound_rates_bps.clear()
+            self.context.inbound_rates_bps.update(rates)
         if self.deferral:
             self.deferral.begin_step(rates, self._slow, self.weights)
         self.rates_bps, self._reported_with = {}, {}

@@ -298,6 +298,7 @@ class TrainingSession:
         self.autotuner: Autotuner | None = None
         self.hosts = 0
         self._make: Callable[[Settings | None], Reducer] = self._make_reducer
+        self._inbound_rates_bps: dict[int, float] = {}
         self._joined: Joined | None = None
         self._reducer: Reducer | None = None
         self._replaced: Reducer | None = None
@@ -382,8 +383,7 @@ class TrainingSession:
         from dlcp.tuning.autotuner import Autotuner
         from dlcp.tuning.rules import Settings
 
-        given = Settings(options.loss_bound, options.protected_share, options.compression, options.collective)
-        tuner = Autotuner(given, options.bound(), self.rank, self.ranks, samples=options.samples)
+        tuner = Autotuner(Settings.of(options), options.bound(), self.rank, self.ranks, samples=options.samples)
         if endpoint is not None:
             tuner.measure(
                 self.ledger,
@@ -392,6 +392,7 @@ class TrainingSession:
                 phases=options.phases,
                 hosts=self.hosts,
                 gradient_bytes=self.gradient_bytes,
+                inbound_rates_bps=self._inbound_rates_bps,
             )
         return tuner
 
@@ -400,14 +401,23 @@ class TrainingSession:
         assert joined
         compression = options.compression
         if settings is not None:
-            options = options.with_(protected_share=settings.protected_share, collective=settings.collective)
+            chosen = "protected_share", "collective", "deferral_bound"
+            options = options.with_(**{name: getattr(settings, name) for name in chosen})
             compression = settings.compression
             self.tagger.policy = options.classes()
             weight = options.transport(len(self.ranks), joined.topology).flow_weight
             joined.endpoint.call(partial(joined.endpoint.set_flow_weight, weight))
         return make_reducer(
             options.collective,
-            RankContext(joined.endpoint, self.ranks, options.reduction(), self.tagger, self.ledger, self.feedback),
+            RankContext(
+                joined.endpoint,
+                self.ranks,
+                options.reduction(),
+                self.tagger,
+                self.ledger,
+                self.feedback,
+                inbound_rates_bps=self._inbound_rates_bps,
+            ),
             topology=joined.topology,
             compression=compression,
             combine=options.combine,

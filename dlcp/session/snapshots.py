@@ -292,7 +292,7 @@ class SnapshotWriter:
             "fallback": session.fallback.name,
             **found,
             "loss_bound": tuner.bound.ratio if tuner else session.options.loss_bound,
-            "deferral_bound": session.options.deferral_bound,
+            "deferral_bound": tuner.settings.deferral_bound if tuner else session.options.deferral_bound,
             "bound_exceeded": session.ledger.violations,
             "worst_loss": session.ledger.max_message_ratio,
             "waited_steps": session.ledger.max_deferred_steps,
