@@ -66,13 +66,13 @@ class Ledger:
         self.violations = 0
         self.max_message_ratio = self.max_deferred_ratio = 0.0
         self.max_deferred_steps = 0
-        """The most steps in a row that a packet was deferred."""
+        """The most steps in a row that a packet waited, see :meth:`note_waiting`."""
         self._sink = sink
         self._lock = threading.Lock()
         self._totals: dict[int, list[int]] = {}
         """By receiver, in the order of :data:`COUNTS`."""
-        self._waiting_steps: dict[tuple[int, int], NDArray[np.uint16]] = {}
-        """Of messages of which something is deferred, by number and receiver: for how many steps, shape (packets,)."""
+        self._waiting_steps: dict[int, NDArray[np.uint16]] = {}
+        """Of buckets of which something waits, by number: for how many steps, shape (packets,)."""
         self._uncounted: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
         """Layers and classes of packets that have not been counted by them."""
         self._uncounted_packets = 0
@@ -119,8 +119,9 @@ class Ledger:
                 self._count()
             if lost or deferred:
                 error = self._note_missing(entry, tags, bound, delivery)
-            if deferred or self._waiting_steps:
-                self._note_deferred(key.message, receiver, tags, delivery.deferred)
+            if delivery.deferred is not None:
+                for table, index in ((self._by_layer, tags.layer), (self._by_class, tags.drop_class)):
+                    table[:, 2] += np.bincount(index[delivery.deferred], minlength=len(table))
         if self._sink:
             self._sink(entry)
         if error:
@@ -149,18 +150,25 @@ class Ledger:
             f"{deferred} of {packets} packets (bound {bound.deferral:.1%})"
         )
 
-    def _note_deferred(self, message: int, receiver: int, tags: PacketTags, deferred: NDArray[np.bool_] | None) -> None:
-        """Count what was deferred, and for how many steps."""
-        before = self._waiting_steps.pop((message, receiver), None)
-        if deferred is None:
-            return
-        steps = deferred.astype(np.uint16)
-        if before is not None and len(before) == len(steps):
-            steps += before * deferred
-        self._waiting_steps[message, receiver] = steps
-        self.max_deferred_steps = max(self.max_deferred_steps, int(steps.max()))
-        for table, index in ((self._by_layer, tags.layer), (self._by_class, tags.drop_class)):
-            table[:, 2] += np.bincount(index[deferred], minlength=len(table))
+    def note_waiting(self, bucket: int, packets: NDArray[np.bool_]) -> None:
+        """Note which packets of a bucket wait for a later step: those that are deferred, or lost beside such.
+
+        Parameters
+        ----------
+        bucket
+            Its number. Whoever defers notes each of its steps, for a packet waits from one to the next, in whichever
+            message it would have been.
+        packets
+            Of the whole bucket, shape (packets,).
+        """
+        with self._lock:
+            before = self._waiting_steps.pop(bucket, None)
+            if packets.any():
+                steps = packets.astype(np.uint16)
+                if before is not None and len(before) == len(steps):
+                    steps += before * packets
+                self._waiting_steps[bucket] = steps
+                self.max_deferred_steps = max(self.max_deferred_steps, int(steps.max()))
 
     def of_step(self, step: int) -> list[MessageRecord]:
         """Return the latest records that are of a step; of its messages, those that have been confirmed."""
@@ -186,7 +194,7 @@ class Ledger:
             return np.array(self._by_class)
 
     def summary(self) -> dict[str, Any]:
-        """Return the totals in packets, the worst message, the longest that a packet was deferred, and violations."""
+        """Return the totals in packets, the worst message, the most steps that a packet waited, and violations."""
         with self._lock:
             self._count()
             return {

@@ -134,7 +134,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     seeds
         Of which each combination runs with each; by default the setting's own.
     convergence
-        The curve of `dlcp.sim.convergence` that turns loss into additional steps. Those of deferral are the jobs'.
+        The curve of `dlcp.convergence` that turns loss into additional steps. Those of deferral are the jobs'.
     """
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9_]+$")]

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import dlcp
+from dlcp.convergence import curve
 from dlcp.sim.collectives import RESULT_MESSAGE
-from dlcp.sim.convergence import curve
 from dlcp.sim.experiment import ExperimentRun
 from dlcp.sim.packet_engine import EngineCounter, EngineName, counts_by_name, drops_by_class
 from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, start_background_and_failures
@@ -31,8 +31,11 @@ _SIMULATOR: Final = Path(__file__).resolve().parent
 _DLCP: Final = Path(dlcp.__file__).resolve().parent
 _INDIFFERENT: Final = ("report/", "experiments/", "sweep.py")
 """Parts of the simulator that only start runs, show their results, or describe what to run."""
-_SHARED: Final = ("slow_ports.py", "tags.py", "wire/__init__.py", "wire/header.py")
-"""Sources of DLCP itself that define packets, their tags, and how much is deferred."""
+_SHARED: Final = (
+    *(f"convergence/{name}" for name in ("__init__.py", "published.json", "measured.json", "shortfall.json")),
+    *("slow_ports.py", "tags.py", "wire/__init__.py", "wire/header.py"),
+)
+"""Parts of DLCP itself that define packets, their tags, how much is deferred, and what that costs."""
 
 _TIMES: Final = ("fct", "contribution", "result", "other", "small")
 """What times are of, and the prefixes of their metrics: all messages of training, those to be reduced, results;

@@ -31,9 +31,9 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from dlcp.convergence import ConvergenceCurve, curve
 from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
 from dlcp.sim.collectives import RESULT_MESSAGE, SHARD_MESSAGES, AllReduceSpec, CollectiveName, all_reduce
-from dlcp.sim.convergence import ConvergenceCurve, curve
 from dlcp.sim.deferral import DeferralSpec, SimulatedDeferral
 from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder, Nodes
 from dlcp.sim.models import StepProfile, TimedLayer, read_profile, step_profile

@@ -100,12 +100,21 @@ def test_what_is_deferred_is_not_lost_and_is_counted_with_how_long_it_waits():
     summary = ledger.summary()
     assert (summary["deferred"], summary["lost"], summary["delivered"]) == (7, 5, 5 * PACKETS - 12)
     assert summary["max_deferred_ratio"] == pytest.approx(3 / PACKETS)
-    assert summary["max_deferred_steps"] == 3, "packet 2, in steps 0 to 2"
     assert summary["by_layer"] == {"0": [50, 5, 6], "5": [50, 0, 1]}
     assert summary["by_class"][7] == [5 * PACKETS, 5, 7]
     assert ledger.records[0].deferred == 3
     with pytest.raises(BoundExceededError, match=r"deferred: 5 of 20 packets \(bound 20\.0%\)"):
         ledger.record(MessageKey(9, 4), 1, "fc", tags(), bound, delivery(deferred=range(5)))
+
+
+def test_a_packet_waits_from_one_step_to_the_next_whichever_message_it_would_have_been_in():
+    ledger = Ledger()
+    for waiting in ((1, 2), (2, 3), (2,), (), (2, 3), (3,)):
+        for bucket in (0, 1):
+            ledger.note_waiting(bucket, np.isin(np.arange(PACKETS), waiting) & (bucket == 0))
+    assert ledger.summary()["max_deferred_steps"] == 3, "packet 2"
+    ledger.note_waiting(0, np.ones(PACKETS + 1, np.bool_))
+    assert ledger.max_deferred_steps == 3, "another bucket: DDP has grouped its parameters anew"
 
 
 def test_records_say_what_became_of_each_message():

@@ -21,8 +21,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
+from dlcp import convergence
 from dlcp.bench.emulated_training import (
     EMULATED_RANKS,
     OPTIMIZER_MAKERS,
@@ -164,7 +163,7 @@ def measure(
     length
         Train for so many times as many steps.
     curves
-        Where to write the simulator's curves, which are means over these tasks and seeds.
+        Where to write curves for :mod:`dlcp.convergence`, which are means over these tasks and seeds.
     progress
         Called with a line about every run.
 
@@ -204,8 +203,7 @@ def measure(
             if members
             for optimizer in OPTIMIZER_MAKERS
         ]
-        text = yaml.safe_dump({"curves": entries}, sort_keys=False, width=116)
-        curves.write_text("# SPDX-License-Identifier: Apache-2.0\n" + text, encoding="utf-8")
+        convergence.write(curves, entries)
     return [comparison.result() for comparison in found.values()]
 
 
@@ -244,11 +242,11 @@ _WORDS: Final = {
     "loss_for_good": "packets of contributions lost at random, sums divided by how many ranks' packets came, nothing "
     "sent again later",
 }
-"""What is lost or deferred in the simulator's curves, by name."""
+"""What is lost or deferred in the curves, by name."""
 
 
 def _curve(family: str, optimizer: str, comparisons: Mapping[Shortfall, Sequence[PairedRuns]]) -> dict[str, Any]:
-    """Return a curve of the simulator: shares, the mean factor of steps over tasks and seeds, and where it ends.
+    """Return a curve: shares, the mean factor of steps over tasks and seeds, and where it ends.
 
     It ends before the first share of which a run never reached its target.
     """

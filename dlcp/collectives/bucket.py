@@ -47,6 +47,9 @@ class Bucket:
         What this bucket may lose, if not what ``ReduceOptions`` say. The same on all ranks, as all that follows.
     exact
         It holds no gradients: it arrives as it is, whatever gradients may lose or be rounded to.
+    flush
+        It holds gradients that are sent whole for once, with all that is residual: nothing is lost, deferred or left
+        out.
     samples
         How many samples each contributor's values are the mean of, where contributors differ. The values have been
         multiplied by :func:`dlcp.collectives.reduction_rules.weight_of`; where contributions are lost, the rest is
@@ -60,7 +63,13 @@ class Bucket:
     exported: bool = False
     bound: LossBound | None = None
     exact: bool = False
+    flush: bool = False
     samples: Mapping[int, int] | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing of it may be lost or deferred, whatever options allow."""
+        return self.exact or self.flush
 
     def label(self, start: int, stop: int) -> str:
         """Return the layers of the values from ``start`` to before ``stop`` in words, for messages."""
@@ -204,11 +213,11 @@ class ReduceOptions:
 
     def bound_of(self, bucket: Bucket) -> LossBound:
         """Return what a bucket may lose where its layers have no bound of their own."""
-        return RELIABLE if bucket.exact else bucket.bound or self.bound
+        return RELIABLE if bucket.whole else bucket.bound or self.bound
 
     def bound_within(self, bucket: Bucket, start: int, stop: int, values_per_packet: int) -> LossBound:
         """Return what the values from ``start`` to before ``stop`` of a bucket may lose."""
-        if bucket.exact:
+        if bucket.whole:
             return RELIABLE
         bound = self.layers.bound_of(bucket.segments, start, stop, values_per_packet, self.bound_of(bucket))
         deferral = self.average_bound(bucket).deferral
@@ -216,7 +225,7 @@ class ReduceOptions:
 
     def average_bound(self, bucket: Bucket) -> LossBound:
         """Return what averages of a bucket may lose, which is nothing, and what of them may be deferred."""
-        if not self.deferral_bound or bucket.exact or not self.error_feedback:
+        if not self.deferral_bound or bucket.whole or not self.error_feedback:
             return RELIABLE
         return LossBound(deferral=self.deferral_bound)
 
@@ -237,6 +246,9 @@ class RankContext:
         The parameter server's rank, if some bucket may go there: it counts when messages are numbered.
     beside_ring
         Whether a ring may take buckets of the same steps.
+    inbound_rates_bps
+        How fast each rank received in the last step, in bit/s, for whoever wants to know: the same on all ranks. Empty
+        where none that reduces here goes by it.
     noted
         Whether the endpoint's timeline gets the phases of buckets: not where these have other numbers than the
         session's, as parts of them have.
@@ -250,6 +262,7 @@ class RankContext:
     residual: Residual = field(default_factory=Residual)
     server: int | None = None
     beside_ring: bool = False
+    inbound_rates_bps: dict[int, float] = field(default_factory=dict)
     noted: bool = True
     rank: int = field(init=False)
     """The rank that this is."""

@@ -106,6 +106,8 @@ class AllGatherRun(CompressedRun):
     def _bound(self) -> LossBound:
         """Return what each receiver may lose."""
         options, encoded = self.context.options, self.encoded
+        if self.bucket.whole:
+            return RELIABLE
         whole = options.bound_of(self.bucket)
         bound = options.layers.bound_of(encoded.segments, 0, encoded.units, self.units_per_packet, whole)
         return LossBound(bound.ratio / max(1, len(self.peers)), bound.immediate)

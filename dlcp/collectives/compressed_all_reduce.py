@@ -10,6 +10,7 @@ of the gradient.
 """
 
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,7 +84,8 @@ class AllReduceRun(CompressedRun):
         assert encoded.value_type
         # A copy: the average is written over what is sent, of which it will be asked what it has left out.
         content = np.array(encoded.content)
-        sent = Bucket(content, encoded.value_type, encoded.segments, bound=bucket.bound, samples=bucket.samples)
+        kind, segments = encoded.value_type, encoded.segments
+        sent = replace(bucket, values=content, value_type=kind, segments=segments, magnitudes=None, exported=False)
         averaged = self.reducer.inner.start(self.step, self.sequence * self.compressor.rounds + self.number, sent)
         averaged.add_done_callback(self.guard(lambda mean: self.aside(lambda: self._on_mean(sent, mean))))
 

@@ -80,6 +80,10 @@ class DirectAllReduce:
             from dlcp.collectives import deferral
 
             self.deferral = deferral.Deferral(context.rank, context.contributors, context.options.deferral_bound)
+        self.turn = 0
+        """Says which packets are sent in this step in any case, see :meth:`Deferral.due`. It counts steps, for their
+        numbers are used for broadcasts, too; but a server has not seen all steps: with one it is the step's number."""
+        self._has_server = weights is not None
         self._slow: set[int] = set()
         self.rates_bps: dict[int, NDArray[np.generic]] = {}
         """What each rank reported with the latest bucket of the step."""
@@ -99,9 +103,13 @@ class DirectAllReduce:
             rates = inbound_rates(self.rates_bps, self._slow)
             self._slow = {rank for rank, rate in rates.items() if rate < max(rates.values())}
             self.weights = weights_for_rates(rates)
+        if self.adaptive:
+            self.context.inbound_rates_bps.clear()
+            self.context.inbound_rates_bps.update(rates)
         if self.deferral:
             self.deferral.begin_step(rates, self._slow, self.weights)
         self.rates_bps, self._reported_with = {}, {}
+        self.turn = step if self._has_server else self.turn + 1
         endpoint = self.context.endpoint
         endpoint.call(lambda: endpoint.begin_step(step))
 
@@ -207,7 +215,7 @@ class DirectPlan:
     @staticmethod
     def _what_it_fits(bucket: Bucket, weights: Mapping[int, float]) -> tuple[Any, ...]:
         size = len(bucket.values), bucket.value_type
-        return *size, bucket.bound, bucket.exact, weights, tuple(bucket.segments)
+        return *size, bucket.bound, bucket.whole, weights, tuple(bucket.segments)
 
     def tags_of(self, owner: int, tags: PacketTags, more: int = 0) -> PacketTags:
         """Return the tags of a shard's packets out of those of the bucket, and of ``more`` packets, like the last."""
@@ -244,6 +252,7 @@ class DirectRun(BucketRun):
     def __init__(self, reducer: DirectAllReduce, step: int, sequence: int, bucket: Bucket) -> None:
         super().__init__(reducer.context, step, sequence, bucket)
         self.reducer, self.rank, self.values = reducer, reducer.context.rank, bucket.values
+        self.turn = reducer.turn
         plan = self.plan = reducer.plan_of(sequence, bucket)
         self.bounds = plan.bounds
         if self.context.options.error_feedback:
@@ -273,6 +282,8 @@ class DirectRun(BucketRun):
         """Peers that have not confirmed this rank's averaged shard."""
         self.lost: list[tuple[NDArray[np.int64], NDArray[np.floating]]] = []
         """What will be residual: positions in the bucket, and values."""
+        self.waiting = np.zeros(len(self.tags.queue), np.bool_)
+        """Which packets of the bucket this rank has still to send."""
 
     def begin(self) -> None:
         """Post receives for contributions to the own shard, and contribute to the others'."""
@@ -375,6 +386,7 @@ class DirectRun(BucketRun):
         # The next contribution is divided by how many ranks there are.
         self._lose(self.rank, positions, widen(own) * np.float32(len(self.context.contributors)))
         own[positions] = 0
+        self._note_waiting(self.rank, deferred)
         if self.copy is not None:
             self.copy[positions] = 0
         self.average_deferred = deferred
@@ -397,7 +409,7 @@ class DirectRun(BucketRun):
         magnitudes = packet_magnitudes(self.values[start:stop], bucket.value_type, per_packet)
         matters = self.context.tagger.small_layer_packets(bucket.segments, len(self.values), per_packet)[packets]
         assert self.reducer.deferral
-        matters = matters | self.reducer.deferral.due(packets.start, len(magnitudes), self.step)
+        matters = matters | self.reducer.deferral.due(packets.start, len(magnitudes), self.turn)
         if self.context.options.layers:
             matters |= self.context.options.layers.exact_packets(bucket.segments, per_packet)[packets]
         more = len(tags.queue) - len(magnitudes)
@@ -406,6 +418,14 @@ class DirectRun(BucketRun):
         limit = self.average_bound.deferrable(len(tags.queue))
         deferred = self.reducer.deferral.choose((phase, self.sequence, owner), magnitudes, ~matters, share, limit)
         return deferred if deferred is None else np.append(deferred, np.zeros(more, np.bool_))
+
+    def _protect_due(self, owner: int, tags: PacketTags) -> PacketTags:
+        """Return the tags of a contribution of which those packets are not lost whose turn it is to be sent."""
+        packets = self._packets(owner)
+        assert self.reducer.deferral
+        due = self.reducer.deferral.due(packets.start, packets.stop - packets.start, self.turn)
+        drop_class = np.where(due, np.uint8(0), tags.drop_class)
+        return tags._replace(drop_class=drop_class, protected=tags.protected | due)
 
     def _delivered(self, accumulator: ShardAccumulator) -> dict[int, NDArray[np.bool_]]:
         """Return which packets of each rank are in the own shard, this rank's among them."""
@@ -422,6 +442,7 @@ class DirectRun(BucketRun):
             tags.protected[-1] = True  # tells it the size
         deferred = None
         if bound.deferral:
+            tags = self._protect_due(owner, tags)
             deferred = self._choose_deferred(REDUCE_SCATTER, owner, self._share_to_defer(owner), tags)
         if deferred is not None:
             tags = tags._replace(protected=tags.protected & ~deferred)
@@ -437,6 +458,7 @@ class DirectRun(BucketRun):
         if delivery.lost or delivery.deferred is not None:
             positions = self._positions(~delivery.delivered, stop - start)
             self._lose(owner, positions, self.bucket.value_type.widen(self.values[start:stop]))
+            self._note_waiting(owner, ~delivery.delivered)
         self.shards[owner] = Shard.AWAITED  # before the receive, which an early message completes at once
         # Only now: the average overwrites what may have had to be sent again, or is lost.
         tail = np.zeros(len(context.contributors) * RATE.itemsize, np.uint8)
@@ -460,6 +482,7 @@ class DirectRun(BucketRun):
                 # A server keeps no residual: what it defers is what every worker contributed, which is still in place.
                 positions = self._positions(deferred & contributed, stop - start)
                 self._lose(owner, positions, self.bucket.value_type.widen(shard))
+                self._note_waiting(owner, deferred & contributed)
             shard[self._positions(deferred, stop - start)] = 0
         self._have(owner)
         self.reducer.note_rates(owner, self.sequence, tail.view(RATE))
@@ -532,6 +555,8 @@ class DirectRun(BucketRun):
         if self.context.options.error_feedback:
             for positions, values in self.lost:
                 self.context.residual.add_at(positions, values, self.bucket.segments)
+        if self.reducer.deferral:
+            self.context.ledger.note_waiting(self.sequence, self.waiting)
         self.done.set_result(self.values)
 
     def _end(self) -> None:
@@ -593,7 +618,7 @@ class DirectRun(BucketRun):
         # Magnitudes cost a tenth of a fast network's time: they wait for the first sign that packets may be lost.
         clear = context.endpoint.is_clear
         at_risk = [owner for owner in self.bounds if owner != self.rank and (bound.immediate or not clear(owner))]
-        if not at_risk or (not bound.ratio and (bucket.exact or not layers)):
+        if not at_risk or (not bound.ratio and (bucket.whole or not layers)):
             return self.plan.whole
         magnitudes = bucket.magnitudes
         if magnitudes is None:  # of what may be lost; all other packets count as the largest
@@ -626,6 +651,11 @@ class DirectRun(BucketRun):
         """Note as lost those of a shard's ``values`` at ``positions`` of it."""
         if len(positions):
             self.lost.append((positions + self.bounds[owner][0], values[positions]))
+
+    def _note_waiting(self, owner: int, packets: NDArray[np.bool_]) -> None:
+        """Note that some packets of a shard, or of a message with one, wait for a later step."""
+        part = self._packets(owner)
+        self.waiting[part] |= packets[: part.stop - part.start]
 
     def _packets(self, owner: int) -> slice:
         return self.plan.packets.get(owner, slice(0, 0))

@@ -154,7 +154,10 @@ class ParameterServer:
         no_rates = bytes(len(self.workers) * RATE.itemsize)
         payload = memoryview(np.ascontiguousarray(value_type.narrow(mean)).tobytes() + no_rates)
         tags = _tags_of(bucket, -(-len(payload) // self.endpoint.options.payload_bytes))
-        deferred = self._choose_deferred(key, mean, bucket, tags) if self._bound.deferral else None
+        deferred = None
+        if self._bound.deferral:
+            deferred = self._choose_deferred(key, mean, bucket, tags)
+            self.ledger.note_waiting(sequence, np.zeros(0, np.bool_) if deferred is None else deferred)
         for worker in self.workers:
             reply = MessageKey(key.step, two_hop_number(sequence, ALL_GATHER, worker, self._ranks))
             request = SendRequest(

@@ -8,7 +8,8 @@ A bucket goes through these stages, of which most jobs have only the second:
    compressed form, an all-gather.
 3. *Decode*: what was compressed becomes gradients again, and what was left out becomes residual.
 
-Buckets that are no gradients (``Bucket.exact``) are only averaged. The record of a bucket does not change on its way.
+Buckets that are no gradients (``Bucket.exact``) are only averaged; so are gradients that are sent whole for once
+(``Bucket.flush``), with what compressors have left out. The record of a bucket does not change on its way.
 """
 
 from collections import Counter
@@ -112,15 +113,24 @@ class Pipeline:
         How many of the numbers of ``plain`` the gradients of a bucket take.
     multiplier
         What gradients are multiplied by first; 1 for their average.
+    left_out
+        What compression has left out of gradients, where ``plain`` can send that with gradients as they are.
     """
 
     def __init__(
-        self, plain: Reducer, gradients: Strategy, *, numbers_per_bucket: int = 1, multiplier: int = 1
+        self,
+        plain: Reducer,
+        gradients: Strategy,
+        *,
+        numbers_per_bucket: int = 1,
+        multiplier: int = 1,
+        left_out: Residual | None = None,
     ) -> None:
         self.plain, self.gradients = plain, gradients
         self._numbers_per_bucket, self._multiplier = numbers_per_bucket, multiplier
-        self._exact: dict[tuple[int, int], int] = {}
-        """Numbers of exact buckets, by step and the number that ``plain`` knows them by."""
+        self._left_out = left_out
+        self._plain: dict[tuple[int, int], int] = {}
+        """Numbers of buckets that are averaged as they are, by step and the number that ``plain`` knows them by."""
 
     @property
     def recoverable(self) -> bool:
@@ -129,30 +139,32 @@ class Pipeline:
 
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on; all averages of the last one are in."""
-        self._exact = {name: sequence for name, sequence in self._exact.items() if name[0] >= step - 1}
+        self._plain = {name: sequence for name, sequence in self._plain.items() if name[0] >= step - 1}
         self.plain.begin_step(step)
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Reduce a bucket; the future's result is ``bucket.values``, written in place. See :class:`Strategy`."""
-        if bucket.exact:
-            number = sequence * self._numbers_per_bucket
-            self._exact[step, number] = sequence
-            return self.plain.start(step, number, bucket)
-        if self._multiplier != 1:
+        if not bucket.exact and self._multiplier != 1:
             multiply_for_sum(bucket.values, bucket.value_type, self._multiplier)
             bucket = replace(bucket, magnitudes=None)
-        return self.gradients.start(step, sequence, bucket)
+        if bucket.flush and self._left_out is not None:
+            self._left_out.apply(bucket.values, bucket.segments, bucket.value_type)
+        elif not bucket.exact:
+            return self.gradients.start(step, sequence, bucket)
+        number = sequence * self._numbers_per_bucket
+        self._plain[step, number] = sequence
+        return self.plain.start(step, number, bucket)
 
     def partial_results(self) -> list[PartialResult]:
         """Return what this rank holds of buckets that it, or a peer for all it knows, has not finished."""
         if self.gradients is self.plain:
             return self.plain.partial_results()
-        exact = [
-            replace(result, sequence=self._exact[result.step, result.sequence])
+        plain = [
+            replace(result, sequence=self._plain[result.step, result.sequence])
             for result in self.plain.partial_results()
-            if (result.step, result.sequence) in self._exact
+            if (result.step, result.sequence) in self._plain
         ]
-        return exact + self.gradients.partial_results()
+        return plain + self.gradients.partial_results()
 
     def close(self) -> None:
         """End the threads of all stages."""
@@ -214,6 +226,7 @@ def make_reducer(
     # Most jobs do not compress, so what does is loaded here.
     from dlcp.collectives.compressed_all_gather import CompressedAllGather
     from dlcp.collectives.compressed_all_reduce import CompressedAllReduce
+    from dlcp.compress import Feedback
     from dlcp.compress.choice import make_compressor
 
     small = context.tagger.policy.small_layer_values
@@ -223,8 +236,12 @@ def make_reducer(
     if compressor.name not in ("fp16", "bf16"):  # values are coded in place: magnitudes say what matters
         transit = replace(transit, options=replace(options, deferral_bound=0.0))
     plain = _plain(collective, transit, topology, costs)
+    # No average stands for a vote or for Adasum, and a server has been told the format of what is compressed.
+    averages = compressor.feedback is not Feedback.NOTHING and combine != ADASUM and not has_server
+    left_out = context.residual if averages and options.error_feedback else None
     if not compressor.reduces:
-        return Pipeline(plain, CompressedAllGather(context, compressor, REDUCTION_RULES[combine], work))
+        gathered = CompressedAllGather(context, compressor, REDUCTION_RULES[combine], work)
+        return Pipeline(plain, gathered, left_out=left_out if combine == AVERAGE else None)
     inner: Strategy = plain
     numbers = 1
     if combine == ADASUM:
@@ -232,7 +249,8 @@ def make_reducer(
 
         inner, numbers = adasum.Adasum(transit, work=work), adasum.NUMBERS_PER_BUCKET
     compressed = CompressedAllReduce(context, compressor, inner, transit.residual, work)
-    return Pipeline(plain, compressed, numbers_per_bucket=compressor.rounds * numbers, multiplier=multiplier)
+    per_bucket = compressor.rounds * numbers
+    return Pipeline(plain, compressed, numbers_per_bucket=per_bucket, multiplier=multiplier, left_out=left_out)
 
 
 def check_stages(compression: str, combine: str, collective: str = DIRECT, *, fallback: bool = False) -> None:

@@ -201,7 +201,7 @@ class RingRun(BucketRun):
         bucket, values, per_packet = self.bucket, len(self.bucket.values), self.values_per_packet
         tagger, options = self.context.tagger, self.context.options
         hops, bound = max(1, self.reducer.ranks - 1), options.bound_of(bucket)
-        if bucket.exact or (self.endpoint.is_clear(self.reducer.next) and not bound.immediate):
+        if bucket.whole or (self.endpoint.is_clear(self.reducer.next) and not bound.immediate):
             return tagger.tag_whole(values, bucket.segments, per_packet)
         if bucket.magnitudes is None:
             tags = tagger.tag(bucket.values, self.value_type, bucket.segments, per_packet)

@@ -87,7 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="of finished runs, which are kept (default: %(default)s)",
     )
-    convergence.add_argument("--curves", type=Path, metavar="FILE", help="where to write curves for the simulator")
+    convergence.add_argument(
+        "--curves", type=Path, metavar="FILE", help="where to write curves, as dlcp/convergence has them"
+    )
     delay = declare("delay", "the same over long paths and through deep buffers, alone and beside TCP", 3, _delay, True)
     delay.add_argument("--rtt-ms", type=float, nargs="+", default=_RTTS_MS, metavar="MS", help="(default: 1 20 100)")
     delay.add_argument(

@@ -112,6 +112,11 @@ class RankCollector(Collector):
         exceeded = CounterMetricFamily(
             "dlcp_rank_bound_exceeded_messages", "Messages that lost more than they may", labels=_RANK
         )
+        waited = GaugeMetricFamily(
+            "dlcp_rank_waited_steps",
+            "The most steps in a row that a packet waited since it was put off",
+            labels=_RANK,
+        )
         written = GaugeMetricFamily(
             "dlcp_rank_snapshot_timestamp_seconds", "When the rank last told of itself, in Unix time", labels=_RANK
         )
@@ -121,8 +126,9 @@ class RankCollector(Collector):
                 phase.add_metric([*rank, known.value], each["phase"] == known.value)
             ended.add_metric(rank, each["ended"])
             exceeded.add_metric(rank, each["bound_exceeded"])
+            waited.add_metric(rank, each["waited_steps"])
             written.add_metric(rank, each["written_unix_s"])
-        yield from (phase, ended, exceeded, written)
+        yield from (phase, ended, exceeded, waited, written)
 
 
 def _rank(snapshot: RankSnapshot) -> list[Any]:

@@ -301,6 +301,22 @@ class Group:
             self._session.set_samples(count)
             self._session.begin_step(self.step)
 
+    def flush(self) -> None:
+        """Let the coming step be whole, with what was lost or put off before. All ranks must call it.
+
+        To be called before the last step, and before one after which parameters are saved or tested.
+
+        Raises
+        ------
+        RuntimeError
+            The step is under way.
+        """
+        with self._lock:
+            self._check_open()
+            self._check_idle("a flush")
+            if self._session:
+                self._session.flush(self.step)
+
     def _expire(self, buckets: Buckets, step: int) -> None:
         """Fail if a bucket still waits for a parameter that nobody starts: whoever waits for the others must know."""
         with self._lock:

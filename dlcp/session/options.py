@@ -85,8 +85,9 @@ class Options:
         How many samples this rank's gradients are the mean of in a step; call ``samples`` of the state or group
         when the number changes. Every sample then counts the same. 0, the default: every rank counts the same.
     adapt
-        Measure while training, and choose bound, classes, compression and collective by it; those given are what it
-        begins with. All ranks choose alike, between two steps.
+        Measure while training, and choose bound, classes, compression, collective and deferral by it; those given are
+        what it begins with, and no more is deferred than they say. What counts is the time to the same accuracy: what
+        takes more steps is charged with them (:mod:`dlcp.convergence`). All ranks choose alike, between two steps.
     compression
         What gradients are compressed with, ``fp16`` or ``topk:0.01`` (:mod:`dlcp.compress`); none by default.
     combine

@@ -298,6 +298,7 @@ class TrainingSession:
         self.autotuner: Autotuner | None = None
         self.hosts = 0
         self._make: Callable[[Settings | None], Reducer] = self._make_reducer
+        self._inbound_rates_bps: dict[int, float] = {}
         self._joined: Joined | None = None
         self._reducer: Reducer | None = None
         self._replaced: Reducer | None = None
@@ -307,6 +308,7 @@ class TrainingSession:
         self._metadata: Future[NDArray[np.generic]] | None = None
         """All ranks' metadata of this step, until it has been read."""
         self.metadata_step = -1
+        self._flush_step = -1
         self._error: TransportError | None = None
         self._recovery: threading.Thread | None = None
         self._closing = threading.Event()
@@ -381,8 +383,7 @@ class TrainingSession:
         from dlcp.tuning.autotuner import Autotuner
         from dlcp.tuning.rules import Settings
 
-        given = Settings(options.loss_bound, options.protected_share, options.compression, options.collective)
-        tuner = Autotuner(given, options.bound(), self.rank, self.ranks, samples=options.samples)
+        tuner = Autotuner(Settings.of(options), options.bound(), self.rank, self.ranks, samples=options.samples)
         if endpoint is not None:
             tuner.measure(
                 self.ledger,
@@ -391,6 +392,7 @@ class TrainingSession:
                 phases=options.phases,
                 hosts=self.hosts,
                 gradient_bytes=self.gradient_bytes,
+                inbound_rates_bps=self._inbound_rates_bps,
             )
         return tuner
 
@@ -399,14 +401,23 @@ class TrainingSession:
         assert joined
         compression = options.compression
         if settings is not None:
-            options = options.with_(protected_share=settings.protected_share, collective=settings.collective)
+            chosen = "protected_share", "collective", "deferral_bound"
+            options = options.with_(**{name: getattr(settings, name) for name in chosen})
             compression = settings.compression
             self.tagger.policy = options.classes()
             weight = options.transport(len(self.ranks), joined.topology).flow_weight
             joined.endpoint.call(partial(joined.endpoint.set_flow_weight, weight))
         return make_reducer(
             options.collective,
-            RankContext(joined.endpoint, self.ranks, options.reduction(), self.tagger, self.ledger, self.feedback),
+            RankContext(
+                joined.endpoint,
+                self.ranks,
+                options.reduction(),
+                self.tagger,
+                self.ledger,
+                self.feedback,
+                inbound_rates_bps=self._inbound_rates_bps,
+            ),
             topology=joined.topology,
             compression=compression,
             combine=options.combine,
@@ -482,6 +493,13 @@ class TrainingSession:
 
     # Averaging --------------------------------------------------------------------------------------------------------
 
+    def flush(self, step: int) -> None:
+        """Let a step that has not begun be whole: all ranks' residual goes with it, and nothing is lost or put off.
+
+        All ranks must ask for the same step. Without DLCP every step is whole.
+        """
+        self._flush_step = step
+
     def submit(self, pending: PendingBucket) -> None:
         """Average a bucket that is on the host; every rank submits the same ones, in any order within a step.
 
@@ -550,6 +568,8 @@ class TrainingSession:
                 self._replaced, self._reducer = self._reducer, self._make(tuner.settings)
                 self._reducer.begin_step(step)
             bucket = replace(bucket, bound=tuner.bound, samples=tuner.samples)
+        if step == self._flush_step and not bucket.exact:
+            bucket = replace(bucket, flush=True)
         averaged = self._reducer.start(step, pending.sequence, bucket)
         averaged.add_done_callback(partial(self._on_averaged, pending, tuner if tuned else None))
 

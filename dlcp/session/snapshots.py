@@ -84,6 +84,8 @@ class RankSnapshot(TypedDict):
     """How many messages lost more than they may."""
     worst_loss: float
     """The largest share that a message has lost."""
+    waited_steps: int
+    """The most steps in a row that a packet has waited since it was put off."""
     packets: dict[str, dict[str, int]]
     """What became of packets, by receiver and the names of :data:`dlcp.ledger.COUNTS`."""
     layers: list[tuple[int, list[str], int, int, int]]
@@ -290,9 +292,10 @@ class SnapshotWriter:
             "fallback": session.fallback.name,
             **found,
             "loss_bound": tuner.bound.ratio if tuner else session.options.loss_bound,
-            "deferral_bound": session.options.deferral_bound,
+            "deferral_bound": tuner.settings.deferral_bound if tuner else session.options.deferral_bound,
             "bound_exceeded": session.ledger.violations,
             "worst_loss": session.ledger.max_message_ratio,
+            "waited_steps": session.ledger.max_deferred_steps,
             "packets": {str(peer): counts for peer, counts in session.ledger.by_receiver().items()},
             "layers": [
                 [position, names.get(str(position), []), *layers[position].tolist()]

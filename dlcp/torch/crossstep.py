@@ -196,6 +196,21 @@ class CrossStep(Optimizer):
                     member.parameter.grad = member.average
             self._averaged, self._dirty = True, False
 
+    def flush(self) -> None:
+        """Let the coming step be whole, with what was lost or put off before. All ranks must call it.
+
+        See :meth:`dlcp.torch.State.flush`.
+
+        Raises
+        ------
+        RuntimeError
+            The step's backward pass has begun.
+        """
+        with self._lock:
+            if self._begun:
+                raise RuntimeError(f"{self._where}: flush() comes too late, call it before backward")
+            self._averager.flush(self.traffic.step)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Add up gradients on this rank alone: what backward produces inside stays here until the next one outside."""
@@ -443,7 +458,7 @@ class LayerAverager:
         groups: Sequence[LayerGroup],
         on_average: Callable[[], None],
     ) -> None:
-        self._on_average = on_average
+        self._on_average, self._feedback = on_average, traffic.feedback
         self._stagers: dict[torch.device, Stager] = {}
         self._session: TrainingSession | None = None
         if dist.get_world_size(group) == 1:
@@ -493,6 +508,11 @@ class LayerAverager:
         per_packet = packet_bytes // layers.flat.element_size()
         self._stagers[layers.flat.device].stage(layers.flat, per_packet, partial(self._on_host, step, layers))
 
+    def flush(self, step: int) -> None:
+        """Let a step be whole, see :meth:`dlcp.session.session.TrainingSession.flush`."""
+        if self._session:
+            self._session.flush(step)
+
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
         if self._session:
@@ -510,6 +530,7 @@ class LayerAverager:
             if self._session:
                 self._session.submit(pending)
             else:
+                self._feedback.apply(bucket.values, bucket.segments, bucket.value_type)
                 pending.resolve()
         except Exception as error:
             pending.fail(error)

@@ -181,16 +181,8 @@ class FrameworkFallback(Fallback):
 
     def average_tensor(self, segments: Sequence[Segment], tensor: torch.Tensor) -> TensorFuture:
         """Average a tensor in place, residual included."""
-        self._add_residual(tensor, segments)
+        add_residual(self._feedback, tensor, segments)
         return framework_average(self._group, tensor)
-
-    def _add_residual(self, tensor: torch.Tensor, segments: Sequence[Segment]) -> None:
-        """Add what is still to be sent: the framework loses nothing, so this is the last time."""
-        if all(self._feedback.of(segment.layer.name) is None for segment in segments):
-            return
-        residual = np.zeros(tensor.numel(), np.float64)
-        self._feedback.apply(residual, segments)
-        tensor.add_(torch.from_numpy(residual).to(tensor.device, torch.promote_types(tensor.dtype, torch.float32)))
 
     def why_leave(self, session: TrainingSession) -> BaseException | None:
         """Look in PyTorch's store whether another rank has left DLCP."""
@@ -239,8 +231,10 @@ class OrderedFallback(Fallback):
             self._next -= 1
 
     def _all_reduce(self, session: TrainingSession, pending: PendingBucket) -> None:
-        assert pending.bucket
-        work = dist.all_reduce(tensor := as_tensor(pending.bucket), group=self._group, async_op=True)
+        bucket = pending.bucket
+        assert bucket
+        session.feedback.apply(bucket.values, bucket.segments, bucket.value_type)
+        work = dist.all_reduce(tensor := as_tensor(bucket), group=self._group, async_op=True)
         assert work is not None
 
         def finish(done: "torch.futures.Future[Any]") -> None:
@@ -253,6 +247,15 @@ class OrderedFallback(Fallback):
                 session.table.finish(pending)
 
         work.get_future().add_done_callback(finish)
+
+
+def add_residual(feedback: Residual, tensor: torch.Tensor, segments: Sequence[Segment]) -> None:
+    """Add what is still to be sent, where nothing is lost on the way, so that this is the last time."""
+    if all(feedback.of(segment.layer.name) is None for segment in segments):
+        return
+    residual = np.zeros(tensor.numel(), np.float64)
+    feedback.apply(residual, segments)
+    tensor.add_(torch.from_numpy(residual).to(tensor.device, torch.promote_types(tensor.dtype, torch.float32)))
 
 
 def framework_average(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> TensorFuture:

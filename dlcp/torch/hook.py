@@ -23,7 +23,7 @@ from dlcp.session.joining import NotJoinedError
 from dlcp.session.options import Options
 from dlcp.session.session import TrainingSession
 from dlcp.tags import Layer, Segment, Tagger, layers_in_order
-from dlcp.torch.framework import FrameworkFallback, StagedBucket, TensorFuture, agreement_of
+from dlcp.torch.framework import FrameworkFallback, StagedBucket, TensorFuture, add_residual, agreement_of
 from dlcp.torch.profiling import profiled
 from dlcp.torch.staging import VALUE_TYPES, Staged, Stager, stager_for
 from dlcp.transport import Endpoint, TransportError
@@ -203,6 +203,24 @@ class State:
         self._session.set_samples(count)
         self._session.begin_step(self.step)
 
+    def flush(self) -> None:
+        """Let the coming step be whole, with what was lost or put off before. All ranks must call it.
+
+        To be called before the last step, and before one after which the model is tested or saved without this state.
+        It takes a step of the optimizer to use what was left: there is none without a backward pass.
+
+        Raises
+        ------
+        RuntimeError
+            The step's backward pass has begun, or the state is not attached to a model.
+        """
+        if not self._attached:
+            raise RuntimeError("flush() is for a state in use: call state.attach(model), or cross_step's own flush()")
+        if self._sequence:
+            raise RuntimeError(f"flush() comes too late for step {self.step}: call it before backward")
+        if self._session:
+            self._session.flush(self.step)
+
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
         if self._session:
@@ -217,6 +235,8 @@ class State:
         if not self._attached:
             raise RuntimeError("the state has been closed, or loaded and not attached: call state.attach(model)")
         if session is None:
+            if self.feedback.size:  # from a checkpoint of more ranks
+                add_residual(self.feedback, tensor, segments_of(bucket, self._layers))
             return _resolved(tensor)
         if self._sequence == 0:
             self._step_began_s = time.monotonic()

@@ -13,7 +13,7 @@ from dlcp.train.launcher import Report
 from dlcp.tuning.rules import Advice, Figures, Settings, decide
 
 SLOWER: Final = 0.98
-"""Settings that make steps this much longer are not advised. Chosen by us: steps vary by as much on a quiet machine."""
+"""Settings that take this much longer are not advised. Chosen by us: steps vary by as much on a quiet machine."""
 
 
 class NothingMeasuredError(RuntimeError):
@@ -71,7 +71,8 @@ def judge(advice: Advice, default_s: Sequence[float] = (), advised_s: Sequence[f
 
     Returns
     -------
-    ``figures`` and ``choices``; ``tried``, with the median of the ratios of steps next to each other, or None;
+    ``figures``, ``choices`` and what they cost in steps; ``tried``, or None: with the median of the ratios of steps
+    next to each other, and with that of times to the same accuracy, for which both are charged with their steps;
     ``settings``, what to set: nothing if the trial went against the advice.
     """
     pairs = list(zip(default_s, advised_s, strict=False))
@@ -83,7 +84,8 @@ def judge(advice: Advice, default_s: Sequence[float] = (), advised_s: Sequence[f
             "advised_step_s": median(advised for _, advised in pairs),
             "ratio": median(default / advised for default, advised in pairs),
         }
-    follow = tried is None or tried["ratio"] >= SLOWER
+        tried["accuracy_ratio"] = tried["ratio"] * advice.given_steps_factor / advice.steps_factor
+    follow = tried is None or tried["accuracy_ratio"] >= SLOWER
     return {**advice.as_json(), "tried": tried, "settings": advice.changes if follow else {}}
 
 
@@ -109,12 +111,17 @@ def as_lines(found: Mapping[str, Any]) -> list[str]:
             f"  In a trial of {tried['steps']} steps each, in turn, a step took {1e3 * tried['default_step_s']:.1f} ms "
             f"as it was, {1e3 * tried['advised_step_s']:.1f} ms as advised: {tried['ratio']:.2f} times as fast."
         )
+        if tried["accuracy_ratio"] != tried["ratio"]:
+            lines.append(
+                "  It takes more steps or fewer to the same accuracy, as was measured on small models: so it is there "
+                f"{tried['accuracy_ratio']:.2f} times as soon."
+            )
     if found["settings"]:
         words = ", ".join(f"{name} = {_quoted(value)}" for name, value in found["settings"].items())
         options = " ".join(f"--option {name}={_bare(value)}" for name, value in found["settings"].items())
         lines += [f"  To apply it, put in dlcp.toml: {words}", f"  or run: dlcp train {options} ..."]
     elif tried:
-        lines.append("  That is slower: leave everything as it is.")
+        lines.append("  That takes longer: leave everything as it is.")
     else:
         lines.append("  Nothing needs to change.")
     return lines

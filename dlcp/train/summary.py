@@ -11,6 +11,8 @@ from dlcp.train.launcher import Report
 OF_OTHERS: Final = ("token", "job", "sender")
 """Causes for which packets are refused that belong to another job, or to an earlier start of this one."""
 
+TO_FLUSH: Final = "a script that calls flush() before its last step leaves nothing"
+
 
 def summarize(reports: Sequence[Report]) -> dict[str, Any]:
     """Return the totals of the ranks of this machine; counts are in packets.
@@ -69,8 +71,14 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
         f"  delivered          {model['delivered']:,}",
         f"  lost for this step {lost}; of one message at most {model['worst']:.1%}, allowed {model['loss_bound']:.1%}",
         f"  put off            {model['deferred']:,} to a later step; {put_off}",
+        *([f"  waited             {model['waited_steps']} steps at most"] if model["deferred"] else []),
         f"  retransmitted      {model['retransmitted']:,}",
         f"  bound exceeded     {exceeded}",
+        *(
+            [f"  left over          {model['left_over']:.1%} of the last step; {TO_FLUSH}"]
+            if model["left_over"]
+            else []
+        ),
         *([f"  refused            {strange:,} packets of an earlier start, or of others"] if strange else []),
         f"  fallback           {model['fallback'] or 'none, all steps went over DLCP'}",
     ]
@@ -84,6 +92,11 @@ def _way(parts: Sequence[dict[str, Any]], ranks: int) -> str:
     return "memory" if local_peers == {ranks - 1} else "memory within a host and sockets elsewhere"
 
 
+def _share(last_steps: Sequence[dict[str, int]]) -> float:
+    packets = sum(each["packets"] for each in last_steps)
+    return sum(each["left_over"] for each in last_steps) / packets if packets else 0.0
+
+
 def _merge(parts: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
     """Add up what the ranks say of one model."""
     ledger = add_up([part["ledger"] for part in parts if part["ledger"]])
@@ -93,6 +106,8 @@ def _merge(parts: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
         **{name: ledger[name] for name in ("sent", "delivered", "lost", "retransmitted", "deferred")},
         "worst": ledger["max_message_ratio"],
         "most_deferred": ledger["max_deferred_ratio"],
+        "waited_steps": ledger["max_deferred_steps"],
+        "left_over": _share([part["last_step"] for part in parts if part["last_step"]]),
         "bound_exceeded": ledger["violations"],
         "refused": dict(sum((Counter(part["refused"]) for part in parts), Counter())),
         "through": _way(parts, ranks),

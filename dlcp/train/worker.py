@@ -69,7 +69,15 @@ class Model:
             "local_peers": state.local_peers if state else 0,
             "refused": dict(state.endpoint.refused) if state and state.endpoint else {},
             "ledger": state.ledger.summary() if state else None,
+            "last_step": _last_step(state) if state else None,
         }
+
+
+def _last_step(state: dlcp.torch.State) -> dict[str, int]:
+    """Return how many packets the last step had, and how many of these no step is left to send."""
+    records = state.ledger.of_step(state.step - 1)
+    left_over = sum(record.lost + record.deferred for record in records)
+    return {"packets": sum(record.packets for record in records), "left_over": left_over}
 
 
 class ScriptSession:

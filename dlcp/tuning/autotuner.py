@@ -13,7 +13,7 @@ mean of their squares, which a single odd batch moves little.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -128,7 +128,8 @@ class Autotuner:
         self._ledger: Ledger | None = None
         self._endpoint: Endpoint | None = None
         self._steps = 0
-        self._window: list[dict[int, StepMetadata]] = []
+        self._inbound_rates_bps: Mapping[int, float] = {}
+        self._window: list[tuple[dict[int, StepMetadata], dict[int, float]]] = []
         self._began_s = self._ready_s = math.nan
         self._backward_s = self._waited_s = 0.0
         self._squares = 0.0
@@ -142,6 +143,7 @@ class Autotuner:
         phases: bool = False,
         hosts: int = 1,
         gradient_bytes: int = 0,
+        inbound_rates_bps: Mapping[int, float] | None = None,
     ) -> None:
         """Measure from now on, and choose by it.
 
@@ -155,7 +157,10 @@ class Autotuner:
             Hold the bound down in critical regimes.
         hosts, gradient_bytes
             On how many hosts the ranks are, and what a rank contributes in a step.
+        inbound_rates_bps
+            How fast each rank received in the last step, wherever that is kept up to date, the same on all ranks.
         """
+        self._inbound_rates_bps = {} if inbound_rates_bps is None else inbound_rates_bps
         self._ledger, self._endpoint = ledger, endpoint
         self._adapt, self._hosts, self.gradient_bytes = adapt, hosts, gradient_bytes
         self.phases = Phases() if phases else None
@@ -194,10 +199,11 @@ class Autotuner:
             self.phases.add(self.metadata[self._contributors[0]].norm)
         if not self._adapt or self._steps <= WARM_UP_STEPS:
             return
-        self._window.append(self.metadata)
+        self._window.append((self.metadata, dict(self._inbound_rates_bps)))
         if len(self._window) >= WINDOW_STEPS:
-            figures = figures_of_steps(self._window, self._hosts, self.gradient_bytes)
-            self.advice = decide(figures, self.given, self.settings)
+            metadata, rates = zip(*self._window, strict=True)
+            figures = figures_of_steps(metadata, self._hosts, self.gradient_bytes, rates)
+            self.advice = decide(figures, self.given, self.settings, most_deferred=self.given.deferral_bound)
             self.settings = self.advice.settings
             self._window.clear()
 
@@ -222,7 +228,7 @@ class Autotuner:
     def reducer_changed(self) -> bool:
         """Tell, once for each change, whether the settings in force ask for another reducer."""
         before, self._in_force = self._in_force, self.settings
-        names = ("collective", "compression", "protected_share")
+        names = ("collective", "compression", "protected_share", "deferral_bound")
         return any(getattr(before, name) != getattr(self.settings, name) for name in names)
 
     # What is measured -------------------------------------------------------------------------------------------------

@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which settings suit what ranks have measured, and why. The rules guess nothing: figures in, words out.
 
+What counts is the time to an accuracy, not that of a step. What makes steps shorter and takes more of them is charged
+with these: with what was measured of loss and deferral (:mod:`dlcp.convergence`). Of compression to 16 bits nothing
+was; what it rounds away is sent with the next step, and counts for nothing.
+
 Every threshold has its reason beside it. All ranks that know the same figures choose the same.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import median
 from typing import Any, Final
 
 import numpy as np
 
-from dlcp.collectives.choice import AUTO, DIRECT, SERVER, Topology, choose, direct_seconds, ring_seconds
+from dlcp.collectives.choice import AUTO, DIRECT, RING, SERVER, Topology, choose, direct_seconds, ring_seconds
 from dlcp.collectives.choice import Costs as CollectiveCosts
-from dlcp.collectives.shards import inbound_rates
+from dlcp.collectives.deferral import STEP_PART
+from dlcp.collectives.shards import inbound_rates, weights_for_rates
 from dlcp.collectives.step_metadata import StepMetadata
+from dlcp.convergence import COST_OF_DEFERRAL, COST_OF_DEFERRAL_TO_ALL, COST_OF_LOSS, steps_factor
 from dlcp.ledger import Ledger, MessageRecord
+from dlcp.slow_ports import SHARE_MIN, PortLoads, level, share_to_defer
 from dlcp.transport import Endpoint
 
 LOSS_MATTERS: Final = 0.001
@@ -36,6 +44,12 @@ CAST_S: Final = 0.005
 woken for it. Chosen by us: the order of magnitude on a machine with more to do than cores."""
 COMPRESSION: Final = "bf16"
 """Halves every message, can be added up anywhere, and has the range of float32."""
+CODED_IN_PLACE: Final = ("", "fp16", "bf16")
+"""Compressions of which packets are deferred as those of plain gradients are."""
+RATES_OFF: Final = 2.0
+"""A slow port is so many times slower at most than rates say. Chosen by us: what is waited for is not always it."""
+DEFERRAL_BOUNDS: Final = (0.25, 0.5, 0.75)
+"""Deferral bounds to choose from. Chosen by us: with the last, half of a step may be deferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +138,7 @@ class Settings:
     protected_share: float = -1.0
     compression: str = ""
     collective: str = "direct"
+    deferral_bound: float = 0.0
 
     @classmethod
     def of(cls, options: object) -> "Settings":
@@ -143,10 +158,19 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What is to be set, and what it follows from."""
+    """What is to be set, and what it follows from.
+
+    Parameters
+    ----------
+    steps_factor, given_steps_factor
+        How many times as many steps the choices take to the same accuracy as training that lacks nothing, and how many
+        what was set takes: infinitely many if that is beyond what was measured.
+    """
 
     figures: Figures
     choices: Sequence[Choice]
+    steps_factor: float = 1.0
+    given_steps_factor: float = 1.0
 
     @property
     def settings(self) -> Settings:
@@ -165,10 +189,18 @@ class Advice:
             "figures": self.figures.as_json(),
             "choices": [asdict(choice) for choice in self.choices],
             "changes": self.changes,
+            "steps_factor": self.steps_factor,
+            "given_steps_factor": self.given_steps_factor if math.isfinite(self.given_steps_factor) else None,
         }
 
 
-def decide(figures: Figures, given: Settings | None = None, now: Settings | None = None) -> Advice:
+def decide(
+    figures: Figures,
+    given: Settings | None = None,
+    now: Settings | None = None,
+    *,
+    most_deferred: float = DEFERRAL_BOUNDS[-1],
+) -> Advice:
     """Choose settings.
 
     Parameters
@@ -178,6 +210,8 @@ def decide(figures: Figures, given: Settings | None = None, now: Settings | None
     now
         What is in force while the figures were taken, if that is something else: what it has brought to an end by
         itself is no reason to take it back.
+    most_deferred
+        The largest deferral bound that may be chosen, if the user has not set a larger one.
     """
     given = given or Settings()
     now = now or given
@@ -185,6 +219,8 @@ def decide(figures: Figures, given: Settings | None = None, now: Settings | None
     protected, protected_why = _protected(figures, bound, given, now)
     compression, compression_why = _compression(figures, given, now)
     collective, collective_why = _collective(figures, given)
+    deferral = DeferralEstimate.of(figures, now, replace(now, compression=compression, collective=collective))
+    deferral_bound, deferral_why = _deferral(deferral, given, now, max(most_deferred, given.deferral_bound))
     return Advice(
         figures,
         (
@@ -192,8 +228,16 @@ def decide(figures: Figures, given: Settings | None = None, now: Settings | None
             Choice("protected_share", protected, given.protected_share, protected_why),
             Choice("compression", compression, given.compression, compression_why),
             Choice("collective", collective, given.collective, collective_why),
+            Choice("deferral_bound", deferral_bound, given.deferral_bound, deferral_why),
         ),
+        _loss_factor(figures, bound) * deferral.steps_factor(deferral_bound),
+        _loss_factor(figures, given.loss_bound) * deferral.steps_factor(given.deferral_bound),
     )
+
+
+def _loss_factor(figures: Figures, bound: float) -> float:
+    """Return how many times as many steps it takes with what is lost within a bound: no more than does not arrive."""
+    return steps_factor(COST_OF_LOSS, min(bound, figures.wanting)) or math.inf
 
 
 def _bound(figures: Figures, given: Settings, now: Settings) -> tuple[float, str]:
@@ -206,6 +250,15 @@ def _bound(figures: Figures, given: Settings, now: Settings) -> tuple[float, str
     found = next((bound for bound in BOUNDS if bound >= figures.worst), BOUNDS[-1])
     bound = min(found, given.loss_bound)
     worst = f"of the worst hundredth of messages {figures.worst:.1%}"
+    # To send it again takes another round trip, and that part of the time on the way.
+    saved_s = min(figures.waited_s, figures.rtt_s + figures.wanting * figures.waited_s)
+    factor = _loss_factor(figures, bound)
+    if (factor - 1) * figures.step_s > saved_s:
+        return (
+            0.0,
+            f"{seen}; to pass over that takes {factor:.2f} times as many steps to the same accuracy, and sending it "
+            f"again no more than {1e3 * saved_s:.1f} of the {1e3 * figures.step_s:.1f} ms of a step",
+        )
     if bound < found:
         return (
             bound,
@@ -287,6 +340,137 @@ def _collective(figures: Figures, given: Settings) -> tuple[str, str]:
     return chosen, seen
 
 
+@dataclass(frozen=True, slots=True)
+class DeferralEstimate:
+    """How long steps would take, and how many, if so much were deferred: the arithmetic of ranks that do it.
+
+    Parameters
+    ----------
+    step_s, bytes_s
+        How long a step takes with nothing deferred, and what part of that is waiting for the busiest port.
+    loads, slowness
+        What that port carries, and how many times slower it is than the others; None if nothing would be deferred.
+    what
+        Whose steps it takes, see :func:`dlcp.convergence.steps_factor`.
+    seen
+        What that rests on, in words; or why nothing would be deferred.
+    """
+
+    step_s: float
+    bytes_s: float
+    loads: PortLoads | None
+    slowness: float
+    what: str
+    seen: str
+
+    @classmethod
+    def of(cls, figures: Figures, now: Settings, chosen: Settings) -> "DeferralEstimate":
+        """Return the estimate for settings that were chosen, from figures that were taken with those of now."""
+        collective, size = chosen.collective, float(figures.gradient_bytes)
+        loads, slowness, what, seen = None, 1.0, COST_OF_DEFERRAL, ""
+        slowest_s = math.inf
+        rates = level(figures.rates_bps)
+        slow = sorted((rate, rank) for rank, rate in rates.items() if rate < max(rates.values()))
+        if figures.ranks < 2:
+            seen = "one rank exchanges nothing"
+        elif chosen.compression not in CODED_IN_PLACE:
+            seen = f"what {chosen.compression} leaves out is not sent either; nothing of the rest is put off"
+        elif collective == RING:
+            seen = "around a ring nothing is put off"
+        elif collective == SERVER:
+            what, seen = COST_OF_DEFERRAL_TO_ALL, "all gradients pass the parameter server's port"
+            if figures.wanting >= LOSS_MATTERS:
+                loads = PortLoads.of_server(figures.ranks, 1.0)
+            else:
+                seen += ", which is not congested: nothing would be put off"
+        elif not slow or len(rates) < figures.ranks:
+            seen = "no rank's port was found to be far slower than the others'; where none is, nothing is put off"
+        else:
+            rate, rank = slow[0]
+            weights, fastest = weights_for_rates(rates), max(rates.values())
+            loads = PortLoads.of_direct(figures.ranks, weights[rank], max(weights.values()))
+            unit_s = 8 * size / fastest
+            slowness = _slowness(loads, fastest / rate, figures.waited_s / unit_s, STEP_PART * now.deferral_bound)
+            slowest_s = unit_s * _port_units(loads, slowness)
+            what = COST_OF_DEFERRAL if len(slow) == 1 else COST_OF_DEFERRAL_TO_ALL
+            seen = f"rank {rank} takes in {slowness:.1f} times more slowly than the fastest"
+        estimate = cls(figures.step_s, 0.0, loads, slowness, what, seen)
+        left = estimate.left(now.deferral_bound)
+        bytes_s = min(figures.waited_s, slowest_s * left)
+        step_s = figures.step_s - bytes_s
+        bytes_s /= left  # what was deferred while the figures were taken had made the waiting shorter
+        if chosen.compression and not now.compression:
+            bytes_s /= 2
+        return replace(estimate, step_s=step_s + bytes_s, bytes_s=bytes_s)
+
+    def share(self, bound: float) -> float:
+        """Return what share of a step's packets ranks with a deferral bound would put off."""
+        share = share_to_defer(self.loads, self.slowness, STEP_PART * bound) if self.loads else 0.0
+        return share if share >= SHARE_MIN else 0.0
+
+    def left(self, bound: float) -> float:
+        """Return what part is left of the time that the busiest port takes."""
+        if self.loads is None:
+            return 1.0
+        return _port_units(self.loads, self.slowness, self.share(bound)) / _port_units(self.loads, self.slowness)
+
+    def seconds(self, bound: float) -> float:
+        """Return how long a step would take, in seconds."""
+        return self.step_s - self.bytes_s * (1 - self.left(bound))
+
+    def steps_factor(self, bound: float) -> float:
+        """Return how many times as many steps it would take to the same accuracy; infinitely many if unknown."""
+        return steps_factor(self.what, self.share(bound)) or math.inf
+
+    def accuracy_factor(self, bound: float) -> float:
+        """Return how many times as long it would take to the same accuracy as with nothing deferred."""
+        return self.seconds(bound) * self.steps_factor(bound) / self.step_s
+
+    def told(self, bound: float) -> str:
+        """Return in words what a bound would bring."""
+        return (
+            f"{self.seen}: to put off {self.share(bound):.0%} of a step's packets shortens it from "
+            f"{1e3 * self.step_s:.1f} to {1e3 * self.seconds(bound):.1f} ms, and takes up to "
+            f"{self.steps_factor(bound):.2f} times as many steps to the same accuracy"
+        )
+
+
+def _slowness(loads: PortLoads, by_rates: float, waited: float, ceiling: float) -> float:
+    """Return how many times slower a port is than the others, by rates and by how long is waited for it.
+
+    Rates say too little: whoever is the only one that sends to a port just then finds it fast. Averages begin when
+    contributions are in, so that the rest of the waiting, in the time that a fast port takes for a unit of load, is the
+    slow port's.
+    """
+    sent = 1 - share_to_defer(loads, by_rates, ceiling)
+    by_waiting = (waited - loads.whole) / (loads.slow * sent)
+    return min(max(by_rates, by_waiting), RATES_OFF * by_rates)
+
+
+def _port_units(loads: PortLoads, slowness: float, share: float = 0.0) -> float:
+    """Return how long both ports take if so much is deferred, in the time that the other takes for a unit of load."""
+    sent = 1 - share
+    return max(slowness * loads.slow * sent, loads.whole + loads.cut * sent)
+
+
+def _deferral(estimate: DeferralEstimate, given: Settings, now: Settings, most: float) -> tuple[float, str]:
+    if estimate.loads is None:
+        return given.deferral_bound, estimate.seen
+    if not most:
+        return 0.0, f"{estimate.seen}, but deferral has not been allowed"
+    bounds = sorted({most, *(bound for bound in DEFERRAL_BOUNDS if bound < most)})
+    best = min(bounds, key=estimate.accuracy_factor)
+    factor, told = estimate.accuracy_factor(best), estimate.told(best)
+    if factor == math.inf:
+        return 0.0, f"{estimate.seen}, but what deferral costs in steps was not measured that far"
+    if factor > (1.0 if now.deferral_bound else 1 - WAITING_MATTERS):
+        return 0.0, f"{told}: that takes {factor:.2f} times as long, so nothing is to be won with deferral"
+    if given.collective == SERVER and best > given.deferral_bound:
+        server = f"with {best:g} here, and `dlcp server --deferral-bound {best:g}`"
+        return given.deferral_bound, f"{told}: {1 / factor:.2f} times as soon, {server}"
+    return best, f"{told}: {1 / factor:.2f} times as soon"
+
+
 def _size(count: float) -> str:
     return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
 
@@ -361,22 +545,35 @@ def figures_of_surveys(
     )
 
 
-def figures_of_steps(steps: Sequence[dict[int, StepMetadata]], hosts: int, gradient_bytes: int) -> Figures:
-    """Return what all ranks' metadata of some steps comes to."""
+def figures_of_steps(
+    steps: Sequence[dict[int, StepMetadata]],
+    hosts: int,
+    gradient_bytes: int,
+    inbound_rates_bps: Sequence[Mapping[int, float]] = (),
+) -> Figures:
+    """Return what all ranks' metadata of some steps comes to, and how fast they received, where that is known."""
     by_step = [list(metadata.values()) for metadata in steps]
     every = [one for step in by_step for one in step]
     step_s = max(median(max(one.step_s for one in step) for step in by_step), 1e-9)
-    # The rank that waits least is the one that the others wait for: what it waits for is the network.
-    waited_s = min(step_s, median(min(one.waited_s for one in step) for step in by_step))
     known = [one.rate_bps for one in every if one.rate_bps]
     # Each rank takes in from all others at once; the metadata does not say which of them is the slow one.
     rates = dict.fromkeys(steps[0], (len(steps[0]) - 1) * median(known)) if known else {}
+    told = [by_rank for by_rank in inbound_rates_bps if by_rank and min(by_rank.values()) > 0]
+    if told:
+        rates = {rank: median(by_rank[rank] for by_rank in told) for rank in told[0]}
+    # What the rank waits for that the others wait for is the network: that is the rank behind a slow port, which waits
+    # until its packets are through, or else the one that waits least.
+    slow = [rank for rank, rate in level(rates).items() if rate < max(rates.values())]
+    waited_s = median(
+        max(step[rank].waited_s for rank in slow) if slow else min(one.waited_s for one in step.values())
+        for step in steps
+    )
     return Figures(
         ranks=len(steps[0]),
         hosts=hosts,
         gradient_bytes=gradient_bytes,
         step_s=step_s,
-        waited_s=waited_s,
+        waited_s=min(step_s, waited_s),
         **_shares(every),
         worst=float(np.quantile([one.worst for one in every], WORST_QUANTILE)),
         rtt_s=median(one.rtt_s for one in every),

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """All ranks choose alike, between two steps, by what all have told; and layers keep bounds of their own."""
 
+import re
 from dataclasses import replace
+from itertools import count, islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dlcp.collectives import Bucket, DirectAllReduce, RingAllReduce, ServerOptions
 from dlcp.collectives.bucket import LayerBounds
+from dlcp.collectives.deferral import Deferral
+from dlcp.convergence import COST_OF_DEFERRAL, steps_factor
 from dlcp.dtypes import ValueType
 from dlcp.session import Options
 from dlcp.session.session import Fallback, HostBucket, TrainingSession
@@ -17,6 +22,7 @@ from dlcp.tuning import autotuner as autotuner_module
 from dlcp.tuning.autotuner import NORM_VALUES, TIGHT_RATIO, Autotuner, Phases, squares_of
 from dlcp.tuning.rules import Advice, Choice, Settings
 from dlcp.wire import Flag, PacketType
+from tests.collectives.test_deferral import SIZES, SlowPort
 from tests.collectives.virtual_ranks import LAYERS, NOTHING_PROTECTED, SMALL_SIZES, SmallRanks, assert_identical
 from tests.collectives.virtual_ring import RingRanks
 
@@ -62,11 +68,21 @@ class Autotuned(SmallRanks):
         def make(settings):
             kind = RingAllReduce if settings.collective == "ring" else DirectAllReduce
             self.made[rank].append(settings.collective)
-            return kind(context)
+            options = replace(context.options, deferral_bound=settings.deferral_bound)
+            return kind(replace(context, options=options))
 
         session = TrainingSession(Options(), rank, ranks, NoFallback(), **shared)
-        session.autotuner = Autotuner(Settings(0.1), LossBound(0.1), rank, ranks)
-        session.autotuner.measure(self.ledgers[rank], self.endpoints[rank], hosts=1, gradient_bytes=70_000, **chosen)
+        given = Settings(0.1, deferral_bound=context.options.deferral_bound)
+        size = 4 * sum(self.sizes.values())
+        session.autotuner = Autotuner(given, LossBound(0.1), rank, ranks)
+        session.autotuner.measure(
+            self.ledgers[rank],
+            self.endpoints[rank],
+            hosts=1,
+            gradient_bytes=size,
+            inbound_rates_bps=context.inbound_rates_bps,
+            **chosen,
+        )
         session.use(self.endpoints[rank], make)
         return session
 
@@ -106,8 +122,65 @@ def test_all_ranks_choose_the_same_bound_at_the_same_step():
     assert not any(by_step[step] for step in range(FIRST_CHOICE, FIRST_CHOICE + WINDOW_STEPS - 1))
 
 
+HALF_SIZES = {name: size // 2 for name, size in SIZES.items()}
+
+
+class Deferring(Autotuned):
+    """Three ranks, the last of them behind a port of a third of the others' rate, that may defer."""
+
+    sizes = HALF_SIZES
+
+    def __init__(self, bound):
+        super().__init__(
+            3,
+            bound=0.0,
+            adapt=True,
+            network=SlowPort,
+            adaptive_shards=True,
+            deferral_bound=bound,
+            rate_bps=32e6,
+            depth=96,
+        )
+
+    def compute(self, seconds):
+        due_s = self.network.now + seconds
+        self.network.at(due_s, lambda: None)
+        self.network.run(lambda: self.network.now >= due_s)
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.75])
+def test_it_is_deferred_only_while_that_brings_the_accuracy_sooner(monkeypatch, bound):
+    ranks = Deferring(bound)
+    monkeypatch.setattr(autotuner_module, "time", SimpleNamespace(monotonic=lambda: ranks.network.now))
+    last_of, steps = {}, count()
+    for phase, computing_s in (("waiting", 0.0), ("computing", 3.0), ("waiting again", 0.0)):
+        chosen, deferred, seconds = [], [], []
+        for step in islice(steps, WARM_UP_STEPS + 3 * WINDOW_STEPS):
+            ranks.compute(computing_s)
+            began_s = ranks.network.now
+            assert_identical(ranks.step(step, ranks.gradients(step)))
+            assert len({tuner.settings for tuner in ranks.tuners}) == 1, "all choose alike"
+            chosen.append(ranks.tuners[0].settings.deferral_bound)
+            deferred.append(sum(r.deferred for ledger in ranks.ledgers for r in ledger.of_step(step)))
+            seconds.append(ranks.network.now - began_s)
+        why = ranks.tuners[0].advice.choices[-1].why
+        last_of[phase] = chosen[-1], sum(deferred[-3:]) > 0, why, float(np.median(seconds[-5:]))
+    assert [found[:2] for found in last_of.values()] == [(bound, bound > 0), (0.0, False), (bound, bound > 0)]
+    assert all("rank 2 takes in 3" in why for _, _, why, _ in last_of.values())
+    if not bound:
+        assert all("deferral has not been allowed" in why for _, _, why, _ in last_of.values())
+        return
+    assert "times as long, so nothing is to be won" in last_of["computing"][2]
+    whole_s = last_of["computing"][3]
+    for phase in ("waiting", "waiting again"):
+        _, _, why, cut_s = last_of[phase]
+        foreseen = [float(ms) / 1e3 for ms in re.search(r"from ([0-9.]+) to ([0-9.]+) ms", why).groups()]
+        assert foreseen == pytest.approx([whole_s, cut_s], rel=0.1)
+        assert cut_s * steps_factor(COST_OF_DEFERRAL, 0.5) < whole_s
+
+
 def other_settings(**changes):
-    def decide(figures, given, now):
+    def decide(figures, given, now, **_):
         settings = replace(given, **changes)
         return Advice(figures, [Choice(name, getattr(settings, name), 0, "") for name in Settings.__dataclass_fields__])
 
@@ -221,3 +294,44 @@ def test_training_adapts_while_it_goes_on(changes):
     assert measured
     if changes:
         assert settings == replace(Settings(), **changes)
+
+
+def deferring_no_longer(worker):
+    from torch.nn.parallel import DistributedDataParallel
+
+    import dlcp.torch
+    from tests.torch.ddp_models import BUCKET_MB, Linear, gradients_of
+
+    hurry()
+    other = 1 - worker.rank
+    Deferral.shares = lambda self, rates: {other: 0.5} if self.is_allowed else {}  # as if a port were slow
+    model = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)
+    state = dlcp.torch.enable(model, worker.options(adapt=True, deferral_bound=0.75, loss_bound=0.0))
+    wanted, taken, deferred, bounds = gradients_of(worker.rank), [0.0, 0.0], [], []
+    for step in range(FIRST_CHOICE + 3):
+        if step == FIRST_CHOICE - 1:
+            autotuner_module.decide = other_settings(deferral_bound=0.0)
+        model.zero_grad()
+        model(*wanted).backward()
+        taken = [total + p.grad for total, p in zip(taken, model.module.parameters(), strict=True)]
+        deferred.append(sum(record.deferred for record in state.ledger.of_step(step)))
+        bounds.append(state.session.autotuner.settings.deferral_bound)
+    left = state.feedback.size
+    state.close()
+    return deferred, bounds, left, [part.numpy() for part in taken]
+
+
+@pytest.mark.timeout(120)
+def test_a_deferral_bound_that_is_taken_back_holds_from_the_next_step_on_and_what_was_put_off_is_sent():
+    pytest.importorskip("torch")
+    from tests.torch.ddp_models import gradients_of
+    from tests.torch.workers import launch, values
+
+    steps = FIRST_CHOICE + 3
+    for deferred, bounds, left, taken in values(launch(2, deferring_no_longer)):
+        assert bounds == [0.75] * (FIRST_CHOICE - 1) + [0.0] * (steps - FIRST_CHOICE + 1)
+        assert deferred[FIRST_CHOICE - 2] > 0
+        assert not any(deferred[FIRST_CHOICE - 1 :])
+        assert left == 0
+        for got, mine, other in zip(taken, gradients_of(0), gradients_of(1), strict=True):
+            np.testing.assert_allclose(2 * got, steps * (mine + other).numpy(), atol=2e-4)

@@ -8,7 +8,9 @@ import pytest
 
 from dlcp.cli import main
 from dlcp.commands import advise as command
+from dlcp.convergence import COST_OF_DEFERRAL, COST_OF_DEFERRAL_TO_ALL, steps_factor
 from dlcp.train import advice
+from dlcp.tuning import rules
 from dlcp.tuning.rules import BOUNDS, COMPRESSION, FEW_PROTECTED, Figures, Settings, decide
 
 CLEAN = Figures(4, 4, 20_000_000, 0.1, 0.002, packets=100_000, protected=0.45, rates_bps=dict.fromkeys(range(4), 9e9))
@@ -108,6 +110,92 @@ def test_figures_that_cannot_be_are_refused():
             replace(CLEAN, **wrong)
 
 
+SLOW = replace(CONGESTED, rates_bps={0: 9e7, 1: 9e7, 2: 9e7, 3: 3e7})
+FP16 = Settings(compression="fp16")
+
+
+def test_deferral_is_advised_where_the_accuracy_comes_sooner_and_by_how_much():
+    advice_found = decide(SLOW, FP16)
+    assert advice_found.settings.deferral_bound == 0.75
+    # Four ranks, the slow one without a shard: its port has a buffer to carry at a third of the others' rate, half of
+    # which takes 1.5 buffers' time instead of 3, longer than the 1.33 of the others. The step waits 1.8 of its 2 s.
+    factor = steps_factor(COST_OF_DEFERRAL, 0.5)
+    assert (advice_found.steps_factor, advice_found.given_steps_factor) == (pytest.approx(factor), 1)
+    said = why(SLOW, "deferral_bound", FP16)
+    assert "rank 3 takes in 3.0 times more slowly" in said
+    assert "to put off 50% of a step's packets shortens it from 2000.0 to 1100.0 ms" in said
+    assert f"up to {factor:.2f} times as many steps" in said
+    assert f"{2.0 / (1.1 * factor):.2f} times as soon" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "reason"),
+    [
+        ({"waited_s": 0.3}, FP16, "times as long, so nothing is to be won"),
+        ({"gradient_bytes": 500_000}, FP16, "times as long, so nothing is to be won"),
+        ({"rates_bps": dict.fromkeys(range(4), 1e8)}, FP16, "no rank's port was found to be far slower"),
+        ({"rates_bps": {0: 9e7, 3: 3e7}}, FP16, "no rank's port was found to be far slower"),
+        ({}, Settings(compression="topk:0.01"), "what topk:0.01 leaves out is not sent either"),
+        ({}, replace(FP16, collective="server"), "2.0 / 1"),
+        ({"wanting": 0.0}, replace(FP16, collective="server"), "not congested: nothing would be put off"),
+        ({"ranks": 1}, FP16, "one rank exchanges nothing"),
+    ],
+)
+def test_where_no_deferral_is_advised_it_is_said_why(change, given, reason):
+    figures = replace(SLOW, **change)
+    assert chosen(figures, given).deferral_bound == 0
+    if reason == "2.0 / 1":  # a server defers half in both directions; but it has to be started so
+        factor = steps_factor(COST_OF_DEFERRAL_TO_ALL, 0.5)
+        reason = f"{2.0 / (1.1 * factor):.2f} times as soon, with 0.75 here, and `dlcp server --deferral-bound 0.75`"
+    assert reason in why(figures, "deferral_bound", given)
+
+
+def test_deferral_that_was_not_measured_so_far_is_not_advised(monkeypatch):
+    monkeypatch.setattr(rules, "steps_factor", lambda what, share: None if share else 1.0)
+    assert chosen(SLOW, FP16).deferral_bound == 0
+    assert "was not measured that far" in why(SLOW, "deferral_bound", FP16)
+    beyond = decide(SLOW, replace(FP16, deferral_bound=0.9))
+    assert beyond.as_json()["given_steps_factor"] is None
+    assert beyond.settings.deferral_bound == 0
+
+
+def test_what_deferral_has_cured_is_no_reason_to_take_it_back():
+    given = replace(FP16, deferral_bound=0.75)
+    cured = replace(SLOW, step_s=1.1, waited_s=0.9)  # as foreseen
+    assert decide(cured, given, given, most_deferred=0.75).settings.deferral_bound == 0.75
+    assert "from 2000.0 to 1100.0 ms" in next(c.why for c in decide(cured, given, given).choices if c.value == 0.75)
+    assert decide(cured, given, FP16, most_deferred=0.75).settings.deferral_bound == 0.75
+    assert decide(cured, FP16, FP16, most_deferred=0.0).settings.deferral_bound == 0, "it has not been allowed"
+    quiet = replace(SLOW, rates_bps={})
+    assert decide(quiet, given, FP16, most_deferred=0.75).settings.deferral_bound == 0.75, "ranks then defer nothing"
+
+
+def test_fewer_bytes_come_first_and_deferral_is_judged_by_what_is_left():
+    both = decide(SLOW)
+    assert both.settings.compression == COMPRESSION
+    assert "from 1100.0 to 650.0 ms" in why(SLOW, "deferral_bound")
+
+
+def test_a_loss_that_takes_more_steps_than_sending_it_again_takes_time_is_not_allowed(monkeypatch):
+    figures = replace(CONGESTED, worst=0.2, wanting=0.1)
+    assert chosen(figures).loss_bound == 0.1, "2 % more steps, by what papers say"
+    monkeypatch.setattr(rules, "steps_factor", lambda what, share: 1 + 2 * share)
+    assert chosen(figures).loss_bound == 0
+    assert "takes 1.20 times as many steps to the same accuracy" in why(figures, "loss_bound")
+
+
+def test_a_trial_is_judged_by_the_time_to_accuracy():
+    found = decide(SLOW, FP16)
+    won, lost = (advice.judge(found, [2.0] * 5, [seconds] * 5) for seconds in (1.1, 1.6))
+    assert won["tried"]["accuracy_ratio"] == pytest.approx(2.0 / 1.1 / found.steps_factor)
+    assert won["settings"]["deferral_bound"] == 0.75
+    assert lost["settings"] == {}, "steps are shorter, but not by as much as there are more of them"
+    said = "\n".join(advice.as_lines(lost))
+    assert "1.25 times as fast" in said
+    assert f"so it is there {1.25 / found.steps_factor:.2f} times as soon" in said
+    assert "leave everything as it is" in said
+
+
 def test_a_trial_has_the_last_word():
     chosen = decide(CONGESTED)
     assert advice.judge(chosen, [2.0] * 5, [1.0] * 5)["settings"] == chosen.changes
@@ -174,7 +262,8 @@ def test_a_script_is_measured_and_its_advice_told(monkeypatch, capsys):
     monkeypatch.setattr(command, "launch", launch)
     assert main(["advise", "--json", "--steps", "30", "--nproc-per-node", "4", "--", "script.py", "--lr", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["tried"] == {"steps": 4, "default_step_s": 2.0, "advised_step_s": 1.2, "ratio": 2.0 / 1.2}
+    times = {"default_step_s": 2.0, "advised_step_s": 1.2, "ratio": 2.0 / 1.2, "accuracy_ratio": 2.0 / 1.2}
+    assert found["tried"] == {"steps": 4, **times}
     assert found["settings"] == decide(CONGESTED).changes
     assert (asked["torchrun"], asked["script"]) == (["--nproc-per-node", "4"], ["script.py", "--lr", "1"])
     assert (asked["plan"].measure_steps, asked["plan"].advise) == (30, True)

@@ -16,7 +16,7 @@ from dlcp.bench.learning_tasks import TASKS
 from dlcp.bench.results import BenchError
 from dlcp.cli import main
 from dlcp.collectives.deferral import REFRESH_STEPS, WHOLE_STEPS
-from dlcp.sim.convergence import read
+from dlcp.convergence import read
 from dlcp.tags import Layer, Segment
 
 SHORT = 48
@@ -208,7 +208,7 @@ def test_a_curve_says_up_to_where_every_run_gets_there():
 
 
 def test_a_sweep_goes_on_where_it_was_interrupted(short, tmp_path, monkeypatch):
-    runs, curves, said = tmp_path / "deep" / "runs.jsonl", tmp_path / "curves.yaml", []
+    runs, curves, said = tmp_path / "deep" / "runs.jsonl", tmp_path / "curves.json", []
     sweep = {"runs": runs, "tasks": ["table"], "seeds": 2, "ceilings": [0.5], "losses": [0.1], "curves": curves}
     made = []
     monkeypatch.setattr(convergence, "train", lambda *what: made.append(what) or train(*what))
@@ -232,7 +232,7 @@ def test_a_sweep_goes_on_where_it_was_interrupted(short, tmp_path, monkeypatch):
         f"convergence.table.{by}.{name}" for by in ("sgd", "adamw") for name in names
     ]
     assert first[0].ratio == first[0].details["steps_factor"] == 1
-    written = {curve.name: curve for curve in read(curves)}
+    written = read(curves)
     assert set(written) == {
         f"{family}_{by}"
         for family in ("deferral", "deferral_servers", "deferral_at_random", "loss", "loss_unscaled", "loss_for_good")

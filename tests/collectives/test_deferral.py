@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deferral in the direct all-reduce: shorter steps behind one slow port, equal replicas, and nothing lost for good."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -45,10 +47,10 @@ class ManyValues(Ranks):
         return (rng.standard_normal(size) * scale).astype(np.float32)
 
 
-def take_steps(ranks, steps):
+def take_steps(ranks, steps, stride=1):
     """Return all gradients, all averages, and seconds per step."""
     gradients, averages, seconds = [], [], []
-    for step in range(steps):
+    for step in range(0, stride * steps, stride):
         gradients.append(ranks.gradients(step))
         before = ranks.network.now
         averages.append(ranks.reduce(step, gradients[-1]))
@@ -56,7 +58,7 @@ def take_steps(ranks, steps):
     return gradients, averages, seconds
 
 
-def train(count, *, network=SlowPort, deferral_bound=BOUND, steps=STEPS, **fields):
+def train(count, *, network=SlowPort, deferral_bound=BOUND, steps=STEPS, stride=1, **fields):
     """Steps after the whole ones: return the ranks, all gradients, all averages, and seconds per step."""
     ranks = ManyValues(
         count, network=network, adaptive_shards=True, deferral_bound=deferral_bound, rate_bps=32 * MBIT, depth=96,
@@ -65,7 +67,7 @@ def train(count, *, network=SlowPort, deferral_bound=BOUND, steps=STEPS, **field
     for reducer in ranks.reducers:
         if reducer.deferral:
             reducer.deferral._steps = WHOLE_STEPS
-    return ranks, *take_steps(ranks, steps)
+    return ranks, *take_steps(ranks, steps, stride)
 
 
 @pytest.mark.parametrize(("count", "at_least"), [(2, 1.3), (4, 1.5)])
@@ -105,10 +107,67 @@ def test_what_matters_most_is_sent():
     assert size[zero].mean() < 0.5 * size[~zero].mean()
 
 
-def test_no_packet_waits_for_longer_than_the_limit():
-    ranks, *_ = train(2, steps=2 * REFRESH_STEPS + 4)
+LOSSY = {"bound": 0.1, "loss": 0.03, "seed": 4}
+
+
+@pytest.mark.parametrize(
+    ("count", "fields"),
+    [(2, {}), (4, {}), (2, {"bound": 0.3, "loss": 0.2, "seed": 4}), (2, {"stride": 4})],
+    ids=["two", "four", "lossy", "numbers"],
+)
+def test_no_packet_waits_for_longer_than_the_limit(count, fields):
+    """Shards of four ranks change from step to step. Ranks that broadcast between steps take their numbers, too."""
+    ranks, *_ = train(count, steps=2 * REFRESH_STEPS + 4, **fields)
     waited = [ledger.summary()["max_deferred_steps"] for ledger in ranks.ledgers]
-    assert 1 <= max(waited) < REFRESH_STEPS
+    assert 2 <= max(waited) < REFRESH_STEPS
+
+
+def test_a_packet_is_not_lost_either_when_its_turn_comes():
+    ranks = ManyValues(2, deferral_bound=BOUND, bound=0.3, loss=0.2, seed=4)
+    waiting = []
+    for ledger in ranks.ledgers:
+        ledger.note_waiting = lambda _, packets: waiting.append(packets)
+    for step in range(4):
+        waiting.clear()
+        ranks.reduce(step, ranks.gradients(step))
+        assert [bool(packets.any()) for packets in waiting] == [True, True]
+        turn = ranks.reducers[0].turn
+        assert not any((packets & Deferral.due(0, len(packets), turn)).any() for packets in waiting)
+
+
+@pytest.mark.parametrize("fields", [{}, LOSSY], ids=["whole", "lossy"])
+@pytest.mark.parametrize("way", ["direct", "server"])
+def test_a_flush_sends_all_that_waits_and_nothing_stays_behind(way, fields):
+    ranks, gradients, averages, _ = train(4, **fields) if way == "direct" else train_with_server(**marking(**fields))
+    assert sum(reducer.context.residual.size for reducer in ranks.reducers) > 0
+    gradients.append(ranks.gradients(STEPS))
+    averages.append(ranks.reduce(STEPS, gradients[-1], flush=True))
+    assert_identical(averages[-1])
+    assert [reducer.context.residual.size for reducer in ranks.reducers] == [0] * ranks.count
+    sent = [record for ledger in ranks.ledgers for record in ledger.of_step(STEPS)]
+    assert len(sent) >= ranks.count
+    assert not any(record.deferred or record.lost for record in sent)
+    for name in SIZES:
+        given = sum(rank[name].astype(np.float64) for step in gradients for rank in step)
+        had = sum(step[0][name].astype(np.float64) for step in averages) * ranks.count
+        np.testing.assert_allclose(had, given, atol=1e-3)
+    for step in (STEPS + 1, STEPS + 2):
+        ranks.reduce(step, ranks.gradients(step))
+    assert sum(reducer.context.residual.size for reducer in ranks.reducers) > 0, "one step is whole, and no other"
+
+
+def test_a_flush_is_whole_where_layers_have_bounds_of_their_own():
+    ranks = ManyValues(2, loss=0.1, seed=4)
+    for reducer in ranks.reducers:
+        options = replace(reducer.context.options, layers=LayerBounds.parse("conv2.*=0.5"))
+        reducer.context = replace(reducer.context, options=options)
+    for step in range(3):
+        ranks.reduce(step, ranks.gradients(step))
+    assert ranks.lost > 0
+    lost = ranks.lost
+    ranks.reduce(3, ranks.gradients(3), flush=True)
+    assert ranks.lost == lost
+    assert [reducer.context.residual.size for reducer in ranks.reducers] == [0, 0]
 
 
 def test_nothing_is_deferred_where_ports_are_alike():
@@ -268,7 +327,7 @@ def test_through_a_server_a_step_is_shorter_in_both_directions():
         assert summary["max_deferred_ratio"] <= BOUND
 
 
-@pytest.mark.parametrize("fields", [{}, {"bound": 0.1, "loss": 0.03, "seed": 4}], ids=["whole", "lossy"])
+@pytest.mark.parametrize("fields", [{}, LOSSY], ids=["whole", "lossy"])
 def test_workers_owe_what_a_server_defers(fields):
     ranks, gradients, averages, _ = train_with_server(**marking(**fields))
     assert ranks.server.ledger.summary()["deferred"] > 0

@@ -153,6 +153,18 @@ def test_nothing_is_lost_for_good(count, loss, bound, rescale):
         assert ledger.violations == 0
 
 
+def test_a_flush_pays_what_is_owed_while_the_network_goes_on_losing():
+    ranks = RingRanks(3, bound=0.3, loss=0.2, seed=3)
+    for step in range(3):
+        ranks.reduce(step, ranks.gradients(step))
+    assert ranks.lost > 0
+    assert sum(reducer.context.residual.size for reducer in ranks.reducers) > 0
+    assert_identical(ranks.reduce(3, ranks.gradients(3), flush=True))
+    ranks.records()
+    assert [reducer.context.residual.size for reducer in ranks.reducers] == [0, 0, 0]
+    assert not any(record.lost for ledger in ranks.ledgers for record in ledger.of_step(3))
+
+
 def test_what_is_owed_is_paid_when_the_network_recovers():
     ranks = RingRanks(3, bound=0.4, loss=0.2, seed=6, value_type=ValueType.FLOAT64, policy=NOTHING_PROTECTED)
     first = ranks.gradients(0)

@@ -66,7 +66,7 @@ class Ranks:
         kind = np.float64 if self.value_type is ValueType.FLOAT64 else np.float32
         return (rng.standard_normal(size) * rng.lognormal(0, 1, size)).astype(kind)
 
-    def start(self, step, gradients, buckets=ONE_BUCKET, delays_s=None):
+    def start(self, step, gradients, buckets=ONE_BUCKET, delays_s=None, **fields):
         """Let every rank start its buckets, each rank after its delay; return their futures, filled in as they do."""
         started = [[None] * len(buckets) for _ in range(self.count)]
         layouts = [self._layout(names, gradients[0]) for names in buckets]
@@ -75,7 +75,7 @@ class Ranks:
             self.reducers[rank].begin_step(step)
             for number, (names, segments) in enumerate(zip(buckets, layouts, strict=True)):
                 values = np.concatenate([gradients[rank][name] for name in names])
-                bucket = Bucket(values, self.value_type, segments)
+                bucket = Bucket(values, self.value_type, segments, **fields)
                 started[rank][number] = self.reducers[rank].start(step, number, bucket)
 
         for rank in range(self.count):
@@ -91,9 +91,9 @@ class Ranks:
         starts = [0, *stops[:-1]]
         return [Segment(LAYERS[name], *ends) for name, *ends in zip(names, starts, stops, strict=True)]
 
-    def reduce(self, step, gradients, buckets=ONE_BUCKET, delays_s=None):
+    def reduce(self, step, gradients, buckets=ONE_BUCKET, delays_s=None, **fields):
         """One step; return each rank's averages by parameter, in the storage of the format."""
-        started = self.start(step, gradients, buckets, delays_s)
+        started = self.start(step, gradients, buckets, delays_s, **fields)
         self.network.run(lambda: all(future and future.done() for row in started for future in row))
         averages = []
         for row in started:

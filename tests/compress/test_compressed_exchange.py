@@ -115,6 +115,34 @@ def test_nothing_is_lost_for_good(text, count, loss, rescale):
     assert (ranks.lost > 0) == (loss > 0)
 
 
+@pytest.mark.parametrize(("text", "combine"), [(text, "average") for text in FED_BACK] + [("randomk:0.1", "sum")])
+def test_a_flush_sends_what_compression_has_left_out(text, combine):
+    ranks = CompressedRanks(2, text, combine, bound=0.3, loss=0.1, seed=5)
+    given, taken = np.zeros(SIZE), np.zeros(SIZE)
+    for step in range(4):
+        gradients = ranks.gradients(step)
+        results = ranks.reduce(step, gradients, flush=step == 3)
+        assert_identical(results)
+        given += np.sum(gradients, axis=0, dtype=np.float64)
+        taken += results[0] * (2.0 if combine == "average" else 1.0)
+    assert not ranks.owed().any()
+    np.testing.assert_allclose(taken, given, rtol=1e-4, atol={"fp16": 0.1, "bf16": 1.0}.get(text, 1e-2))
+    ranks.reduce(4, ranks.gradients(4))
+    assert ranks.owed().any(), "one step is whole, and no other"
+
+
+@pytest.mark.parametrize(("text", "combine"), [("topk:0.1", "adasum"), ("topk:0.1", "sum"), ("signsgd", "average")])
+def test_a_flush_loses_nothing_on_the_way_where_only_compressed_gradients_can_be_combined(text, combine):
+    ranks = CompressedRanks(2, text, combine, bound=0.3, loss=0.2, seed=5)
+    ranks.reduce(0, ranks.gradients(0))
+    ranks.settle()
+    lost = ranks.lost
+    assert lost > 0
+    assert_identical(ranks.reduce(1, ranks.gradients(1), flush=True))
+    ranks.settle()
+    assert ranks.lost == lost
+
+
 @pytest.mark.parametrize("text", ["qsgd:4", "terngrad", "atomo:2"])
 def test_of_what_is_unbiased_the_lost_part_is_owed_and_nothing_else(text):
     ranks = CompressedRanks(2, text, bound=0.3, loss=0.2, seed=6)

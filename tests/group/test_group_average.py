@@ -58,6 +58,32 @@ def test_whole_steps_are_averaged_in_place(size):
                 np.testing.assert_array_equal(got[name], results[0][0][number][name], "replicas are identical")
 
 
+def test_after_a_flush_nothing_is_left_to_send():
+    def train(group):
+        group.register(["w"])
+        left, total = [], 0.0
+        for step in range(4):
+            mine = {"w": np.random.default_rng([group.rank, step]).standard_normal(60_000).astype(np.float32)}
+            if step == 3:
+                group.flush()
+            group.average(mine)
+            total = total + mine["w"].astype(np.float64)
+            left.append(group._session.feedback.size)
+        group.start("w", mine["w"])
+        with pytest.raises(RuntimeError, match="call end_step before a flush"):
+            group.flush()
+        group.end_step()
+        return left, total
+
+    options = Options(loss_bound=0.3, immediate=True, tag_policy=ALL_DROPPABLE, shared_memory=False)
+    results = together(2, train, options)
+    given = sum(np.random.default_rng([rank, step]).standard_normal(60_000) for rank in range(2) for step in range(4))
+    for left, total in results:
+        assert min(left[:3]) > 1000
+        assert left[3] == 0
+        np.testing.assert_allclose(2 * total, given, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 @pytest.mark.parametrize("collective", ["direct", "ring", "auto"])
 def test_other_formats_and_collectives(dtype, collective):

@@ -40,6 +40,7 @@ def snapshot(rank=0, ranks=2, steps=10, **changes):
         "deferral_bound": 0.5,
         "bound_exceeded": 0,
         "worst_loss": 0.08,
+        "waited_steps": 7,
         "packets": {str(peer): {name: steps * count for name, count in COUNTS.items()} for peer in peers},
         "layers": [
             [128 * place, names, 300 * steps, (40, 10, 0)[place] * steps, (0, 5, 5)[place] * steps]

@@ -6,7 +6,6 @@ import pytest
 
 from dlcp.document import DocumentError
 from dlcp.sim.collectives import RESULT_MESSAGE, AllReduceSpec, all_reduce
-from dlcp.sim.convergence import read as read_curves
 from dlcp.sim.deferral import DeferralSpec, SimulatedDeferral, deferred_packets, seconds_under_way
 from dlcp.sim.experiment import RunSetting, read
 from dlcp.sim.graph import NODE_RECORD, GraphBuilder
@@ -286,27 +285,3 @@ def test_mistakes_are_reported(tmp_path, old, new, message):
     with pytest.raises(DocumentError, match=message) as error:
         read(path)
     assert str(error.value).startswith(f"{path}:10:")
-
-
-@pytest.mark.parametrize(
-    ("points", "message"),
-    [
-        ("[[0.1, 1.0]]", r"curves\[0\].points: a curve begins with \[0, 1\]"),
-        ("[[0.0, 1.0], [0.5, 1.1], [0.5, 1.2]]", r"curves\[0\].points\[2\]: shares ascend"),
-        ("[[0.0, 1.0], [0.5, -1.1]]", "factors are above 0"),
-        ("[[0.0, 1.0], [1.5, 1.1]]", "below 1"),
-    ],
-)
-def test_curves_that_are_none_are_refused(tmp_path, points, message):
-    path = tmp_path / "curves.yaml"
-    path.write_text(f"curves:\n- {{name: one, measured: true, source: here, points: {points}}}\n")
-    with pytest.raises(DocumentError, match=message):
-        read_curves(path)
-
-
-def test_two_curves_of_a_name_are_refused(tmp_path):
-    path = tmp_path / "curves.yaml"
-    line = "- {name: one, measured: true, source: here, points: [[0.0, 1.0]]}\n"
-    path.write_text("curves:\n" + 2 * line)
-    with pytest.raises(DocumentError, match=r"curves\[1\].name: a curve before it is called 'one'"):
-        read_curves(path)

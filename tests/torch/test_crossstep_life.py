@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Future
 from functools import partial
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -19,9 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp.session.session import TrainingSession
-from dlcp.tags import TagPolicy
+from dlcp.tags import Segment, TagPolicy, layers_in_order
 from dlcp.torch.crossstep import cross_step
 from dlcp.torch.framework import OrderedFallback
+from dlcp.torch.hook import State
 from dlcp.transport import DeadlineError, shared_memory
 from tests.group.recovery_ranks import FakeEndpoint
 from tests.torch.workers import WAYS, launch, values
@@ -314,6 +316,7 @@ def lossy(worker):
         backward(net, worker.rank, step, 64)
         optimizer.step()
     optimizer.synchronize()
+    found_flush = flush_once(optimizer, net, worker.rank)
     identical = dlcp.torch.replicas_identical(net)
     kept = pickle.loads(pickle.dumps(optimizer.traffic))
     ledger = optimizer.traffic.ledger.summary()
@@ -330,18 +333,36 @@ def lossy(worker):
     paid = sum(optimizer.traffic.feedback.of(name) is not None for name, _ in resumed.named_parameters())
     step = optimizer.traffic.step
     optimizer.close()
-    return identical, ledger, moved, owed, paid, step
+    return identical, ledger, moved, owed, paid, step, found_flush
+
+
+def flush_once(optimizer, net, rank):
+    """A whole step between lossy ones; return how much was left to send after each, and what a late flush says."""
+    left = []
+    for step in (4, 5, 6):
+        optimizer.zero_grad()
+        if step == 5:
+            optimizer.flush()
+        backward(net, rank, step, 64)
+        late = error_of(optimizer.flush)
+        optimizer.step()
+        optimizer.synchronize()
+        left.append(optimizer.traffic.feedback.size)
+    return left, late
 
 
 def test_with_loss_replicas_stay_alike_and_what_is_owed_travels_with_a_checkpoint():
     results = values(launch(3, lossy))
     assert sum(ledger["lost"] for _, ledger, *_ in results) > 0
-    assert sum(owed for *_, owed, _, _ in results) > 0
-    for identical, ledger, moved, _, paid, step in results:
+    assert sum(found[3] for found in results) > 0
+    for identical, ledger, moved, _, paid, step, (_, late) in results:
         assert identical
         assert moved
         assert ledger["violations"] == 0
-        assert (paid, step) == (0, 5)
+        assert (paid, step) == (0, 8)
+        assert "flush() comes too late, call it before backward" in late
+    left = [sum(each) for each in zip(*(found[-1][0] for found in results), strict=True)]
+    assert min(left[0], left[2]) > left[1] == 0
 
 
 def refusals(worker):
@@ -385,6 +406,36 @@ def test_what_cannot_be_done_is_refused_and_a_group_of_one_needs_no_network():
     assert "no parameter that requires a gradient" in found["frozen"]
     assert "0.weight has a gradient but required none" in found["thawed"]
     assert found["parts"] == 6
+
+
+def loaded_with_something_to_send(worker):
+    """Two states that owe something: one goes on without DLCP, the other alone."""
+    net = layers(2, 64)
+    traffic = State(worker.options(meet_s=2.0, loss_bound=(0.0, 0.1)[worker.rank % 2]))  # ranks that do not agree
+    named = list(net.named_parameters())
+    ordered = layers_in_order([name for name, _ in named])
+    for name, parameter in named:
+        segment = Segment(ordered[name], 0, parameter.numel())
+        traffic.feedback.add_whole(np.full(parameter.numel(), 1.0 + worker.rank, np.float32), [segment])
+    before = weights(net)
+    optimizer = cross_step(net, torch.optim.SGD(net.parameters(), lr=1.0), state=traffic)
+    optimizer.flush()  # without DLCP every step is whole
+    (0.0 * sum(parameter.sum() for parameter in net.parameters())).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    moved = {name: [part.item() for part in (before[name] - value).aminmax()] for name, value in weights(net).items()}
+    left, reason = traffic.feedback.size, optimizer.reason
+    optimizer.close()
+    return moved, left, reason
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_a_checkpoint_has_still_to_send_is_sent_where_dlcp_does_not_average(count):
+    for moved, left, reason in values(launch(count, loaded_with_something_to_send)):
+        assert ("loss_bound" if count == 2 else "a group of one") in reason
+        assert left == 0
+        for values_moved in moved.values():
+            assert values_moved == pytest.approx([1.0 if count == 1 else 1.5] * 2)
 
 
 SILENCE_S = 2.5

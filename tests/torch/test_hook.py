@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
+from dlcp.collectives.deferral import Deferral
 from dlcp.tags import TagPolicy
 from dlcp.torch.hook import State
 from tests.torch.ddp_models import ALL_DROPPABLE, BUCKET_MB, Linear, gradients_of, make
@@ -54,6 +55,49 @@ def test_training_resumes_from_a_pickled_state_with_what_it_owes():
         assert (step, bound) == (3, 0.0)
         for part, given in enumerate(total):
             torch.testing.assert_close(2 * (first[part] + second[part] + paid[part]), 2 * given, rtol=0, atol=2e-5)
+
+
+def flushing(worker):
+    wanted = gradients_of(worker.rank)
+    model = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)
+    options = worker.options(loss_bound=0.3, immediate=True, tag_policy=ALL_DROPPABLE, deferral_bound=0.75)
+    state = dlcp.torch.enable(model, options)
+    # No port is slow here: the rule says so in the network's place.
+    other = 1 - worker.rank
+    Deferral.shares = lambda self, rates: {other: 0.5} if self.is_allowed else {}
+    taken, sizes, deferred = [0.0, 0.0], [], []
+    for step in range(8):
+        if step in (5, 7):
+            state.flush()
+        model.zero_grad()
+        model(*wanted).backward()
+        taken = [total + p.grad for total, p in zip(taken, model.module.parameters(), strict=True)]
+        sizes.append(state.feedback.size)
+        deferred.append(sum(record.deferred for record in state.ledger.of_step(step)))
+
+    def flush_too_late(gradient):
+        with pytest.raises(RuntimeError, match="flush\\(\\) comes too late for step 8: call it before backward"):
+            state.flush()
+        return gradient
+
+    model.module.first.register_hook(flush_too_late)  # the last bucket is on its way already
+    model(*wanted).backward()
+    state.close()
+    with pytest.raises(RuntimeError, match="a state in use"):
+        state.flush()
+    return taken, sizes, deferred
+
+
+def test_after_a_flush_all_gradients_are_in_the_averages_and_nothing_is_left():
+    results = values(launch(2, flushing))
+    total = [8 * sum(parts) for parts in zip(*(gradients_of(rank) for rank in range(2)), strict=True)]
+    for taken, sizes, deferred in results:
+        assert min(sizes[:5] + sizes[6:7]) > 1000, "immediate mode leaves something to send"
+        assert (sizes[5], sizes[7]) == (0, 0)
+        assert min(deferred[4], deferred[6]) > 0
+        assert (deferred[5], deferred[7]) == (0, 0)
+        for got, given in zip(taken, total, strict=True):
+            torch.testing.assert_close(2 * got, given, rtol=0, atol=2e-4)
 
 
 def beside_a_stranger(worker):
@@ -287,7 +331,7 @@ def go_on_from(worker, saved):
     return paid, state.step
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1)])
 def test_another_number_of_ranks_sends_what_the_former_ones_had_still_to_send(before, after):
     """What a step did without and what comes with the next one is what the former ranks' average would have been."""
     first = values(launch(before, leave_something_to_send))
@@ -295,7 +339,7 @@ def test_another_number_of_ranks_sends_what_the_former_ones_had_still_to_send(be
     found = values(launch(after, go_on_from, [saved for _, saved, _ in first]))
     wanted = [sum(parts) / before for parts in zip(*(gradients_of(rank) for rank in range(before)), strict=True)]
     for paid, step in found:
-        assert step == 2
+        assert step == (2 if after > 1 else 1), "a group of one exchanges nothing, and counts no steps"
         for part, exact in enumerate(wanted):
             torch.testing.assert_close(first[0][0][part] + paid[part], exact, rtol=0, atol=2e-5)
 

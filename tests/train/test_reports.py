@@ -23,7 +23,7 @@ def ledger(sent=1000, lost=0, violations=0, worst=0.0):
     }
 
 
-def report(rank, *, ranks=2, restart=0, error=None, models=None, measured=None, backend=None, **counts):
+def report(rank, *, ranks=2, restart=0, error=None, models=None, measured=None, backend=None, left_over=0, **counts):
     model = {
         "model": "Net",
         "parameters": 100,
@@ -36,6 +36,7 @@ def report(rank, *, ranks=2, restart=0, error=None, models=None, measured=None, 
         "local_peers": 0,
         "refused": {},
         "ledger": ledger(**counts),
+        "last_step": {"packets": 100, "left_over": left_over},
     }
     return {
         "rank": rank,
@@ -60,8 +61,20 @@ def test_the_summary_adds_up_what_the_ranks_counted():
     assert "packets sent       1,500, through sockets" in text
     assert "21 (1.400%); of one message at most 8.0%, allowed 10.0%" in text
     assert "put off            6 to a later step; of one message at most 4.0%, allowed 50.0%" in text
+    assert "waited             1 steps at most" in text
+    assert "left over" not in text
     assert "bound exceeded     never" in text
     assert "fallback           none" in text
+
+
+def test_what_no_step_will_send_is_told():
+    found = summary.summarize([report(0, left_over=7), report(1, left_over=3)])
+    assert found["models"][0]["left_over"] == 0.05
+    text = "\n".join(summary.as_lines(found))
+    assert (
+        "left over          5.0% of the last step; a script that calls flush() before its last step leaves nothing"
+        in text
+    )
 
 
 def test_a_bound_that_was_exceeded_and_a_fallback_cannot_be_overlooked():

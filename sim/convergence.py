@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure how many additional steps loss costs: the demo's network on handwritten digits, losing gradients by packet.
 
-``python -m dlcp.sim.convergence.measure`` trains again and writes ``measured.yaml`` beside this file. It needs PyTorch
-and scikit-learn. Four workers average their gradients. Of each worker's packets of 350 values a share is lost, the
+``python -m dlcp.sim.convergence`` trains again and writes ``dlcp/convergence/measured.json``. It needs PyTorch and
+scikit-learn. Four workers average their gradients. Of each worker's packets of 350 values a share is lost, the
 least valuable first as in DLCP's switches, or at random. The average is over what was delivered, as in DLCP's
 receivers.
 """
@@ -15,9 +15,9 @@ from typing import Final
 
 import numpy as np
 import torch
-import yaml
 from torch import nn
 
+from dlcp import convergence
 from dlcp.examples.digits import DigitTensors, accuracy, batches, load, network
 
 WORKERS: Final = 4
@@ -120,17 +120,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for mode, points in measure(options.seeds, options.target, options.most).items():
         errors = ", ".join(f"{loss:.0%} {error:.3f}" for loss, _, error in points[1:])
         source = (
-            f"Measured with python -m dlcp.sim.convergence.measure --seeds {options.seeds} --target {options.target:g}:"
+            f"Measured with python -m dlcp.sim.convergence --seeds {options.seeds} --target {options.target:g}:"
             f" the demo's network on scikit-learn's digits, {WORKERS} workers, {MODES[mode]}. Mean over "
             f"{options.seeds} seeds of the ratio of steps to a test accuracy of {options.target:.0%}; "
             f"standard errors: {errors}."
         )
         rounded = [[loss, round(factor, 3)] for loss, factor, _ in points]
         entries.append({"name": mode, "measured": True, "source": source, "points": rounded})
-    text = yaml.safe_dump({"curves": entries}, sort_keys=False, width=116)
-    (Path(__file__).parent / "measured.yaml").write_text(
-        "# SPDX-License-Identifier: Apache-2.0\n" + text, encoding="utf-8"
-    )
+    convergence.write(Path(convergence.__file__).with_name("measured.json"), entries)
     return 0
 
 
