@@ -51,6 +51,11 @@ class Bucket:
         How many samples each contributor's values are the mean of, where contributors differ. The values have been
         multiplied by :func:`dlcp.collectives.reduction_rules.weight_of`; where contributions are lost, the rest is
         divided by its own samples.
+    scattered
+        A reduce-scatter: each owner of a shard keeps the average of it, and the other shards' values mean nothing then.
+        Only for the direct all-reduce, with shards of one size: its owners are the contributors, ascending.
+    factor
+        What averages of a scattered bucket are multiplied by: the number of ranks, say, makes sums of them.
     """
 
     values: NDArray[np.generic]
@@ -61,6 +66,8 @@ class Bucket:
     bound: LossBound | None = None
     exact: bool = False
     samples: Mapping[int, int] | None = None
+    scattered: bool = False
+    factor: float = 1.0
 
     def label(self, start: int, stop: int) -> str:
         """Return the layers of the values from ``start`` to before ``stop`` in words, for messages."""

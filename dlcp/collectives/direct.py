@@ -3,7 +3,8 @@
 
 Every owner of a shard gets all ranks' contributions to it, averages them, and sends the averaged shard to all. The
 first hop may lose packets within the bound. Averaged shards arrive whole, so that replicas never drift apart. A
-parameter server is the case of one owner that contributes nothing itself (:mod:`dlcp.collectives.parameter_server`).
+parameter server is the case of one owner that contributes nothing itself (:mod:`dlcp.collectives.parameter_server`). A
+scattered bucket takes the first hop only.
 
 Everything happens in the caller's buffer. A rank's contribution lies where the averaged shard will be written, so it
 posts the receive for that only once the owner has confirmed the contribution; and an owner sends its averaged shard to
@@ -33,9 +34,10 @@ from dlcp.collectives.shards import (
 )
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
-from dlcp.tags import ChunkOrder, PacketTags
+from dlcp.tags import ChunkOrder, PacketTags, plain_tags
 from dlcp.transport import (
     EMPTY,
+    RELIABLE,
     Arrival,
     BufferPool,
     Bytes,
@@ -74,7 +76,8 @@ class DirectAllReduce:
     def __init__(self, context: RankContext, *, weights: Mapping[int, float] | None = None) -> None:
         self.context = context
         self.weights = dict(weights or dict.fromkeys(context.contributors, 1.0))
-        self.adaptive = context.options.adaptive_shards and weights is None
+        self.between_ranks = weights is None
+        self.adaptive = context.options.adaptive_shards and self.between_ranks
         self.deferral: Deferral | None = None
         if context.options.deferral_bound:  # most jobs put nothing off
             from dlcp.collectives import deferral
@@ -83,6 +86,7 @@ class DirectAllReduce:
         self._slow: set[int] = set()
         self.rates_bps: dict[int, NDArray[np.generic]] = {}
         """What each rank reported with the latest bucket of the step."""
+        self._reached_bps: dict[int, float] = {}
         self._reported_with: dict[int, int] = {}
         """Which bucket that was, for results need not come in order."""
         self._runs: dict[tuple[int, int], DirectRun] = {}
@@ -95,10 +99,11 @@ class DirectAllReduce:
         All averages of the last step are in on every rank, so that all divide alike.
         """
         rates: Mapping[int, float] = {}
-        if self.adaptive and len(self.rates_bps) == len(self.weights):
+        if self.between_ranks and len(self.rates_bps) == len(self.weights):
             rates = inbound_rates(self.rates_bps, self._slow)
             self._slow = {rank for rank, rate in rates.items() if rate < max(rates.values())}
-            self.weights = weights_for_rates(rates)
+            if self.adaptive:
+                self.weights = weights_for_rates(rates)
         if self.deferral:
             self.deferral.begin_step(rates, self._slow, self.weights)
         self.rates_bps, self._reported_with = {}, {}
@@ -144,8 +149,13 @@ class DirectAllReduce:
 
     def rates(self) -> NDArray[np.generic]:
         """Return the rates at which this rank reaches each contributor, in bit/s; 0 where it does not know."""
-        endpoint = self.context.endpoint
-        return np.array([0 if p == endpoint.rank else endpoint.rate_to(p) for p in self.context.contributors], RATE)
+        endpoint, reached = self.context.endpoint, self._reached_bps
+        known = {peer: endpoint.rate_to(peer) or reached.get(peer, 0.0) for peer in self.context.peers}
+        return np.array([known.get(rank, 0.0) for rank in self.context.contributors], RATE)
+
+    def note_reached(self, peer: int) -> None:
+        """Keep the rate at which a peer got what nothing follows: until the next bucket it grows too old to be told."""
+        self._reached_bps[peer] = self.context.endpoint.rate_to(peer)
 
     def note_rates(self, rank: int, sequence: int, rates_bps: NDArray[np.generic]) -> None:
         """Note the rates that a rank reported with a bucket, unless those of a later one are known."""
@@ -234,6 +244,7 @@ class Shard(Enum):
 
     ACCUMULATING = "this rank's own: contributions are awaited"
     CONTRIBUTING = "another's: it has not confirmed this rank's contribution"
+    DELIVERED = "another's, of a scattered bucket: it has confirmed this rank's contribution, and keeps the average"
     AWAITED = "another's: the averaged shard is awaited"
     AVERAGED = "the average is here"
 
@@ -243,6 +254,8 @@ class DirectRun(BucketRun):
 
     def __init__(self, reducer: DirectAllReduce, step: int, sequence: int, bucket: Bucket) -> None:
         super().__init__(reducer.context, step, sequence, bucket)
+        if bucket.scattered and reducer.adaptive:
+            raise ValueError(f"step {step}, bucket {sequence}: scattered, so adaptive_shards must be off")
         self.reducer, self.rank, self.values = reducer, reducer.context.rank, bucket.values
         plan = self.plan = reducer.plan_of(sequence, bucket)
         self.bounds = plan.bounds
@@ -253,7 +266,7 @@ class DirectRun(BucketRun):
         self.phase = BucketPhase.EXCHANGING
         self.shards = {owner: Shard.ACCUMULATING if owner == self.rank else Shard.CONTRIBUTING for owner in plan.labels}
         self.awaited = len(self.shards)
-        """How many averaged shards are not here."""
+        """How many shards are not done here, and how many ranks' rates are not here that come by themselves."""
         self.accumulator: ShardAccumulator | None = None
         self.rates: NDArray[np.uint8] = np.zeros(0, np.uint8)
         """What follows the own averaged shard."""
@@ -276,6 +289,8 @@ class DirectRun(BucketRun):
 
     def begin(self) -> None:
         """Post receives for contributions to the own shard, and contribute to the others'."""
+        if self.bucket.scattered and self.average_bound.deferral:
+            self._exchange_rates()
         if self.rank in self.shards:
             self._accumulate()
         for owner in self.shards:
@@ -317,6 +332,8 @@ class DirectRun(BucketRun):
         own, bucket = accumulator.own, self.bucket
         if accumulator.reduction is not None:
             self._finish_streaming(accumulator, accumulator.reduction)
+            if bucket.factor != 1:
+                np.multiply(own, np.float32(bucket.factor), out=own)
         elif accumulator.peers:
             mean, error = average(
                 {**accumulator.contributions, self.rank: own},
@@ -327,10 +344,18 @@ class DirectRun(BucketRun):
                 samples=bucket.samples,
             )
             self._lose(self.rank, np.flatnonzero(error), error)
-            own[:] = bucket.value_type.narrow(mean)
+            with np.errstate(over="ignore", invalid="ignore"):  # which is for the loss scaler to see
+                own[:] = bucket.value_type.narrow(mean if bucket.factor == 1 else mean * mean.dtype.type(bucket.factor))
         accumulator.release()
         self._have(self.rank)
         self._note("summed")
+        if bucket.scattered:
+            self._advance()
+        else:
+            self._offer_average(accumulator)
+
+    def _offer_average(self, accumulator: ShardAccumulator) -> None:
+        """Send the own averaged shard to all that have confirmed their own contribution to come."""
         rates_bps = self.reducer.rates()
         self.reducer.note_rates(self.rank, self.sequence, rates_bps)
         self.rates, self.unconfirmed = rates_bps.view(np.uint8), set(accumulator.peers)
@@ -385,7 +410,7 @@ class DirectRun(BucketRun):
         deferral, context = self.reducer.deferral, self.context
         assert deferral
         if owner in context.contributors:
-            return deferral.shares(self.reducer.rates()).get(owner, 0.0)
+            return deferral.shares(self.reducer.rates(), scattered=self.bucket.scattered).get(owner, 0.0)
         return deferral.share_through_server(context.endpoint.is_clear(owner))
 
     def _choose_deferred(self, phase: int, owner: int, share: float, tags: PacketTags) -> NDArray[np.bool_] | None:
@@ -437,6 +462,11 @@ class DirectRun(BucketRun):
         if delivery.lost or delivery.deferred is not None:
             positions = self._positions(~delivery.delivered, stop - start)
             self._lose(owner, positions, self.bucket.value_type.widen(self.values[start:stop]))
+        if self.bucket.scattered:
+            self.reducer.note_reached(owner)
+            self._have(owner, Shard.DELIVERED)
+            self._advance()
+            return
         self.shards[owner] = Shard.AWAITED  # before the receive, which an early message completes at once
         # Only now: the average overwrites what may have had to be sent again, or is lost.
         tail = np.zeros(len(context.contributors) * RATE.itemsize, np.uint8)
@@ -465,8 +495,8 @@ class DirectRun(BucketRun):
         self.reducer.note_rates(owner, self.sequence, tail.view(RATE))
         self._advance()
 
-    def _have(self, owner: int) -> None:
-        self.shards[owner], self.latest = Shard.AVERAGED, owner
+    def _have(self, owner: int, state: Shard = Shard.AVERAGED) -> None:
+        self.shards[owner], self.latest = state, owner
         self.awaited -= 1
 
     def _send_average(self, peer: int) -> None:
@@ -483,6 +513,25 @@ class DirectRun(BucketRun):
         if self.average_bound.deferral and self.reducer.deferral:
             self.reducer.deferral.note_average_sent(peer, delivery.seconds)
         self.unconfirmed.discard(peer)
+        self._advance()
+
+    def _exchange_rates(self) -> None:
+        """Tell the others at which rates this rank reaches them, as averages do in the other buckets."""
+        endpoint, rates_bps = self.context.endpoint, self.reducer.rates()
+        self.reducer.note_rates(self.rank, self.sequence, rates_bps)
+        for peer in self.context.peers:
+            payload, into = rates_bps.view(np.uint8).data, np.zeros(rates_bps.nbytes, np.uint8)
+            tags = plain_tags(-(-len(into) // endpoint.options.payload_bytes))
+            label = f"the rates beside {self.label}"
+            self.awaited += 1
+            key = self._key(ALL_GATHER, self.rank)
+            arriving = endpoint.receive(ReceiveRequest(peer, key, len(into), RELIABLE, label, into=into))
+            arriving.add_done_callback(self.guard(partial(self._on_rates, peer)))
+            endpoint.send(SendRequest(peer, self._key(ALL_GATHER, peer), payload, tags, RELIABLE, label))
+
+    def _on_rates(self, peer: int, arrival: Arrival) -> None:
+        self.reducer.note_rates(peer, self.sequence, arrival.payload.view(RATE))
+        self.awaited -= 1
         self._advance()
 
     # The end ----------------------------------------------------------------------------------------------------------
