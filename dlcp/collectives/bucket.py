@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,9 @@ from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, Segment, Tagger
 from dlcp.transport import RELIABLE, Endpoint, LossBound, MessageKey, TransportError
+
+RATE: Final = np.dtype(">f4")
+"""A rate that ranks tell each other behind an average, in bit/s; 0 if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

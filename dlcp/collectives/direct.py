@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Direct all-reduce: reduce-scatter and all-gather in one hop each.
 
-Every owner of a shard gets all ranks' contributions to it, averages them, and sends the averaged shard to all. The
-first hop may lose packets within the bound. Averaged shards arrive whole, so that replicas never drift apart. A
-parameter server is the case of one owner that contributes nothing itself (:mod:`dlcp.collectives.parameter_server`). A
-scattered bucket takes the first hop only.
+Every owner of a shard gets all ranks' contributions to it, averages them, and sends the averaged shard to all, followed
+by the rates at which it reaches each of them. The first hop may lose packets within the bound. Averaged shards arrive
+whole, so that replicas never drift apart. A parameter server is the case of one owner that contributes nothing itself
+(:mod:`dlcp.collectives.parameter_server`). A scattered bucket takes the first hop only.
 
 Everything happens in the caller's buffer. A rank's contribution lies where the averaged shard will be written, so it
 posts the receive for that only once the owner has confirmed the contribution; and an owner sends its averaged shard to
 a peer only once it has confirmed the peer's own, for only then has the peer posted that receive.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from concurrent.futures import Future
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import Bucket, BucketRun, RankContext, protect_all_but
+from dlcp.collectives.bucket import RATE, Bucket, BucketRun, RankContext, protect_all_but
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average, divide_by_samples, held_samples
@@ -52,9 +52,6 @@ from dlcp.transport import (
 
 if TYPE_CHECKING:
     from dlcp.collectives.deferral import Deferral
-
-RATE: Final = np.dtype(">f4")
-"""An averaged shard is followed by the rates at which its sender reaches each contributor, in bit/s."""
 
 
 class DirectAllReduce:
@@ -98,9 +95,8 @@ class DirectAllReduce:
 
         All averages of the last step are in on every rank, so that all divide alike.
         """
-        rates: Mapping[int, float] = {}
-        if self.between_ranks and len(self.rates_bps) == len(self.weights):
-            rates = inbound_rates(self.rates_bps, self._slow)
+        rates = self.received_bps(self._slow)
+        if rates:
             self._slow = {rank for rank, rate in rates.items() if rate < max(rates.values())}
             if self.adaptive:
                 self.weights = weights_for_rates(rates)
@@ -109,6 +105,11 @@ class DirectAllReduce:
         self.rates_bps, self._reported_with = {}, {}
         endpoint = self.context.endpoint
         endpoint.call(lambda: endpoint.begin_step(step))
+
+    def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
+        """See :class:`dlcp.collectives.pipeline.MeasuringReducer`."""
+        known = self.between_ranks and len(self.rates_bps) == len(self.weights)
+        return inbound_rates(self.rates_bps, slow) if known else {}
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Average a bucket over the contributors; the future's result is ``bucket.values``, written in place.
