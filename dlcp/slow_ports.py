@@ -58,6 +58,11 @@ class PortLoads(NamedTuple):
         return cls(others * weight + 1 - weight, others * largest, 1 - largest)
 
     @classmethod
+    def of_reduce_scatter(cls, ranks: int, weight: float, largest: float) -> "PortLoads":
+        """Return the loads of a reduce-scatter, in units of a buffer: contributions to each rank's own shard alone."""
+        return cls((ranks - 1) * weight, (ranks - 1) * largest, 0.0)
+
+    @classmethod
     def of_server(cls, workers: int, weight: float) -> "PortLoads":
         """Return the loads of a parameter server with a weight, in units of a buffer, beside a worker's.
 

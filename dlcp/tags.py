@@ -48,11 +48,16 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where a layer's values lie in a buffer: ``start`` to ``stop``, in values."""
+    """Where values of a layer lie in a buffer: ``start`` to ``stop``, in values.
+
+    ``offset`` is where in the layer they begin. A layer that is cut in shards has a segment for each. What lies beyond
+    its end belongs to nothing: it fills up a packet, say.
+    """
 
     layer: Layer
     start: int
     stop: int
+    offset: int = 0
 
 
 class PacketTags(NamedTuple):

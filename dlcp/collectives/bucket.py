@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,9 @@ from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, Segment, Tagger
 from dlcp.transport import RELIABLE, Endpoint, LossBound, MessageKey, TransportError
+
+RATE: Final = np.dtype(">f4")
+"""A rate that ranks tell each other behind an average, in bit/s; 0 if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,11 @@ class Bucket:
         How many samples each contributor's values are the mean of, where contributors differ. The values have been
         multiplied by :func:`dlcp.collectives.reduction_rules.weight_of`; where contributions are lost, the rest is
         divided by its own samples.
+    scattered
+        A reduce-scatter: each owner of a shard keeps the average of it, and the other shards' values mean nothing then.
+        Only for the direct all-reduce, with shards of one size: its owners are the contributors, ascending.
+    factor
+        What averages of a scattered bucket are multiplied by: the number of ranks, say, makes sums of them.
     """
 
     values: NDArray[np.generic]
@@ -65,6 +73,8 @@ class Bucket:
     exact: bool = False
     flush: bool = False
     samples: Mapping[int, int] | None = None
+    scattered: bool = False
+    factor: float = 1.0
 
     @property
     def whole(self) -> bool:

@@ -17,8 +17,9 @@ So small messages go direct, and large ones around the ring where ranks share po
 in each other's way. That incast penalty is measured: over a port of 64 packets in virtual time, at 4, 8 and 12 ranks,
 direct took 1.16, 1.41 and 1.36 times as long as the ring, of which the transport of today is the cause as much as the
 network. Ranks that all run on one host share memory and no port: there fewer messages win. Where ranks receive at
-different rates, direct gives the slow ones less to add up, and the ring goes at the pace of the slowest. A server pays
-where its port is several times as fast as the ranks', or where messages are tiny and ranks many.
+different rates, direct gives the slow ones less to add up, and may put some off (:mod:`dlcp.collectives.deferral`); the
+ring goes at the pace of the slowest. A server pays where its port is several times as fast as the ranks', or where
+messages are tiny and ranks many.
 
 All ranks must choose alike, so the choice follows from what they all know: sizes, hosts, and reported rates.
 """

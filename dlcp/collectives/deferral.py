@@ -6,8 +6,8 @@ only fewer bytes help. Whoever sends to a slow rank keeps the packets of the sma
 has its part when the others have theirs, and no more than the bound admits. An owner decides for its averaged shard
 once, for all receivers: a packet that it defers is zero on every rank, and replicas stay equal. What is deferred is
 residual and goes into the next step's contribution, as what is lost does. On a network where no rank is far slower than
-the others nothing is deferred. Through a parameter server all ranks' gradients pass one port; there it is deferred
-where that port is congested.
+the others nothing is deferred. Of scattered buckets (FSDP2) there are contributions only. Through a parameter server
+all ranks' gradients pass one port; there it is deferred where that port is congested.
 
 Error feedback bears it: with half of the packets deferred by value, training reaches the same accuracy, in a tenth to a
 fifth more steps, if the first ones are whole and no packet waits for too long (``dlcp bench convergence``).
@@ -109,13 +109,15 @@ class Deferral:
         """Note how long a peer took to receive this rank's averaged shard."""
         self._seconds[peer] = self._seconds.get(peer, 0.0) + seconds
 
-    def shares(self, rates_bps: Sequence[float] | NDArray[np.generic]) -> dict[int, float]:
+    def shares(self, rates_bps: Sequence[float] | NDArray[np.generic], *, scattered: bool = False) -> dict[int, float]:
         """Return the share of packets to defer for each rank that is or was slow, never beyond the ceiling.
 
         Parameters
         ----------
         rates_bps
             How fast this rank reaches each contributor now, in bit/s; 0 where it does not know.
+        scattered
+            Contributions are all that is sent: nobody gets averages.
         """
         if not self.is_allowed:
             return {}
@@ -135,7 +137,7 @@ class Deferral:
                     slowness[rank] = max(slowness.get(rank, 1.0), fastest / rate)
         for seconds in (self._slowness, self._by_seconds()):
             slowness = {rank: max(times, seconds.get(rank, 1.0)) for rank, times in slowness.items()}
-        shares = {rank: self._share(rank, times) for rank, times in slowness.items()}
+        shares = {rank: self._share(rank, times, scattered) for rank, times in slowness.items()}
         return {rank: share for rank, share in shares.items() if share >= SHARE_MIN}
 
     def share_through_server(self, is_clear: bool) -> float:
@@ -162,12 +164,12 @@ class Deferral:
         least = min(self._seconds.values())
         return {peer: seconds / least for peer, seconds in self._seconds.items()} if least > 0 else {}
 
-    def _share(self, slow: int, slowness: float) -> float:
+    def _share(self, slow: int, slowness: float, scattered: bool) -> float:
         """Return the share with which a rank that is so many times slower than the fastest is done when they are."""
         total = sum(self._weights.values())
         weight, largest = self._weights[slow] / total, max(self._weights.values()) / total
-        loads = PortLoads.of_direct(len(self._contributors), weight, largest)
-        return share_to_defer(loads, slowness, self.step_ceiling)
+        loads = PortLoads.of_reduce_scatter if scattered else PortLoads.of_direct
+        return share_to_defer(loads(len(self._contributors), weight, largest), slowness, self.step_ceiling)
 
     def choose(
         self,

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Direct all-reduce: reduce-scatter and all-gather in one hop each.
 
-Every owner of a shard gets all ranks' contributions to it, averages them, and sends the averaged shard to all. The
-first hop may lose packets within the bound. Averaged shards arrive whole, so that replicas never drift apart. A
-parameter server is the case of one owner that contributes nothing itself (:mod:`dlcp.collectives.parameter_server`).
+Every owner of a shard gets all ranks' contributions to it, averages them, and sends the averaged shard to all, followed
+by the rates at which it reaches each of them. The first hop may lose packets within the bound. Averaged shards arrive
+whole, so that replicas never drift apart. A parameter server is the case of one owner that contributes nothing itself
+(:mod:`dlcp.collectives.parameter_server`). A scattered bucket takes the first hop only.
 
 Everything happens in the caller's buffer. A rank's contribution lies where the averaged shard will be written, so it
 posts the receive for that only once the owner has confirmed the contribution; and an owner sends its averaged shard to
 a peer only once it has confirmed the peer's own, for only then has the peer posted that receive.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from concurrent.futures import Future
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import Bucket, BucketRun, RankContext, protect_all_but
+from dlcp.collectives.bucket import RATE, Bucket, BucketRun, RankContext, protect_all_but
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average, divide_by_samples, held_samples
@@ -33,9 +34,10 @@ from dlcp.collectives.shards import (
 )
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
-from dlcp.tags import ChunkOrder, PacketTags
+from dlcp.tags import ChunkOrder, PacketTags, plain_tags
 from dlcp.transport import (
     EMPTY,
+    RELIABLE,
     Arrival,
     BufferPool,
     Bytes,
@@ -50,9 +52,6 @@ from dlcp.transport import (
 
 if TYPE_CHECKING:
     from dlcp.collectives.deferral import Deferral
-
-RATE: Final = np.dtype(">f4")
-"""An averaged shard is followed by the rates at which its sender reaches each contributor, in bit/s."""
 
 
 class DirectAllReduce:
@@ -74,7 +73,8 @@ class DirectAllReduce:
     def __init__(self, context: RankContext, *, weights: Mapping[int, float] | None = None) -> None:
         self.context = context
         self.weights = dict(weights or dict.fromkeys(context.contributors, 1.0))
-        self.adaptive = context.options.adaptive_shards and weights is None
+        self.between_ranks = weights is None
+        self.adaptive = context.options.adaptive_shards and self.between_ranks
         self.deferral: Deferral | None = None
         if context.options.deferral_bound:  # most jobs put nothing off
             from dlcp.collectives import deferral
@@ -87,6 +87,7 @@ class DirectAllReduce:
         self._slow: set[int] = set()
         self.rates_bps: dict[int, NDArray[np.generic]] = {}
         """What each rank reported with the latest bucket of the step."""
+        self._reached_bps: dict[int, float] = {}
         self._reported_with: dict[int, int] = {}
         """Which bucket that was, for results need not come in order."""
         self._runs: dict[tuple[int, int], DirectRun] = {}
@@ -98,11 +99,11 @@ class DirectAllReduce:
 
         All averages of the last step are in on every rank, so that all divide alike.
         """
-        rates: Mapping[int, float] = {}
-        if self.adaptive and len(self.rates_bps) == len(self.weights):
-            rates = inbound_rates(self.rates_bps, self._slow)
+        rates = self.received_bps(self._slow)
+        if rates:
             self._slow = {rank for rank, rate in rates.items() if rate < max(rates.values())}
-            self.weights = weights_for_rates(rates)
+            if self.adaptive:
+                self.weights = weights_for_rates(rates)
         if self.adaptive:
             self.context.inbound_rates_bps.clear()
             self.context.inbound_rates_bps.update(rates)
@@ -112,6 +113,11 @@ class DirectAllReduce:
         self.turn = step if self._has_server else self.turn + 1
         endpoint = self.context.endpoint
         endpoint.call(lambda: endpoint.begin_step(step))
+
+    def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
+        """See :class:`dlcp.collectives.pipeline.MeasuringReducer`."""
+        known = self.between_ranks and len(self.rates_bps) == len(self.weights)
+        return inbound_rates(self.rates_bps, slow) if known else {}
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Average a bucket over the contributors; the future's result is ``bucket.values``, written in place.
@@ -152,8 +158,13 @@ class DirectAllReduce:
 
     def rates(self) -> NDArray[np.generic]:
         """Return the rates at which this rank reaches each contributor, in bit/s; 0 where it does not know."""
-        endpoint = self.context.endpoint
-        return np.array([0 if p == endpoint.rank else endpoint.rate_to(p) for p in self.context.contributors], RATE)
+        endpoint, reached = self.context.endpoint, self._reached_bps
+        known = {peer: endpoint.rate_to(peer) or reached.get(peer, 0.0) for peer in self.context.peers}
+        return np.array([known.get(rank, 0.0) for rank in self.context.contributors], RATE)
+
+    def note_reached(self, peer: int) -> None:
+        """Keep the rate at which a peer got what nothing follows: until the next bucket it grows too old to be told."""
+        self._reached_bps[peer] = self.context.endpoint.rate_to(peer)
 
     def note_rates(self, rank: int, sequence: int, rates_bps: NDArray[np.generic]) -> None:
         """Note the rates that a rank reported with a bucket, unless those of a later one are known."""
@@ -242,6 +253,7 @@ class Shard(Enum):
 
     ACCUMULATING = "this rank's own: contributions are awaited"
     CONTRIBUTING = "another's: it has not confirmed this rank's contribution"
+    DELIVERED = "another's, of a scattered bucket: it has confirmed this rank's contribution, and keeps the average"
     AWAITED = "another's: the averaged shard is awaited"
     AVERAGED = "the average is here"
 
@@ -251,6 +263,8 @@ class DirectRun(BucketRun):
 
     def __init__(self, reducer: DirectAllReduce, step: int, sequence: int, bucket: Bucket) -> None:
         super().__init__(reducer.context, step, sequence, bucket)
+        if bucket.scattered and reducer.adaptive:
+            raise ValueError(f"step {step}, bucket {sequence}: scattered, so adaptive_shards must be off")
         self.reducer, self.rank, self.values = reducer, reducer.context.rank, bucket.values
         self.turn = reducer.turn
         plan = self.plan = reducer.plan_of(sequence, bucket)
@@ -262,7 +276,7 @@ class DirectRun(BucketRun):
         self.phase = BucketPhase.EXCHANGING
         self.shards = {owner: Shard.ACCUMULATING if owner == self.rank else Shard.CONTRIBUTING for owner in plan.labels}
         self.awaited = len(self.shards)
-        """How many averaged shards are not here."""
+        """How many shards are not done here, and how many ranks' rates are not here that come by themselves."""
         self.accumulator: ShardAccumulator | None = None
         self.rates: NDArray[np.uint8] = np.zeros(0, np.uint8)
         """What follows the own averaged shard."""
@@ -287,6 +301,8 @@ class DirectRun(BucketRun):
 
     def begin(self) -> None:
         """Post receives for contributions to the own shard, and contribute to the others'."""
+        if self.bucket.scattered and self.average_bound.deferral:
+            self._exchange_rates()
         if self.rank in self.shards:
             self._accumulate()
         for owner in self.shards:
@@ -328,6 +344,8 @@ class DirectRun(BucketRun):
         own, bucket = accumulator.own, self.bucket
         if accumulator.reduction is not None:
             self._finish_streaming(accumulator, accumulator.reduction)
+            if bucket.factor != 1:
+                np.multiply(own, np.float32(bucket.factor), out=own)
         elif accumulator.peers:
             mean, error = average(
                 {**accumulator.contributions, self.rank: own},
@@ -338,10 +356,18 @@ class DirectRun(BucketRun):
                 samples=bucket.samples,
             )
             self._lose(self.rank, np.flatnonzero(error), error)
-            own[:] = bucket.value_type.narrow(mean)
+            with np.errstate(over="ignore", invalid="ignore"):  # which is for the loss scaler to see
+                own[:] = bucket.value_type.narrow(mean if bucket.factor == 1 else mean * mean.dtype.type(bucket.factor))
         accumulator.release()
         self._have(self.rank)
         self._note("summed")
+        if bucket.scattered:
+            self._advance()
+        else:
+            self._offer_average(accumulator)
+
+    def _offer_average(self, accumulator: ShardAccumulator) -> None:
+        """Send the own averaged shard to all that have confirmed their own contribution to come."""
         rates_bps = self.reducer.rates()
         self.reducer.note_rates(self.rank, self.sequence, rates_bps)
         self.rates, self.unconfirmed = rates_bps.view(np.uint8), set(accumulator.peers)
@@ -397,7 +423,7 @@ class DirectRun(BucketRun):
         deferral, context = self.reducer.deferral, self.context
         assert deferral
         if owner in context.contributors:
-            return deferral.shares(self.reducer.rates()).get(owner, 0.0)
+            return deferral.shares(self.reducer.rates(), scattered=self.bucket.scattered).get(owner, 0.0)
         return deferral.share_through_server(context.endpoint.is_clear(owner))
 
     def _choose_deferred(self, phase: int, owner: int, share: float, tags: PacketTags) -> NDArray[np.bool_] | None:
@@ -459,6 +485,11 @@ class DirectRun(BucketRun):
             positions = self._positions(~delivery.delivered, stop - start)
             self._lose(owner, positions, self.bucket.value_type.widen(self.values[start:stop]))
             self._note_waiting(owner, ~delivery.delivered)
+        if self.bucket.scattered:
+            self.reducer.note_reached(owner)
+            self._have(owner, Shard.DELIVERED)
+            self._advance()
+            return
         self.shards[owner] = Shard.AWAITED  # before the receive, which an early message completes at once
         # Only now: the average overwrites what may have had to be sent again, or is lost.
         tail = np.zeros(len(context.contributors) * RATE.itemsize, np.uint8)
@@ -488,8 +519,8 @@ class DirectRun(BucketRun):
         self.reducer.note_rates(owner, self.sequence, tail.view(RATE))
         self._advance()
 
-    def _have(self, owner: int) -> None:
-        self.shards[owner], self.latest = Shard.AVERAGED, owner
+    def _have(self, owner: int, state: Shard = Shard.AVERAGED) -> None:
+        self.shards[owner], self.latest = state, owner
         self.awaited -= 1
 
     def _send_average(self, peer: int) -> None:
@@ -506,6 +537,25 @@ class DirectRun(BucketRun):
         if self.average_bound.deferral and self.reducer.deferral:
             self.reducer.deferral.note_average_sent(peer, delivery.seconds)
         self.unconfirmed.discard(peer)
+        self._advance()
+
+    def _exchange_rates(self) -> None:
+        """Tell the others at which rates this rank reaches them, as averages do in the other buckets."""
+        endpoint, rates_bps = self.context.endpoint, self.reducer.rates()
+        self.reducer.note_rates(self.rank, self.sequence, rates_bps)
+        for peer in self.context.peers:
+            payload, into = rates_bps.view(np.uint8).data, np.zeros(rates_bps.nbytes, np.uint8)
+            tags = plain_tags(-(-len(into) // endpoint.options.payload_bytes))
+            label = f"the rates beside {self.label}"
+            self.awaited += 1
+            key = self._key(ALL_GATHER, self.rank)
+            arriving = endpoint.receive(ReceiveRequest(peer, key, len(into), RELIABLE, label, into=into))
+            arriving.add_done_callback(self.guard(partial(self._on_rates, peer)))
+            endpoint.send(SendRequest(peer, self._key(ALL_GATHER, peer), payload, tags, RELIABLE, label))
+
+    def _on_rates(self, peer: int, arrival: Arrival) -> None:
+        self.reducer.note_rates(peer, self.sequence, arrival.payload.view(RATE))
+        self.awaited -= 1
         self._advance()
 
     # The end ----------------------------------------------------------------------------------------------------------

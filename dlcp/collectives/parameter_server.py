@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.collectives.bucket import RATE
 from dlcp.collectives.deferral import Deferral
-from dlcp.collectives.direct import RATE
 from dlcp.collectives.message_numbers import ALL_GATHER, two_hop_number
 from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.step_metadata import read_table, samples_of

@@ -13,10 +13,10 @@ Buckets that are no gradients (``Bucket.exact``) are only averaged; so are gradi
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +29,22 @@ from dlcp.collectives.message_numbers import ring_buckets
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import ADASUM, AVERAGE, COMBINES, REDUCTION_RULES, SUM, multiply_for_sum
 from dlcp.collectives.residual import Residual
-from dlcp.collectives.shards import inbound_rates
 
 if TYPE_CHECKING:
     from dlcp.compress import Compressor
+
+
+class MeasuringReducer(Reducer, Protocol):
+    """A reducer that knows how fast ranks receive."""
+
+    def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
+        """Return how fast each rank received in the last step, in bit/s, levelled; nothing if not all ranks know.
+
+        Parameters
+        ----------
+        slow
+            Ranks that were slow before: see :func:`dlcp.slow_ports.level`.
+        """
 
 
 class AutoAllReduce:
@@ -57,7 +69,7 @@ class AutoAllReduce:
 
     def __init__(
         self,
-        reducers: Mapping[str, Reducer],
+        reducers: Mapping[str, MeasuringReducer],
         ranks: Sequence[int],
         *,
         topology: Topology | None = None,
@@ -74,9 +86,11 @@ class AutoAllReduce:
 
         All results of the last step are in on every rank, so that all choose alike.
         """
-        direct = self.reducers[DIRECT]
-        if isinstance(direct, DirectAllReduce) and len(direct.rates_bps) == len(self.ranks):
-            rates_bps = {rank: rate for rank, rate in inbound_rates(direct.rates_bps).items() if rate > 0}
+        known = self.topology.rates_bps
+        slow = {rank for rank, rate in known.items() if rate < max(known.values())}
+        told = [self.reducers[kind].received_bps(slow) for kind in (RING, DIRECT) if kind in self.reducers]
+        if rates := next(filter(None, told), None):  # a ring knows them best: one flow enters each port
+            rates_bps = {rank: rate for rank, rate in rates.items() if rate > 0}
             self.topology = replace(self.topology, rates_bps=rates_bps)
         for reducer in self.reducers.values():
             reducer.begin_step(step)
@@ -305,13 +319,15 @@ def _plain(collective: str, context: RankContext, topology: Topology, costs: Cos
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
     if collective == SERVER and topology.server is None:
         raise ValueError("collective 'server' needs a server: set its address with server='host:port' or DLCP_SERVER")
-    reducers: dict[str, Reducer] = {}
+    reducers: dict[str, MeasuringReducer] = {}
     if collective in (AUTO, DIRECT):
         reducers[DIRECT] = DirectAllReduce(context)
     if collective in (AUTO, RING):
         from dlcp.collectives.ring import RingAllReduce
 
-        reducers[RING] = RingAllReduce(context, order=topology.ring_order(context.contributors))
+        reducers[RING] = RingAllReduce(
+            context, order=topology.ring_order(context.contributors), tells_rates=collective == AUTO
+        )
     if collective in (AUTO, SERVER) and topology.server is not None:
         reducers[SERVER] = DirectAllReduce(context, weights={topology.server: 1.0})
     if collective == AUTO:

@@ -27,6 +27,19 @@ class _LayerResidual:
         for positions, residual in self.parts:
             values[positions] += residual
 
+    def moved_to(self, segments: Sequence[Segment]) -> "_LayerResidual":
+        """Return the same at the positions of a buffer in which all of the parameter lies, in shards."""
+        ordered = sorted(segments, key=lambda segment: segment.offset)
+        offsets, starts, stops = np.array([(each.offset, each.start, each.stop) for each in ordered]).T
+        moved = _LayerResidual(stops.max())
+        for positions, residual in self.parts:
+            within = np.arange(self.size)[positions] if isinstance(positions, slice) else positions
+            shard = np.searchsorted(offsets, within, "right") - 1
+            into = starts[shard] + within - offsets[shard]
+            inside = into < stops[shard]  # all but zeros that filled up a packet, where shards were others
+            moved.parts.append((into[inside], residual[inside]))
+        return moved
+
 
 class Residual:
     """What this rank has still to send, by parameter: frameworks regroup their buffers, parameters stay.
@@ -41,7 +54,7 @@ class Residual:
     def apply(
         self, values: NDArray[np.generic], segments: Sequence[Segment], value_type: ValueType | None = None
     ) -> None:
-        """Add the residual to a buffer, in place, and forget it.
+        """Add the residual to a buffer, in place, and forget it. All of a parameter is in the buffer, or nothing.
 
         Parameters
         ----------
@@ -53,6 +66,9 @@ class Residual:
             if layer is None:
                 continue
             part = values[segment.start : segment.stop]
+            shards = [each for each in segments if each.layer.name == segment.layer.name]
+            if len(shards) > 1:
+                part, layer = values, layer.moved_to(shards)
             if value_type is None:
                 layer.add_to(part)
                 continue
@@ -68,7 +84,8 @@ class Residual:
         """Keep all of a buffer's ``values``, few of which are 0."""
         for segment in segments:
             if segment.start < segment.stop:
-                self._layer(segment).parts.append((slice(None), values[segment.start : segment.stop].copy()))
+                within = slice(segment.offset, segment.offset + segment.stop - segment.start)
+                self._layer(segment).parts.append((within, values[segment.start : segment.stop].copy()))
 
     def add_at(self, positions: NDArray[np.int64], values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
         """Keep ``values`` that belong at ``positions`` of a buffer; these ascend and occur once each."""
@@ -77,7 +94,8 @@ class Residual:
         borders = np.searchsorted(positions, [segment.start for segment in segments] + [segments[-1].stop])
         for segment, first, last in zip(segments, borders, borders[1:], strict=False):
             if first < last:
-                self._layer(segment).parts.append((positions[first:last] - segment.start, values[first:last].copy()))
+                within = positions[first:last] - segment.start + segment.offset
+                self._layer(segment).parts.append((within, values[first:last].copy()))
 
     def of(self, name: str) -> NDArray[np.floating] | None:
         """Return the residual of a parameter, flat and with zeros where there is none, or None."""
@@ -104,4 +122,7 @@ class Residual:
         self._layers.clear()
 
     def _layer(self, segment: Segment) -> _LayerResidual:
-        return self._layers.setdefault(segment.layer.name, _LayerResidual(segment.stop - segment.start))
+        size = segment.offset + segment.stop - segment.start
+        layer = self._layers.setdefault(segment.layer.name, _LayerResidual(size))
+        layer.size = max(layer.size, size)
+        return layer

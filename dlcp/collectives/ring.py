@@ -17,9 +17,13 @@ A packet is tagged by the own gradients of the rank that sends it, not by the pa
 convolutional network on eight ranks, the order of packets by either correlates by 0.63 to 0.97, and the tenth that is
 least by own gradients holds at most 1.6 % of the partial sum's squared norm: not worth a second classification. What
 is not finite is protected whoever contributed it.
+
+A ring puts nothing off (:mod:`dlcp.collectives.deferral`): behind a slow port a direct all-reduce is the better choice
+(``docs/decisions.md``). For all ranks to choose it, each average is followed by the rate at which whoever formed it
+reaches the next rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -27,7 +31,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import Bucket, BucketRun, RankContext
+from dlcp.collectives.bucket import RATE, Bucket, BucketRun, RankContext
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER, pieces_allowed, ring_number
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import divide
@@ -35,7 +39,17 @@ from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.tags import PacketTags
-from dlcp.transport import RELIABLE, Arrival, Delivery, LossBound, MessageKey, ReceiveRequest, SendRequest
+from dlcp.transport import (
+    EMPTY,
+    RELIABLE,
+    Arrival,
+    Bytes,
+    Delivery,
+    LossBound,
+    MessageKey,
+    ReceiveRequest,
+    SendRequest,
+)
 
 PIECE_BYTES = 1 << 22
 """Size of a piece, at least, if a block has several. Chosen by us: a message costs a millisecond or more of processor
@@ -101,12 +115,23 @@ class RingAllReduce:
     order
         The contributors in their order around the ring, the same on all ranks; by default ascending. Ranks of one host
         belong together: then one flow enters each host.
+    tells_rates
+        Whether ranks tell each other rates; the same on all ranks.
+
+    Attributes
+    ----------
+    rates_bps
+        How fast each rank received from the one before it in this step, in bit/s, 0 where that is not known; the same
+        on all ranks when they have all averages.
     """
 
     recoverable = True
 
-    def __init__(self, context: RankContext, *, order: Sequence[int] | None = None) -> None:
-        self.context = context
+    def __init__(self, context: RankContext, *, order: Sequence[int] | None = None, tells_rates: bool = False) -> None:
+        self.context, self.tells_rates = context, tells_rates
+        self.rates_bps: dict[int, float] = {}
+        self._told_with: dict[int, tuple[int, int]] = {}
+        """With which piece of which bucket the latest of these came."""
         self.order = list(context.contributors if order is None else order)
         if sorted(self.order) != context.contributors:
             raise ValueError(f"a ring of ranks {context.contributors} cannot have the order {self.order}")
@@ -119,8 +144,20 @@ class RingAllReduce:
 
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on."""
+        self.rates_bps, self._told_with = {}, {}
         endpoint = self.context.endpoint
         endpoint.call(lambda: endpoint.begin_step(step))
+
+    def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
+        """See :class:`dlcp.collectives.pipeline.MeasuringReducer`."""
+        from dlcp.slow_ports import level  # where a choice follows from it
+
+        return level(self.rates_bps, slow) if len(self.rates_bps) == self.ranks else {}
+
+    def note_rate(self, receiver: int, piece: tuple[int, int], rate_bps: float) -> None:
+        """Note how fast a rank receives, as it was told with a piece, unless what came with a later one is known."""
+        if piece >= self._told_with.get(receiver, piece):
+            self.rates_bps[receiver], self._told_with[receiver] = rate_bps, piece
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Average a bucket over the contributors; the future's result is ``bucket.values``, written in place.
@@ -252,7 +289,9 @@ class RingRun(BucketRun):
         own[:] = self.value_type.narrow(mean)
         self.endpoint.buffers.give(sum_bytes)
         self._note_final(piece)
-        self._send_average(piece, 0)
+        rate = np.array([self.endpoint.rate_to(self.reducer.next)], RATE).view(np.uint8)
+        self._note_rate(piece, rate)
+        self._send_average(piece, 0, rate)
 
     def _send_partial(self, piece: Piece, sum_bytes: NDArray[np.uint8]) -> None:
         distance, size, bound = self._distance(piece), self._value_bytes(piece), self.bounds[piece]
@@ -280,21 +319,34 @@ class RingRun(BucketRun):
     # The second way around: results -----------------------------------------------------------------------------------
 
     def _receive_average(self, piece: Piece) -> None:
-        self._receive(piece, ALL_GATHER, self._distance(piece), self._bytes(piece), partial(self._on_average, piece))
+        rate = np.zeros(RATE.itemsize, np.uint8)
+        then = partial(self._on_average, piece, rate)
+        self._receive(piece, ALL_GATHER, self._distance(piece), self._bytes(piece), then, self._told(rate))
 
     def _note_final(self, piece: Piece, arriving: "Future[Arrival] | None" = None) -> None:
         if arriving is None or not arriving.exception():
             first = piece.start // self.values_per_packet
             self.final[first : first + self._packets(piece)] = True
 
-    def _on_average(self, piece: Piece, _: Arrival) -> None:
+    def _on_average(self, piece: Piece, rate: Bytes, _: Arrival) -> None:
+        self._note_rate(piece, rate)
         behind = self._distance(piece) + 1
         if behind < self.reducer.ranks - 1:
-            self._send_average(piece, behind)
+            self._send_average(piece, behind, rate)
 
-    def _send_average(self, piece: Piece, hop: int) -> None:
-        tags = self._tags(piece, self._packets(piece))
-        self._send(piece, ALL_GATHER, hop, self._bytes(piece), tags, lambda _: None)
+    def _send_average(self, piece: Piece, hop: int, rate: Bytes) -> None:
+        tail = self._told(rate)
+        tags = self._tags(piece, -(-(self._value_bytes(piece) + len(tail)) // self.packet_bytes))
+        self._send(piece, ALL_GATHER, hop, self._bytes(piece), tags, lambda _: None, tail)
+
+    def _told(self, rate: Bytes) -> Bytes:
+        return rate if self.reducer.tells_rates else EMPTY
+
+    def _note_rate(self, piece: Piece, rate: Bytes) -> None:
+        if self.reducer.tells_rates:
+            # Whoever begins a block comes after the rank that ends its sum, which the rate is from.
+            receiver = self.reducer.order[(piece.block + self.step) % self.reducer.ranks]
+            self.reducer.note_rate(receiver, (self.sequence, piece.number), float(rate.view(RATE)[0]))
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
@@ -306,6 +358,7 @@ class RingRun(BucketRun):
         payload: NDArray[np.uint8],
         tags: PacketTags,
         then: Callable[[Delivery], None],
+        tail: Bytes = EMPTY,
     ) -> None:
         peer, key, label, bound = (
             self.reducer.next,
@@ -319,15 +372,22 @@ class RingRun(BucketRun):
             then(delivery)
 
         self.under_way.add((True, key))
-        sending = self.endpoint.send(SendRequest(peer, key, payload.data, tags, bound, label))
+        sending = self.endpoint.send(SendRequest(peer, key, payload.data, tags, bound, label, tail))
         sending.add_done_callback(self._unless_failed((True, key), on_sent))
 
     def _receive(
-        self, piece: Piece, phase: int, hop: int, into: NDArray[np.uint8], then: Callable[[Arrival], None]
+        self,
+        piece: Piece,
+        phase: int,
+        hop: int,
+        into: NDArray[np.uint8],
+        then: Callable[[Arrival], None],
+        tail: Bytes = EMPTY,
     ) -> None:
         peer, key, label = self.reducer.previous, self._key(piece, phase, hop), self._label(piece)
         self.under_way.add((False, key))
-        request = ReceiveRequest(peer, key, len(into), self._bound(piece, phase), label, into=into)
+        size, bound = len(into) + len(tail), self._bound(piece, phase)
+        request = ReceiveRequest(peer, key, size, bound, label, into=into, tail=tail)
         arriving = self.endpoint.receive(request)
         if phase == ALL_GATHER:
             arriving.add_done_callback(partial(self._note_final, piece))  # even if the bucket has failed by now

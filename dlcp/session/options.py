@@ -29,13 +29,13 @@ class Options:
         The largest share of a message's packets that may be put off to a later step, 0 to 1: the least valuable ones,
         and only for ranks behind a port far slower than the others', or through a parameter server with a congested
         port (:mod:`dlcp.collectives.deferral`). Of a whole step about two thirds of that share are at most. Only with
-        ``error_feedback``, and between ranks only with ``adaptive_shards``. 0: none.
+        ``error_feedback``, and not around a ring. 0: none.
     immediate
         Stop at the bound even without congestion, as the paper does.
     error_feedback, rescale
         Send what was lost with the next step; divide sums by how many ranks delivered.
     adaptive_shards
-        Ranks behind a congested port add up less.
+        Ranks behind a congested port add up less. FSDP2 decides itself what ranks add up.
     collective
         ``direct`` (every rank adds up a shard), ``ring``, ``server`` (a parameter server adds up), or
         ``auto``: whichever of direct and ring suits the size.

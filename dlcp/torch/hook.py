@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DDP communication hook: buckets of gradients go out while backward still runs."""
+"""The DDP communication hook: buckets of gradients go out while backward still runs. FSDP2's way is beside it."""
 
 import hashlib
 import time
@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from dlcp.collectives import Bucket, Residual
 from dlcp.collectives.reduction_rules import check_samples
 from dlcp.ledger import Ledger
-from dlcp.session.joining import NotJoinedError
+from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
-from dlcp.session.session import TrainingSession
+from dlcp.session.session import Fallback, TrainingSession
 from dlcp.tags import Layer, Segment, Tagger, layers_in_order
 from dlcp.torch.framework import FrameworkFallback, StagedBucket, TensorFuture, add_residual, agreement_of
 from dlcp.torch.profiling import profiled
@@ -58,6 +58,8 @@ class State:
         What was sent, delivered and lost.
     step
         Number of the step that is being communicated.
+    attached
+        Whether a model's gradients come here: after :meth:`attach`, until :meth:`close`.
     """
 
     def __init__(self, options: Options) -> None:
@@ -70,7 +72,7 @@ class State:
         self._fallback: FrameworkFallback | None = None
         self._stager: Stager | None = None
         self._sequence = 0
-        self._attached = self._alone = False
+        self.attached = self._alone = False
         self._layers: dict[int, Layer] = {}
         self._layer_seconds: dict[int, deque[float]] = {}
         self._step_began_s = 0.0
@@ -110,44 +112,80 @@ class State:
             state.feedback.take_over(former.feedback, factor)
         return state
 
-    def attach(self, model: DistributedDataParallel) -> None:
+    def attach(self, model: torch.nn.Module) -> None:
         """Join the other ranks and learn the layers of ``model``; all ranks must call it.
 
-        If they cannot all use DLCP, all go on over the framework's own all-reduce, and the lowest rank says why.
+        If they cannot all use DLCP, all go on over the framework's own collectives, and the lowest rank says why.
 
         Raises
         ------
+        TypeError, ValueError
+            See :func:`enable`.
         NotJoinedError
             They cannot, and ``options.fallback`` is off.
         """
+        if isinstance(model, DistributedDataParallel):
+            self._attach_replicated(model)
+            return
+        from dlcp.torch import fsdp  # most jobs do without
+
+        if not fsdp.is_sharded(model):
+            raise TypeError(f"enable takes a DistributedDataParallel or fully_shard model, got {type(model).__name__}")
+        fsdp.attach(self, model)
+
+    def _attach_replicated(self, model: DistributedDataParallel) -> None:
         named = list(model.module.named_parameters())
         shapes = {name: tuple(parameter.shape) for name, parameter in named}
         layers = layers_in_order(list(shapes), shapes)
         self._layers = {id(parameter): layers[name] for name, parameter in named}
-        group = model.process_group
+        group, device = model.process_group, named[0][1].device
+
+        def fallback(agreement: Agreement) -> Fallback:
+            self._stager = stager_for(device)
+            self._fallback = FrameworkFallback(group, agreement, self.feedback, device, self.options.deadline_s)
+            return self._fallback
+
+        self.join(group, [parameter for _, parameter in named if parameter.requires_grad], fallback, self.options)
+
+    def join(
+        self,
+        group: dist.ProcessGroup,
+        parameters: Sequence[torch.Tensor],
+        fallback: Callable[[Agreement], Fallback],
+        options: Options,
+    ) -> TrainingSession | None:
+        """Join the other ranks of a group; return the session, or None in a group of one.
+
+        Parameters
+        ----------
+        parameters
+            Those whose gradients are exchanged.
+        fallback
+            Makes what takes over, for ranks that have an agreement.
+        options
+            Those of the session, where a model needs other ones than the state's.
+        """
         size = dist.get_world_size(group)
-        self._attached, self._alone = True, size == 1
+        self.attached, self._alone = True, size == 1
         if self._alone:
-            return
-        device = named[0][1].device
-        agreement = agreement_of(group, self.options)
-        self._fallback = FrameworkFallback(group, agreement, self.feedback, device, self.options.deadline_s)
-        self._stager = stager_for(device)
+            return None
+        agreement = agreement_of(group, options)
         self._session = TrainingSession(
-            self.options,
+            options,
             agreement.rank,
             range(size),
-            self._fallback,
+            fallback(agreement),
             ledger=self.ledger,
             feedback=self.feedback,
             tagger=self.tagger,
-            gradient_bytes=sum(p.numel() * p.element_size() for _, p in named if p.requires_grad),
+            gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         )
         try:
             self._session.join(agreement, call="dlcp.torch.enable")
         except NotJoinedError:
             self.close()
             raise
+        return self._session
 
     @property
     def session(self) -> TrainingSession | None:
@@ -227,12 +265,12 @@ class State:
             self._session.close(reason)
         if self._stager:
             self._stager.close()
-        self._attached, self._sequence = False, 0
+        self.attached, self._sequence = False, 0
 
     def average(self, bucket: GradBucket) -> TensorFuture:
         """Average a bucket over all ranks."""
         tensor, session = bucket.buffer(), self._session
-        if not self._attached:
+        if not self.attached:
             raise RuntimeError("the state has been closed, or loaded and not attached: call state.attach(model)")
         if session is None:
             if self.feedback.size:  # from a checkpoint of more ranks
@@ -320,13 +358,14 @@ def noop_hook(state: object, bucket: GradBucket) -> TensorFuture:
     return _resolved(bucket.buffer())
 
 
-def enable(model: DistributedDataParallel, options: Options | None = None, *, state: State | None = None) -> State:
-    """Let DLCP average the gradients of a DDP model; all ranks must call it, before the first backward.
+def enable(model: torch.nn.Module, options: Options | None = None, *, state: State | None = None) -> State:
+    """Let DLCP average the gradients of a DDP or FSDP2 model; all ranks must call it, before the first backward.
 
     Parameters
     ----------
     model
-        A model on the CPU or on one CUDA device.
+        A DistributedDataParallel model on the CPU or on one CUDA device, or one that ``fully_shard`` has sharded: then
+        DLCP reduces and scatters gradients, and parameters are gathered as before.
     options
         By default :meth:`Options.from_environment`.
     state
@@ -338,12 +377,16 @@ def enable(model: DistributedDataParallel, options: Options | None = None, *, st
 
     Raises
     ------
+    TypeError
+        The model is neither.
     ValueError
-        A parameter is of a type or on a device that cannot be exchanged; the message names it.
+        A parameter is of a type or on a device that cannot be exchanged, or FSDP2 cannot do what is asked for; the
+        message names it.
     NotJoinedError
         Not all ranks can use DLCP, and ``options.fallback`` is off. Otherwise all of them train as they would without.
     """
-    for name, parameter in model.module.named_parameters():
+    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    for name, parameter in plain.named_parameters():
         if parameter.requires_grad and (
             parameter.dtype not in VALUE_TYPES or parameter.device.type not in ("cpu", "cuda")
         ):
@@ -358,7 +401,8 @@ def enable(model: DistributedDataParallel, options: Options | None = None, *, st
         state.tagger.policy = options.classes()
         state.ledger.job = options.job
     state.attach(model)
-    model.register_comm_hook(state, hook)
+    if isinstance(model, DistributedDataParallel):
+        model.register_comm_hook(state, hook)
     return state
 
 

@@ -119,7 +119,8 @@ class LayerGroup:
             self.segments.append(Segment(layer, start, stop))
             start = stop
         # Few values, so the tagger protects them whole: which parameters were used is never lost.
-        self.segments.append(Segment(parameters[-1][2], self._values, len(self.flat)))
+        _, last, layer = parameters[-1]
+        self.segments.append(Segment(layer, self._values, len(self.flat), last.numel()))  # beyond its own values
         self._odd = 0.0
         self._flags: list[float] = []
         self._averaged_flags: list[float] = []

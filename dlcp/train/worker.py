@@ -35,19 +35,20 @@ class Model:
     Parameters
     ----------
     model
-        The wrapped model.
+        The wrapped or sharded model.
     state
         DLCP's state; None while, or because, DLCP does not average its gradients.
     note
         Who switched DLCP on, or why it stays off.
     """
 
-    def __init__(self, model: DistributedDataParallel, state: dlcp.torch.State | None, note: str) -> None:
+    def __init__(self, model: torch.nn.Module, state: dlcp.torch.State | None, note: str) -> None:
         self.wrapped = model
         self.state = state
         self.note = note
-        self.name = type(model.module).__name__
-        self.parameters = sum(parameter.numel() for parameter in model.module.parameters())
+        plain = model.module if isinstance(model, DistributedDataParallel) else model
+        self.name = type(plain).__name__
+        self.parameters = sum(parameter.numel() for parameter in plain.parameters())
 
     def close(self, reason: str | None) -> None:
         """Leave the other ranks, if the script has not; with a ``reason``, tell them that this rank gives up."""
@@ -138,8 +139,8 @@ class ScriptSession:
         elif known is None:
             self._switch_on(model)
 
-    def hooked(self, model: DistributedDataParallel, state: object) -> None:
-        """Note who averages a model's gradients: a communication hook is about to be registered."""
+    def hooked(self, model: torch.nn.Module, state: object) -> None:
+        """Note who averages a model's gradients: a communication hook is about to be registered, or FSDP2 is told."""
         if self._hooking:
             return
         if isinstance(state, dlcp.torch.State):
@@ -215,11 +216,13 @@ def _failure(error: BaseException | None) -> str | None:
 
 
 WhenReady = Callable[[DistributedDataParallel], None]
-WhenHooked = Callable[[DistributedDataParallel, object], None]
+WhenHooked = Callable[[torch.nn.Module, object], None]
 
 
 class Watch:
     """Watches what a script does with DistributedDataParallel and ``init_process_group``, without a change to it.
+
+    FSDP2 models are noticed where the script itself calls :func:`dlcp.torch.enable`.
 
     A context manager. DLCP is not switched on when a model is wrapped, but at its first synchronised forward pass:
     until then the script may register a hook of its own. Every rank takes part in that pass, so every rank switches on.
@@ -229,7 +232,8 @@ class Watch:
     ready
         Called before every synchronised forward pass of a model.
     hooked
-        Called before a communication hook is registered, with the model and the hook's state.
+        Called before a communication hook is registered, with the model and the hook's state; and when DLCP has been
+        switched on in an FSDP2 model.
     backend
         If given, the name of the backend that ``init_process_group`` is to use, whatever the script says.
     """
@@ -245,6 +249,7 @@ class Watch:
         self._replace(model, "__init__", self._wrap_init)
         self._replace(model, "register_comm_hook", self._wrap_register)
         self._replace(model, "_register_builtin_comm_hook", self._wrap_register_builtin)
+        self._replace(dlcp.torch.State, "attach", self._wrap_attach)
         if self._backend:
             self._replace(dist, "init_process_group", self._wrap_process_group)
         return self
@@ -281,6 +286,14 @@ class Watch:
             original(model, *arguments, **named)
 
         return register
+
+    def _wrap_attach(self, original: Callable[..., None]) -> Callable[..., None]:
+        def attach(state: dlcp.torch.State, model: torch.nn.Module) -> None:
+            original(state, model)
+            if not isinstance(model, DistributedDataParallel):
+                self._hooked(model, state)
+
+        return attach
 
     def _wrap_process_group(self, original: Callable[..., None]) -> Callable[..., None]:
         def init_process_group(backend: str | None = None, *arguments: Any, **named: Any) -> None:

@@ -214,6 +214,9 @@ class Recording:
     def begin_step(self, step):
         self.step = step
 
+    def received_bps(self, slow):
+        return {}
+
     def start(self, step, sequence, bucket):
         self.started.append((step, sequence))
         return Future()

@@ -8,13 +8,14 @@ import pytest
 
 from dlcp.collectives import Bucket, RankContext, ReduceOptions, ServerOptions, make_reducer
 from dlcp.collectives.bucket import LayerBounds
-from dlcp.collectives.choice import Topology
+from dlcp.collectives.choice import Costs, Topology
 from dlcp.collectives.deferral import REFRESH_STEPS, WHOLE_STEPS, Deferral, shares_by_value
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment, layers_in_order
 from dlcp.transport import LossBound
 from tests.collectives.virtual_ranks import Ranks, assert_identical
+from tests.collectives.virtual_ring import RingRanks
 from tests.transport.exchanges import Selective
 
 MBIT = 1e6
@@ -183,6 +184,53 @@ def test_nothing_is_deferred_in_the_first_steps():
     for step in range(WHOLE_STEPS):
         ranks.reduce(step, ranks.gradients(step))
     assert sum(ledger.summary()["deferred"] for ledger in ranks.ledgers) == 0
+
+
+def train_with_a_choice(network):
+    """Steps of four ranks that may choose, and take the ring where ports are alike; return what ``train`` does."""
+    ranks = ManyValues(4, network=network, adaptive_shards=True, deferral_bound=BOUND, rate_bps=32 * MBIT, depth=96)
+    costs = Costs(rate_bps=32 * MBIT, flow_penalty=0.3)
+    ranks.reducers = [make_reducer("auto", reducer.context, costs=costs) for reducer in ranks.reducers]
+    for reducer in ranks.reducers:
+        reducer.plain.reducers["direct"].deferral._steps = WHOLE_STEPS
+        reducer.context = reducer.plain.reducers["direct"].context
+    return ranks, *take_steps(ranks, STEPS)
+
+
+class ManyValuesInARing(RingRanks):
+    sizes = SIZES
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_all_ranks_in_a_ring_know_whose_port_is_slow(step):
+    ranks = ManyValuesInARing(
+        4, order=[2, 0, 3, 1], tells_rates=True, network=SlowPort, rate_bps=32 * MBIT, depth=96
+    )  # fmt: skip
+    ranks.reduce(step, ranks.gradients(0))
+    rates = [reducer.received_bps() for reducer in ranks.reducers]
+    assert rates == [rates[0]] * 4
+    assert [rates[0][rank] / 1e6 for rank in range(4)] == pytest.approx([32, 32, 32, 32 / 3], rel=0.2)
+
+
+def test_ranks_leave_a_ring_behind_a_slow_port_and_put_off():
+    ranks, gradients, averages, seconds = train_with_a_choice(SlowPort)
+    assert [reducer.plain.chosen for reducer in ranks.reducers] == [{"ring": 1, "direct": STEPS - 1}] * 4
+    assert seconds[0] / np.median(seconds[3:]) >= 1.5
+    assert sum(ledger.summary()["deferred"] for ledger in ranks.ledgers) > 0
+    for each in averages:
+        assert_identical(each)
+    for name in SIZES:
+        given = sum(rank[name].astype(np.float64) for step in gradients for rank in step)
+        had = sum(step[0][name].astype(np.float64) for step in averages) * 4
+        np.testing.assert_allclose(had + ranks.owed(name), given, atol=1e-3)
+
+
+def test_ranks_stay_in_a_ring_where_ports_are_alike():
+    ranks, *_ = train_with_a_choice(EvenPorts)
+    assert [reducer.plain.chosen for reducer in ranks.reducers] == [{"ring": STEPS}] * 4
+    rates = [reducer.plain.topology.rates_bps for reducer in ranks.reducers]
+    assert rates == [rates[0]] * 4
+    assert set(rates[0]) == set(range(4)), "all are known, though each rank sends to one only"
 
 
 def test_losses_on_top_keep_replicas_equal_and_sums():

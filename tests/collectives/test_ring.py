@@ -56,13 +56,17 @@ def assert_exact(averages, gradients, value_type, step, buckets, order=None):
 
 @WIDE
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
-def test_without_loss_the_average_is_exact(count, value_type, small_pieces):
-    ranks = RingRanks(count, value_type=value_type)
+@pytest.mark.parametrize("tells_rates", [False, True], ids=["alone", "with rates"])
+def test_without_loss_the_average_is_exact(count, value_type, small_pieces, tells_rates):
+    ranks = RingRanks(count, value_type=value_type, tells_rates=tells_rates)
     for step in range(2):
         gradients = ranks.gradients(step)
         averages = ranks.reduce(step, gradients, THREE_BUCKETS)
         assert_identical(averages)
         assert_exact(averages, gradients, value_type, step, THREE_BUCKETS)
+        rates = [reducer.received_bps() for reducer in ranks.reducers]
+        assert rates == [rates[0]] * count
+        assert set(rates[0]) == (set(range(count)) if tells_rates else set())
 
 
 @pytest.mark.parametrize("value_type", list(RELATIVE_STEP), ids=lambda kind: kind.value)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlcp.collectives import shard_bounds
-from dlcp.collectives.direct import RATE
+from dlcp.collectives.bucket import RATE
 from dlcp.collectives.shards import inbound_rates, weights_for_rates
 from tests.collectives.virtual_ranks import Ranks, assert_identical
 from tests.transport.exchanges import Selective

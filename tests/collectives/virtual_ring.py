@@ -9,9 +9,11 @@ from tests.collectives.virtual_ranks import Ranks
 class RingRanks(Ranks):
     """Ranks in a ring, in the order ``order``."""
 
-    def __init__(self, count, *, order=None, **fields):
+    def __init__(self, count, *, order=None, tells_rates=False, **fields):
         super().__init__(count, **fields)
-        self.reducers = [RingAllReduce(reducer.context, order=order) for reducer in self.reducers]
+        self.reducers = [
+            RingAllReduce(reducer.context, order=order, tells_rates=tells_rates) for reducer in self.reducers
+        ]
 
     def records(self):
         """All messages in the ledgers, as (rank that sent, phase, hop, record)."""

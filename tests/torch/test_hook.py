@@ -274,10 +274,11 @@ def test_a_state_that_was_loaded_but_not_attached_says_so():
         state.average(NoBucket())
 
 
-class Wrapped:
+class Wrapped(DistributedDataParallel):
     """What enable() looks at before it talks to anybody."""
 
     def __init__(self, **parameters):
+        nn.Module.__init__(self)
         self.process_group = None
         self.module = nn.Module()
         for name, parameter in parameters.items():

@@ -54,6 +54,17 @@ def enabling_itself(worker):
     state.close()
 
 
+def sharding(worker):
+    from torch.distributed.fsdp import fully_shard
+
+    import dlcp.torch
+
+    model = fully_shard(make())
+    state = dlcp.torch.enable(model, worker.options(loss_bound=0.0))
+    train(model)
+    state.close()
+
+
 def with_a_hook(worker):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
     from torch.nn.parallel import DistributedDataParallel
@@ -100,6 +111,7 @@ SCRIPTS = {
     "unchanged": plain_script,
     "accumulating": accumulating,
     "enabling itself": enabling_itself,
+    "sharding": sharding,
     "with a hook": with_a_hook,
     "joining": joining,
     "two models": two_models,
@@ -133,9 +145,11 @@ def test_dlcp_is_switched_on_at_the_first_synchronised_forward_pass(ranks):
         assert only_model(report)["steps"] == 2
 
 
-def test_a_script_that_enables_dlcp_itself_keeps_its_choice(ranks):
+@pytest.mark.parametrize("script", ["enabling itself", "sharding"])
+def test_a_script_that_enables_dlcp_itself_keeps_its_choice(ranks, script):
     for found in ranks:
-        _, report, _ = found["enabling itself"]
+        error, report, _ = found[script]
+        assert error is None, error
         model = only_model(report)
         assert (model["on"], model["note"]) == (True, "switched on by the script")
         assert (model["loss_bound"], model["steps"], model["fallback"]) == (0.0, 4, None)

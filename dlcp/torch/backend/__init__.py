@@ -34,7 +34,7 @@ _said: set[str] = set()
 def allow_loss(group: dist.ProcessGroup | None = None, options: Options | None = None) -> Ledger:
     """Let sums and averages of floats in a ``dlcp`` group lose packets within a bound from now on.
 
-    For training that DDP's hook does not serve, such as FSDP2. All ranks must call it at the same point, with the same
+    For training that :func:`dlcp.torch.enable` does not serve. All ranks must call it at the same point, with the same
     options. It holds for all-reduce, reduce and reduce-scatter of buffers of at least
     ``options.tag_policy.small_layer_values`` values, whatever they are for: give gradients a group of their own if
     other sums must be exact. Only contributions may be lost; what has been added up arrives whole, so that ranks

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP2 (``fully_shard``): gradients are reduced and scattered over DLCP; parameters are gathered as before.
+
+FSDP2 lets others carry out its reduce-scatter, one parameter group at a time, and waits for each. A group is a bucket
+whose shards are what each rank keeps. It is copied to memory on the host in which every shard begins with a packet of
+its own. What is lost or put off is residual of the parameter, wherever its shards lie, and goes into the next step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from dlcp.collectives import Bucket
+from dlcp.collectives.choice import AUTO, DIRECT
+from dlcp.session.joining import Agreement
+from dlcp.session.options import Options
+from dlcp.session.session import PATIENCE, Fallback, PendingBucket, TrainingSession
+from dlcp.tags import Layer, Segment, layers_in_order
+from dlcp.torch.staging import VALUE_TYPES, as_array
+
+if TYPE_CHECKING:
+    from dlcp.torch.hook import State
+
+Reduce = Callable[[], object]
+"""Carries out a reduce-scatter as FSDP2 would by itself."""
+ZEROTH: Final = 0
+"""The dimension along which parameters are cut: only then a shard is a piece of the parameter as it lies in memory."""
+
+
+class ShardedParameter(NamedTuple):
+    """A parameter of a group: its layer, and how many values of it each rank's shard has, padding included."""
+
+    layer: Layer
+    shard_values: int
+
+
+class ShardLayout(NamedTuple):
+    """How a group lies on the host, in values: ``shard`` of each rank, filled up to ``padded``; and its layers."""
+
+    shard: int
+    padded: int
+    segments: Sequence[Segment]
+
+    @classmethod
+    def of(cls, parameters: Sequence[ShardedParameter], ranks: int, values_per_packet: int) -> "ShardLayout":
+        """Lay a group out, so that each rank's shard begins with a packet."""
+        shard = sum(each.shard_values for each in parameters)
+        padded = -(-shard // values_per_packet) * values_per_packet
+        segments: list[Segment] = []
+        for rank in range(ranks):
+            start = rank * padded
+            for layer, count in parameters:
+                segments.append(Segment(layer, start, start + count, rank * count))
+                start += count
+            last = segments[-1]
+            segments[-1] = Segment(last.layer, last.start, (rank + 1) * padded, last.offset)
+        return cls(shard, padded, tuple(segments))
+
+
+@dataclass(slots=True, eq=False)
+class ScatteredBucket(PendingBucket):
+    """A parameter group on its way; ``by_framework`` reduces and scatters it without DLCP."""
+
+    by_framework: Reduce = lambda: None
+    answer: "Future[None]" = field(default_factory=Future)
+
+    def resolve(self) -> None:
+        """Resolve ``answer``."""
+        self.answer.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Resolve ``answer`` with an error."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class ShardingFallback(Fallback):
+    """FSDP2's own reduce-scatter. It takes over when ranks cannot join; a failure later is an error."""
+
+    name = "FSDP2's own reduce-scatter"
+    recovers = False
+
+    def average(self, session: TrainingSession, pending: PendingBucket) -> None:
+        """Reduce and scatter a group at once, on its device."""
+        assert isinstance(pending, ScatteredBucket)
+        pending.by_framework()
+        session.table.finish(pending)
+
+
+class LossyReduceScatter(ReduceScatter):
+    """The reduce-scatter of one parameter group.
+
+    Parameters
+    ----------
+    gradients
+        What the groups of a model share.
+    parameters
+        Those of the group, in the order in which FSDP2 lays them out.
+    framework
+        What FSDP2 would use.
+    """
+
+    def __init__(
+        self, gradients: "ShardedGradients", parameters: Sequence[ShardedParameter], framework: ReduceScatter
+    ) -> None:
+        self.gradients, self.parameters, self.framework = gradients, parameters, framework
+        self._layouts: dict[tuple[int, int], tuple[ShardLayout, bool]] = {}
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for FSDP2 to put gradients into, or to find its shard in."""
+        return self.framework.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce a flat tensor over all ranks, and give each rank its shard of it; done when this returns."""
+        by_framework = partial(self.framework, output_tensor, input_tensor, group, op)
+        self.gradients.reduce_scatter(self, output_tensor, input_tensor, op, by_framework)
+
+    def layout(self, values: int, ranks: int, values_per_packet: int) -> tuple[ShardLayout, bool]:
+        """Return how a tensor of so many values lies on the host, and whether it has all parameters of the group.
+
+        FSDP2 leaves parameters out that a step has not used, and does not say which.
+        """
+        found = self._layouts.get((values, values_per_packet))
+        if found is None:
+            whole = values == ranks * sum(each.shard_values for each in self.parameters)
+            first = self.parameters[0].layer
+            parts = [ShardedParameter(Layer(f"part of {first.name} and others", first.position), values // ranks)]
+            layout = ShardLayout.of(self.parameters if whole else parts, ranks, values_per_packet)
+            found = self._layouts[values, values_per_packet] = layout, whole
+        return found
+
+
+class ShardedGradients:
+    """What the parameter groups of a model share: the state, the step's buckets, and memory on the host."""
+
+    def __init__(self, state: "State", ranks: int) -> None:
+        self._state, self._ranks = state, ranks
+        self._sequence = 0
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def reduce_scatter(
+        self, group: LossyReduceScatter, output: torch.Tensor, tensor: torch.Tensor, op: Any, by_framework: Reduce
+    ) -> None:
+        """Reduce a group's gradients; see :class:`LossyReduceScatter`.
+
+        Raises
+        ------
+        RuntimeError
+            The state has been closed, or the operation or the format is none of gradients.
+        TransportError
+            It failed; the message says where.
+        """
+        session = self._state.session
+        if session is None or not self._state.attached:
+            raise RuntimeError("the state has been closed: FSDP2 cannot go on over it")
+        if tensor.dtype not in VALUE_TYPES:
+            raise RuntimeError(f"gradients are reduced as {tensor.dtype}; set another reduce_dtype")
+        if self._sequence == 0:
+            Variable._execution_engine.queue_callback(self._end_step)
+        per_packet = session.endpoint.options.payload_bytes // tensor.element_size() if session.endpoint else 1
+        layout, whole = group.layout(tensor.numel(), self._ranks, per_packet)
+        pending = ScatteredBucket(self._state.step, self._sequence, layout.segments)
+        self._sequence += 1
+        if session.endpoint:
+            host = self._to_host(tensor, layout)
+            values, value_type = as_array(host.view(-1))
+            factor = factor_of(op, self._ranks)
+            pending.bucket = Bucket(values, value_type, layout.segments, exact=not whole, scattered=True, factor=factor)
+        else:
+            pending.by_framework = partial(self._by_framework, tensor, layout, by_framework)
+        session.submit(pending)
+        pending.answer.result(PATIENCE * session.options.deadline_s)
+        if pending.bucket:
+            output.copy_(host[session.rank, : layout.shard])
+
+    def _to_host(self, tensor: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
+        """Return a copy of a tensor on the host, a row for each rank's shard; the last one is overwritten."""
+        size = self._ranks * layout.padded * tensor.element_size()
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        host = self._memory[:size].view(tensor.dtype).view(self._ranks, layout.padded)
+        host[:, : layout.shard] = tensor.view(self._ranks, layout.shard)
+        host[:, layout.shard :] = 0
+        return host
+
+    def _by_framework(self, tensor: torch.Tensor, layout: ShardLayout, by_framework: Reduce) -> None:
+        """Let FSDP2 go on by itself; what a checkpoint had still to send goes along, for the last time."""
+        feedback = self._state.feedback
+        if feedback.size:
+            host = self._to_host(tensor, layout)
+            values, value_type = as_array(host.view(-1))
+            feedback.apply(values, layout.segments, value_type)
+            tensor.view(self._ranks, layout.shard).copy_(host[:, : layout.shard])
+        by_framework()
+
+    def _end_step(self) -> None:
+        self._state.step += 1
+        self._sequence = 0
+
+
+def factor_of(op: Any, ranks: int) -> float:
+    """Return what an average is multiplied by to be what an operation asks for.
+
+    Raises
+    ------
+    RuntimeError
+        It is neither average nor sum.
+    """
+    kind = getattr(op, "op", op)
+    if kind == dist.ReduceOp.AVG:
+        return 1.0
+    if kind == dist.ReduceOp.SUM:
+        return float(ranks)
+    if kind == getattr(dist.ReduceOp, "PREMUL_SUM", None):
+        return ranks * float(op.factor)
+    raise RuntimeError(f"gradients are averaged or summed, not reduced by {op}")
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Return whether FSDP2 shards parameters of a model."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def attach(state: "State", model: torch.nn.Module) -> None:
+    """Join the other ranks, and take over the reduce-scatter of all parameter groups; all ranks must call it.
+
+    Raises
+    ------
+    ValueError
+        The options or the model ask for what cannot be done; the message says what.
+    NotJoinedError
+        The ranks cannot all use DLCP, and the options do not let them go on without.
+    """
+    _check_options(state.options)
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = {id(group): (module, group) for module in modules for group in _groups_of(module)}
+    named = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in named.items()}
+    layers = layers_in_order(list(named), {name: tuple(parameter.shape) for name, parameter in named.items()})
+    process_groups = [_process_group(group, names) for _, group in groups.values()]
+    ranks = {tuple(dist.get_process_group_ranks(each)) for each in process_groups}
+    if len(ranks) != 1:
+        raise ValueError(f"parameters are sharded over different ranks, {sorted(ranks)}: DLCP serves one such group")
+
+    def fallback(agreement: Agreement) -> Fallback:
+        return ShardingFallback()
+
+    # What a rank owns is up to FSDP2.
+    options = state.options.with_(collective=DIRECT, adaptive_shards=False)
+    parameters = [parameter for parameter in named.values() if parameter.requires_grad]
+    session = state.join(process_groups[0], parameters, fallback, options)
+    if session is None:
+        return
+    gradients = ShardedGradients(state, len(session.ranks))
+    for module, group in groups.values():
+        parts = _parameters_of(group, names, layers)
+        if parts:
+            module.set_custom_reduce_scatter(LossyReduceScatter(gradients, parts, group._reduce_scatter_comm))
+
+
+def _check_options(options: Options) -> None:
+    names = options.whole_step_options()
+    if options.collective not in (AUTO, DIRECT):
+        names.append("collective")
+    if names:
+        raise ValueError(f"FSDP2's reduce-scatter heeds no {', '.join(names)}: leave that out, or use DDP")
+
+
+def _groups_of(module: FSDPModule) -> Sequence[Any]:
+    """Return a module's parameter groups, which PyTorch shows to nobody."""
+    if not hasattr(module, "set_custom_reduce_scatter"):
+        raise ValueError(f"FSDP2 of PyTorch {torch.__version__} lets nobody carry out its reduce-scatter: update it")
+    state: Any = module._get_fsdp_state()
+    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    return [state._fsdp_param_group] if groups is None else groups
+
+
+def _process_group(group: Any, names: Mapping[int, str]) -> dist.ProcessGroup:
+    """Return the ranks among which a parameter group is sharded.
+
+    Raises
+    ------
+    ValueError
+        It is not sharded, or not along the first dimension.
+    """
+    for each in group.fsdp_params:
+        name = names[id(_parameter(each))]
+        if not hasattr(each.mesh_info, "shard_process_group"):
+            raise ValueError(f"parameter {name} is replicated, not sharded: use DDP")
+        if each.fsdp_placement.dim != ZEROTH:
+            raise ValueError(
+                f"parameter {name} is sharded along dimension {each.fsdp_placement.dim}; DLCP finds the place of what "
+                "was lost along dimension 0 only: leave shard_placement_fn out"
+            )
+    found: dist.ProcessGroup = group._reduce_scatter_process_group
+    return found
+
+
+def _parameters_of(group: Any, names: Mapping[int, str], layers: Mapping[str, Layer]) -> list[ShardedParameter]:
+    """Return the parameters of a group that are trained, in the order in which FSDP2 lays them out."""
+    return [
+        ShardedParameter(layers[names[id(_parameter(each))]], each.padded_sharded_param_size.numel())
+        for each in group.fsdp_params
+        if _parameter(each).requires_grad
+    ]
+
+
+def _parameter(sharded: Any) -> torch.Tensor:
+    """Return what the model has as a parameter now: loading a checkpoint may have put another in its place."""
+    found: torch.Tensor = getattr(sharded._module_info.module, sharded._module_info.param_name)
+    return found
