@@ -87,7 +87,8 @@ class Deferral:
 
     def _learn(self) -> None:
         """Note how large the values of the last step were, and what of each message was among the least valuable."""
-        size = float(np.sqrt(np.mean([np.mean(np.square(each, dtype=float)) for each, _ in self._chosen.values()])))
+        every = np.concatenate([magnitudes for magnitudes, _ in self._chosen.values()])
+        size = float(np.sqrt(np.mean(np.square(every, dtype=float))))
         self._jumped = not size <= SIZE_JUMP * (self._usual_size or size)
         if not math.isfinite(size):
             return
