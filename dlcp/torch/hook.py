@@ -252,7 +252,7 @@ class State:
         RuntimeError
             The step's backward pass has begun, or the state is not attached to a model.
         """
-        if not self._attached:
+        if not self.attached:
             raise RuntimeError("flush() is for a state in use: call state.attach(model), or cross_step's own flush()")
         if self._sequence:
             raise RuntimeError(f"flush() comes too late for step {self.step}: call it before backward")

@@ -136,6 +136,27 @@ def test_what_is_left_out_comes_in_a_later_step_also_from_a_checkpoint(count, fi
             torch.testing.assert_close(count * sum(step[part] for step in taken), 2 * total, rtol=0, atol=5e-5)
 
 
+def flushed(worker):
+    """Return how much is left to send after a step with losses, and after a flushed one."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(Linear())
+    state = dlcp.torch.enable(model, worker.options(**LOSSY))
+    owed = []
+    for _ in range(2):
+        model(*gradients_of(worker.rank)).backward()
+        owed.append(state.feedback.size)
+        state.flush()
+    state.close()
+    return owed
+
+
+def test_a_flushed_step_takes_along_what_is_left():
+    for after_losses, after_flush in values(launch(2, flushed)):
+        assert after_losses > 0
+        assert after_flush == 0
+
+
 def saved(worker):
     """Two steps with losses; return the gradients and the state."""
     from torch.distributed.fsdp import fully_shard
