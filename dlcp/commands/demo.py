@@ -9,6 +9,7 @@ from rich.console import Console
 
 from dlcp import namespace
 from dlcp.commands.common import add_link, add_training, refuse
+from dlcp.demo.background import BURST_S
 from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
 from dlcp.demo.run import DemoError, execute
 from dlcp.demo.series import report, run_series, select
@@ -19,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what ``dlcp demo`` takes."""
     add_training(parser, 60, Path("out/demo"))
     add_link(parser, 64, 32)
+    parser.add_argument(
+        "--burst-seconds", type=float, default=BURST_S, metavar="S", help="of the background (default: %(default)s)"
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
     parser.add_argument("--fp16", action="store_true", help="all send 16-bit floats, Gloo with PyTorch's own hook")
     parser.add_argument("--loopback", action="store_true", help="do without network namespaces, and so without Gloo")
@@ -42,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
             collective="server" if arguments.collective == "ps" else "direct",
             fp16=arguments.fp16,
             optimizer=arguments.optimizer,
+            burst_s=arguments.burst_seconds,
         )
         possible = [variant for variant in variants(setup) if namespaces or variant.mode != "gloo"]
         chosen = select(possible, arguments.only, arguments.out)

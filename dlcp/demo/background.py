@@ -35,6 +35,8 @@ from dlcp.transport import (
 )
 
 SINK_PORT: Final = 53711
+BURST_S: Final = 8.0
+"""How long a burst lasts, in the mean, unless told otherwise."""
 SAMPLE_S: Final = 0.1
 """Interval at which a sink counts what arrives."""
 _MESSAGES_IN_FLIGHT: Final = 4
@@ -56,7 +58,7 @@ class BackgroundBurst:
 
 
 def schedule(
-    seed: int, workers: int, seconds: float, *, on_s: float = 8.0, off_s: float = 0.5
+    seed: int, workers: int, seconds: float, *, on_s: float = BURST_S, off_s: float = 0.5
 ) -> list[BackgroundBurst]:
     """Return bursts of about ``on_s`` seconds with pauses of about ``off_s``, each into another worker's port."""
     generator = np.random.default_rng([seed, 2])

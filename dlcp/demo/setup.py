@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from dlcp.demo.background import BackgroundBurst, schedule
+from dlcp.demo.background import BURST_S, BackgroundBurst, schedule
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 BACKGROUND_FLOWS: Final = 2
@@ -27,11 +27,13 @@ class DemoSetup:
         One of :data:`OPTIMIZERS`.
     hops
         The switches that a message may cross.
+    burst_s
+        How long a burst of the background lasts, in the mean.
 
     Raises
     ------
     ValueError
-        There is no such optimizer, or the collective does not go together with 16-bit floats.
+        There is no such optimizer, bursts have no length, or the collective does not go together with 16-bit floats.
     """
 
     seed: int = 1
@@ -45,10 +47,13 @@ class DemoSetup:
     fp16: bool = False
     optimizer: str = "adamw"
     hops: int = 1
+    burst_s: float = BURST_S
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
+        if not self.burst_s > 0:
+            raise ValueError(f"a burst of the background must last longer than 0 seconds, got {self.burst_s:g}")
         if self.fp16 and self.server is not None:
             raise ValueError("a parameter server adds up gradients as they are: fp16 takes the collective direct")
 
@@ -59,7 +64,8 @@ class DemoSetup:
         return (
             f"dlcp demo --seed {self.seed} --collective {collective} --steps {self.steps} "
             f"--rate-mbps {self.rate_bps / 1e6:g} --depth {self.depth_packets} --loss-bound {self.loss_bound:g} "
-            f"--deferral-bound {self.deferral_bound:g} --optimizer {self.optimizer}{' --fp16' if self.fp16 else ''}"
+            f"--deferral-bound {self.deferral_bound:g} --optimizer {self.optimizer} "
+            f"--burst-seconds {self.burst_s:g}{' --fp16' if self.fp16 else ''}"
         )
 
     @property
@@ -100,7 +106,7 @@ class DemoSetup:
 
     def bursts(self) -> list[BackgroundBurst]:
         """Return the background's schedule, the same in every run."""
-        return schedule(self.seed, len(self.targets), RUN_DEADLINE_S)
+        return schedule(self.seed, len(self.targets), RUN_DEADLINE_S, on_s=self.burst_s)
 
 
 @dataclass(frozen=True, slots=True)

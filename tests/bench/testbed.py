@@ -46,9 +46,10 @@ def testbed(*arguments: str) -> None:
 
 
 @contextmanager
-def up(kind: SwitchKind, shape: str) -> Iterator[None]:
+def up(kind: SwitchKind, shape: str, rate_mbps: float | None) -> Iterator[None]:
     """Hold a testbed up."""
-    testbed("up", "--switch", kind, "--fabric", shape)
+    rate = [] if rate_mbps is None else ["--rate-mbps", str(rate_mbps)]
+    testbed("up", "--switch", kind, "--fabric", shape, *rate)
     try:
         yield
     finally:
@@ -65,14 +66,16 @@ def train(collective: str, seed: int, steps: int, contender: str, runs: dict[str
     return float(sum(run["steps"]) / len(run["steps"]))
 
 
-def measure(setting: str, *, rounds: int, seed: int, steps: int) -> tuple[list[BenchResult], list[str]]:
+def measure(
+    setting: str, *, rounds: int, seed: int, steps: int, rate_mbps: float | None
+) -> tuple[list[BenchResult], list[str]]:
     """Measure one setting; return its results, and what was wrong in any of its runs."""
     kind, shape, collective = SETTINGS[setting]
     runs: dict[str, list[Run]] = {PEER: [], OURS: [], PRIORITY: []}
     contenders: dict[str, Callable[[], float]] = {
         name: partial(train, collective, seed, steps, name, runs) for name in runs
     }
-    with up(kind, shape):
+    with up(kind, shape, rate_mbps):
         samples = interleave(
             contenders, rounds=rounds, warm_up=0, seed=seed, progress=lambda words: say(f"{setting}: {words}")
         )
@@ -146,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--rate-mbps", type=float, help="of a port (default: the testbed's)")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     options = parser.parse_args(arguments)
     results: list[BenchResult] = []
@@ -156,7 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(f"testbed.{setting}: left out: {'; '.join(lacking)}")
             continue
         try:
-            found, lines = measure(setting, rounds=options.rounds, seed=options.seed, steps=options.steps)
+            found, lines = measure(
+                setting, rounds=options.rounds, seed=options.seed, steps=options.steps, rate_mbps=options.rate_mbps
+            )
         except subprocess.CalledProcessError as error:  # which has said why; the other settings count all the same
             trouble.append(f"{setting}: `{' '.join(error.cmd)}` ended with status {error.returncode}")
             continue

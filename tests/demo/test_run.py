@@ -90,7 +90,7 @@ def test_all_can_send_16_bit_floats(name):
     record = run(setup, name, namespaces=True)
     assert record["replicas_identical"]
     assert record["gradient_bytes"] == 2 * record["parameters"]
-    assert setup.command.endswith("--optimizer sgd --fp16")
+    assert setup.command.endswith("--optimizer sgd --burst-seconds 8 --fp16")
 
 
 def test_a_server_takes_no_16_bit_floats():
