@@ -61,14 +61,18 @@ class Residual:
         values
             Floats; with ``value_type`` a buffer in its storage.
         """
+        if not self._layers:
+            return
+        shards: dict[str, list[Segment]] = {}
         for segment in segments:
-            layer = self._layers.pop(segment.layer.name, None)
+            shards.setdefault(segment.layer.name, []).append(segment)
+        for name, own in shards.items():
+            layer = self._layers.pop(name, None)
             if layer is None:
                 continue
-            part = values[segment.start : segment.stop]
-            shards = [each for each in segments if each.layer.name == segment.layer.name]
-            if len(shards) > 1:
-                part, layer = values, layer.moved_to(shards)
+            part = values[own[0].start : own[0].stop]
+            if len(own) > 1:
+                part, layer = values, layer.moved_to(own)
             if value_type is None:
                 layer.add_to(part)
                 continue
