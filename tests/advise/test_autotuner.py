@@ -304,7 +304,7 @@ def deferring_no_longer(worker):
 
     hurry()
     other = 1 - worker.rank
-    Deferral.shares = lambda self, rates: {other: 0.5} if self.is_allowed else {}  # as if a port were slow
+    Deferral.shares = lambda self, rates, **_: {other: 0.5} if self.is_allowed else {}  # as if a port were slow
     model = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)
     state = dlcp.torch.enable(model, worker.options(adapt=True, deferral_bound=0.75, loss_bound=0.0))
     wanted, taken, deferred, bounds = gradients_of(worker.rank), [0.0, 0.0], [], []

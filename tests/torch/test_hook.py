@@ -64,7 +64,7 @@ def flushing(worker):
     state = dlcp.torch.enable(model, options)
     # No port is slow here: the rule says so in the network's place.
     other = 1 - worker.rank
-    Deferral.shares = lambda self, rates: {other: 0.5} if self.is_allowed else {}
+    Deferral.shares = lambda self, rates, **_: {other: 0.5} if self.is_allowed else {}
     taken, sizes, deferred = [0.0, 0.0], [], []
     for step in range(8):
         if step in (5, 7):
