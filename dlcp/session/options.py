@@ -33,7 +33,9 @@ class Options:
     immediate
         Stop at the bound even without congestion, as the paper does.
     error_feedback, rescale
-        Send what was lost with the next step; divide sums by how many ranks delivered.
+        Send what was lost with the next step; where that is off, divide sums by how many ranks delivered. Both at once
+        would not be stable: of a packet that one of four ranks delivers in every step, the average would be three
+        times as large, with the other sign, in each step after.
     adaptive_shards
         Ranks behind a congested port add up less. FSDP2 decides itself what ranks add up.
     collective
@@ -182,7 +184,7 @@ class Options:
         return ReduceOptions(
             self.bound(),
             self.error_feedback,
-            self.rescale,
+            self.rescale and not self.error_feedback,
             self.adaptive_shards,
             LayerBounds.parse(self.layer_bounds),
             self.deferral_bound,

@@ -109,3 +109,9 @@ def test_options_can_be_changed_and_pickled():
     options = Options(job=3, tag_policy=TagPolicy(memory=0.25)).with_(loss_bound=0.3)
     assert (options.job, options.loss_bound) == (3, 0.3)
     assert pickle.loads(pickle.dumps(options)) == options
+
+
+@pytest.mark.parametrize(("feedback", "rescales"), [(True, False), (False, True)])
+def test_sums_are_rescaled_only_where_nothing_is_sent_again(feedback, rescales):
+    assert Options(error_feedback=feedback).reduction().rescale is rescales
+    assert not Options(error_feedback=feedback, rescale=False).reduction().rescale
