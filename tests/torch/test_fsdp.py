@@ -152,9 +152,9 @@ def flushed(worker):
 
 
 def test_a_flushed_step_takes_along_what_is_left():
-    for after_losses, after_flush in values(launch(2, flushed)):
-        assert after_losses > 0
-        assert after_flush == 0
+    after_losses, after_flush = zip(*values(launch(2, flushed)), strict=True)
+    assert max(after_losses) > 0, "immediate mode leaves something to send"
+    assert after_flush == (0, 0)
 
 
 def saved(worker):
