@@ -162,6 +162,12 @@ class DirectAllReduce:
         known = {peer: endpoint.rate_to(peer) or reached.get(peer, 0.0) for peer in self.context.peers}
         return np.array([known.get(rank, 0.0) for rank in self.context.contributors], RATE)
 
+    def rates_to_tell(self) -> NDArray[np.generic]:
+        """Return these rates, and in this rank's own place the fastest that data has come here."""
+        told = self.rates()
+        told[self.context.contributors.index(self.context.rank)] = self.context.endpoint.inbound_bps
+        return told
+
     def note_reached(self, peer: int) -> None:
         """Keep the rate at which a peer got what nothing follows: until the next bucket it grows too old to be told."""
         self._reached_bps[peer] = self.context.endpoint.rate_to(peer)
@@ -368,12 +374,12 @@ class DirectRun(BucketRun):
 
     def _offer_average(self, accumulator: ShardAccumulator) -> None:
         """Send the own averaged shard to all that have confirmed their own contribution to come."""
-        rates_bps = self.reducer.rates()
+        rates_bps = self.reducer.rates_to_tell()
         self.reducer.note_rates(self.rank, self.sequence, rates_bps)
         self.rates, self.unconfirmed = rates_bps.view(np.uint8), set(accumulator.peers)
         self.average_tags = self._tags(self.rank, len(self.rates))
         if self.average_bound.deferral:
-            self._defer_average(rates_bps)
+            self._defer_average()
         for peer in accumulator.peers:
             if self.shards.get(peer) is not Shard.CONTRIBUTING:
                 self._send_average(peer)
@@ -399,10 +405,10 @@ class DirectRun(BucketRun):
             missing = ~np.logical_and.reduce(list(accumulator.delivered.values()))
             self._lose(self.rank, self._positions(missing, len(own)), error)
 
-    def _defer_average(self, rates_bps: NDArray[np.generic]) -> None:
+    def _defer_average(self) -> None:
         """Put off what of the own averaged shard the slowest receiver has no time for: it is zero on all ranks."""
         assert self.reducer.deferral
-        share = max(self.reducer.deferral.shares(rates_bps).values(), default=0.0)
+        share = max(self.reducer.deferral.shares(self.reducer.rates()).values(), default=0.0)
         deferred = self._choose_deferred(ALL_GATHER, self.rank, share, self.average_tags)
         if deferred is None:
             return
@@ -541,7 +547,7 @@ class DirectRun(BucketRun):
 
     def _exchange_rates(self) -> None:
         """Tell the others at which rates this rank reaches them, as averages do in the other buckets."""
-        endpoint, rates_bps = self.context.endpoint, self.reducer.rates()
+        endpoint, rates_bps = self.context.endpoint, self.reducer.rates_to_tell()
         self.reducer.note_rates(self.rank, self.sequence, rates_bps)
         for peer in self.context.peers:
             payload, into = rates_bps.view(np.uint8).data, np.zeros(rates_bps.nbytes, np.uint8)

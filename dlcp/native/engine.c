@@ -51,7 +51,7 @@ API engine *dlcp_engine_new(const config *rules) {
     self->bell = -1;
     self->offload = 1;
     self->room = -1;
-    self->reminded_s = -INFINITY;
+    self->reminded_s = self->inbound_last_s = -INFINITY;
     self->event_capacity = 64;
     self->events = malloc((size_t)self->event_capacity * sizeof *self->events);
     self->flows = calloc((size_t)rules->peers + 1, sizeof *self->flows);
@@ -415,6 +415,23 @@ static int64_t path_of(flow *from, const struct sockaddr_in *source) {
     return -1;
 }
 
+/* Note that data has come through the network. What limits a fast stretch is the port in front of this rank. */
+static void note_inbound(engine *self, double now_s) {
+    if (now_s - self->inbound_last_s > self->config.inbound_pause_s) {
+        self->inbound_since_s = now_s;
+        self->inbound_count = 0;
+    } else {
+        self->inbound_count++;
+    }
+    self->inbound_last_s = now_s;
+    double seconds = now_s - self->inbound_since_s;
+    if (seconds < self->config.inbound_s || self->inbound_count < self->config.inbound_packets)
+        return;
+    self->inbound_peak = fmax(self->inbound_peak, (double)self->inbound_count / seconds);
+    self->inbound_since_s = now_s;
+    self->inbound_count = 0;
+}
+
 static void take_in(engine *self, const uint8_t *datagram, int64_t bytes, const struct sockaddr_in *source, int tos,
                     double now_s) {
     if (engine_refuses(self, NULL, datagram, bytes))
@@ -426,9 +443,12 @@ static void take_in(engine *self, const uint8_t *datagram, int64_t bytes, const 
         self->refused_sender++;
         return;
     }
-    if ((tos & 3) == 3 && header_type(datagram) == DATA) {
-        from->path_marked[way]++;
-        from->marked_paths |= 1ull << way;
+    if (header_type(datagram) == DATA) {
+        note_inbound(self, now_s);
+        if ((tos & 3) == 3) {
+            from->path_marked[way]++;
+            from->marked_paths |= 1ull << way;
+        }
     }
     engine_take(self, from, datagram, bytes, tos, now_s);
 }

@@ -71,6 +71,8 @@ typedef struct {
     int64_t path_packets, path_burst, path_judged;
     double path_gain, path_lossy, path_lossier, path_slow, path_marked, path_least, path_calm;
     double path_again_s, path_again_max_s, path_stalled_s, pace_turn_s;
+    double inbound_s, inbound_pause_s;
+    int64_t inbound_packets;
 } config;
 
 typedef enum {
@@ -331,8 +333,11 @@ struct engine {
     int64_t refused_malformed, refused_token, refused_job, refused_sender, refused_stale;
     int64_t data, duplicate, late, early_full, probe, control_unsent;
     int64_t send_errors, last_errno, truncated, acknowledgements, received_bursts, sent_bursts;
+    double inbound_peak; /* the fastest that data came through the network since this was set to 0, in packets/s */
     /* private */
     config config;
+    double inbound_since_s, inbound_last_s; /* the stretch that is being measured, */
+    int64_t inbound_count;                  /* and what came in it, without its first packet */
     int64_t event_capacity;
     void **garbage; /* what events may point at, until the next call that moves packets */
     int64_t garbage_count, garbage_capacity;

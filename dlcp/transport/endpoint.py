@@ -163,6 +163,7 @@ class Protocol:
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._later_serial = 0
         self._failure: TransportError | None = None
+        self._inbound_before = 0.0
         self._window = max(1, receive_packets // max(1, len(peers) - len(self.local_peers)))
         controls = {
             peer: NoWindow() if peer in self.local_peers else options.rate_control(len(peers)) for peer in peers
@@ -271,7 +272,9 @@ class Protocol:
 
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on; receives that are still posted for them fail."""
-        self.first_step = max(self.first_step, step)
+        if step > self.first_step:
+            self.first_step = step
+            self._inbound_before, self._engine.inbound_peak = self._engine.inbound_peak, 0.0
         self._engine.begin_step(step, self._clock())
         for peer in self._peers.values():
             for key in [key for key in peer.receiving if key.step < step]:
@@ -377,6 +380,14 @@ class Protocol:
         if rank in self.local_peers or rank not in self._peers:
             return 0.0
         return self._peers[rank].rate.packets_per_s(self._looked_s) * self.options.payload_bytes * 8
+
+    @property
+    def inbound_bps(self) -> float:
+        """The fastest that data has come in this step or the last one, in bit/s; 0 if that is not known.
+
+        No more than the port in front of this rank lets through, nor than what was sent.
+        """
+        return max(self._inbound_before, self._engine.inbound_peak) * self.options.payload_bytes * 8
 
     def is_clear(self, rank: int) -> bool:
         """Return whether nothing that was sent to a rank has been lost or marked lately, or ever; from any thread.

@@ -105,6 +105,12 @@ RULES: Final = {
     # Where packets are paced, those of so long leave together, or ``path_burst`` of them if that is more. Chosen by us:
     # a timer costs as much as a burst.
     "pace_turn_s": 0.001,
+    # The rate at which data comes is that of the fastest stretch of so long and so many packets, without a pause of the
+    # last of these. Chosen by us: a shorter one would show what the last switch saved up, and a longer one pauses of
+    # the senders.
+    "inbound_s": 0.03,
+    "inbound_packets": 8,
+    "inbound_pause_s": 0.02,
 }
 """What both engines go by, with the reasons."""
 
@@ -307,6 +313,13 @@ class Engine(Protocol):
     @property
     def early_bytes(self) -> int:
         """Memory in use for messages that arrived before their receive was posted."""
+
+    @property
+    def inbound_peak(self) -> float:
+        """The fastest that data has come through the network since this was set to 0, in packets a second."""
+
+    @inbound_peak.setter
+    def inbound_peak(self, packets_per_s: float) -> None: ...
 
     def counters(self) -> dict[str, int]:
         """Return what was counted so far; names that begin with ``refused_`` are of packets refused."""

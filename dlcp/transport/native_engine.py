@@ -73,13 +73,15 @@ _Config = _record(
     i=(c_double, "stop_repeat_s stop_repeat_max_s known_after_s remind_s"),
     j=(c_int64, "path_packets path_burst path_judged"),
     k=(c_double, "path_gain path_lossy path_lossier path_slow path_marked path_least path_calm"),
-    l=(c_double, "path_again_s path_again_max_s path_stalled_s pace_turn_s"),
+    l=(c_double, "path_again_s path_again_max_s path_stalled_s pace_turn_s inbound_s inbound_pause_s"),
+    m=(c_int64, "inbound_packets"),
 )
 _Head = _record(
     "Head",
     a=(c_void_p, "events"),
     b=(c_int64, "event_count woken failed offload room stopping_count early_bytes oldest_step"),
     c=(c_int64, " ".join(_COUNTERS)),
+    d=(c_double, "inbound_peak"),
 )
 _Flow = _record(
     "Flow",
@@ -358,6 +360,15 @@ class NativeEngine:
     def early_bytes(self) -> int:
         """See :attr:`dlcp.transport.engine.Engine.early_bytes`."""
         return int(self._head.early_bytes)
+
+    @property
+    def inbound_peak(self) -> float:
+        """See :attr:`dlcp.transport.engine.Engine.inbound_peak`."""
+        return float(self._head.inbound_peak)
+
+    @inbound_peak.setter
+    def inbound_peak(self, packets_per_s: float) -> None:
+        self._head.inbound_peak = packets_per_s
 
     def counters(self) -> dict[str, int]:
         """See :meth:`dlcp.transport.engine.Engine.counters`."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dlcp.collectives import shard_bounds
 from dlcp.collectives.bucket import RATE
-from dlcp.collectives.shards import inbound_rates, weights_for_rates
+from dlcp.collectives.shards import SEEN_MARGIN, inbound_rates, weights_for_rates
 from tests.collectives.virtual_ranks import Ranks, assert_identical
 from tests.transport.exchanges import Selective
 
@@ -110,6 +110,18 @@ def test_how_fast_a_rank_receives_is_what_the_others_say():
     assert rates[0] == pytest.approx(220)
     assert rates[1] == pytest.approx(30)
     assert rates[2] == pytest.approx(90)
+
+
+def test_a_port_is_hardly_faster_than_data_has_come_through_it():
+    told = {
+        0: np.array([100, 30, 20, 90], ">f4"),
+        1: np.array([40, 100, 90, 30], ">f4"),
+        2: np.array([40, 30, 30, 30], ">f4"),
+        3: np.array([40, 30, 90, 0], ">f4"),
+    }
+    rates = inbound_rates(told)
+    assert rates[0] == rates[1] == rates[3] == pytest.approx(120), "what 3 has seen is not known"
+    assert rates[2] == pytest.approx(SEEN_MARGIN * 30)
 
 
 def test_rates_that_are_alike_or_unknown_count_as_equal():

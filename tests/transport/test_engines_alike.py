@@ -82,6 +82,7 @@ def test_both_engines_send_the_same_packets_at_the_same_times(fields, options):
     for one, other in zip(ours[0].ranks, theirs[0].ranks, strict=True):
         assert one.counters() == other.counters()
         assert one.refused == other.refused
+        assert one.inbound_bps == other.inbound_bps
         for peer, flow in one._engine.flows.items():
             twin = other._engine.flows[peer]
             assert (flow.flying, flow.window, flow.heard_s) == (twin.flying, twin.window, twin.heard_s)

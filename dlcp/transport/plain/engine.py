@@ -76,6 +76,9 @@ class PlainEngine:
         self.flows: dict[int, Flow] = dict(self._flows)
         self.room = -1
         self.early_bytes = 0
+        self.inbound_peak = 0.0
+        self._inbound_since_s = self._inbound_last_s = -math.inf
+        self._inbound_count = 0
         self._acknowledgements = {peer: Acknowledgements() for peer in peers}
         self._incoming: dict[Name, PlainIncoming] = {}
         self._finished: dict[Name, Finished] = {}
@@ -503,8 +506,10 @@ class PlainEngine:
         elif (path := self._sources.get((peer, source))) is None:
             self._counters["refused_sender"] += 1
         else:
-            if header.type is PacketType.DATA and tos & ECN_MASK == CONGESTED:
-                self._acknowledgements[peer].note_marked(path, 1)
+            if header.type is PacketType.DATA:
+                self._note_inbound(1, now_s)
+                if tos & ECN_MASK == CONGESTED:
+                    self._acknowledgements[peer].note_marked(path, 1)
             self._flows[peer].heard_s = now_s
             payload = datagram[wire.HEADER_BYTES :]
             match header.type:
@@ -520,6 +525,18 @@ class PlainEngine:
                     self._take_stop_ack(peer, header)
                 case _:
                     self._events.append(ControlPacket(peer, bytes(datagram), now_s))
+
+    def _note_inbound(self, packets: int, now_s: float) -> None:
+        """Note that data has come through the network."""
+        if now_s - self._inbound_last_s > RULES["inbound_pause_s"]:
+            self._inbound_since_s, self._inbound_count = now_s, packets - 1
+        else:
+            self._inbound_count += packets
+        self._inbound_last_s = now_s
+        seconds = now_s - self._inbound_since_s
+        if seconds >= RULES["inbound_s"] and self._inbound_count >= RULES["inbound_packets"]:
+            self.inbound_peak = max(self.inbound_peak, self._inbound_count / seconds)
+            self._inbound_since_s, self._inbound_count = now_s, 0
 
     def _take_data(self, peer: int, header: Header, payload: memoryview, tos: int, now_s: float) -> None:
         message = self._incoming.get((peer, header.step, header.message))
@@ -588,6 +605,7 @@ class PlainEngine:
         if message is None or message.packets != first["count"]:
             return 0  # the first of a message, or none that is wanted: one by one
         self._flows[peer].heard_s = now_s
+        self._note_inbound(count, now_s)
         if burst.tos & ECN_MASK == CONGESTED:
             self._acknowledgements[peer].note_marked(path, count)
         protected = headers["flags"] & Flag.PROTECTED != 0
