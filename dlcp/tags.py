@@ -322,7 +322,7 @@ class Tagger:
         self._policy = policy or TagPolicy()
         self._rows: dict[str, int] = {}
         self._borders = np.empty((0, BORDERS))
-        self._layouts: dict[tuple[str, int], PacketLayout] = {}
+        self._layouts: dict[tuple[str, int, int], PacketLayout] = {}
         """By the buffer's first layer and its end: a model's buckets are the same step for step."""
         self._lock = threading.Lock()
 
@@ -395,7 +395,7 @@ class Tagger:
         _, self._rows, self._borders = state
 
     def _layout(self, segments: Sequence[Segment], values: int, values_per_packet: int) -> PacketLayout:
-        key = (segments[0].layer.name, values) if len(segments) else ("", 0)
+        key = (segments[0].layer.name, segments[0].offset, values) if len(segments) else ("", 0, 0)
         layout = self._layouts.get(key)
         if layout is None or not layout.fits(segments, values, values_per_packet):
             layout = PacketLayout.of(segments, values, values_per_packet, self._policy, self._rows)

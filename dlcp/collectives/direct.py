@@ -132,8 +132,12 @@ class DirectAllReduce:
         ValueError
             The values are not contiguous, or the number is too large; the message says which.
         """
+        return self.prepare(step, sequence, bucket).start()
+
+    def prepare(self, step: int, sequence: int, bucket: Bucket) -> "DirectRun":
+        """Return a bucket's run, with the residual added, tagged and ready to start."""
         run = self._runs[step, sequence] = DirectRun(self, step, sequence, bucket)
-        return run.start()
+        return run
 
     def plan_of(self, sequence: int, bucket: Bucket) -> "DirectPlan":
         """Return the plan of a bucket: that of the last step, if it is the same bucket, divided alike."""

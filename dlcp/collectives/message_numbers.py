@@ -19,6 +19,9 @@ MESSAGES_PER_STEP: Final = 1 << 16
 """How many messages of a step the header can number."""
 HALF: Final = MESSAGES_PER_STEP // 2
 
+PARTS_MAX: Final = 16
+"""The most parts that a server's bucket is cut into. Chosen by us: more hide little more, and each takes the processor
+some time on every rank."""
 RING_PIECES_MAX: Final = 16
 """The most pieces that a block of the ring is cut into."""
 RING_PIECES: Final = 64
@@ -105,6 +108,22 @@ def two_hop_number(bucket: int, phase: int, receiver: int, ranks: int, *, shared
     return number
 
 
+def part_number(bucket: int, part: int, ranks: int) -> int:
+    """Return what stands for a bucket in :func:`two_hop_number` where buckets go in parts.
+
+    There are no more of these than :func:`parts_allowed` says.
+    """
+    return _number_of_piece(bucket, part, PARTS_MAX, _buckets_in_parts(ranks))
+
+
+def parts_allowed(bucket: int, ranks: int) -> int:
+    """Return how many parts a bucket may have: late ones of a step with very many buckets go whole.
+
+    Half of the numbers are for buckets in parts, the rest for those that come after.
+    """
+    return PARTS_MAX if bucket < _buckets_in_parts(ranks) else 1
+
+
 def ring_number(bucket: int, piece: int, phase: int, hop: int, ranks: int) -> int:
     """Return the number of a message around a ring.
 
@@ -117,7 +136,7 @@ def ring_number(bucket: int, piece: int, phase: int, hop: int, ranks: int) -> in
     """
     most = _ring_pieces(ranks)
     cut = _ring_buckets_in_pieces(ranks)
-    index = bucket * most + piece if bucket < cut else cut * most + bucket - cut
+    index = _number_of_piece(bucket, piece, most, cut)
     number = RING_RANGE.first + (index * 2 + phase) * ranks + hop
     if number not in RING_RANGE:
         remedy = "use larger buckets, or the collective 'direct'"
@@ -172,6 +191,15 @@ def broadcast_number(part: int, hop: int, ranks: int) -> int:
         what = f"part {part} of a broadcast to {ranks} ranks"
         raise BROADCAST.exhausted(number, what, "divide the array among several broadcasts")
     return number
+
+
+def _number_of_piece(bucket: int, piece: int, most: int, cut: int) -> int:
+    """Return the number of a piece where the first ``cut`` buckets have up to ``most`` each, and all others one."""
+    return bucket * most + piece if bucket < cut else cut * most + bucket - cut
+
+
+def _buckets_in_parts(ranks: int) -> int:
+    return (TWO_HOPS_ALONE.stop - TWO_HOPS_ALONE.first) // (2 * ranks) // (2 * PARTS_MAX)
 
 
 def _ring_pieces(ranks: int) -> int:

@@ -201,7 +201,7 @@ class ParameterServer:
         return key.message // self._ranks // 2
 
     def _label(self, key: MessageKey) -> str:
-        return f"bucket {self._sequence(key)}"
+        return f"part {self._sequence(key)}"
 
 
 def _tags_of(bucket: dict[int, Arrival], packets: int) -> PacketTags:

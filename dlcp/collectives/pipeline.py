@@ -328,7 +328,12 @@ def _plain(collective: str, context: RankContext, topology: Topology, costs: Cos
         reducers[RING] = RingAllReduce(
             context, order=topology.ring_order(context.contributors), tells_rates=collective == AUTO
         )
-    if collective in (AUTO, SERVER) and topology.server is not None:
+    if collective == SERVER and topology.server is not None:
+        from dlcp.collectives.parts import AllReduceInParts
+
+        context = replace(context, noted=False)
+        return AllReduceInParts(DirectAllReduce(context, weights={topology.server: 1.0}))
+    if collective == AUTO and topology.server is not None:
         reducers[SERVER] = DirectAllReduce(context, weights={topology.server: 1.0})
     if collective == AUTO:
         return AutoAllReduce(reducers, context.contributors, topology=topology, costs=costs)

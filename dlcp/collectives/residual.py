@@ -114,6 +114,7 @@ class Residual:
         """Add another rank's residual, multiplied."""
         for name, layer in other._layers.items():
             kept = self._layers.setdefault(name, _LayerResidual(layer.size))
+            kept.size = max(kept.size, layer.size)
             kept.parts += [(positions, residual * factor) for positions, residual in layer.parts]
 
     @property

@@ -28,6 +28,7 @@ from dlcp.collectives.choice import (
 )
 from dlcp.collectives.message_numbers import RING_RANGE as RING_NUMBERS
 from dlcp.collectives.message_numbers import ring_buckets
+from dlcp.collectives.parts import AllReduceInParts
 from dlcp.collectives.ring import RingAllReduce
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
@@ -159,7 +160,7 @@ def averages_are_right(ranks, step, buckets):
 def test_a_collective_asked_for_by_name_is_used(collective):
     server = collective == "server"
     ranks = Chosen(3, collective, server=server, topology=Topology(server=3 if server else None))
-    kinds = {"direct": DirectAllReduce, "ring": RingAllReduce, "server": DirectAllReduce, "auto": AutoAllReduce}
+    kinds = {"direct": DirectAllReduce, "ring": RingAllReduce, "server": AllReduceInParts, "auto": AutoAllReduce}
     assert all(type(reducer.plain) is kinds[collective] for reducer in ranks.reducers)
     for step in range(2):
         averages_are_right(ranks, step, THREE_BUCKETS)

@@ -112,7 +112,7 @@ def test_the_server_enters_its_results():
     records = ranks.server.ledger.records
     assert len(records) == WORKERS * len(THREE_BUCKETS)
     assert {record.receiver for record in records} == {0, 1, 2}
-    assert {record.layers for record in records} == {"bucket 0", "bucket 1", "bucket 2"}
+    assert {record.layers for record in records} == {"part 0", "part 1", "part 2"}
     assert all(record.lost == 0 for record in records)
 
 
@@ -135,7 +135,7 @@ def test_workers_of_different_models_are_told():
         ranks.start(0, [gradients], [["fc.weight"]])
         ranks.reducers, ranks.count = reducer, 2
     ranks.network.run(ranks.server.failed.done)
-    with pytest.raises(ValueError, match=r"step 0, bucket 0: workers sent \{0: 20000, 1: 24000\} bytes"):
+    with pytest.raises(ValueError, match=r"step 0, part 0: workers sent \{0: 20000, 1: 24000\} bytes"):
         ranks.server.failed.result()
 
 

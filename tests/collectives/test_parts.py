@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large buckets go to a parameter server in parts: sooner done, and otherwise as if they were whole."""
+
+import numpy as np
+import pytest
+
+from dlcp.collectives import ServerOptions, parts
+from dlcp.collectives.message_numbers import PARTS_MAX, part_number, parts_allowed, two_hop_number
+from dlcp.collectives.partial_result import recover
+from dlcp.collectives.parts import AllReduceInParts
+from dlcp.dtypes import ValueType
+from dlcp.transport import LossBound, TransportError
+from tests.collectives.meeting_ranks import together
+from tests.collectives.test_direct import THREE_BUCKETS, exact_average
+from tests.collectives.test_message_numbers import until_refused
+from tests.collectives.virtual_ranks import ONE_BUCKET, SIZES, Ranks, assert_identical
+
+WORKERS = 3
+MBIT = 1e6
+
+
+class RanksWithServer(Ranks):
+    def __init__(self, *, in_parts=True, bound=0.0, **fields):
+        super().__init__(WORKERS, server=True, bound=bound, **fields)
+        self.serve(ServerOptions(LossBound(bound), self.value_type))
+        if in_parts:
+            self.reducers = [AllReduceInParts(reducer) for reducer in self.reducers]
+
+    def owed(self, name):
+        """A residual is as long as the part of the layer up to its last value that was ever lost."""
+        owed = np.zeros(self.sizes[name])
+        for reducer in self.reducers:
+            residual = reducer.plain.context.residual.of(name)
+            if residual is not None:
+                owed[: len(residual)] += residual
+        return owed
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(parts, "PART_BYTES_MIN", 10_000)
+
+
+@pytest.mark.parametrize("value_type", [ValueType.FLOAT32, ValueType.BFLOAT16], ids=lambda kind: kind.value)
+def test_averages_are_exact(value_type):
+    ranks = RanksWithServer(value_type=value_type)
+    for step in range(3):
+        gradients = ranks.gradients(step)
+        averages = ranks.reduce(step, gradients, THREE_BUCKETS if step else ONE_BUCKET)
+        assert_identical(averages)
+        for name in SIZES:
+            assert averages[0][name].tobytes() == exact_average(gradients, value_type, name).tobytes()
+    sent = {record.message for record in ranks.ledgers[0].records if record.step == 0}
+    itemsize = gradients[0]["fc.weight"].itemsize
+    assert len(sent) == min(16, sum(SIZES.values()) * itemsize // 10_000)
+
+
+def test_nothing_is_lost_for_good():
+    ranks = RanksWithServer(bound=0.2, loss=0.2, seed=1, value_type=ValueType.FLOAT64)
+    given = {name: np.zeros(size) for name, size in SIZES.items()}
+    taken = {name: np.zeros(size) for name, size in SIZES.items()}
+    for step in range(4):
+        gradients = ranks.gradients(step)
+        averages = ranks.reduce(step, gradients, THREE_BUCKETS, delays_s=[0.0, 0.02, 0.01])
+        assert_identical(averages)
+        for name in SIZES:
+            given[name] += sum(rank[name] for rank in gradients)
+            taken[name] += WORKERS * averages[0][name]
+            np.testing.assert_allclose(taken[name] + ranks.owed(name), given[name], rtol=0, atol=1e-9)
+    assert ranks.lost > 10
+    assert all(ledger.violations == 0 for ledger in ranks.ledgers)
+
+
+def test_a_step_is_shorter():
+    seconds = []
+    for in_parts in (True, False):
+        ranks = RanksWithServer(in_parts=in_parts, rate_bps=32 * MBIT, depth=96)
+        for step in range(3):
+            before = ranks.network.now
+            ranks.reduce(step, ranks.gradients(step))
+        seconds.append(ranks.network.now - before)
+    assert seconds[1] / seconds[0] > 1.2
+
+
+def test_a_bucket_that_broke_off_is_completed_from_its_parts():
+    ranks = RanksWithServer(rate_bps=32 * MBIT, depth=96)
+    ranks.reduce(0, ranks.gradients(0), THREE_BUCKETS)
+    gradients = ranks.gradients(1)
+    started = ranks.start(1, gradients, THREE_BUCKETS)
+    network = ranks.network
+
+    def half_done():
+        done = [key for key in ranks.reducers[0].plain._runs if key[0] == 1]
+        return 0 < len(done) < 9
+
+    network.run(lambda: all(future for row in started for future in row))
+    network.run(half_done)
+    assert not all(future.done() for row in started for future in row)
+    held = [{each.sequence: each for each in reducer.partial_results() if each.step == 1} for reducer in ranks.reducers]
+    open_buckets = sorted({sequence for mine in held for sequence in mine})
+    assert any((~each.final).any() and each.final.any() for mine in held for each in mine.values())
+
+    def complete(channel, rank):
+        found = {}
+        for sequence in open_buckets:
+            finished = started[rank][sequence].done()
+            found[sequence] = recover(channel, rank, range(WORKERS), held[rank].get(sequence), finished=finished)
+        return found
+
+    for sequence in open_buckets:
+        names = THREE_BUCKETS[sequence]
+        expected = np.concatenate([exact_average(gradients, ValueType.FLOAT32, name) for name in names])
+        for result in together(WORKERS, complete):
+            np.testing.assert_allclose(result[sequence].values, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_part_that_fails_fails_its_bucket():
+    ranks = RanksWithServer()
+    started = ranks.start(0, ranks.gradients(0))
+    for endpoint in ranks.endpoints:
+        endpoint.fail(TransportError("the path is gone"))
+    for (averaged,) in started:
+        with pytest.raises(TransportError, match="the path is gone"):
+            averaged.result(0)
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 65, 1024])
+def test_parts_have_numbers_of_their_own(ranks):
+    found = until_refused(
+        lambda bucket: [
+            two_hop_number(part_number(bucket, part, ranks), 1, ranks - 1, ranks)
+            for part in range(parts_allowed(bucket, ranks))
+        ]
+    )
+    assert len(set(found)) == len(found)
+    assert found == sorted(found)
+    assert parts_allowed(0, ranks) == PARTS_MAX
+    assert parts_allowed(len(found), ranks) == 1
