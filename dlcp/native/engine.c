@@ -90,7 +90,7 @@ API flow *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, 
     one->disorder = self->config.disorder_min;
     one->burst = SEGMENTS_MAX;
     one->slow_start = 1;
-    one->pace = one->one_way_s = INFINITY;
+    one->pace = INFINITY;
     one->clocks_us = -1;
     one->ack_due_s = one->report_due_s = INFINITY;
     for (int queue = 0; queue < QUEUES; queue++)

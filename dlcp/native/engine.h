@@ -69,7 +69,7 @@ typedef struct {
     int64_t backoff_max, unanswered_patience;
     double stop_repeat_s, stop_repeat_max_s, known_after_s, remind_s;
     int64_t path_packets, path_burst, path_judged;
-    double path_gain, path_lossy, path_lossier, path_slow, path_marked, path_least, path_calm;
+    double path_gain, path_loss_gain, path_lossy, path_lossier, path_slow, path_marked, path_least, path_calm;
     double path_again_s, path_again_max_s, path_stalled_s, pace_turn_s;
     double inbound_s, inbound_pause_s;
     int64_t inbound_packets;
@@ -236,6 +236,8 @@ typedef struct {
     double patience_s;
     int64_t on_trial;            /* as it is again at first */
     double delay_s, loss, marks; /* smoothed: round trip (0: not known), shares of packets */
+    int64_t samples;             /* round trips since the last report, */
+    double least_s, one_way_s;   /* the shortest of them, and of the ways there, less `clocks_us` */
     int64_t judged, lost, marked;
     double newest_delivered_s[QUEUES], sampled_s; /* when the newest packets that arrived were sent */
     run_queue runs[QUEUES];
@@ -279,8 +281,6 @@ struct flow {
     struct sockaddr_in address;
     uint8_t service[QUEUES][2];               /* type of service, by queue and by whether a packet may be dropped */
     int64_t delivered, marked, lost, limited; /* since the last report */
-    double rtt_s;                             /* smallest since the last report; 0: none */
-    double one_way_s;                         /* likewise, of the way there, less `clocks_us`; infinity: none */
     int64_t clocks_us;                        /* what clocks differ by, and the first packet took; below 0: none */
     double reported_s, report_due_s;          /* infinity if there is nothing to report */
     double disorder, sent_last_s;

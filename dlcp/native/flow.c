@@ -24,10 +24,7 @@ enum { RUNS_FIRST = 16 };
 
 /* What is on the wire ---------------------------------------------------------------------------------------------- */
 
-static void sample_rtt(flow *self, double rtt_s) {
-    rtt_s = fmax(rtt_s, 1e-6);
-    if (self->rtt_s == 0 || rtt_s < self->rtt_s)
-        self->rtt_s = rtt_s;
+static void smooth_rtt(flow *self, double rtt_s) {
     if (self->smoothed_rtt_s == 0) { /* RFC 6298 */
         self->smoothed_rtt_s = rtt_s;
         self->rtt_variation_s = rtt_s / 2;
@@ -41,12 +38,29 @@ static int64_t microseconds(double seconds) {
     return (int64_t)(seconds * 1e6);
 }
 
-/* Take in how long a packet took, but for what the clocks differ by; `arrived_us` is modulo 2^32. */
-static void sample_one_way(flow *self, uint32_t arrived_us, double sent_s) {
+/* Return how long a packet took, but for what the clocks differ by; `arrived_us` is modulo 2^32. */
+static double one_way_s(flow *self, uint32_t arrived_us, double sent_s) {
     uint32_t took_us = arrived_us - (uint32_t)microseconds(sent_s);
     if (self->clocks_us < 0)
         self->clocks_us = took_us;
-    self->one_way_s = fmin(self->one_way_s, (int32_t)(took_us - (uint32_t)self->clocks_us) * 1e-6);
+    return (int32_t)(took_us - (uint32_t)self->clocks_us) * 1e-6;
+}
+
+/* Find the shortest round trip since the last report, and the shortest way there. Of several paths it is their mean, by
+ * samples: a queue that stands on one of them is not hidden by another one's being empty. */
+static void report_times(flow *self, event *news) {
+    int64_t samples = 0;
+    double rtt_s = 0, there_s = 0;
+    for (int64_t i = 0; i < self->path_count; i++) {
+        path *way = &self->paths[i];
+        samples += way->samples;
+        rtt_s += (double)way->samples * way->least_s;
+        there_s += (double)way->samples * way->one_way_s;
+        way->samples = 0;
+        way->least_s = way->one_way_s = 0;
+    }
+    news->rtt_s = samples ? rtt_s / (double)samples : 0;
+    news->one_way_s = samples ? there_s / (double)samples : INFINITY;
 }
 
 /* Find what of packets that were sent together is lost, now that they are judged; return how many. */
@@ -172,12 +186,9 @@ double flow_report(engine *owner, double now_s) {
         news->lost = self->lost;
         news->limited = self->limited;
         news->waiting = is_waiting(self);
-        news->rtt_s = self->rtt_s;
+        report_times(self, news);
         news->smoothed_rtt_s = self->smoothed_rtt_s;
-        news->one_way_s = self->one_way_s;
         self->delivered = self->marked = self->lost = self->limited = 0;
-        self->rtt_s = 0;
-        self->one_way_s = INFINITY;
         self->reported_s = now_s;
         self->report_due_s = INFINITY;
     }
@@ -493,17 +504,23 @@ static void take_marks(flow *self, const uint8_t *entry) {
 /* Take in the round trips on paths of which packets have arrived that were sent once; `sampled` are their bits. */
 static void sample_paths(const engine *owner, flow *self, uint64_t sampled, const uint8_t *header, double now_s) {
     double ago_s = (double)header_step(header) * 1e-6;
-    double newest_s = 0;
+    double total_s = 0;
+    int64_t paths = 0;
     for (; sampled; sampled &= sampled - 1) {
         path *way = &self->paths[__builtin_ctzll(sampled)];
-        path_sample_delay(owner, way, now_s - way->sampled_s - ago_s);
-        if (way->weight > 0 && !way->on_trial)
-            newest_s = fmax(newest_s, way->sampled_s);
+        double rtt_s = fmax(now_s - way->sampled_s - ago_s, 1e-6);
+        path_sample_delay(owner, way, rtt_s);
+        if (way->weight == 0 || way->on_trial)
+            continue;
+        double there_s = one_way_s(self, (uint32_t)header_index(header), way->sampled_s);
+        way->least_s = way->samples ? fmin(way->least_s, rtt_s) : rtt_s;
+        way->one_way_s = way->samples ? fmin(way->one_way_s, there_s) : there_s;
+        way->samples++;
+        total_s += rtt_s;
+        paths++;
     }
-    if (newest_s > 0) {
-        sample_rtt(self, now_s - newest_s - ago_s);
-        sample_one_way(self, (uint32_t)header_index(header), newest_s);
-    }
+    if (paths)
+        smooth_rtt(self, total_s / (double)paths);
 }
 
 void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagram, int64_t bytes, double now_s) {

@@ -2,12 +2,13 @@
 /* The ways to a peer. Packets of each leave from a port of its own, so that a fabric that chooses among equal routes by
  * addresses and ports (ECMP) leads them over several.
  *
- * A flow has one window; its paths share it by weight. A path whose packets are later, more often lost or more often
- * marked than those of the best one loses weight, and gains it again while they are not: so delays become alike, as
- * they do where each packet takes the path with the shortest expected wait. One of little weight is left, and tried
- * again after a while; what is lost on it meanwhile says nothing of the others, nor of the window. A window of few
- * packets uses few paths: a packet is found lost by later ones of its own path. Compare REPS (2407.21625), which
- * remembers what entropies were good, and PLB (SIGCOMM 2022), which changes them when packets are marked.
+ * A flow has one window; its paths share it by weight. A path whose packets are later or more often marked than those
+ * of the best one, or more often lost than those of most, loses weight, and gains it again while they are not: so
+ * delays become alike, as they do where each packet takes the path with the shortest expected wait. One of little
+ * weight is left, and tried again after a while; what is lost on it meanwhile says nothing of the others, nor of the
+ * window. A window of few packets uses few paths: a packet is found lost by later ones of its own path. Compare REPS
+ * (2407.21625), which remembers what entropies were good, and PLB (SIGCOMM 2022), which changes them when packets are
+ * marked.
  */
 
 #include <math.h>
@@ -118,10 +119,18 @@ void path_leave(const engine *owner, flow *self, path *one, double now_s) {
     one->patience_s = fmin(one->patience_s * 2, owner->config.path_again_max_s);
 }
 
-/* Return what share of its weight a path is to keep, compared with the best of the others; below 0: there are none. */
-static double deserved(const engine *owner, const flow *self, const path *one) {
+static int by_size(const void *one, const void *other) {
+    double left = *(const double *)one, right = *(const double *)other;
+    return (left > right) - (left < right);
+}
+
+/* Return what share of its weight a path is to keep, compared with the others, when it has just lost a share `lost`;
+ * below 0: there are none. Losses are compared with the others' median: a full queue loses many packets of one path and
+ * then of another, and of many paths some have always been spared. */
+static double deserved(const engine *owner, const flow *self, const path *one, double lost) {
     const config *rules = &owner->config;
-    double delay_s = INFINITY, loss = INFINITY, marks = INFINITY;
+    double delay_s = INFINITY, marks = INFINITY, losses[PATHS_MAX];
+    int64_t others = 0;
     int64_t left = affordable(owner, self);
     for (int64_t i = 0; i < self->path_count && left; i++) {
         const path *other = &self->paths[i];
@@ -131,13 +140,15 @@ static double deserved(const engine *owner, const flow *self, const path *one) {
         if (other == one || other->on_trial || other->delay_s == 0)
             continue;
         delay_s = fmin(delay_s, other->delay_s);
-        loss = fmin(loss, other->loss);
+        losses[others++] = other->loss;
         marks = fmin(marks, other->marks);
     }
-    if (delay_s == INFINITY)
+    if (!others)
         return -1;
+    qsort(losses, (size_t)others, sizeof *losses, by_size);
     double kept = 1, slow_s = delay_s * rules->path_slow + rules->reorder_min_s;
-    if (one->loss > rules->path_lossy + rules->path_lossier * loss)
+    double lossy = rules->path_lossy + rules->path_lossier * losses[others / 2];
+    if (one->loss > lossy && lost > lossy)
         kept = 0.5;
     if (one->delay_s > slow_s)
         kept = fmin(kept, fmax(0.5, slow_s / one->delay_s));
@@ -146,9 +157,9 @@ static double deserved(const engine *owner, const flow *self, const path *one) {
     return kept;
 }
 
-static void judge(const engine *owner, flow *self, path *one, double now_s) {
+static void judge(const engine *owner, flow *self, path *one, double lost, double now_s) {
     const config *rules = &owner->config;
-    double kept = deserved(owner, self, one);
+    double kept = deserved(owner, self, one, lost);
     if (kept < 0)
         return;
     if (kept < 1) {
@@ -172,18 +183,17 @@ void path_judge_all(const engine *owner, flow *self, double now_s) {
         path *one = &self->paths[__builtin_ctzll(fresh)];
         if (one->judged < owner->config.path_judged)
             continue;
-        double judged = (double)one->judged, gain = owner->config.path_gain;
-        one->loss += (fmax((double)one->lost, 0) / judged - one->loss) * gain;
-        one->marks += (fmin((double)one->marked / judged, 1) - one->marks) * gain;
+        double judged = (double)one->judged, lost = fmax((double)one->lost, 0) / judged;
+        one->loss += (lost - one->loss) * owner->config.path_loss_gain;
+        one->marks += (fmin((double)one->marked / judged, 1) - one->marks) * owner->config.path_gain;
         one->judged = one->lost = one->marked = 0;
         if (one->weight > 0)
-            judge(owner, self, one, now_s);
+            judge(owner, self, one, lost, now_s);
     }
     self->fresh_paths = 0;
 }
 
 /* Take in a round trip on a path. */
 void path_sample_delay(const engine *owner, path *self, double delay_s) {
-    delay_s = fmax(delay_s, 1e-6);
     self->delay_s = self->delay_s == 0 ? delay_s : self->delay_s + (delay_s - self->delay_s) * owner->config.path_gain;
 }

@@ -80,18 +80,18 @@ RULES: Final = {
     # A flow uses one path more for each of these packets of its window, so that a path has some all the time: packets
     # are found lost by later ones of their own path. A burst is no smaller than the second unless the window is. A path
     # is judged whenever so many of its packets have come back or are lost, by averages to which these add a part of
-    # such size. Chosen by us.
+    # such size; of losses a smaller one, since a full queue loses many packets at a time. Chosen by us.
     "path_packets": 4,
     "path_burst": 4,
     "path_judged": 32,
     "path_gain": 0.25,
-    # A path loses half its weight while it loses more than this and so many times what the best one does; part of it
-    # while its delay is so many times the best one's and ``reorder_min_s``, or while it has so much more marked. Below
-    # the least weight it is left; while all is well it gains so much. Chosen by us: of 64 paths that all lose 1 % at
-    # random, one seems worse than that every thousand packets, and a path of a quarter of the others' rate is hardly
-    # worth the wait for what is still on it when a message ends.
+    "path_loss_gain": 1 / 16,
+    # A path loses half its weight while it loses more than this and so many times what the others do, in their median;
+    # part of it while its delay is so many times the best one's and ``reorder_min_s``, or while it has so much more
+    # marked. Below the least weight it is left; while all is well it gains so much. Chosen by us: a path with a quarter
+    # of the others' rate is hardly worth the wait for what is still on it when a message ends.
     "path_lossy": 0.025,
-    "path_lossier": 3.0,
+    "path_lossier": 2.0,
     "path_slow": 2.0,
     "path_marked": 0.25,
     "path_least": 0.25,

@@ -23,9 +23,9 @@ def routes(**odd):
     return [{"rate_bps": RATE_BPS}, {"rate_bps": RATE_BPS}, {"rate_bps": RATE_BPS}, {"rate_bps": RATE_BPS, **odd}]
 
 
-def network_of(kinds, **options):
-    options = TransportOptions(paths=options.pop("paths", 8), **options)
-    network = Network(2, routes=kinds, options=options, depth=60)
+def network_of(kinds, *, paths=8, depth=60, ecn_depth=16, **options):
+    options = TransportOptions(paths=paths, **options)
+    network = Network(2, routes=kinds, options=options, depth=depth, ecn_depth=ecn_depth)
     for protocol in network.ranks:
         protocol.greet_all()
     network.run(lambda: all(not protocol.strangers for protocol in network.ranks))
@@ -63,6 +63,23 @@ def test_one_window_fills_all_routes():
     assert took_s < 1.2 * allowed_s(4)
     counts = [route["packets"] for route in network.routes]
     assert max(counts) < 1.5 * min(counts)  # acknowledgements take the first
+
+
+SPREADS = ([0, 1, 2, 3] * 3, [0] * 3 + [1] * 3 + [2] * 2 + [3] * 4, [0] * 2 + [1] * 4 + [2] * 2 + [3] * 4)
+"""Which route each of twelve paths takes, as a fabric hashes it."""
+
+
+@pytest.mark.parametrize("spread", SPREADS, ids=["even", "uneven", "more uneven"])
+@pytest.mark.parametrize(("odd", "good"), [({}, 4), ({"rate_bps": RATE_BPS / 10}, 3), ({"loss": 0.05}, 3)])
+def test_routes_that_mark_nothing_are_filled_and_only_bad_ones_left(odd, good, spread):
+    """A queue that stands on one route shows although another one's is empty, and a full one is not taken for lossy."""
+    kinds = routes(**odd)
+    network = network_of([kinds[number] for number in spread], paths=12, depth=41, ecn_depth=1 << 30)
+    exchange(network, 0, 2 * BYTES)
+    took_s = sorted(exchange(network, number, 2 * BYTES) for number in range(1, 6))
+    assert took_s[2] < 1.5 * 2 * allowed_s(good)
+    packets = [route["packets"] for route in kinds]
+    assert not odd or packets[3] < 0.6 * packets[1]
 
 
 def test_one_path_has_what_one_route_has():

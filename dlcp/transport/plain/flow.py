@@ -145,8 +145,6 @@ class PlainFlow:
         self.look_s = 0.0
         """When to look next which messages to ask about, if none falls idle before."""
         self._delivered = self._marked = self._lost = 0
-        self._rtt_s = 0.0
-        self._one_way_s = math.inf
         self._clocks_us = -1
         """What clocks differ by, and the first packet took; below 0: not known."""
         self._limited = False
@@ -202,18 +200,12 @@ class PlainFlow:
         """Return what came back since the last report, or None if it is too early for the next: half its time."""
         if now_s < (self._reported_s + self.report_due_s) / 2:
             return None
+        rtt_s, one_way_s = self._report_times()
         report = Report(
-            now_s,
-            self._delivered,
-            self._marked,
-            self._lost,
-            self._rtt_s,
-            self.smoothed_rtt_s,
-            self._limited,
-            self._one_way_s,
+            now_s, self._delivered, self._marked, self._lost, rtt_s, self.smoothed_rtt_s, self._limited, one_way_s
         )
         self._delivered = self._marked = self._lost = 0
-        self._rtt_s, self._one_way_s, self._limited = 0.0, math.inf, False
+        self._limited = False
         self._reported_s = now_s
         return report
 
@@ -328,28 +320,37 @@ class PlainFlow:
     def sample_paths(self, sampled: dict[int, float], header: Header, now_s: float) -> None:
         """Take in round trips: by path, when the newest packet that has arrived was sent, of those sent once."""
         ago_s = header.step * 1e-6
-        newest_s = 0.0
-        for number, sent_s in sampled.items():
-            path = self.paths[number]
-            path.sample_delay(now_s - sent_s - ago_s)
+        total_s, paths = 0.0, 0
+        for number, sent_s in sorted(sampled.items()):
+            path, rtt_s = self.paths[number], max(now_s - sent_s - ago_s, 1e-6)
+            path.sample_delay(rtt_s)
             if not path.excused:
-                newest_s = max(newest_s, sent_s)
-        if newest_s:
-            self._sample_rtt(now_s - newest_s - ago_s)
-            self._sample_one_way(header.index, newest_s)
+                path.samples.append((rtt_s, self._one_way_s(header.index, sent_s)))
+                total_s += rtt_s
+                paths += 1
+        if paths:
+            self._smooth_rtt(total_s / paths)
 
-    def _sample_one_way(self, arrived_us: int, sent_s: float) -> None:
-        """Take in how long a packet took, but for what the clocks differ by; ``arrived_us`` is modulo 2**32."""
+    def _report_times(self) -> tuple[float, float]:
+        """Return the shortest round trip and the shortest way there since the last report, as means over paths."""
+        samples, rtt_s, one_way_s = 0, 0.0, 0.0
+        for path in self.paths:
+            if path.samples:
+                samples += len(path.samples)
+                rtt_s += len(path.samples) * min(each for each, _ in path.samples)
+                one_way_s += len(path.samples) * min(each for _, each in path.samples)
+                path.samples = []
+        return (rtt_s / samples, one_way_s / samples) if samples else (0.0, math.inf)
+
+    def _one_way_s(self, arrived_us: int, sent_s: float) -> float:
+        """Return how long a packet took, but for what the clocks differ by; ``arrived_us`` is modulo 2**32."""
         took_us = arrived_us - int(sent_s * 1e6)
         if self._clocks_us < 0:
             self._clocks_us = took_us % _CLOCK
         beyond_us = (took_us - self._clocks_us + _CLOCK // 2) % _CLOCK - _CLOCK // 2
-        self._one_way_s = min(self._one_way_s, beyond_us * 1e-6)
+        return beyond_us * 1e-6
 
-    def _sample_rtt(self, rtt_s: float) -> None:
-        rtt_s = max(rtt_s, 1e-6)
-        if not self._rtt_s or rtt_s < self._rtt_s:
-            self._rtt_s = rtt_s
+    def _smooth_rtt(self, rtt_s: float) -> None:
         if not self.smoothed_rtt_s:
             self.smoothed_rtt_s, self.rtt_variation_s = rtt_s, rtt_s / 2
             return

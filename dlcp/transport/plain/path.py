@@ -39,6 +39,8 @@ class PlainPath:
         self.delay_s = self.loss = self.marks = 0.0
         self.judged = self.lost = self.marked = 0
         self.sampled_s = 0.0
+        self.samples: list[tuple[float, float]] = []
+        """Round trips, and ways there, since the last report."""
         self.newest_delivered_s = [-1.0] * _QUEUES
         self.runs: list[deque[tuple[float, PlainOutgoing, Indices]]] = [deque() for _ in range(_QUEUES)]
         """What was sent into each queue, in that order."""
@@ -64,7 +66,6 @@ class PlainPath:
 
     def sample_delay(self, delay_s: float) -> None:
         """Take in a round trip."""
-        delay_s = max(delay_s, 1e-6)
         self.delay_s = delay_s if not self.delay_s else self.delay_s + (delay_s - self.delay_s) * RULES["path_gain"]
 
     def try_again(self) -> None:
@@ -73,12 +74,13 @@ class PlainPath:
         self.delay_s = self.loss = self.marks = 0.0
         self.judged = self.lost = self.marked = 0
 
-    def average(self) -> None:
-        """Take what came back into the averages."""
-        gain = RULES["path_gain"]
-        self.loss += (max(self.lost, 0) / self.judged - self.loss) * gain
-        self.marks += (min(self.marked / self.judged, 1.0) - self.marks) * gain
+    def average(self) -> float:
+        """Take what came back into the averages, and return what share of it was lost."""
+        lost = max(self.lost, 0) / self.judged
+        self.loss += (lost - self.loss) * RULES["path_loss_gain"]
+        self.marks += (min(self.marked / self.judged, 1.0) - self.marks) * RULES["path_gain"]
         self.judged = self.lost = self.marked = 0
+        return lost
 
 
 class PlainPaths(list[PlainPath]):
@@ -142,13 +144,13 @@ class PlainPaths(list[PlainPath]):
             path = self[number]
             if path.judged < RULES["path_judged"]:
                 continue
-            path.average()
+            lost = path.average()
             if path.weight > 0:
-                self._judge(path, window, now_s)
+                self._judge(path, lost, window, now_s)
         self.fresh.clear()
 
-    def _judge(self, path: PlainPath, window: float, now_s: float) -> None:
-        kept = self._deserved(path, window)
+    def _judge(self, path: PlainPath, lost: float, window: float, now_s: float) -> None:
+        kept = self._deserved(path, lost, window)
         if kept is None:
             return
         if kept < 1:
@@ -161,8 +163,8 @@ class PlainPaths(list[PlainPath]):
             path.on_trial = False
             path.patience_s = RULES["path_again_s"]
 
-    def _deserved(self, path: PlainPath, window: float) -> float | None:
-        """Return what share of its weight a path is to keep, compared with the best of the others; None if none is."""
+    def _deserved(self, path: PlainPath, lost: float, window: float) -> float | None:
+        """Return what share of its weight a path is to keep, compared with the others; None if there are none."""
         used = [other for other in self if other.weight > 0][: self._affordable(window)]
         others = [other for other in used if other is not path and not other.on_trial and other.delay_s]
         if not others:
@@ -170,7 +172,9 @@ class PlainPaths(list[PlainPath]):
         kept = 1.0
         slow_s = min(other.delay_s for other in others) * RULES["path_slow"] + RULES["reorder_min_s"]
         marks = min(other.marks for other in others)
-        if path.loss > RULES["path_lossy"] + RULES["path_lossier"] * min(other.loss for other in others):
+        losses = sorted(other.loss for other in others)
+        lossy = RULES["path_lossy"] + RULES["path_lossier"] * losses[len(losses) // 2]
+        if path.loss > lossy and lost > lossy:
             kept = 0.5
         if path.delay_s > slow_s:
             kept = min(kept, max(0.5, slow_s / path.delay_s))
