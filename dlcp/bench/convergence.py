@@ -186,7 +186,6 @@ def measure(
         "deferral_servers": [Shortfall(deferred=share, servers=True) for share in ceilings],
         "deferral_at_random": [Shortfall(deferred=share, at_random=True) for share in ceilings],
         "loss": [Shortfall(lost=share) for share in losses],
-        "loss_unscaled": [Shortfall(lost=share, rescale=False) for share in losses],
         "loss_for_good": [Shortfall(lost=share, at_random=True, feedback=False) for share in losses],
     }
     shortfalls = [WHOLE, *(each for members in families.values() for each in members)]
@@ -235,10 +234,7 @@ _WORDS: Final = {
     "deferral_servers": "the least valuable packets deferred, of contributions to parameter servers and of all "
     "averages",
     "deferral_at_random": "packets deferred at random, of contributions to one of the ranks and of all averages",
-    "loss": "the least valuable packets of contributions lost, sent with the next step instead (error feedback), sums "
-    "divided by how many ranks' packets came",
-    "loss_unscaled": "the least valuable packets of contributions lost, sent with the next step instead (error "
-    "feedback), sums divided by the number of ranks",
+    "loss": "the least valuable packets of contributions lost, sent with the next step instead (error feedback)",
     "loss_for_good": "packets of contributions lost at random, sums divided by how many ranks' packets came, nothing "
     "sent again later",
 }

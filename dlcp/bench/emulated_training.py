@@ -61,19 +61,17 @@ class Shortfall:
     at_random
         Packets are chosen at random, not by value.
     feedback
-        What is missing is residual, and comes with the next step; else it is gone.
-    rescale
-        Owners divide by how many ranks' packets came, not by how many there are.
+        What is missing is residual, and comes with the next step. Else it is gone, and owners divide by how many ranks'
+        packets came, not by how many there are.
     servers
-        Parameter servers own the shards, and every rank's contribution to each of them is deferred. A server divides by
-        how many ranks there are, and of what it defers of an average each rank owes its own contribution.
+        Parameter servers own the shards, and every rank's contribution to each of them is deferred. Of what a server
+        defers of an average each rank owes its own contribution.
     """
 
     deferred: float = 0.0
     lost: float = 0.0
     at_random: bool = False
     feedback: bool = True
-    rescale: bool = True
     servers: bool = False
 
     @property
@@ -89,7 +87,6 @@ class Shortfall:
         suffixes = {
             ".random": self.at_random,
             ".gone": not self.feedback,
-            ".unscaled": not self.rescale,
             ".servers": self.servers,
         }
         kind = "deferred" if self.deferred else "lost"
@@ -164,7 +161,7 @@ class EmulatedRanks:
                 missing |= self._lost(tags[rank], owner)
             self._take_out(missing, values, rank, owner)
             delivered[rank] = ~missing
-        contributions, rescale = dict(enumerate(shard)), self.shortfall.rescale and not self.shortfall.servers
+        contributions, rescale = dict(enumerate(shard)), not self.shortfall.feedback
         mean, error = average(contributions, delivered, ValueType.FLOAT32, _PER_PACKET, rescale=rescale)
         if len(error):
             self._owe(np.flatnonzero(error), error, owner, owner)

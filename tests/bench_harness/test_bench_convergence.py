@@ -70,7 +70,7 @@ def owed(ranks):
         Shortfall(deferred=0.75, at_random=True),
         Shortfall(deferred=0.5, servers=True),
         Shortfall(lost=0.1),
-        Shortfall(lost=0.3, rescale=False),
+        Shortfall(lost=0.3),
     ],
     ids=lambda each: each.name,
 )
@@ -215,9 +215,9 @@ def test_a_sweep_goes_on_where_it_was_interrupted(short, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         measure(**sweep, progress=lambda words: said.append(words) or (len(said) == 3 and 1 / 0))
     first = measure(**sweep)
-    assert len(made) == 2 * 2 * 7
+    assert len(made) == 2 * 2 * 6
     assert measure(**sweep) == first
-    assert len(made) == 28, "nothing is repeated"
+    assert len(made) == 24, "nothing is repeated"
     assert said[1].startswith("table, sgd, deferred0.5, seed 0: ")
     names = [
         "whole",
@@ -225,7 +225,6 @@ def test_a_sweep_goes_on_where_it_was_interrupted(short, tmp_path, monkeypatch):
         "deferred0.5.servers",
         "deferred0.5.random",
         "lost0.1",
-        "lost0.1.unscaled",
         "lost0.1.random.gone",
     ]
     assert [each.name for each in first] == [
@@ -235,14 +234,14 @@ def test_a_sweep_goes_on_where_it_was_interrupted(short, tmp_path, monkeypatch):
     written = read(curves)
     assert set(written) == {
         f"{family}_{by}"
-        for family in ("deferral", "deferral_servers", "deferral_at_random", "loss", "loss_unscaled", "loss_for_good")
+        for family in ("deferral", "deferral_servers", "deferral_at_random", "loss", "loss_for_good")
         for by in ("sgd", "adamw")
     }
     assert all(curve.measured and "2 seeds" in curve.source for curve in written.values())
     assert written["deferral_sgd"].steps_factor(0.5) == pytest.approx(first[1].details["steps_factor"])
     monkeypatch.setattr(convergence, "sources_digest", lambda: "other")
     measure(**sweep | {"seeds": 1, "curves": None})
-    assert len(made) == 42, "what depends on other sources is"
+    assert len(made) == 36, "what depends on other sources is"
 
 
 def test_nonsense_is_refused(tmp_path, capsys):

@@ -145,4 +145,4 @@ def assert_death_is_known(ranks):
     assert second.status == -signal.SIGKILL
     assert first.status == 1, first.output
     assert "rank 1 has ended" in first.output
-    assert "step 6" in first.output
+    assert "step 6" in first.output, first.output
