@@ -278,17 +278,19 @@ class RankContext:
     """The rank that this is."""
     peers: Sequence[int] = field(init=False)
     """The other contributors, ascending."""
+    ranks: int = field(init=False)
+    """One more than the highest rank that sends or receives: what messages are numbered by."""
 
     def __post_init__(self) -> None:
         contributors = sorted(self.contributors)
         object.__setattr__(self, "contributors", contributors)
         object.__setattr__(self, "rank", self.endpoint.rank)
         object.__setattr__(self, "peers", [rank for rank in contributors if rank != self.endpoint.rank])
+        object.__setattr__(self, "ranks", max(contributors[-1], -1 if self.server is None else self.server) + 1)
 
     def key(self, step: int, sequence: int, phase: int, receiver: int) -> MessageKey:
         """Return the key of a message of two hops; see :func:`dlcp.collectives.message_numbers.two_hop_number`."""
-        highest = max(self.contributors[-1], -1 if self.server is None else self.server)
-        return MessageKey(step, two_hop_number(sequence, phase, receiver, highest + 1, shared=self.beside_ring))
+        return MessageKey(step, two_hop_number(sequence, phase, receiver, self.ranks, shared=self.beside_ring))
 
     def check_key(self, step: int, sequence: int) -> None:
         """Raise ValueError if a bucket's messages cannot be numbered."""

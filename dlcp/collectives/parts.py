@@ -5,7 +5,7 @@ A server sends a message once all workers have sent theirs. In one piece, a larg
 towards the server, and then the one from it. P3 (MLSys 2019) and ByteScheduler (SOSP 2019) divide gradients, too.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,8 +47,7 @@ class AllReduceInParts:
 
     def __init__(self, plain: DirectAllReduce) -> None:
         self.plain = plain
-        context = plain.context
-        self._ranks = max([*context.contributors, -1 if context.server is None else context.server]) + 1
+        self._ranks = plain.context.ranks
         self._layouts: dict[int, tuple[tuple[object, ...], list[_Part]]] = {}
         """Parts by number of the bucket, and what they suit: a step has the buckets of the last one."""
         self._started: dict[tuple[int, int], tuple[Bucket, list[_Part]]] = {}
@@ -57,10 +56,6 @@ class AllReduceInParts:
         """Refuse packets of steps before ``step`` from now on."""
         self._started = {name: each for name, each in self._started.items() if name[0] >= step - 1}
         self.plain.begin_step(step)
-
-    def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
-        """See :class:`dlcp.collectives.pipeline.MeasuringReducer`."""
-        return self.plain.received_bps(slow)
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Average a bucket; the future's result is ``bucket.values``, written in place. See :class:`Strategy`."""
