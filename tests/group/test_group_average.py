@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import dlcp.session
+from dlcp.collectives import deferral
 from dlcp.dtypes import ValueType
 from dlcp.session import Options, average_metrics, buckets, mean_over_ranks
 from dlcp.session.buckets import BucketPlan
@@ -58,7 +59,11 @@ def test_whole_steps_are_averaged_in_place(size):
                 np.testing.assert_array_equal(got[name], results[0][0][number][name], "replicas are identical")
 
 
-def test_after_a_flush_nothing_is_left_to_send():
+def test_after_a_flush_nothing_is_left_to_send(monkeypatch):
+    # No port is slow here: the rule says so in the network's place.
+    monkeypatch.setattr(deferral, "WHOLE_STEPS", 0)
+    monkeypatch.setattr(deferral.Deferral, "shares", lambda self, *_, **__: {1 - self._rank: 0.5})
+
     def train(group):
         group.register(["w"])
         left, total = [], 0.0
@@ -75,11 +80,13 @@ def test_after_a_flush_nothing_is_left_to_send():
         group.end_step()
         return left, total
 
-    options = Options(loss_bound=0.3, immediate=True, tag_policy=ALL_DROPPABLE, shared_memory=False)
+    options = Options(
+        loss_bound=0.3, immediate=True, tag_policy=ALL_DROPPABLE, shared_memory=False, deferral_bound=0.75
+    )
     results = together(2, train, options)
     given = sum(np.random.default_rng([rank, step]).standard_normal(60_000) for rank in range(2) for step in range(4))
-    assert max(max(left[:3]) for left, _ in results) > 1000, "immediate mode leaves something to send"
     for left, total in results:
+        assert min(left[:3]) > 1000
         assert left[3] == 0
         np.testing.assert_allclose(2 * total, given, atol=1e-4)
 
