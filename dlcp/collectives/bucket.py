@@ -204,7 +204,8 @@ class ReduceOptions:
     error_feedback
         Send what was lost with the next step.
     rescale
-        Divide each sum by how many ranks it holds rather than by how many there are, so that loss does not shrink it.
+        Divide each sum by how many ranks it holds rather than by how many there are, so that loss does not shrink it. Not
+        stable over many steps beside error feedback: see :class:`dlcp.session.Options`.
     adaptive_shards
         Give ranks that receive slowly, because their port is congested, smaller shards.
     layers
@@ -216,7 +217,7 @@ class ReduceOptions:
 
     bound: LossBound = field(default_factory=lambda: LossBound(0.1))
     error_feedback: bool = True
-    rescale: bool = True
+    rescale: bool = False
     adaptive_shards: bool = True
     layers: LayerBounds = field(default_factory=LayerBounds)
     deferral_bound: float = 0.0
