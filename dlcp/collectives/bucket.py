@@ -204,8 +204,8 @@ class ReduceOptions:
     error_feedback
         Send what was lost with the next step.
     rescale
-        Divide each sum by how many ranks it holds rather than by how many there are, so that loss does not shrink it. Not
-        stable over many steps beside error feedback: see :class:`dlcp.session.Options`.
+        Divide each sum by how many ranks it holds rather than by how many there are, so that loss does not shrink it.
+        Not stable over many steps beside error feedback: see :class:`dlcp.session.Options`.
     adaptive_shards
         Give ranks that receive slowly, because their port is congested, smaller shards.
     layers
