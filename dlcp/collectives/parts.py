@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import Bucket
+from dlcp.collectives.bucket import Bucket, RankContext
 from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.message_numbers import part_number, parts_allowed
 from dlcp.collectives.partial_result import PartialResult
@@ -35,19 +35,21 @@ class _Part:
 
 
 class AllReduceInParts:
-    """All-reduce by a parameter server, of each large bucket in parts.
+    """All-reduce by a parameter server, of each large bucket in parts. Timelines show buckets, not their parts.
 
     Parameters
     ----------
-    plain
-        What averages each part.
+    context
+        This rank, and what its algorithms share.
+    server
+        The server's rank.
     """
 
     recoverable = True
 
-    def __init__(self, plain: DirectAllReduce) -> None:
-        self.plain = plain
-        self._ranks = plain.context.ranks
+    def __init__(self, context: RankContext, server: int) -> None:
+        self.plain = DirectAllReduce(replace(context, noted=False), weights={server: 1.0})
+        self._server, self._ranks = server, context.ranks
         self._layouts: dict[int, tuple[tuple[object, ...], list[_Part]]] = {}
         """Parts by number of the bucket, and what they suit: a step has the buckets of the last one."""
         self._started: dict[tuple[int, int], tuple[Bucket, list[_Part]]] = {}
@@ -61,13 +63,11 @@ class AllReduceInParts:
         """Average a bucket; the future's result is ``bucket.values``, written in place. See :class:`Strategy`."""
         parts = self._parts(sequence, bucket)
         self._started[step, sequence] = bucket, parts
-        if len(parts) == 1:
-            return self.plain.start(step, part_number(sequence, 0, self._ranks), bucket)
         context, per_packet = self.plain.context, self._per_packet(bucket)
         if context.options.error_feedback:  # a layer's residual is added at once, and some lie in several parts
             context.residual.apply(bucket.values, bucket.segments, bucket.value_type)
         averaged: Future[NDArray[np.generic]] = Future()
-        left = set(range(len(parts)))
+        timeline, left = context.endpoint.timeline, set(range(len(parts)))
 
         def on_done(index: int, future: "Future[NDArray[np.generic]]") -> None:
             left.discard(index)  # all in the endpoint's thread
@@ -75,6 +75,8 @@ class AllReduceInParts:
             if error and not averaged.done():
                 averaged.set_exception(error)
             elif not left and not averaged.done():
+                if timeline is not None:
+                    timeline.note("gathered", step, sequence, self._server)
                 averaged.set_result(bucket.values)
 
         runs = []
@@ -85,6 +87,8 @@ class AllReduceInParts:
             values = bucket.values[part.start : part.stop]
             piece = replace(bucket, values=values, segments=part.segments, magnitudes=magnitudes)
             runs.append(self.plain.prepare(step, part_number(sequence, index, self._ranks), piece))
+        if timeline is not None:
+            timeline.note("tagged", step, sequence)
         for index, run in enumerate(runs):  # only now: what the first one loses is for the next step
             run.start().add_done_callback(partial(on_done, index))
         return averaged

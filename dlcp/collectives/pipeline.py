@@ -331,8 +331,7 @@ def _plain(collective: str, context: RankContext, topology: Topology, costs: Cos
     if collective == SERVER and topology.server is not None:
         from dlcp.collectives.parts import AllReduceInParts
 
-        context = replace(context, noted=False)
-        return AllReduceInParts(DirectAllReduce(context, weights={topology.server: 1.0}))
+        return AllReduceInParts(context, topology.server)
     if collective == AUTO and topology.server is not None:
         reducers[SERVER] = DirectAllReduce(context, weights={topology.server: 1.0})
     if collective == AUTO:

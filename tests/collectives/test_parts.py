@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Large buckets go to a parameter server in parts: sooner done, and otherwise as if they were whole."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -18,6 +20,7 @@ from tests.collectives.virtual_ranks import ONE_BUCKET, SIZES, Ranks, assert_ide
 
 WORKERS = 3
 MBIT = 1e6
+EVENTS = ("tagged", "gathered")
 
 
 class RanksWithServer(Ranks):
@@ -25,7 +28,7 @@ class RanksWithServer(Ranks):
         super().__init__(WORKERS, server=True, bound=bound, **fields)
         self.serve(ServerOptions(LossBound(bound), self.value_type))
         if in_parts:
-            self.reducers = [AllReduceInParts(reducer) for reducer in self.reducers]
+            self.reducers = [AllReduceInParts(reducer.context, WORKERS) for reducer in self.reducers]
 
     def owed(self, name):
         """A residual is as long as the part of the layer up to its last value that was ever lost."""
@@ -95,6 +98,20 @@ def test_a_bucket_that_broke_off_is_completed_from_its_parts():
             names = THREE_BUCKETS[sequence]
             expected = np.concatenate([exact_average(gradients, ValueType.FLOAT32, name) for name in names])
             np.testing.assert_allclose(found[sequence].values, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_timelines_show_buckets_and_not_their_parts():
+    ranks = RanksWithServer()
+    noted = []
+    for endpoint in ranks.endpoints[:WORKERS]:
+        endpoint.timeline = SimpleNamespace(
+            note=lambda *values: noted.append(values), note_message=lambda *values: None
+        )
+    ranks.reduce(0, ranks.gradients(0), THREE_BUCKETS)
+    tagged, gathered = ([(step, number) for name, step, number, *_ in noted if name == event] for event in EVENTS)
+    assert sorted(tagged) == sorted(gathered) == sorted([(0, 0), (0, 1), (0, 2)] * WORKERS)
+    assert {name for name, *_ in noted} == set(EVENTS)
+    assert {last for name, _, _, *last_of in noted for last in last_of} == {WORKERS}
 
 
 def test_a_part_that_fails_fails_its_bucket():
