@@ -25,7 +25,7 @@ from dlcp.transport import (
 from dlcp.transport.engine import RULES
 from dlcp.transport.native_engine import NativeEngine
 from dlcp.transport.plain import PlainEngine
-from dlcp.wire import Header, PacketType
+from dlcp.wire import ACK_ENTRY, Header, PacketType
 from tests.transport.network import Network, plain_tags
 from tests.waiting import until
 
@@ -88,9 +88,11 @@ def test_marks_on_the_way_are_counted_and_echoed(pair):
     marked = seen = 0
     while seen < 10:
         ((datagram, tos),) = packets(bare, PacketType.ACK)
-        header = wire.decode(datagram)
-        seen, marked = header.index, header.count
+        entries = ACK_ENTRY.iter_unpack(datagram[wire.HEADER_BYTES :])
+        seen = max(bits.bit_count() for *_, block, bits in entries if block == 0)
+        marked = wire.decode(datagram).count
         assert tos == wire.dscp(7, False) << 2
+        assert marked == min(seen, 4)
     assert marked == 4
     assert not arrival.done()
 
