@@ -315,10 +315,10 @@ struct flow {
 };
 
 /* Memory for messages that arrive early, used again: fresh memory costs as much as what is done with it. */
-enum { EARLY_CACHED = 16 };
+enum { EARLY_CACHED = 64 };
 typedef struct {
     uint8_t *memory;
-    int64_t bytes;
+    int64_t capacity;
 } early_buffer;
 
 struct engine {

@@ -72,17 +72,26 @@ static void table_remove(table *self, const known *one) {
 
 /* Memory for messages that arrive early ---------------------------------------------------------------------------- */
 
+/* Return a size rounded up by at most an eighth: shards of a bucket differ by a packet, and share buffers. */
+static int64_t early_capacity(int64_t bytes) {
+    int64_t step = 1;
+    while (step * 16 <= bytes)
+        step *= 2;
+    return (bytes + step - 1) / step * step;
+}
+
 static uint8_t *early_take(engine *owner, int64_t bytes) {
-    for (int i = 0; i < EARLY_CACHED; i++) {
+    int64_t capacity = early_capacity(bytes);
+    uint8_t *memory = NULL;
+    for (int i = 0; i < EARLY_CACHED && !memory; i++) {
         early_buffer *free_one = &owner->early[i];
-        if (free_one->bytes < bytes || free_one->bytes > 2 * bytes)
+        if (free_one->capacity != capacity)
             continue;
-        uint8_t *memory = free_one->memory;
+        memory = free_one->memory;
         *free_one = (early_buffer){NULL, 0};
-        owner->early_bytes += bytes;
-        return memory;
     }
-    uint8_t *memory = malloc((size_t)bytes);
+    if (!memory)
+        memory = malloc((size_t)capacity);
     if (memory)
         owner->early_bytes += bytes;
     return memory;
@@ -90,16 +99,17 @@ static uint8_t *early_take(engine *owner, int64_t bytes) {
 
 static void early_give(engine *owner, uint8_t *memory, int64_t bytes) {
     owner->early_bytes -= bytes;
+    int64_t capacity = early_capacity(bytes);
     early_buffer *chosen = &owner->early[0]; /* an empty one, or the smallest */
     for (int i = 1; i < EARLY_CACHED; i++)
-        if (owner->early[i].bytes < chosen->bytes)
+        if (owner->early[i].capacity < chosen->capacity)
             chosen = &owner->early[i];
-    if (chosen->bytes > bytes) {
+    if (chosen->capacity > capacity) {
         free(memory);
         return;
     }
     free(chosen->memory);
-    *chosen = (early_buffer){memory, bytes};
+    *chosen = (early_buffer){memory, capacity};
 }
 
 /* Copies past the caches ------------------------------------------------------------------------------------------- */

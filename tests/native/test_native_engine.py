@@ -2,6 +2,7 @@
 """The engine in C, compiled once more with checks on every access, goes through the tests of both engines."""
 
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -199,3 +200,47 @@ def test_the_engine_says_why_it_is_not_here():
         with pytest.raises(Exception, match="the engine in C is not here"):
             NativeEngine(0, {}, {}, job=0, token=0, options=TransportOptions(), sock=None, now_s=0.0)
     assert available()
+
+
+FAULTS_RUN = """
+import ctypes, resource, sys
+from dlcp.transport import TransportOptions
+from dlcp.transport.native_engine import NativeEngine
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+def faults_of_a_step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    gradients = [libc.malloc(6 << 20) for _ in range(8)]
+    for each in gradients:
+        ctypes.memset(each, 1, 6 << 20)
+    for each in gradients:
+        libc.free(each)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+if sys.argv[1] == "engine":
+    NativeEngine(0, {}, {}, job=0, token=0, options=TransportOptions(), sock=None, now_s=0.0)
+print(min(faults_of_a_step() for _ in range(5)))
+"""
+
+
+@pytest.mark.skipif(not available(), reason="the engine in C is not here")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="memory is that of another library than glibc")
+def test_steps_beside_an_engine_use_the_same_memory_again():
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    faults = {
+        beside: int(
+            subprocess.run(
+                [sys.executable, "-c", FAULTS_RUN, beside],
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                check=True,
+            ).stdout
+        )
+        for beside in ("nothing", "engine")
+    }
+    assert faults["engine"] < 100 < 1000 < faults["nothing"]
