@@ -55,8 +55,8 @@ class Bucket:
         out.
     samples
         How many samples each contributor's values are the mean of, where contributors differ. The values have been
-        multiplied by :func:`dlcp.collectives.reduction_rules.weight_of`; where contributions are lost, the rest is
-        divided by its own samples.
+        multiplied by :func:`dlcp.collectives.reduction_rules.weight_of`; where contributions are lost, rescaling
+        divides the rest by its own samples.
     scattered
         A reduce-scatter: each owner of a shard keeps the average of it, and the other shards' values mean nothing then.
         Only for the direct all-reduce, with shards of one size: its owners are the contributors, ascending.
@@ -205,7 +205,7 @@ class ReduceOptions:
         Send what was lost with the next step.
     rescale
         Divide each sum by how many ranks it holds rather than by how many there are, so that loss does not shrink it.
-        Not stable over many steps beside error feedback: see :class:`dlcp.session.Options`.
+        Only without error feedback: both at once are not stable over many steps (:class:`dlcp.session.Options`).
     adaptive_shards
         Give ranks that receive slowly, because their port is congested, smaller shards.
     layers
@@ -213,6 +213,11 @@ class ReduceOptions:
     deferral_bound
         The largest share of a message's packets that may be put off to a later step for ranks behind a slow port, 0 to
         1 (:mod:`dlcp.collectives.deferral`). Only with error feedback.
+
+    Raises
+    ------
+    ValueError
+        Both ``rescale`` and ``error_feedback`` are asked for.
     """
 
     bound: LossBound = field(default_factory=lambda: LossBound(0.1))
@@ -221,6 +226,13 @@ class ReduceOptions:
     adaptive_shards: bool = True
     layers: LayerBounds = field(default_factory=LayerBounds)
     deferral_bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rescale and self.error_feedback:
+            raise ValueError(
+                "rescale goes only without error_feedback: to divide sums by how many ranks they hold and to send what "
+                "they lack with the next step is not stable over many steps (see dlcp.session.Options)"
+            )
 
     def bound_of(self, bucket: Bucket) -> LossBound:
         """Return what a bucket may lose where its layers have no bound of their own."""

@@ -357,7 +357,7 @@ class DirectRun(BucketRun):
             if bucket.factor != 1:
                 np.multiply(own, np.float32(bucket.factor), out=own)
         elif accumulator.peers:
-            mean, error = average(
+            mean = average(
                 {**accumulator.contributions, self.rank: own},
                 self._delivered(accumulator),
                 bucket.value_type,
@@ -365,7 +365,6 @@ class DirectRun(BucketRun):
                 rescale=self.context.options.rescale,
                 samples=bucket.samples,
             )
-            self._lose(self.rank, np.flatnonzero(error), error)
             with np.errstate(over="ignore", invalid="ignore"):  # which is for the loss scaler to see
                 own[:] = bucket.value_type.narrow(mean if bucket.factor == 1 else mean * mean.dtype.type(bucket.factor))
         accumulator.release()
@@ -391,23 +390,16 @@ class DirectRun(BucketRun):
 
     def _finish_streaming(self, accumulator: ShardAccumulator, reduction: StreamingReduction) -> None:
         """Average the packets that lack contributions; complete ones are averaged already."""
-        options, whole, samples = self.context.options, accumulator.whole, self.bucket.samples
+        rescale, samples = self.context.options.rescale, self.bucket.samples
         own = cast("NDArray[np.float32]", accumulator.own)
-        error = None if whole or not (options.error_feedback and options.rescale) else np.zeros(len(own), np.float32)
-        if samples is None or whole:
-            reduction.finish(options.rescale, error)
+        if accumulator.whole or samples is None or not rescale:
+            reduction.finish(rescale)
         else:
             reduction.finish(False)
-            if options.rescale:
-                held = held_samples(self._delivered(accumulator), samples)
-                divide_by_samples(own, held, len(self.context.contributors), self.values_per_packet, samples, error)
-        if whole:
-            return
-        if self.copy is not None:
+            held = held_samples(self._delivered(accumulator), samples)
+            divide_by_samples(own, held, len(self.context.contributors), self.values_per_packet, samples)
+        if self.copy is not None and not accumulator.whole:
             self.copy[:] = own
-        if error is not None:
-            missing = ~np.logical_and.reduce(list(accumulator.delivered.values()))
-            self._lose(self.rank, self._positions(missing, len(own)), error)
 
     def _defer_average(self) -> None:
         """Put off what of the own averaged shard the slowest receiver has no time for: it is zero on all ranks."""

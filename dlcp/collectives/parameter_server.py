@@ -45,8 +45,8 @@ class ServerOptions:
     value_type
         The format of the gradients.
     rescale
-        Divide each sum by how many workers it holds. Only without error feedback: a server has no parameters to keep
-        the residual of, so with both, lost gradients would count twice.
+        Divide each sum by how many workers it holds. Only without error feedback: with both, lost gradients would count
+        twice.
     weighted
         Workers say at the beginning of each step how many samples they have, and multiply what they send by their
         weight (:mod:`dlcp.collectives.reduction_rules`). Only float32.
@@ -141,7 +141,7 @@ class ParameterServer:
             raise ValueError(
                 f"step {key.step}, {self._label(key)}: workers sent {sizes} bytes; do all run the same model?"
             )
-        mean, _ = average(
+        mean = average(
             {worker: arrival.payload.view(value_type.storage) for worker, arrival in bucket.items()},
             {worker: arrival.delivered for worker, arrival in bucket.items()},
             value_type,

@@ -4,10 +4,11 @@
 **Weights.** Ranks may have batches of different sizes; every sample counts the same, whichever rank has it. Rank r of n
 has the mean gradient g_r of its s_r samples; what is wanted is sum(s_r g_r) / sum(s_r). So each rank contributes
 x_r = w_r g_r with the weight w_r = n s_r / sum(s_r), and the plain average of the x_r is that. Where only the ranks in
-D have delivered a packet, the plain average of theirs is not: their sum is divided by the sum of their weights. With
-all of them that is n again, so nothing changes for packets that are complete. What is lost becomes residual as it was
-contributed, weight included: so over the steps, n times the averages plus the residual is the sum of all contributions,
-as it is where all ranks weigh the same. Ding et al. weigh so as well (HetSeq, AAAI 2021, arXiv 2009.14783).
+D have delivered a packet, the plain average of theirs is not: rescaling divides their sum by the sum of their weights.
+With all of them that is n again, so nothing changes for packets that are complete. Error feedback divides by n whatever
+is lost, and that becomes residual as it was contributed, weight included: so over the steps, n times the averages plus
+the residual is the sum of all contributions, as it is where all ranks weigh the same. Ding et al. weigh so as well
+(HetSeq, AAAI 2021, arXiv 2009.14783).
 
 **Adasum** (Maleki et al., MLSys 2021, arXiv 2006.02924) adds what is orthogonal and averages what is parallel, so that
 the step of many ranks is as long as the data bears, without tuning the learning rate anew for their number. For two:
@@ -128,7 +129,7 @@ def average(
     *,
     rescale: bool,
     samples: Mapping[int, int] | None = None,
-) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
+) -> NDArray[np.floating]:
     """Average contributions in the order of ranks, so that the result does not depend on which came first.
 
     Parameters
@@ -142,10 +143,6 @@ def average(
     samples
         How many samples each rank's values are of, which have been multiplied by its weight: then those who delivered
         a packet count by their samples.
-
-    Returns
-    -------
-    The average, and its residual as :func:`divide` returns it.
     """
     total: NDArray[np.floating] | None = None
     for rank in sorted(contributions):
@@ -164,30 +161,22 @@ def divide(
     ranks: int,
     values_per_packet: int,
     samples: Mapping[int, int] | None = None,
-) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
-    """Divide a sum by how many ranks it holds, or by their weights.
+) -> NDArray[np.floating]:
+    """Divide a sum by how many ranks it holds, or by their weights; return the average.
 
     Parameters
     ----------
     total
-        The sum; overwritten where nothing is missing.
+        The sum; overwritten.
     held
         How many ranks each packet holds, shape (packets,), or with ``samples`` how many samples. None: all.
-
-    Returns
-    -------
-    The average, and its residual: what of the sum it leaves out or counts too much, ``total - ranks * average``. The
-    residual is empty if nothing is missing.
     """
     if held is None or (held == all_samples(ranks, samples)).all():
-        return np.divide(total, total.dtype.type(ranks), out=total), np.zeros(0, total.dtype)
-    by_packet = divisors(held, ranks, samples)
-    divisor = np.repeat(by_packet, values_per_packet)[: len(total)].astype(total.dtype)
-    mean = total / divisor
-    # What is not finite is for this step's loss scaler; as residual it would spoil the next step.
-    even = (divisor == ranks) | ~np.isfinite(mean)
-    with np.errstate(invalid="ignore"):
-        return mean, np.where(even, 0, total - ranks * mean).astype(total.dtype)
+        total /= total.dtype.type(ranks)
+    else:
+        divisor = np.repeat(divisors(held, ranks, samples), values_per_packet)[: len(total)]
+        total /= divisor.astype(total.dtype)
+    return total
 
 
 def divide_by_samples(
@@ -196,22 +185,13 @@ def divide_by_samples(
     ranks: int,
     values_per_packet: int,
     samples: Mapping[int, int],
-    residual: NDArray[np.float32] | None,
 ) -> None:
-    """Turn incomplete packets, which were divided by the number of ranks, into the mean of their own samples, in place.
-
-    ``residual`` gets what :func:`divide` would return.
-    """
+    """Turn incomplete packets, which were divided by the number of ranks, into means of their samples, in place."""
     by_packet = divisors(held, ranks, samples)
     for packet in np.flatnonzero(by_packet != ranks).tolist():
         part = values[packet * values_per_packet : (packet + 1) * values_per_packet]
         with np.errstate(invalid="ignore", over="ignore"):
-            mean = part * np.float32(ranks / by_packet[packet])
-            left = (part - mean) * np.float32(ranks)
-        part[:] = mean
-        if residual is not None:
-            first = packet * values_per_packet
-            residual[first : first + len(part)] = np.where(np.isfinite(left), left, 0)
+            part *= np.float32(ranks / by_packet[packet])
 
 
 # Sums -----------------------------------------------------------------------------------------------------------------

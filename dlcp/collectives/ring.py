@@ -283,9 +283,7 @@ class RingRun(BucketRun):
             self._send_partial(piece, sum_bytes)
             self._receive_average(piece)  # not before: an average may overwrite only what has been added
             return
-        mean, error = divide(total, counts, self.reducer.ranks, self.values_per_packet, self.bucket.samples)
-        if len(error):
-            self._lose(piece, error)
+        mean = divide(total, counts, self.reducer.ranks, self.values_per_packet, self.bucket.samples)
         own[:] = self.value_type.narrow(mean)
         self.endpoint.buffers.give(sum_bytes)
         self._note_final(piece)
@@ -306,10 +304,9 @@ class RingRun(BucketRun):
 
     def _on_partial_sent(self, piece: Piece, sum_bytes: NDArray[np.uint8], delivery: Delivery) -> None:
         distance = self._distance(piece)
-        delivered = delivery.delivered[: self._packets(piece)]
-        if not delivered.all():
-            values = sum_bytes[: self._value_bytes(piece)].view(self.value_type.storage)
-            lost = np.repeat(~delivered, self.values_per_packet)[: len(values)]
+        if self.context.options.error_feedback and not delivery.delivered.all():
+            values = sum_bytes.view(self.value_type.storage)  # all of it: no counts follow where nothing is rescaled
+            lost = np.repeat(~delivery.delivered, self.values_per_packet)[: len(values)]
             self._lose(piece, np.where(lost, held_by(distance, values, self.value_type), 0))
         if distance == 0:
             self._receive_average(piece)  # not before: what was sent lay where the average goes
@@ -474,8 +471,6 @@ class RingRun(BucketRun):
         return PacketTags(tags.queue[chosen], tags.drop_class[chosen], tags.layer[chosen], tags.protected[chosen])
 
     def _lose(self, piece: Piece, values: NDArray[np.floating]) -> None:
-        if not self.context.options.error_feedback:
-            return
         if self.lost is None:
             self.lost = np.zeros(len(self.bucket.values), values.dtype)
         self.lost[piece.start : piece.stop] += values

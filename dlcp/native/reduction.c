@@ -143,10 +143,9 @@ API void dlcp_reduction_included(const reduction *self, int64_t position, uint64
             set_bit(bits, i);
 }
 
-/* Average what has some contributions missing, once nothing more will come, and free the reduction. `residual`, of
- * `count` values or NULL, gets the sum less divisor times the average, where that is finite: what is not is for this
- * step's loss scaler, and would spoil the next one. Return how many packets were not complete. */
-API int64_t dlcp_reduction_finish(reduction *self, int64_t rescale, float *residual) {
+/* Average what has some contributions missing, once nothing more will come, and free the reduction: divide by how many
+ * ranks contributed with `rescale`, else by the divisor. Return how many packets were not complete. */
+API int64_t dlcp_reduction_finish(reduction *self, int64_t rescale) {
     int64_t incomplete = 0;
     for (int64_t i = 0; i < self->packets; i++) {
         if (self->added[i] == self->members)
@@ -163,13 +162,8 @@ API int64_t dlcp_reduction_finish(reduction *self, int64_t rescale, float *resid
         }
         self->added[i] = (uint16_t)self->members;
         float divisor = rescale ? (float)contributions : self->divisor;
-        for (int64_t j = 0; j < count; j++) {
-            float total = into[j];
-            into[j] = total / divisor;
-            float error = total - self->divisor * into[j];
-            if (residual && isfinite(error))
-                residual[i * self->per_packet + j] += error;
-        }
+        for (int64_t j = 0; j < count; j++)
+            into[j] /= divisor;
         incomplete++;
     }
     dlcp_reduction_free(self);

@@ -34,8 +34,9 @@ class Options:
         Stop at the bound even without congestion, as the paper does.
     error_feedback, rescale
         Send what was lost with the next step; where that is off, divide sums by how many ranks delivered. Both at once
-        would not be stable: of a packet that one of four ranks delivers in every step, the average would be three
-        times as large, with the other sign, in each step after.
+        would not be stable, for what the division counts too much would be taken back with the next step: of a packet
+        that one of four ranks delivers in every step, the average would be three times as large, with the other sign,
+        in each step after.
     adaptive_shards
         Ranks behind a congested port add up less. FSDP2 decides itself what ranks add up.
     collective

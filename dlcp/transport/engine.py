@@ -266,7 +266,7 @@ class StreamingReduction(ABC):
         """Return which packets of a contribution are in the sum, shape (packets,); call it before :meth:`finish`."""
 
     @abstractmethod
-    def finish(self, rescale: bool, residual: NDArray[np.float32] | None = None) -> int:
+    def finish(self, rescale: bool) -> int:
         """Average the packets that lack a contribution which will never arrive; return how many there were.
 
         Complete packets have been averaged before. The reduction is over then.
@@ -275,8 +275,6 @@ class StreamingReduction(ABC):
         ----------
         rescale
             Divide by how many ranks contributed, else by the divisor.
-        residual
-            Gets, for these packets, the sum less the divisor times the average, where that is finite; shape (m,).
         """
 
 

@@ -165,7 +165,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, Sequence[Any]]]] = {
     "dlcp_reduction_copy": (None, [c_void_p, c_void_p]),
     "dlcp_reduction_free": (None, [c_void_p]),
     "dlcp_reduction_included": (None, [c_void_p, c_int64, c_void_p]),
-    "dlcp_reduction_finish": (c_int64, [c_void_p, c_int64, c_void_p]),
+    "dlcp_reduction_finish": (c_int64, [c_void_p, c_int64]),
 }
 
 
@@ -230,10 +230,9 @@ class NativeReduction(StreamingReduction):
         self._library.dlcp_reduction_included(self.pointer, position, bits.ctypes.data)
         return np.unpackbits(bits.view(np.uint8), count=self._packets, bitorder="little").astype(np.bool_)
 
-    def finish(self, rescale: bool, residual: NDArray[np.float32] | None = None) -> int:
+    def finish(self, rescale: bool) -> int:
         """See :meth:`dlcp.transport.engine.StreamingReduction.finish`."""
-        into = None if residual is None else residual.ctypes.data
-        incomplete = int(self._library.dlcp_reduction_finish(self.pointer, rescale, into))
+        incomplete = int(self._library.dlcp_reduction_finish(self.pointer, rescale))
         self.pointer = None
         self.kept.clear()
         return incomplete

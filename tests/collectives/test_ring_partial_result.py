@@ -58,7 +58,7 @@ def test_the_average_is_completed(share, monkeypatch):
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 def test_what_was_lost_before_stays_lost_and_ranks_agree(share, monkeypatch):
     monkeypatch.setattr(ring, "PIECE_BYTES", 16 * 1440)
-    ranks, given, started = broken_at(share, bound=0.6, loss=0.1, policy=NOTHING_PROTECTED, rescale=False)
+    ranks, given, started = broken_at(share, bound=0.6, loss=0.1, policy=NOTHING_PROTECTED)
     averages, held = completed(ranks, started)
     for average in averages[1:]:
         np.testing.assert_array_equal(average, averages[0])

@@ -2,6 +2,7 @@
 """Ranks of a job over a network in virtual time, and their gradients by parameter."""
 
 import numpy as np
+import pytest
 
 from dlcp.collectives import Bucket, DirectAllReduce, ParameterServer, RankContext, ReduceOptions
 from dlcp.dtypes import ValueType
@@ -16,17 +17,24 @@ SMALL_SIZES = {"conv1.weight": 4000, "conv1.bias": 40, "conv2.weight": 8000, "co
 LAYERS = layers_in_order(list(SIZES))
 ONE_BUCKET = [list(SIZES)]
 NOTHING_PROTECTED = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
+RESCALING_AND_ERROR_FEEDBACK = pytest.mark.parametrize(
+    ("rescale", "error_feedback"), [(True, False), (False, True), (False, False)]
+)
 
 
 class Ranks:
-    """``count`` workers, and with ``server`` a parameter server as one more rank."""
+    """``count`` workers, and with ``server`` a parameter server as one more rank.
+
+    By default sums are rescaled where error feedback is off, as sessions do it.
+    """
 
     sizes = SIZES
 
-    def __init__(self, count, *, bound=0.0, error_feedback=True, rescale=True, adaptive_shards=False, immediate=False,
+    def __init__(self, count, *, bound=0.0, error_feedback=True, rescale=None, adaptive_shards=False, immediate=False,
                  policy=None, server=False, value_type=ValueType.FLOAT32, lose=None, network=Selective,
                  deferral_bound=0.0, **fields):  # fmt: skip
         self.count, self.value_type = count, value_type
+        rescale = not error_feedback if rescale is None else rescale
         self.network = network(count + server, lose or (lambda *_: False), **fields)
         self.endpoints = self.network.ranks[:]
         options = ReduceOptions(

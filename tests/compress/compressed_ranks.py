@@ -32,9 +32,9 @@ class AtOnce(Executor):
 
 
 class CompressedRanks:
-    """``count`` ranks that compress, or combine, or both."""
+    """``count`` ranks that compress, or combine, or both. Sums are rescaled where sessions do so."""
 
-    def __init__(self, count, compression="", combine="average", *, bound=0.1, error_feedback=True, rescale=True,
+    def __init__(self, count, compression="", combine="average", *, bound=0.1, error_feedback=True,
                  collective="direct", value_type=ValueType.FLOAT32, policy=NOTHING_PROTECTED, network=Network,
                  **fields):  # fmt: skip
         self.count, self.value_type = count, value_type
@@ -49,7 +49,7 @@ class CompressedRanks:
                 RankContext(
                     self.endpoints[rank],
                     range(count),
-                    ReduceOptions(LossBound(bound), error_feedback, rescale, adaptive_shards=False),
+                    ReduceOptions(LossBound(bound), error_feedback, not error_feedback, adaptive_shards=False),
                     Tagger(policy),
                     self.ledgers[rank],
                     self.residuals[rank],

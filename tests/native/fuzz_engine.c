@@ -54,7 +54,7 @@ reduction *dlcp_reduction_new(float *, int64_t count, int64_t per_packet, int64_
                               int64_t first);
 void dlcp_reduction_copy(reduction *, float *copy);
 void dlcp_reduction_included(const reduction *, int64_t position, uint64_t *bits);
-int64_t dlcp_reduction_finish(reduction *, int64_t rescale, float *residual);
+int64_t dlcp_reduction_finish(reduction *, int64_t rescale);
 
 typedef struct {
     int from, way, tos;
@@ -64,7 +64,7 @@ typedef struct {
 
 typedef struct {
     reduction *state;
-    float *values, *copy, *residual;
+    float *values, *copy;
     int64_t count;
     int to, rescale;
 } sum;
@@ -501,7 +501,7 @@ static void finish_sum(sum *self) {
     for (message *one = world.messages; one < world.messages + world.message_count; one++)
         if (one->sum == self)
             members[count++] = one, excused |= one->excused || !one->arrived;
-    dlcp_reduction_finish(self->state, self->rescale, self->residual);
+    dlcp_reduction_finish(self->state, self->rescale);
     self->state = NULL;
     for (int64_t i = 0; !excused && i < self->count; i++) {
         float total = 1, contributions = 1;
@@ -675,8 +675,7 @@ static void begin_sum(int to) {
                   .to = to,
                   .rescale = kind & 1,
                   .values = make((size_t)count * 4, 0),
-                  .copy = make((size_t)count * 4, FILL),
-                  .residual = make((size_t)count * 4, 0)};
+                  .copy = make((size_t)count * 4, FILL)};
     for (int64_t i = 0; i < count; i++)
         self->values[i] = 1;
     int64_t per_packet = world.payload_bytes / 4, packets = (count + per_packet - 1) / per_packet, position = 0;
@@ -841,7 +840,6 @@ static void leave(void) {
         }
         free(one->values);
         free(one->copy);
-        free(one->residual);
     }
     for (message *one = world.messages; one < world.messages + world.message_count; one++) {
         free_into(one);

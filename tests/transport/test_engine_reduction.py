@@ -30,10 +30,10 @@ def order_of(packet, packets, members, first_block):
 
 
 def expected_sum(shares, arrived, *, rescale, divisor=None, first_block=None):
-    """The average and what of the sum it leaves out, by packets: own values first, then the others in their order."""
+    """The average, by packets: own values first, then the others in their order."""
     ranks = len(shares)
     divisor = np.float32(divisor or ranks)
-    total, owed = shares[0].copy(), np.zeros_like(shares[0])
+    total = shares[0].copy()
     packets = -(-len(total) // PER_PACKET)
     for packet in range(packets):
         part = slice(packet * PER_PACKET, (packet + 1) * PER_PACKET)
@@ -42,13 +42,8 @@ def expected_sum(shares, arrived, *, rescale, divisor=None, first_block=None):
         for share in here:
             total[part] += share
         missing = len(here) < ranks - 1
-        mean = total[part] / (np.float32(1 + len(here)) if rescale and missing else divisor)
-        if missing:
-            with np.errstate(invalid="ignore", over="ignore"):
-                error = total[part] - divisor * mean
-            owed[part] = np.where(np.isfinite(error), error, 0)
-        total[part] = mean
-    return total, owed
+        total[part] /= np.float32(1 + len(here)) if rescale and missing else divisor
+    return total
 
 
 class Folding:
@@ -83,9 +78,9 @@ class Folding:
         payload = self.shares[position + 1][packet * PER_PACKET : (packet + 1) * PER_PACKET].tobytes()
         self.bare.take_data(packet, self.packets, payload, key=self.key(position), rank=position + 1)
 
-    def finish(self, rescale, owed=None):
+    def finish(self, rescale):
         self.bare.engine.stop()
-        return self.fold.finish(rescale, owed)
+        return self.fold.finish(rescale)
 
 
 def run(shares, seed, *, loss, rescale, early, compiled=None, duplicate=0.1, divisor=None, first_block=None):
@@ -113,9 +108,8 @@ def run(shares, seed, *, loss, rescale, early, compiled=None, duplicate=0.1, div
     complete = np.repeat(arrived.all(0), PER_PACKET)[: folding.count]
     assert folding.copy[complete].tobytes() == partial[complete].tobytes(), "complete averages are there twice"
     assert np.isnan(folding.copy[~complete]).all()
-    owed = np.zeros(folding.count, np.float32)
-    incomplete = folding.finish(rescale, owed)
-    return folding.values, owed, incomplete, arrived, included, partial
+    incomplete = folding.finish(rescale)
+    return folding.values, incomplete, arrived, included, partial
 
 
 @ENGINES
@@ -125,10 +119,8 @@ def run(shares, seed, *, loss, rescale, early, compiled=None, duplicate=0.1, div
 def test_sums_are_those_of_numpy_in_the_stated_order(ranks, loss, rescale):
     for seed, count in enumerate((1, PER_PACKET, PER_PACKET * 5 - 1, PER_PACKET * 13 + 7, PER_PACKET * 70)):
         shares = shares_of(ranks - 1, count, seed)
-        values, owed, incomplete, arrived, _, _ = run(shares, seed, loss=loss, rescale=rescale, early=0.4)
-        mean, error = expected_sum(shares, arrived, rescale=rescale)
-        assert values.tobytes() == mean.tobytes()
-        assert owed.tobytes() == error.tobytes()
+        values, incomplete, arrived, _, _ = run(shares, seed, loss=loss, rescale=rescale, early=0.4)
+        assert values.tobytes() == expected_sum(shares, arrived, rescale=rescale).tobytes()
         assert incomplete == np.count_nonzero(~arrived.all(0))
 
 
@@ -139,10 +131,8 @@ def test_in_each_region_another_member_is_the_first(members, loss):
     for first_block, packets in ((0, 100), (1, BLOCK_PACKETS * 2), (4, BLOCK_PACKETS * 4 + 77)):
         shares = shares_of(members, PER_PACKET * packets - 3, packets)
         told = {"rescale": True, "first_block": first_block}
-        values, owed, incomplete, arrived, included, _ = run(shares, packets, loss=loss, early=0.4, **told)
-        mean, error = expected_sum(shares, arrived, **told)
-        assert values.tobytes() == mean.tobytes()
-        assert owed.tobytes() == error.tobytes()
+        values, incomplete, arrived, included, _ = run(shares, packets, loss=loss, early=0.4, **told)
+        assert values.tobytes() == expected_sum(shares, arrived, **told).tobytes()
         assert incomplete == np.count_nonzero(~arrived.all(0))
         for packet in range(packets):
             order = order_of(packet, packets, members, first_block)
@@ -169,15 +159,15 @@ def test_nothing_waits_where_members_take_turns(members):
     assert all((room == 0xEE).all() for room in folding.rooms.values())
     assert folding.finish(True) == 0
     arrived = np.ones((members, packets), bool)
-    assert folding.values.tobytes() == expected_sum(shares, arrived, rescale=True, first_block=seed % 6)[0].tobytes()
+    assert folding.values.tobytes() == expected_sum(shares, arrived, rescale=True, first_block=seed % 6).tobytes()
 
 
 @ENGINES
 @pytest.mark.parametrize("divisor", [1, 2, 3, 10])
 def test_a_sum_may_be_divided_by_anything(divisor):
     shares = shares_of(3, PER_PACKET * 9 + 1, divisor)
-    values, _, _, arrived, _, _ = run(shares, 1, loss=0.0, rescale=False, early=0.4, divisor=divisor)
-    assert values.tobytes() == expected_sum(shares, arrived, rescale=False, divisor=divisor)[0].tobytes()
+    values, _, arrived, _, _ = run(shares, 1, loss=0.0, rescale=False, early=0.4, divisor=divisor)
+    assert values.tobytes() == expected_sum(shares, arrived, rescale=False, divisor=divisor).tobytes()
 
 
 @ENGINES
@@ -217,33 +207,17 @@ def test_both_engines_form_the_same_sums(seed):
 
 @ENGINES
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_no_number_is_not_owed(value):
-    # It would come back in the next step, which a loss scaler has not made smaller.
+def test_what_is_no_number_stays_none_where_contributions_are_missing(value):
+    # A loss scaler has to see it.
     shares = np.ones((3, PER_PACKET), np.float32)
     shares[0, 7] = value
     folding = Folding(shares)
     for position in (0, 1):
         folding.expect(position)
     folding.take(0, 0)
-    owed = np.zeros(PER_PACKET, np.float32)
-    with np.errstate(invalid="ignore"):
-        assert folding.finish(True, owed) == 1
+    assert folding.finish(True) == 1
     assert not np.isfinite(folding.values[7])
-    assert owed[7] == 0
-    np.testing.assert_array_equal(np.delete(owed, 7), -1)
-
-
-@ENGINES
-def test_what_is_owed_is_added_to_what_was_owed():
-    shares = np.ones((3, PER_PACKET * 2), np.float32)
-    folding = Folding(shares)
-    for position in (0, 1):
-        folding.expect(position)
-        folding.take(position, 1)
-    owed = np.full(PER_PACKET * 2, 5, np.float32)
-    assert folding.finish(True, owed) == 1
-    assert owed.tolist() == [3] * PER_PACKET + [5] * PER_PACKET
-    assert (folding.values == 1).all()
+    np.testing.assert_array_equal(np.delete(folding.values, 7), 1)
 
 
 @ENGINES
@@ -254,7 +228,7 @@ def test_nothing_of_a_message_that_is_lost_altogether_is_needed():
         folding.expect(position)
         for packet in range(folding.packets):
             folding.take(position, packet)
-    assert folding.finish(True, None) == folding.packets
+    assert folding.finish(True) == folding.packets
     np.testing.assert_array_equal(folding.values, ((shares[0] + shares[1]) + shares[3]) / np.float32(3))
 
 

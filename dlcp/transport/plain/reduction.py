@@ -106,7 +106,7 @@ class PlainReduction(StreamingReduction):
         """See :meth:`dlcp.transport.engine.StreamingReduction.included`."""
         return self.added > self._turns(position)
 
-    def finish(self, rescale: bool, residual: NDArray[np.float32] | None = None) -> int:
+    def finish(self, rescale: bool) -> int:
         """See :meth:`dlcp.transport.engine.StreamingReduction.finish`."""
         incomplete = np.flatnonzero(self.added < len(self.members)).tolist()
         for index in incomplete:
@@ -117,12 +117,6 @@ class PlainReduction(StreamingReduction):
                     into += np.ascontiguousarray(member.kept(index)[: len(into) * 4]).view(np.float32)
                     contributions += 1
             self.added[index] = len(self.members)
-            total = into.copy()
             into /= np.float32(contributions) if rescale else self.divisor
-            if residual is not None:
-                with np.errstate(invalid="ignore", over="ignore"):
-                    error = total - self.divisor * into
-                part = residual[index * self.per_packet : index * self.per_packet + len(into)]
-                part += np.where(np.isfinite(error), error, 0)
         self.members = [None] * len(self.members)
         return len(incomplete)
