@@ -65,7 +65,7 @@ class Recovery:
         recovered = recover(self._channel, session.rank, session.ranks, mine, finished=pending is None)
         if pending and pending.bucket and recovered:
             pending.bucket.values[:] = pending.bucket.value_type.narrow(recovered.values)
-            if recovered.residual is not None:
+            if recovered.residual is not None and session.options.error_feedback:
                 session.feedback.add(recovered.residual, pending.segments)
             session.table.finish(pending)
 

@@ -55,8 +55,8 @@ class Given(HostBucket):
 class Session(TrainingSession):
     """A session with a reducer that averages when a test says so."""
 
-    def __init__(self, network, rank, deadline_s=LIMIT_S):
-        options = Options(deadline_s=deadline_s)
+    def __init__(self, network, rank, deadline_s=LIMIT_S, error_feedback=True):
+        options = Options(deadline_s=deadline_s, error_feedback=error_feedback)
         made = {"ledger": Ledger(), "feedback": Residual(), "tagger": Tagger()}
         super().__init__(options, rank, range(network.ranks), ListFallback(network, rank), **made)
         self.reducer = FakeReducer(rank)
@@ -135,6 +135,25 @@ def test_a_bucket_that_dlcp_refuses_is_completed_with_what_is_owed():
     first.start(taken)
     assert values(taken, other) == [7, 7]
     assert first.feedback.of("layer0") is None
+
+
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_what_was_lost_is_owed_only_with_error_feedback(error_feedback):
+    network = Network(2)
+    first, second = (Session(network, rank, error_feedback=error_feedback) for rank in range(2))
+    buckets = first.give(0, 0, 1), second.give(0, 0, 3)
+    (contributed,), (averaged,) = (session.reducer.partial_results() for session in (first, second))
+    contributed.residual = np.full(VALUES, 5, np.float32)
+    averaged.values[:], averaged.final[:] = 2, True
+    first.reducer.partial_results, second.reducer.partial_results = lambda: [contributed], lambda: [averaged]
+    first.reducer.fail(DeadlineError("step 0: too late"))
+    assert values(*buckets) == [2, 2]
+    owed = first.feedback.of("layer0")
+    if error_feedback:
+        np.testing.assert_array_equal(owed, 5 + 1, "what was lost before, and what the average lacks")
+    else:
+        assert owed is None
+    assert second.feedback.of("layer0") is None
 
 
 def test_what_a_rank_has_finished_it_does_not_wait_for():
