@@ -61,6 +61,9 @@ class RateControl(Protocol):
     def on_report(self, report: Report) -> None:
         """Take in one report."""
 
+    def restart(self, now_s: float) -> bool:
+        """After a pause in which nothing was on the way a message begins; return whether the window shrank."""
+
     def on_timeout(self) -> None:
         """Nothing was heard for a whole probe timeout."""
 
@@ -76,6 +79,10 @@ class NoWindow:
 
     def on_report(self, report: Report) -> None:
         """See :meth:`RateControl.on_report`."""
+
+    def restart(self, now_s: float) -> bool:
+        """See :meth:`RateControl.restart`."""
+        return False
 
     def on_timeout(self) -> None:
         """See :meth:`RateControl.on_timeout`."""

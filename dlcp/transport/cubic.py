@@ -80,6 +80,10 @@ class CubicWindow:
         self._epoch_s = -1.0
         self._recovery_until_s = now_s + rtt_s
 
+    def restart(self, now_s: float) -> bool:
+        """See :meth:`RateControl.restart`: the window stays, as CUBIC's does in pauses of less than a timeout."""
+        return False
+
     def on_timeout(self) -> None:
         """Start over from one packet, as RFC 5681 has it."""
         self._threshold = max(2.0, self.window * self._keep)

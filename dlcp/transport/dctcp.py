@@ -53,6 +53,9 @@ queue that could be this flow's, when three quarters of what CUBIC gave way by a
 far beyond its plateau, which says that others are gone. Chosen by us."""
 PAUSE_ROUNDS, PAUSE_MIN_S = 2, 0.01
 """After so long without a report, others may be gone, too. The second is how far apart reports are without hurry."""
+RESTART_PART, RESTART_MEMORY_S = 1 / 4, 10.0
+"""After a pause a flow begins with this part of its window if losses have shrunk that in the time of the second, for
+which the idle path is remembered. Chosen by us: two round trips later it has the whole window again."""
 PROBE_PART = 0.75
 """To see the idle path again, a flow keeps this part of what it holds on the way; BBRv2 keeps half."""
 
@@ -83,6 +86,10 @@ class DctcpWindow:
     to. From then on, and from a loss in an unmarked queue on, the queue is contested, and the window goes by losses
     alone as theirs does (:class:`CubicWindow`), until it has regained what it lost; then delay is tried again.
 
+    Where losses shrank it lately it begins again with a part whenever a message begins after a pause (:meth:`restart`).
+    A whole window at once would find the queue full of what others keep there, packet by packet: flows that pause would
+    lose their shares to those that do not.
+
     What was on the way when a window shrank does not shrink it again. Where marks keep queues short that are longer
     than the path, it may: that is how many flows that begin at once find their shares.
 
@@ -102,7 +109,7 @@ class DctcpWindow:
     def __init__(self, weight: float = 1.0, *, heed_delay: bool = True) -> None:
         self.weight = weight
         self._heed_delay = heed_delay
-        self.window = max(2.0, INITIAL_WINDOW_PACKETS * weight)
+        self.window = self._initial
         self._fraction = 0.0
         self._starting = True
         self._calm_rounds = 0
@@ -125,6 +132,8 @@ class DctcpWindow:
         """The window before the last loss in a contested queue."""
         self._was_full = False
         self._reported_s = 0.0
+        self._overflowed_s = -math.inf
+        """When losses last shrank the window."""
 
     @property
     def contested(self) -> bool:
@@ -135,6 +144,10 @@ class DctcpWindow:
     def slow_start(self) -> bool:
         """See :class:`RateControl`: at first, after a silence, and while losses are tried out."""
         return self._starting or self._random.trying or self.window < self._resume_at
+
+    @property
+    def _initial(self) -> float:
+        return max(2.0, INITIAL_WINDOW_PACKETS * self.weight)
 
     @property
     def _smallest(self) -> float:
@@ -198,6 +211,8 @@ class DctcpWindow:
         else:
             self._trial, self.window, self._probed = None, max(self.window, self._probed), 0.0
             self._finish_round(report, delay_s)
+        if finished.lost and self.window < before and not self._random.trying:
+            self._overflowed_s = report.now_s
         brief = finished.marked and self._path.base_s > DELAY_MIN_S and not self._path.queued(delay_s)
         if self.window < before and (brief or self._trial or self._cubic or not self._heed_delay):
             # Losses of packets that were sent into the place of many lost ones belong to the same event.
@@ -219,13 +234,13 @@ class DctcpWindow:
             if unexplained:
                 self._shrink(max(LOSS_CUT, finished.lost / finished.packets))
         else:
-            self._heed_silent_losses(finished)
+            self._heed_silent_losses(finished, report)
         if self.window == before and delay_s > self._path.allowed_s:
             self._drain(delay_s, report)
         calm = self.window >= before
         if not calm:
             self._calm_rounds = 0
-            self._resume_at = 0.0
+            self._resume_at *= self.window / before
         wary = finished.marked > 0 or unexplained or self._path.queued(delay_s)
         self._growth = self._next_growth(wary) if calm and not self._starting and not self._random.trying else 0.0
 
@@ -238,7 +253,7 @@ class DctcpWindow:
         if fraction and not (self._starting and fraction < START_MARKED):
             self._shrink(self._fraction / 2)
 
-    def _heed_silent_losses(self, finished: Round) -> None:
+    def _heed_silent_losses(self, finished: Round, report: Report) -> None:
         finding = self._random.judge(finished.packets, finished.lost, self.window, starting=self._starting)
         if finding is Finding.CONSPICUOUS:
             self._former = self.window
@@ -246,7 +261,7 @@ class DctcpWindow:
         elif finding is Finding.RANDOM:
             self.window = max(self.window, self._former)
         elif finding is Finding.CONGESTION:
-            self._starting = False
+            self._starting, self._overflowed_s = False, report.now_s
 
     def _shrink(self, share: float) -> None:
         self._starting = False
@@ -314,6 +329,16 @@ class DctcpWindow:
         doublings = min(self._calm_rounds, CALM_ROUNDS_MAX) + max(0, min(self._calm_rounds, 64) - PATIENCE_ROUNDS)
         self._calm_rounds += 1
         return min(self.weight * 2.0**doublings, max(self.weight, self.window / GENTLE))
+
+    def restart(self, now_s: float) -> bool:
+        """See :meth:`RateControl.restart`: it grows by what is delivered until it is what it was."""
+        still = self._starting or self._random.trying or self.contested
+        whole = max(self.window, self._resume_at)
+        part = max(self._initial, whole * RESTART_PART)
+        if still or self.window <= part or now_s - self._overflowed_s > RESTART_MEMORY_S:
+            return False
+        self._resume_at, self.window = whole, part
+        return True
 
     def on_timeout(self) -> None:
         """Halve the window if this is the second time in a row: one question or answer may have been lost at random."""

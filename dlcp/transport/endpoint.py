@@ -202,8 +202,10 @@ class Protocol:
         if self._failure:
             sending.done.set_exception(self._failure)
             return sending.done
+        peer = self._peers[request.peer]
+        peer.on_send(now_s)
         self._engine.send(request, bound, now_s)
-        unconfirmed = self._peers[request.peer].sending
+        unconfirmed = peer.sending
         unconfirmed.pop(request.key, None)  # they stay in the order of their deadlines
         unconfirmed[request.key] = sending
         return sending.done

@@ -114,6 +114,11 @@ class Peer:
     def __post_init__(self) -> None:
         self.limit_window()
 
+    def on_send(self, now_s: float) -> None:
+        """Let the window be smaller if a message begins after a pause: on short paths, where it leaves at once."""
+        if not self.sending and self.base_rtt_s < PACED_RTT_MIN_S and self.control.restart(now_s):
+            self._apply_window()
+
     def on_report(self, reported: Reported) -> None:
         """Let the window follow what came back."""
         report = reported.report

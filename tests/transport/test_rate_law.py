@@ -165,6 +165,51 @@ def test_a_silence_halves_the_window_only_when_it_lasts():
     assert control.window == 50, "what was there before is taken back as fast as it arrives, up to a half"
 
 
+def overflowed(window=400.0):
+    """A window that a marked and full queue has just shrunk."""
+    control = DctcpWindow()
+    control.window = window
+    for step in range(2):  # what it began with is a round of its own
+        control.on_report(Report(1.0 + step / 100, 300, 300, 100, 0.002, 0.002, limited=True))
+    assert control.window < window
+    assert not control.contested
+    return control
+
+
+def test_after_a_loss_a_pause_ends_with_a_part_of_the_window_and_with_all_of_it_two_rounds_later():
+    control = overflowed()
+    before = control.window
+    assert control.restart(1.1)
+    assert control.window == before / 4
+    assert control.slow_start
+    assert not control.restart(1.1), "nothing has come back: another message changes nothing"
+    for round_s in (1.2, 1.3):
+        control.on_report(Report(round_s, int(control.window) + 1, 0, 0, 0.002, 0.002, limited=True))
+    assert before <= control.window < 1.1 * before
+
+
+def test_a_loss_after_a_pause_does_not_take_back_more_than_its_part():
+    control = overflowed()
+    before = control.window
+    control.restart(1.1)
+    for step in range(20):
+        lost = 10 if step == 0 else 0
+        window = int(control.window) + 1
+        control.on_report(Report(1.2 + step / 100, window - lost, lost, lost, 0.002, 0.002, limited=True))
+    assert control.window > before / 2
+
+
+def test_pauses_change_nothing_where_nothing_has_overflowed_lately():
+    for control in (DctcpWindow(), CubicWindow()):
+        control.window = 400.0
+        assert not control.restart(1.0)
+        assert control.window == 400
+    control = overflowed()
+    before = control.window
+    assert not control.restart(12.0)
+    assert control.window == before
+
+
 def test_a_window_that_held_nothing_back_does_not_grow():
     control = DctcpWindow()
     for step in range(100):
