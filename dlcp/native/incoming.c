@@ -97,19 +97,22 @@ static uint8_t *early_take(engine *owner, int64_t bytes) {
     return memory;
 }
 
+/* Keep memory for other messages, but no more bytes of it than may be in use. */
 static void early_give(engine *owner, uint8_t *memory, int64_t bytes) {
     owner->early_bytes -= bytes;
-    int64_t capacity = early_capacity(bytes);
-    early_buffer *chosen = &owner->early[0]; /* an empty one, or the smallest */
-    for (int i = 1; i < EARLY_CACHED; i++)
-        if (owner->early[i].capacity < chosen->capacity)
-            chosen = &owner->early[i];
-    if (chosen->capacity > capacity) {
+    int64_t capacity = early_capacity(bytes), kept = capacity;
+    early_buffer *place = &owner->early[0]; /* an empty one, or the smallest */
+    for (int i = 0; i < EARLY_CACHED; i++) {
+        kept += owner->early[i].capacity;
+        if (owner->early[i].capacity < place->capacity)
+            place = &owner->early[i];
+    }
+    if (place->capacity > capacity || kept - place->capacity > owner->config.early_bytes_max) {
         free(memory);
         return;
     }
-    free(chosen->memory);
-    *chosen = (early_buffer){memory, capacity};
+    free(place->memory);
+    *place = (early_buffer){memory, capacity};
 }
 
 /* Copies past the caches ------------------------------------------------------------------------------------------- */

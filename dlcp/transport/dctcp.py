@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from dlcp.transport.congestion import INITIAL_WINDOW_PACKETS, Report
 from dlcp.transport.cubic import CubicWindow
-from dlcp.transport.idle_path import DELAY_MIN_S, IdlePath, Round
+from dlcp.transport.idle_path import BASE_MEMORY_S, DELAY_MIN_S, IdlePath, Round
 from dlcp.transport.random_loss import Finding, RandomLoss
 
 SMALLEST_JOB_WINDOW_PACKETS = 9.0
@@ -53,9 +53,9 @@ queue that could be this flow's, when three quarters of what CUBIC gave way by a
 far beyond its plateau, which says that others are gone. Chosen by us."""
 PAUSE_ROUNDS, PAUSE_MIN_S = 2, 0.01
 """After so long without a report, others may be gone, too. The second is how far apart reports are without hurry."""
-RESTART_PART, RESTART_MEMORY_S = 1 / 4, 10.0
-"""After a pause a flow begins with this part of its window if losses have shrunk that in the time of the second, for
-which the idle path is remembered. Chosen by us: two round trips later it has the whole window again."""
+RESTART_PART = 1 / 4
+"""A flow begins with this part of its window after a pause if losses have shrunk the window lately, that is, within the
+time for which the idle path is remembered. Chosen by us: two round trips later it has the whole window again."""
 PROBE_PART = 0.75
 """To see the idle path again, a flow keeps this part of what it holds on the way; BBRv2 keeps half."""
 
@@ -335,7 +335,7 @@ class DctcpWindow:
         still = self._starting or self._random.trying or self.contested
         whole = max(self.window, self._resume_at)
         part = max(self._initial, whole * RESTART_PART)
-        if still or self.window <= part or now_s - self._overflowed_s > RESTART_MEMORY_S:
+        if still or self.window <= part or now_s - self._overflowed_s > BASE_MEMORY_S:
             return False
         self._resume_at, self.window = whole, part
         return True

@@ -115,7 +115,7 @@ class Peer:
         self.limit_window()
 
     def on_send(self, now_s: float) -> None:
-        """Let the window be smaller if a message begins after a pause: on short paths, where it leaves at once."""
+        """Let the window be smaller if a message begins after a pause; long paths pace it instead."""
         if not self.sending and self.base_rtt_s < PACED_RTT_MIN_S and self.control.restart(now_s):
             self._apply_window()
 
