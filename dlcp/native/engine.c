@@ -30,6 +30,8 @@ enum { BURSTS = 8, BATCH = 32, SINGLES = 4, CONTROL_MAX = 128 };
 /* No power of two, or small datagrams would all fall on the same cache lines. */
 enum { SLOT_BYTES = DATAGRAM_MAX + 1600 };
 static const double BUSY_RETRY_S = 0.0005;
+/* A datagram is not taken to have waited in its socket for longer. */
+static const double STAMP_AGO_MAX_S = 1;
 
 double clock_s(void) {
     struct timespec now;
@@ -98,12 +100,14 @@ API flow *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, 
     one->address.sin_port = htons((uint16_t)port);
     memcpy(one->service, service, sizeof one->service);
     one->heard_s = now_s;
-    one->disorder = self->config.disorder_min;
+    one->disorder = self->config.disorder_first;
+    one->backoff = 1;
     one->burst = SEGMENTS_MAX;
     one->slow_start = 1;
     one->pace = INFINITY;
     one->clocks_us = -1;
-    one->ack_due_s = one->report_due_s = INFINITY;
+    one->ack_due_s = one->report_due_s = one->overtaken_due_s = one->look_s = INFINITY;
+    one->stamped_s = -INFINITY;
     for (int queue = 0; queue < QUEUES; queue++)
         one->newest_delivered_s[queue] = -1;
     self->flow_of_rank[rank] = peer;
@@ -468,17 +472,28 @@ static void take_in(engine *self, const uint8_t *datagram, int64_t bytes, const 
 API void dlcp_take_in(engine *self, const uint8_t *datagram, int64_t bytes, uint32_t address, int64_t port, int64_t tos,
                       double now_s) {
     begin_batch(self);
+    self->arrived_s = now_s;
     struct sockaddr_in source = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
     source.sin_addr.s_addr = htonl(address);
     take_in(self, datagram, bytes, &source, (int)tos, now_s);
     flow_report(self, now_s); /* as after each batch from a socket */
 }
 
-/* What the kernel tells beside a burst: the size of its datagrams, all of it if there is one, and the type of service.
- */
-static void read_ancillary(struct msghdr *header, int64_t bytes, int64_t *segment, int *tos) {
+/* Note when the kernel got a burst, by our clock. */
+static void note_arrival(engine *self, const struct timespec *stamp, double now_s) {
+    struct timespec real;
+    clock_gettime(CLOCK_REALTIME, &real);
+    double ago_s = (double)(real.tv_sec - stamp->tv_sec) + (double)(real.tv_nsec - stamp->tv_nsec) * 1e-9;
+    self->arrived_s = now_s - fmin(fmax(ago_s, 0), STAMP_AGO_MAX_S); /* the clock may have been set meanwhile */
+}
+
+/* What the kernel tells beside a burst: the size of its datagrams, all of it if there is one, the type of service, and
+ * when it came. */
+static void read_ancillary(engine *self, struct msghdr *header, int64_t bytes, int64_t *segment, int *tos,
+                           double now_s) {
     *segment = bytes;
     *tos = 0;
+    self->arrived_s = now_s;
     for (struct cmsghdr *entry = CMSG_FIRSTHDR(header); entry; entry = CMSG_NXTHDR(header, entry)) {
         if (entry->cmsg_level == IPPROTO_UDP && entry->cmsg_type == UDP_GRO) {
             int size = 0;
@@ -487,6 +502,10 @@ static void read_ancillary(struct msghdr *header, int64_t bytes, int64_t *segmen
                 *segment = size;
         } else if (entry->cmsg_level == IPPROTO_IP && entry->cmsg_type == IP_TOS) {
             *tos = *CMSG_DATA(entry);
+        } else if (entry->cmsg_level == SOL_SOCKET && entry->cmsg_type == SCM_TIMESTAMPNS) {
+            struct timespec stamp;
+            memcpy(&stamp, CMSG_DATA(entry), sizeof stamp);
+            note_arrival(self, &stamp, now_s);
         }
     }
 }
@@ -530,11 +549,12 @@ static int receive_burst(engine *self) {
         return 0;
     int64_t segment = 0;
     int tos = 0;
-    read_ancillary(&header, bytes, &segment, &tos);
+    double now_s = clock_s();
+    read_ancillary(self, &header, bytes, &segment, &tos, now_s);
     self->received_bursts++;
     int single = segment == bytes && bytes >= HEADER_BYTES + self->config.payload_bytes;
     self->singles = single ? self->singles + 1 : 0;
-    split(self, &header, bytes, self->buffers, segment, tos, clock_s());
+    split(self, &header, bytes, self->buffers, segment, tos, now_s);
     return 1;
 }
 
@@ -554,7 +574,7 @@ static int receive_singles(engine *self) {
     for (int i = 0; i < count; i++) {
         int64_t segment = 0, bytes = messages[i].msg_len;
         int tos = 0;
-        read_ancillary(&messages[i].msg_hdr, bytes, &segment, &tos);
+        read_ancillary(self, &messages[i].msg_hdr, bytes, &segment, &tos, now_s);
         if (segment < bytes)
             self->singles = 0;
         split(self, &messages[i].msg_hdr, bytes, self->buffers + (size_t)i * SLOT_BYTES, segment, tos, now_s);
@@ -590,8 +610,10 @@ static int64_t receive(engine *self) {
 /* Do what is due: acknowledge, ask, repeat and report; return when something is due next. */
 static double tick(engine *self, double now_s) {
     double due_s = flow_acknowledge_due(self, now_s);
-    for (int64_t i = 0; i < self->config.peers; i++)
+    for (int64_t i = 0; i < self->config.peers; i++) {
+        due_s = sooner(due_s, flow_find_overtaken(self, &self->flows[i], now_s));
         due_s = sooner(due_s, outgoing_ask(self, &self->flows[i], now_s));
+    }
     if (self->stopping)
         due_s = sooner(due_s, finished_repeat(self, now_s));
     return sooner(due_s, flow_report(self, now_s));

@@ -61,13 +61,13 @@ typedef struct {
     int64_t control_queue, control_tos; /* of control packets */
     int64_t early_bytes_max;            /* memory for messages that arrive before their receive is posted */
     double silence_s, deadline_s;
-    double reorder_min_s, disorder_min, disorder_max, disorder_decay;
+    double disorder_first, disorder_min, disorder_max, disorder_decay;
     double report_min_s, report_calm_s;
-    double ack_delay_s, ack_spacing_s, ack_round_trips;
+    double ack_delay_s, ack_delay_max_s, ack_spacing_s, ack_round_trips;
     int64_t ack_every, ack_at_once;
-    double probe_timeout_min_s, probe_timeout_max_s, look_s;
-    int64_t backoff_max, unanswered_patience;
-    double stop_repeat_s, stop_repeat_max_s, known_after_s, remind_s;
+    double initial_rtt_s, probe_timeout_max_s;
+    int64_t backoff_max, unanswered_patience, lossy_packets;
+    double stop_repeat_max_s, known_after_s, remind_s;
     int64_t path_packets, path_burst, path_judged;
     double path_gain, path_loss_gain, path_lossy, path_lossier, path_slow, path_marked, path_least, path_calm;
     double path_again_s, path_again_max_s, path_stalled_s, pace_turn_s;
@@ -189,7 +189,8 @@ struct outgoing {
     int64_t packets, flying, sent, resent, delivered;
     int64_t to_send; /* all but the deferred ones */
     int64_t unsent;  /* packets that wait to be sent, for the first time or again */
-    double active_s; /* when a packet was last sent or found delivered */
+    double active_s; /* when a packet was last sent or found delivered, */
+    double last_sent_s; /* and when one was last sent */
     const uint8_t *payload, *tail;
     int64_t bytes, tail_bytes;
     uint8_t head[HEADER_BYTES]; /* what all headers have in common */
@@ -205,7 +206,6 @@ struct outgoing {
     uint32_t *abandoned_next; /* lists by drop class of what may stay lost */
     uint32_t abandoned_first[DROP_CLASSES];
     int64_t abandoned, allowed;
-    int64_t idle_noticed; /* that nothing of it is on the wire or waits */
     /* What is asked of the receiver. */
     int64_t protected_packets, immediate;
     double asked_s; /* an answer tells of what was sent before that; below 0: no question is open */
@@ -228,6 +228,11 @@ typedef struct {
     int64_t first, count, capacity;
 } run_queue;
 
+/* When the newest packet that has arrived was sent, and when that became known. */
+typedef struct {
+    double sent_s, known_s;
+} newest;
+
 /* One of the ways to a peer: what is on it, and how good it is. */
 typedef struct {
     int64_t flying, sent;
@@ -239,7 +244,9 @@ typedef struct {
     int64_t samples;             /* round trips since the last report, */
     double least_s, one_way_s;   /* the shortest of them, and of the ways there, less `clocks_us` */
     int64_t judged, lost, marked;
-    double newest_delivered_s[QUEUES], sampled_s; /* when the newest packets that arrived were sent */
+    newest newest[QUEUES];        /* of what has arrived, */
+    newest newest_before[QUEUES]; /* and of that before the last news */
+    double sampled_s;
     run_queue runs[QUEUES];
     uint32_t marked_seen;
 } path;
@@ -284,18 +291,25 @@ struct flow {
     int64_t clocks_us;                        /* what clocks differ by, and the first packet took; below 0: none */
     double reported_s, report_due_s;          /* infinity if there is nothing to report */
     double disorder, sent_last_s;
+    double backoff;        /* by how much later than otherwise packets count as lost: 1, or more if those sent again are */
+    double stamped_s;      /* the latest time with which a packet was marked: each is later than the one before */
+    double rtt_min_s;      /* the shortest round trip so far; 0: not known */
+    double response_s, response_variation_s; /* round trip until this side has seen the answer, and its deviation */
+    int64_t lossy_packets; /* for so many more packets to send, some are expected to get lost */
     double answered_s; /* the longest that a peer took to answer a question; of use until a round trip is known */
     double paced_s;    /* for how long the pace allows nothing, after what has left */
     int64_t held;      /* packets wait for that */
     double newest_delivered_s[QUEUES]; /* on any path */
     path *paths;
     int64_t path_count, path_last;
-    double stalled_due_s;                 /* when to look next for paths on which nothing arrives */
+    double stalled_due_s;                 /* when to look next for paths on which nothing arrives, */
+    double overtaken_due_s;               /* and when packets count as lost which later ones have overtaken, */
+    uint64_t overtaken_paths;             /* bits: there */
     uint64_t fresh_paths;                 /* bits: something has come back of what was sent there */
     int64_t excused_lost, excused_marked; /* on paths that are left or on trial: the window has no part in it */
     outgoing **messages;
     int64_t message_count, message_capacity;
-    double look_s; /* when to look next which messages to ask about, if none falls idle before */
+    double look_s; /* no message is to be asked about before */
     uint32_t marked_seen;
     /* receiving */
     uint32_t marked_received;
@@ -356,6 +370,7 @@ struct engine {
     int64_t shared;          /* flows whose packets come through a ring */
     const uint8_t *exported; /* what is sent from here, peers on this host read where it is */
     int64_t exported_bytes;
+    double arrived_s; /* when the kernel got the datagram that is being taken in */
     int64_t singles;  /* how many datagrams of data have come alone, one after the other */
     uint8_t *buffers; /* for receiving */
 };
@@ -379,12 +394,13 @@ outgoing *outgoing_find(flow *to, int64_t step, int64_t message);
 void outgoing_free(flow *to, outgoing *self);
 double outgoing_delivered(const engine *owner, flow *to, outgoing *self, uint32_t index, double now_s);
 int64_t outgoing_all_delivered(const engine *owner, flow *to, outgoing *self, double now_s);
-void outgoing_lost(flow *to, outgoing *self, uint32_t index);
+void outgoing_lost(const engine *owner, flow *to, outgoing *self, uint32_t index);
 uint32_t outgoing_next_packet(outgoing *self);
 int64_t outgoing_gather(const engine *owner, outgoing *self, int64_t limit, uint32_t *packets);
 int outgoing_pieces(const engine *owner, const outgoing *self, uint32_t index, struct iovec *pieces);
 void outgoing_complete(engine *owner, flow *to, outgoing *self, const uint64_t *bits, double now_s);
 double outgoing_ask(engine *owner, flow *to, double now_s);
+void outgoing_expect(const engine *owner, flow *to, const outgoing *self);
 void outgoing_take_bitmap(engine *owner, flow *to, const uint8_t *datagram, int64_t bytes, double now_s);
 /* incoming.c */
 int table_make(table *self);
@@ -403,6 +419,10 @@ void stream(uint8_t *into, const uint8_t *from, int64_t bytes);
 int64_t flow_pump(engine *owner, flow *self, double now_s);
 void flow_feed_back(engine *owner, flow *self, int64_t delivered, int64_t marked, int64_t lost, double now_s);
 double flow_resumes_s(const flow *self, double now_s);
+double flow_reordering_s(const engine *owner, const flow *self);
+double flow_delay_variation_s(const engine *owner, const flow *self);
+double flow_probe_timeout_s(const engine *owner, const flow *self);
+double flow_find_overtaken(engine *owner, flow *self, double now_s);
 double flow_report(engine *owner, double now_s);
 void flow_note_arrival(const engine *owner, flow *self, incoming *message, int64_t index, int tos, double now_s);
 void flow_acknowledge(engine *owner, flow *self, double now_s);

@@ -21,17 +21,34 @@
 #include "engine.h"
 
 enum { RUNS_FIRST = 16 };
+/* By how much the times differ with which the packets of a burst are marked: much less than sending one takes, and more
+ * than a double can tell apart after years of uptime. */
+static const double STAMP_S = 0x1p-24;
 
 /* What is on the wire ---------------------------------------------------------------------------------------------- */
 
-static void smooth_rtt(flow *self, double rtt_s) {
-    if (self->smoothed_rtt_s == 0) { /* RFC 6298 */
-        self->smoothed_rtt_s = rtt_s;
-        self->rtt_variation_s = rtt_s / 2;
+/* Take a sample into an average and its mean deviation (RFC 6298). */
+static void smooth(double *average_s, double *deviation_s, double sample_s) {
+    if (*average_s == 0) {
+        *average_s = sample_s;
+        *deviation_s = sample_s / 2;
         return;
     }
-    self->rtt_variation_s += (fabs(self->smoothed_rtt_s - rtt_s) - self->rtt_variation_s) / 4;
-    self->smoothed_rtt_s += (rtt_s - self->smoothed_rtt_s) / 8;
+    *deviation_s += (fabs(*average_s - sample_s) - *deviation_s) / 4;
+    *average_s += (sample_s - *average_s) / 8;
+}
+
+static void smooth_rtt(flow *self, double rtt_s) {
+    self->rtt_min_s = self->rtt_min_s == 0 ? rtt_s : fmin(self->rtt_min_s, rtt_s);
+    smooth(&self->smoothed_rtt_s, &self->rtt_variation_s, rtt_s);
+}
+
+/* How long an acknowledgement waits for more to tell. */
+static double flow_ack_delay_s(const engine *owner, const flow *self) {
+    const config *rules = &owner->config;
+    if (self->smoothed_rtt_s == 0)
+        return rules->ack_delay_max_s;
+    return fmin(fmax(rules->ack_delay_s, self->smoothed_rtt_s / 4), rules->ack_delay_max_s);
 }
 
 static int64_t microseconds(double seconds) {
@@ -63,40 +80,75 @@ static void report_times(flow *self, event *news) {
     news->one_way_s = samples ? there_s / (double)samples : INFINITY;
 }
 
-/* Find what of packets that were sent together is lost, now that they are judged; return how many. */
-static int64_t lose_run(flow *self, const run *sent) {
-    int64_t lost = 0;
-    for (uint32_t k = 0; k < (sent->packets ? sent->packets : 1); k++) {
-        uint32_t index = sent->packets ? sent->message->order[sent->first + k] : sent->first;
-        /* One that was sent again since then has a run of its own. */
-        if (sent->message->state[index] != FLYING || sent->message->sent_s[index] != sent->sent_s)
-            continue;
-        outgoing_lost(self, sent->message, index);
-        lost++;
-    }
-    return lost;
+/* By how much a packet may arrive later than one that was sent after it. Where packets that are sent again get lost
+ * again, a queue stays full: to send them sooner would only have more of them dropped. */
+double flow_reordering_s(const engine *owner, const flow *self) {
+    return fmin(self->smoothed_rtt_s * self->disorder * self->backoff, owner->config.probe_timeout_max_s);
 }
 
-/* Find what of one queue of a path is lost: what was sent before `until_s`. */
-static int64_t lose_until(flow *self, run_queue *sent, double until_s) {
-    int64_t lost = 0;
+/* How much longer than the shortest the way there takes: in queues, and by chance. */
+double flow_delay_variation_s(const engine *owner, const flow *self) {
+    return self->smoothed_rtt_s - self->rtt_min_s + fmax(4 * self->rtt_variation_s, flow_reordering_s(owner, self));
+}
+
+/* How long an acknowledgement may take (RFC 9002, 6.2.1), with the time that both hosts take to attend to it. */
+double flow_probe_timeout_s(const engine *owner, const flow *self) {
+    const config *rules = &owner->config;
+    if (self->out.bytes)
+        return rules->probe_timeout_max_s; /* memory loses nothing: the peer is only slow */
+    if (self->smoothed_rtt_s == 0)
+        return fmax(rules->initial_rtt_s, self->answered_s);
+    double timeout_s = self->response_s + fmax(4 * self->response_variation_s, flow_reordering_s(owner, self));
+    for (int64_t i = 0; self->path_count > 1 && i < self->path_count; i++)
+        if (self->paths[i].flying)
+            timeout_s = fmax(timeout_s, 2 * self->paths[i].delay_s); /* a question must not overtake what it is about */
+    return fmin(timeout_s, fmax(rules->probe_timeout_max_s, 2 * self->smoothed_rtt_s));
+}
+
+/* What is to be found lost in one queue of a path: what was sent before `until_s`, of what was sent before `newest_s`. */
+typedef struct {
+    double until_s, newest_s;
+    int64_t lost;
+    double oldest_s; /* when the first packet was sent that may yet be lost; infinity: there is none */
+} search;
+
+/* Find what of packets that were sent together is lost; return whether all of them are settled. */
+static int lose_run(const engine *owner, flow *self, const run *sent, search *within) {
+    outgoing *message = sent->message;
+    double sent_s = sent->sent_s;
+    uint32_t count = sent->packets ? sent->packets : 1, k = 0;
+    for (; k < count && sent_s < within->newest_s; k++, sent_s += STAMP_S) {
+        uint32_t index = sent->packets ? message->order[sent->first + k] : sent->first;
+        /* One that was sent again since then has a run of its own. */
+        if (message->state[index] != FLYING || message->sent_s[index] != sent_s)
+            continue;
+        if (sent_s >= within->until_s) {
+            within->oldest_s = sent_s;
+            return 0;
+        }
+        outgoing_lost(owner, self, message, index);
+        within->lost++;
+    }
+    return k == count;
+}
+
+static search lose_until(const engine *owner, flow *self, run_queue *sent, double until_s, double newest_s) {
+    search within = {.until_s = until_s, .newest_s = newest_s, .oldest_s = INFINITY};
     while (sent->count) {
-        run first = sent->runs[sent->first];
-        if (first.message && first.sent_s >= until_s)
+        const run *first = &sent->runs[sent->first];
+        if (first->message && (first->sent_s >= newest_s || !lose_run(owner, self, first, &within)))
             break;
         sent->first = (sent->first + 1) % sent->capacity;
         sent->count--;
-        if (first.message)
-            lost += lose_run(self, &first);
     }
-    return lost;
+    return within;
 }
 
 /* Find what of a path is lost by what has arrived much later on others; leave it if nothing arrives there at all. */
 static int64_t lose_stalled(const engine *owner, flow *self, path *way, int queue, double stalled_s, double now_s) {
     double until_s = self->newest_delivered_s[queue] - fmax(stalled_s, 2 * way->delay_s);
-    int64_t lost = lose_until(self, &way->runs[queue], until_s);
-    if (lost < owner->config.path_burst || way->newest_delivered_s[queue] >= until_s)
+    int64_t lost = lose_until(owner, self, &way->runs[queue], until_s, until_s).lost;
+    if (lost < owner->config.path_burst || way->newest[queue].sent_s >= until_s)
         return lost;
     if (way->weight > 0 && !way->on_trial)
         self->excused_lost += lost;
@@ -104,15 +156,31 @@ static int64_t lose_stalled(const engine *owner, flow *self, path *way, int queu
     return lost;
 }
 
-static int64_t find_lost(const engine *owner, flow *self, double now_s) {
-    double disorder_s = fmax(self->smoothed_rtt_s * self->disorder, owner->config.reorder_min_s);
-    double stalled_s = disorder_s + fmax(owner->config.path_stalled_s, 2 * self->smoothed_rtt_s);
+/* Find what of a path is lost: what later packets have overtaken by more than the reordering window, or what has been
+ * overtaken for so long (RFC 8985, 7.2). */
+static int64_t lose_overtaken(const engine *owner, flow *self, path *way, double now_s) {
+    double disorder_s = flow_reordering_s(owner, self);
     int64_t lost = 0;
-    for (uint64_t fresh = self->fresh_paths; fresh; fresh &= fresh - 1) {
-        path *way = &self->paths[__builtin_ctzll(fresh)];
-        for (int queue = 0; queue < QUEUES; queue++)
-            lost += lose_until(self, &way->runs[queue], way->newest_delivered_s[queue] - disorder_s);
+    for (int queue = 0; queue < QUEUES; queue++) {
+        double newest_s = way->newest[queue].sent_s, over_s = way->newest[queue].known_s + disorder_s;
+        search found = lose_until(owner, self, &way->runs[queue], newest_s - fmax(over_s - now_s, 0), newest_s);
+        lost += found.lost;
+        if (found.oldest_s == INFINITY)
+            continue;
+        self->overtaken_due_s = sooner(self->overtaken_due_s, over_s - (newest_s - found.oldest_s) + STAMP_S);
+        self->overtaken_paths |= 1ull << (way - self->paths);
     }
+    return lost;
+}
+
+static int64_t find_lost(const engine *owner, flow *self, double now_s) {
+    double stalled_s = flow_reordering_s(owner, self) + fmax(owner->config.path_stalled_s, 2 * self->smoothed_rtt_s);
+    int64_t lost = 0;
+    uint64_t paths = self->fresh_paths | self->overtaken_paths;
+    self->overtaken_paths = 0;
+    self->overtaken_due_s = INFINITY;
+    for (; paths; paths &= paths - 1)
+        lost += lose_overtaken(owner, self, &self->paths[__builtin_ctzll(paths)], now_s);
     if (self->path_count > 1 && now_s >= self->stalled_due_s) {
         self->stalled_due_s = now_s + owner->config.path_stalled_s / 4;
         for (int64_t i = 0; i < self->path_count; i++)
@@ -122,6 +190,15 @@ static int64_t find_lost(const engine *owner, flow *self, double now_s) {
     if (lost)
         self->disorder = fmax(self->disorder * owner->config.disorder_decay, owner->config.disorder_min);
     return lost;
+}
+
+/* Find packets that have been overtaken for too long, where that is due; return when to look again. */
+double flow_find_overtaken(engine *owner, flow *self, double now_s) {
+    if (now_s >= self->overtaken_due_s) {
+        int64_t lost = find_lost(owner, self, now_s);
+        flow_feed_back(owner, self, 0, 0, lost, now_s);
+    }
+    return self->overtaken_due_s;
 }
 
 /* Find when the next report may be taken. Where nothing asks for a smaller or a larger window there is no hurry; of
@@ -146,14 +223,6 @@ void flow_feed_back(engine *owner, flow *self, int64_t delivered, int64_t marked
     self->marked += smaller(marked - smaller(marked, self->excused_marked), delivered);
     self->excused_lost = self->excused_marked = 0;
     schedule_report(owner, self);
-    for (int64_t k = 0; k < self->message_count; k++) {
-        outgoing *message = self->messages[k];
-        int idle = !message->unsent && !message->flying && message->delivered < message->to_send;
-        if (!idle || message->idle_noticed)
-            continue;
-        message->idle_noticed = 1;
-        self->look_s = 0; /* ask at once */
-    }
 }
 
 static int is_waiting(const flow *self) {
@@ -278,14 +347,16 @@ static void note_sent(const engine *owner, flow *self, outgoing *message, const 
                       int64_t way, double now_s) {
     run_queue *sent = &self->paths[way].runs[message->tags[packets[0]][1] >> 5];
     int again = message->state[packets[0]] == RETRANSMIT;
+    /* Every packet has a time of its own, which also says the order in which they left. */
+    double stamp_s = fmax(now_s, self->stamped_s + STAMP_S);
     if (!again)
-        note_run(sent, (run){now_s, message, (uint32_t)message->next, (uint32_t)count});
-    for (int64_t k = 0; k < count; k++) {
+        note_run(sent, (run){stamp_s, message, (uint32_t)message->next, (uint32_t)count});
+    for (int64_t k = 0; k < count; k++, stamp_s += STAMP_S) {
         uint32_t index = packets[k];
         if (again)
-            note_run(sent, (run){now_s, message, index, 0});
+            note_run(sent, (run){stamp_s, message, index, 0});
         message->state[index] = FLYING;
-        message->sent_s[index] = now_s;
+        message->sent_s[index] = self->stamped_s = stamp_s;
         message->path[index] = (uint8_t)way;
     }
     if (again) {
@@ -302,9 +373,10 @@ static void note_sent(const engine *owner, flow *self, outgoing *message, const 
     self->paths[way].flying += count;
     self->paths[way].sent += count;
     self->path_last = way;
-    message->active_s = self->sent_last_s = now_s;
+    message->active_s = message->last_sent_s = self->sent_last_s = now_s;
+    self->lossy_packets = self->lossy_packets > count ? self->lossy_packets - count : 0;
+    outgoing_expect(owner, self, message);
     self->paced_s = fmax(self->paced_s, now_s - owner->config.pace_turn_s) + (double)count / self->pace;
-    message->idle_noticed = 0;
 }
 
 /* Send one burst within the window, the most urgent packets first; return how many packets, or what keeps them. */
@@ -375,8 +447,8 @@ static void note_block(flow *self, incoming *message, int64_t block) {
 void flow_note_arrival(const engine *owner, flow *self, incoming *message, int64_t index, int tos, double now_s) {
     self->marked_received += (tos & 3) == 3; /* ECN: congestion experienced */
     if (!self->fresh_packets++)
-        self->ack_due_s = now_s + owner->config.ack_delay_s;
-    self->data_last_s = now_s;
+        self->ack_due_s = now_s + flow_ack_delay_s(owner, self);
+    self->data_last_s = owner->arrived_s;
     note_block(self, message, index / ACK_BLOCK_PACKETS);
 }
 
@@ -503,13 +575,14 @@ static void take_marks(flow *self, const uint8_t *entry) {
 
 /* Take in the round trips on paths of which packets have arrived that were sent once; `sampled` are their bits. */
 static void sample_paths(const engine *owner, flow *self, uint64_t sampled, const uint8_t *header, double now_s) {
-    double ago_s = (double)header_step(header) * 1e-6;
-    double total_s = 0;
+    double ago_s = (double)header_step(header) * 1e-6, total_s = 0, newest_s = 0;
     int64_t paths = 0;
     for (; sampled; sampled &= sampled - 1) {
         path *way = &self->paths[__builtin_ctzll(sampled)];
-        double rtt_s = fmax(now_s - way->sampled_s - ago_s, 1e-6);
+        /* As the network has it: without the time for which a packet waited until its host attended to it. */
+        double rtt_s = fmax(owner->arrived_s - way->sampled_s - ago_s, 1e-6);
         path_sample_delay(owner, way, rtt_s);
+        newest_s = fmax(newest_s, way->sampled_s);
         if (way->weight == 0 || way->on_trial)
             continue;
         double there_s = one_way_s(self, (uint32_t)header_index(header), way->sampled_s);
@@ -521,6 +594,8 @@ static void sample_paths(const engine *owner, flow *self, uint64_t sampled, cons
     }
     if (paths)
         smooth_rtt(self, total_s / (double)paths);
+    if (newest_s > 0)
+        smooth(&self->response_s, &self->response_variation_s, fmax(now_s - newest_s, 1e-6));
 }
 
 void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagram, int64_t bytes, double now_s) {

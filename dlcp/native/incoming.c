@@ -305,7 +305,7 @@ static int finished_begin_stop(engine *owner, finished *self, const uint64_t *bi
     self->unconfirmed = unconfirmed;
     self->parts = self->unconfirmed_count = parts;
     self->give_up_s = give_up_s;
-    self->repeat_s = owner->config.stop_repeat_s;
+    self->repeat_s = flow_probe_timeout_s(owner, &owner->flows[self->name.peer]);
     self->state = FINISHED_STOPPING;
     self->next_stopping = NULL;
     finished **link = &owner->stopping; /* there are few */
@@ -546,7 +546,7 @@ static incoming *begin(engine *owner, flow *from, const uint8_t *header, int64_t
             if (now_s > done->due_s - done->repeat_s / 2)
                 finished_stop(owner, done, now_s);
         } else if (done->state == FINISHED_WHOLE &&
-                   now_s > fmax(owner->reminded_s, done->completed_s) + owner->config.stop_repeat_s / 2) {
+                   now_s > fmax(owner->reminded_s, done->completed_s) + flow_probe_timeout_s(owner, from) / 2) {
             owner->reminded_s = now_s;
             finished_tell_whole(owner, done);
         }

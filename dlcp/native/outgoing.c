@@ -9,6 +9,11 @@
 #include "engine.h"
 
 enum { NONE = 0xFFFFFFFF };
+/* Packets may be later by this factor than any was lately. */
+static const double LATER = 1.5;
+/* A flow's backoff doubles when a packet that was sent again is lost, and shrinks by this when one arrives: it grows where
+ * more than a fifth of them are lost. */
+static const double BACKOFF_DECAY = 0.84, BACKOFF_MAX = 16;
 
 outgoing *outgoing_find(flow *to, int64_t step, int64_t message) {
     for (int64_t k = 0; k < to->message_count; k++)
@@ -127,7 +132,7 @@ API int64_t dlcp_send(engine *owner, const send_request *request, double now_s) 
     self->step = request->step;
     self->message = request->message;
     self->packets = self->to_send = self->unsent = request->packets;
-    self->active_s = now_s;
+    self->active_s = self->last_sent_s = now_s;
     self->payload = request->payload;
     self->bytes = request->bytes;
     self->tail = request->tail;
@@ -155,7 +160,6 @@ API int64_t dlcp_send(engine *owner, const send_request *request, double now_s) 
         return NO_MEMORY;
     }
     to->messages[to->message_count++] = self;
-    to->look_s = sooner(to->look_s, now_s + owner->config.probe_timeout_min_s);
     if (self->immediate || self->to_send < self->packets)
         ask(owner, to, self, now_s); /* tells the receiver how many packets are protected, and how many deferred */
     return 0;
@@ -236,12 +240,38 @@ int64_t outgoing_gather(const engine *owner, outgoing *self, int64_t limit, uint
     return count;
 }
 
+/* Have a message looked at at once of which nothing is on the way or waits, although some is missing. */
+static void note_idle(flow *to, const outgoing *self) {
+    if (!self->unsent && !self->flying && self->delivered < self->to_send)
+        to->look_s = -INFINITY;
+}
+
+/* Note that a packet arrived that was sent at `sent_s`, and how late it was if later ones had arrived before: so late may
+ * others be that are not lost. */
+static void note_order(const engine *owner, flow *to, path *way, int queue, double sent_s, double now_s) {
+    newest *last = &way->newest[queue], *before = &way->newest_before[queue];
+    if (last->known_s < now_s)
+        *before = *last; /* what is known at once may have arrived in any order */
+    if (sent_s < before->sent_s && to->smoothed_rtt_s > 0) {
+        double late_s = now_s - before->known_s + before->sent_s - sent_s;
+        to->disorder = fmin(fmax(to->disorder, LATER * late_s / to->smoothed_rtt_s), owner->config.disorder_max);
+    }
+    if (sent_s <= last->sent_s)
+        return;
+    *last = (newest){sent_s, now_s};
+    to->newest_delivered_s[queue] = fmax(to->newest_delivered_s[queue], sent_s);
+}
+
 /* Note that a packet arrived; return when it was sent. */
 double outgoing_delivered(const engine *owner, flow *to, outgoing *self, uint32_t index, double now_s) {
     uint8_t state = self->state[index];
     path *way = &to->paths[self->path[index]];
+    int queue = self->tags[index][1] >> 5, again = self->tags[index][0] & RETRANSMISSION;
+    double sent_s = self->sent_s[index];
+    /* The first one has arrived, not the one that was sent again: there was no time for that (RFC 8985, 6.2). */
+    int first = state == FLYING && again && now_s - sent_s < to->rtt_min_s;
     /* It was late, not lost: an over-share packet, say, that waited in a lower queue. */
-    if (state == ABANDONED || state == RETRANSMIT)
+    if (state == ABANDONED || state == RETRANSMIT || first)
         to->disorder = fmin(to->disorder * 2, owner->config.disorder_max);
     if (state == FLYING) {
         self->flying--;
@@ -258,10 +288,11 @@ double outgoing_delivered(const engine *owner, flow *to, outgoing *self, uint32_
     set_bit(self->acked, index);
     self->delivered++;
     self->active_s = now_s;
-    int queue = self->tags[index][1] >> 5;
-    double sent_s = self->sent_s[index];
-    way->newest_delivered_s[queue] = fmax(way->newest_delivered_s[queue], sent_s);
-    to->newest_delivered_s[queue] = fmax(to->newest_delivered_s[queue], sent_s);
+    if (state == FLYING && again && !first)
+        to->backoff = fmax(to->backoff * BACKOFF_DECAY, 1);
+    if (!first)
+        note_order(owner, to, way, queue, sent_s, now_s);
+    note_idle(to, self);
     return sent_s;
 }
 
@@ -283,8 +314,11 @@ static void send_again(outgoing *self, uint32_t index) {
 
 /* Note that a flying packet is lost, and choose what to send again. Protected packets always are. Of the others the
  * least valuable are abandoned, up to the bound. */
-void outgoing_lost(flow *to, outgoing *self, uint32_t index) {
+void outgoing_lost(const engine *owner, flow *to, outgoing *self, uint32_t index) {
     path *way = &to->paths[self->path[index]];
+    to->lossy_packets = owner->config.lossy_packets;
+    if (self->tags[index][0] & RETRANSMISSION)
+        to->backoff = fmin(to->backoff * 2, BACKOFF_MAX);
     self->flying--;
     to->flying--;
     way->flying--;
@@ -310,6 +344,7 @@ void outgoing_lost(flow *to, outgoing *self, uint32_t index) {
         if (self->state[packet] == ABANDONED)
             send_again(self, packet);
     }
+    note_idle(to, self);
 }
 
 /* Control ---------------------------------------------------------------------------------------------------------- */
@@ -328,22 +363,10 @@ void outgoing_complete(engine *owner, flow *to, outgoing *self, const uint64_t *
     outgoing_free(to, self);
 }
 
-static double probe_timeout_s(const engine *owner, const flow *to) {
-    const config *rules = &owner->config;
-    if (to->out.bytes)
-        return rules->probe_timeout_max_s; /* memory loses nothing: the peer is only slow */
-    if (to->smoothed_rtt_s == 0)
-        return fmax(4 * rules->probe_timeout_min_s, to->answered_s);
-    double timeout_s = to->smoothed_rtt_s + 4 * to->rtt_variation_s;
-    for (int64_t i = 0; to->path_count > 1 && i < to->path_count; i++)
-        if (to->paths[i].flying)
-            timeout_s = fmax(timeout_s, 2 * to->paths[i].delay_s); /* a question must not overtake what it is about */
-    double most_s = fmax(rules->probe_timeout_max_s, 2 * to->smoothed_rtt_s);
-    return fmin(most_s, fmax(rules->probe_timeout_min_s, timeout_s));
-}
-
-/* Find when to ask what is missing; infinity while packets leave freely. */
-static double ask_due_s(const engine *owner, outgoing *self, double timeout_s) {
+/* Find when to ask what is missing; infinity while packets leave freely. Where packets get lost, a question follows the
+ * last one, by as much as that may be late: so its receiver knows soon what is missing. Elsewhere it would be needless
+ * nearly always, and comes when an acknowledgement is late. */
+static double ask_due_s(const engine *owner, const flow *to, outgoing *self, double timeout_s) {
     if (self->delivered != self->delivered_seen) {
         self->delivered_seen = self->delivered;
         self->probes_unanswered = self->probes_without_news = 0;
@@ -353,6 +376,8 @@ static double ask_due_s(const engine *owner, outgoing *self, double timeout_s) {
         return INFINITY;
     if (idle && self->delivered < self->to_send && !self->probes_without_news)
         return 0; /* what is missing may stay lost, if the receiver agrees */
+    if (to->lossy_packets && !self->unsent && self->probed_s < self->last_sent_s)
+        return self->last_sent_s + fmin(timeout_s, flow_delay_variation_s(owner, to));
     /* Questions and answers get lost like anything else: only answers without news say that asking is no use. */
     int64_t without_news = self->probes_without_news - self->probes_unanswered +
                            self->probes_unanswered / owner->config.unanswered_patience;
@@ -362,25 +387,33 @@ static double ask_due_s(const engine *owner, outgoing *self, double timeout_s) {
     return fmax(self->active_s, self->probed_s) + fmax(timeout_s, wait_s);
 }
 
-/* Ask a peer what is missing, where that is due; return when to look again. Not all messages are looked at each time:
- * there may be many, and little time. */
+/* Expect an answer to what has been sent of a message. */
+void outgoing_expect(const engine *owner, flow *to, const outgoing *self) {
+    double timeout_s = flow_probe_timeout_s(owner, to);
+    if (to->lossy_packets && !self->unsent)
+        timeout_s = fmin(timeout_s, flow_delay_variation_s(owner, to));
+    to->look_s = sooner(to->look_s, self->last_sent_s + timeout_s);
+}
+
+/* Ask a peer what is missing, where that is due; return when to look again. Whatever puts a question off is seen only
+ * then: so messages are looked at once a timeout, not at every packet. */
 double outgoing_ask(engine *owner, flow *to, double now_s) {
     if (!to->message_count)
         return INFINITY;
     if (now_s < to->look_s)
         return to->look_s;
-    double due_s = now_s + owner->config.look_s, timeout_s = probe_timeout_s(owner, to);
+    double due_s = INFINITY, timeout_s = flow_probe_timeout_s(owner, to);
     for (int64_t k = 0; k < to->message_count; k++) {
         outgoing *self = to->messages[k];
-        double ask_s = ask_due_s(owner, self, timeout_s);
+        double ask_s = ask_due_s(owner, to, self, timeout_s);
         if (now_s >= ask_s) {
             ask(owner, to, self, now_s);
-            ask_s = ask_due_s(owner, self, timeout_s);
+            ask_s = ask_due_s(owner, to, self, timeout_s);
         }
         due_s = sooner(due_s, ask_s);
     }
-    to->look_s = fmax(due_s, now_s + owner->config.probe_timeout_min_s / 2);
-    return to->look_s;
+    to->look_s = due_s;
+    return due_s;
 }
 
 /* What was sent before `asked_s` and is not in the bitmap is lost. Return whether that was news. */
@@ -396,7 +429,7 @@ static int take_missing(engine *owner, flow *to, outgoing *self, int64_t first, 
             outgoing_delivered(owner, to, self, index, now_s);
             news++;
         } else if (state == FLYING && self->sent_s[index] < self->asked_s) {
-            outgoing_lost(to, self, index);
+            outgoing_lost(owner, to, self, index);
             lost++;
         }
     }

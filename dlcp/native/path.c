@@ -28,7 +28,7 @@ int path_make(const engine *owner, flow *self, int64_t count) {
         path *one = &paths[self->path_count];
         *one = (path){.weight = 1, .patience_s = owner->config.path_again_s};
         for (int queue = 0; queue < QUEUES; queue++)
-            one->newest_delivered_s[queue] = -1;
+            one->newest[queue] = one->newest_before[queue] = (newest){-1, -1};
     }
     return 0;
 }
@@ -146,7 +146,7 @@ static double deserved(const engine *owner, const flow *self, const path *one, d
     if (!others)
         return -1;
     qsort(losses, (size_t)others, sizeof *losses, by_size);
-    double kept = 1, slow_s = delay_s * rules->path_slow + rules->reorder_min_s;
+    double kept = 1, slow_s = delay_s * rules->path_slow + 4 * self->rtt_variation_s;
     double lossy = rules->path_lossy + rules->path_lossier * losses[others / 2];
     if (one->loss > lossy && lost > lossy)
         kept = 0.5;

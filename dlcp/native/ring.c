@@ -247,9 +247,10 @@ static uint64_t take_record(engine *owner, flow *from, uint64_t left) {
     /* Whoever takes a datagram has room for what a socket could bring, and no more. */
     if (!head.segment || head.segment > DATAGRAM_MAX || size > room || size > left)
         return 0;
+    double now_s = owner->arrived_s = clock_s();
     if (!head.message_bytes)
-        take_datagrams(owner, from, head, at + RECORD_ALIGN, clock_s());
-    else if (!take_exported(owner, from, head, at + RECORD_ALIGN, clock_s()))
+        take_datagrams(owner, from, head, at + RECORD_ALIGN, now_s);
+    else if (!take_exported(owner, from, head, at + RECORD_ALIGN, now_s))
         return 0;
     owner->received_bursts++;
     return size;

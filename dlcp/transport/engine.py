@@ -40,38 +40,40 @@ ACK_RECENT: Final = 4
 """How many entries of the last acknowledgement the next one repeats, in case it was lost. Chosen by us."""
 
 RULES: Final = {
-    # Disorder that counts as none, at least: spraying sends packets that follow one another over different paths.
-    "reorder_min_s": 0.001,
-    # Disorder to be expected, in round-trip times; doubled when a packet that counted as lost arrives (RFC 8985).
+    # By how many round trips a packet may be late that is not lost: RFC 8985's reordering window. It begins with one, for
+    # a fabric that sprays packets puts them out of order; grows at once to what is seen, and is doubled when a packet
+    # that counted as lost arrives; and shrinks with each loss found, that is, to the least after 14 where none is late.
+    "disorder_first": 1.0,
     "disorder_min": 0.25,
     "disorder_max": 4.0,
-    "disorder_decay": 0.98,
+    "disorder_decay": 0.9,
     # The least time between two reports on a flow, or a round trip if that is longer: with something to react to, and
     # without. Chosen by us: a report costs as much as a burst of packets. That a window holds packets back is something
     # to react to in slow start.
     "report_min_s": 0.001,
     "report_calm_s": 0.01,
-    # An acknowledgement waits for so many packets, or so long. Chosen by us: it costs as much as a packet of data.
+    # An acknowledgement waits for so many packets, or for a quarter of a round trip, within these bounds. It costs as
+    # much processor time as a packet of data: hence the lower one, which is half a round trip where that takes 0.4 ms.
+    # The upper one holds until a round trip is known, and keeps windows moving on long paths.
     "ack_every": 8,
-    "ack_delay_s": 0.001,
+    "ack_delay_s": 0.0002,
+    "ack_delay_max_s": 0.001,
     # On fast paths they leave no closer than this, no more often than so many a round trip, or after so many packets.
     # Chosen by us, by CPU time on a loopback; TACK (SIGCOMM 2020) finds that two to four a round trip are enough.
     "ack_spacing_s": 0.0002,
     "ack_round_trips": 1 / 8,
     "ack_at_once": 512,
-    # Bounds of the probe timeout. The lower one covers a scheduling delay on a busy host; the upper one is two round
-    # trips where these are longer. Chosen by us.
-    "probe_timeout_min_s": 0.005,
+    # The probe timeout until a round trip is known, and its upper bound, or two round trips if these are longer. RFC 9002
+    # begins with 1 s: peers have answered a greeting before, mostly, and a needless question costs two small packets.
+    "initial_rtt_s": 0.02,
     "probe_timeout_max_s": 0.2,
     # Probes without news are spaced by up to two to the power of this many timeouts.
     "backoff_max": 6,
     # Questions without an answer that count as one answer without news. Chosen by us: at 30 % loss half are answered.
     "unanswered_patience": 4,
-    # Messages to ask about some time are looked at so often at least, at most twice a probe timeout: there may be many.
-    # One that is idle is looked at at once. Chosen by us.
-    "look_s": 0.1,
-    # A STOP is repeated after the first of these, then after twice as long each time up to the second.
-    "stop_repeat_s": 0.02,
+    # For so many packets after a loss another one is expected: of 1 in 1,000, that misses 1 in 60.
+    "lossy_packets": 4096,
+    # A STOP is repeated after a probe timeout, then after twice as long each time up to this.
     "stop_repeat_max_s": 0.5,
     # A sender that does not know that its message is complete asks within the first of these, and a rank that leaves
     # reminds it for the second. Both are several of a sender's timeouts, or of the times between STOPs. Chosen by us.
@@ -87,7 +89,7 @@ RULES: Final = {
     "path_gain": 0.25,
     "path_loss_gain": 1 / 16,
     # A path loses half its weight while it loses more than this and so many times what the others do, in their median;
-    # part of it while its delay is so many times the best one's and ``reorder_min_s``, or while it has so much more
+    # part of it while its delay is so many times the best one's and four deviations of round trips, or while it has so much more
     # marked. Below the least weight it is left; while all is well it gains so much. Chosen by us: a path with a quarter
     # of the others' rate is hardly worth the wait for what is still on it when a message ends.
     "path_lossy": 0.025,

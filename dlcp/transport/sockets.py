@@ -18,6 +18,8 @@ UDP_SEGMENT: Final = 103
 UDP_GRO: Final = 104
 """One read gives several datagrams."""
 SO_RCVBUFFORCE: Final = 33
+SO_TIMESTAMPNS: Final = 35
+"""The kernel says when a datagram came."""
 IP_RECVTOS: Final = getattr(socket, "IP_RECVTOS", 13)
 
 
@@ -43,6 +45,7 @@ def bind_socket(host: str, ports: Iterable[int]) -> socket.socket:
             f"cannot bind UDP at {host}, port {', '.join(tried)}; end the job that holds it, or choose another address"
         )
     sock.setsockopt(socket.IPPROTO_IP, IP_RECVTOS, 1)
+    sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
     try:
         sock.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER_BYTES)
     except PermissionError:
