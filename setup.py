@@ -5,6 +5,7 @@ Without a C compiler the installation fails and says what to do; a wheel needs n
 """
 
 import hashlib
+import sys
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -37,21 +38,22 @@ def relative(suffix: str) -> list[str]:
     return [f"dlcp/native/{path.name}" for path in SOURCES if path.suffix == suffix]
 
 
-REMEDY = """\
-DLCP is partly written in C and cannot be installed from source without a C compiler and the C library's headers: install
-them (Debian and Ubuntu: apt-get install build-essential) and run pip again, or install a wheel that `make dist` has
-built elsewhere"""
+REMEDY = (
+    "DLCP's engine is written in C, and compiling it failed as shown above: install a C compiler (Debian and Ubuntu: "
+    "apt-get install build-essential) and run pip again, or install a wheel that `make dist` has built"
+)
 
 
 class ExplainedBuild(build_ext):
-    """Says what to do about a failure, last, where whoever reads pip's output finds it."""
+    """Ends a failed build with what to do about it, in the last line of what pip shows."""
 
     def build_extension(self, ext: Extension) -> None:
         """Compile."""
         try:
             super().build_extension(ext)
         except (CCompilerError, OSError, PlatformError) as error:
-            raise CompileError(f"{REMEDY} ({error})") from error
+            print(error, file=sys.stderr)
+            raise CompileError(REMEDY) from error
 
 
 setup(

@@ -17,5 +17,5 @@ def test_each_way_is_measured_beside_a_copy_and_the_cores_are_given_back():
         assert entry.value > 0
         assert entry.peer > 0
         assert entry.details["packets"] == 278
-    assert len(told) == 3
+    assert len(told) == 4
     assert os.sched_getaffinity(0) == cores
