@@ -108,6 +108,23 @@ def test_whoever_sets_up_or_runs_uses_this_script_alone():
     assert os.access(PACKAGES, os.X_OK)
 
 
+def test_nothing_is_set_up_without_a_compiler(tmp_path):
+    programs, folder = tmp_path / "bin", tmp_path / "venv"
+    programs.mkdir()
+    for name in ("bash", "dirname", "env", "id"):
+        (programs / name).symlink_to(shutil.which(name))
+    done = subprocess.run(
+        ["/bin/bash", ROOT / ".ci" / "set-up", folder, sys.executable],
+        env={"PATH": str(programs), "DLCP_NO_APT": "1", "CC": "gcc"},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "gcc is missing: compiles DLCP's engine" in done.stderr
+    assert "DLCP needs a C compiler and the C library's headers, and gcc is missing" in done.stderr
+    assert "apt-get install build-essential" in done.stderr
+    assert not folder.exists()
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """DLCP's sources, where nothing has been built."""

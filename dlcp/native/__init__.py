@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 FOLDER = Path(__file__).parent
 LIBRARY = FOLDER / "_native.abi3.so"
 _REMEDY: Final = (
-    "install a C compiler (Debian and Ubuntu: apt-get install build-essential) and then DLCP with `pip install .`, or "
-    "install a wheel that `make dist` has built"
+    "install a C compiler (Debian and Ubuntu: apt-get install build-essential) and run `pip install --editable .` in "
+    "DLCP's source tree; or install a wheel that `make dist` has built, and run Python outside of the source tree"
 )
 _AT_BUFFER: Any = (ctypes.c_char * 0).from_buffer
 
@@ -43,7 +43,7 @@ def library() -> ctypes.CDLL:
     # A library of other sources may take other arguments than it is given.
     if digest_of_sources() not in (None, compiled_from):
         raise _refusal(
-            f"the C sources of DLCP have changed since {LIBRARY} was compiled: run `make`, or `pip install .`"
+            f"the C sources of DLCP have changed since {LIBRARY} was compiled: run `pip install --editable .`"
         )
     return native
 
