@@ -126,7 +126,7 @@ def test_it_is_built_and_used_until_its_sources_change(fresh, monkeypatch, tree)
     with (library.parent / "sources.c").open("a") as source:
         source.write("/* changed */\n")
     native.library.cache_clear()
-    with pytest.raises(ImportError, match=r"sources of DLCP have changed since .* was compiled: run `pip install --editable \.`"):
+    with pytest.raises(ImportError, match="sources of DLCP have changed since"):
         native.library()
 
 
