@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packages of DLCP and its compiled part, ``dlcp/native/*.c``; all else about it stands in pyproject.toml.
 
-It is optional: where it cannot be compiled, the installation goes on, and DLCP does the same in NumPy.
+Without a C compiler the installation fails and says what to do; a wheel needs none.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CCompilerError, CompileError, PlatformError
 
 PLACES = {"dlcp.controller": "controller", "dlcp.sim": "sim", "dlcp.switch.p4": "p4/build"}
 """Packages that stand elsewhere in a checkout: no one else's ``sim`` or ``controller`` is overwritten."""
@@ -37,27 +38,26 @@ def relative(suffix: str) -> list[str]:
     return [f"dlcp/native/{path.name}" for path in SOURCES if path.suffix == suffix]
 
 
-WITHOUT = """\
-DLCP is installed without its compiled data path: the C compiler, or a header of the C library, is missing or fails, as
-said here. All else works, in NumPy: with the same results, two to three times slower, and between ranks of one host
-through sockets instead of memory. To have it: apt-get install gcc libc6-dev, or what your system calls them, and
-pip install --force-reinstall --no-deps DLCP again. `dlcp doctor` says which data path is in use."""
+REMEDY = (
+    "DLCP's engine is written in C, and compiling it failed as shown above: install a C compiler (Debian and Ubuntu: "
+    "apt-get install build-essential) and run pip again, or install a wheel that `make dist` has built"
+)
 
 
-class OptionalBuild(build_ext):
-    """Says what a failure means; setuptools says why, and goes on. pip shows both with ``-v``."""
+class ExplainedBuild(build_ext):
+    """Ends a failed build with what to do about it, in the last line of what pip shows."""
 
     def build_extension(self, ext: Extension) -> None:
         """Compile."""
         try:
             super().build_extension(ext)
-        except Exception:
-            print(WITHOUT, file=sys.stderr)
-            raise
+        except (CCompilerError, OSError, PlatformError) as error:
+            print(error, file=sys.stderr)
+            raise CompileError(REMEDY) from error
 
 
 setup(
-    cmdclass={"build_ext": OptionalBuild},
+    cmdclass={"build_ext": ExplainedBuild},
     packages=packages(),
     package_dir=PLACES,
     ext_modules=[
@@ -71,7 +71,6 @@ setup(
             extra_link_args=[CLOSED_TO_LINKER],
             libraries=["m"],
             py_limited_api=True,
-            optional=True,
         )
     ],
     options={

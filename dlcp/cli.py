@@ -124,10 +124,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     try:
         arguments = parse(argv)
+        status: int = arguments.run(arguments)
     except _MissingPackageError as error:
         print(error, file=sys.stderr)
         return 2
-    status: int = arguments.run(arguments)
+    except ImportError as error:
+        if not (error.name or "").startswith("dlcp.native"):
+            raise
+        print(f"dlcp: {error}", file=sys.stderr)
+        return 2
     return status
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How large the values in a packet are, and which drop class that makes it.
 
-Both are done by the compiled library where there is one (``dlcp/native/tags.c``), else in NumPy. Classes of the same
-magnitudes are the same either way; magnitudes agree but for the rounding of their sums.
+Both are done in C, by ``dlcp/native/tags.c``.
 """
 
 import ctypes
@@ -50,14 +49,11 @@ def packet_magnitudes(
         The buffer is held in another type than ``value_type.storage``.
     """
     value_type.check_storage(values)
-    library = native.library()
-    if library is None:
-        return _magnitudes_numpy(values, value_type, values_per_packet)
     if not (values.flags.c_contiguous and values.flags.aligned):
         values = np.require(values, requirements=("C", "A"))
     count = len(values)
     magnitudes = np.empty(-(-count // values_per_packet), np.float32)
-    _compiled(library).dlcp_packet_magnitudes(
+    _library().dlcp_packet_magnitudes(
         address(values), _FORMATS[value_type], count, values_per_packet, address(magnitudes)
     )
     return magnitudes
@@ -90,13 +86,10 @@ def classify(
     -------
     Drop class of each packet, and which packets are protected: those in class 0.
     """
-    library = native.library()
-    if library is None:
-        return _classify_numpy(magnitudes, kept, layers, memory, borders)
     count = len(magnitudes)
     classes, protected = np.empty(count, np.uint8), np.empty(count, np.bool_)
     scratch = np.empty(2 * count, np.uint32)
-    _compiled(library).dlcp_classify(
+    _library().dlcp_classify(
         address(magnitudes),
         address(kept),
         address(layers),
@@ -112,8 +105,9 @@ def classify(
 
 
 @cache
-def _compiled(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declare what the library's functions take."""
+def _library() -> ctypes.CDLL:
+    """Return the compiled library, with these functions declared."""
+    library = native.library()
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.dlcp_packet_magnitudes.argtypes = [pointer, ctypes.c_int, number, number, pointer]
     library.dlcp_classify.argtypes = [
@@ -121,54 +115,3 @@ def _compiled(library: ctypes.CDLL) -> ctypes.CDLL:
     ]
     library.dlcp_classify.restype = None
     return library
-
-
-def _magnitudes_numpy(
-    values: NDArray[np.generic], value_type: ValueType, values_per_packet: int
-) -> NDArray[np.float32]:
-    floats = value_type.widen(values)
-    whole = len(floats) // values_per_packet
-    body = floats[: whole * values_per_packet].reshape(whole, values_per_packet)
-    squares = np.einsum("ij,ij->i", body, body) / values_per_packet
-    rest = floats[whole * values_per_packet :]
-    if len(rest):
-        squares = np.append(squares, np.dot(rest, rest) / len(rest))
-    with np.errstate(over="ignore"):
-        magnitudes: NDArray[np.float32] = np.sqrt(squares).astype(np.float32)
-    magnitudes[np.isnan(magnitudes)] = np.inf
-    return magnitudes
-
-
-def _classify_numpy(
-    magnitudes: NDArray[np.float32],
-    kept: NDArray[np.bool_],
-    layers: NDArray[np.void],
-    memory: float,
-    borders: NDArray[np.float64],
-) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    classes = np.zeros(len(magnitudes), np.uint8)
-    counted = np.isfinite(magnitudes) & ~kept
-    for layer in layers:
-        mine, row, quantiles = slice(layer["first"], layer["stop"]), borders[layer["row"]], layer["quantiles"]
-        own = magnitudes[mine]
-        ordered = np.sort(own[counted[mine]])
-        if len(ordered):
-            now = _at_quantiles(ordered, quantiles)
-            row[:] = now if np.isnan(row[0]) else memory * row + (1 - memory) * now
-        elif np.isnan(row[0]):
-            continue
-        below = np.searchsorted(row, own, "right")
-        # Where most packets are zeros, as in an embedding, so are the borders: zeros are worth least all the same.
-        below[own == 0] = np.count_nonzero(quantiles == 0)
-        classes[mine] = BORDERS - below
-    classes[kept] = 0
-    return classes, classes == 0
-
-
-def _at_quantiles(ordered: NDArray[np.float32], quantiles: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Interpolate between the two magnitudes next to each quantile, in the very steps of the compiled library."""
-    last = len(ordered) - 1
-    place = np.minimum(quantiles * last, last)
-    below = place.astype(np.int64)
-    low, high = ordered[below].astype(np.float64), ordered[np.minimum(below + 1, last)].astype(np.float64)
-    return np.minimum(low + (high - low) * (place - below), high)

@@ -5,21 +5,18 @@ Front layers go first, because the next forward pass needs them first. Packets o
 because losing them changes a step least. Both are judged by packet: by value it would cost more than it saves.
 """
 
-import ctypes
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp import native
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import BORDERS, LAYER_PACKETS, classify, packet_magnitudes
-from dlcp.native import address
-from dlcp.wire import DROP_CLASSES, Flag, Queue
+from dlcp.wire import DROP_CLASSES, Queue
 
 FRONT_SHARES = (0.30, 0.10, 0.10, 0.10, 0.10, 0.10, 0.10, 0.10)
 """Share of packets per drop class, 0 to 7, in the layer nearest the input. Chosen by us."""
@@ -141,104 +138,6 @@ def queue_of_layer(position: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return the queue for layer positions: 6 for the front of the model down to 2 for its back."""
     bands = Queue.LAST_GRADIENT - Queue.FIRST_GRADIENT + 1
     return (Queue.LAST_GRADIENT - (position.astype(np.uint16) * bands >> 8)).astype(np.uint8)
-
-
-def send_order(
-    queue: NDArray[np.uint8], droppable: NDArray[np.bool_] | NDArray[np.uint8], seed: int, order: ChunkOrder = AS_SEEDED
-) -> NDArray[np.uint32]:
-    """Return the order in which the packets of a message are sent.
-
-    The most urgent queue goes first. Within a queue packets go by blocks of 256, so that neighbours stay together, and
-    a block in the middle begins: else congestion, which hits the last ones, would hit the same layers at every step.
-    Within a block those go first that may not be dropped.
-
-    Parameters
-    ----------
-    queue
-        The queue of each packet, 0 to 7.
-    droppable
-        Which packets may be dropped, shape (packets,).
-    seed
-        Chooses the block that begins: block ``seed`` modulo the number of blocks, in each queue. 32 bits.
-    order
-        By which part of the blocks it begins later.
-
-    Returns
-    -------
-    Indices of packets, shape (packets,).
-    """
-    library = native.library()
-    if library is None:
-        return _send_order_numpy(queue, droppable, seed, order)
-    indices = np.empty(len(queue), np.uint32)
-    queues, droppables = np.ascontiguousarray(queue, np.uint8), np.ascontiguousarray(droppable, np.bool_)
-    _compiled(library).dlcp_send_order(
-        address(queues), address(droppables), len(queue), seed & 0xFFFFFFFF, *order, address(indices)
-    )
-    return indices
-
-
-def encode_tags(
-    tags: PacketTags, bounded: bool, service: NDArray[np.uint8]
-) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Return what the packets of a message carry of their tags, and which of them may be dropped.
-
-    Parameters
-    ----------
-    bounded
-        Whether anything of the message may stay lost.
-    service
-        IPv4 type of service by queue and by whether a packet may be dropped, shape (8, 2).
-
-    Returns
-    -------
-    Bytes 1 to 3 of each header and its type of service, shape (packets, 4); and shape (packets,).
-    """
-    library = native.library()
-    if library is None:
-        return _encode_tags_numpy(tags, bounded, service)
-    count = len(tags.queue)
-    encoded, droppable = np.empty((count, 4), np.uint8), np.empty(count, np.bool_)
-    given = [np.ascontiguousarray(each) for each in (tags.queue, tags.drop_class, tags.layer, tags.protected)]
-    _compiled(library).dlcp_encode_tags(
-        *map(address, given), count, bounded, Flag.PROTECTED, *map(address, (service, encoded, droppable))
-    )
-    return encoded, droppable
-
-
-@cache
-def _compiled(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declare what the library's functions take."""
-    pointer, number = ctypes.c_void_p, ctypes.c_uint32
-    library.dlcp_send_order.argtypes = [pointer, pointer, number, number, number, number, pointer]
-    library.dlcp_encode_tags.argtypes = [*[pointer] * 4, *[number] * 3, *[pointer] * 3]
-    library.dlcp_send_order.restype = library.dlcp_encode_tags.restype = None
-    return library
-
-
-def _encode_tags_numpy(
-    tags: PacketTags, bounded: bool, service: NDArray[np.uint8]
-) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    encoded = np.empty((len(tags.queue), 4), np.uint8)
-    droppable = ~tags.protected & (tags.drop_class > 0) & bounded
-    encoded[:, 0] = np.where(tags.protected, np.uint8(Flag.PROTECTED), np.uint8(0))
-    encoded[:, 1] = tags.queue << 5 | np.where(droppable, tags.drop_class, 0) << 2
-    encoded[:, 2] = tags.layer
-    encoded[:, 3] = service[tags.queue, droppable.view(np.uint8)]
-    return encoded, droppable
-
-
-def _send_order_numpy(
-    queue: NDArray[np.uint8], droppable: NDArray[np.bool_] | NDArray[np.uint8], seed: int, order: ChunkOrder
-) -> NDArray[np.uint32]:
-    parts = [np.empty(0, np.uint32)]
-    for number in np.unique(queue)[::-1]:
-        indices = np.flatnonzero(queue == number).astype(np.uint32)
-        blocks = -(-len(indices) // BLOCK_PACKETS)
-        start = (seed & 0xFFFFFFFF) % blocks + blocks * order.chunk // order.chunks
-        when = (np.arange(len(indices)) // BLOCK_PACKETS - start) % blocks
-        parts.append(indices[np.argsort(2 * when + (droppable[indices] != 0), kind="stable")])
-    return np.concatenate(parts)
 
 
 @dataclass(frozen=True, slots=True)

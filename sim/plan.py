@@ -38,8 +38,8 @@ NO_LIMIT: Final = 1 << 40
 PROFILE_CELLS: Final = 256
 """Cells of a drop-class profile. A packet's hash picks a cell, so a class gets packets in proportion to its cells."""
 PROTECTED_BLOCK_PACKETS: Final = 64
-"""In each block of so many packets those of class 0 are sent first, as `dlcp.tags.send_order` does. DLCP's hosts have
-since gone to blocks of 256 (`dlcp.tags.BLOCK_PACKETS`). The simulator stays at 64, with which all of its published
+"""In each block of so many packets those of class 0 are sent first, as DLCP's hosts did. These have since gone to
+blocks of 256 (`dlcp.tags.BLOCK_PACKETS`). The simulator stays at 64, with which all of its published
 results were computed."""
 TIMEOUT_BACKOFF_MAX: Final = 6
 """How often a timeout doubles at most. Chosen by us."""

@@ -14,10 +14,7 @@ import pytest
 from dlcp import wire
 from dlcp.transport import LossBound, MessageKey, TransportError, TransportOptions
 from dlcp.wire import PacketType
-from tests.transport.engines import engine  # noqa: F401 - a fixture
 from tests.transport.exchanges import Network, all_done, datagram, payload_of, plain_tags, receive, send
-
-pytestmark = pytest.mark.usefixtures("engine")
 
 STRANGERS = 70_000
 INSIDERS = 40_000

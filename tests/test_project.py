@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 import dlcp
-from dlcp import native
 from dlcp.cli import COMMANDS
 
 if sys.version_info >= (3, 11):
@@ -150,7 +149,7 @@ def test_a_wheel_holds_every_file_that_the_package_needs(tmp_path):
     }
     assert needed <= packed, "declare the patterns of these files in pyproject.toml"
     assert not [name for name in packed if name.endswith((".c", ".h"))], "the library says what it was compiled from"
-    assert ("dlcp/native/_native.abi3.so" in packed) == native.LIBRARY.exists(), "as where DLCP is installed for tests"
+    assert "dlcp/native/_native.abi3.so" in packed
     assert wheel.name.endswith("-cp310-abi3-linux_x86_64.whl") or platform.machine() != "x86_64"
     assert {name.partition("/")[0] for name in packed if ".dist-info/" not in name} == {"dlcp"}
     assert {"dlcp/switch/p4/dlcp.json", "dlcp/switch/p4/dlcp.p4info.txtpb", "dlcp/wire/dissector.lua"} <= packed

@@ -10,7 +10,7 @@ import pytest
 
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
-from dlcp.tags import Layer, Segment, Tagger, TagPolicy, layers_in_order, queue_of_layer, send_order
+from dlcp.tags import Layer, Segment, Tagger, TagPolicy, layers_in_order, queue_of_layer
 
 PAYLOAD_BYTES = 1440
 PACKETS = 400
@@ -353,14 +353,3 @@ def test_threads_may_share_a_tagger():
 def test_nothing_has_no_tags():
     for tag in Tagger().tag(np.zeros(0, np.float32), ValueType.FLOAT32, [Segment(Layer("a", 0), 0, 0)], 360):
         assert tag.shape == (0,)
-
-
-def test_urgent_queues_are_sent_first_by_blocks_and_what_may_not_be_dropped_first_in_each():
-    queue = np.array([3] * 256 + [6] * 262 + [3] * 10, np.uint8)
-    droppable = np.zeros(len(queue), bool)
-    droppable[[0, 1, 256, 258]] = True
-    # Queue 6 has a block of 256 and one of 6, queue 3 one of 256 and one of 10: an odd seed begins with the second.
-    first, second = [257, *range(259, 512), 256, 258], list(range(512, 518))
-    third, fourth = [*range(2, 256), 0, 1], list(range(518, 528))
-    assert send_order(queue, droppable, 0).tolist() == first + second + third + fourth
-    assert send_order(queue, droppable, 7).tolist() == second + first + fourth + third

@@ -404,7 +404,7 @@ def measure(
         A rank failed.
     """
     count = len(path.namespaces)
-    memory = len(set(path.namespaces)) == 1 and shared_memory.available()
+    memory = len(set(path.namespaces)) == 1 and shared_memory.supported()
     with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder:
         plan = AllReducePlan(
             count,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp import __version__, native
+from dlcp import __version__
 
 Samples = dict[str, list[float]]
 """What was measured, by contender: one value a round, round by round."""
@@ -246,7 +246,7 @@ def significant(value: float) -> float:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return processor, kernel, versions, network buffers, whether the compiled library is in use, and the load."""
+    """Return processor, kernel, versions, network buffers, and the load."""
     return {
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -256,7 +256,6 @@ def describe_machine() -> dict[str, Any]:
         "dlcp": __version__,
         "numpy": _version("numpy"),
         "torch": _version("torch"),
-        "native": native.library() is not None,
         **{name: _kernel_setting(path) for name, path in _LIMITS.items()},
         "load_before": _LOAD_BEFORE,
     }

@@ -27,7 +27,6 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp import native
 from dlcp.bench.results import BenchError, BenchResult, interleave, median, result, significant
 from dlcp.closing import Closing, end
 from dlcp.namespace import NetworkHost, StarNetwork
@@ -82,11 +81,9 @@ class TrafficRun:
 
 
 class Traffic(Closing):
-    """A generator on host 0 and a receiver on host 1; a context manager. Takes the compiled library."""
+    """A generator on host 0 and a receiver on host 1; a context manager."""
 
     def __init__(self, network: StarNetwork) -> None:
-        if native.library() is None:
-            raise TrafficError(f"the frame generator needs the compiled library; {native.status()}")
         source, target = network.hosts
         self._out = source.namespace.call(lambda: PacketPort(1, "eth0"))
         try:
@@ -296,7 +293,7 @@ def measure(*, rounds: int, warm_up: int, progress: Callable[[str], None]) -> li
     Raises
     ------
     TrafficError
-        The compiled library is missing, or a frame came through damaged.
+        A frame came through damaged.
     """
     contenders = {_OURS: MeasuredSwitch(builtin)}
     missing = [name for name in ("simple_switch", "simple_switch_CLI") if shutil.which(name) is None]

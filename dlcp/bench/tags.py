@@ -13,7 +13,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp import native
 from dlcp.bench.results import BenchResult, Samples, interleave, result
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment, Tagger
@@ -38,9 +37,8 @@ def measure(
 
     Returns
     -------
-    ``tags.100MB``, in one buffer, by what is in use here; ``tags.100MB.numpy``, the same without the compiled library;
-    ``tags.100MB.by_layer``, each layer in a call of its own, as cross-step scheduling does it. All in ms, and each
-    beside a copy of the buffer.
+    ``tags.100MB``, in one buffer; ``tags.100MB.by_layer``, each layer in a call of its own, as cross-step scheduling
+    does it. Both in ms, and each beside a copy of the buffer.
     """
     gradients = _gradients(values)
     whole, single = _layers(values)
@@ -53,34 +51,27 @@ def measure(
         for place, segment in zip(whole, single, strict=True):
             tagger.tag(gradients[place.start : place.stop], ValueType.FLOAT32, [segment], _PER_PACKET)
 
-    def without_library(tagger: Tagger) -> None:
-        with native.switched_off():
-            tag_all(tagger)
-
-    taggers = Tagger(), Tagger(), Tagger()
+    taggers = Tagger(), Tagger()
     with _one_core():
         samples = interleave(
             {
                 "copy": lambda: _ms(lambda: np.copyto(copied, gradients)),
                 "tags": lambda: _ms(lambda: tag_all(taggers[0])),
-                "numpy": lambda: _ms(lambda: without_library(taggers[1])),
-                "by_layer": lambda: _ms(lambda: tag_by_layer(taggers[2])),
+                "by_layer": lambda: _ms(lambda: tag_by_layer(taggers[1])),
             },
             rounds=rounds,
             warm_up=warm_up,
             progress=progress,
         )
     return [
-        _beside_copy("tags.100MB", samples, "tags", values, native.status().partition(":")[0]),
-        _beside_copy("tags.100MB.numpy", samples, "numpy", values, "NumPy"),
-        _beside_copy("tags.100MB.by_layer", samples, "by_layer", values, native.status().partition(":")[0]),
+        _beside_copy("tags.100MB", samples, "tags", values),
+        _beside_copy("tags.100MB.by_layer", samples, "by_layer", values),
     ]
 
 
-def _beside_copy(name: str, samples: Samples, contender: str, values: int, by: str) -> BenchResult:
+def _beside_copy(name: str, samples: Samples, contender: str, values: int) -> BenchResult:
     details = {
         "peer": "copy of the buffer",
-        "by": by,
         "clock": "CPU time of the one thread that does it",
         "bytes": 4 * values,
         "layers": _LAYERS,

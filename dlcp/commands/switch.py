@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from dlcp import native
 from dlcp.switch import (
     BACKENDS,
     PROGRAM_PATH,
@@ -82,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", *BACKENDS),
         default="auto",
         help="plain Python, or compiled by Numba, of use from some 20,000 packets/s on (default: numba for network "
-        "interfaces, if Numba and the compiled library are there)",
+        "interfaces, if Numba is there)",
     )
     control = parser.add_argument_group("controlled over P4Runtime")
     control.add_argument(
@@ -184,8 +183,7 @@ def _backend(arguments: argparse.Namespace, own: Any) -> Backend:
         return chosen
     words = arguments.port or []
     interfaces = any("=packet:" in word for word in words) if own is None else own.ports == "packet"
-    compiled = native.library() is not None and importlib.util.find_spec("numba") is not None
-    return "numba" if interfaces and compiled else "python"
+    return "numba" if interfaces and importlib.util.find_spec("numba") is not None else "python"
 
 
 def _fabric(arguments: argparse.Namespace) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from dlcp.transport.path_mtu import payload_for_mtu
 if TYPE_CHECKING:
     from dlcp.session.options import Options
 
-_OTHER_VARIABLES: Final = frozenset({FILE_VARIABLE, "DLCP_NATIVE", "DLCP_SECRET"})
+_OTHER_VARIABLES: Final = frozenset({FILE_VARIABLE, "DLCP_SECRET"})
 """Variables that mean something, but are no options of training."""
 _JUMBO_MTU_BYTES: Final = 9000
 _INTERNAL: Final = ("DLCP_IN_", "DLCP_TRAIN_")
@@ -29,7 +29,7 @@ _INTERNAL: Final = ("DLCP_IN_", "DLCP_TRAIN_")
 def examine(peers: Sequence[str], packets: int = PROBES) -> tuple[list[Section], list[Setting]]:
     """Examine this machine, the options, and the paths to ``peers``; return what was found, and all options."""
     here = (machine.examine_kernel, machine.examine_namespaces, machine.examine_shared_memory)
-    python = (machine.examine_python, machine.examine_torch, machine.examine_native, machine.examine_extras)
+    python = (machine.examine_python, machine.examine_torch, machine.examine_extras)
     udp = (machine.examine_segmentation, machine.examine_coalescing)
     sections = [
         Section("Machine", [safely(look) for look in here]),

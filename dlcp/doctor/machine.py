@@ -6,7 +6,6 @@ UDP is tried on real sockets: a version number does not show what a container al
 
 import contextlib
 import errno
-import importlib
 import os
 import platform
 import re
@@ -18,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp import __version__, wire
+from dlcp import __version__, native, wire
 from dlcp.doctor.findings import Diagnosis, Status
 from dlcp.interfaces import NetworkInterface
 from dlcp.transport import shared_memory
@@ -46,10 +45,10 @@ def examine_kernel() -> Diagnosis:
 
 
 def examine_python() -> Diagnosis:
-    """Name DLCP's version and Python's."""
+    """Name DLCP's version and Python's, and as data DLCP's compiled library."""
     found = platform.python_version()
     text = f"DLCP {__version__} on Python {found}, {sys.executable}"
-    data = {"dlcp": __version__, "python": found}
+    data = {"dlcp": __version__, "library": str(native.LIBRARY), "python": found}
     if sys.version_info < OLDEST_PYTHON:
         return Diagnosis("Python", Status.MISSING, text, "Python 3.10 or newer", data)
     return Diagnosis("Python", Status.OK, text, data=data)
@@ -79,22 +78,6 @@ def examine_torch() -> Diagnosis:
     return Diagnosis("PyTorch", Status.OK, f"{found}, {where}, {', '.join(backends) or 'no backend'}", data=data)
 
 
-def examine_native() -> Diagnosis:
-    """Examine which data path is in use: the native extension, or NumPy."""
-    subject, forbidden = "data path", os.environ.get("DLCP_NATIVE") == "0"
-    try:
-        native = importlib.import_module("dlcp.native")
-    except ImportError:
-        return Diagnosis(subject, Status.NOTE, "NumPy: this DLCP came without compiled code", data={"native": False})
-    status, compiled = str(native.status()), native.library() is not None
-    data = {"native": compiled, "native_status": status}
-    if compiled:
-        return Diagnosis(subject, Status.OK, status, data=data)
-    # The status says what to do about it, except where a variable forbids it.
-    fix = "unset DLCP_NATIVE" if forbidden else ""
-    return Diagnosis(subject, Status.NOTE, f"{status} (two to three times slower)", fix, data)
-
-
 def examine_extras() -> Diagnosis:
     """Name the optional packages that are there."""
     found = {name: _version(name) for name in ("numpy", "numba", "rich", "msgspec", "scikit-learn")}
@@ -113,8 +96,6 @@ def examine_shared_memory() -> Diagnosis:
                 "this Python has no memfd_create, eventfd or seals",
                 "a Python that was built on a recent Linux",
             )
-        elif not shared_memory.available():
-            why, fix = "the compiled engine is not in use", "see the data path, below"
         elif _two_meet():
             text = "ranks in one network namespace exchange packets through memory"
             return Diagnosis(subject, Status.OK, text, data={"shared_memory": True})

@@ -377,7 +377,7 @@ def _connect(
 def _memory_rendezvous(options: Options, export_bytes: int) -> AbstractContextManager[SharedMemoryRendezvous | None]:
     """Return where ranks of this host find this one; None if it shares no memory."""
     wanted = options.shared_memory and not (options.advertise or options.immediate or options.collective == "server")
-    if wanted and shared_memory.available():
+    if wanted and shared_memory.supported():
         with suppress(OSError):  # not permitted in this container
             return SharedMemoryRendezvous(export_bytes)
     return nullcontext()

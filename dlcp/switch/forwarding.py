@@ -296,7 +296,7 @@ class BatchForwarding:
         count = 0
         for fileno in filenos:
             group = self._group_of_fileno[fileno]
-            if isinstance(group, PacketPort) and group.ring is not None:
+            if isinstance(group, PacketPort):
                 count += self._fetch(group, count)
             else:
                 count += self._copy_in(group.receive(fileno, BATCH_PACKETS), count)
@@ -381,7 +381,7 @@ class BatchForwarding:
         count = int(self._ports[place, OUT])
         slots = self._out[place, :count]
         lengths = self._slots[slots, LENGTH]
-        if isinstance(group, PacketPort) and group.ring is not None:
+        if isinstance(group, PacketPort):
             group.send_rows(number, self._rows, slots, lengths)
         else:
             rows = self._rows

@@ -3,7 +3,6 @@
 
 from dlcp.transport.buffers import BufferPool, ExportedMemory
 from dlcp.transport.endpoint import Endpoint
-from dlcp.transport.engine import StreamingReduction
 from dlcp.transport.errors import (
     BoundExceededError,
     DeadlineError,
@@ -25,6 +24,7 @@ from dlcp.transport.messages import (
     ReceiveRequest,
     SendRequest,
 )
+from dlcp.transport.native_engine import StreamingReduction
 from dlcp.transport.options import CONGESTION, TransportOptions
 from dlcp.transport.sockets import bind_socket, parse_address
 

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp import wire
-from dlcp.transport import native_engine
 from dlcp.transport.buffers import BufferPool, ExportedMemory
 from dlcp.transport.congestion import NoWindow
 from dlcp.transport.engine import (
@@ -30,12 +29,10 @@ from dlcp.transport.engine import (
     Arrived,
     ControlPacket,
     Datagram,
-    Engine,
     Mismatch,
     PathState,
     Reported,
     Sent,
-    StreamingReduction,
     Unanswered,
     Unexpected,
     first_block,
@@ -60,6 +57,7 @@ from dlcp.transport.messages import (
     ReceiveRequest,
     SendRequest,
 )
+from dlcp.transport.native_engine import Engine, StreamingReduction
 from dlcp.transport.options import PATHS_MAX, TransportOptions, weight_of
 from dlcp.transport.peer import Peer
 from dlcp.transport.promise import Receiving, Sending
@@ -121,10 +119,8 @@ class Protocol:
         The socket, if the engine is to use it.
     emit
         How packets leave otherwise.
-    compiled
-        Whether to use the engine in C; None: if it is here.
     shared
-        Memory through which packets go to and come from ranks of this host; for the engine in C only.
+        Memory through which packets go to and come from ranks of this host.
     ports
         From which packets leave on all paths but the first, in the order of the paths.
     further
@@ -143,7 +139,6 @@ class Protocol:
         clock: Callable[[], float] = time.monotonic,
         sock: socket.socket | None = None,
         emit: Emit | None = None,
-        compiled: bool | None = None,
         shared: SharedMemory | None = None,
         ports: Sequence[int] = (),
         further: Sequence[socket.socket] = (),
@@ -168,18 +163,18 @@ class Protocol:
         controls = {
             peer: NoWindow() if peer in self.local_peers else options.rate_control(len(peers)) for peer in peers
         }
-        common: dict[str, Any] = {"job": job, "token": token, "options": options, "sock": sock, "now_s": now_s}
-        common["further"] = further
-        ecn_capable = {peer: control.ecn_capable for peer, control in controls.items()}
-        self._engine: Engine
-        if native_engine.available() if compiled is None else compiled:
-            self._engine = native_engine.NativeEngine(rank, peers, ecn_capable, shared=shared, **common)
-        elif self.local_peers:
-            raise TransportError(f"rank {rank}: only the engine in C reads memory that ranks share")
-        else:
-            from dlcp.transport.plain import PlainEngine  # where C is not compiled
-
-            self._engine = PlainEngine(rank, peers, ecn_capable, **common)
+        self._engine = Engine(
+            rank,
+            peers,
+            {peer: control.ecn_capable for peer, control in controls.items()},
+            job=job,
+            token=token,
+            options=options,
+            sock=sock,
+            now_s=now_s,
+            shared=shared,
+            further=further,
+        )
         self._peers = {
             peer: Peer(
                 *(peer, self._engine.flows[peer], control, options.payload_bytes),

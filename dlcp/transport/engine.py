@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the endpoint asks of an engine, and what it gets back.
+"""The constants of the engine, and the events that it returns.
 
-An engine moves messages: their packets, acknowledgements, windows and losses, and the control packets by which sender
-and receiver agree that a message is complete. The endpoint submits messages, lets the engine take a turn, takes the
-events that came of it, and runs callbacks then; an engine calls nobody.
-
-Two do it: :class:`dlcp.transport.native_engine.NativeEngine` in C and
-:class:`dlcp.transport.plain.engine.PlainEngine` in NumPy. They speak the same wire format, send the same packets at the
-same times, and differ in speed only.
+The engine (:class:`dlcp.transport.native_engine.Engine`, written in C) moves messages: their packets, acknowledgements,
+windows and losses, and the control packets by which sender and receiver agree that a message is complete. The endpoint
+submits messages, runs the engine for a while, reads the events that came of it, and runs callbacks then. The engine
+calls nobody.
 
 A sender numbers the packets of a message and sends them within its window. The receiver acknowledges what arrives, and
 with the last of them that the message is complete. When the sender has nothing left to send it asks (PROBE); the
@@ -19,25 +16,17 @@ What a sender defers it does not send at all. It says how many packets that are 
 that the receiver waits for none of them.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.tags import BLOCK_PACKETS as SEND_BLOCK_PACKETS
 from dlcp.transport.congestion import Report
-from dlcp.transport.messages import Address, Bytes, LossBound, MessageKey, ReceiveRequest, SendRequest
-from dlcp.wire import PacketType
+from dlcp.transport.messages import Bytes, MessageKey
 
 MESSAGE_PACKETS_MAX: Final = 1 << 22
-STEPS_AHEAD_MAX: Final = 1 << 16
-SEGMENTS_MAX: Final = 64
-"""Datagrams in one send; the kernel's own limit (UDP_MAX_SEGMENTS)."""
-ACK_RECENT: Final = 4
-"""How many entries of the last acknowledgement the next one repeats, in case it was lost. Chosen by us."""
 
 RULES: Final = {
     # By how many round trips a packet may be late that is not lost: RFC 8985's reordering window. It begins with one, for
@@ -114,7 +103,7 @@ RULES: Final = {
     "inbound_packets": 8,
     "inbound_pause_s": 0.02,
 }
-"""What both engines go by, with the reasons."""
+"""What the engine goes by, with the reasons."""
 
 
 class Sent(NamedTuple):
@@ -203,83 +192,6 @@ class PathState(NamedTuple):
 Event = Sent | Arrived | Unexpected | Mismatch | ControlPacket | Reported | Unanswered | Datagram
 
 
-class Flow(Protocol):
-    """Everything on its way to one peer."""
-
-    window: float
-    """Packets that may be on the wire; less than one admits one packet now and then."""
-    largest_window: int
-    """What the receiver's buffer admits, in packets."""
-    slow_start: bool
-    """Whether the window is to grow at once if it holds packets back."""
-    pace: float
-    """Packets a second that leave at most; infinity: as many as the window admits."""
-    burst: int
-    """The most packets in one send."""
-    mute: bool
-    """Send nothing but control packets."""
-    heard_s: float
-    """When the last packet of the peer arrived."""
-    flying: int
-    """Packets on the wire."""
-    smoothed_rtt_s: float
-    """Round-trip time, averaged as in RFC 6298; 0 if not known."""
-    rtt_variation_s: float
-    """Its mean deviation."""
-
-
-class StreamingReduction(ABC):
-    """The average of this rank's values and what others send, formed in place while packets arrive.
-
-    Own values come first, then those of the others in a fixed order, whoever arrives first: so the result is the same
-    every time. With ``first_block`` each of the others begins with another chunk of its message
-    (:class:`dlcp.tags.ChunkOrder`), and the order differs by chunk accordingly. Packets that arrive before their turn
-    wait in a buffer. Use it in the endpoint's thread.
-
-    Parameters
-    ----------
-    values
-        Own values, shape (m,); the average in the end.
-    members
-        How many others contribute.
-    first_block
-        The block of packets at which chunk 0 begins; below 0 for no chunks.
-    """
-
-    def __init__(self, values: NDArray[np.float32], members: int, first_block: int) -> None:
-        if values.dtype != np.float32 or not values.flags.c_contiguous or not values.flags.writeable:
-            raise ValueError("a reduction needs contiguous, writable float32 values")
-        self.values = values
-        self._members, self._by_chunks = members, first_block >= 0
-
-    def needs_buffer(self, position: int) -> bool:
-        """Return whether packets of the contribution at a position may arrive before their turn, and have to wait."""
-        return self._members > 1 and (self._by_chunks or position > 0)
-
-    @abstractmethod
-    def copy_into(self, copy: NDArray[np.float32]) -> None:
-        """Have each packet's average in ``copy``, too, as soon as it is complete; call it before anything arrives.
-
-        What :meth:`finish` averages is not written there.
-        """
-
-    @abstractmethod
-    def included(self, position: int) -> NDArray[np.bool_]:
-        """Return which packets of a contribution are in the sum, shape (packets,); call it before :meth:`finish`."""
-
-    @abstractmethod
-    def finish(self, rescale: bool) -> int:
-        """Average the packets that lack a contribution which will never arrive; return how many there were.
-
-        Complete packets have been averaged before. The reduction is over then.
-
-        Parameters
-        ----------
-        rescale
-            Divide by how many ranks contributed, else by the divisor.
-        """
-
-
 @lru_cache(64)
 def all_of(packets: int) -> NDArray[np.bool_]:
     """Return which packets of a message arrived where all did, shape (packets,); for all who ask, so read-only."""
@@ -289,118 +201,10 @@ def all_of(packets: int) -> NDArray[np.bool_]:
 
 
 def chunk_seed(key: MessageKey) -> int:
-    """Return what decides which block of a message is sent first; see :func:`dlcp.tags.send_order`."""
+    """Return what decides which block of a message is sent first; see ``dlcp_send_order`` in C."""
     return key.step * 31 + key.message
 
 
 def first_block(key: MessageKey, values: int, per_packet: int) -> int:
     """Return the block of packets with which chunk 0 of a reduction begins, whose contributions are sent as ``key``."""
     return chunk_seed(key) % max(1, -(-values // (per_packet * SEND_BLOCK_PACKETS)))
-
-
-class Engine(Protocol):
-    """The messages of one rank. Not thread-safe, but for :meth:`wake`."""
-
-    flows: dict[int, Flow]
-    """By rank."""
-    room: int
-    """Without a socket: how many datagrams may leave; below 0 any number."""
-
-    @property
-    def stopping(self) -> bool:
-        """Whether a sender does not know yet what became of its message, but for whole ones: about those it asks."""
-
-    @property
-    def early_bytes(self) -> int:
-        """Memory in use for messages that arrived before their receive was posted."""
-
-    @property
-    def inbound_peak(self) -> float:
-        """The fastest that data has come through the network since this was set to 0, in packets a second."""
-
-    @inbound_peak.setter
-    def inbound_peak(self, packets_per_s: float) -> None: ...
-
-    def counters(self) -> dict[str, int]:
-        """Return what was counted so far; names that begin with ``refused_`` are of packets refused."""
-
-    def take_events(self) -> list[Event]:
-        """Return what has happened since the last call, in order.
-
-        Raises
-        ------
-        MemoryError
-            Memory was short where nothing could be refused; the engine must not go on.
-        """
-
-    def send(self, request: SendRequest, bound: LossBound, now_s: float) -> None:
-        """Send a message of which ``bound`` may be lost; its bytes are kept until :class:`Sent`."""
-
-    def detach(self, peer: int, key: MessageKey, payload: Bytes | None) -> bool:
-        """Go on sending from a copy of a message's payload; return whether anything of it may still be sent."""
-
-    def sending(self, peer: int, key: MessageKey) -> tuple[int, int, int, int]:
-        """Return how many packets of a message are delivered, on the wire, to be sent, and all; 0 if it is gone."""
-
-    def receive(
-        self, request: ReceiveRequest, packets: int, buffer: Bytes | None, bound: LossBound, now_s: float
-    ) -> int:
-        """Post a receive into ``buffer`` and ``request.tail``, or into its reduction.
-
-        Without a buffer a reduction must not need one. Memory is kept until :class:`Arrived`, and for a reduction until
-        that is over.
-
-        Returns
-        -------
-        0, or how many packets the sender's message has, if the two have different sizes.
-        """
-
-    def receiving(self, peer: int, key: MessageKey) -> tuple[int, int]:
-        """Return how many packets of a message have arrived, and how many it has, 0 if it is not known."""
-
-    def reduction(
-        self, values: NDArray[np.float32], per_packet: int, members: int, divisor: float, first_block: int = -1
-    ) -> StreamingReduction:
-        """Return a reduction of ``values`` with those of ``members`` others, divided by ``divisor``."""
-
-    def begin_step(self, step: int, now_s: float) -> None:
-        """Refuse packets of steps before ``step``, and drop what is received of them."""
-
-    def forget(self, peer: int, key: MessageKey) -> None:
-        """Forget a complete message, of which no packets will come any more."""
-
-    def remind(self, now_s: float) -> None:
-        """Tell senders again which messages came whole, until they confirm it: soon nobody can be asked."""
-
-    def send_control(self, peer: int, kind: PacketType, payload: bytes) -> None:
-        """Send a packet that is about a peer, not about a message."""
-
-    def accept(self, peer: int, ports: Sequence[int]) -> None:
-        """Take packets of a peer from other ports of its address, too, up to ``PATHS_MAX`` less one."""
-
-    def spread(self, peer: int, paths: int) -> None:
-        """Let packets to a peer leave on so many paths: it knows the ports of all."""
-
-    def paths_to(self, peer: int) -> list[PathState]:
-        """Return what is known of the paths to a peer that are in use or left."""
-
-    def take_in(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
-        """Take in one datagram, for use without a socket."""
-
-    def tick(self, now_s: float) -> float:
-        """Do what is due: acknowledge, ask, repeat, report; return when something is due next."""
-
-    def pump(self, now_s: float) -> int:
-        """Send a burst to each peer whose window admits it; return how many packets, or -1 if the socket is full."""
-
-    def turn(self, until_s: float) -> None:
-        """Move packets between socket and messages until a time, or until there are events."""
-
-    def wake(self) -> None:
-        """Make :meth:`turn` return; from any thread."""
-
-    def stop(self) -> None:
-        """Drop all messages, and take no more."""
-
-    def release(self) -> None:
-        """Stop, and close what the engine has opened."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dlcp.tags import AS_SEEDED, ChunkOrder, PacketTags
 
 if TYPE_CHECKING:
-    from dlcp.transport.engine import StreamingReduction
+    from dlcp.transport.native_engine import StreamingReduction
 
 Address = tuple[str, int]
 Bytes = NDArray[np.uint8]

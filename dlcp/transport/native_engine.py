@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine in C, ``dlcp/native``, behind the interface of :mod:`dlcp.transport.engine`.
+"""The engine, which is written in C (``dlcp/native``), as the endpoint calls it.
 
 ``engine.h`` says what the records and functions mean. ctypes declares them here once more, because it needs neither
 Python's headers nor a compiler where DLCP is installed from a wheel; ``dlcp_sizes`` shows when the two differ.
@@ -12,7 +12,6 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int64, c_uint32, c_uint64, c_void_p
-from functools import cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -28,18 +27,15 @@ from dlcp.transport.engine import (
     ControlPacket,
     Datagram,
     Event,
-    Flow,
     Mismatch,
     PathState,
     Reported,
     Sent,
-    StreamingReduction,
     Unanswered,
     Unexpected,
     all_of,
     chunk_seed,
 )
-from dlcp.transport.errors import TransportError
 from dlcp.transport.messages import EMPTY, Address, Bytes, LossBound, MessageKey, ReceiveRequest, SendRequest
 from dlcp.transport.options import PATHS_MAX, TransportOptions
 from dlcp.transport.shared_memory import SharedMemory
@@ -54,10 +50,14 @@ _COUNTERS: Final = (
 )
 
 
+def _fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """Return the fields of a structure; each group is a type and the names of its fields, in order of ``engine.h``."""
+    return [(field, kind) for kind, names in groups for field in names.split()]
+
+
 def _record(name: str, **fields: Any) -> type[ctypes.Structure]:
     """Return a structure; each argument is a type and the names of those fields, in the order of ``engine.h``."""
-    flat = [(field, kind) for kind, names in fields.values() for field in names.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": flat})
+    return type(name, (ctypes.Structure,), {"_fields_": _fields(*fields.values())})
 
 
 _Config = _record(
@@ -83,20 +83,46 @@ _Head = _record(
     c=(c_int64, " ".join(_COUNTERS)),
     d=(c_double, "inbound_peak"),
 )
-_Flow = _record(
-    "Flow",
-    a=(c_double, "window"),
-    b=(c_int64, "largest_window flying"),
-    c=(c_double, "smoothed_rtt_s rtt_variation_s heard_s"),
-    d=(c_int64, "burst mute slow_start"),
-    e=(c_double, "pace"),
-)
+
+
+class Flow(ctypes.Structure):
+    """Everything on its way to one peer."""
+
+    _fields_ = _fields(
+        (c_double, "window"),
+        (c_int64, "largest_window flying"),
+        (c_double, "smoothed_rtt_s rtt_variation_s heard_s"),
+        (c_int64, "burst mute slow_start"),
+        (c_double, "pace"),
+    )
+    window: float
+    """Packets that may be on the wire; less than one admits one packet now and then."""
+    largest_window: int
+    """What the receiver's buffer admits, in packets."""
+    flying: int
+    """Packets on the wire."""
+    smoothed_rtt_s: float
+    """Round-trip time, averaged as in RFC 6298; 0 if not known."""
+    rtt_variation_s: float
+    """Its mean deviation."""
+    heard_s: float
+    """When the last packet of the peer arrived."""
+    burst: int
+    """The most packets in one send."""
+    mute: bool
+    """Send nothing but control packets."""
+    slow_start: bool
+    """Whether the window is to grow at once if it holds packets back."""
+    pace: float
+    """Packets a second that leave at most; infinity: as many as the window admits."""
+
+
 _EVENT: Final = struct.Struct("17q 4d 2P")
 _SEND_REQUEST: Final = struct.Struct("4q 2P 2q 5P 7q")
 _RECEIVE_REQUEST: Final = struct.Struct("8q 2P 2q P q")
 """Records of which there are several for each message are packed and unpacked: that takes a fifth of the time."""
 _SIZES: Final = {
-    **{mirror.__name__: ctypes.sizeof(mirror) for mirror in (_Head, _Flow, _Config)},
+    **{mirror.__name__: ctypes.sizeof(mirror) for mirror in (_Head, Flow, _Config)},
     "Event": _EVENT.size,
     "SendRequest": _SEND_REQUEST.size,
     "ReceiveRequest": _RECEIVE_REQUEST.size,
@@ -169,47 +195,63 @@ _SIGNATURES: Final[dict[str, tuple[Any, Sequence[Any]]]] = {
 }
 
 
-def available() -> bool:
-    """Return whether the engine in C is here.
+def _load() -> ctypes.CDLL:
+    """Return the compiled library, with its functions declared.
 
     Raises
     ------
-    TransportError
-        It is, but its records are not those of this module.
+    ImportError
+        It is not here, or its records are not those of this module; the message says what to do.
     """
     library = dlcp.native.library()
-    return library is not None and _declare(library)
-
-
-@cache
-def _declare(library: ctypes.CDLL) -> bool:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     for which, (name, size) in enumerate(_SIZES.items()):
         if library.dlcp_sizes(which) != size:
-            raise TransportError(f"the record {name} has another size in C; compile DLCP again")
-    return True
+            raise ImportError(f"the record {name} has another size in {dlcp.native.LIBRARY}; install DLCP again")
+    return library
 
 
-class NativeReduction(StreamingReduction):
-    """See :class:`dlcp.transport.engine.StreamingReduction`."""
+_LIBRARY: Final = _load()
+"""Loaded with this module, so that a program without it fails where it imports DLCP, and not in the first step."""
+
+
+class StreamingReduction:
+    """The average of this rank's values and what others send, formed in place while packets arrive.
+
+    Own values come first, then those of the others in a fixed order, whoever arrives first: so the result is the same
+    every time. With ``first_block`` each of the others begins with another chunk of its message
+    (:class:`dlcp.tags.ChunkOrder`), and the order differs by chunk accordingly. Packets that arrive before their turn
+    wait in a buffer. Use it in the endpoint's thread.
+
+    Parameters
+    ----------
+    values
+        Own values, shape (m,); the average in the end.
+    per_packet
+        How many values a packet carries.
+    members
+        How many others contribute.
+    divisor
+        What the sum is divided by.
+    first_block
+        The block of packets at which chunk 0 begins; below 0 for no chunks.
+    """
 
     def __init__(
-        self,
-        library: ctypes.CDLL,
-        values: NDArray[np.float32],
-        per_packet: int,
-        members: int,
-        divisor: float,
-        first_block: int,
+        self, values: NDArray[np.float32], per_packet: int, members: int, divisor: float, first_block: int
     ) -> None:
-        super().__init__(values, members, first_block)
-        self._library = library
+        if values.dtype != np.float32 or not values.flags.c_contiguous or not values.flags.writeable:
+            raise ValueError("a reduction needs contiguous, writable float32 values")
+        # Kept here, too: module globals may be gone when __del__ runs at exit.
+        self._library = _LIBRARY
+        self.values = values
+        self._members, self._by_chunks = members, first_block >= 0
         self._packets = -(-len(values) // per_packet)
         self.kept: list[Bytes | None] = []
         """Buffers of its messages."""
-        self.pointer = library.dlcp_reduction_new(
+        self.pointer = self._library.dlcp_reduction_new(
             address(values), len(values), per_packet, members, divisor, first_block
         )
         if not self.pointer:
@@ -219,27 +261,47 @@ class NativeReduction(StreamingReduction):
         if getattr(self, "pointer", None):
             self._library.dlcp_reduction_free(self.pointer)
 
+    def needs_buffer(self, position: int) -> bool:
+        """Return whether packets of the contribution at a position may arrive before their turn, and have to wait."""
+        return self._members > 1 and (self._by_chunks or position > 0)
+
     def copy_into(self, copy: NDArray[np.float32]) -> None:
-        """See :meth:`dlcp.transport.engine.StreamingReduction.copy_into`."""
+        """Have each packet's average in ``copy``, too, as soon as it is complete; call it before anything arrives.
+
+        What :meth:`finish` averages is not written there.
+        """
         self._copy = copy
         self._library.dlcp_reduction_copy(self.pointer, copy.ctypes.data)
 
     def included(self, position: int) -> NDArray[np.bool_]:
-        """See :meth:`dlcp.transport.engine.StreamingReduction.included`."""
+        """Return which packets of a contribution are in the sum, shape (packets,); call it before :meth:`finish`."""
         bits = np.zeros(-(-self._packets // 64), np.uint64)
         self._library.dlcp_reduction_included(self.pointer, position, bits.ctypes.data)
         return np.unpackbits(bits.view(np.uint8), count=self._packets, bitorder="little").astype(np.bool_)
 
     def finish(self, rescale: bool) -> int:
-        """See :meth:`dlcp.transport.engine.StreamingReduction.finish`."""
+        """Average the packets that lack a contribution which will never arrive; return how many there were.
+
+        Complete packets have been averaged before. The reduction is over then.
+
+        Parameters
+        ----------
+        rescale
+            Divide by how many ranks contributed, else by the divisor.
+        """
         incomplete = int(self._library.dlcp_reduction_finish(self.pointer, rescale))
         self.pointer = None
         self.kept.clear()
         return incomplete
 
 
-class NativeEngine:
-    """See :class:`dlcp.transport.engine.Engine`.
+class Engine:
+    """The messages of one rank. Not thread-safe, but for :meth:`wake`.
+
+    Attributes
+    ----------
+    flows
+        What is on its way to each peer, by rank.
 
     Parameters
     ----------
@@ -272,10 +334,7 @@ class NativeEngine:
         shared: SharedMemory | None = None,
         further: Sequence[socket.socket] = (),
     ) -> None:
-        library = dlcp.native.library()
-        if not available() or library is None:
-            raise TransportError(f"the engine in C is not here: {dlcp.native.status()}")
-        self._library, self._options = library, options
+        self._library, self._options = _LIBRARY, options
         self._ranks = list(peers)
         self._numbers = {peer: number for number, peer in enumerate(peers)}
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if sock else (-1, -1)
@@ -297,11 +356,11 @@ class NativeEngine:
             deadline_s=options.deadline_s,
             **RULES,
         )
-        self._engine = library.dlcp_engine_new(byref(rules))
+        self._engine = self._library.dlcp_engine_new(byref(rules))
         if not self._engine:
             raise MemoryError
         for each in further:
-            if library.dlcp_add_socket(self._engine, each.fileno()) == _NO_MEMORY:
+            if self._library.dlcp_add_socket(self._engine, each.fileno()) == _NO_MEMORY:
                 raise ValueError(f"{len(further) + 1} paths are more than {PATHS_MAX}")
         self._head = _Head.from_address(self._engine)
         self._readers: Sequence[Callable[[int, _Event], Event]] = (
@@ -313,23 +372,25 @@ class NativeEngine:
         for peer, number in self._numbers.items():
             service = service_of(options.tagged, ecn_capable[peer]).tobytes()
             host, port = ipv4_number(peers[peer][0]), peers[peer][1]
-            address = library.dlcp_peer(self._engine, number, peer, host, port, service, now_s)
+            address = self._library.dlcp_peer(self._engine, number, peer, host, port, service, now_s)
             if not address:
                 raise MemoryError
-            flow: Any = _Flow.from_address(address)
-            self.flows[peer] = flow
+            self.flows[peer] = Flow.from_address(address)
         self._share(shared or SharedMemory())
 
     def _share(self, shared: SharedMemory) -> None:
-        self._shared, library = shared, self._library
-        for rings, share in ((shared.inward, library.dlcp_ring_in), (shared.outward, library.dlcp_ring_out)):
+        self._shared = shared
+        for rings, share in (
+            (shared.inward, self._library.dlcp_ring_in),
+            (shared.outward, self._library.dlcp_ring_out),
+        ):
             for peer, ring in rings.items():
                 where = ring.marks.ctypes.data, ring.data.ctypes.data, len(ring.data), ring.asleep.ctypes.data
                 share(self._engine, self._numbers[peer], *where, ring.bell)
         if len(shared.exported):
-            library.dlcp_export(self._engine, shared.exported.ctypes.data, len(shared.exported))
+            self._library.dlcp_export(self._engine, shared.exported.ctypes.data, len(shared.exported))
         for peer, memory in shared.imported.items():
-            library.dlcp_import(self._engine, self._numbers[peer], memory.ctypes.data, len(memory))
+            self._library.dlcp_import(self._engine, self._numbers[peer], memory.ctypes.data, len(memory))
 
     def __del__(self) -> None:
         # Not sooner: other threads read counters and flows until nobody knows the engine any more.
@@ -338,7 +399,7 @@ class NativeEngine:
 
     @property
     def room(self) -> int:
-        """See :attr:`dlcp.transport.engine.Engine.room`."""
+        """How many datagrams may leave without a socket; below 0 any number."""
         return int(self._head.room)
 
     @room.setter
@@ -352,17 +413,17 @@ class NativeEngine:
 
     @property
     def stopping(self) -> bool:
-        """See :attr:`dlcp.transport.engine.Engine.stopping`."""
+        """Whether a sender does not know yet what became of its message, but for whole ones: about those it asks."""
         return bool(self._head.stopping_count)
 
     @property
     def early_bytes(self) -> int:
-        """See :attr:`dlcp.transport.engine.Engine.early_bytes`."""
+        """Memory in use for messages that arrived before their receive was posted."""
         return int(self._head.early_bytes)
 
     @property
     def inbound_peak(self) -> float:
-        """See :attr:`dlcp.transport.engine.Engine.inbound_peak`."""
+        """The fastest that data has come through the network since this was set to 0, in packets a second."""
         return float(self._head.inbound_peak)
 
     @inbound_peak.setter
@@ -370,13 +431,19 @@ class NativeEngine:
         self._head.inbound_peak = packets_per_s
 
     def counters(self) -> dict[str, int]:
-        """See :meth:`dlcp.transport.engine.Engine.counters`."""
+        """Return what was counted so far; names that begin with ``refused_`` are of packets refused."""
         return {name: value for name in _COUNTERS if (value := getattr(self._head, name)) and name != "last_errno"}
 
     # Events -----------------------------------------------------------------------------------------------------------
 
     def take_events(self) -> list[Event]:
-        """See :meth:`dlcp.transport.engine.Engine.take_events`."""
+        """Return what has happened since the last call, in order.
+
+        Raises
+        ------
+        MemoryError
+            Memory was short where nothing could be refused; the engine must not go on.
+        """
         head = self._head
         if head.failed:
             raise MemoryError("the engine had no memory for what it must remember")
@@ -427,7 +494,7 @@ class NativeEngine:
     # Messages ---------------------------------------------------------------------------------------------------------
 
     def send(self, request: SendRequest, bound: LossBound, now_s: float) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.send`."""
+        """Send a message of which ``bound`` may be lost; its bytes are kept until :class:`Sent`."""
         payload, tail, key = request.payload, request.tail, request.key
         queue, drop_class, layer, protected = map(np.ascontiguousarray, request.tags)
         packets, deferred, allowed = len(queue), request.deferred, 0
@@ -445,12 +512,12 @@ class NativeEngine:
             raise MemoryError(f"no memory for a message of {len(payload)} bytes to rank {request.peer}")
 
     def detach(self, peer: int, key: MessageKey, payload: Bytes | None) -> bool:
-        """See :meth:`dlcp.transport.engine.Engine.detach`."""
+        """Go on sending from a copy of a message's payload; return whether anything of it may still be sent."""
         address = None if payload is None else payload.ctypes.data
         return bool(self._library.dlcp_detach(self._engine, self._numbers[peer], *key, address))
 
     def sending(self, peer: int, key: MessageKey) -> tuple[int, int, int, int]:
-        """See :meth:`dlcp.transport.engine.Engine.sending`."""
+        """Return how many packets of a message are delivered, on the wire, to be sent, and all; 0 if it is gone."""
         progress = _NUMBERS()
         self._library.dlcp_sending(self._engine, self._numbers[peer], *key, byref(progress))
         return progress[0], progress[1], progress[2], progress[3]
@@ -458,12 +525,19 @@ class NativeEngine:
     def receive(
         self, request: ReceiveRequest, packets: int, buffer: Bytes | None, bound: LossBound, now_s: float
     ) -> int:
-        """See :meth:`dlcp.transport.engine.Engine.receive`."""
+        """Post a receive into ``buffer`` and ``request.tail``, or into its reduction.
+
+        Without a buffer a reduction must not need one. Memory is kept until :class:`Arrived`, and for a reduction until
+        that is over.
+
+        Returns
+        -------
+        0, or how many packets the sender's message has, if the two have different sizes.
+        """
         key, size, tail, reduction = request.key, request.message_bytes, request.tail, request.reduction
         last = 0 if size is None else size - (packets - 1) * self._options.payload_bytes
         pointer = 0
         if reduction is not None:
-            assert isinstance(reduction, NativeReduction)
             reduction.kept.append(buffer)
             pointer = reduction.pointer
         buffer = EMPTY if buffer is None else buffer
@@ -479,7 +553,7 @@ class NativeEngine:
         return done
 
     def receiving(self, peer: int, key: MessageKey) -> tuple[int, int]:
-        """See :meth:`dlcp.transport.engine.Engine.receiving`."""
+        """Return how many packets of a message have arrived, and how many it has, 0 if it is not known."""
         progress = _NUMBERS()
         self._library.dlcp_receiving(self._engine, self._numbers[peer], *key, byref(progress))
         return progress[0], progress[1]
@@ -487,39 +561,39 @@ class NativeEngine:
     def reduction(
         self, values: NDArray[np.float32], per_packet: int, members: int, divisor: float, first_block: int = -1
     ) -> StreamingReduction:
-        """See :meth:`dlcp.transport.engine.Engine.reduction`."""
-        return NativeReduction(self._library, values, per_packet, members, divisor, first_block)
+        """Return a reduction of ``values`` with those of ``members`` others, divided by ``divisor``."""
+        return StreamingReduction(values, per_packet, members, divisor, first_block)
 
     def begin_step(self, step: int, now_s: float) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.begin_step`."""
+        """Refuse packets of steps before ``step``, and drop what is received of them."""
         self._library.dlcp_begin_step(self._engine, step, now_s)
 
     def forget(self, peer: int, key: MessageKey) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.forget`."""
+        """Forget a complete message, of which no packets will come any more."""
         self._library.dlcp_forget(self._engine, self._numbers[peer], *key)
 
     def remind(self, now_s: float) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.remind`."""
+        """Tell senders again which messages came whole, until they confirm it: soon nobody can be asked."""
         self._library.dlcp_remind(self._engine, now_s)
 
     def send_control(self, peer: int, kind: PacketType, payload: bytes) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.send_control`."""
+        """Send a packet that is about a peer, not about a message."""
         self._library.dlcp_send_control(self._engine, self._numbers[peer], kind, payload, len(payload))
 
     # Paths ------------------------------------------------------------------------------------------------------------
 
     def accept(self, peer: int, ports: Sequence[int]) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.accept`."""
+        """Take packets of a peer from other ports of its address, too, up to ``PATHS_MAX`` less one."""
         numbers = np.array(ports, np.uint16)
         self._library.dlcp_accept(self._engine, self._numbers[peer], numbers.ctypes.data, len(numbers))
 
     def spread(self, peer: int, paths: int) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.spread`."""
+        """Let packets to a peer leave on so many paths: it knows the ports of all."""
         if self._library.dlcp_spread(self._engine, self._numbers[peer], paths) == _NO_MEMORY:
             raise MemoryError(f"no memory for {paths} paths to rank {peer}")
 
     def paths_to(self, peer: int) -> list[PathState]:
-        """See :meth:`dlcp.transport.engine.Engine.paths_to`."""
+        """Return what is known of the paths to a peer that are in use or left."""
         found = []
         for number in range(PATHS_MAX):
             state = _STATE()
@@ -530,35 +604,35 @@ class NativeEngine:
     # Packets ----------------------------------------------------------------------------------------------------------
 
     def take_in(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.take_in`."""
+        """Take in one datagram, for use without a socket."""
         raw = np.frombuffer(datagram, np.uint8)
         host, port = ipv4_number(source[0]), source[1]
         self._library.dlcp_take_in(self._engine, raw.ctypes.data, len(raw), host, port, tos, now_s)
 
     def tick(self, now_s: float) -> float:
-        """See :meth:`dlcp.transport.engine.Engine.tick`."""
+        """Do what is due: acknowledge, ask, repeat, report; return when something is due next."""
         return float(self._library.dlcp_tick(self._engine, now_s))
 
     def pump(self, now_s: float) -> int:
-        """See :meth:`dlcp.transport.engine.Engine.pump`."""
+        """Send a burst to each peer whose window admits it; return how many packets, or -1 if the socket is full."""
         return int(self._library.dlcp_pump(self._engine, now_s))
 
     def turn(self, until_s: float) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.turn`."""
+        """Move packets between socket and messages until a time, or until there are events."""
         self._library.dlcp_turn(self._engine, until_s)
 
     def wake(self) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.wake`."""
+        """Make :meth:`turn` return; from any thread."""
         self._head.woken = 1
         with contextlib.suppress(OSError):  # full, which wakes as well; or closed
             os.write(self._wake_write, b"\0")
 
     def stop(self) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.stop`."""
+        """Drop all messages, and take no more."""
         self._library.dlcp_engine_stop(self._engine)
 
     def release(self) -> None:
-        """See :meth:`dlcp.transport.engine.Engine.release`."""
+        """Stop, and close what the engine has opened."""
         self.stop()
         self._shared.close()
         if self._wake_write >= 0:

@@ -5,8 +5,9 @@ import math
 from dataclasses import dataclass, field
 
 from dlcp.transport.congestion import RateControl
-from dlcp.transport.engine import Flow, Reported
+from dlcp.transport.engine import Reported
 from dlcp.transport.messages import MessageKey
+from dlcp.transport.native_engine import Flow
 from dlcp.transport.promise import Receiving, Sending
 
 USEFUL_WINDOW_BYTES = 2 << 20

@@ -26,7 +26,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-import dlcp.native
 from dlcp.transport.messages import EMPTY
 
 RING_BYTES: Final = 1 << 20
@@ -47,13 +46,8 @@ _BACKLOG: Final = 1024
 
 
 def supported() -> bool:
-    """Return whether this system and this Python have what it takes."""
+    """Return whether ranks of this host can share memory: it takes a recent Linux and a Python built on one."""
     return all(hasattr(os, name) for name in ("memfd_create", "eventfd")) and hasattr(fcntl, "F_ADD_SEALS")
-
-
-def available() -> bool:
-    """Return whether ranks of this host can share memory: that takes the compiled engine, too."""
-    return supported() and dlcp.native.library() is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def begin_message(w: Row, message: int, now: int) -> None:
         while zeros < PROFILE_CELLS and profiles[first + zeros] == 0:
             zeros += 1
         for index in range(m.packets):
-            # In each block the packets of class 0 come first, as in dlcp.tags.send_order.
+            # In each block the packets of class 0 come first, as DLCP's hosts send them (dlcp/native/tags.c).
             start = index & ~(PROTECTED_BLOCK_PACKETS - 1)
             keep = (zeros * min(PROTECTED_BLOCK_PACKETS, m.packets - start) + PROFILE_CELLS // 2) // PROFILE_CELLS
             if index - start < keep or zeros == PROFILE_CELLS:

@@ -240,7 +240,6 @@ def nearly_all_at_first(_, source, header):
 OWN_BOUNDS = LayerBounds.parse("conv1*=0, fc*=0.3")
 
 
-@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("kind", [SmallRanks, RingRanks, "server"], ids=["direct", "ring", "server"])
 def test_no_layer_loses_more_than_its_own_bound(kind):
     fields = {"bound": 0.4, "policy": NOTHING_PROTECTED, "lose": nearly_all_at_first, "error_feedback": False}

@@ -102,7 +102,6 @@ def wanted(gradients, samples, name):
     return total / sum(samples.values())
 
 
-@pytest.mark.usefixtures("engine")
 @EVERY_WAY
 def test_without_loss_every_sample_counts_the_same(kind):
     ranks = kind(3)
@@ -117,7 +116,6 @@ def test_without_loss_every_sample_counts_the_same(kind):
             np.testing.assert_allclose(averages[0][name], wanted(gradients, samples, name), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.usefixtures("engine")
 @EVERY_WAY
 def test_with_loss_each_packet_is_the_mean_of_those_samples_that_came(kind):
     fields = {"policy": NOTHING_PROTECTED, "error_feedback": False, "lose": some_for_good}
@@ -141,7 +139,6 @@ def test_with_loss_each_packet_is_the_mean_of_those_samples_that_came(kind):
     assert missing > 700
 
 
-@pytest.mark.usefixtures("engine")
 @EVERY_WAY
 def test_nothing_is_lost_for_good(kind):
     """Sum over steps of n * average, and what is still owed, are the sum of all weighted gradients."""

@@ -5,15 +5,12 @@ import re
 
 import pytest
 
-from dlcp import native
 from tests.architecture.walk import ROOT, walk_of_a_bucket
 
 FILES_MAX = 25
 MOVES_MAX = 120
 C_FUNCTIONS_MAX = 7
 """What was reached (38, 154 and 12 before), and what a late confirmation adds."""
-
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"the walk is that of the C engine: {native.status()}")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ NO_PACKETS = {"sent": 0, "delivered": 0, "lost": 0, "retransmitted": 0, "deferre
 
 
 def names_of(name):
-    memory = [name, f"{name}.buckets"] if shared_memory.available() else []
+    memory = [name, f"{name}.buckets"] if shared_memory.supported() else []
     sockets = f"{name}.sockets" if memory else name
     return [*memory, sockets, f"{sockets}.reliable", f"{sockets}.buckets"]
 
@@ -40,7 +40,7 @@ def test_on_a_clean_path_nothing_is_lost_and_no_gradient_changes():
         found = allreduce.measure(path, values=MEGABYTE, rounds=2, warm_up=1)
     gloo = [contender.name for contender in found.contenders if contender.control]
     assert len(gloo) == 2 * len(path.controls)
-    through_memory = [MEMORY, MEMORY_DIVIDED] if shared_memory.available() else []
+    through_memory = [MEMORY, MEMORY_DIVIDED] if shared_memory.supported() else []
     assert set(found.samples) == {LOSSY, LOSSLESS, DIVIDED, *through_memory, *gloo}
     assert all(len(times) == 2 and min(times) > 0 for times in found.samples.values())
     for name in (LOSSY, LOSSLESS, DIVIDED, *through_memory):

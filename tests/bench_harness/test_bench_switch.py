@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from dlcp import native
 from dlcp.bench import switch as bench
 from dlcp.bench.switch import BISECTIONS, FASTEST_PPS, SLOWEST_PPS, best_paced, processor_s
 from dlcp.namespace import StarNetwork
@@ -35,8 +34,6 @@ class Wire:
 @pytest.fixture
 def through(bench_namespaces):
     """Return a function that runs frames through a switch."""
-    if native.library() is None:
-        pytest.skip(native.status())
 
     def run(program, use, **queueing):
         with StarNetwork(2) as network:

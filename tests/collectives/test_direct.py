@@ -26,8 +26,6 @@ from tests.collectives.virtual_ranks import (
 )
 from tests.transport.exchanges import PacketType
 
-pytestmark = pytest.mark.usefixtures("engine")
-
 EVERY_FORMAT = pytest.mark.parametrize("value_type", list(ValueType), ids=lambda kind: kind.value)
 VALUES_PER_PACKET = 360
 THREE_BUCKETS = [["fc.weight"], ["conv2.bias", "conv2.weight"], ["conv1.bias", "conv1.weight"]]

@@ -20,8 +20,6 @@ from tests.collectives.virtual_ranks import (
 )
 from tests.transport.exchanges import PacketType
 
-pytestmark = pytest.mark.usefixtures("engine")
-
 
 def reduce_and_spoil(ranks, step, gradients, buckets):
     """One step in which every rank overwrites each bucket as soon as it has it; return what it had."""

@@ -20,8 +20,6 @@ from tests.collectives.virtual_ranks import (
 )
 from tests.transport.exchanges import PacketType
 
-pytestmark = pytest.mark.usefixtures("engine")
-
 WORKERS = 3
 
 

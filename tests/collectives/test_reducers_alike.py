@@ -11,10 +11,7 @@ from dlcp.transport import DeadlineError, TransportOptions
 from tests.collectives.virtual_ranks import LAYERS, SMALL_SIZES, SmallRanks
 from tests.collectives.virtual_ring import RingRanks
 
-pytestmark = [
-    pytest.mark.usefixtures("engine"),
-    pytest.mark.parametrize("kind", [SmallRanks, RingRanks], ids=["direct", "ring"]),
-]
+pytestmark = pytest.mark.parametrize("kind", [SmallRanks, RingRanks], ids=["direct", "ring"])
 
 
 def test_one_rank_alone_keeps_its_gradients(kind):

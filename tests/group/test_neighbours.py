@@ -6,15 +6,13 @@ from contextlib import ExitStack, closing
 import numpy as np
 import pytest
 
-from dlcp import namespace, native
+from dlcp import namespace
 from dlcp.session import Options
 from dlcp.transport import shared_memory
 from dlcp.transport.shared_memory import SharedMemoryRendezvous
 from tests.group.group_ranks import on_ranks, together
 
-pytestmark = pytest.mark.skipif(
-    native.library() is None or not shared_memory.available(), reason="needs the engine in C, memfd_create and eventfd"
-)
+pytestmark = pytest.mark.skipif(not shared_memory.supported(), reason="needs memfd_create and eventfd")
 
 
 def average(group, steps=3):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled library is optional: built where there is a compiler, used where it fits, and done without elsewhere."""
+"""The compiled library: built where there is a compiler, and where it is missing or does not fit, that is said."""
 
 import contextlib
 import ctypes
@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -44,9 +43,9 @@ NEEDS_COMPILER = pytest.mark.skipif(not can_compile(), reason="needs a C compile
 @pytest.fixture
 def fresh():
     """Make the next question look again at what is there."""
-    native._load.cache_clear()
+    native.library.cache_clear()
     yield
-    native._load.cache_clear()
+    native.library.cache_clear()
 
 
 @pytest.fixture
@@ -61,90 +60,85 @@ def tree(tmp_path):
     return tmp_path
 
 
-def build(tree, **environment):
-    """Build as an installation does; return what it said, and the library if there is one."""
+def build(tree):
+    """Build as an installation does; return the library."""
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    environment = {**os.environ, **environment}
-    done = subprocess.run(command, cwd=tree, env=environment, timeout=100, text=True, capture_output=True)
+    done = subprocess.run(command, cwd=tree, timeout=100, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr, tree / "dlcp/native/_native.abi3.so"
+    return tree / "dlcp/native/_native.abi3.so"
 
 
 def look_at(monkeypatch, folder):
     monkeypatch.setattr(native, "FOLDER", folder)
     monkeypatch.setattr(native, "LIBRARY", folder / "_native.abi3.so")
-    monkeypatch.delenv("DLCP_NATIVE", raising=False)
-    native._load.cache_clear()
+    native.library.cache_clear()
 
 
-def test_what_is_in_use_is_said():
-    assert native.status().startswith("NumPy: " if native.library() is None else "native: /")
-
-
-def test_it_can_be_switched_off(fresh, monkeypatch):
-    monkeypatch.setenv("DLCP_NATIVE", "0")
-    assert native.library() is None
-    assert native.status() == "NumPy: DLCP_NATIVE=0"
-
-
-def test_it_can_be_switched_off_for_a_while_in_one_thread():
-    usual = native.library()
-    with ThreadPoolExecutor(1) as pool, native.switched_off():
-        assert native.library() is None
-        assert pool.submit(native.library).result(10) is usual
-    assert native.library() is usual
-
-
-def test_without_a_library_the_reason_is_said(fresh, monkeypatch, tmp_path):
+def test_a_missing_library_is_an_error_that_says_what_to_do(fresh, monkeypatch, tmp_path):
     look_at(monkeypatch, tmp_path)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert native.library() is None
-    assert "no C compiler" in native.status()
-    native._load.cache_clear()
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert "compiling failed" in native.status()
+    with pytest.raises(ImportError) as refused:
+        native.library()
+    assert str(refused.value).startswith(f"DLCP was not compiled, {native.LIBRARY} is missing: install a C compiler")
+    assert "apt-get install build-essential" in str(refused.value)
+    assert "a wheel that `make dist` has built" in str(refused.value)
 
 
-def test_a_library_that_does_not_load_is_done_without(fresh, monkeypatch, tmp_path):
+def test_a_library_that_does_not_load_is_an_error_that_names_it(fresh, monkeypatch, tmp_path):
     look_at(monkeypatch, tmp_path)
     native.LIBRARY.write_bytes(b"not a library")
-    assert native.library() is None
-    assert str(native.LIBRARY) in native.status()
+    with pytest.raises(ImportError, match=r"compiled library does not load, .*_native.abi3.so.*: install a C compiler"):
+        native.library()
+
+
+@pytest.fixture
+def uncompiled(tmp_path):
+    """DLCP's source tree as nobody has compiled it."""
+    shutil.copytree(ROOT / "dlcp", tmp_path / "dlcp", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return tmp_path
+
+
+def python_in(tree, *words):
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=tree, env=environment, timeout=100, text=True, capture_output=True)
+
+
+def test_the_transport_of_an_uncompiled_tree_refuses_to_be_imported(uncompiled):
+    done = python_in(uncompiled, "-c", "import dlcp.transport")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: DLCP was not compiled")
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["train", "--", "script.py"]], ids=lambda words: words[0])
+def test_commands_of_an_uncompiled_tree_say_so_in_a_line(uncompiled, words):
+    done = python_in(uncompiled, "-m", "dlcp.cli", *words)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("dlcp: DLCP was not compiled")
 
 
 @NEEDS_SOURCES
 @NEEDS_SETUPTOOLS
 @NEEDS_COMPILER
 def test_it_is_built_and_used_until_its_sources_change(fresh, monkeypatch, tree):
-    _, library = build(tree)
+    library = build(tree)
     look_at(monkeypatch, library.parent)
-    assert isinstance(native.library(), ctypes.CDLL)
-    assert native.status() == f"native: {library}"
+    assert native.library()._name == str(library)
     with (library.parent / "sources.c").open("a") as source:
         source.write("/* changed */\n")
-    native._load.cache_clear()
-    assert native.library() is None
-    assert "sources have changed" in native.status()
+    native.library.cache_clear()
+    with pytest.raises(ImportError, match="sources of DLCP have changed since"):
+        native.library()
 
 
 @NEEDS_SOURCES
 @NEEDS_SETUPTOOLS
 @NEEDS_COMPILER
 def test_it_is_used_where_no_sources_are_as_in_a_wheel(fresh, monkeypatch, tree):
-    _, library = build(tree)
+    library = build(tree)
     for source in [*library.parent.glob("*.c"), *library.parent.glob("*.h")]:
         source.unlink()
     look_at(monkeypatch, library.parent)
-    assert native.status() == f"native: {library}"
-
-
-@NEEDS_SOURCES
-@NEEDS_SETUPTOOLS
-def test_without_a_compiler_the_installation_goes_on_and_says_what_it_does_without(tree):
-    said, library = build(tree, CC="/bin/false")
-    assert "without its compiled data path" in said
-    assert "apt-get install gcc" in said
-    assert not library.exists()
+    assert native.library()._name == str(library)
 
 
 @NEEDS_SOURCES

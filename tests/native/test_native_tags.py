@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled library tags as NumPy does. Each test asks both."""
+"""The compiled library tags as the oracle in NumPy does. Each test asks both."""
 
+import ctypes
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ from hypothesis.extra import numpy as hnp
 from dlcp import native
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import BORDERS, LAYER_PACKETS, classify, packet_magnitudes
-from dlcp.tags import Layer, PacketTags, Segment, Tagger, TagPolicy, encode_tags, send_order
-
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"needs the compiled library; {native.status()}")
+from dlcp.native import address
+from dlcp.tags import AS_SEEDED, Layer, PacketTags, Segment, Tagger, TagPolicy
+from dlcp.wire import Flag
+from tests.native import tagging_oracle as oracle
 
 EVERY_FORMAT = pytest.mark.parametrize("value_type", list(ValueType), ids=lambda kind: kind.value)
 MAGNITUDES = hnp.arrays(
@@ -29,11 +32,28 @@ MAGNITUDES = hnp.arrays(
 QUANTILES = st.lists(st.floats(0, 1), min_size=BORDERS, max_size=BORDERS).map(sorted)
 
 
-def both(function):
-    """Return what a function returns with the compiled library, and what with NumPy."""
-    compiled = function()
-    with native.switched_off():
-        return compiled, function()
+def send_order(queue, droppable, seed, order=AS_SEEDED):
+    """What the engine calls for each message; the oracle says what it is."""
+    function, number = native.library().dlcp_send_order, ctypes.c_uint32
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, number, number, number, number, ctypes.c_void_p]
+    indices = np.empty(len(queue), np.uint32)
+    function(address(queue), address(droppable), len(queue), seed, *order, address(indices))
+    return indices
+
+
+def encode_tags(tags, bounded, service):
+    """Bytes 1 to 3 of each header and its type of service, and which packets may be dropped."""
+    function, number = native.library().dlcp_encode_tags, ctypes.c_uint32
+    function.argtypes = [*[ctypes.c_void_p] * 4, *[number] * 3, *[ctypes.c_void_p] * 3]
+    encoded, droppable = np.empty((len(tags.queue), 4), np.uint8), np.empty(len(tags.queue), np.bool_)
+    results = map(address, (service, encoded, droppable))
+    function(*map(address, tags), len(tags.queue), bounded, Flag.PROTECTED, *results)
+    return encoded, droppable
+
+
+def both(function, *arguments):
+    """Return what a function returns, and what the oracle's of that name does."""
+    return function(*arguments), getattr(oracle, function.__name__)(*arguments)
 
 
 def whole_numbers(rng, value_type, count, most=8):
@@ -47,7 +67,7 @@ def whole_numbers(rng, value_type, count, most=8):
 @settings(max_examples=60, deadline=None)
 def test_magnitudes_are_equal_where_sums_are_not_rounded(value_type, seed, count, per_packet):
     values = whole_numbers(np.random.default_rng(seed), value_type, count)
-    compiled, plain = both(lambda: packet_magnitudes(values, value_type, per_packet))
+    compiled, plain = both(packet_magnitudes, values, value_type, per_packet)
     assert compiled.shape == (-(-count // per_packet),)
     np.testing.assert_array_equal(compiled, plain)
 
@@ -58,7 +78,7 @@ def test_magnitudes_are_equal_where_sums_are_not_rounded(value_type, seed, count
 def test_magnitudes_agree_but_for_rounding(value_type, seed, count, per_packet):
     rng = np.random.default_rng(seed)
     values = value_type.narrow(rng.standard_normal(count, np.float32) * np.float32(10) ** rng.integers(-3, 3))
-    compiled, plain = both(lambda: packet_magnitudes(values, value_type, per_packet))
+    compiled, plain = both(packet_magnitudes, values, value_type, per_packet)
     # Each of up to 800 additions rounds by half a unit in the last place at most.
     np.testing.assert_allclose(compiled, plain, rtol=800 * 2.0**-24)
 
@@ -67,7 +87,7 @@ def test_magnitudes_agree_but_for_rounding(value_type, seed, count, per_packet):
 def test_every_number_of_16_bits_is_read_alike(value_type):
     values = np.arange(1 << 16, dtype=np.uint16).view(value_type.storage)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        compiled, plain = both(lambda: packet_magnitudes(values, value_type, 1))
+        compiled, plain = both(packet_magnitudes, values, value_type, 1)
     np.testing.assert_array_equal(compiled, plain)
     assert np.isinf(compiled[~np.isfinite(value_type.widen(values))]).all()
 
@@ -77,7 +97,7 @@ def test_nan_and_infinity_count_as_the_largest(value_type):
     values = value_type.narrow(np.ones(500, np.float32)).copy()
     values[[7, 101, 499]] = value_type.narrow(np.float32([np.nan, np.inf, -np.inf]))
     with np.errstate(invalid="ignore"):
-        compiled, plain = both(lambda: packet_magnitudes(values, value_type, 100))
+        compiled, plain = both(packet_magnitudes, values, value_type, 100)
     np.testing.assert_array_equal(compiled, [np.inf, np.inf, 1, 1, np.inf])
     np.testing.assert_array_equal(plain, compiled)
 
@@ -117,12 +137,12 @@ def test_classes_and_borders_are_equal_bit_by_bit(magnitudes, seed, quantiles, m
     if known:
         before[:] = np.sort(rng.random((len(quantiles), BORDERS)), axis=1)
 
-    def judge():
+    def judge(by):
         borders = before.copy()
-        steps = [classify(part, kept, layers, memory, borders) for part in (magnitudes, np.roll(magnitudes, 1))]
+        steps = [by(part, kept, layers, memory, borders) for part in (magnitudes, np.roll(magnitudes, 1))]
         return [array for step in steps for array in step] + [borders]
 
-    for compiled, plain in zip(*both(judge), strict=True):
+    for compiled, plain in zip(judge(classify), judge(oracle.classify), strict=True):
         np.testing.assert_array_equal(compiled, plain)
         assert compiled.dtype == plain.dtype
 
@@ -143,7 +163,10 @@ def test_tags_are_equal(value_type, seed, sizes):
         steps = [whole_numbers(rng, value_type, borders[-1]) for _ in range(3)]
         return [array for values in steps for array in tagger.tag(values, value_type, segments, 45)]
 
-    for compiled, plain in zip(*both(three_steps), strict=True):
+    compiled_steps = three_steps()
+    with mock.patch.multiple("dlcp.tags", packet_magnitudes=oracle.packet_magnitudes, classify=oracle.classify):
+        plain_steps = three_steps()
+    for compiled, plain in zip(compiled_steps, plain_steps, strict=True):
         np.testing.assert_array_equal(compiled, plain)
 
 
@@ -158,7 +181,7 @@ def test_the_order_of_sending_is_equal(seed, packets, queues, droppable):
     rng = np.random.default_rng(seed)
     queue = rng.integers(0, queues, packets).astype(np.uint8)
     may_drop = rng.random(packets) < droppable
-    compiled, plain = both(lambda: send_order(queue, may_drop, seed))
+    compiled, plain = both(send_order, queue, may_drop, seed)
     np.testing.assert_array_equal(compiled, plain)
     assert compiled.dtype == plain.dtype == np.uint32
     np.testing.assert_array_equal(np.sort(compiled), np.arange(packets))
@@ -172,6 +195,17 @@ def test_what_packets_carry_of_their_tags_is_equal(seed, packets, bounded):
         *(rng.integers(0, stop, packets).astype(np.uint8) for stop in (8, 8, 256)), rng.random(packets) < 0.3
     )
     service = rng.integers(0, 256, (8, 2)).astype(np.uint8)
-    for compiled, plain in zip(*both(lambda: encode_tags(tags, bounded, service)), strict=True):
+    for compiled, plain in zip(*both(encode_tags, tags, bounded, service), strict=True):
         np.testing.assert_array_equal(compiled, plain)
         assert compiled.dtype == plain.dtype
+
+
+def test_urgent_queues_are_sent_first_by_blocks_and_what_may_not_be_dropped_first_in_each():
+    queue = np.array([3] * 256 + [6] * 262 + [3] * 10, np.uint8)
+    droppable = np.zeros(len(queue), bool)
+    droppable[[0, 1, 256, 258]] = True
+    # Queue 6 has a block of 256 and one of 6, queue 3 one of 256 and one of 10: an odd seed begins with the second.
+    first, second = [257, *range(259, 512), 256, 258], list(range(512, 518))
+    third, fourth = [*range(2, 256), 0, 1], list(range(518, 528))
+    assert send_order(queue, droppable, 0).tolist() == first + second + third + fourth
+    assert send_order(queue, droppable, 7).tolist() == second + first + fourth + third

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlcp import native
 from dlcp.switch import (
     Action,
     GroupRef,
@@ -175,8 +174,6 @@ def test_room_grows_with_what_waits():
 
 @pytest.fixture
 def network(namespaces):
-    if native.library() is None:
-        pytest.skip(native.status())
     pytest.importorskip("numba")
     with namespaces.StarNetwork(3) as star:
         yield star

@@ -4,11 +4,10 @@ import select
 import socket
 import threading
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 
 import pytest
 
-from dlcp import native
 from dlcp.switch import PacketPort, PortQueueing, Switch
 from tests.switch.fake_program import FakeProgram, frame
 from tests.waiting import until
@@ -22,18 +21,9 @@ def network(namespaces):
         yield star
 
 
-@pytest.fixture(params=["ring", "one by one"])
-def ports(network, request):
-    """Ports with the compiled library, and without."""
-    if request.param == "ring" and native.library() is None:
-        pytest.skip(native.status())
-
-    def open_ports():
-        with native.switched_off() if request.param != "ring" else nullcontext():
-            return [PacketPort(host.port, host.switch_interface) for host in network.hosts]
-
-    opened = network.switch.call(open_ports)
-    assert all((port.ring is not None) == (request.param == "ring") for port in opened)
+@pytest.fixture
+def ports(network):
+    opened = network.switch.call(lambda: [PacketPort(host.port, host.switch_interface) for host in network.hosts])
     yield opened
     for port in opened:
         port.close()

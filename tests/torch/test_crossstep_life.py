@@ -29,7 +29,7 @@ from tests.group.recovery_ranks import FakeEndpoint
 from tests.torch.workers import WAYS, launch, values
 
 pytestmark = pytest.mark.timeout(110)
-MEMORY = shared_memory.available()
+MEMORY = shared_memory.supported()
 ALL_DROPPABLE = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
 
 

@@ -7,10 +7,9 @@ from dlcp import wire
 from dlcp.tags import PacketTags
 from dlcp.transport import LossBound, MessageKey, ReceiveRequest, SendRequest, TransportOptions
 from dlcp.transport.engine import Arrived, ControlPacket, Datagram, Mismatch, Reported, Sent, Unexpected
-from dlcp.transport.native_engine import NativeEngine
-from dlcp.transport.plain import PlainEngine
+from dlcp.transport.native_engine import Engine
 from dlcp.wire import ACK_ENTRY, Flag, Header, PacketType
-from tests.transport.network import TOKEN, Network
+from tests.transport.network import TOKEN
 
 SIZE = 96
 """Bytes of payload a packet."""
@@ -59,13 +58,12 @@ class Incoming:
 class BareEngine:
     """Rank 0's engine; what it sends is kept in ``sent`` as (rank, datagram, type of service)."""
 
-    def __init__(self, *, peers=(1,), size=SIZE, tagged=True, window=1000.0, compiled=None, **options):
+    def __init__(self, *, peers=(1,), size=SIZE, tagged=True, window=1000.0, **options):
         self.sent, self.all_sent, self.paths = [], [], []
         self.controls, self.unexpected, self.settled, self.confirmed, self.reports = [], [], [], [], []
         self.mismatches = []
         self.size = size
-        make = NativeEngine if (Network.compiled if compiled is None else compiled) else PlainEngine
-        self.engine = make(
+        self.engine = Engine(
             0,
             {peer: (f"10.0.0.{peer}", 53696) for peer in peers},
             dict.fromkeys(peers, True),
@@ -75,10 +73,6 @@ class BareEngine:
             sock=None,
             now_s=0.0,
         )
-        self._engine = self.engine
-        self.ranks = [self]  # for the fixture to release
-        if Network.made is not None:
-            Network.made.append(self)
         for flow in self.engine.flows.values():
             flow.window, flow.largest_window = window, 1 << 20
 

@@ -20,14 +20,8 @@ TOKEN = 0x1122334455667788
 class Network:
     """Ranks joined by one switch: each receiver has a link of ``rate_bps`` behind eight strict-priority queues."""
 
-    compiled: bool | None = None
-    """Which engine the ranks have where nothing else is said; see ``engines.py``."""
-    made: "list[Network] | None" = None
-    """Where all networks are kept, so that they can be released."""
-
     def __init__(self, ranks, *, rate_bps=100e6, depth=64, routes=None, delay_s=0.0002, loss=0.0, duplicate=0.0,
-                 jitter_s=0.0, ecn_depth=16, seed=0, options=None, mangle=None, compiled=None,
-                 clear_after_s=math.inf):  # fmt: skip
+                 jitter_s=0.0, ecn_depth=16, seed=0, options=None, mangle=None, clear_after_s=math.inf):  # fmt: skip
         self.now = 0.0
         self.random = random.Random(seed)
         self.rate_bps, self.depth, self.delay_s = rate_bps, depth, delay_s
@@ -54,12 +48,9 @@ class Network:
                 emit=lambda peer, datagram, tos, path, rank=rank: self.leave(rank, peer, datagram, tos, path),
                 ports=self.ports,
                 clock=lambda: self.now,
-                compiled=self.compiled if compiled is None else compiled,
             )
             for rank in range(ranks)
         ]
-        if self.made is not None:
-            self.made.append(self)
 
     def at(self, when, action, *arguments):
         self.serial += 1

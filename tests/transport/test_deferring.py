@@ -21,8 +21,6 @@ from tests.transport.exchanges import (
     send,
 )
 
-pytestmark = pytest.mark.usefixtures("engine")
-
 SIZE = 300_000
 PACKETS = packets_of(SIZE)
 HALF = LossBound(deferral=0.5)

@@ -25,7 +25,6 @@ from dlcp.transport import (
 from tests.transport.network import plain_tags
 from tests.waiting import until
 
-pytestmark = pytest.mark.usefixtures("engine")
 LIMIT_S = 20
 TOKEN = 77
 

@@ -14,7 +14,6 @@ from dlcp.transport.engine import RULES
 from dlcp.wire import ACK_WHOLE, Flag, PacketType
 from tests.transport.bare_engine import KEY, BareEngine, tags_of
 
-pytestmark = pytest.mark.usefixtures("engine")
 RTT_S = 0.02
 OTHER = MessageKey(1, 3)
 

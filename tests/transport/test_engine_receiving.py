@@ -12,8 +12,6 @@ from dlcp.wire import ACK_WHOLE, PacketType
 from tests.transport.bare_engine import KEY, SIZE, BareEngine
 from tests.transport.network import TOKEN
 
-pytestmark = pytest.mark.usefixtures("engine")
-
 
 def content(size, seed=0):
     return np.random.default_rng(seed).integers(1, 256, size, np.uint8)
@@ -427,4 +425,3 @@ def test_numbers_stay_after_the_release():
     assert buffer[SIZE] == 2
     bare.take_data(2, 4)
     assert buffer[2 * SIZE] == 0
-    bare.engine.release = lambda: None

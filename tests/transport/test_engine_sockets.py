@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines over real sockets of this machine: types of service, bursts out and in, and kernels that refuse them."""
+"""The engine over real sockets of this machine: types of service, bursts out and in, and kernels that refuse them."""
 
 import errno
 import select
@@ -23,13 +23,11 @@ from dlcp.transport import (
     bind_socket,
 )
 from dlcp.transport.engine import RULES
-from dlcp.transport.native_engine import NativeEngine
-from dlcp.transport.plain import PlainEngine
+from dlcp.transport.native_engine import Engine
 from dlcp.wire import ACK_ENTRY, Header, PacketType
-from tests.transport.network import Network, plain_tags
+from tests.transport.network import plain_tags
 from tests.waiting import until
 
-pytestmark = pytest.mark.usefixtures("engine")
 LIMIT_S = 20
 TOKEN = 77
 SO_NO_CHECK = 11
@@ -194,10 +192,9 @@ def test_an_empty_datagram_is_only_malformed(pair):
     ids=["silent", "paced"],
 )
 def test_whoever_may_not_send_yet_sleeps(flow, sends):
-    make = NativeEngine if Network.compiled else PlainEngine
     with closing(bind_socket("127.0.0.1", [0])) as sock, closing(bind_socket("127.0.0.1", [0])) as other:
         common = {"job": 0, "token": TOKEN, "options": TransportOptions(), "sock": sock}
-        engine = make(0, {1: other.getsockname()}, {1: True}, now_s=time.monotonic(), **common)
+        engine = Engine(0, {1: other.getsockname()}, {1: True}, now_s=time.monotonic(), **common)
         engine.flows[1].largest_window = 64
         for name, value in flow.items():
             setattr(engine.flows[1], name, value)

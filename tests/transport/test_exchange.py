@@ -23,8 +23,6 @@ from tests.transport.exchanges import (
     send,
 )
 
-pytestmark = pytest.mark.usefixtures("engine")
-
 SIZE = 300_000
 
 

@@ -17,8 +17,6 @@ from tests.transport.exchanges import (
     send,
 )
 
-pytestmark = pytest.mark.usefixtures("engine")
-
 QUICK = TransportOptions(silence_s=2.0, deadline_s=6.0)
 LAYERS = "layer4.conv2.weight..fc.bias"
 

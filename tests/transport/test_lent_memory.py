@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 
-from dlcp import native
 from dlcp.collectives import Bucket, DirectAllReduce, RankContext, direct
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
@@ -28,9 +27,7 @@ from tests.transport.neighbouring import (
 from tests.transport.network import plain_tags
 from tests.waiting import until
 
-pytestmark = pytest.mark.skipif(
-    native.library() is None or not shared_memory.available(), reason="needs the engine in C, memfd_create and eventfd"
-)
+pytestmark = pytest.mark.skipif(not shared_memory.supported(), reason="needs memfd_create and eventfd")
 LENT_BYTES = 8 << 20
 BURST_BYTES = 40 * 1440
 """Of payload in a record, at least, where there is enough of it."""

@@ -12,8 +12,6 @@ from tests.transport.bare_engine import KEY, BareEngine, tags_of
 from tests.transport.exchanges import MessageKey, Network, all_done, packets_of, payload_of, receive, send
 from tests.transport.test_exchange import mixed_tags
 
-pytestmark = pytest.mark.usefixtures("engine")
-
 RATE_BPS = 50e6
 BYTES = 3_000_000
 

@@ -18,7 +18,6 @@ from tests.transport.exchanges import (
     send,
 )
 
-pytestmark = pytest.mark.usefixtures("engine")
 SIZE = 50_000
 
 

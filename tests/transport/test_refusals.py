@@ -20,8 +20,6 @@ from tests.transport.exchanges import (
     send,
 )
 
-pytestmark = pytest.mark.usefixtures("engine")
-
 FRAGMENT = bytes(1440)
 
 

@@ -5,8 +5,7 @@ Opening one takes CAP_NET_RAW in the network namespace of the interface. The hos
 whose checksum or segmentation was left to hardware that does not exist is no frame (``dlcp.namespace`` turns
 them off).
 
-With the compiled library, frames come through a ring in memory (`PacketRing`) and go out many with one
-system call; without it, one by one. What is carried, refused and counted is the same.
+Frames come through a ring in memory (`PacketRing`). Rows go out many with one system call, other frames one by one.
 """
 
 import ctypes
@@ -64,9 +63,8 @@ class PacketRing:
         The kernel refused.
     """
 
-    def __init__(
-        self, library: ctypes.CDLL, sock: socket.socket, frame_max_bytes: int, tagged_bytes: int, counters: PortCounters
-    ) -> None:
+    def __init__(self, sock: socket.socket, frame_max_bytes: int, tagged_bytes: int, counters: PortCounters) -> None:
+        library = native.library()
         self._fileno = sock.fileno()
         self._counters = counters
         self._take = library.dlcp_packets_take
@@ -205,12 +203,9 @@ class PacketPort:
         self.port = port
         self.interface = interface
         self.counters = {port: PortCounters()}
-        self.ring: PacketRing | None = None
-        """How frames go by rows; None without the compiled library."""
+        self._ring: PacketRing | None = None
         self.frame_max_bytes = 0
         """The longest frame that the interface carries."""
-        self._buffer = bytearray(1 << 16)
-        self._view = memoryview(self._buffer)
         try:
             self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         except PermissionError:
@@ -233,46 +228,24 @@ class PacketPort:
 
     def receive(self, fileno: int, limit: int) -> ReceivedFrames:
         """Fetch frames that came in on the interface."""
-        if self.ring is not None:
-            return self._receive_rows(limit)
-        burst = ReceivedFrames()
-        packets = burst.packets
-        counters = self.counters[self.port]
-        receive_into, buffer, view, frame_max = self._socket.recv_into, self._buffer, self._view, self.frame_max_bytes
-        for _ in range(limit):
-            try:
-                size = receive_into(buffer)
-            except BlockingIOError:
-                break
-            except OSError:
-                counters.receive_errors += 1
-                break
-            if size > frame_max:
-                counters.oversize += 1
-            elif size >= ETHERNET_BYTES:
-                packets.append(bytearray(view[:size]))
-                counters.received_bytes += size
-            elif size == _TAGGED_BYTES:
-                counters.refused += 1
-            else:
-                counters.malformed += 1
-        counters.received += len(packets)
-        burst.ports = [self.port] * len(packets)
-        return burst
+        taken = self.take(self._rows, self._all_rows[:limit], self._lengths, self._stamps_ns)
+        rows, lengths = self._rows, self._lengths[:taken].tolist()
+        packets = [bytearray(rows[number, :length].data) for number, length in enumerate(lengths)]
+        return ReceivedFrames([self.port] * taken, packets)
 
     def take(self, rows: Rows, slots: Numbers, lengths: Numbers, stamps_ns: Numbers) -> int:
-        """Fetch frames into rows and return how many, as `PacketRing.take`; for a port with a ring."""
-        assert self.ring is not None
-        taken = self.ring.take(rows, slots, lengths, stamps_ns)
+        """Fetch frames into rows and return how many, as `PacketRing.take`."""
+        assert self._ring is not None
+        taken = self._ring.take(rows, slots, lengths, stamps_ns)
         # Readable without a frame: an error waits to be fetched, as when the interface is gone.
         if not taken and self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.counters[self.port].receive_errors += 1
         return taken
 
     def send_rows(self, port: int, rows: Rows, slots: Numbers, lengths: Numbers) -> None:
-        """Send rows out of the interface, as `PacketRing.send`; for a port with a ring."""
-        assert self.ring is not None
-        self.ring.send(rows, slots, lengths)
+        """Send rows out of the interface, as `PacketRing.send`."""
+        assert self._ring is not None
+        self._ring.send(rows, slots, lengths)
 
     def send(self, port: int, packets: list[bytearray]) -> None:
         """Send frames out of the interface."""
@@ -302,9 +275,9 @@ class PacketPort:
 
     def close(self) -> None:
         """Close the socket."""
-        if self.ring is not None:
-            self.ring.close()
-            self.ring = None
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
         self._socket.close()
 
     def _set_up(self) -> None:
@@ -316,22 +289,12 @@ class PacketPort:
         sock.setsockopt(_SOL_PACKET, _PACKET_QDISC_BYPASS, 1)
         self._attach_filter()
         self.frame_max_bytes = self._mtu_bytes() + ETHERNET_BYTES
-        library = native.library()
-        if library is not None:
-            counters = self.counters[self.port]
-            self.ring = PacketRing(library, sock, self.frame_max_bytes, _TAGGED_BYTES, counters)
-            self._rows: Rows = np.empty((_BURST_MAX, self.frame_max_bytes), np.uint8)
-            self._all_rows: Numbers = np.arange(_BURST_MAX)
-            self._lengths: Numbers = np.empty(_BURST_MAX, np.int64)
-            self._stamps_ns: Numbers = np.empty(_BURST_MAX, np.int64)
+        self._ring = PacketRing(sock, self.frame_max_bytes, _TAGGED_BYTES, self.counters[self.port])
+        self._rows: Rows = np.empty((_BURST_MAX, self.frame_max_bytes), np.uint8)
+        self._all_rows: Numbers = np.arange(_BURST_MAX)
+        self._lengths: Numbers = np.empty(_BURST_MAX, np.int64)
+        self._stamps_ns: Numbers = np.empty(_BURST_MAX, np.int64)
         sock.bind((self.interface, _ETH_P_ALL))
-
-    def _receive_rows(self, limit: int) -> ReceivedFrames:
-        """Fetch frames from the ring, each as an object of its own."""
-        taken = self.take(self._rows, self._all_rows[:limit], self._lengths, self._stamps_ns)
-        rows, lengths = self._rows, self._lengths[:taken].tolist()
-        packets = [bytearray(rows[number, :length].data) for number, length in enumerate(lengths)]
-        return ReceivedFrames([self.port] * taken, packets)
 
     def _attach_filter(self) -> None:
         program = ctypes.create_string_buffer(_UNTAGGED_ONLY, len(_UNTAGGED_ONLY))

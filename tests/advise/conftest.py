@@ -1,4 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-from tests.transport.engines import engine
-
-__all__ = ["engine"]
