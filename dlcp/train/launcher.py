@@ -211,6 +211,10 @@ def _set_options(words: Sequence[str]) -> None:
             raise UsageError(f"--option takes NAME=VALUE, got {word!r}")
         if name not in known:
             raise UsageError(f"there is no option {name!r}{closest(name, known)}")
+        try:
+            configuration.parse(Options, name, value, f"--option {name}")
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         os.environ[configuration.PREFIX + name.upper()] = value
     try:
         configuration.build(Options)
