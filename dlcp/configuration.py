@@ -18,10 +18,10 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 PREFIX: Final = "DLCP_"
 FILE_VARIABLE: Final = "DLCP_CONFIG"
@@ -73,8 +73,9 @@ class Range:
             return False
         if self.infinite and value == math.inf:
             return True
-        least = value > self.least if self.above else value >= self.least
-        return bool(least and (value < self.most if self.below else value <= self.most))
+        number = cast(float, value)  # not converted: a whole number may be larger than any float
+        least = number > self.least if self.above else number >= self.least
+        return least and (number < self.most if self.below else number <= self.most)
 
     def __str__(self) -> str:
         if isinstance(self.least, int) and isinstance(self.most, int) and not (self.above or self.below):
@@ -221,7 +222,7 @@ def check(options: object) -> None:
     ValueError
         A field has a value that is not allowed; the message names the field.
     """
-    for name, kind in _allowed(type(options)).items():
+    for name, kind in _allowed(cast(Hashable, type(options))).items():
         kind.check(name, getattr(options, name))
 
 
@@ -294,7 +295,7 @@ def _declared(cls: type) -> dict[str, tuple[_Kind, object]]:
     """Return kind and default of each simple option, by name."""
     hints = typing.get_type_hints(cls, include_extras=True)
     found = {}
-    for entry in fields(cls):  # type: ignore[arg-type]  # every caller has a dataclass
+    for entry in fields(cls):
         kind = _kind_of(hints[entry.name])
         if kind and entry.default is not MISSING:
             found[entry.name] = (kind, entry.default)
@@ -302,9 +303,9 @@ def _declared(cls: type) -> dict[str, tuple[_Kind, object]]:
 
 
 @functools.cache
-def _allowed(cls: type) -> dict[str, _Kind]:
+def _allowed(cls: Hashable) -> dict[str, _Kind]:
     """Return the fields of a dataclass that say what they may hold."""
-    return {name: kind for name, (kind, _) in _declared(cls).items() if kind.allowed is not None}
+    return {name: kind for name, (kind, _) in _declared(cast(type, cls)).items() if kind.allowed is not None}
 
 
 def _kind_of(hint: Any) -> _Kind | None:
