@@ -293,19 +293,24 @@ def _toml_reader() -> Any:
 
 def _declared(cls: type) -> dict[str, tuple[_Kind, object]]:
     """Return kind and default of each simple option, by name."""
+    kinds = _kinds(cls)
+    return {
+        entry.name: (kinds[entry.name], entry.default)
+        for entry in fields(cls)
+        if entry.name in kinds and entry.default is not MISSING
+    }
+
+
+def _kinds(cls: type) -> dict[str, _Kind]:
+    """Return the fields of a dataclass that hold something simple."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    found = {}
-    for entry in fields(cls):
-        kind = _kind_of(hints[entry.name])
-        if kind and entry.default is not MISSING:
-            found[entry.name] = (kind, entry.default)
-    return found
+    return {entry.name: kind for entry in fields(cls) if (kind := _kind_of(hints[entry.name]))}
 
 
 @functools.cache
 def _allowed(cls: Hashable) -> dict[str, _Kind]:
     """Return the fields of a dataclass that say what they may hold."""
-    return {name: kind for name, (kind, _) in _declared(cast(type, cls)).items() if kind.allowed is not None}
+    return {name: kind for name, kind in _kinds(cast(type, cls)).items() if kind.allowed is not None}
 
 
 def _kind_of(hint: Any) -> _Kind | None:

@@ -9,8 +9,6 @@ stand for is bounded.
 """
 
 import dataclasses
-import json
-import math
 import re
 import types
 import typing
@@ -21,24 +19,19 @@ from typing import Any, Final, TypeVar
 import msgspec
 import yaml
 
+from dlcp.json_files import MOST_LEVELS, DocumentError, integer, parse_json, read_text, real
 from dlcp.suggestion import nearest
 
+__all__ = ["Document", "DocumentError", "PlaceError", "Step", "Steps"]
 _T = TypeVar("_T")
 Step = str | int
 Steps = tuple[Step, ...]
 """Names and indices that lead from the whole to a part of it."""
 _STEP: Final = re.compile(r"\.(\w+)|\[(\d+)\]")
 _TAG: Final = "tag:yaml.org,2002:"
-MOST_LEVELS: Final = 64
-"""How deep values may be nested. Chosen by us: what people write has fewer than 10 levels, and recursion has limits."""
 MOST_REPEATED: Final = 100_000
 """How many values the aliases of a file may stand for, all together. Chosen by us: a fabric of a thousand hosts has
 some ten thousand."""
-_INTEGER_BITS: Final = 64
-
-
-class DocumentError(ValueError):
-    """A file that cannot be used; the message names the file, the line, the place in it, and what is wrong."""
 
 
 class PlaceError(ValueError):
@@ -79,7 +72,7 @@ class Document:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._root: yaml.Node | None = None
-        self.text = _read_text(path)
+        self.text = read_text(path)
         self.content: Any = self._json() if path.suffix == ".json" else self._build(self._compose(), ())
 
     def convert(self, kind: type[_T], *, content: Any = None, origin_of: Callable[[Steps], Steps] = tuple) -> _T:
@@ -124,7 +117,7 @@ class Document:
             repeated.extend([content] if len(content) < len(items) else [])
             return content
 
-        content = _parse_json(self.path, self.text, pairs)
+        content = parse_json(self.path, self.text, pairs)
         return self._build(self._compose(), ()) if repeated else content
 
     def _compose(self) -> yaml.Node | None:
@@ -212,9 +205,9 @@ class Document:
             return text == "true"
         try:
             if tag == "int":
-                return _integer(text)
+                return integer(text)
             if tag == "float":
-                return _real(text)
+                return real(text)
         except ValueError as error:
             raise self.error(str(error), steps) from None
         raise self.error(f"a value marked {node.tag} cannot be read here", steps)
@@ -324,78 +317,6 @@ for _kind, _pattern, _first in (
     ("float", r"[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
 ):
     _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"(?:{_pattern})\Z"), _first)
-
-
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file that a program has written.
-
-    Raises
-    ------
-    DocumentError
-        It cannot be read, or is no JSON.
-    """
-    return _parse_json(path, _read_text(path), dict)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise DocumentError(f"{path}: this is no UTF-8 text") from None
-    except OSError as error:
-        raise DocumentError(f"{path}: {error.strerror}") from None
-    except ValueError as error:  # a path that has a NUL in it
-        raise DocumentError(f"{str(path)!r}: {error}") from None
-
-
-def _parse_json(path: Path, text: str, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]]) -> Any:
-    """Return the content of JSON; ``pairs`` makes objects."""
-
-    def refuse(word: str) -> None:
-        raise DocumentError(f"{path}: {word} is no JSON; give a number")
-
-    try:
-        content = json.loads(
-            text, object_pairs_hook=pairs, parse_float=_real, parse_int=_integer, parse_constant=refuse
-        )
-    except json.JSONDecodeError as error:
-        raise DocumentError(f"{path}:{error.lineno}: {error.msg} (column {error.colno})") from None
-    except DocumentError:
-        raise
-    except ValueError as error:
-        raise DocumentError(f"{path}: {error}") from None
-    except RecursionError:
-        raise DocumentError(f"{path}: nested too deeply: at most {MOST_LEVELS} levels are read") from None
-    if _levels(content) > MOST_LEVELS:
-        raise DocumentError(f"{path}: nested too deeply: at most {MOST_LEVELS} levels are read")
-    return content
-
-
-def _levels(content: Any) -> int:
-    """Return how deep dicts and lists are nested, without recursion; a scalar has 0 levels."""
-    levels, level = 0, [content]
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        levels += 1
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
-    return levels
-
-
-def _integer(text: str) -> int:
-    """Return the whole number, which has at most 64 bits; thousands of digits would take minutes to convert."""
-    if len(text) <= 2 * _INTEGER_BITS:
-        value = int(text, 0) if text[:2] in ("0x", "0o") else int(text)
-        if abs(value) < 1 << _INTEGER_BITS:
-            return value
-    raise ValueError(f"a whole number has at most {_INTEGER_BITS} bits here; this one has {len(text)} characters")
-
-
-def _real(text: str) -> int | float:
-    """Return the number; ``1e9`` is a whole one, for nobody writes all the zeros of a rate."""
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text[:20]} is too large for a number")
-    whole = "e" in text.lower() and value.is_integer() and abs(value) < 1 << _INTEGER_BITS
-    return int(value) if whole else value
 
 
 def _enter(node: yaml.Node | None, step: Step) -> tuple[int, yaml.Node] | None:

@@ -28,7 +28,7 @@ def refuse(command: str, error: object, status: int = 2) -> int:
     return status
 
 
-def number(allowed: Range) -> Callable[[str], float]:
+def real(allowed: Range) -> Callable[[str], float]:
     """Return a type for argparse: numbers in a range."""
 
     def convert(text: str) -> float:
@@ -109,7 +109,7 @@ def add_link(parser: _Parser, rate_mbps: float | None, depth_packets: int | None
     rate, depth = defaults or (f"{rate_mbps:g}", f"{depth_packets}")
     parser.add_argument(
         "--rate-mbps",
-        type=number(MBPS),
+        type=real(MBPS),
         default=rate_mbps,
         metavar="RATE",
         help=f"rate of each link (default: {rate})",
