@@ -92,7 +92,7 @@ def _missing(command: str, error: ModuleNotFoundError) -> Exception:
         return error
     needs = COMMANDS[command].needs
     install = f"'dlcp[{needs}]'" if needs else package
-    return _MissingPackageError(f"dlcp {command}: {error.name} is missing: pip install {install}")
+    return _MissingPackageError(f"dlcp {command}: {package} is missing: pip install {install}")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -14,8 +14,7 @@ import msgspec
 
 from dlcp.controller.fabric import Fabric, load
 from dlcp.controller.testbed import TestbedError
-from dlcp.controller.testbed.keeper import KEEPER_READY
-from dlcp.controller.testbed.layout import Layout, StateFile, TestbedState, lay_out
+from dlcp.controller.testbed.layout import KEEPER_READY, Layout, StateFile, TestbedState, lay_out
 from dlcp.controller.testbed.namespaces import NamedNamespace
 from dlcp.controller.testbed.programming import Controller, with_addresses
 from dlcp.controller.testbed.requirements import SwitchKind, missing

@@ -3,6 +3,7 @@
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -169,6 +170,16 @@ def check_writable(flag: str, file: Path | None) -> None:
             file.unlink()
     except OSError as error:
         raise ValueError(f"{flag}: {file} cannot be written: {error.strerror}") from None
+
+
+def check_folder(flag: str, folder: Path) -> None:
+    """Make a folder for results; raise ValueError if that cannot be, or if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{flag}: {folder} cannot be written: {error.strerror}") from None
 
 
 def write_late(command: str, file: Path, text: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dlcp import namespace
-from dlcp.commands.common import SECONDS, add_link, add_training, real, refuse
+from dlcp.commands.common import SECONDS, add_link, add_training, check_folder, real, refuse
 from dlcp.demo.background import BURST_S
 from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
 from dlcp.demo.run import DemoError, execute
@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"No network namespaces ({reason}): runs on loopback, without Gloo and without real TCP.")
     network = NamespaceNetwork if namespaces else LoopbackNetwork
     try:
+        check_folder("--out", arguments.out)
         setup = DemoSetup(
             seed=arguments.seed,
             steps=arguments.steps,

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dlcp.commands import trace
-from dlcp.commands.common import add_option, add_steps, refuse
+from dlcp.commands.common import add_option, add_steps, check_writable, refuse, write_late
 from dlcp.train import headroom, summary
 from dlcp.train.launcher import TrainPlan, UsageError, launch
 
@@ -54,8 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.live:
             return refuse("train", "--live shows training; with --measure there is none")
         return measure(arguments.torchrun, arguments.script, arguments.steps, options=arguments.option)
-    if arguments.trace and not arguments.trace.parent.is_dir():
-        return refuse("train", f"--trace: there is no folder {arguments.trace.parent}")
+    try:
+        check_writable("--trace", arguments.trace)
+        check_writable("--summary", arguments.summary)
+    except ValueError as error:
+        return refuse("train", error)
     with ExitStack() as stack:
         options = list(arguments.option)
         if arguments.trace:
@@ -72,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
             _write_trace(arguments.trace, Path(folder))
     found = summary.summarize(reports)
     if arguments.summary:
-        arguments.summary.write_text(json.dumps(found, indent=2) + "\n")
+        write_late("train", arguments.summary, json.dumps(found, indent=2) + "\n")
     _print(summary.as_lines(found))
     return status
 
