@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from dlcp.bench.path import BenchPath, LinkOutages, RoutedPath, VethPair, loopback
 from dlcp.bench.results import BenchError, BenchResult, mean_against, say, show, significant
-from dlcp.commands.common import MBPS, SECONDS, option, real, refuse, whole
+from dlcp.commands.common import DURATIONS, MBPS, option, real, refuse, whole
 from dlcp.configuration import Range
 from dlcp.namespace import NamespaceError, become_root
 
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     delay = declare("delay", "the same over long paths and through deep buffers, alone and beside TCP", 3, _delay, True)
     delay.add_argument(
-        "--rtt-ms", type=real(SECONDS), nargs="+", default=_RTTS_MS, metavar="MS", help="(default: 1 20 100)"
+        "--rtt-ms", type=real(DURATIONS), nargs="+", default=_RTTS_MS, metavar="MS", help="(default: 1 20 100)"
     )
     delay.add_argument(
         "--buffers",
@@ -119,7 +119,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="in bandwidth-delay products",
     )
     delay.add_argument("--rate-mbps", type=real(MBPS), default=40.0, metavar="RATE", help="of the path (default: 40)")
-    delay.add_argument("--seconds", type=real(SECONDS), default=8.0, help="that a run takes at that rate (default: 8)")
+    delay.add_argument(
+        "--seconds", type=real(DURATIONS), default=8.0, help="that a run takes at that rate (default: 8)"
+    )
     sim = declare("sim", "packet-hops a second of the simulator, beside ns.py", 3, _sim)
     sim.add_argument(
         "--bytes", type=whole(1, 1 << 40), default=25_000_000, help="of each worker or rank (default: %(default)s)"

@@ -19,7 +19,7 @@ MBPS: Final = Range(0.001, 1e6)
 """Rates of links, in Mbit/s: from 1 kbit/s to 1 Tbit/s."""
 DEPTH_MAX: Final = 1_000_000
 """The deepest queue, in packets: at 1,500 bytes each, 1.5 GB."""
-SECONDS: Final = Range(0.0, 1e6, above=True)
+DURATIONS: Final = Range(0.0, 1e6, above=True)
 """Durations on a command line."""
 
 

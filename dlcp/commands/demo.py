@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dlcp import namespace
-from dlcp.commands.common import SECONDS, add_link, add_training, check_folder, real, refuse
+from dlcp.commands.common import DURATIONS, add_link, add_training, check_folder, real, refuse
 from dlcp.demo.background import BURST_S
 from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
 from dlcp.demo.run import DemoError, execute
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_link(parser, 64, 32)
     parser.add_argument(
         "--burst-seconds",
-        type=real(SECONDS),
+        type=real(DURATIONS),
         default=BURST_S,
         metavar="S",
         help="of the background (default: %(default)s)",

@@ -9,7 +9,7 @@ import time
 from typing import Final
 
 from dlcp import wire
-from dlcp.commands.common import SECONDS, add_json, add_steps, real, refuse, whole
+from dlcp.commands.common import DURATIONS, add_json, add_steps, real, refuse, whole
 from dlcp.commands.train import measure
 from dlcp.doctor.examination import as_json, examine, parse_peer, reason_of
 from dlcp.doctor.findings import anything_missing, show
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what ``dlcp doctor`` takes."""
     parser.usage = (
         "dlcp doctor [--json] [--all-options] [--peer HOST[:PORT] ...]\n"
-        "       dlcp doctor --listen [HOST[:PORT]] [--seconds SECONDS]\n"
+        "       dlcp doctor --listen [HOST[:PORT]] [--seconds DURATIONS]\n"
         "       dlcp doctor [--steps N] [torchrun's options] -- script.py [the script's arguments]"
     )
     add_json(parser)
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     path.add_argument("--listen", nargs="?", const="", metavar="HOST[:PORT]", help="answer doctors on other machines")
     path.add_argument(
-        "--seconds", type=real(SECONDS), metavar="SECONDS", help="how long to listen (default: until Ctrl-C)"
+        "--seconds", type=real(DURATIONS), metavar="DURATIONS", help="how long to listen (default: until Ctrl-C)"
     )
     gain = parser.add_argument_group("what DLCP can gain here: dlcp doctor [torchrun's options] -- script.py ...")
     add_steps(gain, MEASURED_STEPS, "training steps to measure")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from dlcp import native
-from dlcp.commands.common import DEPTH_MAX, SECONDS, real, whole
+from dlcp.commands.common import DEPTH_MAX, DURATIONS, real, whole
 from dlcp.configuration import Range
 from dlcp.switch import (
     BACKENDS,
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     look = parser.add_argument_group("looking at it")
     look.add_argument("--counters", type=Path, metavar="FILE", help="write all counters there, as JSON")
     look.add_argument(
-        "--counters-every", type=real(SECONDS), default=1.0, metavar="SECONDS", help="how often (default: 1)"
+        "--counters-every", type=real(DURATIONS), default=1.0, metavar="DURATIONS", help="how often (default: 1)"
     )
     look.add_argument(
         "--watch", action="store_true", help="show the counters; with --counters alone, those of a switch that runs"
