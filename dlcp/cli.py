@@ -2,10 +2,14 @@
 """The command line: ``dlcp COMMAND``. A command's module is imported when it is called."""
 
 import argparse
+import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from types import FrameType
 from typing import Final, NamedTuple
 
 from dlcp import __version__
@@ -56,6 +60,7 @@ where to begin:
 """
 _CLOSED_PIPE: Final = 141
 """Exit status of a program that SIGPIPE ends: 128 + 13."""
+_ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
@@ -121,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         try:
-            return _run(argv or ["--help"])
+            with _signals_unwind():
+                return _run(argv or ["--help"])
         except _MissingPackageError as error:
             print(error, file=sys.stderr)
             return 2
@@ -131,6 +137,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has closed it, as `head` does. What is still buffered must not be flushed there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
+
+
+@contextlib.contextmanager
+def _signals_unwind() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command like an error does, so that it ends its processes and removes its folders.
+
+    Commands that handle signals themselves set handlers of their own.
+    """
+
+    def unwind(number: int, _: FrameType | None) -> None:
+        for each in _ENDING:
+            signal.signal(each, signal.SIG_IGN)  # the end has begun; a second signal must not cut it short
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    ours = [number for number, handler in before.items() if handler is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, unwind)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
 
 
 def _run(argv: Sequence[str]) -> int:

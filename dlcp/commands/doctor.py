@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     path.add_argument("--listen", nargs="?", const="", metavar="HOST[:PORT]", help="answer doctors on other machines")
     path.add_argument(
-        "--seconds", type=real(DURATIONS), metavar="DURATIONS", help="how long to listen (default: until Ctrl-C)"
+        "--seconds", type=real(DURATIONS), metavar="SECONDS", help="how long to listen (default: until Ctrl-C)"
     )
     gain = parser.add_argument_group("what DLCP can gain here: dlcp doctor [torchrun's options] -- script.py ...")
     add_steps(gain, MEASURED_STEPS, "training steps to measure")

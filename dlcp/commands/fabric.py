@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
         if name == "watch":
             command.add_argument(
-                "--every", type=real(Range(0.0, 1e6)), default=5.0, metavar="DURATIONS", help="how often to compare"
+                "--every", type=real(Range(0.0, 1e6)), default=5.0, metavar="SECONDS", help="how often to compare"
             )
             command.add_argument(
                 "--metrics", default=_METRICS, metavar="HOST:PORT", help="where to serve metrics (default: %(default)s)"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from dlcp import native
+from dlcp.children import end_with_parent
 from dlcp.commands.common import DEPTH_MAX, DURATIONS, real, whole
 from dlcp.configuration import Range
 from dlcp.switch import (
@@ -117,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     look = parser.add_argument_group("looking at it")
     look.add_argument("--counters", type=Path, metavar="FILE", help="write all counters there, as JSON")
     look.add_argument(
-        "--counters-every", type=real(DURATIONS), default=1.0, metavar="DURATIONS", help="how often (default: 1)"
+        "--counters-every", type=real(DURATIONS), default=1.0, metavar="SECONDS", help="how often (default: 1)"
     )
     look.add_argument(
         "--watch", action="store_true", help="show the counters; with --counters alone, those of a switch that runs"
@@ -375,6 +376,12 @@ def _write_entries(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _run_child(arguments: argparse.Namespace) -> None:
+    """Be the switch beside the process that shows its counters."""
+    end_with_parent()
+    sys.exit(run(arguments))
+
+
 def _watch(arguments: argparse.Namespace) -> int:
     """Show counters; the switch runs in another process, for drawing takes longer than a packet may wait."""
     from dlcp.commands.switch_watch import watch
@@ -387,7 +394,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="dlcp-switch-") as folder:
         counters = arguments.counters or Path(folder) / "counters.json"
         own = argparse.Namespace(**{**vars(arguments), "watch": False, "counters": counters})
-        process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(run(own)))
+        process = multiprocessing.get_context("fork").Process(target=_run_child, args=(own,))
         process.start()
         try:
             watch(counters, process.is_alive)

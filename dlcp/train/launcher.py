@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dlcp import configuration
+from dlcp.children import python_command
 from dlcp.interfaces import interface_of, only_way_out
 from dlcp.suggestion import closest
 
@@ -134,7 +135,9 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="dlcp-train-") as folder:
         os.environ.update(replace(plan, reports=folder).as_environment())
         try:
-            main([*passed, "-m", "dlcp.train.worker", *target])
+            # torchrun's own `-m` would look for it in the working directory first.
+            worker = python_command("dlcp.train.worker", executable=os.environ.get("PYTHON_EXEC", sys.executable))
+            main([*passed, "--no-python", *worker, *target])
         except ChildFailedError as error:
             print(error, file=sys.stderr)
             status = _status_of(error)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of ``dlcp train``: runs the script as if it had been started by itself, with DLCP switched on.
 
-``python -m dlcp.train.worker script.py ARGUMENTS`` or ``... -m module ARGUMENTS``; started by torchrun. At the end it
+``dlcp.train.worker script.py ARGUMENTS`` or ``... -m module ARGUMENTS``; started by torchrun. At the end it
 reports to the launcher.
 """
 
