@@ -118,6 +118,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from dlcp.sim.running import write
 
     path = experiment_files(arguments.experiments)[0]
+    if arguments.output is not None and arguments.output.is_dir():
+        raise DocumentError(f"--output: {arguments.output} is a folder; give a file")
     described = read(path, quick=arguments.quick, seeds=arguments.seed or ())
     wanted = dict(_pair(text) for text in arguments.point)
     axes = {axis.name: [point.name for point in axis.points] for axis in described.experiment.axes}

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from dlcp.commands.common import add_link, add_training, refuse
+from dlcp.commands.common import add_link, add_training, check_folder, refuse
 from dlcp.configuration import short
 from dlcp.controller.entries import most_switches
 from dlcp.controller.fabric import Fabric, leaf_spine, load, star
@@ -102,6 +102,7 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    check_folder("--out", arguments.out)
     if StateFile(arguments.name).read() is not None:
         state = find(arguments.name)
         _refuse_other(arguments, state)

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from dlcp.commands import trace
 from dlcp.commands.common import add_option, add_steps, check_writable, refuse, write_late
 from dlcp.train import headroom, summary
-from dlcp.train.launcher import TrainPlan, UsageError, launch
+from dlcp.train.launcher import TrainPlan, UsageError, launch, temporary_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,10 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
         return refuse("train", error)
     with ExitStack() as stack:
         options = list(arguments.option)
-        if arguments.trace:
-            folder = stack.enter_context(TemporaryDirectory(prefix="dlcp-trace-"))
-            options.append(f"trace={folder}")
         try:
+            if arguments.trace:
+                folder = stack.enter_context(temporary_folder("dlcp-trace-"))
+                options.append(f"trace={folder}")
             if arguments.live:
                 options.append(f"live={_serve(arguments.live, stack)}")
             plan = TrainPlan(backend=arguments.backend)
@@ -112,7 +111,7 @@ def _serve(address: str, stack: ExitStack) -> str:
         from dlcp.live.server import AddressError, LiveServer
     except ModuleNotFoundError as error:
         raise UsageError(f"--live: {error.name} is missing: pip install 'dlcp[live]'") from None
-    folder = stack.enter_context(TemporaryDirectory(prefix="dlcp-live-"))
+    folder = stack.enter_context(temporary_folder("dlcp-live-"))
     try:
         server = stack.enter_context(LiveServer([Path(folder)], address))
     except AddressError as error:

@@ -4,6 +4,7 @@
 A plan passes to the ranks as a variable of the environment; they leave their reports as files.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -70,13 +71,37 @@ def write_report(folder: Path, report: Report) -> None:
     """Write one rank's report, whole or not at all, in the place of any that an earlier start of it has left."""
     path = report_path(folder, report["local_rank"])
     part = path.with_suffix(f".part{os.getpid()}")
-    part.write_text(json.dumps(report))
-    part.replace(path)
+    try:
+        part.write_text(json.dumps(report))
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def temporary_folder(prefix: str) -> "tempfile.TemporaryDirectory[str]":
+    """Return a folder for a context manager; what is left of it in the end is no reason to fail.
+
+    Raises
+    ------
+    UsageError
+        None can be made.
+    """
+    try:
+        return tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UsageError(f"no temporary folder can be made: {error}; set TMPDIR to a folder with room") from None
 
 
 def read_reports(folder: Path) -> list[Report]:
     """Return the reports of this machine's ranks as they were last started, by rank."""
-    reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    reports = []
+    for path in folder.glob("*.json"):
+        try:
+            reports.append(json.loads(path.read_text()))
+        except (OSError, ValueError) as error:
+            print(f"dlcp: warning: {path.name} is no report of a rank: {error}", file=sys.stderr)
     return sorted(reports, key=lambda report: int(report["rank"]))
 
 
@@ -132,7 +157,7 @@ def launch(
     from torch.distributed.run import main
 
     status = 0
-    with tempfile.TemporaryDirectory(prefix="dlcp-train-") as folder:
+    with temporary_folder("dlcp-train-") as folder:
         os.environ.update(replace(plan, reports=folder).as_environment())
         try:
             # torchrun's own `-m` would look for it in the working directory first.
