@@ -123,9 +123,18 @@ def checkout(tmp_path):
 
 def run_installed(installed, checkout, *words):
     """Run the installed command in the checkout, as its console script would."""
-    code = f"import sys; sys.path[0] = {str(installed)!r}; from dlcp.cli import main; sys.exit(main())"
+    script = installed / "bin" / "dlcp"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text("from dlcp.cli import main\nraise SystemExit(main())\n")
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=checkout, capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, str(script), *words],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
     )
     assert not (checkout.parent / "trace").exists(), (checkout.parent / "trace").read_text() + done.stderr
     return done
