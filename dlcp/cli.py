@@ -2,10 +2,14 @@
 """The command line: ``dlcp COMMAND``. A command's module is imported when it is called."""
 
 import argparse
+import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from types import FrameType
 from typing import Final, NamedTuple
 
 from dlcp import __version__
@@ -29,17 +33,19 @@ class Command(NamedTuple):
 
 
 COMMANDS: Final = {
-    "train": Command("run an unchanged training script with DLCP, as torchrun would", True),
+    "train": Command("run an unchanged training script with DLCP, as torchrun would", True, needs="torch"),
     "launch": Command("start a command once per rank, whatever framework it uses", True),
     "doctor": Command("report what works here, which options are in force, and what DLCP can gain", True),
-    "advise": Command("measure a training script and recommend settings for it here, with reasons", True),
+    "advise": Command(
+        "measure a training script and recommend settings for it here, with reasons", True, needs="torch"
+    ),
     "live": Command("serve a page, and metrics for Prometheus, of what all ranks are at", needs="live"),
     "trace": Command("make one trace for Perfetto of what all ranks have noted"),
-    "bench": Command("measure DLCP against its peers, in turns, and print one JSON document"),
+    "bench": Command("measure DLCP against its peers, in turns, and print one JSON document", needs="demo,sim"),
     "demo": Command("train over a congested switch, with and without DLCP, and write a report page", needs="demo"),
     "server": Command("run a parameter server"),
-    "switch": Command("run the built-in switch"),
-    "sim": Command("simulate training on a cluster you do not have, and reproduce the paper's figures"),
+    "switch": Command("run the built-in switch", needs="switch"),
+    "sim": Command("simulate training on a cluster you do not have, and reproduce the paper's figures", needs="sim"),
     "fabric": Command("program the switches of a fabric, and keep them so", needs="fabric"),
     "testbed": Command("train over real switches in Mininet, and compare (needs root)", needs="fabric,demo"),
 }
@@ -54,6 +60,7 @@ where to begin:
 """
 _CLOSED_PIPE: Final = 141
 """Exit status of a program that SIGPIPE ends: 128 + 13."""
+_ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
@@ -83,6 +90,16 @@ def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
     return parser
 
 
+def _missing(command: str, error: ModuleNotFoundError) -> Exception:
+    """Return the error for a package that a command needs and that is not installed; a module of ours is a defect."""
+    package = (error.name or "").partition(".")[0]
+    if not package or package == "dlcp":
+        return error
+    needs = COMMANDS[command].needs
+    install = f"'dlcp[{needs}]'" if needs else package
+    return _MissingPackageError(f"dlcp {command}: {package} is missing: pip install {install}")
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return what a command line says; ``run`` of it is the command, which takes it.
 
@@ -95,10 +112,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     try:
         parser = parser_of([wanted])
     except ModuleNotFoundError as error:
-        needs = COMMANDS[wanted].needs
-        if not needs or (error.name or "").startswith("dlcp"):
-            raise
-        raise _MissingPackageError(f"dlcp {wanted}: {error.name} is missing: pip install 'dlcp[{needs}]'") from None
+        raise _missing(wanted, error) from None
     if wanted not in COMMANDS or not COMMANDS[wanted].wraps:
         return parser.parse_args(argv)
     end = list(argv).index("--") if "--" in argv else len(argv)
@@ -112,13 +126,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         try:
-            return _run(argv or ["--help"])
+            with _signals_unwind():
+                return _run(argv or ["--help"])
+        except _MissingPackageError as error:
+            print(error, file=sys.stderr)
+            return 2
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read our output has closed it, as `head` does. What is still buffered must not be flushed there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
+
+
+@contextlib.contextmanager
+def _signals_unwind() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command like an error does, so that it ends its processes and removes its folders.
+
+    Commands that handle signals themselves set handlers of their own.
+    """
+
+    def unwind(number: int, _: FrameType | None) -> None:
+        for each in _ENDING:
+            signal.signal(each, signal.SIG_IGN)  # the end has begun; a second signal must not cut it short
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    ours = [number for number, handler in before.items() if handler is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, unwind)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -3,17 +3,25 @@
 
 The file is the one that ``DLCP_CONFIG`` names, else ``dlcp.toml`` in the working directory, if there is one. It is
 TOML, one line an option: ``loss_bound = 0.05``.
+
+The values that an option may have are declared beside its field, as ``Annotated[float, Range(0, 1)]`` or
+``Annotated[str, HostPort()]``. :func:`check` compares an instance with them. :func:`settings` and :func:`parse` compare
+texts, and name the variable, the file or the flag that is wrong.
 """
 
 import contextlib
+import functools
 import importlib
+import math
+import numbers
 import os
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 PREFIX: Final = "DLCP_"
 FILE_VARIABLE: Final = "DLCP_CONFIG"
@@ -41,11 +49,107 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers that an option may hold. NaN is in no range.
+
+    Parameters
+    ----------
+    least, most
+        The bounds, both included.
+    above, below
+        Leave out ``least``, or ``most``.
+    infinite
+        Infinity is a value, too.
+    """
+
+    least: float
+    most: float
+    above: bool = False
+    below: bool = False
+    infinite: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            return False
+        if self.infinite and value == math.inf:
+            return True
+        number = cast(float, value)  # not converted: a whole number may be larger than any float
+        least = number > self.least if self.above else number >= self.least
+        return least and (number < self.most if self.below else number <= self.most)
+
+    def __str__(self) -> str:
+        if isinstance(self.least, int) and isinstance(self.most, int) and not (self.above or self.below):
+            return f"{self.least}..{self.most}"
+        text = f"{'(' if self.above else '['}{_number(self.least)}, {_number(self.most)}{')' if self.below else ']'}"
+        return text + (" or be inf" if self.infinite else "")
+
+    def check(self, name: str, value: object) -> None:
+        """Raise ValueError with the name if a value is not in the range."""
+        if value not in self:
+            raise ValueError(f"{name} must lie in {self}, got {short(value)}")
+
+
+@dataclass(frozen=True, slots=True)
+class HostPort:
+    """An address that an option may hold: ``host:port``, or empty for none.
+
+    Parameters
+    ----------
+    least_port
+        The least port: 0 where the system may choose one.
+    """
+
+    least_port: int = 0
+
+    def check(self, name: str, value: object) -> None:
+        """Raise ValueError with the name if a value is no such address."""
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be host:port, got {short(value)}")
+        if value:
+            try:
+                host_and_port(value, None, self.least_port)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+
+
+_PORTS: Final = 1 << 16
+_HOST: Final = re.compile(r"[A-Za-z0-9._-]+")
+
+
+def host_and_port(text: str, default_port: int | None, least_port: int = 0) -> tuple[str, int]:
+    """Return host and port of ``host:port``; where the port is left out, ``default_port`` or 0.
+
+    Raises
+    ------
+    ValueError
+        It is no such address.
+    """
+    host, _, port = text.partition(":")
+    if not _HOST.fullmatch(host) or (port and not (port.isascii() and port.isdecimal())):
+        raise ValueError(f"expected host:port, got {short(text)}")
+    # Compared by length first: Python refuses to convert thousands of digits, with words that are of no use here.
+    if port and (len(port) > len(str(_PORTS)) or not least_port <= int(port) < _PORTS):
+        raise ValueError(f"expected host:port, got {short(text)}: ports are {least_port} to {_PORTS - 1}")
+    return host, int(port) if port else default_port or 0
+
+
+@dataclass(frozen=True, slots=True)
 class _Kind:
-    """What an option holds: a simple type, and whether None is a value of it."""
+    """What an option holds: a simple type, whether None is a value of it, and which values of the type it may have."""
 
     type: type[_Simple]
     optional: bool
+    allowed: Range | HostPort | None = None
+
+    def check(self, name: str, value: object) -> None:
+        """Raise ValueError with the name if a value is not allowed."""
+        if self.allowed is None or (value is None and self.optional):
+            return
+        if self.type is int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
+            raise ValueError(f"{name} must be a whole number, got {short(value)}")
+        if self.type is float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+            raise ValueError(f"{name} must be a number, got {short(value)}")
+        self.allowed.check(name, value)
 
 
 def simple_options(cls: type) -> dict[str, object]:
@@ -81,10 +185,12 @@ def settings(
     for name, (kind, default) in declared.items():
         variable = PREFIX + name.upper()
         if arguments and name in arguments:
+            kind.check(name, arguments[name])
             found.append(Setting(name, arguments[name], "argument"))
         elif variable in environment:
             found.append(Setting(name, _parse(variable, environment[variable], kind), variable))
         elif name in from_file:
+            kind.check(f"{path}: {name}", from_file[name])
             found.append(Setting(name, from_file[name], str(path)))
         else:
             found.append(Setting(name, default, DEFAULT_ORIGIN))
@@ -99,7 +205,43 @@ def build(cls: type[_Options], environment: Mapping[str, str] | None = None) -> 
     ValueError
         See :func:`settings`; or the options do not fit together.
     """
-    return cls(**{setting.name: setting.value for setting in settings(cls, environment) if not setting.is_default})
+    chosen = [setting for setting in settings(cls, environment) if not setting.is_default]
+    try:
+        return cls(**{setting.name: setting.value for setting in chosen})
+    except ValueError as error:
+        named = set(re.findall(r"\w+", str(error)))
+        origins = dict.fromkeys(setting.origin for setting in chosen if setting.name in named)
+        raise ValueError(f"{error} (set by {', '.join(origins)})" if origins else str(error)) from None
+
+
+def check(options: object) -> None:
+    """Check that an instance of a dataclass of options has allowed values; for its ``__post_init__``.
+
+    Raises
+    ------
+    ValueError
+        A field has a value that is not allowed; the message names the field.
+    """
+    for name, kind in _allowed(cast(Hashable, type(options))).items():
+        kind.check(name, getattr(options, name))
+
+
+def parse(cls: type, name: str, text: str, where: str) -> Any:
+    """Return the value of an option that a text says.
+
+    Parameters
+    ----------
+    cls, name
+        A dataclass of options, and the option's name.
+    where
+        Where the text comes from, such as ``--job``; errors begin with it.
+
+    Raises
+    ------
+    ValueError
+        The text is no value of the option, or the value is not allowed.
+    """
+    return _parse(where, text, _declared(cls)[name][0])
 
 
 def file_in_force(environment: Mapping[str, str] | None = None) -> Path | None:
@@ -151,20 +293,36 @@ def _toml_reader() -> Any:
 
 def _declared(cls: type) -> dict[str, tuple[_Kind, object]]:
     """Return kind and default of each simple option, by name."""
-    hints = typing.get_type_hints(cls)
-    found = {}
-    for entry in fields(cls):
-        kind = _kind_of(hints[entry.name])
-        if kind and entry.default is not MISSING:
-            found[entry.name] = (kind, entry.default)
-    return found
+    kinds = _kinds(cls)
+    return {
+        entry.name: (kinds[entry.name], entry.default)
+        for entry in fields(cls)
+        if entry.name in kinds and entry.default is not MISSING
+    }
+
+
+def _kinds(cls: type) -> dict[str, _Kind]:
+    """Return the fields of a dataclass that hold something simple."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {entry.name: kind for entry in fields(cls) if (kind := _kind_of(hints[entry.name]))}
+
+
+@functools.cache
+def _allowed(cls: Hashable) -> dict[str, _Kind]:
+    """Return the fields of a dataclass that say what they may hold."""
+    return {name: kind for name, kind in _kinds(cast(type, cls)).items() if kind.allowed is not None}
 
 
 def _kind_of(hint: Any) -> _Kind | None:
+    if typing.get_origin(hint) is typing.Annotated:
+        bare, *marks = typing.get_args(hint)
+        kind = _kind_of(bare)
+        allowed = next((mark for mark in marks if isinstance(mark, Range | HostPort)), None)
+        return kind and _Kind(kind.type, kind.optional, allowed)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         others = [part for part in typing.get_args(hint) if part is not types.NoneType]
         inner = _kind_of(others[0]) if len(others) == 1 else None
-        return inner and _Kind(inner.type, optional=True)
+        return inner and _Kind(inner.type, optional=True, allowed=inner.allowed)
     return _Kind(hint, optional=False) if hint in _EXPECTED else None
 
 
@@ -175,9 +333,28 @@ def _parse(name: str, text: str, kind: _Kind) -> object:
     try:
         if kind.type is bool:
             return _TRUTHS[text.lower()]
-        return int(text, 0) if kind.type is int else kind.type(text)
+        value = int(text, 0) if kind.type is int else kind.type(text)
     except (KeyError, ValueError):
-        raise ValueError(f"{name} must be {_EXPECTED[kind.type]}, got {text!r}") from None
+        raise ValueError(f"{name} must be {_EXPECTED[kind.type]}, got {short(text)}") from None
+    kind.check(name, value)
+    return value
+
+
+def _number(value: float) -> str:
+    """Return a bound as people read it: whole numbers with all their digits."""
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1 << 65 else f"{value:g}"
+
+
+_SHOWN: Final = 60
+"""Of a value that is refused, an error shows so many characters."""
+
+
+def short(value: object) -> str:
+    """Return a value as an error shows it: the beginning of a long one."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * _SHOWN:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _check_file(path: Path, held: Mapping[str, Any], declared: Mapping[str, tuple[_Kind, object]]) -> dict[str, object]:

@@ -3,10 +3,12 @@
 
 Plain words are what YAML 1.2 says they are: ``true`` and ``false`` are the only truth values, ``1e9`` is a number, and
 ``no``, ``12:30`` and ``02:00:00:00:00:01`` are text. The same file then means the same as JSON would.
+
+A file is read in time and memory that follow from its length: how deep it may be nested and how much its aliases may
+stand for is bounded.
 """
 
 import dataclasses
-import json
 import re
 import types
 import typing
@@ -17,18 +19,19 @@ from typing import Any, Final, TypeVar
 import msgspec
 import yaml
 
+from dlcp.json_files import MOST_LEVELS, DocumentError, integer, parse_json, read_text, real
 from dlcp.suggestion import nearest
 
+__all__ = ["Document", "DocumentError", "PlaceError", "Step", "Steps"]
 _T = TypeVar("_T")
 Step = str | int
 Steps = tuple[Step, ...]
 """Names and indices that lead from the whole to a part of it."""
 _STEP: Final = re.compile(r"\.(\w+)|\[(\d+)\]")
 _TAG: Final = "tag:yaml.org,2002:"
-
-
-class DocumentError(ValueError):
-    """A file that cannot be used; the message names the file, the line, the place in it, and what is wrong."""
+MOST_REPEATED: Final = 100_000
+"""How many values the aliases of a file may stand for, all together. Chosen by us: a fabric of a thousand hosts has
+some ten thousand."""
 
 
 class PlaceError(ValueError):
@@ -69,12 +72,7 @@ class Document:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._root: yaml.Node | None = None
-        try:
-            self.text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise DocumentError(f"{path}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise DocumentError(f"{path}: this is no UTF-8 text") from None
+        self.text = read_text(path)
         self.content: Any = self._json() if path.suffix == ".json" else self._build(self._compose(), ())
 
     def convert(self, kind: type[_T], *, content: Any = None, origin_of: Callable[[Steps], Steps] = tuple) -> _T:
@@ -119,10 +117,7 @@ class Document:
             repeated.extend([content] if len(content) < len(items) else [])
             return content
 
-        try:
-            content = json.loads(self.text, object_pairs_hook=pairs, parse_float=_real)
-        except json.JSONDecodeError as error:
-            raise DocumentError(f"{self.path}:{error.lineno}: {error.msg} (column {error.colno})") from None
+        content = parse_json(self.path, self.text, pairs)
         return self._build(self._compose(), ()) if repeated else content
 
     def _compose(self) -> yaml.Node | None:
@@ -130,6 +125,7 @@ class Document:
         # YAML knows tabs as white space in some places only; in JSON they are nothing else.
         text = self.text.replace("\t", " ") if self.path.suffix == ".json" else self.text
         try:
+            self._check_size(text)
             self._root = yaml.compose(text, _Loader)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
@@ -139,6 +135,44 @@ class Document:
         except yaml.YAMLError as error:
             raise DocumentError(f"{self.path}: {error}") from None
         return self._root
+
+    def _check_size(self, text: str) -> None:
+        """Refuse nesting and aliases beyond the bounds, before anything is built of them.
+
+        The events of YAML come one by one and nest nothing. With them goes, for each anchor, how many values it stands
+        for and how many levels these have.
+        """
+        anchors: dict[str, tuple[int, int]] = {}
+        above: list[tuple[str | None, int]] = []  # of what is open: its anchor, and how many values came before it
+        deepest: list[int] = [0]
+        values = repeated = 0
+        for event in yaml.parse(text, _Loader):
+            if isinstance(event, yaml.CollectionStartEvent):
+                above.append((event.anchor, values))
+                deepest.append(0)
+                values += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchor, before = above.pop()
+                levels = deepest.pop() + 1
+                deepest[-1] = max(deepest[-1], levels)
+                if anchor is not None:
+                    anchors[anchor] = values - before, levels
+            elif isinstance(event, yaml.ScalarEvent):
+                values += 1
+                if event.anchor is not None:
+                    anchors[event.anchor] = 1, 0
+            elif isinstance(event, yaml.AliasEvent):
+                # One that stands within its own anchor is not known yet; it is refused when the content is built.
+                more, levels = anchors.get(event.anchor or "", (1, 0))
+                values, repeated = values + more, repeated + more
+                deepest[-1] = max(deepest[-1], levels)
+            line = event.start_mark.line + 1 if event.start_mark else 1
+            if len(above) + deepest[-1] > MOST_LEVELS:
+                raise DocumentError(f"{self.path}:{line}: nested too deeply: at most {MOST_LEVELS} levels are read")
+            if repeated > MOST_REPEATED:
+                raise DocumentError(
+                    f"{self.path}:{line}: aliases stand for more than {MOST_REPEATED:,} values; write them out"
+                )
 
     def _build(self, node: yaml.Node | None, steps: tuple[Step, ...], above: tuple[yaml.Node, ...] = ()) -> Any:
         """Return what a node says."""
@@ -169,10 +203,13 @@ class Document:
             return None
         if tag == "bool":
             return text == "true"
-        if tag == "int":
-            return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
-        if tag == "float":
-            return _real(text)
+        try:
+            if tag == "int":
+                return integer(text)
+            if tag == "float":
+                return real(text)
+        except ValueError as error:
+            raise self.error(str(error), steps) from None
         raise self.error(f"a value marked {node.tag} cannot be read here", steps)
 
 
@@ -280,12 +317,6 @@ for _kind, _pattern, _first in (
     ("float", r"[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
 ):
     _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"(?:{_pattern})\Z"), _first)
-
-
-def _real(text: str) -> int | float:
-    """Return the number; ``1e9`` is a whole one, for nobody writes all the zeros of a rate."""
-    value = float(text)
-    return int(value) if "e" in text.lower() and value.is_integer() else value
 
 
 def _enter(node: yaml.Node | None, step: Step) -> tuple[int, yaml.Node] | None:

@@ -15,11 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Final
 
+from dlcp import children
 from dlcp.closing import Closing
 from dlcp.namespace import enter
 
@@ -29,7 +32,29 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _context = multiprocessing.get_context("forkserver")
 # Ranks need these, and they take seconds to import: a server that has them forks all processes.
-_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "dlcp.torch", "sklearn.datasets"])
+_PRELOADED: Final = ["torch", "torch._dynamo", "torch.nn.parallel", "dlcp.torch", "sklearn.datasets"]
+_context.set_forkserver_preload(_PRELOADED)
+
+
+_SAFE_PATH: Final = {"PYTHONSAFEPATH": "1"}
+"""Keeps Python 3.11 and later from looking for modules in the working directory first; see :mod:`dlcp.children`."""
+
+
+def _start_server() -> None:
+    """Start the server of forks, if it does not run, so that it loads the DLCP that this process has."""
+    if sys.version_info < (3, 11) and Path("dlcp").is_dir():
+        # There the server looks in the working directory first. Forks have this process's path, and load it then.
+        _context.set_forkserver_preload([name for name in _PRELOADED if not name.startswith("dlcp")])
+    before = {name: os.environ.get(name) for name in _SAFE_PATH}
+    os.environ.update(_SAFE_PATH)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class Fork(Closing):
@@ -65,6 +90,7 @@ class Fork(Closing):
         self.channel, theirs = _context.Pipe()
         target = (function, tuple(arguments), namespace, dict(environment or {}), theirs)
         self._process = _context.Process(target=_call, args=target, name=name, daemon=True)
+        _start_server()
         self._process.start()
         theirs.close()
 
@@ -98,6 +124,10 @@ def _call(
     """Call a function in this process, which has just been forked and has one thread."""
     if namespace is not None:
         enter(namespace)
+    children.end_with_parent()
+    for name, value in _SAFE_PATH.items():
+        if os.environ.get(name) == value and name not in environment:
+            del os.environ[name]  # it was for the server; a script of the user's has its folder on the path
     os.environ.update(environment)
     function(channel, *arguments)
 
@@ -154,7 +184,9 @@ class Processes:
             for local_rank in range(layout.here):
                 variables = {**environment, **layout.environment(local_rank)}
                 # In a session of its own, so that what it starts can be ended with it.
-                child = subprocess.Popen(list(command), env=variables, start_new_session=True)
+                child = subprocess.Popen(
+                    list(command), env=variables, start_new_session=True, preexec_fn=children.killed_with_parent()
+                )
                 self._children.append(child)
                 self._over.append(threading.Event())
                 threading.Thread(target=self._await, args=(local_rank, child.pid), daemon=True).start()

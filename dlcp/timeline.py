@@ -199,17 +199,32 @@ class TimelineReader:
                     return
                 try:
                     if not self._offset:
-                        self.about = json.loads(line)
+                        self.about = _parsed_first(line)
                     else:
                         yield _parsed(line.decode().rstrip("\n"))
-                except (ValueError, KeyError) as error:
+                except (ValueError, KeyError, RecursionError) as error:
                     raise ValueError(f"{self.path}, byte {self._offset}: {error!r} in {line[:80]!r}") from None
                 self._offset += len(line)
+
+
+def _parsed_first(line: bytes) -> dict[str, Any]:
+    about = json.loads(line)
+    if not isinstance(about, dict):
+        raise ValueError("the first line is no object")
+    return about
 
 
 def _parsed(line: str) -> Note:
     time_ns, event, rest = line.split(",", 2)
     names = EVENTS[event]
     step, number, *values = rest.split(",", 1 + len(names))
-    found = {name: value if name in TEXTS else int(value) for name, value in zip(names, values, strict=True)}
-    return Note(int(time_ns), event, int(step), int(number), found)
+    found = {name: value if name in TEXTS else _whole(value) for name, value in zip(names, values, strict=True)}
+    return Note(_whole(time_ns), event, _whole(step), _whole(number), found)
+
+
+def _whole(text: str) -> int:
+    """Return a whole number of at most 64 bits: readers compute with floats, too, which end at 1e308."""
+    value = int(text)
+    if abs(value) >> 64:
+        raise ValueError("a number of more than 64 bits")
+    return value

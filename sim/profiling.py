@@ -27,8 +27,10 @@ def load_factory(name: str) -> Callable[[], Any]:
     module, _, function = name.partition(":")
     try:
         found: Callable[[], Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ProfileError(f"{name}: {error}; the name is that of a module, a colon, and a function in it") from error
+    if not callable(found):
+        raise ProfileError(f"{name} is no function; it is {type(found).__name__}")
     return found
 
 
@@ -54,7 +56,12 @@ def measure(
     """
     import torch
 
-    model = model.to(device).train()
+    if not isinstance(model, torch.nn.Module):
+        raise ProfileError(f"{name} returned {type(model).__name__}; it has to return a torch.nn.Module")
+    try:
+        model = model.to(device).train()
+    except RuntimeError as error:
+        raise ProfileError(f"{name} cannot be moved to device {device!r}: {error}") from None
     layers = [(path, module) for path, module in model.named_modules() if _own(module)]
     if not layers:
         raise ProfileError(f"{name}: there are no parameters")

@@ -6,7 +6,6 @@ interrupted sweep keeps its results and goes on from there.
 """
 
 import importlib
-import json
 import multiprocessing
 import os
 import signal
@@ -17,6 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from dlcp.json_files import DocumentError, read_json
 from dlcp.sim.experiment import ExperimentRun
 from dlcp.sim.packet_engine import EngineName
 from dlcp.sim.running import digest, run, write
@@ -40,8 +40,10 @@ def result_file(folder: Path, item: ExperimentRun) -> Path:
 def existing(folder: Path, item: ExperimentRun) -> dict[str, Any] | None:
     """Return the results of a run if they are there, complete, and of the same setting and version."""
     try:
-        document: dict[str, Any] = json.loads(result_file(folder, item).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        document = read_json(result_file(folder, item))
+    except DocumentError:
+        return None
+    if not isinstance(document, dict):
         return None
     return document if document.get("complete") and document.get("digest") == digest(item) else None
 

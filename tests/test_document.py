@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import time
 from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
 
 from dlcp.document import Document, DocumentError, PlaceError
+from dlcp.json_files import read_json
 
 
 @dataclass(frozen=True)
@@ -125,3 +127,68 @@ def test_file_that_is_no_text(tmp_path):
         Document(tmp_path / "tree.yaml")
     with pytest.raises(DocumentError, match=r"none.yaml: No such file"):
         Document(tmp_path / "none.yaml")
+
+
+def nested(levels, before="[", after="]"):
+    return before * levels + after * levels
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefg", "bcdefgh", strict=True)
+)
+"""A hundred million values in 400 bytes."""
+TOWER = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 2000))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "says"),
+    [
+        (nested(100_000), "t.yaml", "nested too deeply: at most 64 levels|maximum nesting depth"),
+        (nested(65), "t.yaml", "nested too deeply"),
+        ("".join(f"{' ' * level}a:\n" for level in range(500)), "t.yaml", "nested too deeply"),
+        ("- " * 5000, "t.yaml", "nested too deeply"),
+        (nested(100_000, '{"a":', "}"), "t.json", "nested too deeply|Expecting value"),
+        (nested(100_000), "t.json", "nested too deeply"),
+        (nested(65), "t.json", "nested too deeply"),
+        (nested(300), "t.json", "nested too deeply"),
+        (BOMB, "t.yaml", r"t.yaml:\d: aliases stand for more than 100,000 values"),
+        (TOWER, "t.yaml", "nested too deeply"),
+        ("a: " + "9" * 5000, "t.yaml", "a whole number has at most 64 bits here"),
+        ('{"a": ' + "9" * 5000 + "}", "t.json", "a whole number has at most 64 bits here"),
+        ("a: 18446744073709551616", "t.yaml", "a whole number has at most 64 bits here"),
+        ("a: 1e999", "t.yaml", "too large for a number"),
+        ('{"a": 1e999}', "t.json", "too large for a number"),
+        ('{"a": NaN}', "t.json", "NaN is no JSON"),
+        ('{"a": -Infinity}', "t.json", "-Infinity is no JSON"),
+    ],
+)
+def test_what_would_take_all_memory_or_the_whole_stack_is_refused(tmp_path, text, name, says):
+    began_s = time.process_time()
+    with pytest.raises(DocumentError, match=says):
+        read(tmp_path, text, name)
+    assert time.process_time() - began_s < 2
+
+
+def test_nesting_and_aliases_within_the_bounds_are_read(tmp_path):
+    assert read(tmp_path, nested(64)).content
+    assert read(tmp_path, nested(64), "t.json").content
+    assert len(read(tmp_path, "a: &a [1, 2]\nb: [" + "*a, " * 1000 + "*a]\n").content["b"]) == 1001
+    assert read(tmp_path, "a: 0xffffffffffffffff\nb: 1e300\n").content == {"a": (1 << 64) - 1, "b": 1e300}
+
+
+def test_what_a_program_has_written_is_read_with_the_same_errors(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": [1]}')
+    assert read_json(tmp_path / "a.json") == {"a": [1]}
+    for text, says in (
+        (nested(9999), "nested"),
+        ("{", "a.json:1: "),
+        ("\xff", "Expecting value"),
+        ("1" * 5000, "64 bits"),
+    ):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(DocumentError, match=says):
+            read_json(tmp_path / "a.json")
+    with pytest.raises(DocumentError, match="Is a directory"):
+        read_json(tmp_path)
+    with pytest.raises(DocumentError, match="null"):
+        read_json(tmp_path / "a\0b")

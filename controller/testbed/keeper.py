@@ -15,10 +15,9 @@ from typing import Final
 import msgspec
 
 from dlcp.controller.testbed import TestbedError
-from dlcp.controller.testbed.layout import Layout, ProcessId, StateFile, TestbedState
+from dlcp.controller.testbed.layout import KEEPER_READY, Layout, ProcessId, StateFile, TestbedState
 from dlcp.controller.testbed.network import Network
 
-KEEPER_READY: Final = "testbed ready"
 SUPERVISE_S: Final = 0.2
 """How often it looks whether all switches run. Chosen by us: a switch is away for longer than this anyway."""
 

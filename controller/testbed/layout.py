@@ -20,6 +20,8 @@ from dlcp.controller.testbed.namespaces import NamedNamespace, free_ports
 from dlcp.controller.testbed.requirements import SwitchKind
 
 RUN_FOLDER: Final = Path("/run/dlcp")
+KEEPER_READY: Final = "testbed ready"
+"""What a testbed's keeper prints once everything is built."""
 """Where logs and the state are; emptied by every start of the machine, as the namespaces are."""
 INTERFACE_NAME_MAX: Final = 15
 """Longest name the kernel takes for an interface (IFNAMSIZ without its final zero)."""

@@ -5,17 +5,16 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 import time
 from multiprocessing.connection import wait  # select.select knows no descriptors from 1024 on
 from typing import IO, Final
 
 import msgspec
 
+from dlcp.children import python_command
 from dlcp.controller.fabric import Fabric, load
 from dlcp.controller.testbed import TestbedError
-from dlcp.controller.testbed.keeper import KEEPER_READY
-from dlcp.controller.testbed.layout import Layout, StateFile, TestbedState, lay_out
+from dlcp.controller.testbed.layout import KEEPER_READY, Layout, StateFile, TestbedState, lay_out
 from dlcp.controller.testbed.namespaces import NamedNamespace
 from dlcp.controller.testbed.programming import Controller, with_addresses
 from dlcp.controller.testbed.requirements import SwitchKind, missing
@@ -107,7 +106,7 @@ def _start_keeper(layout: Layout, files: StateFile) -> None:
     with log_path.open("wb") as log:
         # In a session of its own, so that it stays when the terminal goes.
         keeper = subprocess.Popen(
-            [sys.executable, "-m", "dlcp.controller.testbed.keeper"],
+            python_command("dlcp.controller.testbed.keeper"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

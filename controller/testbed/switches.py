@@ -12,11 +12,11 @@ import errno
 import os
 import socket
 import subprocess
-import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO, Any, Final
 
+from dlcp.children import python_command
 from dlcp.closing import end
 from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.controller.testbed.layout import StateFile, SwitchPlan
@@ -227,7 +227,7 @@ class Builtin(SwitchProgram):
         """The command line."""
         ports = self.plan.ports
         return [
-            *(sys.executable, "-m", "dlcp.cli", "switch"),
+            *python_command("dlcp.cli", "switch"),
             *(word for port in ports for word in ("--port", f"{port.number}=packet:{port.interface}")),
             *(word for port in ports for word in ("--rate-bps", f"{port.number}={port.rate_bps}")),
             *(word for port in ports for word in ("--depth-packets", f"{port.number}={port.depth_packets}")),

@@ -27,6 +27,7 @@ from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, Segment, Tagger
 from dlcp.transport import RELIABLE, Endpoint, LossBound, MessageKey, TransportError
+from dlcp.transport.messages import SHARE
 
 RATE: Final = np.dtype(">f4")
 """A rate that ranks tell each other behind an average, in bit/s; 0 if it is not known."""
@@ -105,8 +106,8 @@ class LayerBounds:
 
     def __post_init__(self) -> None:
         for pattern, ratio in self.rules:
-            if not pattern or not 0 <= ratio < 1:
-                raise ValueError(f"a layer's bound must lie in [0, 1) and have a pattern, got {pattern!r}={ratio}")
+            if not pattern or ratio not in SHARE:
+                raise ValueError(f"a layer's bound must lie in {SHARE} and have a pattern, got {pattern!r}={ratio}")
 
     @classmethod
     def parse(cls, text: str) -> "LayerBounds":

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dlcp.commands.common import add_json, add_option, add_steps, refuse
+from dlcp.commands.common import add_json, add_option, add_steps, check_writable, refuse, write_late
 from dlcp.train import advice, headroom
 from dlcp.train.launcher import TrainPlan, launch
 
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, or read what has been measured, and advise; return the exit status: 2 for wrong use."""
     try:
+        check_writable("--save", arguments.save)
         if not arguments.measured:
             return _measure(arguments)
         if arguments.script or arguments.torchrun:
@@ -52,5 +53,5 @@ def _measure(arguments: argparse.Namespace) -> int:
 def _print(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     text = json.dumps(found, indent=2)
     if arguments.save:
-        arguments.save.write_text(text + "\n")
+        write_late("advise", arguments.save, text + "\n")
     print(text if arguments.json else "\n".join(advice.as_lines(found)))

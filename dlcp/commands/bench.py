@@ -10,9 +10,12 @@ from typing import Any, Final
 
 from dlcp.bench.path import BenchPath, LinkOutages, RoutedPath, VethPair, loopback
 from dlcp.bench.results import BenchError, BenchResult, mean_against, say, show, significant
-from dlcp.commands.common import refuse
+from dlcp.commands.common import DURATIONS, MBPS, option, real, refuse, whole
+from dlcp.configuration import Range
 from dlcp.namespace import NamespaceError, become_root
 
+_PERCENT: Final = Range(0.0, 100, below=True)
+_MEGABYTES: Final = Range(0.001, 100_000)
 _LOSSES_PERCENT: Final = (0.0, 0.1, 1.0, 3.0)
 _OUTAGES_PERCENT: Final = (1.0, 3.0)
 _RTTS_MS: Final = (1.0, 20.0, 100.0)
@@ -38,28 +41,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(measure=measure or partial(_run, name), root=root)
         if rounds:
             command.add_argument(
-                "--rounds", type=int, default=rounds, metavar="N", help=f"that count (default: {rounds})"
+                "--rounds", type=whole(1, 100_000), default=rounds, metavar="N", help=f"that count (default: {rounds})"
             )
         return command
 
     allreduce = declare("allreduce", "all-reduce of 100 MB against Gloo, over a clean path", 9, _allreduce)
-    allreduce.add_argument("--ranks", type=int, nargs="+", metavar="N", help="(default: 2 4; over veth 2)")
+    allreduce.add_argument("--ranks", type=whole(2, 10_000), nargs="+", metavar="N", help="(default: 2 4; over veth 2)")
     allreduce.add_argument("--over", choices=("loopback", "veth"), default="loopback", help="(default: loopback)")
     cpu = declare(
         "cpu", "processor time of an all-reduce through sockets, beside Gloo's and the least possible", 9, _cpu
     )
-    cpu.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="(default: 2 4)")
+    cpu.add_argument("--ranks", type=whole(2, 10_000), nargs="+", default=[2, 4], metavar="N", help="(default: 2 4)")
     loss = declare("loss", "the same through a router that loses packets at random", 7, _loss, root=True)
-    loss.add_argument("--ranks", type=int, default=2, metavar="N", help="(default: 2)")
-    loss.add_argument("--percent", type=float, nargs="+", default=_LOSSES_PERCENT, help="(default: 0 0.1 1 3)")
+    loss.add_argument("--ranks", type=whole(2, 10_000), default=2, metavar="N", help="(default: 2)")
+    loss.add_argument("--percent", type=real(_PERCENT), nargs="+", default=_LOSSES_PERCENT, help="(default: 0 0.1 1 3)")
     loss.add_argument(
-        "--outages", type=float, nargs="*", default=_OUTAGES_PERCENT, help="loss beside links that fail (default: 1 3)"
+        "--outages",
+        type=real(_PERCENT),
+        nargs="*",
+        default=_OUTAGES_PERCENT,
+        help="loss beside links that fail (default: 1 3)",
     )
-    loss.add_argument("--outage-rounds", type=int, default=20, metavar="N", help="that count there (default: 20)")
+    loss.add_argument(
+        "--outage-rounds", type=whole(1, 100_000), default=20, metavar="N", help="that count there (default: 20)"
+    )
     tags = declare("tags", "tagging of 100 MB on one core", 15)
     step = declare("step", "training step of a 25-million-parameter model, against DDP over Gloo", 9, _step)
-    step.add_argument("--ranks", type=int, default=4, metavar="N", help="(default: 4)")
-    step.add_argument("--rate-mbps", type=float, metavar="RATE", help="rate of each link (default: over loopback)")
+    step.add_argument("--ranks", type=whole(2, 10_000), default=4, metavar="N", help="(default: 4)")
+    step.add_argument("--rate-mbps", type=real(MBPS), metavar="RATE", help="rate of each link (default: over loopback)")
     step.add_argument("--sockets", action="store_true", help="over loopback, too (default: through memory there)")
     switch = declare("switch", "the built-in switch between network interfaces, against simple_switch", 7, root=True)
     compression = declare("compression", "compressors: bytes, CPU time and error on one core", 7)
@@ -67,19 +76,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "convergence", "what deferral and loss cost in accuracy and steps: five tasks, an hour", None, _convergence
     )
     convergence.add_argument("--tasks", nargs="+", metavar="TASK", help="(default: digits patches text ratings table)")
-    convergence.add_argument("--seeds", type=int, default=5, metavar="N", help="runs of each (default: 5)")
+    convergence.add_argument("--seeds", type=whole(1, 10_000), default=5, metavar="N", help="runs of each (default: 5)")
     convergence.add_argument(
         "--ceilings",
-        type=float,
+        type=real(Range(0.0, 1, below=True)),
         nargs="*",
         default=_CEILINGS,
         metavar="SHARE",
         help="to defer (default: 0.25 0.5 0.75)",
     )
     convergence.add_argument(
-        "--losses", type=float, nargs="*", default=_LOSSES, metavar="SHARE", help="to lose (default: 0.1 0.3)"
+        "--losses",
+        type=real(Range(0.0, 1, below=True)),
+        nargs="*",
+        default=_LOSSES,
+        metavar="SHARE",
+        help="to lose (default: 0.1 0.3)",
     )
-    convergence.add_argument("--length", type=int, default=1, metavar="N", help="times as many steps (default: 1)")
+    convergence.add_argument(
+        "--length", type=whole(1, 10_000), default=1, metavar="N", help="times as many steps (default: 1)"
+    )
     convergence.add_argument(
         "--runs",
         type=Path,
@@ -91,40 +107,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--curves", type=Path, metavar="FILE", help="where to write curves, as dlcp/convergence has them"
     )
     delay = declare("delay", "the same over long paths and through deep buffers, alone and beside TCP", 3, _delay, True)
-    delay.add_argument("--rtt-ms", type=float, nargs="+", default=_RTTS_MS, metavar="MS", help="(default: 1 20 100)")
     delay.add_argument(
-        "--buffers", type=float, nargs="+", default=_BUFFERS, metavar="B", help="in bandwidth-delay products"
+        "--rtt-ms", type=real(DURATIONS), nargs="+", default=_RTTS_MS, metavar="MS", help="(default: 1 20 100)"
     )
-    delay.add_argument("--rate-mbps", type=float, default=40.0, metavar="RATE", help="of the path (default: 40)")
-    delay.add_argument("--seconds", type=float, default=8.0, help="that a run takes at that rate (default: 8)")
+    delay.add_argument(
+        "--buffers",
+        type=real(Range(0.0, 1000, above=True)),
+        nargs="+",
+        default=_BUFFERS,
+        metavar="B",
+        help="in bandwidth-delay products",
+    )
+    delay.add_argument("--rate-mbps", type=real(MBPS), default=40.0, metavar="RATE", help="of the path (default: 40)")
+    delay.add_argument(
+        "--seconds", type=real(DURATIONS), default=8.0, help="that a run takes at that rate (default: 8)"
+    )
     sim = declare("sim", "packet-hops a second of the simulator, beside ns.py", 3, _sim)
-    sim.add_argument("--bytes", type=int, default=25_000_000, help="of each worker or rank (default: %(default)s)")
-    sim.add_argument("--ranks", type=int, default=1024, metavar="N", help="of the ring (default: %(default)s)")
-    sim.add_argument("--packets", type=int, default=2000, metavar="N", help="of each flow, beside ns.py")
+    sim.add_argument(
+        "--bytes", type=whole(1, 1 << 40), default=25_000_000, help="of each worker or rank (default: %(default)s)"
+    )
+    sim.add_argument(
+        "--ranks", type=whole(2, 10_000), default=1024, metavar="N", help="of the ring (default: %(default)s)"
+    )
+    sim.add_argument("--packets", type=whole(1), default=2000, metavar="N", help="of each flow, beside ns.py")
     paths = declare(
         "paths", "all-reduce over four equal routes, one of which may be slow or lossy", 3, _paths, root=True
     )
-    paths.add_argument("--draws", type=int, default=3, metavar="N", help="how often ranks start anew (default: 3)")
-    paths.add_argument("--rate-mbps", type=float, default=50.0, metavar="RATE", help="of each link (default: 50)")
-    paths.add_argument("--megabytes", type=float, default=12.0, metavar="MB", help="of float32 (default: 12)")
+    paths.add_argument(
+        "--draws", type=whole(1, 10_000), default=3, metavar="N", help="how often ranks start anew (default: 3)"
+    )
+    paths.add_argument("--rate-mbps", type=real(MBPS), default=50.0, metavar="RATE", help="of each link (default: 50)")
+    paths.add_argument(
+        "--megabytes", type=real(_MEGABYTES), default=12.0, metavar="MB", help="of float32 (default: 12)"
+    )
     slow_path = declare("slow-path", "all-reduce where one rank is behind a slow port", 7, _slow_path, root=True)
-    slow_path.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="(default: 2 4)")
-    slow_path.add_argument("--rate-mbps", type=float, default=100.0, metavar="RATE", help="of a port (default: 100)")
-    slow_path.add_argument("--slowness", type=float, default=3.0, metavar="TIMES", help="of one port (default: 3)")
-    slow_path.add_argument("--megabytes", type=float, default=8.0, metavar="MB", help="of float32 (default: 8)")
-    slow_path.add_argument("--deferral-bound", type=float, default=0.75, metavar="SHARE", help="(default: 0.75)")
+    slow_path.add_argument(
+        "--ranks", type=whole(2, 10_000), nargs="+", default=[2, 4], metavar="N", help="(default: 2 4)"
+    )
+    slow_path.add_argument(
+        "--rate-mbps", type=real(MBPS), default=100.0, metavar="RATE", help="of a port (default: 100)"
+    )
+    slow_path.add_argument(
+        "--slowness", type=real(Range(1.0, 1000)), default=3.0, metavar="TIMES", help="of one port (default: 3)"
+    )
+    slow_path.add_argument(
+        "--megabytes", type=real(_MEGABYTES), default=8.0, metavar="MB", help="of float32 (default: 8)"
+    )
+    slow_path.add_argument(
+        "--deferral-bound", type=option("deferral_bound"), default=0.75, metavar="SHARE", help="(default: 0.75)"
+    )
     tail = declare("tail", "all-reduce beside bursts of other traffic: growth with the tail", 60, _tail, root=True)
-    tail.add_argument("--ranks", type=int, default=4, metavar="N", help="(default: 4)")
-    tail.add_argument("--rate-mbps", type=float, default=100.0, metavar="RATE", help="of a port (default: 100)")
-    tail.add_argument("--megabytes", type=float, default=1.0, metavar="MB", help="of float32 (default: 1)")
-    tail.add_argument("--probes", type=int, default=60, metavar="N", help="for each length of bursts (default: 60)")
-    tail.add_argument("--seed", type=int, default=1, metavar="N", help="of the bursts (default: 1)")
+    tail.add_argument("--ranks", type=whole(2, 10_000), default=4, metavar="N", help="(default: 4)")
+    tail.add_argument("--rate-mbps", type=real(MBPS), default=100.0, metavar="RATE", help="of a port (default: 100)")
+    tail.add_argument("--megabytes", type=real(_MEGABYTES), default=1.0, metavar="MB", help="of float32 (default: 1)")
+    tail.add_argument(
+        "--probes", type=whole(1, 1_000_000), default=60, metavar="N", help="for each length of bursts (default: 60)"
+    )
+    tail.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of the bursts (default: 1)")
     for command in (allreduce, cpu, delay, loss, tags, step, switch, compression, paths, slow_path, tail):
-        command.add_argument("--warm-up", type=int, default=2, metavar="N", help="rounds before them (default: 2)")
+        command.add_argument(
+            "--warm-up", type=whole(0, 100_000), default=2, metavar="N", help="rounds before them (default: 2)"
+        )
     for command in (allreduce, loss, step):
-        command.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="MTU of the path (default: 1500)")
+        command.add_argument(
+            "--mtu", type=whole(576, 65_535), default=1500, metavar="BYTES", help="MTU of the path (default: 1500)"
+        )
     for command in (allreduce, cpu, loss):
-        command.add_argument("--megabytes", type=float, default=100.0, metavar="MB", help="of float32 (default: 100)")
+        command.add_argument(
+            "--megabytes", type=real(_MEGABYTES), default=100.0, metavar="MB", help="of float32 (default: 100)"
+        )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dlcp import namespace
-from dlcp.commands.common import add_link, add_training, refuse
+from dlcp.commands.common import DURATIONS, add_link, add_training, check_folder, real, refuse
 from dlcp.demo.background import BURST_S
 from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
 from dlcp.demo.run import DemoError, execute
@@ -21,7 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training(parser, 60, Path("out/demo"))
     add_link(parser, 64, 32)
     parser.add_argument(
-        "--burst-seconds", type=float, default=BURST_S, metavar="S", help="of the background (default: %(default)s)"
+        "--burst-seconds",
+        type=real(DURATIONS),
+        default=BURST_S,
+        metavar="S",
+        help="of the background (default: %(default)s)",
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
     parser.add_argument("--fp16", action="store_true", help="all send 16-bit floats, Gloo with PyTorch's own hook")
@@ -36,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"No network namespaces ({reason}): runs on loopback, without Gloo and without real TCP.")
     network = NamespaceNetwork if namespaces else LoopbackNetwork
     try:
+        check_folder("--out", arguments.out)
         setup = DemoSetup(
             seed=arguments.seed,
             steps=arguments.steps,

@@ -9,7 +9,7 @@ import time
 from typing import Final
 
 from dlcp import wire
-from dlcp.commands.common import add_json, add_steps, refuse
+from dlcp.commands.common import DURATIONS, add_json, add_steps, real, refuse, whole
 from dlcp.commands.train import measure
 from dlcp.doctor.examination import as_json, examine, parse_peer, reason_of
 from dlcp.doctor.findings import anything_missing, show
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what ``dlcp doctor`` takes."""
     parser.usage = (
         "dlcp doctor [--json] [--all-options] [--peer HOST[:PORT] ...]\n"
-        "       dlcp doctor --listen [HOST[:PORT]] [--seconds SECONDS]\n"
+        "       dlcp doctor --listen [HOST[:PORT]] [--seconds DURATIONS]\n"
         "       dlcp doctor [--steps N] [torchrun's options] -- script.py [the script's arguments]"
     )
     add_json(parser)
@@ -38,10 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="try the path to a doctor that listens",
     )
     path.add_argument(
-        "--packets", type=int, default=PROBES, metavar="N", help="packets to measure loss with (default: %(default)s)"
+        "--packets",
+        type=whole(1, 100_000),
+        default=PROBES,
+        metavar="N",
+        help="packets to measure loss with (default: %(default)s)",
     )
     path.add_argument("--listen", nargs="?", const="", metavar="HOST[:PORT]", help="answer doctors on other machines")
-    path.add_argument("--seconds", type=float, metavar="SECONDS", help="how long to listen (default: until Ctrl-C)")
+    path.add_argument(
+        "--seconds", type=real(DURATIONS), metavar="SECONDS", help="how long to listen (default: until Ctrl-C)"
+    )
     gain = parser.add_argument_group("what DLCP can gain here: dlcp doctor [torchrun's options] -- script.py ...")
     add_steps(gain, MEASURED_STEPS, "training steps to measure")
 
@@ -53,7 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.torchrun:
         return refuse("doctor", f"unknown: {' '.join(arguments.torchrun)}; see dlcp doctor --help")
     if arguments.listen is not None:
-        return _listen(arguments.listen, arguments.seconds)
+        try:
+            host, port = parse_peer(arguments.listen or "0.0.0.0")
+        except ValueError as error:
+            return refuse("doctor", f"--listen: {error}")
+        return _listen(host, port, ":" in arguments.listen, arguments.seconds)
     sections, settings = examine(arguments.peer, arguments.packets)
     if arguments.json:
         print(json.dumps(as_json(sections, settings), indent=2))
@@ -62,9 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     return int(anything_missing(sections))
 
 
-def _listen(text: str, seconds: float | None) -> int:
-    host, port = parse_peer(text or "0.0.0.0")
-    ports = [port] if ":" in text else range(port, wire.UDP_PORT_BASE - 1, -1)
+def _listen(host: str, port: int, fixed: bool, seconds: float | None) -> int:
+    ports = [port] if fixed else range(port, wire.UDP_PORT_BASE - 1, -1)
     try:
         listener = ProbeListener(open_socket(host, ports))
     except OSError as error:

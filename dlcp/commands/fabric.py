@@ -14,7 +14,8 @@ from typing import Any, Final, TypeVar
 
 from rich.console import Console
 
-from dlcp.commands.common import refuse
+from dlcp.commands.common import real, refuse, whole
+from dlcp.configuration import Range
 from dlcp.controller.display import fabric_table, outcome_line, plan_tree, ports_table, status_table
 from dlcp.controller.entries import entries, most_switches
 from dlcp.controller.fabric import Fabric, FabricSwitch, load
@@ -61,13 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name in ("apply", "watch"):
             command.add_argument(
                 "--election-id",
-                type=int,
+                type=whole(0, (1 << 63) - 1),
                 default=10,
                 metavar="N",
                 help="of several controllers, the highest writes",
             )
         if name == "watch":
-            command.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="how often to compare")
+            command.add_argument(
+                "--every", type=real(Range(0.0, 1e6)), default=5.0, metavar="SECONDS", help="how often to compare"
+            )
             command.add_argument(
                 "--metrics", default=_METRICS, metavar="HOST:PORT", help="where to serve metrics (default: %(default)s)"
             )

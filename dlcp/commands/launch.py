@@ -7,7 +7,8 @@ import shutil
 import socket
 from typing import Final
 
-from dlcp.commands.common import refuse
+from dlcp.commands.common import refuse, whole
+from dlcp.configuration import short
 from dlcp.processes import JobLayout, Processes
 
 _LOCALHOST: Final = "127.0.0.1"
@@ -21,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "environment. When one fails, the others are ended and its exit status is returned. On several machines, run "
         "it on each with the same --nodes and --master, and its own --node."
     )
-    parser.add_argument("-n", "--processes", type=int, required=True, help="processes on this machine")
-    parser.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
-    parser.add_argument("--node", type=int, default=0, help="index of this machine (default: 0)")
+    parser.add_argument("-n", "--processes", type=whole(1, 100_000), required=True, help="processes on this machine")
+    parser.add_argument("--nodes", type=whole(1, 1_000_000), default=1, help="machines (default: 1)")
+    parser.add_argument("--node", type=whole(0), default=0, help="index of this machine (default: 0)")
     parser.add_argument(
         "--master", metavar="HOST:PORT", help="address of rank 0 (default for one machine: a free port)"
     )
@@ -50,8 +51,8 @@ def _layout(arguments: argparse.Namespace) -> JobLayout:
             raise ValueError("several machines need --master HOST:PORT, an address of machine 0 and a free port there")
         return JobLayout(arguments.processes, 1, 0, _LOCALHOST, _free_port())
     host, _, port = arguments.master.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(f"--master takes HOST:PORT, got {arguments.master!r}")
+    if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"--master takes HOST:PORT, got {short(arguments.master)}")
     return JobLayout(arguments.processes, arguments.nodes, arguments.node, host, int(port))
 
 

@@ -5,20 +5,34 @@ import argparse
 import json
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 
+from dlcp import configuration
 from dlcp.collectives.parameter_server import ParameterServer, ServerOptions
-from dlcp.commands.common import add_loss_bound, refuse
+from dlcp.commands.common import add_loss_bound, check_writable, option, refuse, write_late
 from dlcp.dtypes import ValueType
-from dlcp.transport import Endpoint, LossBound, TransportError, TransportOptions, bind_socket, parse_address
+from dlcp.session.options import Options
+from dlcp.transport import Address, Endpoint, LossBound, TransportError, TransportOptions, bind_socket, parse_address
 from dlcp.transport.options import CONGESTION
+
+_Served = tuple[Endpoint, list[Address], ServerOptions]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what ``dlcp server`` takes."""
-    parser.add_argument("--bind", required=True, metavar="HOST:PORT", help="address of the server's socket")
-    parser.add_argument("--workers", nargs="+", required=True, metavar="HOST:PORT", help="the workers, rank 0 first")
+    parser.add_argument(
+        "--bind", required=True, type=option("bind"), metavar="HOST:PORT", help="address of the server's socket"
+    )
+    parser.add_argument(
+        "--workers",
+        nargs="+",
+        required=True,
+        type=option("server"),
+        metavar="HOST:PORT",
+        help="the workers, rank 0 first",
+    )
     parser.add_argument(
         "--token-file",
         type=Path,
@@ -26,12 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="holds the session token, DLCP_TOKEN of the workers (default: the environment's DLCP_TOKEN)",
     )
     parser.add_argument("--token", help=argparse.SUPPRESS)  # refused: the machine's users see each other's arguments
-    parser.add_argument("--job", type=int, default=0, help="job number; DLCP_JOB of the workers")
+    parser.add_argument(
+        "--job", type=option("job"), default=0, metavar="N", help="job number; DLCP_JOB of the workers (default: 0)"
+    )
     add_loss_bound(parser)
     parser.add_argument("--immediate", action="store_true", help="stop at the bound even without congestion")
     parser.add_argument(
         "--deferral-bound",
-        type=float,
+        type=option("deferral_bound"),
         default=0.0,
         metavar="SHARE",
         help="DLCP_DEFERRAL_BOUND of the workers (default: 0)",
@@ -47,27 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal says stop; return the exit status."""
     try:
-        token = _token(arguments)
+        endpoint, workers, options = _open(arguments)
     except (OSError, ValueError) as problem:
         return refuse("server", problem)
-    workers = dict(enumerate(map(parse_address, arguments.workers)))
-    # To each worker goes one flow, from the server.
-    options = TransportOptions(tagged=bool(arguments.tagged), congestion=arguments.congestion, flow_weight=1.0)
-    host, port = parse_address(arguments.bind)
-    endpoint = Endpoint(
-        len(workers), bind_socket(host, [port]), workers, job=arguments.job, token=token, options=options
-    )
-    server = ParameterServer(
-        endpoint,
-        list(workers),
-        options=ServerOptions(
-            LossBound(arguments.loss_bound, arguments.immediate),
-            ValueType(arguments.value_type),
-            arguments.rescale,
-            arguments.weighted,
-            arguments.deferral_bound,
-        ),
-    )
+    server = ParameterServer(endpoint, list(range(len(workers))), options=options)
     stopped = threading.Event()
     server.failed.add_done_callback(lambda _: stopped.set())
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -77,11 +76,47 @@ def run(arguments: argparse.Namespace) -> int:
     error = server.failed.exception() if server.failed.done() else None
     endpoint.close(str(error) if error else None)
     if arguments.report is not None:
-        arguments.report.write_text(json.dumps({"ledger": server.ledger.summary()}), encoding="utf-8")
+        write_late("server", arguments.report, json.dumps({"ledger": server.ledger.summary()}))
     if isinstance(error, TransportError) or error is None:
         # Workers that are through leave; the server cannot tell that from a failure, so it only says what it saw.
         return refuse("server", error, 1) if error else 0
     raise error
+
+
+def _open(arguments: argparse.Namespace) -> _Served:
+    """Return the server's endpoint, its workers' addresses and its options.
+
+    Raises
+    ------
+    ValueError, OSError
+        The command line is wrong, or the address cannot be had.
+    """
+    check_writable("--report", arguments.report)
+    token = _token(arguments)
+    served = ServerOptions(
+        LossBound(arguments.loss_bound, arguments.immediate),
+        ValueType(arguments.value_type),
+        arguments.rescale,
+        arguments.weighted,
+        arguments.deferral_bound,
+    )
+    if not arguments.bind or not all(arguments.workers):
+        raise ValueError("an address of --bind or --workers is empty; give HOST:PORT")
+    workers = list(map(parse_address, arguments.workers))
+    for text, worker in zip(arguments.workers, workers, strict=True):
+        if workers.count(worker) > 1:
+            raise ValueError(f"--workers: {text} is given twice; each worker has an address of its own")
+    for text, (host, _) in zip(arguments.workers, workers, strict=True):
+        try:
+            socket.getaddrinfo(host, None, socket.AF_INET)
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"--workers: {text}: {error}") from None
+    host, port = parse_address(arguments.bind)
+    # To each worker goes one flow, from the server.
+    options = TransportOptions(tagged=bool(arguments.tagged), congestion=arguments.congestion, flow_weight=1.0)
+    peers = dict(enumerate(workers))
+    endpoint = Endpoint(len(workers), bind_socket(host, [port]), peers, job=arguments.job, token=token, options=options)
+    return endpoint, workers, served
 
 
 def _token(arguments: argparse.Namespace) -> int:
@@ -91,7 +126,14 @@ def _token(arguments: argparse.Namespace) -> int:
             "--token shows the token to all users of this machine (ps): put it in a file that only you can read, and "
             "pass --token-file FILE; or set DLCP_TOKEN"
         )
-    text = arguments.token_file.read_text() if arguments.token_file else os.environ.get("DLCP_TOKEN", "")
+    file = arguments.token_file
+    text = file.read_text(encoding="utf-8", errors="replace") if file else os.environ.get("DLCP_TOKEN", "")
+    where = f"--token-file {file}" if file else "DLCP_TOKEN"
     if not text.strip():
         raise ValueError("no session token: set DLCP_TOKEN as the workers have it, or pass --token-file FILE")
-    return int(text, 0)
+    token: int = configuration.parse(Options, "token", text.strip(), where)
+    if not token:
+        raise ValueError(
+            f"{where}: the token is 0, which stands for none; draw one, as `od -An -N8 -tu8 /dev/urandom` does"
+        )
+    return token

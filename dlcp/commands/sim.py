@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.commands.common import add_out, refuse
+from dlcp.commands.common import add_out, check_writable, real, refuse, whole
+from dlcp.configuration import Range, short
 from dlcp.document import DocumentError
 from dlcp.suggestion import nearest
 
@@ -37,13 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare.add_argument("old", type=Path)
     compare.add_argument("new", type=Path)
     compare.add_argument(
-        "--above", type=float, default=0.5, metavar="PERCENT", help="show what differs by more (default: 0.5)"
+        "--above",
+        type=real(Range(0.0, 1e6)),
+        default=0.5,
+        metavar="PERCENT",
+        help="show what differs by more (default: 0.5)",
     )
     compare.set_defaults(action=_compare)
     profile = commands.add_parser("profile", help="measure a PyTorch model of your own, layer by layer")
     profile.add_argument("factory", metavar="MODULE:FUNCTION", help="function that returns the model")
     profile.add_argument("--input", required=True, metavar="SHAPE", help="shape of one sample, such as 3,224,224")
-    profile.add_argument("--batch", type=int, default=32, metavar="N", help="samples in a step (default: 32)")
+    profile.add_argument("--batch", type=whole(1), default=32, metavar="N", help="samples in a step (default: 32)")
     profile.add_argument("--device", default="cpu", help="where to measure (default: cpu)")
     profile.add_argument("--output", type=Path, required=True, metavar="FILE", help="YAML to write")
     profile.set_defaults(action=_profile)
@@ -94,12 +99,16 @@ def _files(parser: argparse.ArgumentParser, *, several: bool) -> None:
     )
     parser.add_argument("experiments", metavar="FILE", nargs="*" if several else 1, help=words)
     parser.add_argument("--quick", action="store_true", help="run only the quick selection of each experiment")
-    parser.add_argument("--seed", type=int, action="append", metavar="N", help="instead of the file's; may be repeated")
+    parser.add_argument(
+        "--seed", type=whole(0), action="append", metavar="N", help="instead of the file's; may be repeated"
+    )
     add_out(parser, _OUT)
 
 
 def _where(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--processes", type=int, metavar="N", help="runs at the same time (default: one per core)")
+    parser.add_argument(
+        "--processes", type=whole(1, 10_000), metavar="N", help="runs at the same time (default: one per core)"
+    )
     parser.add_argument("--dask", metavar="ADDRESS", help="address of a Dask scheduler whose workers run them instead")
 
 
@@ -109,6 +118,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from dlcp.sim.running import write
 
     path = experiment_files(arguments.experiments)[0]
+    if arguments.output is not None and arguments.output.is_dir():
+        raise DocumentError(f"--output: {arguments.output} is a folder; give a file")
     described = read(path, quick=arguments.quick, seeds=arguments.seed or ())
     wanted = dict(_pair(text) for text in arguments.point)
     axes = {axis.name: [point.name for point in axis.points] for axis in described.experiment.axes}
@@ -187,7 +198,14 @@ def _profile(arguments: argparse.Namespace) -> int:
     from dlcp.sim.models import write_profile
     from dlcp.sim.profiling import load_factory, measure
 
-    shape = tuple(int(size) for size in arguments.input.split(","))
+    try:
+        shape = tuple(map(whole(1), arguments.input.split(",")))
+    except argparse.ArgumentTypeError as error:
+        raise DocumentError(f"--input takes a shape such as 3,224,224, got {short(arguments.input)}: {error}") from None
+    try:
+        check_writable("--output", arguments.output)
+    except ValueError as error:
+        raise DocumentError(str(error)) from None
     model: Any = load_factory(arguments.factory)()
     profile = measure(model, shape, batch=arguments.batch, device=arguments.device, name=arguments.factory)
     write_profile(profile, arguments.output)

@@ -8,12 +8,15 @@ import multiprocessing
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from dlcp.children import end_with_parent
+from dlcp.commands.common import DEPTH_MAX, DURATIONS, real, whole
+from dlcp.configuration import Range
 from dlcp.switch import (
     BACKENDS,
     PROGRAM_PATH,
@@ -45,6 +48,9 @@ _INSTALL_P4RUNTIME: Final = "pip install 'dlcp[p4runtime]'"
 
 _PortSetting: TypeAlias = tuple[int | None, float]
 """What the command line says of a port, or of all ports (None)."""
+_RATE_BPS: Final = Range(0.0, 1e12)
+_DEPTH_PACKETS: Final = Range(0, DEPTH_MAX)
+_LAST_PORT: Final = 65_535
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to connect (one of these)").add_mutually_exclusive_group()
     what.add_argument("--fabric", type=Path, metavar="FILE", help="a fabric and its policy, as YAML or JSON")
     parser.add_argument("--name", metavar="SWITCH", help="which switch of the fabric to be, if it has several")
-    what.add_argument("--hosts", type=int, metavar="N", help="N processes of this machine, over 127.0.0.0/8")
+    what.add_argument("--hosts", type=whole(0, 250), metavar="N", help="N processes of this machine, over 127.0.0.0/8")
     what.add_argument(
         "--port",
         action="append",
@@ -64,14 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--rate-bps",
         action="append",
-        type=_setting,
+        type=_setting(_RATE_BPS),
         metavar="[PORT=]RATE",
         help="rate of every port, or of one, in bit/s; again for each port that has another",
     )
     how.add_argument(
         "--depth-packets",
         action="append",
-        type=_setting,
+        type=_setting(_DEPTH_PACKETS),
         metavar="[PORT=]PACKETS",
         help="depth of every queue, or of those of one port, in packets",
     )
@@ -90,7 +96,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take program and entries from a controller; listens on 127.0.0.1 unless HOST is given. Without --entries "
         "or --fabric the switch has no program, and drops everything, until the controller sends one",
     )
-    control.add_argument("--device-id", type=int, default=1, metavar="N", help="what it calls this switch (default: 1)")
+    control.add_argument(
+        "--device-id",
+        type=whole(1, (1 << 63) - 1),
+        default=1,
+        metavar="N",
+        help="what it calls this switch (default: 1)",
+    )
     control.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate of the switch, PEM")
     control.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM")
     control.add_argument(
@@ -104,7 +116,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     look = parser.add_argument_group("looking at it")
     look.add_argument("--counters", type=Path, metavar="FILE", help="write all counters there, as JSON")
-    look.add_argument("--counters-every", type=float, default=1.0, metavar="SECONDS", help="how often (default: 1)")
+    look.add_argument(
+        "--counters-every", type=real(DURATIONS), default=1.0, metavar="SECONDS", help="how often (default: 1)"
+    )
     look.add_argument(
         "--watch", action="store_true", help="show the counters; with --counters alone, those of a switch that runs"
     )
@@ -223,10 +237,15 @@ def _policy_entries(fabric: Any, own: Any) -> Entries:
     return entries(fabric, own.name)
 
 
-def _setting(word: str) -> _PortSetting:
-    """Return what ``VALUE`` or ``PORT=VALUE`` says."""
-    port, _, value = word.rpartition("=")
-    return int(port) if port else None, float(value)
+def _setting(allowed: Range) -> Callable[[str], _PortSetting]:
+    """Return a type for argparse: what ``VALUE`` or ``PORT=VALUE`` says."""
+    value_of, port_of = real(allowed), whole(0, _LAST_PORT)
+
+    def convert(word: str) -> _PortSetting:
+        port, equals, value = word.rpartition("=")
+        return port_of(port) if equals else None, value_of(value)
+
+    return convert
 
 
 def _override(queueing: PortQueueing, arguments: argparse.Namespace, port: int | None = None) -> PortQueueing:
@@ -355,6 +374,12 @@ def _write_entries(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _run_child(arguments: argparse.Namespace) -> None:
+    """Be the switch beside the process that shows its counters."""
+    end_with_parent()
+    sys.exit(run(arguments))
+
+
 def _watch(arguments: argparse.Namespace) -> int:
     """Show counters; the switch runs in another process, for drawing takes longer than a packet may wait."""
     from dlcp.commands.switch_watch import watch
@@ -367,7 +392,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="dlcp-switch-") as folder:
         counters = arguments.counters or Path(folder) / "counters.json"
         own = argparse.Namespace(**{**vars(arguments), "watch": False, "counters": counters})
-        process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(run(own)))
+        process = multiprocessing.get_context("fork").Process(target=_run_child, args=(own,))
         process.start()
         try:
             watch(counters, process.is_alive)

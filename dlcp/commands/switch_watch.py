@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The counters of a running switch as a table that keeps up with them."""
 
-import json
 import signal
 import time
 from collections.abc import Callable
@@ -12,6 +11,8 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
+from dlcp.json_files import read_json
 
 _EVERY_S: Final = 0.5
 _TROUBLE: Final = (
@@ -100,8 +101,9 @@ def _troubles(snapshot: dict[str, Any]) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        snapshot: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return None
+    snapshot = read_json(path)
+    if not isinstance(snapshot, dict) or not {"uptime_s", "busy", "ports", "program", "no_port"} <= snapshot.keys():
+        raise ValueError(f"{path}: these are no counters of a switch; give the file of its --counters")
     return snapshot

@@ -3,12 +3,14 @@
 
 import argparse
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
-from dlcp.commands.common import add_link, add_training, refuse
+from dlcp.commands.common import add_link, add_training, check_folder, refuse
+from dlcp.configuration import short
 from dlcp.controller.entries import most_switches
 from dlcp.controller.fabric import Fabric, leaf_spine, load, star
 from dlcp.controller.testbed import TestbedError
@@ -23,6 +25,7 @@ from dlcp.demo.testbed import TestbedSetup, check, disagreements, train
 from dlcp.switch import PortQueueing
 
 _NAME: Final = "dlcp"
+_PROPER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 _RATE_BPS: Final = 32_000_000
 """A port's rate by default, as in the demo."""
 _DEPTH_PACKETS: Final[dict[SwitchKind, int]] = {"builtin": 32, "bmv2": 64}
@@ -40,10 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     status = commands.add_parser("status", help="show what is up")
     down = commands.add_parser("down", help="remove a testbed, or what a crash has left of it")
     for each in (up, run, status, down):
-        each.add_argument("--name", default=_NAME, help="prefix of its namespaces and files (default: %(default)s)")
+        each.add_argument(
+            "--name", type=_name, default=_NAME, help="prefix of its namespaces and files (default: %(default)s)"
+        )
     for each in (up, run):
         _add_shape(each)
     add_training(run.add_argument_group("what to train"), 24, Path("out/testbed"))
+
+
+def _name(text: str) -> str:
+    """Return a name that files, namespaces and interfaces can have."""
+    if not _PROPER_NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"takes up to 32 letters, digits, - and _, got {short(text)}")
+    return text
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -90,6 +102,7 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    check_folder("--out", arguments.out)
     if StateFile(arguments.name).read() is not None:
         state = find(arguments.name)
         _refuse_other(arguments, state)

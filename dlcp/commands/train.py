@@ -7,12 +7,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from dlcp.commands import trace
-from dlcp.commands.common import add_option, add_steps, refuse
+from dlcp.commands.common import add_option, add_steps, check_writable, refuse, write_late
 from dlcp.train import headroom, summary
-from dlcp.train.launcher import TrainPlan, UsageError, launch
+from dlcp.train.launcher import TrainPlan, UsageError, launch, temporary_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,14 +53,17 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.live:
             return refuse("train", "--live shows training; with --measure there is none")
         return measure(arguments.torchrun, arguments.script, arguments.steps, options=arguments.option)
-    if arguments.trace and not arguments.trace.parent.is_dir():
-        return refuse("train", f"--trace: there is no folder {arguments.trace.parent}")
+    try:
+        check_writable("--trace", arguments.trace)
+        check_writable("--summary", arguments.summary)
+    except ValueError as error:
+        return refuse("train", error)
     with ExitStack() as stack:
         options = list(arguments.option)
-        if arguments.trace:
-            folder = stack.enter_context(TemporaryDirectory(prefix="dlcp-trace-"))
-            options.append(f"trace={folder}")
         try:
+            if arguments.trace:
+                folder = stack.enter_context(temporary_folder("dlcp-trace-"))
+                options.append(f"trace={folder}")
             if arguments.live:
                 options.append(f"live={_serve(arguments.live, stack)}")
             plan = TrainPlan(backend=arguments.backend)
@@ -72,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
             _write_trace(arguments.trace, Path(folder))
     found = summary.summarize(reports)
     if arguments.summary:
-        arguments.summary.write_text(json.dumps(found, indent=2) + "\n")
+        write_late("train", arguments.summary, json.dumps(found, indent=2) + "\n")
     _print(summary.as_lines(found))
     return status
 
@@ -109,7 +111,7 @@ def _serve(address: str, stack: ExitStack) -> str:
         from dlcp.live.server import AddressError, LiveServer
     except ModuleNotFoundError as error:
         raise UsageError(f"--live: {error.name} is missing: pip install 'dlcp[live]'") from None
-    folder = stack.enter_context(TemporaryDirectory(prefix="dlcp-live-"))
+    folder = stack.enter_context(temporary_folder("dlcp-live-"))
     try:
         server = stack.enter_context(LiveServer([Path(folder)], address))
     except AddressError as error:

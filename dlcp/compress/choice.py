@@ -56,9 +56,12 @@ def make_compressor(text: str, *, error_feedback: bool = True, whole_below: int 
             number = kind(argument)
         except ValueError:
             raise ValueError(f"compression {name} takes {words}, got {text!r}") from None
-    if name == TopK.name:
-        return TopK(RATIO if number is None else number, whole_below)
-    if name == RandomK.name:
-        return RandomK(RATIO if number is None else number, whole_below, unbiased=not error_feedback)
-    given = () if number is None else (number,)
-    return COMPRESSORS[name](*given)
+    try:
+        if name == TopK.name:
+            return TopK(RATIO if number is None else number, whole_below)
+        if name == RandomK.name:
+            return RandomK(RATIO if number is None else number, whole_below, unbiased=not error_feedback)
+        given = () if number is None else (number,)
+        return COMPRESSORS[name](*given)
+    except ValueError as error:
+        raise ValueError(f"compression {text!r}: {error}") from None

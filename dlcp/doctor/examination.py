@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole examination: this machine, the options in force and who chose them, and the paths to other machines."""
 
-import importlib.util
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -119,8 +118,6 @@ def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Secti
     """Return what was found about the options, and all of them."""
     environment = os.environ if environment is None else environment
     section = Section("Options", [])
-    if importlib.util.find_spec("torch") is None:
-        return section, []
     from dlcp.session.options import Options
 
     try:
@@ -150,6 +147,12 @@ def examine_own_address(options: "Options", environment: Mapping[str, str]) -> D
         text = f"there is no route to MASTER_ADDR={master}: {reason_of(error)}"
         return Diagnosis(subject, Status.MISSING, text, "set MASTER_ADDR to an address of rank 0's machine")
     if place.settled:
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tried:
+                tried.bind((place.address, 0))
+        except (OSError, UnicodeError) as error:
+            text = f"bind {options.bind!r} is no address of this machine: {reason_of(error)}"
+            return Diagnosis(subject, Status.MISSING, text, "set DLCP_BIND to one that `ip address` shows, or unset it")
         why = "as bind says"
     elif master and place.at_meeting:
         why = f"for MASTER_ADDR={master} is this machine; on two networks it goes by the routes to the other ranks"

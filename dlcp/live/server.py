@@ -64,7 +64,13 @@ def parse_listen(text: str) -> tuple[str, int]:
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if text.startswith("[") else host
-    if not port.isascii() or not port.isdecimal() or int(port) > 65535 or (":" in host and text[0] != "["):
+    if (
+        not port.isascii()
+        or not port.isdecimal()
+        or len(port) > 5
+        or int(port) > 65535
+        or (":" in host and text[0] != "[")
+    ):
         raise AddressError(f"takes PORT or HOST:PORT with a port in 0..65535, got {text!r}")
     return host or _LOOPBACK, int(port)
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from dlcp.json_files import DocumentError, read_json
 from dlcp.wire import DROP_CLASSES
 
 Run = dict[str, Any]
@@ -132,8 +133,8 @@ def load_runs(directory: Path) -> dict[str, Run]:
     runs: dict[str, Run] = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            runs[path.stem] = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            runs[path.stem] = read_json(path)
+        except DocumentError as error:
             raise RunFileError(f"{path} is not JSON: {error}; run the demo again") from None
     if not runs:
         raise RunFileError(f"{folder} holds no run; `dlcp demo` writes them")

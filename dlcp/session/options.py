@@ -3,17 +3,24 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from dlcp import configuration
 from dlcp.collectives.bucket import LayerBounds, ReduceOptions
 from dlcp.collectives.choice import COLLECTIVES, Topology, flow_weight
 from dlcp.collectives.pipeline import check_stages
 from dlcp.collectives.reduction_rules import check_samples
+from dlcp.configuration import HostPort, Range
 from dlcp.tags import TagPolicy
 from dlcp.transport import LossBound, TransportOptions
+from dlcp.transport.messages import Share
+from dlcp.transport.options import FlowWeight, PathCount, Seconds, SwitchHops
 from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 from dlcp.wire import DROP_CLASSES
+
+JobNumber = Annotated[int, Range(0, (1 << 16) - 1)]
+Token = Annotated[int, Range(0, (1 << 64) - 1)]
+ServerAddress = Annotated[str, HostPort(least_port=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,7 @@ class Options:
         See :class:`dlcp.tags.TagPolicy`.
     protected_share
         The share of packets that are protected, those of the largest values, in every layer; the rest is divided evenly
-        among the drop classes. Below 0, the default, ``tag_policy`` says which.
+        among the drop classes. Below 0, the default (-1), ``tag_policy`` says which.
     layer_bounds
         Layers with a loss bound of their own, by name: ``embed*=0, *.norm?.*=0, head.*=0.01``.
     samples
@@ -107,33 +114,33 @@ class Options:
         ``dlcp live`` to show; none by default.
     """
 
-    loss_bound: float = 0.1
-    deferral_bound: float = 0.0
+    loss_bound: Share = 0.1
+    deferral_bound: Share = 0.0
     immediate: bool = False
     error_feedback: bool = True
     rescale: bool = True
     adaptive_shards: bool = True
     collective: str = "direct"
-    bind: str = ""
-    advertise: str = ""
-    server: str = ""
-    job: int = 0
-    token: int = 0
+    bind: Annotated[str, HostPort()] = ""
+    advertise: Annotated[str, HostPort()] = ""
+    server: ServerAddress = ""
+    job: JobNumber = 0
+    token: Token = 0
     secret_file: str = ""
     tls: str = ""
     congestion: str = "dctcp"
-    flow_weight: float = 0.0
-    switch_hops: int = 1
+    flow_weight: FlowWeight = 0.0
+    switch_hops: SwitchHops = 1
     tagged: bool = True
     payload_bytes: int = 0
     shared_memory: bool = True
-    paths: int = 12
-    silence_s: float = 10.0
-    deadline_s: float = 120.0
-    meet_s: float = 30.0
+    paths: PathCount = 12
+    silence_s: Seconds = 10.0
+    deadline_s: Seconds = 120.0
+    meet_s: Seconds = 30.0
     fallback: bool = True
     tag_policy: TagPolicy = field(default_factory=TagPolicy)
-    protected_share: float = -1.0
+    protected_share: Annotated[float, Range(-1.0, 1)] = -1.0
     layer_bounds: str = ""
     samples: int = 0
     adapt: bool = False
@@ -144,14 +151,11 @@ class Options:
     live: str = ""
 
     def __post_init__(self) -> None:
+        configuration.check(self)
         if self.collective not in COLLECTIVES:
             raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {self.collective!r}")
         if self.collective == "server" and not self.server:
             raise ValueError("collective 'server' needs the server's address: server='host:port' or DLCP_SERVER")
-        if not 0 <= self.job < 1 << 16:
-            raise ValueError(f"job must lie in 0..65535, got {self.job}")
-        if self.protected_share > 1:
-            raise ValueError(f"protected_share must be at most 1, got {self.protected_share}")
         check_samples(self.samples)
         if self.samples and (self.combine != "average" or self.compression == "signsgd"):
             what = "signsgd, which counts votes" if self.compression == "signsgd" else f"combine {self.combine!r}"
@@ -163,7 +167,10 @@ class Options:
         check_stages(self.compression, self.combine, self.collective, fallback=self.fallback)
         self.bound()
         self.transport(1)
-        self.reduction()
+        try:
+            self.reduction()
+        except ValueError as error:
+            raise ValueError(f"layer_bounds: {error}") from None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "Options":

@@ -20,6 +20,7 @@ import itertools
 import json
 import logging
 import os
+import resource
 import secrets
 import struct
 import threading
@@ -57,6 +58,10 @@ TOTAL_BYTES_MAX: Final = 1 << 33
 STORE_CONNECTIONS_MAX: Final = 1 << 14
 CALLS_MAX: Final = 1 << 10
 """What a store holds and serves at most; calls are those of one connection. Chosen by us: more than any job needs."""
+HANDSHAKE_S: Final = 5.0
+"""So long a connection may take until it speaks gRPC, and TLS before that; then it is closed. Chosen by us."""
+SPARE_DESCRIPTORS: Final = 4
+"""Of the descriptors that a process may still open, connections leave one of so many to the training. Chosen by us."""
 CHUNK_BYTES: Final = 1 << 22
 """Longer arrays are added up in parts of this size, so that no request keeps the store for long. Chosen by us."""
 ENDED: Final = "ended"
@@ -86,6 +91,15 @@ class StoreError(TransportError):
 def ended_key(rank: int) -> str:
     """Return the key that the store has once a rank has ended, with the reason."""
     return f"{ENDED}/{rank}"
+
+
+def connections_max() -> int:
+    """Return how many connections a store may have: rank 0, which serves it, needs descriptors for training, too."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return STORE_CONNECTIONS_MAX
+    free = limit - sum(1 for _ in Path("/proc/self/fd").iterdir())
+    return max(1, min(STORE_CONNECTIONS_MAX, free - free // SPARE_DESCRIPTORS))
 
 
 # Serving --------------------------------------------------------------------------------------------------------------
@@ -136,7 +150,8 @@ class StoreServer(grpc.GenericRpcHandler):
             *_OPTIONS,
             ("grpc.so_reuseport", 0),
             ("grpc.max_concurrent_streams", CALLS_MAX),
-            ("grpc.max_allowed_incoming_connections", STORE_CONNECTIONS_MAX),
+            ("grpc.max_allowed_incoming_connections", connections_max()),
+            ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_S)),
             ("grpc.max_connection_idle_ms", int(3000 * KEEP_ALIVE_S)),
             ("grpc.http2.max_ping_strikes", 0),
         ]

@@ -8,7 +8,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +20,7 @@ from multiprocessing.connection import wait  # select.select knows no descriptor
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from dlcp import children
 from dlcp.closing import Closing, end
 from dlcp.namespace import Namespace
 from dlcp.switch.executor.program import DROP_PORT, CompiledMachine, Program
@@ -311,10 +311,13 @@ class SwitchProcess(Closing):
         self._folder = tempfile.TemporaryDirectory(prefix="dlcp-switch-")
         self._counters = Path(self._folder.name) / "counters.json"
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        argv = [sys.executable, "-m", "dlcp.cli", "switch", *arguments]
+        argv = ["switch", *arguments]
         argv += ["--counters", str(self._counters), "--counters-every", str(counters_every_s)]
         popen = subprocess.Popen if namespace is None else namespace.popen
-        self._process: subprocess.Popen[bytes] = popen(argv, stdout=subprocess.PIPE, stderr=self._errors)
+        self._process: subprocess.Popen[bytes]
+        self._process, self._lifeline = children.start(
+            "dlcp.cli", *argv, popen=popen, stdout=subprocess.PIPE, stderr=self._errors
+        )
         try:
             self._await_ready()
         except BaseException:
@@ -348,6 +351,9 @@ class SwitchProcess(Closing):
     def close(self) -> None:
         """Stop the switch, if it runs, and remove what it wrote."""
         end(self._process, _STOP_DEADLINE_S)
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._errors.close()

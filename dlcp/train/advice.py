@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The advice of ``dlcp advise``: what to set, the figures that it rests on, and how a trial of it went."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 from dlcp import configuration
+from dlcp.json_files import DocumentError, read_json
 from dlcp.train import headroom
 from dlcp.train.launcher import Report
 from dlcp.tuning.rules import Advice, Figures, Settings, decide
@@ -53,9 +53,11 @@ def from_file(file: Path) -> dict[str, Any]:
     from dlcp.session.options import Options
 
     try:
-        document = json.loads(file.read_text())
-        figures = Figures.of_json(document.get("figures", document))
-    except (OSError, ValueError, AttributeError) as error:
+        document = read_json(file)
+        figures = Figures.of_json(document.get("figures", document) if isinstance(document, dict) else document)
+    except DocumentError:
+        raise
+    except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     return judge(decide(figures, Settings.of(configuration.build(Options))))
 

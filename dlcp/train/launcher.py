@@ -4,6 +4,7 @@
 A plan passes to the ranks as a variable of the environment; they leave their reports as files.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dlcp import configuration
+from dlcp.children import python_command
 from dlcp.interfaces import interface_of, only_way_out
 from dlcp.suggestion import closest
 
@@ -69,13 +71,37 @@ def write_report(folder: Path, report: Report) -> None:
     """Write one rank's report, whole or not at all, in the place of any that an earlier start of it has left."""
     path = report_path(folder, report["local_rank"])
     part = path.with_suffix(f".part{os.getpid()}")
-    part.write_text(json.dumps(report))
-    part.replace(path)
+    try:
+        part.write_text(json.dumps(report))
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def temporary_folder(prefix: str) -> "tempfile.TemporaryDirectory[str]":
+    """Return a folder for a context manager; what is left of it in the end is no reason to fail.
+
+    Raises
+    ------
+    UsageError
+        None can be made.
+    """
+    try:
+        return tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UsageError(f"no temporary folder can be made: {error}; set TMPDIR to a folder with room") from None
 
 
 def read_reports(folder: Path) -> list[Report]:
     """Return the reports of this machine's ranks as they were last started, by rank."""
-    reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    reports = []
+    for path in folder.glob("*.json"):
+        try:
+            reports.append(json.loads(path.read_text()))
+        except (OSError, ValueError) as error:
+            print(f"dlcp: warning: {path.name} is no report of a rank: {error}", file=sys.stderr)
     return sorted(reports, key=lambda report: int(report["rank"]))
 
 
@@ -131,10 +157,12 @@ def launch(
     from torch.distributed.run import main
 
     status = 0
-    with tempfile.TemporaryDirectory(prefix="dlcp-train-") as folder:
+    with temporary_folder("dlcp-train-") as folder:
         os.environ.update(replace(plan, reports=folder).as_environment())
         try:
-            main([*passed, "-m", "dlcp.train.worker", *target])
+            # torchrun's own `-m` would look for it in the working directory first.
+            worker = python_command("dlcp.train.worker", executable=os.environ.get("PYTHON_EXEC", sys.executable))
+            main([*passed, "--no-python", *worker, *target])
         except ChildFailedError as error:
             print(error, file=sys.stderr)
             status = _status_of(error)
@@ -211,6 +239,10 @@ def _set_options(words: Sequence[str]) -> None:
             raise UsageError(f"--option takes NAME=VALUE, got {word!r}")
         if name not in known:
             raise UsageError(f"there is no option {name!r}{closest(name, known)}")
+        try:
+            configuration.parse(Options, name, value, f"--option {name}")
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         os.environ[configuration.PREFIX + name.upper()] = value
     try:
         configuration.build(Options)

@@ -18,6 +18,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from dlcp.configuration import short
 from dlcp.timeline import SUFFIX, Note, TimelineReader
 
 PHASES: Final = {
@@ -32,6 +33,8 @@ PHASES: Final = {
 THREADS: Final = 100_000
 """So many numbers of threads a session has, for its buckets. Chosen by us: beyond processes' own, which come first."""
 Event = dict[str, Any]
+_ABOUT: Final = {"rank": int, "process_rank": int, "host": str, "clock": str, "began_unix_ns": int, "began_ns": int}
+"""What is used of the first line of a timeline."""
 
 
 class TraceError(ValueError):
@@ -63,6 +66,10 @@ class RankTimeline:
         first = next(reader.read(), None)
         if not reader.about:
             return None
+        for name, kind in _ABOUT.items():
+            value = reader.about.get(name)
+            if type(value) is not kind or (isinstance(value, int) and abs(value) >> 64):
+                raise TraceError(f"{path}, line 1: {name} must be {kind.__name__}, got {short(value)}; leave it out")
         return cls(path, reader.about, first.values["session"] if first and first.event == "joined" else "")
 
     def notes(self) -> Iterator[Note]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of ``dlcp train``: runs the script as if it had been started by itself, with DLCP switched on.
 
-``python -m dlcp.train.worker script.py ARGUMENTS`` or ``... -m module ARGUMENTS``; started by torchrun. At the end it
+``dlcp.train.worker script.py ARGUMENTS`` or ``... -m module ARGUMENTS``; started by torchrun. At the end it
 reports to the launcher.
 """
 
@@ -115,15 +115,25 @@ class ScriptSession:
             self._measurement.close(failure)
         for model in self.models:
             model.close(failure)
-        if self.plan.reports:
-            write_report(Path(self.plan.reports), self._report(failure))
+        self._write_report(failure)
+
+    def _write_report(self, failure: str | None) -> None:
+        """Leave the report. Training is over, or about to begin: a full disk is no reason to fail either."""
+        if not self.plan.reports:
+            return
+        folder = Path(self.plan.reports)
+        try:
+            write_report(folder, self._report(failure))
+        except OSError as error:
+            print(f"dlcp: warning: rank {_rank()} leaves no report: {error}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                report_path(folder, _local_rank()).unlink()  # an earlier one would say something else
 
     def _begin_report(self, folder: Path) -> None:
         """Report what holds until this rank reports itself: a process that is killed does not come to it."""
-        earlier = report_path(folder, _local_rank())
-        if earlier.exists():
-            self._restarts = json.loads(earlier.read_text())["restarts"] + 1
-        write_report(folder, self._report(KILLED))
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # there is none, or none that is whole
+            self._restarts = json.loads(report_path(folder, _local_rank()).read_text())["restarts"] + 1
+        self._write_report(KILLED)
 
     def ready(self, model: DistributedDataParallel) -> None:
         """Switch DLCP on, or measure a step; a synchronised forward pass is about to begin, on all ranks."""

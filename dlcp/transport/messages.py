@@ -3,11 +3,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.configuration import Range
 from dlcp.tags import AS_SEEDED, ChunkOrder, PacketTags
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 Address = tuple[str, int]
 Bytes = NDArray[np.uint8]
 EMPTY: Final[Bytes] = np.zeros(0, np.uint8)
+SHARE: Final = Range(0, 1, below=True)
+"""The shares of a message that may be lost, or deferred: something of it has to arrive."""
+Share = Annotated[float, SHARE]
 
 
 class MessageKey(NamedTuple):
@@ -49,10 +53,8 @@ class LossBound:
     deferral: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.ratio < 1:
-            raise ValueError(f"a loss bound must lie in [0, 1), got {self.ratio}")
-        if not 0 <= self.deferral < 1:
-            raise ValueError(f"a deferral bound must lie in [0, 1), got {self.deferral}")
+        SHARE.check("a loss bound", self.ratio)
+        SHARE.check("a deferral bound", self.deferral)
 
     def allowed(self, packets: int) -> int:
         """Return how many of ``packets`` may be lost."""

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a rank talks to its peers."""
 
+import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
+from dlcp.configuration import Range, check
 from dlcp.transport.congestion import RateControl
 from dlcp.transport.cubic import CubicWindow
 from dlcp.transport.dctcp import DctcpWindow
@@ -12,6 +14,15 @@ CONGESTION: Final = ("dctcp", "ecn", "cubic")
 """How a rank may react to congestion."""
 PATHS_MAX: Final = 64
 """The most paths to a peer."""
+PathCount = Annotated[int, Range(1, PATHS_MAX)]
+SECONDS: Final = Range(0, 1e9, above=True)
+"""Deadlines. 30 years are the most: clocks and locks of the system overflow not far beyond."""
+Seconds = Annotated[float, SECONDS]
+SwitchHops = Annotated[int, Range(1, 0xFFFF)]
+"""The drop budget that is divided by it has 16 bits."""
+FlowWeight = Annotated[float, Range(0.0, 100)]
+"""A share of a flow, or so many flows; 0 is the default. 100 is chosen by us: one that weighs more than that leaves
+nothing to others."""
 _FORMER: Final = {"proportional": "dctcp", "marks": "ecn"}
 
 
@@ -55,15 +66,16 @@ class TransportOptions:
     payload_bytes: int = 1440
     tagged: bool = True
     congestion: str = "dctcp"
-    flow_weight: float | None = None
-    switch_hops: int = 1
-    silence_s: float = 10.0
-    deadline_s: float = 120.0
-    paths: int = 12
-    early_buffer_bytes: int = 1 << 28
-    clear_after_s: float = 60.0
+    flow_weight: FlowWeight | None = None
+    switch_hops: SwitchHops = 1
+    silence_s: Seconds = 10.0
+    deadline_s: Seconds = 120.0
+    paths: PathCount = 12
+    early_buffer_bytes: Annotated[int, Range(1, 1 << 62)] = 1 << 28
+    clear_after_s: Annotated[float, Range(0, math.inf, infinite=True)] = 60.0
 
     def __post_init__(self) -> None:
+        check(self)
         if self.congestion in _FORMER:
             raise ValueError(
                 f"congestion {self.congestion!r} is now called {_FORMER[self.congestion]!r}; "
@@ -73,9 +85,6 @@ class TransportOptions:
             raise ValueError(f"congestion must be one of {', '.join(CONGESTION)}, got {self.congestion!r}")
         if not 64 <= self.payload_bytes <= 65000 or self.payload_bytes % 8:
             raise ValueError(f"payload_bytes must be a multiple of 8 from 64 to 65000, got {self.payload_bytes}")
-
-        if not 1 <= self.paths <= PATHS_MAX:
-            raise ValueError(f"paths must lie in 1..{PATHS_MAX}, got {self.paths}")
 
     def rate_control(self, senders: int) -> RateControl:
         """Return the window control of one flow, where ``senders`` ranks send to its receiver."""

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterable
 from typing import Final
 
+from dlcp.configuration import host_and_port
 from dlcp.transport.messages import Address
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE
 
@@ -80,10 +81,6 @@ def parse_address(text: str) -> Address:
     Raises
     ------
     ValueError
-        The port is no number.
+        There is no host, or the port is no number from 0 to 65535.
     """
-    host, _, port = text.partition(":")
-    try:
-        return host, int(port or UDP_PORT_BASE)
-    except ValueError:
-        raise ValueError(f"expected host:port, got {text!r}") from None
+    return host_and_port(text, UDP_PORT_BASE)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import median
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from dlcp.collectives.choice import Costs as CollectiveCosts
 from dlcp.collectives.deferral import STEP_PART
 from dlcp.collectives.shards import inbound_rates, weights_for_rates
 from dlcp.collectives.step_metadata import StepMetadata
+from dlcp.configuration import Range, check
 from dlcp.convergence import COST_OF_DEFERRAL, COST_OF_DEFERRAL_TO_ALL, COST_OF_LOSS, steps_factor
 from dlcp.ledger import Ledger, MessageRecord
 from dlcp.slow_ports import SHARE_MIN, PortLoads, level, share_to_defer
@@ -52,6 +53,13 @@ DEFERRAL_BOUNDS: Final = (0.25, 0.5, 0.75)
 """Deferral bounds to choose from. Chosen by us: with the last, half of a step may be deferred."""
 
 
+_Count = Annotated[int, Range(1, 1 << 16)]
+"""A packet has 16 bits for its sender's rank."""
+_Seconds = Annotated[float, Range(0.0, 1e9)]
+_Portion = Annotated[float, Range(0.0, 1)]
+_RATE: Final = Range(0.0, 1e15)
+
+
 @dataclass(frozen=True, slots=True)
 class Figures:
     """What has been measured. Times are medians over steps, in seconds, of the slowest rank.
@@ -79,21 +87,27 @@ class Figures:
         How fast each rank takes in what waits to be sent to it, in bit/s, by rank; empty if nobody had to wait.
     """
 
-    ranks: int
-    hosts: int
-    gradient_bytes: int
-    step_s: float
-    waited_s: float
-    packets: int = 0
-    wanting: float = 0.0
-    worst: float = 0.0
-    spared: float = 0.0
-    protected: float = 0.0
-    rtt_s: float = 0.0
+    ranks: _Count
+    hosts: _Count
+    gradient_bytes: Annotated[int, Range(0, 1 << 50)]
+    step_s: _Seconds
+    waited_s: _Seconds
+    packets: Annotated[int, Range(0, 1 << 62)] = 0
+    wanting: _Portion = 0.0
+    worst: _Portion = 0.0
+    spared: _Portion = 0.0
+    protected: _Portion = 0.0
+    rtt_s: _Seconds = 0.0
     rates_bps: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or self.step_s <= 0 or not 0 <= self.waited_s <= self.step_s:
+        try:
+            check(self)
+            for rank, rate in self.rates_bps.items():
+                _RATE.check(f"rates_bps of rank {rank}", rate)
+        except ValueError as error:
+            raise ValueError(f"figures must be those of a measurement: {error}") from None
+        if self.step_s <= 0 or not 0 <= self.waited_s <= self.step_s:
             raise ValueError(
                 f"{self.ranks} ranks, steps of {self.step_s} s with {self.waited_s} s of waiting: figures must be of "
                 "at least one rank, and waiting no longer than steps, which take time"
@@ -122,12 +136,12 @@ class Figures:
         ValueError
             Something is missing, or none of it; the message says what.
         """
-        given = dict(plain)
         try:
+            given = dict(plain)
             given["rates_bps"] = {int(rank): float(rate) for rank, rate in given.get("rates_bps", {}).items()}
             return cls(**given)
-        except (TypeError, AttributeError) as error:
-            raise ValueError(f"these are no figures of a measurement: {error}") from None
+        except (TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"not the figures of a measurement: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

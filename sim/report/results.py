@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dlcp import __version__
+from dlcp.json_files import DocumentError, read_json
 from dlcp.sim.experiment import Claim, Experiment, ExperimentRun, Figure, PlannedExperiment
 from dlcp.sim.running import sources_digest
 from dlcp.sim.sweep import existing
@@ -276,9 +277,15 @@ def _pairs(old: Path, new: Path) -> list[tuple[str, Path, Path]]:
 
 def _metrics(path: Path) -> dict[str, float]:
     try:
-        found: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))["metrics"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ReportError(f"{path} is no result of a run: {error!r}") from error
+        document = read_json(path)
+    except DocumentError as error:
+        raise ReportError(f"{path} is no result of a run: {error}") from None
+    found = document.get("metrics") if isinstance(document, dict) else None
+    if not isinstance(found, dict):
+        raise ReportError(f"{path} is no result of a run: it has no metrics")
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ReportError(f"{path} is no result of a run: {name} is {value!r}, which is no number")
     return found
 
 

@@ -88,7 +88,7 @@ def load_definition(path: str | Path) -> ProgramDef:
     data = Path(path).read_bytes()
     try:
         document = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProgramError(f"{path} is not JSON ({error}); give the file that p4c-bm2-ss writes with -o") from None
     return parse(document, hashlib.sha256(data).hexdigest(), str(path))
 
@@ -97,12 +97,14 @@ def parse(document: Any, digest: str = "", source: str = "program") -> ProgramDe
     """Build the model from a decoded JSON document; errors as `load_definition`."""
     if not isinstance(document, Mapping) or "pipelines" not in document:
         raise ProgramError(f"{source} has no pipelines: not a BMv2 JSON; give the file that p4c-bm2-ss writes with -o")
-    version = document.get("__meta__", {}).get("version", [2, 0])
-    if version[0] != 2:
-        raise ProgramError(f"{source} has JSON format version {version}, not 2; compile it with a current p4c-bm2-ss")
     try:
+        version = document.get("__meta__", {}).get("version", [2, 0])
+        if version[0] != 2:
+            raise ProgramError(f"{source} has JSON format version {version}, not 2; take a current p4c-bm2-ss")
         return _Reader(document).program(digest)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except ProgramError:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError, OverflowError) as error:
         raise ProgramError(f"{source} is a damaged BMv2 JSON: {type(error).__name__} {error}") from error
 
 

@@ -22,6 +22,7 @@ from dlcp.session.options import Options
 from dlcp.tags import Tagger
 from dlcp.torch.backend.process_group import ProcessGroup
 from dlcp.torch.framework import endpoint_of_new_group
+from dlcp.transport.options import SECONDS
 
 log = logging.getLogger("dlcp")
 
@@ -74,7 +75,7 @@ def create(given: Any, options: Options | None) -> ProcessGroup:
     """Make a group; ``options`` are ``init_process_group``'s or ``new_group``'s ``pg_options``."""
     options = _heeded(options, says=given.group_rank == 0)
     timeout: timedelta = given.timeout
-    limit_s = timeout.total_seconds()
+    limit_s = min(timeout.total_seconds(), SECONDS.most)
     options = options.with_(collective="direct", deadline_s=limit_s, silence_s=min(options.silence_s, limit_s))
     # A group may be made again over the same store, where what was written for the last one stays.
     _made[given.group_id] += 1

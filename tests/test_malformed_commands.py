@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines that cannot work end in a message and a status, soon, and never in a traceback."""
+
+import io
+import json
+import os
+import shlex
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import pairwise
+
+import pytest
+
+from dlcp.cli import COMMANDS, main
+
+HUGE = "9" * 5000
+BAD_WHOLE = ("x", "''", "nan", "inf", "-1", "1.5", "1e9", HUGE, "0x")
+BAD_REAL = ("x", "''", "nan", "inf", "-inf", "-1", "1e400", HUGE)
+BAD_FILES = ("nowhere", "{folder}", "{binary}", "{empty}", "{bomb}", "{nested}", "{list}", "{digits}", "{wrong}", "''")
+FACTORY = "sim profile tests.nowhere:f --output {new}"
+
+
+def each(prefix, words, suffix=""):
+    """Return a command line for each word."""
+    return [f"{prefix} {word} {suffix}".rstrip() for word in words]
+
+
+SERVER = "server --bind 127.0.0.1:0 --workers 127.0.0.1:9 --token-file {token}"
+LINES = [
+    # Unknown words.
+    *("nothing", "''", "--nothing", *(f"{name} --nothing-of-the-kind" for name in COMMANDS)),
+    *("train", "launch", "advise", "live", "trace", "server", "sim", "fabric", "testbed", "bench", "switch"),
+    *("sim nothing", "fabric nothing {folder}", "testbed nothing", "bench nothing"),
+    # Training: what torchrun is given is its own.
+    *("train script.py", "train --", "train -- nowhere.py", "train -- -m", "train -- {folder}"),
+    *each("train --option", ("''", "=", "loss_bound", "nothing=1", "job=", "token=" + hex(1 << 90)), "-- {script}"),
+    *each("train --option", [f"loss_bound={word}" for word in ("x", "nan", "-1", "1", "inf")], "-- {script}"),
+    *each("train --option", [f"switch_hops={word}" for word in (*BAD_WHOLE, "0") if word != "''"], "-- {script}"),
+    *each("train --option", [f"deadline_s={word}" for word in (*BAD_REAL, "0") if word != "''"], "-- {script}"),
+    *each("train --option", [f"bind={word}" for word in (":1", "a:b", "a:65536", "::1", f"a:{HUGE}")], "-- {script}"),
+    *each("train --measure --steps", ("x", "0", "-1", "1", HUGE), "-- {script}"),
+    *each("train --summary", ("{folder}", "{binary}/file", "nowhere/file"), "-- {script}"),
+    *each("train --trace", ("{folder}", "nowhere/file"), "-- {script}"),
+    *each("train --live", ("x:y", "127.0.0.1:65536", "127.0.0.1:-1", f"127.0.0.1:{HUGE}"), "-- {script}"),
+    # Launching.
+    *each("launch -n", (*BAD_WHOLE, "0"), "-- true"),
+    *("launch -n 1", "launch -n 1 --", "launch -n 1 -- nowhere-at-all", "launch -n 1 -- ''"),
+    *each("launch -n 1 --nodes", ("0", "-1", "x", HUGE), "--master h:1 -- true"),
+    *each("launch -n 1 --nodes 2 --node", ("2", "-1", "x"), "--master h:1 -- true"),
+    *each("launch -n 1 --master", ("h", ":1", "h:", "h:x", "h:0", "h:65536", f"h:{HUGE}"), "-- true"),
+    # Doctor.
+    *each("doctor --packets", (*BAD_WHOLE, "0")),
+    *each("doctor --seconds", (*BAD_REAL, "0"), "--listen 127.0.0.1:0"),
+    *each("doctor --listen", (":99999", "h:x", "203.0.113.7:5000", f"h:{HUGE}", "256.1.1.1", "a..b")),
+    # Advice.
+    *each("advise --measured", BAD_FILES),
+    *each(
+        "advise --measured", ("{figures_text}", "{figures_huge}", "{figures_nan}", "{figures_list}", "{figures_rates}")
+    ),
+    *("advise --measured {figures} --save {folder}", "advise --measured {figures} -- {script}"),
+    *each("advise --steps", ("0", "x", "1"), "-- {script}"),
+    # Live page and traces.
+    *each("live {folder} --listen", ("x", "h:x", "127.0.0.1:65536", f"127.0.0.1:{HUGE}", "203.0.113.7:80")),
+    *("trace {folder}", "trace nowhere --out {new}", "trace {folder} --out {new}", "trace {binary} --out {new}"),
+    *each("trace --out {new}", [f"{{traces}}/{name}" for name in ("cut", "list", "keys", "types", "deep", "digits")]),
+    *("trace --out {folder} {traces}/good", "trace --out nowhere/file {traces}/good"),
+    # Parameter server.
+    *each("server --workers 127.0.0.1:9 --token-file {token} --bind", ("''", ":1", "h:x", "h:65536", "203.0.113.7:1")),
+    *each(
+        "server --bind 127.0.0.1:0 --token-file {token} --workers",
+        ("''", "h:0", "h:x", "h:65536", "127.0.0.1:9 127.0.0.1:9"),
+    ),
+    *each(
+        "server --bind 127.0.0.1:0 --workers 127.0.0.1:9 --token-file",
+        ("nowhere", "{folder}", "{empty}", "{binary}", "{digits}", "{list}"),
+    ),
+    *each(f"{SERVER} --job", ("x", "-1", "65536", HUGE, "''")),
+    *each(f"{SERVER} --loss-bound", (*BAD_REAL, "1")),
+    *each(f"{SERVER} --deferral-bound", (*BAD_REAL, "1")),
+    *each(f"{SERVER} --report", ("{folder}", "nowhere/file")),
+    *(f"{SERVER} --deferral-bound 0.5 --rescale", f"{SERVER} --weighted --value-type float16", f"{SERVER} --tagged 2"),
+    "server --bind 127.0.0.1:0 --workers 127.0.0.1:9 --token 1",
+    # Demo and testbed.
+    *each("demo --loopback --steps", (*BAD_WHOLE, "0")),
+    *each("demo --loopback --rate-mbps", (*BAD_REAL, "0")),
+    *each("demo --loopback --depth", (*BAD_WHOLE, "0")),
+    *each("demo --loopback --seed", ("x", "-1", HUGE)),
+    *each("demo --loopback --burst-seconds", (*BAD_REAL, "0")),
+    *each("demo --loopback --loss-bound", ("nan", "1", "-0.1")),
+    *("demo --loopback --only nothing", "demo --loopback --optimizer none", "demo --loopback --out {binary}"),
+    *each("testbed run --steps", ("0", "-1", "x", HUGE)),
+    *each("testbed up --rate-mbps", ("0", "nan", "inf", "x")),
+    *each("testbed up --depth", ("0", "-1", "x")),
+    *each("testbed up --fabric", BAD_FILES),
+    *("testbed up --name ''", "testbed up --name ../../x", "testbed down --name a/b", f"testbed status --name {HUGE}"),
+    # Benchmarks.
+    *each("bench allreduce --ranks", (*BAD_WHOLE, "0", "1")),
+    *each("bench cpu --megabytes", (*BAD_REAL, "0")),
+    *each("bench loss --percent", ("nan", "100", "-1", "x")),
+    *each("bench step --rounds", ("0", "-1", "x", HUGE)),
+    *each("bench sim --bytes", ("0", "-1", "x", HUGE)),
+    *each("bench convergence --seeds", ("0", "x", HUGE)),
+    *each("bench tail --warm-up", ("-1", "x", HUGE)),
+    "bench convergence --tasks nothing",
+    "bench allreduce --over veth --ranks 4",
+    # Switch.
+    *each(
+        "switch --hosts 2 --rate-bps",
+        ("x", "''", "nan", "inf", "-1", "=1", "1=inf", "9=1000", f"1={HUGE}", "-1=5", "x=5"),
+    ),
+    *each("switch --hosts 2 --depth-packets", ("x", "''", "nan", "inf", "-1", "1e300", "9=1", "1=")),
+    *each("switch --hosts", (*BAD_WHOLE, "0", "251")),
+    *each("switch --counters-every", ("0", "nan", "inf", "x"), "--hosts 2"),
+    *each("switch --device-id", ("0", "x", HUGE), "--hosts 2 --p4runtime 0 --insecure"),
+    *each("switch --hosts 2 --p4runtime", ("h:x", "127.0.0.1:65536", f"127.0.0.1:{HUGE}", "::1"), "--insecure"),
+    *each(
+        "switch --port",
+        ("''", "1", "1=wire", "x=loopback", "1=packet:nowhere0", f"{HUGE}=loopback"),
+        "--entries {entries}",
+    ),
+    *each("switch --fabric", BAD_FILES),
+    *each("switch --hosts 2 --program", BAD_FILES),
+    *each("switch --port 1=loopback --entries", BAD_FILES),
+    *each("switch --hosts 1 --write-entries", ("{folder}", "nowhere/file")),
+    *each("switch --watch --counters", ("{folder}", "{binary}", "{empty}", "{list}", "{nested}")),
+    *("switch --watch", "switch --hosts 2 --name nothing", "switch --hosts 2 --tls-cert {binary}"),
+    "switch --hosts 2 --p4runtime 0 --tls-cert {binary} --tls-key {binary} --tls-ca nowhere",
+    # Fabrics.
+    *each("fabric check", BAD_FILES),
+    *each("fabric plan", ("nowhere", "{folder}", "{bomb}")),
+    *each("fabric apply --election-id", ("0", "-1", "x", HUGE), "{list}"),
+    *each("fabric watch --every", ("0", "nan", "inf", "x"), "{list}"),
+    *("fabric check {list} --program nowhere", "fabric status {empty}"),
+    # Simulator.
+    *each("sim run", BAD_FILES),
+    *each("sim run --seed", ("x", "-1", "nan", HUGE), "architectures"),
+    *each("sim run --point", ("x", "x=y", "=", "''"), "architectures"),
+    *each("sim sweep --processes", ("0", "-1", "x", HUGE), "architectures"),
+    *("sim sweep nothing", "sim report nothing", "sim all nothing"),
+    *each("sim compare {folder}", ("nowhere", "{binary}", "{list}")),
+    *each("sim compare {wrong}", ("{wrong}", "{bomb}", "{nested}", "{digits}", "{binary}")),
+    "sim compare {metrics_text} {metrics_text}",
+    *each("sim compare {folder} {folder} --above", ("x", "nan", "inf", "-1")),
+    *each("sim profile tests.nowhere:f --output {new} --input", ("''", "x", "0", "3,,4", "-1", f"3,{HUGE}")),
+    *each(
+        "sim profile --input 3 --output {new}",
+        ("nowhere", "nowhere:f", "os:nothing", "''", ":f", "os:sep", "os:getcwd"),
+    ),
+    "sim profile os:getcwd --input 3 --output nowhere/file",
+    *each("sim profile os:getcwd --input 3 --output {new} --batch", ("0", "x", HUGE)),
+]
+ABOUT = {"rank": 0, "process_rank": 0, "host": "h", "clock": "c", "began_unix_ns": 1, "began_ns": 1}
+FIGURES = {"ranks": 2, "hosts": 1, "gradient_bytes": 1000, "step_s": 0.1, "waited_s": 0.05}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Return the files that the lines name, by their names there."""
+    folder = tmp_path_factory.mktemp("files")
+    names = "abcdefgh"
+    bomb = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in pairwise(names)
+    )
+    texts = {
+        "empty": "",
+        "bomb": bomb,
+        "nested": "[" * 50_000 + "]" * 50_000,
+        "list": "[1, 2, 3]\n",
+        "digits": f'{{"name": {HUGE}, "seed": {HUGE}}}\n',
+        "wrong": '{"name": [], "switches": "many", "hosts": {"a": null}, "setting": 5, "entries": {}, "metrics": []}\n',
+        "token": "12345\n",
+        "script": "raise SystemExit(0)\n",
+        "entries": "{}\n",
+        "metrics_text": '{"metrics": {"a": "b"}}\n',
+        "figures": json.dumps(FIGURES),
+        "figures_text": json.dumps({**FIGURES, "step_s": "0.1"}),
+        "figures_huge": json.dumps({**FIGURES, "ranks": 10**12, "hosts": 10**12}),
+        "figures_nan": json.dumps({**FIGURES, "waited_s": float("nan")}),
+        "figures_list": json.dumps({**FIGURES, "rates_bps": [1, 2]}),
+        "figures_rates": json.dumps({**FIGURES, "rates_bps": {"x": 1, "0": None}}),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / "binary").write_bytes(bytes(range(256)) * 20)
+    first = json.dumps(ABOUT) + "\n"
+    timelines = {
+        "cut": first + "5,applied\n",
+        "list": "[1, 2]\n",
+        "keys": '{"rank": 0}\n',
+        "types": json.dumps({**ABOUT, "began_ns": "x"}) + "\n",
+        "deep": "[" * 50_000 + "]" * 50_000 + "\n",
+        "digits": first + f"{HUGE},applied,1,2\n",
+        "good": first + "5,applied,1,2\n",
+    }
+    for name, text in timelines.items():
+        (folder / "traces" / name).mkdir(parents=True)
+        (folder / "traces" / name / "rank-0.timeline").write_text(text)
+    (folder / "folder").mkdir()
+    return {path.name: str(path) for path in folder.iterdir()} | {"new": str(folder / "new")}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.delenv("DLCP_TOKEN", raising=False)
+
+
+def test_there_are_many_lines():
+    assert len(LINES) == len(set(LINES)) >= 150
+    assert {line.split()[0] for line in LINES} >= set(COMMANDS)
+
+
+@pytest.mark.parametrize("line", [pytest.param(line, id=line[:60]) for line in LINES])
+def test_what_cannot_work_is_refused_in_a_few_words(line, files):
+    argv = [word.format(**files) for word in shlex.split(line)]
+    out, err = io.StringIO(), io.StringIO()
+    began_s = time.monotonic()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            status = main(argv)
+        except SystemExit as ended:  # argparse's
+            status = ended.code
+    said = err.getvalue()
+    assert status in (1, 2), said[-500:]
+    assert said.strip(), "it says why"
+    assert "Traceback" not in out.getvalue() + said
+    assert len(said) < 8000
+    assert time.monotonic() - began_s < 10
+
+
+def test_a_command_whose_package_is_missing_names_the_extra_even_when_asked_for_help(monkeypatch, capsys):
+    for name, package in (("sim", "msgspec"), ("switch", "yaml"), ("demo", "rich"), ("live", "prometheus_client")):
+        for module in [each for each in sys.modules if each.startswith(("dlcp.commands", "dlcp.switch", "dlcp.live"))]:
+            monkeypatch.delitem(sys.modules, module)
+        for module in ("dlcp.document", "dlcp.demo.series", "dlcp.sim.experiment"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
+        with monkeypatch.context() as without:
+            for module in [each for each in sys.modules if each.partition(".")[0] == package]:
+                without.setitem(sys.modules, module, None)
+            assert main([name, "--help"]) == 2
+        assert f"{package} is missing: pip install 'dlcp[{name}]'" in capsys.readouterr().err
+
+
+def test_the_lines_without_their_mistakes_are_taken(files, capsys):
+    assert main(["advise", "--measured", files["figures"]]) == 0
+    assert main(["trace", files["traces"] + "/good", "--out", files["new"]]) == 0

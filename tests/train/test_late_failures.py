@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot be written is found before training begins; once it is over, it is a warning."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlcp.train import worker
+from dlcp.train.launcher import TrainPlan, read_reports
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = """
+import json, os, shutil, sys
+reports = json.loads(os.environ["DLCP_TRAIN_PLAN"])["reports"]
+what, path, status = sys.argv[1:]
+if what == "no reports":
+    shutil.rmtree(reports)
+elif what == "half a report":
+    open(os.path.join(reports, "7.json"), "w").write('{"rank": ')
+elif what == "no summary":
+    os.mkdir(path)
+print("trained", flush=True)
+sys.exit(int(status))
+"""
+
+
+@pytest.fixture
+def train(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def run(what, status, *options, path="", **environment):
+        words = ["train", *options, "--nproc-per-node", "1", "--", str(script), what, str(path), str(status)]
+        return subprocess.run(
+            [sys.executable, "-m", "dlcp.cli", *words],
+            cwd=REPOSITORY,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("what", ["no reports", "half a report"])
+def test_reports_that_cannot_be_written_or_read_are_a_warning(train, what):
+    done = train(what, 0)
+    assert done.returncode == 0, done.stderr
+    assert "dlcp: warning: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_summary_that_cannot_be_written_keeps_the_status_of_training(train, tmp_path, status):
+    path = tmp_path / "summary.json"
+    done = train("no summary", status, "--summary", str(path), path=path)
+    assert done.returncode == status, done.stderr
+    assert f"dlcp train: warning: {path} was not written: Is a directory" in done.stderr
+    full = train("nothing", status, "--summary", "/dev/full")
+    assert full.returncode == status, full.stderr
+    assert "warning: /dev/full was not written: No space left on device" in full.stderr
+
+
+@pytest.mark.parametrize("option", ["--summary", "--trace"])
+def test_a_path_that_cannot_be_written_is_found_before_training_begins(train, tmp_path, option):
+    for path in (tmp_path, tmp_path / "nowhere" / "file", Path("/proc/nothing")):
+        done = train("nothing", 0, option, str(path))
+        assert done.returncode == 2, done.stderr
+        assert "trained" not in done.stdout
+        assert f"dlcp train: {option}: " in done.stderr
+
+
+def test_no_room_for_temporary_files_is_found_before_training_begins(train, monkeypatch, tmp_path):
+    from dlcp.train import launcher
+
+    def full(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(launcher.tempfile, "TemporaryDirectory", full)
+    with pytest.raises(launcher.UsageError, match=r"No space left on device; set TMPDIR"):
+        launcher.temporary_folder("dlcp-")
+
+
+def test_a_disk_that_fills_while_a_rank_reports_leaves_no_report_and_no_error(monkeypatch, tmp_path, capsys):
+    written = Path.write_text
+
+    def full(path, text, *arguments, **named):
+        if json.loads(text)["error"] is None:  # the first report, which says that there is none, was written
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written(path, text, *arguments, **named)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with worker.ScriptSession(TrainPlan(reports=str(tmp_path))):
+        assert len(read_reports(tmp_path)) == 1
+    assert read_reports(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+    assert "warning: rank 0 leaves no report: [Errno 28]" in capsys.readouterr().err
