@@ -190,7 +190,8 @@ struct outgoing {
     int64_t to_send; /* all but the deferred ones */
     int64_t unsent;  /* packets that wait to be sent, for the first time or again */
     double active_s; /* when a packet was last sent or found delivered, */
-    double last_sent_s; /* and when one was last sent */
+    double last_sent_s; /* and when one was last sent, */
+    int last_queue;     /* and in which queue */
     const uint8_t *payload, *tail;
     int64_t bytes, tail_bytes;
     uint8_t head[HEADER_BYTES]; /* what all headers have in common */
@@ -292,6 +293,7 @@ struct flow {
     double reported_s, report_due_s;          /* infinity if there is nothing to report */
     double disorder, sent_last_s;
     double backoff;        /* by how much later than otherwise packets count as lost: 1, or more if those sent again are */
+    double marked_s;       /* when it last became known that packets have arrived marked */
     double stamped_s;      /* the latest time with which a packet was marked: each is later than the one before */
     double rtt_min_s;      /* the shortest round trip so far; 0: not known */
     double response_s, response_variation_s; /* round trip until this side has seen the answer, and its deviation */
@@ -420,7 +422,7 @@ int64_t flow_pump(engine *owner, flow *self, double now_s);
 void flow_feed_back(engine *owner, flow *self, int64_t delivered, int64_t marked, int64_t lost, double now_s);
 double flow_resumes_s(const flow *self, double now_s);
 double flow_reordering_s(const engine *owner, const flow *self);
-double flow_delay_variation_s(const engine *owner, const flow *self);
+double flow_lateness_s(const engine *owner, const flow *self);
 double flow_probe_timeout_s(const engine *owner, const flow *self);
 double flow_find_overtaken(engine *owner, flow *self, double now_s);
 double flow_report(engine *owner, double now_s);

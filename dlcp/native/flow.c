@@ -23,7 +23,7 @@
 enum { RUNS_FIRST = 16 };
 /* By how much the times differ with which the packets of a burst are marked: much less than sending one takes, and more
  * than a double can tell apart after years of uptime. */
-static const double STAMP_S = 0x1p-24;
+static const double STAMP_S = 0x1p-26;
 
 /* What is on the wire ---------------------------------------------------------------------------------------------- */
 
@@ -81,14 +81,19 @@ static void report_times(flow *self, event *news) {
 }
 
 /* By how much a packet may arrive later than one that was sent after it. Where packets that are sent again get lost
- * again, a queue stays full: to send them sooner would only have more of them dropped. */
+ * again while others are marked, a queue stays full: to send them sooner would only have more of them dropped. */
 double flow_reordering_s(const engine *owner, const flow *self) {
-    return fmin(self->smoothed_rtt_s * self->disorder * self->backoff, owner->config.probe_timeout_max_s);
+    double rtt_s = self->smoothed_rtt_s > 0 ? self->smoothed_rtt_s : owner->config.initial_rtt_s;
+    return fmin(rtt_s * self->disorder * self->backoff, owner->config.probe_timeout_max_s);
 }
 
-/* How much longer than the shortest the way there takes: in queues, and by chance. */
-double flow_delay_variation_s(const engine *owner, const flow *self) {
-    return self->smoothed_rtt_s - self->rtt_min_s + fmax(4 * self->rtt_variation_s, flow_reordering_s(owner, self));
+/* By how much a packet may arrive later than one that is sent after it where the last one was sent. */
+double flow_lateness_s(const engine *owner, const flow *self) {
+    double longest_s = 0;
+    for (int64_t i = 0; i < self->path_count; i++)
+        if (self->paths[i].flying)
+            longest_s = fmax(longest_s, self->paths[i].delay_s);
+    return flow_reordering_s(owner, self) + fmax(longest_s - self->paths[self->path_last].delay_s, 0);
 }
 
 /* How long an acknowledgement may take (RFC 9002, 6.2.1), with the time that both hosts take to attend to it. */
@@ -374,6 +379,7 @@ static void note_sent(const engine *owner, flow *self, outgoing *message, const 
     self->paths[way].sent += count;
     self->path_last = way;
     message->active_s = message->last_sent_s = self->sent_last_s = now_s;
+    message->last_queue = message->tags[packets[count - 1]][1] >> 5;
     self->lossy_packets = self->lossy_packets > count ? self->lossy_packets - count : 0;
     outgoing_expect(owner, self, message);
     self->paced_s = fmax(self->paced_s, now_s - owner->config.pace_turn_s) + (double)count / self->pace;
@@ -605,6 +611,8 @@ void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagra
         return;
     }
     int64_t marked = marked_since(&self->marked_seen, (uint32_t)header_count(datagram));
+    if (marked)
+        self->marked_s = now_s;
     uint64_t sampled = 0;
     outgoing *taken[DATAGRAM_MAX / ACK_ENTRY_BYTES + 1];
     int64_t taken_count = 0;

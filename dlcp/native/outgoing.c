@@ -11,9 +11,9 @@
 enum { NONE = 0xFFFFFFFF };
 /* Packets may be later by this factor than any was lately. */
 static const double LATER = 1.5;
-/* A flow's backoff doubles when a packet that was sent again is lost, and shrinks by this when one arrives: it grows where
- * more than a fifth of them are lost. */
-static const double BACKOFF_DECAY = 0.84, BACKOFF_MAX = 16;
+/* A flow's backoff doubles when a packet that was sent again is lost beside marks, and shrinks by this when one arrives:
+ * it grows where more than a fifth of them are lost. */
+static const double BACKOFF_DECAY = 0.84, BACKOFF_MAX = 64;
 
 outgoing *outgoing_find(flow *to, int64_t step, int64_t message) {
     for (int64_t k = 0; k < to->message_count; k++)
@@ -97,7 +97,14 @@ static int tag_packets(const engine *owner, const flow *to, outgoing *self, cons
     return made;
 }
 
+/* Return whether a question is to follow the last packet of a message: one is expected to get lost, and none was asked
+ * since that left. */
+static int question_follows(const flow *to, const outgoing *self) {
+    return to->lossy_packets && !self->unsent && self->flying && self->probed_s < self->last_sent_s;
+}
+
 static void ask(engine *owner, flow *to, outgoing *self, double now_s) {
+    int follows = question_follows(to, self);
     if (self->probes_unanswered > 1)
         engine_event(owner, EVENT_TIMEOUT, to->peer, now_s);
     /* The last question but one: an answer may be late, but what left before that is not on its way any more. */
@@ -106,11 +113,20 @@ static void ask(engine *owner, flow *to, outgoing *self, double now_s) {
     self->probes_without_news++;
     self->probes_unanswered++;
     owner->probe++;
-    known name = {to->peer, self->step, self->message, NULL};
-    uint8_t question[QUESTION_BYTES] = {self->unsent && !self->immediate};
+    uint8_t datagram[HEADER_BYTES + QUESTION_BYTES], *question = datagram + HEADER_BYTES;
+    engine_write_header(owner, datagram, PROBE, self->step, self->message, self->protected_packets, self->packets);
+    question[0] = self->unsent && !self->immediate;
     put32(question + 1, (uint32_t)(self->packets - self->to_send));
-    int64_t bytes = self->to_send < self->packets ? QUESTION_BYTES : question[0];
-    engine_send_control(owner, to, PROBE, &name, self->protected_packets, self->packets, question, bytes);
+    int64_t bytes = HEADER_BYTES + (self->to_send < self->packets ? QUESTION_BYTES : question[0]);
+    int tos = (int)owner->config.control_tos;
+    int64_t way = path_for_control(to);
+    if (follows) { /* in the same queue, or it would overtake what it is about */
+        datagram[2] = (uint8_t)(self->last_queue << 5);
+        tos = to->service[self->last_queue][0];
+        way = to->path_last;
+    }
+    if (engine_send_datagram(owner, to, datagram, bytes, tos, way) < 0)
+        owner->control_unsent++;
 }
 
 /* Send a message. Its bytes are the caller's, who keeps them until EVENT_SENT. Return 0, or NO_MEMORY. */
@@ -317,7 +333,7 @@ static void send_again(outgoing *self, uint32_t index) {
 void outgoing_lost(const engine *owner, flow *to, outgoing *self, uint32_t index) {
     path *way = &to->paths[self->path[index]];
     to->lossy_packets = owner->config.lossy_packets;
-    if (self->tags[index][0] & RETRANSMISSION)
+    if (self->tags[index][0] & RETRANSMISSION && to->marked_s >= self->sent_s[index])
         to->backoff = fmin(to->backoff * 2, BACKOFF_MAX);
     self->flying--;
     to->flying--;
@@ -376,8 +392,8 @@ static double ask_due_s(const engine *owner, const flow *to, outgoing *self, dou
         return INFINITY;
     if (idle && self->delivered < self->to_send && !self->probes_without_news)
         return 0; /* what is missing may stay lost, if the receiver agrees */
-    if (to->lossy_packets && !self->unsent && self->probed_s < self->last_sent_s)
-        return self->last_sent_s + fmin(timeout_s, flow_delay_variation_s(owner, to));
+    if (question_follows(to, self))
+        return self->last_sent_s + fmin(timeout_s, flow_lateness_s(owner, to));
     /* Questions and answers get lost like anything else: only answers without news say that asking is no use. */
     int64_t without_news = self->probes_without_news - self->probes_unanswered +
                            self->probes_unanswered / owner->config.unanswered_patience;
@@ -390,8 +406,8 @@ static double ask_due_s(const engine *owner, const flow *to, outgoing *self, dou
 /* Expect an answer to what has been sent of a message. */
 void outgoing_expect(const engine *owner, flow *to, const outgoing *self) {
     double timeout_s = flow_probe_timeout_s(owner, to);
-    if (to->lossy_packets && !self->unsent)
-        timeout_s = fmin(timeout_s, flow_delay_variation_s(owner, to));
+    if (question_follows(to, self))
+        timeout_s = fmin(timeout_s, flow_lateness_s(owner, to));
     to->look_s = sooner(to->look_s, self->last_sent_s + timeout_s);
 }
 

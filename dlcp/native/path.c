@@ -146,7 +146,7 @@ static double deserved(const engine *owner, const flow *self, const path *one, d
     if (!others)
         return -1;
     qsort(losses, (size_t)others, sizeof *losses, by_size);
-    double kept = 1, slow_s = delay_s * rules->path_slow + 4 * self->rtt_variation_s;
+    double kept = 1, slow_s = delay_s * rules->path_slow + self->rtt_variation_s;
     double lossy = rules->path_lossy + rules->path_lossier * losses[others / 2];
     if (one->loss > lossy && lost > lossy)
         kept = 0.5;

@@ -78,7 +78,7 @@ RULES: Final = {
     "path_gain": 0.25,
     "path_loss_gain": 1 / 16,
     # A path loses half its weight while it loses more than this and so many times what the others do, in their median;
-    # part of it while its delay is so many times the best one's and four deviations of round trips, or while it has so much more
+    # part of it while its delay is so many times the best one's and the deviation of round trips, or while it has so much more
     # marked. Below the least weight it is left; while all is well it gains so much. Chosen by us: a path with a quarter
     # of the others' rate is hardly worth the wait for what is still on it when a message ends.
     "path_lossy": 0.025,

@@ -46,8 +46,8 @@ def test_what_later_packets_have_overtaken_by_far_is_lost():
     assert sent.pump_all(2.0) == [sent.order[0], sent.order[2]]
 
 
-@pytest.mark.parametrize(("gap_s", "lost"), [(0.0005, 0), (0.004, 0), (0.006, 1)])
-def test_disorder_of_a_quarter_of_a_round_trip_is_no_loss(gap_s, lost):
+@pytest.mark.parametrize(("gap_s", "lost"), [(0.0005, 0), (0.019, 0), (0.021, 1)])
+def test_disorder_of_a_round_trip_is_no_loss_at_first(gap_s, lost):
     sent = Sending([4] * 2)
     sent.one(1.0)
     sent.one(1.0 + gap_s)
@@ -55,17 +55,51 @@ def test_disorder_of_a_quarter_of_a_round_trip_is_no_loss(gap_s, lost):
     assert sent.message.unsent == lost
 
 
-def test_disorder_that_was_taken_for_loss_is_expected_from_then_on():
-    sent = Sending([4] * 4)
-    for now_s in (1.0, 1.006, 2.0, 2.006):
-        sent.one(now_s)
-    first, second, _, fourth = sent.order
-    sent.acknowledge(1.006 + RTT_S, second)
-    assert sent.message.unsent == 1
-    sent.acknowledge(1.03, first)
-    assert (sent.message.unsent, sent.message.delivered) == (0, 2)
-    sent.acknowledge(2.006 + RTT_S, fourth)
-    assert (sent.message.unsent, sent.message.flying) == (0, 1)
+def lose_in_order(sent, times=20):
+    """Let packets get lost, each found so by the next one, and none be late: then little disorder is expected."""
+    for number in range(times):
+        sent.one(10.0 + number)
+        sent.one(10.5 + number)
+        sent.acknowledge(10.5 + number + RTT_S, sent.order[-1])
+    assert sum(report.lost for report in sent.reports) == times
+
+
+@pytest.mark.parametrize(("gap_s", "lost"), [(0.0005, 0), (0.004, 0), (0.006, 1)])
+def test_disorder_of_a_quarter_of_a_round_trip_is_no_loss_where_none_was_seen(gap_s, lost):
+    sent = Sending([4] * 60, ratio=0.9)
+    lose_in_order(sent)
+    sent.one(50.0)
+    sent.one(50.0 + gap_s)
+    sent.acknowledge(50.0 + gap_s + RTT_S, sent.order[-1])
+    assert sent.message.flying == 1 - lost
+
+
+@pytest.mark.parametrize(("wait_s", "lost"), [(0.003, 0), (0.007, 1)])
+def test_what_has_been_overtaken_for_a_quarter_of_a_round_trip_is_lost_though_nothing_comes(wait_s, lost):
+    sent = Sending([4] * 60, ratio=0.9)
+    lose_in_order(sent)
+    sent.one(50.0, 2)
+    sent.acknowledge(50.0 + RTT_S, sent.order[-1])
+    sent.tick(50.0 + RTT_S + wait_s)
+    assert sent.message.flying == 1 - lost
+
+
+@pytest.mark.parametrize("late_s", [0.003, 0.012])
+def test_disorder_that_was_seen_is_expected_from_then_on(late_s):
+    """Whether or not what was late had been taken for lost."""
+    sent = Sending([4] * 60, ratio=0.9)
+    lose_in_order(sent)
+    sent.one(50.0)
+    sent.one(50.0 + 0.001)
+    first, second = sent.order[-2:]
+    sent.acknowledge(50.001 + RTT_S, second)
+    sent.tick(50.001 + RTT_S + late_s)
+    sent.acknowledge(50.001 + RTT_S + late_s, first)
+    sent.one(51.0)
+    sent.one(51.0 + 0.001)
+    sent.acknowledge(51.001 + RTT_S, sent.order[-1])
+    sent.tick(51.001 + RTT_S + late_s)
+    assert sent.message.flying == 1
 
 
 def test_overtaking_between_queues_is_no_loss():
@@ -141,7 +175,7 @@ def test_an_acknowledgement_counts_once():
     for _ in range(3):
         sent.acknowledge(5.0 + RTT_S, 3, 4)
     assert (sent.flow.flying, sent.message.delivered) == (8, 2)
-    assert sent.flow.smoothed_rtt_s == pytest.approx(RTT_S)
+    assert sent.flow.smoothed_rtt_s == pytest.approx(RTT_S, abs=1e-6)
     assert sum(report.delivered for report in sent.reports) == 2
 
 
@@ -193,17 +227,24 @@ def test_how_long_packets_took_one_way_is_reported_but_for_what_the_clocks_diffe
     assert [report.one_way_s for report in sent.reports] == pytest.approx([0, 0.02, 0.005], abs=3e-6)
 
 
-def test_a_question_waits_for_two_round_trips_where_these_are_long():
-    sent = Sending([4] * 8)
-    sent.one(1.0, 8)
-    sent.acknowledge(1.3, *sent.order[:4])
-    assert sent.tick(1.3) <= 1.3 + RULES["look_s"]
-    asked = []
-    for tenth in range(14, 40):
-        before = len(sent.sent)
-        sent.tick(tenth / 10)
-        asked += [tenth / 10] * any(wire.decode(data).type is PacketType.PROBE for _, data, _ in sent.sent[before:])
-    assert 1.3 + 2 * 0.3 <= asked[0] <= 1.3 + 2 * 0.3 + 2 * RULES["look_s"]
+def test_a_question_waits_for_a_late_acknowledgement():
+    sent = Sending([4] * 60, ratio=0.9)
+    for number in range(30):  # the round trip is known well
+        sent.one(float(number))
+        sent.acknowledge(number + RTT_S, sent.order[-1])
+    sent.one(50.0, 30)
+    (asked_s,) = times_asked(sent, np.arange(50.0, 50.06, 0.001))
+    assert 50 + 2 * RTT_S <= asked_s <= 50 + 2 * RTT_S + 0.002, "disorder of a round trip may still be met"
+
+
+def test_where_packets_get_lost_a_question_follows_the_last_one_in_its_queue():
+    sent = Sending([4] * 60, ratio=0.9)
+    lose_in_order(sent)
+    sent.one(50.0, 20)
+    before = len(sent.sent)
+    assert times_asked(sent, np.arange(50.0, 50.015, 0.001)) == [pytest.approx(50 + RTT_S / 4, abs=0.0011)]
+    question = wire.decode(sent.sent[before][1])
+    assert (question.type, question.queue) == (PacketType.PROBE, 4)
 
 
 def test_until_a_round_trip_is_known_a_question_is_repeated_after_as_long_as_an_answer_took():
@@ -212,9 +253,9 @@ def test_until_a_round_trip_is_known_a_question_is_repeated_after_as_long_as_an_
     sent.ask(1.1)
     sent.answer(sent.message, np.zeros(8), 2.6)
     sent.one(2.7, 8)
-    before = len(sent.sent)
-    asked_s = next(tenth / 10 for tenth in range(28, 60) if sent.tick(tenth / 10) and len(sent.sent) > before)
-    assert 2.7 + 1.5 <= asked_s <= 2.7 + 1.5 + 2 * RULES["look_s"]
+    asked = times_asked(sent, np.arange(2.7, 6, 0.01))
+    assert asked[-1] - asked[-2] >= 1.5
+    assert asked[1] <= 2.7 + 1.5 + 0.1
 
 
 def times_asked(sent, seconds):
@@ -236,7 +277,7 @@ def test_questions_that_were_lost_before_an_answer_without_news_do_not_put_off_t
     assert len(asked) > RULES["unanswered_patience"], "with nothing to be heard"
     sent.answer(sent.message, np.arange(8) == 7, 60.0)
     waits = np.diff([60.0, *times_asked(sent, np.arange(60.01, 90, 0.01))])
-    assert waits[0] <= 2 * RULES["probe_timeout_max_s"] + RULES["look_s"]
+    assert waits[0] <= 2 * RULES["probe_timeout_max_s"] + 0.01
 
 
 def test_an_answer_tells_of_what_was_sent_before_the_last_question_but_one():
@@ -289,8 +330,8 @@ def test_the_receiver_s_delay_is_no_part_of_the_round_trip():
     sent = Sending([4] * 2)
     sent.one(1.0, 2)
     sent.acknowledge(1.0 + RTT_S + 0.005, 0, 1, ago_us=5000)
-    assert sent.flow.smoothed_rtt_s == pytest.approx(RTT_S)
-    assert sent.reports[-1].rtt_s == pytest.approx(RTT_S)
+    assert sent.flow.smoothed_rtt_s == pytest.approx(RTT_S, abs=1e-6)
+    assert sent.reports[-1].rtt_s == pytest.approx(RTT_S, abs=1e-6)
 
 
 def test_the_time_of_a_packet_sent_twice_is_no_round_trip():
@@ -324,7 +365,7 @@ def test_reports_come_at_once_after_a_pause_and_then_once_a_round_trip():
     sent.acknowledge(1.0 + RTT_S, 0, 1, 2)
     (report,) = sent.reports
     assert (report.delivered, report.lost, report.limited) == (3, 0, False)
-    assert report.smoothed_rtt_s == report.rtt_s == pytest.approx(RTT_S)
+    assert report.smoothed_rtt_s == report.rtt_s == pytest.approx(RTT_S, abs=1e-6)
     sent.reports.clear()
     sent.acknowledge(1.0 + RTT_S + 0.001, 3)
     assert not sent.reports

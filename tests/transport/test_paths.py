@@ -77,7 +77,7 @@ def test_routes_that_mark_nothing_are_filled_and_only_bad_ones_left(odd, good, s
     took_s = sorted(exchange(network, number, 2 * BYTES) for number in range(1, 6))
     assert took_s[2] < 1.5 * 2 * allowed_s(good)
     packets = [route["packets"] for route in kinds]
-    assert not odd or packets[3] < 0.6 * packets[1]
+    assert not odd or packets[3] < 0.7 * max(packets[:3])
 
 
 def test_one_path_has_what_one_route_has():
@@ -177,7 +177,7 @@ def test_a_path_on_which_nothing_arrives_is_judged_by_the_others_and_left():
     bare = BareEngine(window=64.0)
     bare.engine.spread(1, 2)
     bare.send(tags_of([4] * 1000), ratio=0.5)
-    patience_s = RULES["path_stalled_s"] + RULES["reorder_min_s"]
+    patience_s = RULES["path_stalled_s"]
     now_s, told = 1.0, 0
     while now_s < 1.0 + 3 * patience_s:
         bare.pump_all(now_s, burst=8)
