@@ -36,7 +36,7 @@ ECHO_BYTES_MAX: Final = 16 << 10
 """An error repeats the message that it is about, unless that is longer. Chosen by us: a packet has at most 9,000."""
 ARBITRATION_S: Final = 10.0
 """How long a stream may take until it takes part in the arbitration. Chosen by us."""
-CALLS_MAX: Final = 4 * CONNECTIONS_MAX
+CONTROLLER_CALLS_MAX: Final = 4 * CONNECTIONS_MAX
 """Calls and streams at a time, of all controllers; further ones are refused before their messages are read."""
 MESSAGE_MAX: Final = 64 << 20
 """Longest message that is accepted, in bytes: a program, or a batch of half a million updates."""
@@ -487,11 +487,11 @@ class P4RuntimeServer(Closing):
             ("grpc.max_receive_message_length", MESSAGE_MAX),
             # Two switches on one port would each get half the calls.
             ("grpc.so_reuseport", 0),
-            ("grpc.max_allowed_incoming_connections", CALLS_MAX),
-            ("grpc.max_concurrent_streams", CALLS_MAX),
+            ("grpc.max_allowed_incoming_connections", CONTROLLER_CALLS_MAX),
+            ("grpc.max_concurrent_streams", CONTROLLER_CALLS_MAX),
             ("grpc.server_handshake_timeout_ms", int(1000 * ARBITRATION_S)),
         )
-        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=CALLS_MAX)
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=CONTROLLER_CALLS_MAX)
         service = Service(self._device, self._device_id)
         p4r_grpc.add_P4RuntimeServicer_to_server(service, server)
         listened = _join(host, port)
