@@ -27,9 +27,9 @@ _PATIENCE_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
 
 
-def python_command(module: str, *arguments: str, executable: str = sys.executable) -> list[str]:
+def python_command(module: str, *arguments: str) -> list[str]:
     """Return the command line that runs a module as ``python -m`` would, with this process's path of modules."""
-    return [executable, "-u", "-c", _code(module, None), *arguments]
+    return [sys.executable, "-u", "-c", _code(module, None), *arguments]
 
 
 def start(

@@ -125,7 +125,8 @@ def run_installed(installed, checkout, *words):
     """Run the installed command in the checkout, as its console script would."""
     script = installed / "bin" / "dlcp"
     script.parent.mkdir(exist_ok=True)
-    script.write_text("from dlcp.cli import main\nraise SystemExit(main())\n")
+    # As pip writes it: multiprocessing imports it again in children.
+    script.write_text("from dlcp.cli import main\nif __name__ == '__main__':\n    raise SystemExit(main())\n")
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
         [sys.executable, str(script), *words],

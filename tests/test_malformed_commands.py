@@ -246,3 +246,15 @@ def test_a_command_whose_package_is_missing_names_the_extra_even_when_asked_for_
 def test_the_lines_without_their_mistakes_are_taken(files, capsys):
     assert main(["advise", "--measured", files["figures"]]) == 0
     assert main(["trace", files["traces"] + "/good", "--out", files["new"]]) == 0
+
+
+def test_a_switch_that_does_not_start_is_said_in_a_line(monkeypatch, capsys):
+    from dlcp.commands import demo
+    from dlcp.switch.switch import SwitchProcessError
+
+    def taken(*_):
+        raise SwitchProcessError("the switch did not start: is another one running?")
+
+    monkeypatch.setattr(demo, "run_series", taken)
+    assert main(["demo", "--loopback"]) == 1
+    assert capsys.readouterr().err == "dlcp demo: the switch did not start: is another one running?\n"

@@ -14,6 +14,7 @@ from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
 from dlcp.demo.run import DemoError, execute
 from dlcp.demo.series import report, run_series, select
 from dlcp.demo.setup import OPTIMIZERS, DemoSetup, variants
+from dlcp.switch.switch import SwitchProcessError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         chosen = select(possible, arguments.only, arguments.out)
         run_series(console, arguments.out, chosen, setup.steps, partial(execute, network, setup))
         report(console, arguments.out, complete=not arguments.only)
-    except (DemoError, ValueError) as error:
+    except (DemoError, SwitchProcessError, ValueError) as error:
         return refuse("demo", error, 1)
     return 0
 

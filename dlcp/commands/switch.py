@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     control.add_argument(
         "--device-id",
-        type=whole(1, (1 << 63) - 1),
+        type=whole(0, (1 << 63) - 1),
         default=1,
         metavar="N",
         help="what it calls this switch (default: 1)",

@@ -49,13 +49,19 @@ class RankCollector(Collector):
     ----------
     snapshots
         The latest of each rank.
+    refused
+        How many files are left out, because they are no snapshots.
     """
 
-    def __init__(self, snapshots: Sequence[RankSnapshot]) -> None:
-        self._snapshots = snapshots
+    def __init__(self, snapshots: Sequence[RankSnapshot], refused: int = 0) -> None:
+        self._snapshots, self._refused = snapshots, refused
 
     def collect(self) -> Iterable[Metric]:
         """Return all metrics."""
+        if self._refused:
+            yield GaugeMetricFamily(
+                "dlcp_rank_refused_snapshots", "Files left out, which are no snapshots", self._refused
+            )
         yield self._about()
         yield self._steps()
         yield from self._times()

@@ -99,6 +99,7 @@ class LiveServer(ThreadingHTTPServer):
         self.page = render(_TEMPLATE, {}, nonce=self.nonce).encode()
         self.state = b"{}"
         self.snapshots: Sequence[RankSnapshot] = ()
+        self.refused = 0
         self._training = Training(folders)
         self._changed = threading.Condition()
         self._version = 0
@@ -182,6 +183,7 @@ class LiveServer(ThreadingHTTPServer):
         state = json.dumps(self._training.document(), separators=(",", ":"), allow_nan=False).encode()
         with self._changed:
             self.state, self.snapshots = state, self._training.snapshots
+            self.refused = len(self._training.refused)
             self._version += 1
             self._changed.notify_all()
 
@@ -232,7 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._follow()
             case "/metrics":
                 registry = CollectorRegistry()
-                registry.register(RankCollector(self.server.snapshots))
+                registry.register(RankCollector(self.server.snapshots, self.server.refused))
                 encode, kind = choose_encoder(self.headers.get("Accept", ""))
                 self._answer(kind, encode(registry))
             case _:

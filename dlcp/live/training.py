@@ -5,7 +5,6 @@ A snapshot holds sums since the rank's beginning. What a rank does at present is
 session's history is a row of such differences, so that one that is missed is no loss.
 """
 
-import json
 import logging
 import operator
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from dlcp.ledger import COUNTS
-from dlcp.session.snapshots import SNAPSHOT_SUFFIX, RankSnapshot
+from dlcp.session.snapshots import SNAPSHOT_SUFFIX, RankSnapshot, parse_snapshot
 
 PRESENT_SNAPSHOTS: Final = 12
 """So many of the latest snapshots in which steps were made count as the present: ten seconds or, where steps are longer
@@ -27,6 +26,8 @@ SILENT_SNAPSHOTS: Final = 6
 HISTORY_POINTS: Final = 240
 """So many points at most has a session's history; when there are more, every two become one. Chosen by us: more than a
 plot of this width can show apart."""
+SNAPSHOT_BYTES_MAX: Final = 1 << 24
+"""The longest snapshot that is read. Chosen by us: of a thousand layers and ranks it has some 500 kB."""
 _SHOWN: Final = frozenset(
     [
         "rank",
@@ -228,10 +229,13 @@ class Training:
     ----------
     over
         Whether it is known that no rank runs any more.
+    refused
+        Files whose latest content is no snapshot. Of a rank that has left one before, that one counts.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.over = False
+        self.refused: set[Path] = set()
         self._folders = folders
         self._ranks: dict[Path, WatchedRank] = {}
         self._stamps: dict[Path, tuple[int, int]] = {}
@@ -259,6 +263,7 @@ class Training:
         sessions = sorted(self._sessions().items(), key=lambda each: -_began(each[1].values()))
         return {
             "now_unix_s": time.time(),
+            "refused": sorted(path.name for path in self.refused),
             "over": self.over or bool(self._ranks and all(rank.latest["ended"] for rank in self._ranks.values())),
             "sessions": [
                 {
@@ -281,17 +286,19 @@ class Training:
             if self._stamps.get(path) == stamp:
                 return False
             self._stamps[path] = stamp
-            snapshot: RankSnapshot = json.loads(path.read_bytes())
-            if missing := RankSnapshot.__required_keys__ - snapshot.keys():
-                raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+            if status.st_size > SNAPSHOT_BYTES_MAX:
+                raise ValueError(f"it has {status.st_size} bytes")
+            snapshot = parse_snapshot(path.read_bytes())
             alone = WatchedRank(snapshot, now_s)
             alone.shown(now_s, self.over)  # so that nothing of it fails later, among the others
             _layers([snapshot])
         except FileNotFoundError:
             return False
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             log.warning("%s is left out: it is no snapshot of this version of DLCP (%r)", path, error)
-            return False
+            self.refused.add(path)
+            return True
+        self.refused.discard(path)
         if path in self._ranks:
             self._ranks[path].take(snapshot, now_s)
         else:

@@ -53,7 +53,7 @@ def configured_secret(options: Options) -> bytes | None:
         found, where = os.environ.get(SECRET_VARIABLE, "").encode(), SECRET_VARIABLE
         if not found:
             return None
-    if len(found) < SECRET_BYTES_MIN:
+    if _random_bytes(found) < SECRET_BYTES_MIN:
         raise ValueError(
             f"{where} has {len(found)} bytes, and a secret at least {SECRET_BYTES_MIN}: openssl rand -hex 32 > FILE"
         )
@@ -95,7 +95,18 @@ def _read_key(path: Path) -> bytes:
         part.unlink()
     if path.stat().st_mode & 0o077:
         raise PermissionError(errno.EPERM, "others may read it; chmod 600")
-    return path.read_bytes()
+    found = path.read_bytes()
+    if _random_bytes(found) < SECRET_BYTES_MIN:
+        raise OSError(
+            errno.EINVAL,
+            f"it has {_random_bytes(found)} random bytes, and needs {SECRET_BYTES_MIN}; remove it to have one made",
+        )
+    return found
+
+
+def _random_bytes(found: bytes) -> int:
+    """Return how many bytes of a secret may be random; a disk that was full, or a crash, leaves none or only zeros."""
+    return len(found.strip(b"\0 \t\r\n")) if len(set(found)) > 1 else 0
 
 
 def proof(secret: bytes, *parts: bytes) -> bytes:

@@ -160,15 +160,21 @@ def launch(
     with temporary_folder("dlcp-train-") as folder:
         os.environ.update(replace(plan, reports=folder).as_environment())
         try:
-            # torchrun's own `-m` would look for it in the working directory first.
-            worker = python_command("dlcp.train.worker", executable=os.environ.get("PYTHON_EXEC", sys.executable))
-            main([*passed, "--no-python", *worker, *target])
+            main([*passed, *_worker(), *target])
         except ChildFailedError as error:
             print(error, file=sys.stderr)
             status = _status_of(error)
         except SignalException as signal:  # Ctrl-C, or a scheduler that wants its machine back
             status = 128 + signal.sigval
         return status, read_reports(Path(folder))
+
+
+def _worker() -> list[str]:
+    """Return what torchrun starts for each rank, but for the script."""
+    if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
+        return ["-m", "dlcp.train.worker"]  # the user chose another Python, which has a path of its own
+    # torchrun's own `-m` would look for it in the working directory first.
+    return ["--no-python", *python_command("dlcp.train.worker")]
 
 
 def target_of(torchrun: Sequence[str], script: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from dlcp.session import Options
 from dlcp.session.joining import Agreement, NotJoinedError, join
-from dlcp.session.secret import DISTURBED, SealedStore, configured_secret, proof, session_token
+from dlcp.session.secret import DISTURBED, SealedStore, configured_secret, job_secret, proof, session_token
 from dlcp.session.store import Store, StoreError, StoreServer
 from tests.group.group_ranks import on_ranks, together
 
@@ -206,3 +206,19 @@ def test_whoever_has_no_certificate_of_the_job_does_not_even_come_to_its_secret(
             Store(server.address, 5, SECRET, "gone")
     finally:
         server.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"x" * 15, bytes(32), b" " * 40, b"\0" * 20 + b"short"])
+def test_a_key_that_is_empty_or_zeros_is_no_secret(tmp_path, monkeypatch, content):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("DLCP_SECRET", raising=False)
+    key = tmp_path / "dlcp" / "key"
+    key.parent.mkdir()
+    key.touch(mode=0o600)
+    key.write_bytes(content)
+    with pytest.raises(OSError, match=r"no key for the job's store at .*key \(it has .*; remove it"):
+        job_secret(Options())
+    with pytest.raises(ValueError, match=r"key has \d+ bytes, and a secret at least 16"):
+        job_secret(Options(secret_file=str(key)))
+    key.unlink()
+    assert len(job_secret(Options())) == 32

@@ -101,3 +101,9 @@ def test_without_ranks_there_are_no_samples():
 def test_label_values_are_escaped():
     host = 'a"b\\c\nd'
     assert value(families(snapshot(host=host)), "dlcp_rank_info", host=host) == 1
+
+
+def test_files_that_are_left_out_are_counted():
+    (first, *_) = RankCollector([snapshot()], refused=2).collect()
+    assert (first.name, first.samples[0].value) == ("dlcp_rank_refused_snapshots", 2)
+    assert all(metric.name != first.name for metric in RankCollector([snapshot()]).collect())

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is made of the snapshots of all ranks: the present, the past, who is silent, and what is no snapshot."""
 
+import json
+
 import pytest
 
 pytest.importorskip("prometheus_client", reason="the live page takes the packages of the extra live")
@@ -8,7 +10,7 @@ pytest.importorskip("prometheus_client", reason="the live page takes the package
 from dlcp.live import training
 from dlcp.live.training import PRESENT_SNAPSHOTS, HistoryPoint, Training
 from dlcp.session.snapshots import RankSnapshot
-from tests.live.snapshots import snapshot, write
+from tests.live.snapshots import COUNTS, snapshot, write
 
 
 class Clock:
@@ -181,3 +183,52 @@ def test_a_folder_may_come_later(tmp_path):
     (tmp_path / "later").mkdir()
     write(tmp_path / "later", snapshot(0))
     assert watched.refresh()
+
+
+ODD = [
+    {"step_s": float("nan")},
+    {"loss_bound": float("inf")},
+    {"step": "many"},
+    {"step": 1e300},
+    {"began_unix_s": "today"},
+    {"written_unix_s": None},
+    {"steps": [1, 2]},
+    {"steps": "1234567890123456789"},
+    {"waiting_s": {"1": float("nan")}},
+    {"waiting_s": {"1": "long"}},
+    {"packets": {"1": {"sent": 1}}},
+    {"packets": {"1": {**dict.fromkeys(COUNTS, 0), "lost": "some"}}},
+    {"layers": [[0, "conv", 1, 0, 0]]},
+    {"layers": [[0, ["conv"], float("nan"), 0, 0]]},
+    {"layers": [{}]},
+    {"peers": {"x": {"local": True}}},
+    {"peers": {"1": {"local": False}}},
+    {"peers": {"1": {"local": "yes"}}},
+    {"peers": {"1": {"local": True, "rtt_s": float("-inf")}}},
+    {"ranks": {"0": 1}},
+    {"rank": True},
+    {"every_s": "1"},
+    {"ended": 1},
+    {"host": 5},
+    {"worst_loss": 10**400},
+]
+
+
+@pytest.mark.parametrize("change", ODD, ids=lambda change: str(change)[:40])
+def test_one_odd_snapshot_is_refused_and_shown_and_the_others_go_on(tmp_path, clock, change):
+    watched = Training([tmp_path])
+    for steps in (1, 2):
+        write(tmp_path, snapshot(0, steps=steps), snapshot(1, steps=steps))
+        watched.refresh()
+    write(tmp_path, snapshot(0, steps=3), {**snapshot(1, steps=3), **change})
+    clock.now_s += 1
+    assert watched.refresh()
+    document = watched.document()
+    json.dumps(document, allow_nan=False)
+    assert document["refused"] == ["rank-1-0.snapshot"]
+    (session,) = document["sessions"]
+    assert [member["step"] for member in session["members"]] == [3, 2], "of the odd one what it said before"
+    write(tmp_path, snapshot(1, steps=4))
+    watched.refresh()
+    assert watched.document()["refused"] == []
+    assert only_session(watched)["members"][1]["step"] == 4

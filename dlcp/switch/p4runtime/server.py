@@ -30,6 +30,14 @@ CONNECTIONS_MAX: Final = 16
 API_VERSION: Final = "1.4.1"
 UNREAD_MAX: Final = 1_000
 """Messages that wait for a controller to read them before its stream ends. Chosen by us."""
+UNREAD_BYTES_MAX: Final = 4 << 20
+"""Their bytes, likewise. Chosen by us: a thousand errors that each repeat a packet of 1,500 bytes have less."""
+ECHO_BYTES_MAX: Final = 16 << 10
+"""An error repeats the message that it is about, unless that is longer. Chosen by us: a packet has at most 9,000."""
+ARBITRATION_S: Final = 10.0
+"""How long a stream may take until it takes part in the arbitration. Chosen by us."""
+CONTROLLER_CALLS_MAX: Final = 4 * CONNECTIONS_MAX
+"""Calls and streams at a time, of all controllers; further ones are refused before their messages are read."""
 MESSAGE_MAX: Final = 64 << 20
 """Longest message that is accepted, in bytes: a program, or a batch of half a million updates."""
 SWITCH_INTERVAL_S: Final = 0.2e-3
@@ -56,20 +64,25 @@ class QueuedStream:
 
     def __init__(self) -> None:
         self._waiting: asyncio.Queue[p4r.StreamMessageResponse] = asyncio.Queue(UNREAD_MAX)
+        self._bytes = 0
         self.overrun = asyncio.Event()
         """Set when the controller reads too slowly."""
 
     def send(self, response: p4r.StreamMessageResponse) -> None:
         """Queue a message; a controller that reads too slowly loses its stream."""
-        try:
-            self._waiting.put_nowait(response)
-        except asyncio.QueueFull:
+        size = response.ByteSize()
+        if self._waiting.full() or self._bytes + size > UNREAD_BYTES_MAX:
             self.overrun.set()
+            return
+        self._bytes += size
+        self._waiting.put_nowait(response)
 
     async def forward(self, context: Context) -> None:
         """Send messages as they come, for as long as the stream lasts."""
         while True:
-            await context.write(await self._waiting.get())
+            response = await self._waiting.get()
+            await context.write(response)
+            self._bytes -= response.ByteSize()
 
 
 class Arbiter:
@@ -294,7 +307,10 @@ class Service(p4r_grpc.P4RuntimeServicer):
         listening = asyncio.create_task(self._listen(stream, requests))
         ends: dict[asyncio.Task[Any], Refused] = {
             asyncio.create_task(stream.overrun.wait()): Refused(
-                f"{UNREAD_MAX} messages are unread", rpc_code.RESOURCE_EXHAUSTED
+                f"{UNREAD_MAX} messages, or {UNREAD_BYTES_MAX} bytes, are unread", rpc_code.RESOURCE_EXHAUSTED
+            ),
+            asyncio.create_task(self._takes_no_part(stream)): Refused(
+                f"no arbitration in {ARBITRATION_S:g} s", rpc_code.DEADLINE_EXCEEDED
             ),
             asyncio.create_task(self._closing.wait()): Refused("the switch is being stopped", rpc_code.UNAVAILABLE),
         }
@@ -312,8 +328,16 @@ class Service(p4r_grpc.P4RuntimeServicer):
                 task.cancel()
             self._arbiter.leave(stream)
 
+    async def _takes_no_part(self, stream: QueuedStream) -> None:
+        """Return if a stream has not taken part in the arbitration in time; never, if it has."""
+        await asyncio.sleep(ARBITRATION_S)
+        if self._arbiter.knows(stream):
+            await asyncio.Event().wait()
+
     async def _listen(self, stream: QueuedStream, requests: AsyncIterator[p4r.StreamMessageRequest]) -> None:
         async for request in requests:
+            if stream.overrun.is_set():
+                return  # its end is under way; what it still sends is not looked at
             kind = request.WhichOneof("update")
             if kind == "arbitration":
                 if self._arbiter.update(stream, request.arbitration):
@@ -332,10 +356,15 @@ class Service(p4r_grpc.P4RuntimeServicer):
         if not self._arbiter.is_primary(stream):
             error.canonical_code, error.message = rpc_code.PERMISSION_DENIED, "only the primary may send this"
         kind = request.WhichOneof("update")
+        is_short = request.ByteSize() <= ECHO_BYTES_MAX
         if kind == "packet":
-            error.packet_out.packet_out.CopyFrom(request.packet)
+            error.packet_out.SetInParent()
+            if is_short:
+                error.packet_out.packet_out.CopyFrom(request.packet)
         elif kind == "digest_ack":
-            error.digest_list_ack.digest_list_ack.CopyFrom(request.digest_ack)
+            error.digest_list_ack.SetInParent()
+            if is_short:
+                error.digest_list_ack.digest_list_ack.CopyFrom(request.digest_ack)
         else:
             error.other.SetInParent()
         return error
@@ -458,8 +487,11 @@ class P4RuntimeServer(Closing):
             ("grpc.max_receive_message_length", MESSAGE_MAX),
             # Two switches on one port would each get half the calls.
             ("grpc.so_reuseport", 0),
+            ("grpc.max_allowed_incoming_connections", CONTROLLER_CALLS_MAX),
+            ("grpc.max_concurrent_streams", CONTROLLER_CALLS_MAX),
+            ("grpc.server_handshake_timeout_ms", int(1000 * ARBITRATION_S)),
         )
-        server = grpc.aio.server(options=options)
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=CONTROLLER_CALLS_MAX)
         service = Service(self._device, self._device_id)
         p4r_grpc.add_P4RuntimeServicer_to_server(service, server)
         listened = _join(host, port)
