@@ -390,6 +390,16 @@ class BucketRun(ABC):
         """The bucket's layers, for error messages."""
         return self.bucket.label(0, len(self.bucket.values))
 
+    def _note(self, event: str, *values: int) -> None:
+        if self.timeline is not None:
+            self.timeline.note(event, self.step, self.sequence, *values)
+
+    def _positions(self, packets: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
+        """Return the positions of the values in some packets of ``count`` values."""
+        first = np.flatnonzero(packets)[:, None] * self.values_per_packet
+        positions = (first + np.arange(self.values_per_packet)).ravel()
+        return positions[positions < count]
+
     def guard(self, action: Callable[[Any], None]) -> "Callable[[Future[Any] | None], None]":
         """Return a callback that passes a future's result to ``action``; the bucket fails if either fails."""
 

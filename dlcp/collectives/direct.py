@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from dlcp.collectives.bucket import RATE, Bucket, BucketRun, RankContext, protect_all_but
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
+from dlcp.collectives.pair import PAIR_BYTES_MAX, PairRun
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average, divide_by_samples, held_samples
 from dlcp.collectives.shards import (
@@ -90,7 +91,7 @@ class DirectAllReduce:
         self._reached_bps: dict[int, float] = {}
         self._reported_with: dict[int, int] = {}
         """Which bucket that was, for results need not come in order."""
-        self._runs: dict[tuple[int, int], DirectRun] = {}
+        self._runs: dict[tuple[int, int], DirectRun | PairRun] = {}
         self._plans: dict[int, DirectPlan] = {}
         """By number of the bucket."""
 
@@ -134,16 +135,21 @@ class DirectAllReduce:
         """
         return self.prepare(step, sequence, bucket).start()
 
-    def prepare(self, step: int, sequence: int, bucket: Bucket) -> "DirectRun":
+    def prepare(self, step: int, sequence: int, bucket: Bucket) -> "DirectRun | PairRun":
         """Return a bucket's run, with the residual added, tagged and ready to start."""
-        run = self._runs[step, sequence] = DirectRun(self, step, sequence, bucket)
+        kind = PairRun if self._goes_in_one_hop(bucket) else DirectRun
+        run = self._runs[step, sequence] = kind(self, step, sequence, bucket)
         return run
 
-    def plan_of(self, sequence: int, bucket: Bucket) -> "DirectPlan":
+    def _goes_in_one_hop(self, bucket: Bucket) -> bool:
+        two = self.between_ranks and len(self.context.contributors) == 2 and not bucket.scattered
+        return two and self.deferral is None and bucket.values.nbytes <= PAIR_BYTES_MAX
+
+    def plan_of(self, sequence: int, bucket: Bucket, weights: Mapping[int, float]) -> "DirectPlan":
         """Return the plan of a bucket: that of the last step, if it is the same bucket, divided alike."""
         plan = self._plans.get(sequence)
-        if plan is None or not plan.fits(bucket, self.weights):
-            plan = self._plans[sequence] = DirectPlan(self.context, sequence, bucket, self.weights)
+        if plan is None or not plan.fits(bucket, weights):
+            plan = self._plans[sequence] = DirectPlan(self.context, sequence, bucket, weights)
         return plan
 
     def partial_results(self) -> list[PartialResult]:
@@ -159,6 +165,11 @@ class DirectAllReduce:
     def end(self, run: "DirectRun") -> None:
         """Forget a bucket that all peers have."""
         self._runs.pop((run.step, run.sequence), None)
+
+    def end_pairs_before(self, step: int) -> None:
+        """Forget the buckets of earlier steps that went in one hop: the peer has them."""
+        for which in [which for which, run in self._runs.items() if which[0] < step and isinstance(run, PairRun)]:
+            del self._runs[which]
 
     def rates(self) -> NDArray[np.generic]:
         """Return the rates at which this rank reaches each contributor, in bit/s; 0 where it does not know."""
@@ -238,6 +249,30 @@ class DirectPlan:
         size = len(bucket.values), bucket.value_type
         return *size, bucket.bound, bucket.whole, weights, tuple(bucket.segments)
 
+    def tag(self, context: RankContext, bucket: Bucket, step: int) -> PacketTags:
+        """Return the tags of a bucket's packets: by magnitude where some may be lost on the way."""
+        bound, per_packet = (
+            context.options.bound_of(bucket),
+            context.endpoint.options.payload_bytes // bucket.values.itemsize,
+        )
+        layers, count = context.options.layers, len(bucket.values)
+        # Magnitudes cost a tenth of a fast network's time: they wait for the first sign that packets may be lost.
+        clear = context.endpoint.is_clear
+        at_risk = [owner for owner in self.bounds if owner != context.rank and (bound.immediate or not clear(owner))]
+        if not at_risk or (not bound.ratio and (bucket.whole or not layers)):
+            return self.whole
+        magnitudes = bucket.magnitudes
+        if magnitudes is None:  # of what may be lost; all other packets count as the largest
+            magnitudes = np.full(-(-count // per_packet), np.inf, np.float32)
+            for owner in at_risk:
+                start, stop = self.bounds[owner]
+                if start < stop:
+                    found = packet_magnitudes(bucket.values[start:stop], bucket.value_type, per_packet)
+                    magnitudes[self.packets[owner]] = found
+        tags = context.tagger.tag_magnitudes(magnitudes, count, bucket.segments, per_packet)
+        layers.protect(tags, bucket.segments, per_packet, bound, seed=step)
+        return tags
+
     def tags_of(self, owner: int, tags: PacketTags, more: int = 0) -> PacketTags:
         """Return the tags of a shard's packets out of those of the bucket, and of ``more`` packets, like the last."""
         if tags is not self.whole:
@@ -277,11 +312,11 @@ class DirectRun(BucketRun):
             raise ValueError(f"step {step}, bucket {sequence}: scattered, so adaptive_shards must be off")
         self.reducer, self.rank, self.values = reducer, reducer.context.rank, bucket.values
         self.turn = reducer.turn
-        plan = self.plan = reducer.plan_of(sequence, bucket)
+        plan = self.plan = reducer.plan_of(sequence, bucket, reducer.weights)
         self.bounds = plan.bounds
         if self.context.options.error_feedback:
             self.context.residual.apply(self.values, bucket.segments, bucket.value_type)
-        self.tags = self._tag()
+        self.tags = plan.tag(self.context, bucket, step)
         self._note("tagged")
         self.phase = BucketPhase.EXCHANGING
         self.shards = {owner: Shard.ACCUMULATING if owner == self.rank else Shard.CONTRIBUTING for owner in plan.labels}
@@ -319,10 +354,6 @@ class DirectRun(BucketRun):
             if owner != self.rank:
                 self._contribute(owner)
         self._advance()
-
-    def _note(self, event: str, *values: int) -> None:
-        if self.timeline is not None:
-            self.timeline.note(event, self.step, self.sequence, *values)
 
     # Reduce-scatter: contributions to the own shard -------------------------------------------------------------------
 
@@ -663,27 +694,6 @@ class DirectRun(BucketRun):
 
     # Parts of the bucket ----------------------------------------------------------------------------------------------
 
-    def _tag(self) -> PacketTags:
-        bucket, context, per_packet = self.bucket, self.context, self.values_per_packet
-        bound = context.options.bound_of(bucket)
-        layers, tagger, count = context.options.layers, context.tagger, len(self.values)
-        # Magnitudes cost a tenth of a fast network's time: they wait for the first sign that packets may be lost.
-        clear = context.endpoint.is_clear
-        at_risk = [owner for owner in self.bounds if owner != self.rank and (bound.immediate or not clear(owner))]
-        if not at_risk or (not bound.ratio and (bucket.whole or not layers)):
-            return self.plan.whole
-        magnitudes = bucket.magnitudes
-        if magnitudes is None:  # of what may be lost; all other packets count as the largest
-            magnitudes = np.full(-(-count // per_packet), np.inf, np.float32)
-            for owner in at_risk:
-                start, stop = self.bounds[owner]
-                if start < stop:
-                    found = packet_magnitudes(self.values[start:stop], bucket.value_type, per_packet)
-                    magnitudes[self._packets(owner)] = found
-        tags = tagger.tag_magnitudes(magnitudes, count, bucket.segments, per_packet)
-        layers.protect(tags, bucket.segments, per_packet, bound, seed=self.step)
-        return tags
-
     def _tags(self, owner: int, tail_bytes: int = 0) -> PacketTags:
         """Return the tags of a shard's packets; those of packets for a tail are like the last."""
         more = 0
@@ -692,12 +702,6 @@ class DirectRun(BucketRun):
             size = (stop - start) * self.values.itemsize + tail_bytes
             more = -(-size // self.context.endpoint.options.payload_bytes) - (packets.stop - packets.start)
         return self.plan.tags_of(owner, self.tags, more)
-
-    def _positions(self, packets: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
-        """Return the positions of the values in some packets of a shard that has ``count`` values."""
-        first = np.flatnonzero(packets)[:, None] * self.values_per_packet
-        positions = (first + np.arange(self.values_per_packet)).ravel()
-        return positions[positions < count]
 
     def _lose(self, owner: int, positions: NDArray[np.int64], values: NDArray[np.floating]) -> None:
         """Note as lost those of a shard's ``values`` at ``positions`` of it."""

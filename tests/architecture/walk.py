@@ -90,7 +90,8 @@ def trace(worker):
     import dlcp.native
     from dlcp.torch import enable
 
-    network = torch.nn.Sequential(torch.nn.Linear(1000, 200), torch.nn.Linear(200, 10))
+    # Larger than what two ranks exchange in one hop.
+    network = torch.nn.Sequential(torch.nn.Linear(1000, 400), torch.nn.Linear(400, 10))
     model = DistributedDataParallel(network, bucket_cap_mb=100)
     state = enable(model, worker.options())
     tracer = _Tracer()

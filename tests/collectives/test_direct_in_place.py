@@ -88,12 +88,12 @@ def test_a_peer_that_confirms_late_gets_the_result_although_the_buffer_has_chang
 
 def test_a_bucket_does_not_wait_for_the_last_confirmation():
     def lose(network, source, header):
-        return network.now < 0.5 and confirms_result(header, 2)
+        return network.now < 0.5 and confirms_result(header, 3)
 
-    ranks = SmallRanks(2, lose=lose)
+    ranks = SmallRanks(3, lose=lose)
     averages = reduce_and_spoil(ranks, 0, gradients := ranks.gradients(2), ONE_BUCKET)
     assert_exact(averages, gradients)
-    ranks = SmallRanks(2, lose=lose)
+    ranks = SmallRanks(3, lose=lose)
     ranks.reduce(0, gradients)
     assert ranks.network.now < 0.5
     assert not any(protocol.all_confirmed for protocol in ranks.network.ranks)

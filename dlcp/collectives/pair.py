@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pair exchange: the all-reduce of a small bucket between two ranks, in one hop.
+
+Each rank sends the other its whole contribution, and both form the average. That takes as many bytes as two hops do
+among two ranks, half as many messages, and half the latency, which is nearly all of a small bucket's time.
+
+Replicas stay equal although packets may be lost: a rank knows from the other's confirmation which packets of its own
+contribution arrived, leaves the others out as the peer has to, and keeps them as residual.
+"""
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.collectives.bucket import Bucket, BucketRun
+from dlcp.collectives.message_numbers import REDUCE_SCATTER
+from dlcp.collectives.partial_result import PartialResult
+from dlcp.collectives.reduction_rules import average
+from dlcp.dtypes import ValueType
+from dlcp.transport import EMPTY, Arrival, Delivery, MessageKey, ReceiveRequest, SendRequest
+
+if TYPE_CHECKING:
+    from dlcp.collectives.direct import DirectAllReduce
+
+PAIR_BYTES_MAX: Final = 1 << 20
+"""Larger buckets are added up while they arrive, in two hops: a pass over memory less then counts for more than a hop.
+"""
+
+
+class PairRun(BucketRun):
+    """One bucket of two ranks on its way."""
+
+    def __init__(self, reducer: "DirectAllReduce", step: int, sequence: int, bucket: Bucket) -> None:
+        super().__init__(reducer.context, step, sequence, bucket)
+        self.reducer, self.rank = reducer, reducer.context.rank
+        (self.peer,) = reducer.context.peers
+        plan = self.plan = reducer.plan_of(sequence, bucket, {self.peer: 1.0})
+        if self.context.options.error_feedback:
+            self.context.residual.apply(bucket.values, bucket.segments, bucket.value_type)
+        self.tags = plan.tag(self.context, bucket, step)
+        self.delivery: Delivery | None = None
+        """What the peer has of this rank's contribution, once it has confirmed it."""
+        self.arrival: Arrival | None = None
+        """The peer's contribution, once it is here."""
+        self.result: NDArray[np.generic] | None = None
+        """The average, kept until the peer is known to have it, too: the caller's buffer is then used for others."""
+        self._note("tagged")
+
+    def begin(self) -> None:
+        """Post the receive, and contribute."""
+        peer, plan, endpoint = self.peer, self.plan, self.context.endpoint
+        contribution, bound, label = self.bucket.values.view(np.uint8), plan.loss_bounds[peer], plan.labels[peer]
+        arriving = endpoint.receive(ReceiveRequest(peer, self._key(self.rank), len(contribution), bound, label))
+        arriving.add_done_callback(self.guard(self._on_contribution))
+        order = plan.orders[peer]
+        sending = endpoint.send(
+            SendRequest(peer, self._key(peer), contribution.data, self.tags, bound, label, EMPTY, order)
+        )
+        sending.add_done_callback(self.guard(self._on_contributed))
+
+    def _key(self, receiver: int) -> MessageKey:
+        return self.context.key(self.step, self.sequence, REDUCE_SCATTER, receiver)
+
+    def _on_contribution(self, arrival: Arrival) -> None:
+        self.arrival = arrival
+        self._note("contributed", self.peer)
+        if self.delivery is not None:
+            self._average(self.delivery, arrival)
+
+    def _on_contributed(self, delivery: Delivery) -> None:
+        plan, peer = self.plan, self.peer
+        self.context.ledger.record(
+            self._key(peer), peer, plan.labels[peer], self.tags, plan.loss_bounds[peer], delivery
+        )
+        self.delivery = delivery
+        if self.arrival is not None:
+            self._average(delivery, self.arrival)
+
+    def _average(self, delivery: Delivery, arrival: Arrival) -> None:
+        """Form the average of what has arrived on both sides, in the order of ranks, and give the caller the bucket."""
+        bucket, ours, options = self.bucket, self.bucket.values, self.context.options
+        theirs = arrival.payload.view(ours.dtype)
+        if delivery.lost:
+            positions = self._positions(~delivery.delivered, len(ours))
+            if options.error_feedback:
+                self.context.residual.add_at(positions, bucket.value_type.widen(ours)[positions], bucket.segments)
+            ours[positions] = 0
+        first, second = (ours, theirs) if self.rank < self.peer else (theirs, ours)
+        with np.errstate(over="ignore", invalid="ignore"):  # which is for the loss scaler to see
+            if bucket.value_type is ValueType.FLOAT32 and not options.rescale:
+                np.add(first, second, out=ours)
+                np.multiply(ours, np.float32(0.5 * bucket.factor), out=ours)
+            else:
+                mean = average(
+                    {self.rank: ours, self.peer: theirs},
+                    {self.rank: delivery.delivered, self.peer: arrival.delivered},
+                    bucket.value_type,
+                    self.values_per_packet,
+                    rescale=options.rescale,
+                    samples=bucket.samples,
+                )
+                ours[:] = bucket.value_type.narrow(
+                    mean if bucket.factor == 1 else mean * mean.dtype.type(bucket.factor)
+                )
+        self.result = ours.copy()
+        self._note("summed")
+        self._note("gathered", self.peer)
+        # The peer would not have begun this step before it had all of the earlier ones.
+        self.reducer.end_pairs_before(self.step)
+        self.done.set_result(ours)
+
+    def partial_result(self) -> PartialResult:
+        """Return what this rank holds of the bucket."""
+        widen, packets = self.bucket.value_type.widen, len(self.tags.queue)
+        if self.result is None or self.delivery is None or self.arrival is None:
+            values = widen(self.bucket.values).copy()
+            return PartialResult.untouched(self.rank, self.step, self.sequence, values, self.values_per_packet)
+        included = {self.rank: self.delivery.delivered, self.peer: self.arrival.delivered}
+        final = np.ones(packets, np.bool_)
+        return PartialResult(
+            self.step, self.sequence, widen(self.result), self.values_per_packet, final, dict(included)
+        )
