@@ -70,7 +70,7 @@ typedef struct {
     double stop_repeat_max_s, known_after_s, remind_s;
     int64_t path_packets, path_burst, path_judged;
     double path_gain, path_loss_gain, path_lossy, path_lossier, path_slow, path_marked, path_least, path_calm;
-    double path_again_s, path_again_max_s, path_stalled_s, pace_turn_s;
+    double path_again_s, path_again_max_s, pace_turn_s;
     double inbound_s, inbound_pause_s;
     int64_t inbound_packets;
 } config;
@@ -187,9 +187,9 @@ typedef enum { UNSENT, FLYING, DELIVERED, ABANDONED, RETRANSMIT } packet_state;
 struct outgoing {
     int64_t peer, step, message;
     int64_t packets, flying, sent, resent, delivered;
-    int64_t to_send; /* all but the deferred ones */
-    int64_t unsent;  /* packets that wait to be sent, for the first time or again */
-    double active_s; /* when a packet was last sent or found delivered, */
+    int64_t to_send;    /* all but the deferred ones */
+    int64_t unsent;     /* packets that wait to be sent, for the first time or again */
+    double active_s;    /* when a packet was last sent or found delivered, */
     double last_sent_s; /* and when one was last sent, */
     int last_queue;     /* and in which queue */
     const uint8_t *payload, *tail;
@@ -292,12 +292,12 @@ struct flow {
     int64_t clocks_us;                        /* what clocks differ by, and the first packet took; below 0: none */
     double reported_s, report_due_s;          /* infinity if there is nothing to report */
     double disorder, sent_last_s;
-    double backoff;        /* by how much later than otherwise packets count as lost: 1, or more if those sent again are */
-    double marked_s;       /* when it last became known that packets have arrived marked */
-    double stamped_s;      /* the latest time with which a packet was marked: each is later than the one before */
-    double rtt_min_s;      /* the shortest round trip so far; 0: not known */
+    double backoff;   /* by how much later than otherwise packets count as lost: 1, or more if those sent again are */
+    double marked_s;  /* when it last became known that packets have arrived marked */
+    double stamped_s; /* the latest time with which a packet was marked: each is later than the one before */
+    double rtt_min_s; /* the shortest round trip so far; 0: not known */
     double response_s, response_variation_s; /* round trip until this side has seen the answer, and its deviation */
-    int64_t lossy_packets; /* for so many more packets to send, some are expected to get lost */
+    int64_t lossy_packets;                   /* for so many more packets to send, some are expected to get lost */
     double answered_s; /* the longest that a peer took to answer a question; of use until a round trip is known */
     double paced_s;    /* for how long the pace allows nothing, after what has left */
     int64_t held;      /* packets wait for that */

@@ -110,7 +110,8 @@ double flow_probe_timeout_s(const engine *owner, const flow *self) {
     return fmin(timeout_s, fmax(rules->probe_timeout_max_s, 2 * self->smoothed_rtt_s));
 }
 
-/* What is to be found lost in one queue of a path: what was sent before `until_s`, of what was sent before `newest_s`. */
+/* What is to be found lost in one queue of a path: what was sent before `until_s`, of what was sent before `newest_s`.
+ */
 typedef struct {
     double until_s, newest_s;
     int64_t lost;
@@ -179,7 +180,7 @@ static int64_t lose_overtaken(const engine *owner, flow *self, path *way, double
 }
 
 static int64_t find_lost(const engine *owner, flow *self, double now_s) {
-    double stalled_s = flow_reordering_s(owner, self) + fmax(owner->config.path_stalled_s, 2 * self->smoothed_rtt_s);
+    double timeout_s = flow_probe_timeout_s(owner, self), stalled_s = flow_reordering_s(owner, self) + 3 * timeout_s;
     int64_t lost = 0;
     uint64_t paths = self->fresh_paths | self->overtaken_paths;
     self->overtaken_paths = 0;
@@ -187,7 +188,7 @@ static int64_t find_lost(const engine *owner, flow *self, double now_s) {
     for (; paths; paths &= paths - 1)
         lost += lose_overtaken(owner, self, &self->paths[__builtin_ctzll(paths)], now_s);
     if (self->path_count > 1 && now_s >= self->stalled_due_s) {
-        self->stalled_due_s = now_s + owner->config.path_stalled_s / 4;
+        self->stalled_due_s = now_s + timeout_s / 4;
         for (int64_t i = 0; i < self->path_count; i++)
             for (int queue = 0; queue < QUEUES && self->paths[i].flying; queue++)
                 lost += lose_stalled(owner, self, &self->paths[i], queue, stalled_s, now_s);

@@ -11,8 +11,8 @@
 enum { NONE = 0xFFFFFFFF };
 /* Packets may be later by this factor than any was lately. */
 static const double LATER = 1.5;
-/* A flow's backoff doubles when a packet that was sent again is lost beside marks, and shrinks by this when one arrives:
- * it grows where more than a fifth of them are lost. */
+/* A flow's backoff doubles when a packet that was sent again is lost beside marks, and shrinks by this when one
+ * arrives: it grows where more than a fifth of them are lost. */
 static const double BACKOFF_DECAY = 0.84, BACKOFF_MAX = 64;
 
 outgoing *outgoing_find(flow *to, int64_t step, int64_t message) {
@@ -262,8 +262,8 @@ static void note_idle(flow *to, const outgoing *self) {
         to->look_s = -INFINITY;
 }
 
-/* Note that a packet arrived that was sent at `sent_s`, and how late it was if later ones had arrived before: so late may
- * others be that are not lost. */
+/* Note that a packet arrived that was sent at `sent_s`, and how late it was if later ones had arrived before: so late
+ * may others be that are not lost. */
 static void note_order(const engine *owner, flow *to, path *way, int queue, double sent_s, double now_s) {
     newest *last = &way->newest[queue], *before = &way->newest_before[queue];
     if (last->known_s < now_s)

@@ -69,9 +69,13 @@ if TYPE_CHECKING:  # loaded when options ask for it
     from dlcp.timeline import Timeline
 
 HELLO_REPEAT_S: Final = 0.1
+"""Time between greetings that nobody answers, when no round trip is known yet. At 0.1 ms a lost greeting delays the
+start by this much; at 100 ms each rank sends one or two greetings too many."""
 KEEPALIVE_S: Final = 0.5
-"""A peer that something is wanted of and that says nothing for so long is greeted, to see whether it lives."""
+"""A peer that owes an answer and is silent for this long is greeted, to see whether it lives. It only has to be well
+below ``silence_s``."""
 CLOSE_LINGER_S: Final = 1.0
+"""How long an endpoint that closes waits for the last confirmations; several round trips of a long path."""
 _POLL_S: Final = 0.005
 ABORT_BYTES_MAX: Final = 1000
 

@@ -29,76 +29,79 @@ from dlcp.transport.messages import Bytes, MessageKey
 MESSAGE_PACKETS_MAX: Final = 1 << 22
 
 RULES: Final = {
-    # By how many round trips a packet may be late that is not lost: RFC 8985's reordering window. It begins with one, for
-    # a fabric that sprays packets puts them out of order; grows at once to what is seen, and is doubled when a packet
-    # that counted as lost arrives; and shrinks with each loss found, that is, to the least after 14 where none is late.
+    # Loss. A packet counts as lost once a later one has arrived by so many round trips more than it: the reordering
+    # window of RACK (RFC 8985). It begins at one round trip, as a fabric that sprays packets reorders them; grows to
+    # whatever is observed, and doubles when a packet that was declared lost arrives. Each loss found shrinks it: 14 in
+    # order bring it to the minimum.
     "disorder_first": 1.0,
     "disorder_min": 0.25,
     "disorder_max": 4.0,
     "disorder_decay": 0.9,
-    # The least time between two reports on a flow, or a round trip if that is longer: with something to react to, and
-    # without. Chosen by us: a report costs as much as a burst of packets. That a window holds packets back is something
-    # to react to in slow start.
+    # For this many packets after a loss, another one is expected, and a probe follows each message's last packet. At
+    # one loss in 1,000 packets this misses one loss in 60.
+    "lossy_packets": 4096,
+    # Reports. A report moves the window and costs as much processor time as a burst of packets. So two reports are a
+    # round trip apart, but at least the first value if something was lost or marked or slow start is limited by the
+    # window, else the second. At a round trip of 0.1 ms the window therefore reacts 10 or 100 round trips late, which
+    # costs little, as it is hardly ever the limit there; at 100 ms neither value matters.
     "report_min_s": 0.001,
     "report_calm_s": 0.01,
-    # An acknowledgement waits for so many packets, or for a quarter of a round trip, within these bounds. It costs as
-    # much processor time as a packet of data: hence the lower one, which is half a round trip where that takes 0.4 ms.
-    # The upper one holds until a round trip is known, and keeps windows moving on long paths.
+    # Acknowledgements. One waits for this many packets or for a quarter of a round trip, within these bounds. It costs
+    # as much processor time as a packet of data, hence the lower bound: at 0.1 ms it is two round trips, but the last
+    # packet of a message is acknowledged at once. The upper bound applies until a round trip is known; at 100 ms it
+    # makes a round trip 1 % longer.
     "ack_every": 8,
     "ack_delay_s": 0.0002,
     "ack_delay_max_s": 0.001,
-    # On fast paths they leave no closer than this, no more often than so many a round trip, or after so many packets.
-    # Chosen by us, by CPU time on a loopback; TACK (SIGCOMM 2020) finds that two to four a round trip are enough.
+    # On fast paths they are at least this far apart, at most this part of a round trip, or this many packets. Chosen
+    # by processor time on a loopback; TACK (SIGCOMM 2020) finds that two to four per round trip are enough.
     "ack_spacing_s": 0.0002,
     "ack_round_trips": 1 / 8,
     "ack_at_once": 512,
-    # The probe timeout until a round trip is known, and its upper bound, or two round trips if these are longer. RFC 9002
-    # begins with 1 s: peers have answered a greeting before, mostly, and a needless question costs two small packets.
+    # Probes. The timeout until a round trip is known: a needless probe costs two small packets, so it may be short. At
+    # 0.1 ms a loss in the first message waits that long; at 100 ms the first message sends some needless probes.
     "initial_rtt_s": 0.02,
+    # The timeout is never longer than this or two round trips, whichever is longer. It bounds what an outlier costs.
     "probe_timeout_max_s": 0.2,
-    # Probes without news are spaced by up to two to the power of this many timeouts.
+    # Probes without progress are spaced by up to two to the power of this many timeouts.
     "backoff_max": 6,
-    # Questions without an answer that count as one answer without news. Chosen by us: at 30 % loss half are answered.
+    # This many unanswered probes count as one answer without progress. At 30 % loss half of them are answered.
     "unanswered_patience": 4,
-    # For so many packets after a loss another one is expected: of 1 in 1,000, that misses 1 in 60.
-    "lossy_packets": 4096,
-    # A STOP is repeated after a probe timeout, then after twice as long each time up to this.
+    # STOP. It is repeated after a probe timeout, then after twice as long each time, up to this.
     "stop_repeat_max_s": 0.5,
-    # A sender that does not know that its message is complete asks within the first of these, and a rank that leaves
-    # reminds it for the second. Both are several of a sender's timeouts, or of the times between STOPs. Chosen by us.
+    # A sender that does not know that its message is complete asks within the first time, and a rank that leaves
+    # reminds it for the second one. Both are several probe timeouts, up to a round trip of 100 ms; nobody waits for
+    # them while training.
     "known_after_s": 1.0,
     "remind_s": 0.2,
-    # A flow uses one path more for each of these packets of its window, so that a path has some all the time: packets
-    # are found lost by later ones of their own path. A burst is no smaller than the second unless the window is. A path
-    # is judged whenever so many of its packets have come back or are lost, by averages to which these add a part of
-    # such size; of losses a smaller one, since a full queue loses many packets at a time. Chosen by us.
+    # Paths. A flow uses one path more for this many packets of its window, so that each path always carries some:
+    # packets are found lost by later ones of their own path. A burst is no smaller than the second value unless the
+    # window is. A path is judged after this many packets have returned or been lost, by averages with these gains; the
+    # gain for losses is smaller, since a full queue loses many packets at a time.
     "path_packets": 4,
     "path_burst": 4,
     "path_judged": 32,
     "path_gain": 0.25,
     "path_loss_gain": 1 / 16,
-    # A path loses half its weight while it loses more than this and so many times what the others do, in their median;
-    # part of it while its delay is so many times the best one's and the deviation of round trips, or while it has so much more
-    # marked. Below the least weight it is left; while all is well it gains so much. Chosen by us: a path with a quarter
-    # of the others' rate is hardly worth the wait for what is still on it when a message ends.
+    # A path loses half its weight while it loses more than this and this many times the median of the others; part of
+    # it while its delay exceeds this many times the best one's and the deviation of round trips, or while its share of
+    # marked packets is so much higher. Below the least weight it is left; otherwise it regains so much. A path with a
+    # quarter of the others' rate is hardly worth waiting for at the end of a message.
     "path_lossy": 0.025,
     "path_lossier": 2.0,
     "path_slow": 2.0,
     "path_marked": 0.25,
     "path_least": 0.25,
     "path_calm": 0.125,
-    # It is tried again after the first of these, then after twice as long each time up to the second. Nothing of what
-    # is on it has come for the third, and two round trips, although what others sent so much later has: it is left at
-    # once. Chosen by us.
+    # A path that was left is tried again after the first time, then after twice as long each time up to the second.
+    # Repairs take seconds, whatever the round trip; a trial costs one burst.
     "path_again_s": 1.0,
     "path_again_max_s": 16.0,
-    "path_stalled_s": 0.02,
-    # Where packets are paced, those of so long leave together, or ``path_burst`` of them if that is more. Chosen by us:
-    # a timer costs as much as a burst.
+    # Pacing. Packets of this long leave together, or ``path_burst`` if that is more: a timer costs as much as a burst.
+    # Only paths of 5 ms and more are paced; at 100 ms it is a hundredth of a round trip.
     "pace_turn_s": 0.001,
-    # The rate at which data comes is that of the fastest stretch of so long and so many packets, without a pause of the
-    # last of these. Chosen by us: a shorter one would show what the last switch saved up, and a longer one pauses of
-    # the senders.
+    # Inbound rate: that of the fastest stretch of at least this long and this many packets, without a pause of the
+    # last value. A shorter stretch would show what the last switch had queued, a longer one the senders' pauses.
     "inbound_s": 0.03,
     "inbound_packets": 8,
     "inbound_pause_s": 0.02,

@@ -73,7 +73,7 @@ _Config = _record(
     i=(c_double, "stop_repeat_max_s known_after_s remind_s"),
     j=(c_int64, "path_packets path_burst path_judged"),
     k=(c_double, "path_gain path_loss_gain path_lossy path_lossier path_slow path_marked path_least path_calm"),
-    l=(c_double, "path_again_s path_again_max_s path_stalled_s pace_turn_s inbound_s inbound_pause_s"),
+    l=(c_double, "path_again_s path_again_max_s pace_turn_s inbound_s inbound_pause_s"),
     m=(c_int64, "inbound_packets"),
 )
 _Head = _record(
