@@ -248,6 +248,8 @@ typedef struct {
     newest newest[QUEUES];        /* of what has arrived, */
     newest newest_before[QUEUES]; /* and of that before the last news */
     double sampled_s;
+    int64_t lost_in_row;     /* packets since one arrived, */
+    double last_delivered_s; /* which became known then */
     run_queue runs[QUEUES];
     uint32_t marked_seen;
 } path;
@@ -422,6 +424,7 @@ int64_t flow_pump(engine *owner, flow *self, double now_s);
 void flow_feed_back(engine *owner, flow *self, int64_t delivered, int64_t marked, int64_t lost, double now_s);
 double flow_resumes_s(const flow *self, double now_s);
 double flow_reordering_s(const engine *owner, const flow *self);
+double flow_stalled_s(const engine *owner, const flow *self);
 double flow_lateness_s(const engine *owner, const flow *self);
 double flow_probe_timeout_s(const engine *owner, const flow *self);
 double flow_find_overtaken(engine *owner, flow *self, double now_s);

@@ -118,6 +118,11 @@ typedef struct {
     double oldest_s; /* when the first packet was sent that may yet be lost; infinity: there is none */
 } search;
 
+/* After how long without news of a path, while others bring some, nothing is expected to arrive there. */
+double flow_stalled_s(const engine *owner, const flow *self) {
+    return flow_reordering_s(owner, self) + 3 * flow_probe_timeout_s(owner, self);
+}
+
 /* Find what of packets that were sent together is lost; return whether all of them are settled. */
 static int lose_run(const engine *owner, flow *self, const run *sent, search *within) {
     outgoing *message = sent->message;
@@ -180,7 +185,7 @@ static int64_t lose_overtaken(const engine *owner, flow *self, path *way, double
 }
 
 static int64_t find_lost(const engine *owner, flow *self, double now_s) {
-    double timeout_s = flow_probe_timeout_s(owner, self), stalled_s = flow_reordering_s(owner, self) + 3 * timeout_s;
+    double stalled_s = flow_stalled_s(owner, self);
     int64_t lost = 0;
     uint64_t paths = self->fresh_paths | self->overtaken_paths;
     self->overtaken_paths = 0;
@@ -188,7 +193,7 @@ static int64_t find_lost(const engine *owner, flow *self, double now_s) {
     for (; paths; paths &= paths - 1)
         lost += lose_overtaken(owner, self, &self->paths[__builtin_ctzll(paths)], now_s);
     if (self->path_count > 1 && now_s >= self->stalled_due_s) {
-        self->stalled_due_s = now_s + timeout_s / 4;
+        self->stalled_due_s = now_s + stalled_s / 16;
         for (int64_t i = 0; i < self->path_count; i++)
             for (int queue = 0; queue < QUEUES && self->paths[i].flying; queue++)
                 lost += lose_stalled(owner, self, &self->paths[i], queue, stalled_s, now_s);

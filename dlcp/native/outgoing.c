@@ -297,6 +297,8 @@ double outgoing_delivered(const engine *owner, flow *to, outgoing *self, uint32_
     } else {
         way->lost--;
     }
+    way->lost_in_row = 0;
+    way->last_delivered_s = now_s;
     to->fresh_paths |= 1ull << self->path[index];
     if (state == RETRANSMIT)
         self->unsent--;
@@ -340,6 +342,7 @@ void outgoing_lost(const engine *owner, flow *to, outgoing *self, uint32_t index
     way->flying--;
     way->judged++;
     way->lost++;
+    way->lost_in_row++;
     to->fresh_paths |= 1ull << self->path[index];
     to->excused_lost += way->weight == 0 || way->on_trial;
     if (self->tags[index][0] & PROTECTED) {

@@ -179,8 +179,12 @@ static void judge(const engine *owner, flow *self, path *one, double lost, doubl
 void path_judge_all(const engine *owner, flow *self, double now_s) {
     if (self->path_count == 1)
         return;
+    double stalled_s = flow_stalled_s(owner, self);
     for (uint64_t fresh = self->fresh_paths; fresh; fresh &= fresh - 1) {
         path *one = &self->paths[__builtin_ctzll(fresh)];
+        if (one->weight > 0 && one->lost_in_row >= owner->config.path_burst &&
+            now_s - one->last_delivered_s > stalled_s)
+            path_leave(owner, self, one, now_s);
         if (one->judged < owner->config.path_judged)
             continue;
         double judged = (double)one->judged, lost = fmax((double)one->lost, 0) / judged;
