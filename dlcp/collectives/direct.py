@@ -172,10 +172,14 @@ class DirectAllReduce:
             del self._runs[which]
 
     def rates(self) -> NDArray[np.generic]:
-        """Return the rates at which this rank reaches each contributor, in bit/s; 0 where it does not know."""
+        """Return the rates at which this rank reaches each contributor, in bit/s.
+
+        They are 0 where it does not know, and negative where nothing says that the path is congested.
+        """
         endpoint, reached = self.context.endpoint, self._reached_bps
         known = {peer: endpoint.rate_to(peer) or reached.get(peer, 0.0) for peer in self.context.peers}
-        return np.array([known.get(rank, 0.0) for rank in self.context.contributors], RATE)
+        signed = {peer: rate if endpoint.is_congested(peer) else -rate for peer, rate in known.items()}
+        return np.array([signed.get(rank, 0.0) for rank in self.context.contributors], RATE)
 
     def rates_to_tell(self) -> NDArray[np.generic]:
         """Return these rates, and in this rank's own place the fastest that data has come here."""
@@ -435,7 +439,7 @@ class DirectRun(BucketRun):
     def _defer_average(self) -> None:
         """Put off what of the own averaged shard the slowest receiver has no time for: it is zero on all ranks."""
         assert self.reducer.deferral
-        share = max(self.reducer.deferral.shares(self.reducer.rates()).values(), default=0.0)
+        share = max(self.reducer.deferral.shares(np.abs(self.reducer.rates())).values(), default=0.0)
         deferred = self._choose_deferred(ALL_GATHER, self.rank, share, self.average_tags)
         if deferred is None:
             return
@@ -456,7 +460,7 @@ class DirectRun(BucketRun):
         deferral, context = self.reducer.deferral, self.context
         assert deferral
         if owner in context.contributors:
-            return deferral.shares(self.reducer.rates(), scattered=self.bucket.scattered).get(owner, 0.0)
+            return deferral.shares(np.abs(self.reducer.rates()), scattered=self.bucket.scattered).get(owner, 0.0)
         return deferral.share_through_server(context.endpoint.is_clear(owner))
 
     def _choose_deferred(self, phase: int, owner: int, share: float, tags: PacketTags) -> NDArray[np.bool_] | None:

@@ -56,14 +56,16 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     Parameters
     ----------
     reported_bps
-        For each rank what it reports: its rates to all ranks, in the order of ranks; 0 where it does not know. In its
-        own place is the fastest that data came to it.
+        For each rank what it reports: its rates to all ranks, in the order of ranks; 0 where it does not know, and
+        negative where nothing says that the path is congested. In its own place is the fastest that data came to it.
     slow
         Ranks that were slow before.
 
     Returns
     -------
-    Rates in bit/s, levelled: see :func:`dlcp.slow_ports.level`.
+    Rates in bit/s, levelled: see :func:`dlcp.slow_ports.level`. A rank to which no path is congested counts as fast: if
+    it is slow, its processor is. Shards that followed that would change from step to step, and with them the order in
+    which contributions are added and the last bit of sums.
     """
     from dlcp.slow_ports import level  # adaptive shards alone need it
 
@@ -71,12 +73,15 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     table = np.array([reported_bps[rank] for rank in ranks], float)
     seen = table.diagonal().copy()
     np.fill_diagonal(table, 0)
+    clear = (table <= 0).all(axis=0)
+    table = np.abs(table)
     # The median, for one sender's own trouble says nothing about the receiver.
     rates = np.array([np.median(column[column > 0]) if (column > 0).any() else 0.0 for column in table.T])
     rates *= len(ranks) - 1
     # Senders that come one after another each have a port for themselves: together they seem to have more of it.
     rates = np.where(seen > 0, np.minimum(rates, SEEN_MARGIN * seen), rates)
-    return level(dict(zip(ranks, rates.tolist(), strict=True)), slow)
+    fastest, levelled = rates.max(initial=0.0), level(dict(zip(ranks, rates.tolist(), strict=True)), slow)
+    return {rank: float(fastest) if clear[place] else levelled[rank] for place, rank in enumerate(ranks)}
 
 
 def weights_for_rates(rates_bps: Mapping[int, float]) -> dict[int, float]:

@@ -74,6 +74,9 @@ start by this much; at 100 ms each rank sends one or two greetings too many."""
 KEEPALIVE_S: Final = 0.5
 """A peer that owes an answer and is silent for this long is greeted, to see whether it lives. It only has to be well
 below ``silence_s``."""
+QUEUED_MEMORY_S: Final = 10.0
+"""For how long a path on which packets waited in a queue counts as congested, as long as its idle round trip is
+remembered."""
 CLOSE_LINGER_S: Final = 1.0
 """How long an endpoint that closes waits for the last confirmations; several round trips of a long path."""
 _POLL_S: Final = 0.005
@@ -399,6 +402,15 @@ class Protocol:
             return True
         clear_after_s = self.options.clear_after_s
         return clear_after_s < math.inf and self._clock() - self._peers[rank].congested_s > clear_after_s
+
+    def is_congested(self, rank: int) -> bool:
+        """Return whether the path to a rank is not clear, or packets to it have waited in a queue lately.
+
+        It is never so of local peers.
+        """
+        if self.is_clear(rank):
+            return self._clock() - self._peers[rank].queued_s <= QUEUED_MEMORY_S if rank in self._peers else False
+        return True
 
     def rtt_to(self, rank: int) -> float:
         """Return the smoothed round-trip time to a rank in seconds; 0 if it is not known."""

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, field
 
 from dlcp.transport.congestion import RateControl
+from dlcp.transport.idle_path import QUEUE_MIN_S
 from dlcp.transport.engine import Reported
 from dlcp.transport.messages import MessageKey
 from dlcp.transport.native_engine import Flow
@@ -110,6 +111,8 @@ class Peer:
     """The shortest round trip so far."""
     congested_s: float = -math.inf
     """When a packet to it was last lost or marked."""
+    queued_s: float = -math.inf
+    """When packets to it last waited in a queue."""
     _largest: float = math.inf
 
     def __post_init__(self) -> None:
@@ -125,6 +128,8 @@ class Peer:
         report = reported.report
         if report.lost or report.marked:
             self.congested_s = report.now_s
+        if report.smoothed_rtt_s - self.base_rtt_s > QUEUE_MIN_S:
+            self.queued_s = report.now_s
         self.smoothed_rtt_s = report.smoothed_rtt_s
         self.control.on_report(report)
         if 0 < report.rtt_s < self.base_rtt_s:

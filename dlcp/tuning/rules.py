@@ -589,7 +589,7 @@ def figures_of_steps(
         step_s=step_s,
         waited_s=min(step_s, waited_s),
         **_shares(every),
-        worst=float(np.quantile([one.worst for one in every], WORST_QUANTILE)),
+        worst=min(1.0, float(np.quantile([one.worst for one in every], WORST_QUANTILE))),  # it may round up
         rtt_s=median(one.rtt_s for one in every),
         rates_bps=rates,
     )

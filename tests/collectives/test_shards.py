@@ -173,3 +173,13 @@ def test_a_rank_behind_a_slow_port_owns_less_and_all_ranks_agree():
     fixed, fixed_s = train(adaptive=False)
     assert all(len(set(rank.values())) == 1 for step in fixed for rank in step)
     assert np.mean(adaptive_s[1:]) < np.mean(fixed_s[1:])
+
+
+def test_a_rank_is_slow_only_if_a_path_to_it_is_congested():
+    slow_by_half = np.array([100.0, 100.0, 20.0])
+    told = {rank: np.where(np.arange(3) == rank, 0.0, slow_by_half) for rank in range(3)}
+    assert inbound_rates(told)[2] < inbound_rates(told)[0]
+    clear = {rank: -rates for rank, rates in told.items()}
+    assert len(set(inbound_rates(clear).values())) == 1, "its processor is slow, or it was busy just then"
+    one_says_so = {**clear, 0: told[0]}
+    assert inbound_rates(one_says_so)[2] < inbound_rates(one_says_so)[0]
