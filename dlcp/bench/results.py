@@ -237,6 +237,8 @@ def against_best(
         "peer": best,
         "peers_tried": tried,
         "ratio_quartiles": [significant(percentile(ratios, percent)) for percent in (25, 75)],
+        # Medians hide what happens to fewer than half of the runs, as the loss of a small message's only packet.
+        "ratio_of_means": significant(min(mean(samples[peer]) for peer in peers) / mean(samples[ours])),
         **(details or {}),
     }
     return result(name, unit, mine, samples[best], details=more)

@@ -14,13 +14,15 @@ from typing import Any, Final, NamedTuple, TextIO
 
 from dlcp.bench.results import LEAST_ROUNDS, BenchError, BenchResult, say
 
-SIZES_MB: Final = (0.004, 0.06, 0.6, 4.0, 25.0, 100.0)
+SWEPT_SIZES_MB: Final = (0.004, 0.06, 0.6, 4.0, 25.0, 100.0)
 """From one bias vector through one layer and DDP's bucket of 25 MB to a whole model."""
-RANKS: Final = (2, 4, 8)
+SWEPT_RANKS: Final = (2, 4, 8)
 CELL_S: Final = 60.0
 """Time budget of a cell: the default of ``--sweep``."""
 _OVERRUN: Final = 2.0
 """How many budgets the fewest rounds of a cell may take at the rate of the path."""
+_TABLE_WIDTH: Final = 120
+"""Columns that three numbers of ranks need; more where the terminal has them."""
 _ALL_RANKS_MB: Final = 200.0
 """Size times ranks that is measured where the path has no rate: more takes two cores minutes."""
 
@@ -47,16 +49,20 @@ class SweepCell:
 
 
 class SweptRatio(NamedTuple):
-    """How a cell ended: DLCP beside the best of all of Gloo's settings."""
+    """How a cell ended: DLCP beside the best of all of Gloo's settings.
+
+    ``ratio`` is the median of the rounds' ratios; ``mean_ratio`` is that of the means, each of the best setting by it.
+    """
 
     name: str
     cell: SweepCell
     ratio: float
+    mean_ratio: float
     value_ms: float
     gloo_ms: float
 
 
-class SweepError(BenchError):
+class FailedCellsError(BenchError):
     """Some cells of a sweep have failed; the message names them.
 
     Attributes
@@ -68,7 +74,7 @@ class SweepError(BenchError):
     """
 
     def __init__(self, results: Sequence[BenchResult], failed: Mapping[str, str]) -> None:
-        super().__init__(f"{len(failed)} cells failed: {', '.join(failed)}")
+        super().__init__(f"failed in this sweep: {', '.join(failed)}")
         self.results, self.failed = results, failed
 
 
@@ -132,14 +138,14 @@ class Sweep:
 
         Raises
         ------
-        SweepError
+        FailedCellsError
             Some cells failed.
         """
         found = ratios([entry.as_json() for entry in self._results])
         if found:
             print_table(found)
         if self._failed:
-            raise SweepError(self._results, self._failed)
+            raise FailedCellsError(self._results, self._failed)
         return self._results
 
 
@@ -161,9 +167,14 @@ def ratios(results: Sequence[Mapping[str, Any]]) -> list[SweptRatio]:
         best_ms = _gloo_ms(entry)
         if details.get("ours") != first.setdefault(cell, details.get("ours")) or best_ms is None:
             continue
-        if cell not in found or best_ms < found[cell].gloo_ms:
-            ratio = entry["ratio"] if best_ms == entry["peer"] else best_ms / entry["value"]
-            found[cell] = SweptRatio(entry["name"], cell, ratio, entry["value"], best_ms)
+        ratio = entry["ratio"] if best_ms == entry["peer"] else best_ms / entry["value"]
+        mean_ratio = float(details.get("ratio_of_means", ratio))
+        known = found.get(cell)
+        if known:
+            mean_ratio = min(mean_ratio, known.mean_ratio)
+        if known is None or best_ms < known.gloo_ms:
+            known = SweptRatio(entry["name"], cell, ratio, mean_ratio, entry["value"], best_ms)
+        found[cell] = known._replace(mean_ratio=mean_ratio)
     return list(found.values())
 
 
@@ -176,18 +187,25 @@ def _gloo_ms(entry: Mapping[str, Any]) -> float | None:
 
 
 def summary(found: Sequence[SweptRatio]) -> str:
-    """Return the middle of the ratios, and how many are below 1, in words."""
-    every = [each.ratio for each in found]
-    slower = sum(ratio < 1 for ratio in every)
-    return (
-        f"{len(every)} cells: geometric mean {geometric_mean(every):.2f}x, median {median(every):.2f}x, "
-        f"worst {min(every):.2f}x, best {max(every):.2f}x; DLCP is slower than Gloo in {slower}"
-    )
+    """Return the middle and the extremes of the ratios, and how many are below 1, in words."""
+    of_medians, of_means = [each.ratio for each in found], [each.mean_ratio for each in found]
+    cells = "1 cell" if len(found) == 1 else f"{len(found)} cells"
+    parts = [
+        f"{name}: geometric mean {geometric_mean(every):.2f}x, median {median(every):.2f}x, worst {min(every):.2f}x, "
+        f"best {max(every):.2f}x, slower than Gloo in {sum(ratio < 1 for ratio in every)}"
+        for name, every in (("ratios of medians", of_medians), ("ratios of means", of_means))
+    ]
+    return "\n".join([cells, *parts])
 
 
 def size_words(megabytes: float) -> str:
     """Return a size as ``4 kB`` or ``25 MB``."""
     return f"{1e3 * megabytes:g} kB" if megabytes < 1 else f"{megabytes:g} MB"
+
+
+def time_words(milliseconds: float) -> str:
+    """Return a time as ``0.646 ms`` or ``1480 ms``."""
+    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
 
 
 def print_table(found: Sequence[SweptRatio], to: TextIO | None = None) -> None:
@@ -197,13 +215,14 @@ def print_table(found: Sequence[SweptRatio], to: TextIO | None = None) -> None:
     rows: dict[tuple[str, float], dict[int, SweptRatio]] = {}
     for each in found:
         rows.setdefault((each.cell.setting, each.cell.megabytes), {})[each.cell.ranks] = each
-    extremes = {min(found, key=_ratio).name: "worst", max(found, key=_ratio).name: "best"}
+    worst, best = (choose(found, key=lambda each: each.ratio).name for choose in (min, max))
+    extremes = {worst: "worst", best: "best"} if worst != best else {}
     head = ["setting", "size", *(f"{count} ranks" for count in ranks)]
     body = [
         [setting, size_words(megabytes), *(_words(row[count], extremes) if count in row else "" for count in ranks)]
         for (setting, megabytes), row in rows.items()
     ]
-    print("Gloo's time over DLCP's (above 1, DLCP is faster), and Gloo's best time in ms", file=to)
+    print("Gloo's time over DLCP's, of medians / of means: above 1, DLCP is faster. Gloo's best time in ms", file=to)
     if importlib.util.find_spec("rich"):
         _print_rich(head, body, to)
     else:
@@ -213,13 +232,9 @@ def print_table(found: Sequence[SweptRatio], to: TextIO | None = None) -> None:
     print(summary(found), file=to, flush=True)
 
 
-def _ratio(each: SweptRatio) -> float:
-    return each.ratio
-
-
 def _words(each: SweptRatio, extremes: Mapping[str, str]) -> str:
     mark = f" {extremes[each.name]}" if each.name in extremes else ""
-    return f"{each.ratio:.2f}x{mark}, {each.gloo_ms:.3g}"
+    return f"{each.ratio:.2f} / {each.mean_ratio:.2f}{mark}, {time_words(each.gloo_ms)}"
 
 
 def _print_rich(head: Sequence[str], body: Sequence[Sequence[str]], to: TextIO) -> None:
@@ -236,4 +251,4 @@ def _print_rich(head: Sequence[str], body: Sequence[Sequence[str]], to: TextIO) 
             cell.highlight_words(["best"], "bold green")
             cell.highlight_words(["worst"], "bold red")
         table.add_row(*cells)
-    Console(file=to).print(table)
+    Console(file=to, width=max(Console(file=to).width, _TABLE_WIDTH)).print(table)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from dlcp.bench import sweep
 from dlcp.bench.path import BenchPath, LinkOutages, RoutedPath, VethPair, loopback
 from dlcp.bench.results import LEAST_ROUNDS, BenchError, BenchResult, mean_against, say, show, significant
-from dlcp.bench.sweep import Sweep, SweepCell, SweepError
+from dlcp.bench.sweep import FailedCellsError, Sweep, SweepCell
 from dlcp.commands.common import DURATIONS, MBPS, option, real, refuse, whole
 from dlcp.configuration import Range
 from dlcp.namespace import NamespaceError, become_root
@@ -204,8 +204,8 @@ def _add_sweep(command: argparse.ArgumentParser, megabytes: str, ranks: str | No
     )
     if ranks:
         command.add_argument("--ranks", type=whole(2, 10_000), nargs="+", metavar="N", help=f"(default: {ranks})")
-    sizes = " ".join(f"{size:g}" for size in sweep.SIZES_MB)
-    counts = f", and {' '.join(map(str, sweep.RANKS))} ranks" if ranks else ""
+    sizes = " ".join(f"{size:g}" for size in sweep.SWEPT_SIZES_MB)
+    counts = f", and {' '.join(map(str, sweep.SWEPT_RANKS))} ranks" if ranks else ""
     command.add_argument(
         "--sweep",
         action="store_true",
@@ -226,7 +226,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.root:
             become_root()
         results = arguments.measure(arguments)
-    except SweepError as error:
+    except FailedCellsError as error:
         show(error.results, error.failed)
         return refuse("bench", error, 1)
     except (BenchError, NamespaceError) as error:
@@ -413,10 +413,12 @@ class _Cells:
         self, arguments: argparse.Namespace, ranks: list[int], megabytes: float, *, sweepable_ranks: bool = True
     ) -> None:
         self._sweep = arguments.sweep
-        swept_ranks = list(sweep.RANKS) if arguments.sweep and sweepable_ranks else ranks
+        swept_ranks = list(sweep.SWEPT_RANKS) if arguments.sweep and sweepable_ranks else ranks
         given: list[int] | None = getattr(arguments, "ranks", None)
         self._ranks = given or swept_ranks
-        self._sizes: list[float] = arguments.megabytes or (list(sweep.SIZES_MB) if arguments.sweep else [megabytes])
+        self._sizes: list[float] = arguments.megabytes or (
+            list(sweep.SWEPT_SIZES_MB) if arguments.sweep else [megabytes]
+        )
         self._default = (ranks[0], megabytes)
         self.several = arguments.sweep or len(self._sizes) > 1 or len(given or ()) > 1
 
