@@ -360,6 +360,7 @@ class AllReduceTimes:
     def _details(self, contender: str) -> dict[str, Any]:
         return {
             "path": self.path,
+            "ours": contender,
             "through": "memory" if contender in (MEMORY, MEMORY_DIVIDED) else "sockets",
             "path_loss": significant(self.path_loss),
             "packets": self.ledgers[contender],
@@ -378,6 +379,8 @@ def measure(
     seed: int = 1,
     progress: Callable[[str], None] | None = None,
     beside: Mapping[str, Callable[[], float]] | None = None,
+    budget_s: float | None = None,
+    all_stay: bool = False,
 ) -> AllReduceTimes:
     """Time every contender in turns over a path.
 
@@ -391,8 +394,9 @@ def measure(
         What is compared; by default everything, see :func:`dlcp.bench.allreduce.contenders`.
     mtu_bytes
         DLCP's packets are as large as fits it.
-    rounds, warm_up, seed, progress
-        See :func:`dlcp.bench.results.interleave`.
+    rounds, warm_up, seed, progress, budget_s
+        See :func:`dlcp.bench.results.interleave`. With a budget, settings of Gloo that are far behind leave, unless
+        ``all_stay``.
     beside
         What else takes part in the turns, by name; its samples are what it returns.
 
@@ -423,7 +427,15 @@ def measure(
             }
             runs |= beside or {}
             before = path.dropped()
-            found.samples = interleave(runs, rounds=rounds, warm_up=warm_up, seed=seed, progress=progress)
+            found.samples = interleave(
+                runs,
+                rounds=rounds,
+                warm_up=warm_up,
+                seed=seed,
+                progress=progress,
+                budget_s=budget_s,
+                may_leave=() if all_stay else [way.name for way in plan.contenders if way.control],
+            )
             passed, lost = (now - then for now, then in zip(path.dropped(), before, strict=True))
             found.path_loss = lost / passed if passed else 0.0
     return found

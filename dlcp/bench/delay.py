@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce over long paths and through deep or shallow buffers: DLCP's against Gloo's, alone and beside others.
 
-Two hosts are joined by the built-in switch, whose ports have a rate, a delay and one queue for all traffic: tags and
+Hosts are joined by the built-in switch, whose ports have a rate, a delay and one queue for all traffic: tags and
 marks count for nothing, as in a wide-area network. Beside means that in each direction two endless flows of CUBIC
 share that queue, so that a fair share is a third of the rate. DLCP runs with bound 0: what moves is known then.
 """
@@ -19,7 +19,7 @@ from typing import Final
 
 from dlcp.bench import allreduce
 from dlcp.bench.allreduce import LOSSLESS, contenders
-from dlcp.bench.path import BenchHosts
+from dlcp.bench.path import BenchHosts, drop_at_random, drops_at_random
 from dlcp.bench.ranks import Ranks
 from dlcp.bench.results import BenchResult, Samples, against_best, median, result, significant
 from dlcp.namespace import Namespace, turn_off_offloads
@@ -43,35 +43,43 @@ _SWITCH_MAC: Final = "02:00:00:00:00:fe"
 
 
 class DelayedPath(BenchHosts):
-    """Two hosts at the built-in switch, with a FIFO queue and half the delay in each direction.
+    """Hosts at the built-in switch, with a FIFO queue and half the delay in each direction.
 
     Parameters
     ----------
     rate_bps, rtt_s
-        Of both ports, and of the idle path.
+        Of every port, and of the idle path.
     buffer
         What a port's queue holds, in bandwidth-delay products.
+    ranks
+        Number of hosts.
+    loss
+        The probability that a packet is lost at random on its way to a host, 0 to 1.
     """
 
-    def __init__(self, rate_bps: int, rtt_s: float, buffer: float) -> None:
-        self.rate_bps, self.rtt_s = rate_bps, rtt_s
+    def __init__(self, rate_bps: int, rtt_s: float, buffer: float, ranks: int = 2, loss: float = 0.0) -> None:
+        if not 0 <= loss < 1:
+            raise ValueError(f"loss must lie in [0, 1), got {loss}")
+        self.rate_bps, self.rtt_s, self.loss = rate_bps, rtt_s, loss
         self.depth_packets = max(DEPTH_MIN_PACKETS, round(buffer * rate_bps * rtt_s / 8 / _FRAME_BYTES))
-        super().__init__(2, 1500)
+        super().__init__(ranks, 1500)
 
     @property
     def words(self) -> str:
         """What the path is, in words."""
         rate, rtt = self.rate_bps / 1e6, self.rtt_s * 1e3
-        return f"switch with {rate:g} Mbit/s, round trip {rtt:g} ms, queue of {self.depth_packets} packets"
+        lost = f", {self.loss:.1%} random loss" if self.loss else ""
+        return f"switch with {rate:g} Mbit/s, round trip {rtt:g} ms, queue of {self.depth_packets} packets{lost}"
 
     def busy(self) -> float:
         """Return the share of its time that the switch computed, which must not be what bounds the rate."""
         return float(self._process.snapshot()["busy"])
 
     def dropped(self) -> tuple[int, int]:
-        """Return how many packets have come through, and none: what the queue drops is not lost on purpose."""
+        """Return how many packets have left the switch, and how many were lost at random; not what a queue drops."""
         ports = self._process.snapshot()["ports"]
-        return sum(queue["transmitted"] for port in ports for queue in port["queues"]), 0
+        passed = sum(queue["transmitted"] for port in ports for queue in port["queues"])
+        return passed, sum(drops_at_random(host)[1] for host in self.hosts) if self.loss else 0
 
     def _link(self) -> None:
         switch = Namespace("switch")
@@ -83,14 +91,19 @@ class DelayedPath(BenchHosts):
                 f"link add {port} type veth peer name eth0 address {mac} netns {host.path}",
                 f"link set {port} up",
             )
-            everyone = [self.address(1 - rank), *(self.tcp_address(1 - rank, name) for name in self.controls)]
+            others = [peer for peer in range(len(self.hosts)) if peer != rank]
+            everyone = [self.address(peer) for peer in others]
+            everyone += [self.tcp_address(peer, name) for peer in others for name in self.controls]
             host.ip(
                 *self._addresses(rank),
-                *self._routes(rank, 1 - rank, "dev eth0"),
+                *(command for peer in others for command in self._routes(rank, peer, "dev eth0")),
                 *(f"neigh add {address} lladdr {_SWITCH_MAC} dev eth0 nud permanent" for address in everyone),
             )
             host.call(lambda: turn_off_offloads("eth0"))
             switch.call(partial(turn_off_offloads, port))
+            if self.loss:
+                # At the hosts: the switch's packet sockets see packets before a filter of its ports would.
+                drop_at_random(host, "eth0", self.loss)
             members.append({"id": rank + 1, "action": "to_next_hop", "params": {"port": rank + 1, "mac": mac}})
             entries.append({"table": "ipv4_route", "match": {"ipv4_dst": f"10.0.{rank}.0/24"}, "group": rank + 1})
         groups = [{"id": member["id"], "members": [member["id"]]} for member in members]
@@ -98,11 +111,11 @@ class DelayedPath(BenchHosts):
         document = {
             "profiles": [{"profile": "route_selector", "members": members, "groups": groups}],
             "entries": entries,
-            "ports": {str(rank + 1): queueing for rank in range(2)},
+            "ports": {str(rank + 1): queueing for rank in range(len(self.hosts))},
         }
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-bench-")))
         (folder / "entries.json").write_text(json.dumps(document), encoding="utf-8")
-        arguments = [*(f"--port={rank + 1}=packet:port{rank}" for rank in range(2)), "--entries"]
+        arguments = [*(f"--port={rank + 1}=packet:port{rank}" for rank in range(len(self.hosts))), "--entries"]
         arguments.append(str(folder / "entries.json"))
         self._process = self._stack.enter_context(SwitchProcess(arguments, namespace=switch))
 
@@ -158,6 +171,8 @@ def measure(
     rounds: int,
     warm_up: int,
     progress: Callable[[str], None],
+    suffix: str = "",
+    budget_s: float | None = None,
 ) -> list[BenchResult]:
     """Measure every setting, each with a switch of its own.
 
@@ -167,8 +182,10 @@ def measure(
         See :class:`DelayedPath`.
     seconds
         How long an all-reduce alone would take at that rate.
-    rounds, warm_up, progress
-        See :func:`dlcp.bench.results.interleave`.
+    rounds, warm_up, progress, budget_s
+        See :func:`dlcp.bench.results.interleave`; half the budget is for each of the two.
+    suffix
+        Follows the setting in names.
 
     Returns
     -------
@@ -176,10 +193,11 @@ def measure(
     share of the rate beside rivals, in fair shares, and Gloo's over CUBIC.
     """
     results = []
-    values = int(seconds * rate_bps / 8 * _PAYLOAD_BYTES / _FRAME_BYTES) // _VALUE_BYTES
+    values = int(1e6 * megabytes_in(seconds, rate_bps)) // _VALUE_BYTES
+    half_s = None if budget_s is None else budget_s / 2
     for rtt_s in rtts_s:
         for buffer in buffers:
-            name = f"delay.rtt{rtt_s * 1e3:g}.buffer{buffer:g}"
+            name = f"delay.rtt{rtt_s * 1e3:g}.buffer{buffer:g}{suffix}"
             path = DelayedPath(rate_bps, rtt_s, buffer)
             with path:
                 progress(f"{name}: {path.words}")
@@ -187,14 +205,30 @@ def measure(
                 ways = [way for way in ways if way.buckets == 1]
                 peers = [way.name for way in ways if way.control]
                 found = allreduce.measure(
-                    path, values=values, ways=ways, rounds=rounds, warm_up=warm_up, progress=progress
+                    path,
+                    values=values,
+                    ways=ways,
+                    rounds=rounds,
+                    warm_up=warm_up,
+                    progress=progress,
+                    budget_s=half_s,
                 )
                 used = 1e3 * seconds / median(found.samples[LOSSLESS])
                 details = {"path": path.words, "rate_share": significant(used), "switch_busy": significant(path.busy())}
                 results.append(against_best(name, "ms", found.samples, LOSSLESS, peers, details))
                 cubic = [way for way in ways if way.control in (None, RIVAL_CONTROL)]
-                results.append(_beside(name, path, values, seconds, cubic, rounds, warm_up, progress))
+                results.append(_beside(name, path, values, seconds, cubic, rounds, warm_up, progress, half_s))
     return results
+
+
+def megabytes_in(seconds: float, rate_bps: int) -> float:
+    """Return how many MB of values DLCP's packets carry in so many seconds at a port's rate."""
+    return seconds * rate_bps / 8e6 * _PAYLOAD_BYTES / _FRAME_BYTES
+
+
+def seconds_for(megabytes: float, rate_bps: int) -> float:
+    """Return how long a port's rate takes for so many MB of values in DLCP's packets."""
+    return megabytes / megabytes_in(1.0, rate_bps)
 
 
 def _beside(
@@ -206,6 +240,7 @@ def _beside(
     rounds: int,
     warm_up: int,
     progress: Callable[[str], None],
+    budget_s: float | None,
 ) -> BenchResult:
     """Measure DLCP's share beside endless flows, and Gloo's."""
     addresses = [path.tcp_address(rank, RIVAL_CONTROL) for rank in range(2)]
@@ -214,7 +249,9 @@ def _beside(
         rivals.call("start", rivals.call("where"))
         time.sleep(max(_SETTLE_S, _SETTLE_ROUNDS * path.rtt_s))
         before = rivals.call("received")
-        found = allreduce.measure(path, values=values, ways=ways, rounds=rounds, warm_up=warm_up, progress=progress)
+        found = allreduce.measure(
+            path, values=values, ways=ways, rounds=rounds, warm_up=warm_up, progress=progress, budget_s=budget_s
+        )
         after = rivals.call("received")
     shares: Samples = {
         way.name: [(1 + RIVALS) * 1e3 * seconds / took_ms for took_ms in found.samples[way.name]] for way in ways

@@ -237,10 +237,7 @@ class RoutedPath(BenchHosts):
 
     def dropped(self) -> tuple[int, int]:
         """Return how many packets have reached the router, and how many of them it has lost."""
-        shown = self.router.run(["tc", "-s", "qdisc", "show"], capture_output=True, text=True).stdout
-        counts = re.findall(r"clsact.*\n *Sent \d+ bytes (\d+) pkt \(dropped (\d+)", shown)
-        passed, lost = (sum(int(count[column]) for count in counts) for column in (0, 1))
-        return passed, lost
+        return drops_at_random(self.router)
 
     def _link(self) -> None:
         self.router = self._namespace("router")
@@ -263,10 +260,7 @@ class RoutedPath(BenchHosts):
             if not self.offloads:
                 self.router.call(partial(turn_off_offloads, port))
                 host.call(partial(turn_off_offloads, "eth0"))
-            program = DROP_AT_RANDOM.format(threshold=min(round(self.loss * 2**32), 2**32 - 1))
-            self.router.tc("qdisc", "add", "dev", port, "clsact")
-            # IPv4 only, so that neighbours find each other at once.
-            self.router.tc("filter", "add", "dev", port, "ingress", "protocol", "ip", "bpf", "da", "bytecode", program)
+            drop_at_random(self.router, port, self.loss)
             is_last = rank == len(self.hosts) - 1
             rate_bps = self.slowest_bps if is_last and self.slowest_bps else self.rate_bps
             if rate_bps:
@@ -322,6 +316,22 @@ class LinkOutages:
         assert self._tc.stdin
         for way in ("ingress", "egress"):
             self._tc.stdin.write(f"filter {what} dev port{rank} {way} pref 1 {program}\n")
+
+
+def drop_at_random(namespace: Namespace, interface: str, loss: float) -> None:
+    """Lose packets that arrive at an interface with a probability from 0 to 1."""
+    program = DROP_AT_RANDOM.format(threshold=min(round(loss * 2**32), 2**32 - 1))
+    namespace.tc("qdisc", "add", "dev", interface, "clsact")
+    # IPv4 only, so that neighbours find each other at once.
+    namespace.tc("filter", "add", "dev", interface, "ingress", "protocol", "ip", "bpf", "da", "bytecode", program)
+
+
+def drops_at_random(namespace: Namespace) -> tuple[int, int]:
+    """Return how many packets have reached such interfaces of a namespace, and how many of them were lost."""
+    shown = namespace.run(["tc", "-s", "qdisc", "show"], capture_output=True, text=True).stdout
+    counts = re.findall(r"clsact.*\n *Sent \d+ bytes (\d+) pkt \(dropped (\d+)", shown)
+    passed, lost = (sum(int(count[column]) for count in counts) for column in (0, 1))
+    return passed, lost
 
 
 def loopback(ranks: int) -> BenchPath:

@@ -12,6 +12,7 @@ import platform
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,11 @@ Samples = dict[str, list[float]]
 """What was measured, by contender: one value a round, round by round."""
 _DIGITS: Final = 4
 """Significant digits of a figure; more would be noise."""
+LEAST_ROUNDS: Final = 5
+"""Rounds that a time budget leaves in any case: with fewer, quartiles say nothing."""
+_HOPELESS: Final = 3.0
+"""How many times another's slowest run a contender's fastest must take before it leaves."""
+_HOPELESS_RUNS: Final = 2
 _LIMITS: Final = {
     "rmem_max_bytes": "net/core/rmem_max",
     "wmem_max_bytes": "net/core/wmem_max",
@@ -43,6 +49,8 @@ def interleave(
     warm_up: int = 2,
     seed: int = 1,
     progress: Callable[[str], None] | None = None,
+    budget_s: float | None = None,
+    may_leave: Sequence[str] = (),
 ) -> Samples:
     """Run every contender once a round, in an order that is drawn anew for each round.
 
@@ -56,6 +64,12 @@ def interleave(
         Of the orders.
     progress
         Called with a line about every round.
+    budget_s
+        Stop once the next round would exceed it, warm-ups included, but not before :data:`LEAST_ROUNDS` rounds. None:
+        unlimited.
+    may_leave
+        Contenders of which only the fastest counts. With a budget, one leaves when its fastest run takes three times
+        the slowest run of another of them; it then has fewer samples.
 
     Raises
     ------
@@ -66,17 +80,37 @@ def interleave(
         raise ValueError(f"{len(contenders)} contenders, {rounds} rounds and {warm_up} before them: nothing to measure")
     samples: Samples = {name: [] for name in contenders}
     draw = random.Random(seed)
+    began_s = time.monotonic()
+    runs: Samples = {name: [] for name in contenders}
+    staying = list(contenders)
     for number in range(-warm_up, rounds):
-        order = list(contenders)
+        order = list(staying)
         draw.shuffle(order)
         values = {name: contenders[name]() for name in order}
-        if number >= 0:
-            for name, value in values.items():
+        for name, value in values.items():
+            runs[name].append(value)
+            if number >= 0:
                 samples[name].append(value)
         if progress:
-            figures = ", ".join(f"{name} {values[name]:.4g}" for name in contenders)
+            figures = ", ".join(f"{name} {values[name]:.4g}" for name in staying)
             progress(f"{'warm-up' if number < 0 else f'round {number + 1} of {rounds}'}: {figures}")
+        if budget_s is None or number < 0:
+            continue
+        left = hopeless({name: runs[name] for name in may_leave if name in staying})
+        staying = [name for name in staying if name not in left]
+        per_round_s = (time.monotonic() - began_s) / (number + 1 + warm_up)
+        if number + 1 >= LEAST_ROUNDS and per_round_s * (number + 2 + warm_up) > budget_s:
+            break
     return samples
+
+
+def hopeless(runs: Samples) -> set[str]:
+    """Return the contenders whose fastest of two runs or more takes three times another's slowest, or longer."""
+    enough = {name: times for name, times in runs.items() if len(times) >= _HOPELESS_RUNS}
+    if not enough:
+        return set()
+    limit = _HOPELESS * min(max(times) for times in enough.values())
+    return {name for name, times in enough.items() if min(times) >= limit}
 
 
 def median(values: Sequence[float]) -> float:
@@ -186,6 +220,8 @@ def against_best(
 ) -> BenchResult:
     """Compare times of ours with that of the peers' settings whose median is best; ``details`` name it.
 
+    A peer that left early (see :func:`interleave`) is compared over the rounds that it took part in.
+
     Parameters
     ----------
     samples
@@ -195,9 +231,17 @@ def against_best(
     """
     best = min(peers, key=lambda peer: median(samples[peer]))
     tried = {peer: significant(median(samples[peer])) for peer in peers}
-    return result(
-        name, unit, samples[ours], samples[best], details={"peer": best, "peers_tried": tried, **(details or {})}
-    )
+    mine = samples[ours][: len(samples[best])]
+    ratios = [theirs / own for theirs, own in zip(samples[best], mine, strict=True)]
+    more = {
+        "peer": best,
+        "peers_tried": tried,
+        "ratio_quartiles": [significant(percentile(ratios, percent)) for percent in (25, 75)],
+        # Medians hide what happens to fewer than half of the runs, as the loss of a small message's only packet.
+        "ratio_of_means": significant(min(mean(samples[peer]) for peer in peers) / mean(samples[ours])),
+        **(details or {}),
+    }
+    return result(name, unit, mine, samples[best], details=more)
 
 
 def mean_against(
@@ -223,14 +267,18 @@ def mean_against(
     return BenchResult(name, means[ours], unit, means[peer], means[peer] / means[ours], len(mine), spread(mine), more)
 
 
-def document(results: Sequence[BenchResult]) -> dict[str, Any]:
-    """Return a benchmark's whole document, with the machine as it is now."""
-    return {"machine": describe_machine(), "results": [entry.as_json() for entry in results]}
+def document(results: Sequence[BenchResult], failed: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return a benchmark's whole document, with the machine as it is now.
+
+    ``failed`` has, by name, why a cell of a sweep has no result; the document names it only if there is one.
+    """
+    found = {"machine": describe_machine(), "results": [entry.as_json() for entry in results]}
+    return found | {"failed": dict(failed)} if failed else found
 
 
-def show(results: Sequence[BenchResult]) -> None:
+def show(results: Sequence[BenchResult], failed: Mapping[str, str] | None = None) -> None:
     """Print the document to standard output."""
-    print(json.dumps(document(results), indent=2))
+    print(json.dumps(document(results, failed), indent=2))
 
 
 def say(words: str) -> None:

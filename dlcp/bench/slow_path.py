@@ -30,6 +30,8 @@ def measure(
     rounds: int,
     warm_up: int,
     progress: Callable[[str], None],
+    name: str | None = None,
+    budget_s: float | None = None,
 ) -> list[BenchResult]:
     """Measure one setting.
 
@@ -43,16 +45,20 @@ def measure(
         Size of the float32 buffer, which is exchanged in four buckets.
     deferral_bound
         See :class:`dlcp.session.options.Options`.
-    rounds, warm_up, progress
+    rounds, warm_up, progress, budget_s
         See :func:`dlcp.bench.results.interleave`; there are so many warm-ups at least that deferral may begin.
+    name
+        Of the first result; by default ``slow_path.nR``.
 
     Returns
     -------
     ``slow_path.nR``: ms of an all-reduce with deferral beside one without; ``slow_path.nR.gloo``: beside Gloo's best.
     """
+    name = name or f"slow_path.n{ranks}"
+    settling = max(warm_up, WHOLE_STEPS + 2)
     path = RoutedPath(ranks, rate_bps=rate_bps, slowest_bps=round(rate_bps / slowness))
     with path:
-        progress(f"slow_path.n{ranks}: {path.words}, {megabytes:g} MB, times in ms")
+        progress(f"{name}: {path.words}, {megabytes:g} MB, times in ms")
         gloo = [way for way in contenders(path.controls) if way.control]
         ours = [
             AllReduceContender(DEFERRING, _BUCKETS, bound=0, deferral=deferral_bound),
@@ -63,12 +69,13 @@ def measure(
             values=int(megabytes * 1e6) // _VALUE_BYTES,
             ways=[*ours, *gloo],
             rounds=rounds,
-            warm_up=max(warm_up, WHOLE_STEPS + 2),
+            warm_up=settling,
             progress=progress,
+            budget_s=budget_s,
         )
     packets = found.ledgers[DEFERRING]
     # The ledger has the warm-ups, too; in the first of them nothing is deferred.
-    steps = rounds + max(warm_up, WHOLE_STEPS + 2)
+    steps = len(found.costs[DEFERRING])
     counted = (steps - WHOLE_STEPS) / steps
     details = {
         "path": path.words,
@@ -77,6 +84,6 @@ def measure(
     }
     peers = [way.name for way in gloo]
     return [
-        against_best(f"slow_path.n{ranks}", "ms", found.samples, DEFERRING, [LOSSLESS], details),
-        against_best(f"slow_path.n{ranks}.gloo", "ms", found.samples, DEFERRING, peers, details),
+        against_best(name, "ms", found.samples, DEFERRING, [LOSSLESS], details),
+        against_best(f"{name}.gloo", "ms", found.samples, DEFERRING, peers, details),
     ]

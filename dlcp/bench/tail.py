@@ -156,6 +156,8 @@ def measure(
     warm_up: int,
     seed: int,
     progress: Callable[[str], None],
+    suffix: str = "",
+    budget_s: float | None = None,
 ) -> list[BenchResult]:
     """Measure all ratios over one path.
 
@@ -165,10 +167,12 @@ def measure(
         How many there are, the rate of each port, and the size of the float32 buffer.
     probes
         How often each length of bursts is tried out.
-    rounds, warm_up, progress
-        See :func:`dlcp.bench.results.interleave`.
+    rounds, warm_up, progress, budget_s
+        See :func:`dlcp.bench.results.interleave`. Half the budget is for finding the lengths, half for the ratios.
     seed
         Of the bursts.
+    suffix
+        Follows the names of results.
 
     Returns
     -------
@@ -179,17 +183,25 @@ def measure(
     values = int(megabytes * 1e6) // _VALUE_BYTES
     results, samples = [], []
     with path:
-        progress(f"tail: {path.words}, {megabytes:g} MB, times in ms")
+        progress(f"tail{suffix}: {path.words}, {megabytes:g} MB, times in ms")
         ours = [AllReduceContender(LOSSY, 1, bound=0.1), AllReduceContender(LOSSLESS, 1, bound=0)]
         gloo = [way for way in contenders(path.controls) if way.control]
         ring = gloo[0]
-        tried = _try_lengths(path, values, ring, probes, seed, progress)
+        tried = _try_lengths(path, values, ring, probes, seed, progress, None if budget_s is None else budget_s / 2)
         for ratio in RATIOS:
             length_s = 0.0 if ratio == RATIOS[0] else length_for(ratio, tried)
-            progress(f"tail.ratio{ratio:g}: bursts of {1e3 * length_s:.0f} ms in the mean")
+            name = f"tail.ratio{ratio:g}{suffix}"
+            progress(f"{name}: bursts of {1e3 * length_s:.0f} ms in the mean")
             with BackgroundBursts(path, length_s, seed):
                 found = allreduce.measure(
-                    path, values=values, ways=[*ours, *gloo], rounds=rounds, warm_up=warm_up, progress=progress
+                    path,
+                    values=values,
+                    ways=[*ours, *gloo],
+                    rounds=rounds,
+                    warm_up=warm_up,
+                    progress=progress,
+                    budget_s=None if budget_s is None else budget_s / 2 / len(RATIOS),
+                    all_stay=True,  # rare runs count, so that two fast ones say little
                 )
             samples.append(found.samples)
             best = min((way.name for way in gloo), key=lambda name: mean(found.samples[name]))
@@ -201,8 +213,8 @@ def measure(
                 "gloo_best": best,
                 "packets": found.ledgers[LOSSY],
             }
-            results.append(mean_against(f"tail.ratio{ratio:g}", "ms", found.samples, LOSSY, ring.name, details))
-    return [*results, _growth(samples, ring.name)]
+            results.append(mean_against(name, "ms", found.samples, LOSSY, ring.name, details))
+    return [*results, _growth(samples, ring.name, suffix)]
 
 
 def _try_lengths(
@@ -212,12 +224,14 @@ def _try_lengths(
     probes: int,
     seed: int,
     progress: Callable[[str], None],
+    budget_s: float | None,
 ) -> list[tuple[float, float]]:
     """Return pairs of length and ratio, from none at all up to the largest that is wanted."""
     tried: list[tuple[float, float]] = []
     for length_s in (0.0, *_LENGTHS_S):
         with BackgroundBursts(path, length_s, seed):
-            found = allreduce.measure(path, values=values, ways=[ring], rounds=probes, warm_up=2)
+            share_s = None if budget_s is None else budget_s / (1 + len(_LENGTHS_S))
+            found = allreduce.measure(path, values=values, ways=[ring], rounds=probes, warm_up=2, budget_s=share_s)
         tried.append((length_s, ratio_of(found.samples[ring.name])))
         progress(f"tail: bursts of {1e3 * length_s:.0f} ms: ratio {tried[-1][1]:.2f}")
         if tried[-1][1] >= RATIOS[-1]:
@@ -225,7 +239,7 @@ def _try_lengths(
     return tried
 
 
-def _growth(samples: Sequence[Samples], ring: str) -> BenchResult:
+def _growth(samples: Sequence[Samples], ring: str, suffix: str) -> BenchResult:
     """Return by how many per cent mean steps grow from one ratio to the next, in all; ``samples`` are by ratio."""
     means = {name: [mean(found[name]) for found in samples] for name in samples[0]}
     grown = {name: [100 * (later / first - 1) for first, later in pairwise(row)] for name, row in means.items()}
@@ -235,4 +249,4 @@ def _growth(samples: Sequence[Samples], ring: str) -> BenchResult:
     }
     value, peer = grown[LOSSY][-1], grown[ring][-1]
     ratio = (1 + peer / 100) / (1 + value / 100)
-    return BenchResult("tail.growth", value, "%", peer, ratio, len(samples[0][LOSSY]), 0.0, details)
+    return BenchResult(f"tail.growth{suffix}", value, "%", peer, ratio, len(samples[0][LOSSY]), 0.0, details)

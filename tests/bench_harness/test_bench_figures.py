@@ -73,7 +73,8 @@ def test_the_peer_counts_at_its_best():
     samples = {"ours": [10, 10, 10], "slow": [40, 40, 40], "fast": [12, 50, 14]}
     found = results.against_best("x", "ms", samples, "ours", ["slow", "fast"], {"more": 1})
     assert (found.value, found.peer, found.ratio) == (10, 14, 1.4)
-    assert found.details == {"peer": "fast", "peers_tried": {"slow": 40, "fast": 14}, "more": 1}
+    assert found.details == {"peer": "fast", "peers_tried": {"slow": 40, "fast": 14}, "ratio_quartiles": [1.3, 3.2],
+                             "ratio_of_means": 2.533, "more": 1}  # fmt: skip
 
 
 def test_a_document_has_the_promised_form(capsys):

@@ -2,7 +2,9 @@
 """What the pages say is so: DLCP takes their commands, programs run, figures and messages are those there are."""
 
 import glob
+import json
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -33,6 +35,8 @@ def ours(line):
         words = words[1:]
     if words:
         words[0] = re.sub(r"^\.venv(-\w+)?/bin/", "", words[0])
+    if ">" in words:
+        words = words[: words.index(">")]
     return words[:-1] if words and words[-1] == "&" else words
 
 
@@ -73,7 +77,7 @@ def check_files(words):
 
 CHECKS = {"dlcp": check_dlcp, "make": check_make, "pip": check_pip, "python": check_script, "python3": check_script}
 CHECKS |= dict.fromkeys(("kubectl", "sbatch", "sh", "tshark"), check_files)
-CHECKS |= {"apt-get": lambda words: None, "-m": check_script}
+CHECKS |= {"apt-get": lambda words: None, "mkdir": lambda words: None, "-m": check_script}
 
 
 @pytest.mark.parametrize(("line", "place"), [pytest.param(*each, id=f"{each[1]} {each[0]}") for each in commands()])
@@ -159,6 +163,19 @@ def test_the_picture_in_the_readme_shows_its_table():
         [sys.executable, "docs/plot_results.py", "-"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
     )
     assert done.stdout == (ROOT / "docs" / "results.svg").read_text(), "run: python docs/plot_results.py"
+
+
+def test_the_sweep_on_the_pages_is_the_one_that_is_kept():
+    pytest.importorskip("matplotlib")
+    pages_with_it = [(ROOT / name).read_text() for name in ("README.md", "docs/benchmarks.md")]
+    assert all(text.count("<!-- sweep: by docs/plot_sweep.py -->") == 1 for text in pages_with_it)
+    if not (ROOT / "docs" / "sweep.json").exists():
+        pytest.skip("no sweep is kept; python docs/plot_sweep.py keeps one")
+    plot = runpy.run_path(str(ROOT / "docs" / "plot_sweep.py"))
+    kept = json.loads(plot["KEPT"].read_text())
+    assert plot["draw"](kept["cells"]) == (ROOT / "docs" / "sweep.svg").read_text(), "run: python docs/plot_sweep.py"
+    for page in plot["PAGES"]:
+        assert plot["fill"](page, page.read_text(), kept) == page.read_text(), "run: python docs/plot_sweep.py"
 
 
 def test_tshark_shows_what_the_page_promises():

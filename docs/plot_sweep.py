@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws ``sweep.svg`` and writes the sweep's text into README.md and benchmarks.md, all from ``sweep.json``.
+
+``python docs/plot_sweep.py FILE...`` first makes ``sweep.json`` from documents of ``dlcp bench loss --sweep``; a cell
+that is in several is that of the last. ``python docs/plot_sweep.py -`` only prints the plot.
+"""
+
+import io
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
+from dlcp.bench.sweep import ratios, size_words, time_words
+
+HERE = Path(__file__).parent
+KEPT = HERE / "sweep.json"
+PAGES = {HERE.parent / "README.md": "docs/", HERE / "benchmarks.md": ""}
+"""The pages with a block of the sweep, and the way from each to the plot."""
+_BLOCK = re.compile(r"(<!-- sweep: by docs/plot_sweep.py -->\n).*?(<!-- end of sweep -->)", re.DOTALL)
+_LINES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
+"""Colours of Okabe and Ito, which people with deuteranopia tell apart; markers say the same."""
+_FONT_POINTS = 8.5  # of a plot 576 points wide: 12 pixels where it is shown 830 wide
+_TICKS = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128)
+Cell = dict[str, Any]
+
+
+def keep(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what is kept of a sweep: the machine, one entry for each cell, and the cells that failed."""
+    cells: dict[tuple[float, int, float], Cell] = {}
+    failed: dict[str, str] = {}
+    for document in documents:
+        failed |= document.get("failed", {})
+        details = {entry["name"]: entry for entry in document["results"]}
+        for found in ratios(document["results"]):
+            if found.cell.rtt_ms or not found.name.startswith("allreduce.loss"):
+                continue
+            entry = details[found.name]
+            cells[found.cell.loss_percent, found.cell.ranks, found.cell.megabytes] = {
+                "name": found.name,
+                "loss_percent": found.cell.loss_percent,
+                "ranks": found.cell.ranks,
+                "megabytes": found.cell.megabytes,
+                "ratio": found.ratio,
+                "ratio_quartiles": entry["details"]["ratio_quartiles"],
+                "ratio_of_means": found.mean_ratio,
+                "dlcp_ms": found.value_ms,
+                "spread": entry["spread"],
+                "gloo_ms": found.gloo_ms,
+                "gloo": entry["details"]["peer"],
+                "runs": entry["runs"],
+            }
+    measured = {cell["name"] for cell in cells.values()}
+    failed = {name: why for name, why in failed.items() if not any(known.startswith(name + ".") for known in measured)}
+    return {
+        "machine": documents[-1]["machine"],
+        "cells": [cells[key] for key in sorted(cells)],
+        "failed": failed,
+    }
+
+
+def draw(cells: Sequence[Cell]) -> str:
+    """Return the plot as SVG: a panel for each loss rate, a line for each number of ranks."""
+    mpl.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "dlcp", "font.family": "sans-serif", "font.size": _FONT_POINTS}
+    )
+    losses = sorted({cell["loss_percent"] for cell in cells})
+    counts = sorted({cell["ranks"] for cell in cells})
+    columns = min(3, len(losses) + 1)
+    rows = -(-(len(losses) + 1) // columns)
+    figure = Figure(figsize=(8, 2.5 * rows + 0.4), layout="constrained")
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    worst, best = (choose(cells, key=lambda cell: cell["ratio"]) for choose in (min, max))
+    for loss, axes in zip(losses, panels, strict=False):
+        here = [cell for cell in cells if cell["loss_percent"] == loss]
+        for count, (colour, marker) in zip(counts, _LINES, strict=False):
+            line = sorted((cell for cell in here if cell["ranks"] == count), key=lambda cell: cell["megabytes"])
+            _draw_line(axes, line, colour, marker)
+        axes.axhline(1, color="black", linewidth=1)
+        axes.set_title("no loss" if not loss else f"{loss:g} % of packets lost", fontsize=_FONT_POINTS + 1)
+        for cell, word in ((worst, "worst"), (best, "best")):
+            if cell in here:
+                _label(axes, cell, word, cells)
+    _set_scales(panels[0], cells)
+    for number, axes in enumerate(panels[: len(losses)]):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+        axes.tick_params(labelleft=number % columns == 0, labelbottom=number + columns >= len(losses))
+        if number + columns >= len(losses):
+            axes.set_xlabel("size of the all-reduce")
+    _draw_legend(panels[len(losses)], counts)
+    for axes in panels[len(losses) + 1 :]:
+        axes.set_axis_off()
+    figure.suptitle("Speed of DLCP, in times that of Gloo at its best: above 1, DLCP is faster", fontweight="bold")
+    figure.supylabel("times Gloo's speed (higher is better)", fontsize=_FONT_POINTS)
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
+
+
+def _draw_line(axes: Axes, line: Sequence[Cell], colour: str, marker: str) -> None:
+    sizes = [cell["megabytes"] for cell in line]
+    middle = [cell["ratio"] for cell in line]
+    low, high = zip(*(cell["ratio_quartiles"] for cell in line), strict=True) if line else ((), ())
+    axes.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.plot(sizes, [cell["ratio_of_means"] for cell in line], color=colour, linestyle=":", linewidth=1)
+    axes.plot(sizes, middle, color=colour, marker=marker, markersize=4, linewidth=1.5)
+
+
+def _label(axes: Axes, cell: Cell, word: str, cells: Sequence[Cell]) -> None:
+    sizes = [each["megabytes"] for each in cells]
+    left = cell["megabytes"] ** 2 < min(sizes) * max(sizes)  # in the left half of a logarithmic axis
+    axes.annotate(
+        f"{word}: {cell['ratio']:.2f}x",
+        (cell["megabytes"], cell["ratio"]),
+        xytext=(6 if left else -6, 9 if word == "best" else -9),
+        textcoords="offset points",
+        ha="left" if left else "right",
+        va="bottom" if word == "best" else "top",
+        fontweight="bold",
+        arrowprops={"arrowstyle": "-", "linewidth": 0.8},
+    )
+
+
+def _set_scales(axes: Axes, cells: Sequence[Cell]) -> None:
+    """Set the axes that all panels share."""
+    every = [cell[kind] for cell in cells for kind in ("ratio", "ratio_of_means")]
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylim(min(0.5, min(every)) / 1.6, max(2.0, max(every)) * 1.6)
+    axes.yaxis.set_major_locator(FixedLocator(_TICKS))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+    axes.xaxis.set_major_locator(FixedLocator([0.001, 0.01, 0.1, 1, 10, 100]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size_words(value).replace(" ", "\N{NO-BREAK SPACE}")))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _draw_legend(axes: Axes, counts: Sequence[int]) -> None:
+    axes.set_axis_off()
+    for count, (colour, marker) in zip(counts, _LINES, strict=False):
+        axes.plot([], [], color=colour, marker=marker, markersize=4, linewidth=1.5, label=f"{count} ranks")
+    axes.plot([], [], color="#555555", linewidth=1.5, label="median of the rounds")
+    axes.fill_between([], [], [], color="#555555", alpha=0.15, linewidth=0, label="middle half of the rounds")
+    axes.plot([], [], color="#555555", linestyle=":", linewidth=1, label="ratio of the means")
+    axes.plot([], [], color="black", linewidth=1, label="1: as fast as Gloo")
+    axes.legend(loc="center", frameon=False)
+
+
+def sentences(kept: dict[str, Any]) -> str:
+    """Return what the sweep found, worst first."""
+    cells = kept["cells"]
+    worst, best = (choose(cells, key=lambda cell: cell["ratio"]) for choose in (min, max))
+    worst_mean = min(cells, key=lambda cell: cell["ratio_of_means"])
+    middle = median(cell["ratio"] for cell in cells)
+    slower = sum(cell["ratio"] < 1 for cell in cells)
+    words = (
+        f"In {len(cells)} combinations of size, number of ranks and random loss, DLCP has between "
+        f"**{worst['ratio']:.2f}** ({_where(worst)}) and {best['ratio']:.2f} times ({_where(best)}) the speed of Gloo "
+        f"at its best; {middle:.2f} in the middle. It is slower in {slower} of them. By means, which rare slow runs "
+        f"raise, the worst is {worst_mean['ratio_of_means']:.2f} ({_where(worst_mean)})."
+    )
+    failed = kept["failed"]
+    return words + (f" Not measured, as a run failed: {', '.join(f'`{name}`' for name in failed)}." if failed else "")
+
+
+def _where(cell: Cell) -> str:
+    loss = f"{cell['loss_percent']:g} % loss" if cell["loss_percent"] else "no loss"
+    return f"{size_words(cell['megabytes'])}, {cell['ranks']} ranks, {loss}"
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Return all cells as a table: ratios of medians and of means, and both times."""
+    counts = sorted({cell["ranks"] for cell in cells})
+    known = {(cell["loss_percent"], cell["megabytes"], cell["ranks"]): cell for cell in cells}
+    lines = ["| Lost | Size | " + " | ".join(f"{count} ranks" for count in counts) + " |"]
+    lines.append("|---:|---:|" + "---:|" * len(counts))
+    for loss, size in sorted({key[:2] for key in known}):
+        row = [known.get((loss, size, count)) for count in counts]
+        words = [_figures(cell) if cell else "" for cell in row]
+        lines.append(f"| {loss:g} % | {size_words(size)} | " + " | ".join(words) + " |")
+    return "\n".join(lines)
+
+
+def _figures(cell: Cell) -> str:
+    times = f"{time_words(cell['dlcp_ms'])}, {time_words(cell['gloo_ms'])}"
+    return f"{cell['ratio']:.2f}x ({cell['ratio_of_means']:.2f}x): {times}"
+
+
+def block(kept: dict[str, Any], way: str, whole: bool) -> str:
+    """Return the text between the marks of a page; ``whole``: with the table."""
+    picture = f"![Speed of DLCP relative to Gloo over size, ranks and loss]({way}sweep.svg)"
+    parts = [picture, textwrap.fill(sentences(kept), 120, break_long_words=False, break_on_hyphens=False)]
+    if whole:
+        runs = [cell["runs"] for cell in kept["cells"]]
+        machine = kept["machine"]
+        parts.append(
+            "Each cell: ratio of the medians (of the means), and the medians of DLCP and of Gloo. "
+            f"{min(runs)} to {max(runs)} rounds on {machine['cores']} cores of {machine['processor']}."
+        )
+        parts.append(table(kept["cells"]))
+    return "\n" + "\n\n".join(parts) + "\n\n"
+
+
+def fill(page: Path, text: str, kept: dict[str, Any]) -> str:
+    """Return a page's text with its block as the sweep has it."""
+    words = block(kept, PAGES[page], whole=page.name == "benchmarks.md")
+    return _BLOCK.sub(lambda marks: marks[1] + words + marks[2], text)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["-"]:
+        print(draw(json.loads(KEPT.read_text())["cells"]), end="")
+    else:
+        if sys.argv[1:]:
+            made = keep([json.loads(Path(name).read_text()) for name in sys.argv[1:]])
+            KEPT.write_text(json.dumps(made, indent=1) + "\n")
+        made = json.loads(KEPT.read_text())
+        (HERE / "sweep.svg").write_text(draw(made["cells"]))
+        for page in PAGES:
+            page.write_text(fill(page, page.read_text(), made))
+        print(sentences(made))
