@@ -73,7 +73,7 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     table = np.array([reported_bps[rank] for rank in ranks], float)
     seen = table.diagonal().copy()
     np.fill_diagonal(table, 0)
-    clear = (table <= 0).all(axis=0)
+    clear: NDArray[np.bool_] = np.all(table <= 0, axis=0)
     table = np.abs(table)
     # The median, for one sender's own trouble says nothing about the receiver.
     rates = np.array([np.median(column[column > 0]) if (column > 0).any() else 0.0 for column in table.T])

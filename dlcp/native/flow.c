@@ -126,9 +126,11 @@ double flow_stalled_s(const engine *owner, const flow *self) {
 /* Find what of packets that were sent together is lost; return whether all of them are settled. */
 static int lose_run(const engine *owner, flow *self, const run *sent, search *within) {
     outgoing *message = sent->message;
-    double sent_s = sent->sent_s;
-    uint32_t count = sent->packets ? sent->packets : 1, k = 0;
-    for (; k < count && sent_s < within->newest_s; k++, sent_s += STAMP_S) {
+    uint32_t count = sent->packets ? sent->packets : 1;
+    for (uint32_t k = 0; k < count; k++) {
+        double sent_s = sent->sent_s + k * STAMP_S;
+        if (sent_s >= within->newest_s)
+            return 0;
         uint32_t index = sent->packets ? message->order[sent->first + k] : sent->first;
         /* One that was sent again since then has a run of its own. */
         if (message->state[index] != FLYING || message->sent_s[index] != sent_s)
@@ -140,7 +142,7 @@ static int lose_run(const engine *owner, flow *self, const run *sent, search *wi
         outgoing_lost(owner, self, message, index);
         within->lost++;
     }
-    return k == count;
+    return 1;
 }
 
 static search lose_until(const engine *owner, flow *self, run_queue *sent, double until_s, double newest_s) {
@@ -362,12 +364,13 @@ static void note_sent(const engine *owner, flow *self, outgoing *message, const 
     double stamp_s = fmax(now_s, self->stamped_s + STAMP_S);
     if (!again)
         note_run(sent, (run){stamp_s, message, (uint32_t)message->next, (uint32_t)count});
-    for (int64_t k = 0; k < count; k++, stamp_s += STAMP_S) {
+    for (uint32_t k = 0; k < count; k++) {
         uint32_t index = packets[k];
+        self->stamped_s = stamp_s + k * STAMP_S;
         if (again)
-            note_run(sent, (run){stamp_s, message, index, 0});
+            note_run(sent, (run){self->stamped_s, message, index, 0});
         message->state[index] = FLYING;
-        message->sent_s[index] = self->stamped_s = stamp_s;
+        message->sent_s[index] = self->stamped_s;
         message->path[index] = (uint8_t)way;
     }
     if (again) {
@@ -385,7 +388,7 @@ static void note_sent(const engine *owner, flow *self, outgoing *message, const 
     self->paths[way].sent += count;
     self->path_last = way;
     message->active_s = message->last_sent_s = self->sent_last_s = now_s;
-    message->last_queue = message->tags[packets[count - 1]][1] >> 5;
+    message->last_queue = message->tags[packets[0]][1] >> 5; /* a burst is of one queue */
     self->lossy_packets = self->lossy_packets > count ? self->lossy_packets - count : 0;
     outgoing_expect(owner, self, message);
     self->paced_s = fmax(self->paced_s, now_s - owner->config.pace_turn_s) + (double)count / self->pace;

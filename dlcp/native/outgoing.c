@@ -104,7 +104,6 @@ static int question_follows(const flow *to, const outgoing *self) {
 }
 
 static void ask(engine *owner, flow *to, outgoing *self, double now_s) {
-    int follows = question_follows(to, self);
     if (self->probes_unanswered > 1)
         engine_event(owner, EVENT_TIMEOUT, to->peer, now_s);
     /* The last question but one: an answer may be late, but what left before that is not on its way any more. */
@@ -120,7 +119,7 @@ static void ask(engine *owner, flow *to, outgoing *self, double now_s) {
     int64_t bytes = HEADER_BYTES + (self->to_send < self->packets ? QUESTION_BYTES : question[0]);
     int tos = (int)owner->config.control_tos;
     int64_t way = path_for_control(to);
-    if (follows) { /* in the same queue, or it would overtake what it is about */
+    if (self->flying) { /* behind it, or the question would overtake what it is about, in a queue that grows, say */
         datagram[2] = (uint8_t)(self->last_queue << 5);
         tos = to->service[self->last_queue][0];
         way = to->path_last;
@@ -335,7 +334,8 @@ static void send_again(outgoing *self, uint32_t index) {
 void outgoing_lost(const engine *owner, flow *to, outgoing *self, uint32_t index) {
     path *way = &to->paths[self->path[index]];
     to->lossy_packets = owner->config.lossy_packets;
-    if (self->tags[index][0] & RETRANSMISSION && to->marked_s >= self->sent_s[index])
+    if (self->tags[index][0] & RETRANSMISSION &&
+        to->marked_s >= self->sent_s[index] - owner->config.probe_timeout_max_s)
         to->backoff = fmin(to->backoff * 2, BACKOFF_MAX);
     self->flying--;
     to->flying--;

@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass, field
 
 from dlcp.transport.congestion import RateControl
-from dlcp.transport.idle_path import QUEUE_MIN_S
 from dlcp.transport.engine import Reported
+from dlcp.transport.idle_path import QUEUE_MIN_S
 from dlcp.transport.messages import MessageKey
 from dlcp.transport.native_engine import Flow
 from dlcp.transport.promise import Receiving, Sending

@@ -166,7 +166,8 @@ def test_it_is_deferred_only_while_that_brings_the_accuracy_sooner(monkeypatch, 
         why = ranks.tuners[0].advice.choices[-1].why
         last_of[phase] = chosen[-1], sum(deferred[-3:]) > 0, why, float(np.median(seconds[-5:]))
     assert [found[:2] for found in last_of.values()] == [(bound, bound > 0), (0.0, False), (bound, bound > 0)]
-    assert all("rank 2 takes in 3" in why for _, _, why, _ in last_of.values())
+    # Three times more slowly, or what is left of the others' packets for a port to which half is not sent.
+    assert all(re.match(r"rank 2 takes in [345]\.", why) for _, _, why, _ in last_of.values()), last_of
     if not bound:
         assert all("deferral has not been allowed" in why for _, _, why, _ in last_of.values())
         return

@@ -72,7 +72,10 @@ def test_packets_leave_with_their_type_of_service(pair):
     endpoint.send(SendRequest(1, KEY, memoryview(bytes(5000)), plain_tags(4), LossBound(0.5), "layer"))
     # Queue 4, droppable, ECN-capable: DSCP 100 1 11, ECN 10.
     assert {tos for _, tos in packets(bare, PacketType.DATA, 4)} == {0b10011110}
-    assert {tos for _, tos in packets(bare, PacketType.PROBE)} == {wire.dscp(7, False) << 2}
+    # A probe is behind what it asks about, and must not be dropped.
+    assert {tos for _, tos in packets(bare, PacketType.PROBE)} == {wire.dscp(4, False) << 2}
+    endpoint.call(endpoint.greet_all)
+    assert {tos for _, tos in packets(bare, PacketType.HELLO)} == {wire.dscp(7, False) << 2}
 
 
 def test_marks_on_the_way_are_counted_and_echoed(pair):
