@@ -107,7 +107,7 @@ API flow *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, 
     one->pace = INFINITY;
     one->clocks_us = -1;
     one->ack_due_s = one->report_due_s = one->overtaken_due_s = one->look_s = INFINITY;
-    one->stamped_s = one->marked_s = -INFINITY;
+    one->stamped_s = -INFINITY;
     for (int queue = 0; queue < QUEUES; queue++)
         one->newest_delivered_s[queue] = -1;
     self->flow_of_rank[rank] = peer;

@@ -295,7 +295,6 @@ struct flow {
     double reported_s, report_due_s;          /* infinity if there is nothing to report */
     double disorder, sent_last_s;
     double backoff;   /* by how much later than otherwise packets count as lost: 1, or more if those sent again are */
-    double marked_s;  /* when it last became known that packets have arrived marked */
     double stamped_s; /* the latest time with which a packet was marked: each is later than the one before */
     double rtt_min_s; /* the shortest round trip so far; 0: not known */
     double response_s, response_variation_s; /* round trip until this side has seen the answer, and its deviation */

@@ -81,7 +81,7 @@ static void report_times(flow *self, event *news) {
 }
 
 /* By how much a packet may arrive later than one that was sent after it. Where packets that are sent again get lost
- * again while others are marked, a queue stays full: to send them sooner would only have more of them dropped. */
+ * again, a queue stays full: to send them sooner would only have more of them dropped. */
 double flow_reordering_s(const engine *owner, const flow *self) {
     double rtt_s = self->smoothed_rtt_s > 0 ? self->smoothed_rtt_s : owner->config.initial_rtt_s;
     return fmin(rtt_s * self->disorder * self->backoff, owner->config.probe_timeout_max_s);
@@ -620,8 +620,6 @@ void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagra
         return;
     }
     int64_t marked = marked_since(&self->marked_seen, (uint32_t)header_count(datagram));
-    if (marked)
-        self->marked_s = now_s;
     uint64_t sampled = 0;
     outgoing *taken[DATAGRAM_MAX / ACK_ENTRY_BYTES + 1];
     int64_t taken_count = 0;

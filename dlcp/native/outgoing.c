@@ -11,9 +11,10 @@
 enum { NONE = 0xFFFFFFFF };
 /* Packets may be later by this factor than any was lately. */
 static const double LATER = 1.5;
-/* A flow's backoff doubles when a packet that was sent again is lost beside marks, and shrinks by this when one
- * arrives: it grows where more than a fifth of them are lost. */
-static const double BACKOFF_DECAY = 0.84, BACKOFF_MAX = 64;
+/* Where a window is no larger than this, it cannot shrink any more as fast as congestion asks. Then a flow's backoff
+ * doubles when a packet that was sent again is lost, and shrinks by a factor when one arrives: it grows where more than
+ * a seventh of them are lost. */
+static const double BACKOFF_WINDOW = 8, BACKOFF_DECAY = 0.9, BACKOFF_MAX = 64;
 
 outgoing *outgoing_find(flow *to, int64_t step, int64_t message) {
     for (int64_t k = 0; k < to->message_count; k++)
@@ -334,8 +335,7 @@ static void send_again(outgoing *self, uint32_t index) {
 void outgoing_lost(const engine *owner, flow *to, outgoing *self, uint32_t index) {
     path *way = &to->paths[self->path[index]];
     to->lossy_packets = owner->config.lossy_packets;
-    if (self->tags[index][0] & RETRANSMISSION &&
-        to->marked_s >= self->sent_s[index] - owner->config.probe_timeout_max_s)
+    if (self->tags[index][0] & RETRANSMISSION && to->window <= BACKOFF_WINDOW)
         to->backoff = fmin(to->backoff * 2, BACKOFF_MAX);
     self->flying--;
     to->flying--;
