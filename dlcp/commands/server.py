@@ -11,6 +11,7 @@ from pathlib import Path
 from dlcp.collectives.parameter_server import ParameterServer, ServerOptions
 from dlcp.commands.common import add_loss_bound, refuse
 from dlcp.dtypes import ValueType
+from dlcp.error_text import describe
 from dlcp.transport import Endpoint, LossBound, TransportError, TransportOptions, bind_socket, parse_address
 from dlcp.transport.options import CONGESTION
 
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"server ready at {arguments.bind} for {len(workers)} workers", flush=True)
     stopped.wait()
     error = server.failed.exception() if server.failed.done() else None
-    endpoint.close(str(error) if error else None)
+    endpoint.close(describe(error) if error else None)
     if arguments.report is not None:
         arguments.report.write_text(json.dumps({"ledger": server.ledger.summary()}), encoding="utf-8")
     if isinstance(error, TransportError) or error is None:

@@ -24,6 +24,7 @@ from dlcp.collectives import Residual
 from dlcp.collectives.message_numbers import broadcast_number
 from dlcp.collectives.reduction_rules import check_samples, weigh
 from dlcp.collectives.shards import binomial_tree
+from dlcp.error_text import describe
 from dlcp.ledger import Ledger
 from dlcp.session.buckets import Buckets, FillingBucket, Gradient
 from dlcp.session.joining import Agreement, NotJoinedError
@@ -94,7 +95,7 @@ class StoreFallback(Fallback):
             total = self.channel(f"average of bucket {pending.sequence}").add(values)
             bucket.values[:] = bucket.value_type.narrow(total / total.dtype.type(self._size))
         except Exception as problem:
-            session.fail(f"step {pending.step}: {pending.label} is not averaged: {problem}")
+            session.fail(f"step {pending.step}: {pending.label} is not averaged: {describe(problem)}")
         else:
             session.table.finish(pending)
 

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from dlcp.collectives import Bucket, RankContext, Reducer, Residual, make_reducer
 from dlcp.collectives.partial_result import PartialResult, RecoveryChannel
 from dlcp.collectives.reduction_rules import check_samples
+from dlcp.error_text import describe
 from dlcp.ledger import Ledger
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
 from dlcp.session.options import Options
@@ -639,11 +640,11 @@ class TrainingSession:
     def _recover(self, error: BaseException) -> None:
         assert self.endpoint
         if self.timeline is not None:
-            self.timeline.note("left", self.table.step, 0, str(error))
+            self.timeline.note("left", self.table.step, 0, describe(error))
         try:
-            self.endpoint.close(str(error))  # nothing is written into any bucket after this
+            self.endpoint.close(describe(error))  # nothing is written into any bucket after this
             if not self._recoverable or isinstance(error, RankEndedError):
-                self.fail(str(error))
+                self.fail(describe(error))
                 return
             from dlcp.session.recovery import Recovery
 
@@ -652,7 +653,8 @@ class TrainingSession:
             self.fail(str(hanging))
         except Exception as problem:
             log.debug("recovery failed", exc_info=True)
-            self.fail(f"{error}; and {self.fallback.name} cannot take over: {problem}")
+            why, problem_text = describe(error), describe(problem)
+            self.fail(f"{why}; and {self.fallback.name} cannot take over: {problem_text}")
 
     def partial_results(self) -> list[PartialResult]:
         """Return what this rank holds of buckets that the reducer has not finished."""

@@ -55,6 +55,7 @@ from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
 from dlcp.collectives import Bucket
+from dlcp.error_text import describe
 from dlcp.session.options import Options
 from dlcp.session.session import PendingBucket, TrainingSession
 from dlcp.torch.deferral import Guard, PartialStep
@@ -274,7 +275,7 @@ class CrossStep(Optimizer):
             for layers in self._groups:
                 layers.leave_exported()
             failed = self._pending.failed
-            self._averager.close(reason or (str(failed) if failed else None))
+            self._averager.close(reason or (describe(failed) if failed else None))
 
     # Gradients on their way out ---------------------------------------------------------------------------------------
 
@@ -645,7 +646,7 @@ class PendingUpdates:
 
     def _failure(self, layers: LayerGroup, error: BaseException) -> TransportError:
         kind = type(error) if isinstance(error, TransportError) else TransportError
-        self.failed = kind(f"{self._where} has no average of {layers.label}: {error}")
+        self.failed = kind(f"{self._where} has no average of {layers.label}: {describe(error)}")
         self.failed.__cause__ = error
         return self.failed
 

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dlcp.collectives import Bucket, Residual
 from dlcp.dtypes import ValueType
+from dlcp.error_text import describe
 from dlcp.session.addresses import OwnAddresses, bind
 from dlcp.session.joining import Agreement, join
 from dlcp.session.options import Options
@@ -173,7 +174,7 @@ class FrameworkFallback(Fallback):
             try:
                 host.copy_(done.value())
             except Exception as error:
-                session.fail(f"step {pending.step}: {pending.label} is not averaged: {error}")
+                session.fail(f"step {pending.step}: {pending.label} is not averaged: {describe(error)}")
             else:
                 session.table.finish(pending)
 
