@@ -17,7 +17,7 @@ import dlcp.session
 from dlcp.collectives.reduction_rules import SUM
 from dlcp.mxnet.engine import memory, push
 from dlcp.session import Group, Options
-from dlcp.session.group import reason_of_exit
+from dlcp.session.session import reason_of_exit
 
 NAME: Final = "dist_dlcp"
 """What to ask MXNet for; trainers leave a store out that has no ``dist`` in its name."""

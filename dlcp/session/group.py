@@ -4,7 +4,6 @@
 import atexit
 import contextlib
 import logging
-import sys
 import threading
 import time
 from collections import Counter
@@ -37,6 +36,8 @@ from dlcp.session.session import (
     PendingBucket,
     RankEndedError,
     TrainingSession,
+    reason_of,
+    reason_of_exit,
 )
 from dlcp.session.store import Store, StoreChannel, StoreError, ended_key
 from dlcp.suggestion import closest
@@ -500,16 +501,7 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(_reason(self.rank, error))
-
-
-def reason_of_exit(rank: int) -> str | None:
-    """Return what to tell the other ranks when this process ends by an exception that nobody has caught."""
-    return _reason(rank, getattr(sys, "last_value", None))
-
-
-def _reason(rank: int, error: BaseException | None) -> str | None:
-    return f"rank {rank} gives up: {error!r}" if error else None
+        self.close(reason_of(self.rank, error))
 
 
 def _compare_names(mine: list[str], theirs: list[str], rank: int, other: int) -> None:

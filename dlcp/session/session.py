@@ -12,6 +12,7 @@ The session is the same for all frameworks. What turns their gradients into buck
 """
 
 import logging
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.closing import ExitCallback
 from dlcp.collectives import Bucket, RankContext, Reducer, Residual, make_reducer
 from dlcp.collectives.partial_result import PartialResult, RecoveryChannel
 from dlcp.collectives.reduction_rules import check_samples
@@ -34,6 +36,7 @@ from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_
 from dlcp.session.options import Options
 from dlcp.tags import Segment, Tagger
 from dlcp.transport import DeadlineError, Endpoint, PeerHangsError, PeerSilentError, TransportError
+from dlcp.transport.errors import PeerLeftError
 from dlcp.transport.shared_memory import EXPORT_BYTES
 
 if TYPE_CHECKING:  # loaded when options ask for it
@@ -247,6 +250,16 @@ class Fallback(ABC):
         """Release what it holds."""
 
 
+def reason_of_exit(rank: int) -> str | None:
+    """Return what to tell the other ranks when this process ends by an exception that nobody has caught."""
+    return reason_of(rank, getattr(sys, "last_value", None))
+
+
+def reason_of(rank: int, error: BaseException | None) -> str | None:
+    """Return what to tell the other ranks when this one ends by an error; None without one."""
+    return f"rank {rank} gives up: {error!r}" if error else None
+
+
 class TrainingSession:
     """Averages the buckets of one model or group. A step must be finished on this rank before its next one begins.
 
@@ -314,6 +327,7 @@ class TrainingSession:
         self._recovery: threading.Thread | None = None
         self._closing = threading.Event()
         self._snapshots: SnapshotWriter | None = None
+        self._exit: ExitCallback | None = None
 
     # Joining ----------------------------------------------------------------------------------------------------------
 
@@ -351,6 +365,7 @@ class TrainingSession:
     def use(self, endpoint: Endpoint, make: "Callable[[Settings | None], Reducer]") -> None:
         """Average with DLCP from now on, by what ``make`` returns for an autotuner's settings, or None without one."""
         self.endpoint, self._make = endpoint, make
+        self._exit = ExitCallback(self.leave_at_exit)
         if self.table.meter is not None:
             endpoint.on_message = self.table.meter.on_message
         self._reducer = make(self.autotuner.settings if self.autotuner else None)
@@ -643,7 +658,7 @@ class TrainingSession:
             self.timeline.note("left", self.table.step, 0, describe(error))
         try:
             self.endpoint.close(describe(error))  # nothing is written into any bucket after this
-            if not self._recoverable or isinstance(error, RankEndedError):
+            if not self._recoverable or isinstance(error, RankEndedError | PeerLeftError):
                 self.fail(describe(error))
                 return
             from dlcp.session.recovery import Recovery
@@ -689,10 +704,24 @@ class TrainingSession:
         for pending in failed:
             pending.fail(error)
 
+    def leave_at_exit(self) -> None:
+        """Leave the other ranks because this process ends, or its process group: they may still wait for averages.
+
+        A script need not close its session. Without this, what they have not confirmed would end with the process.
+        """
+        with self.table.changed:
+            waiting = bool(self.table.pending) and self.phase is SessionPhase.READY
+        reason = reason_of_exit(self.rank)
+        if reason is None and waiting:
+            reason = f"rank {self.rank}: its process ends in the middle of step {self.table.step}"
+        self.close(reason)
+
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
         if self.phase is SessionPhase.CLOSED:
             return
+        if self._exit is not None:
+            self._exit.cancel()
         with self.table.changed:
             self._closing.set()
             recovery = self._recovery

@@ -59,7 +59,7 @@ from dlcp.error_text import describe
 from dlcp.session.options import Options
 from dlcp.session.session import PendingBucket, TrainingSession
 from dlcp.torch.deferral import Guard, PartialStep
-from dlcp.torch.framework import OrderedFallback, agreement_of
+from dlcp.torch.framework import OrderedFallback, agreement_of, leave_with_group
 from dlcp.torch.hook import State
 from dlcp.torch.layers import LayerGroup, layer_groups
 from dlcp.torch.profiling import profiled
@@ -484,6 +484,7 @@ class LayerAverager:
         )
         export_bytes = ExportedMemory.needed(layers.host_bytes for layers in groups)
         self._session.join(agreement, call="dlcp.torch.cross_step", export_bytes=export_bytes)
+        leave_with_group(self._session, group)
         if endpoint := self._session.endpoint:
             for layers in groups:
                 memory = endpoint.exported.take(layers.host_bytes)

@@ -2,9 +2,11 @@
 """What a session takes from PyTorch: a store to agree over, an all-reduce to fall back to, Gloo to recover over."""
 
 import contextlib
+import functools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -33,6 +35,8 @@ from dlcp.transport import Endpoint, PeerAbortedError, PeerSilentError
 log = logging.getLogger("dlcp")
 
 TensorFuture = torch.futures.Future[torch.Tensor]
+_sessions: "weakref.WeakKeyDictionary[TrainingSession, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
+"""The sessions of this process, and the process groups of their ranks."""
 _calls: dict[str, int] = {}
 
 # Agreeing and joining -------------------------------------------------------------------------------------------------
@@ -48,6 +52,31 @@ def agreement_of(group: dist.ProcessGroup | None, options: Options) -> Agreement
         name = f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     number = _calls[name] = _calls.get(name, -1) + 1
     return _agreement(PrefixStore(f"{name}/{number}", store), dist.get_rank(group), len(ranks), options)
+
+
+def leave_with_group(session: TrainingSession, group: dist.ProcessGroup | None) -> None:
+    """Let a session leave the other ranks before its process group is destroyed: a process may end right after that."""
+    _sessions[session] = group or dist.group.WORLD
+    for module in (dist, dist.distributed_c10d):
+        original = module.destroy_process_group
+        if not hasattr(original, "leaves_sessions"):
+            module.destroy_process_group = _leaving_first(original)
+
+
+def _leaving_first(original: Callable[..., None]) -> Callable[..., None]:
+    """Return ``destroy_process_group`` with what sessions have to do before."""
+
+    @functools.wraps(original)
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        everything = group is None or group is dist.group.WORLD
+        for session, its_group in list(_sessions.items()):
+            if everything or its_group is group:
+                del _sessions[session]
+                session.leave_at_exit()
+        original(group)
+
+    destroy_process_group.leaves_sessions = True  # type: ignore[attr-defined]  # so that it is not replaced again
+    return destroy_process_group
 
 
 def _agreement(store: Store, rank: int, size: int, options: Options) -> Agreement:

@@ -23,7 +23,14 @@ from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
 from dlcp.session.session import Fallback, TrainingSession
 from dlcp.tags import Layer, Segment, Tagger, layers_in_order
-from dlcp.torch.framework import FrameworkFallback, StagedBucket, TensorFuture, add_residual, agreement_of
+from dlcp.torch.framework import (
+    FrameworkFallback,
+    StagedBucket,
+    TensorFuture,
+    add_residual,
+    agreement_of,
+    leave_with_group,
+)
 from dlcp.torch.profiling import profiled
 from dlcp.torch.staging import VALUE_TYPES, Staged, Stager, stager_for
 from dlcp.transport import Endpoint, TransportError
@@ -185,6 +192,7 @@ class State:
         except NotJoinedError:
             self.close()
             raise
+        leave_with_group(self._session, group)
         return self._session
 
     @property

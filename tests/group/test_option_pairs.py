@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every pair of options either trains, with equal replicas on a network that loses packets, or is refused by name."""
 
-import ctypes
 import itertools
 import random
-import socket
-import struct
 from contextlib import contextmanager
 from importlib.util import find_spec
 
@@ -16,6 +13,7 @@ from dlcp.collectives.parameter_server import ParameterServer, ServerOptions
 from dlcp.dtypes import ValueType
 from dlcp.session import Options
 from dlcp.transport import Endpoint, LossBound, TransportOptions, bind_socket
+from tests.faults.lossy_sockets import lossy_endpoints
 from tests.group.group_ranks import together
 from tests.transport.free_ports import free_udp_ports
 
@@ -24,7 +22,6 @@ STEPS = 6
 """Deferral leaves the first three steps whole."""
 SHAPES = {"front.weight": (70, 100), "front.bias": (100,), "back.weight": (100, 60)}
 LOSS = 0.05
-SO_ATTACH_FILTER = 26
 TOKEN = 7
 
 VALUES = {
@@ -122,29 +119,9 @@ def _gain(missing, names, chosen, name, place):
     return sum(tuple(pair) in missing for pair in pairs)
 
 
-def lose_packets(sock):
-    """Let the kernel drop packets at random before they come into a socket."""
-    instructions = [
-        (0x20, 0, 0, 0xFFFFF000 + 56),  # load a random number (SKF_AD_RANDOM)
-        (0x25, 1, 0, 0xFFFFFFFF - int(LOSS * 0xFFFFFFFF)),  # greater: drop
-        (0x06, 0, 0, 0xFFFFFFFF),  # accept
-        (0x06, 0, 0, 0),  # drop
-    ]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in instructions))
-    sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", len(instructions), ctypes.addressof(code)))
-
-
 @pytest.fixture(autouse=True)
 def lossy_network(monkeypatch):
-    original = Endpoint.__init__
-
-    def begin(endpoint, rank, sock, *arguments, **named):
-        lose_packets(sock)
-        original(endpoint, rank, sock, *arguments, **named)
-        for each in endpoint._further:
-            lose_packets(each)
-
-    monkeypatch.setattr(Endpoint, "__init__", begin)
+    monkeypatch.setattr(Endpoint, "__init__", lossy_endpoints(LOSS))
 
 
 def gradients(rank, step, value_type):
