@@ -60,7 +60,7 @@ from dlcp.session.options import Options
 from dlcp.session.session import PendingBucket, TrainingSession
 from dlcp.torch.deferral import Guard, PartialStep
 from dlcp.torch.framework import OrderedFallback, agreement_of, leave_with_group
-from dlcp.torch.hook import State
+from dlcp.torch.hook import State, refuse_sparse
 from dlcp.torch.layers import LayerGroup, layer_groups
 from dlcp.torch.profiling import profiled
 from dlcp.torch.staging import Staged, Stager, stager_for
@@ -407,6 +407,7 @@ def cross_step(
     elif options is not None:
         state.options = options
     refuse_whole_steps(state.options)
+    refuse_sparse(model)
     return CrossStep(model, optimizer, state, group, group_bytes)
 
 

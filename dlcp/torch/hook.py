@@ -388,12 +388,13 @@ def enable(model: torch.nn.Module, options: Options | None = None, *, state: Sta
     TypeError
         The model is neither.
     ValueError
-        A parameter is of a type or on a device that cannot be exchanged, or FSDP2 cannot do what is asked for; the
-        message names it.
+        A parameter is of a type or on a device that cannot be exchanged, or has sparse gradients, or FSDP2 cannot do
+        what is asked for; the message names it.
     NotJoinedError
         Not all ranks can use DLCP, and ``options.fallback`` is off. Otherwise all of them train as they would without.
     """
     plain = model.module if isinstance(model, DistributedDataParallel) else model
+    refuse_sparse(plain)
     for name, parameter in plain.named_parameters():
         if parameter.requires_grad and (
             parameter.dtype not in VALUE_TYPES or parameter.device.type not in ("cpu", "cuda")
@@ -412,6 +413,18 @@ def enable(model: torch.nn.Module, options: Options | None = None, *, state: Sta
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(state, hook)
     return state
+
+
+def refuse_sparse(model: torch.nn.Module) -> None:
+    """Raise ValueError if a model has sparse gradients, which no bucket of DDP's holds; found as DDP finds them."""
+    for name, module in model.named_modules():
+        kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
+        if isinstance(module, kinds) and module.sparse and module.weight.requires_grad:
+            weight = f"{name}.weight".removeprefix(".")
+            raise ValueError(
+                f"parameter {weight} has sparse gradients (sparse=True), and DLCP exchanges dense ones only: set "
+                "sparse=False, or leave the gradients of this model to the framework"
+            )
 
 
 def segments_of(bucket: GradBucket, layers: dict[int, Layer]) -> Sequence[Segment]:

@@ -74,6 +74,25 @@ def with_a_hook(worker):
     train(model)
 
 
+def sparse(worker):
+    """A model with sparse gradients, and beside it one without."""
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    words = DistributedDataParallel(nn.EmbeddingBag(20, 4, sparse=True))
+    optimizer = torch.optim.SGD(words.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        words(torch.tensor([[1, 2], [worker.rank + 3, 4]])).sum().backward()
+        optimizer.step()
+    train(DistributedDataParallel(make()), 2)
+    return words.module.weight.sum().item()
+
+
+def sparse_measured(worker):
+    return in_session(worker, sparse, TrainPlan(measure_steps=6))
+
+
 def joining(worker):
     from torch.nn.parallel import DistributedDataParallel
 
@@ -114,6 +133,7 @@ SCRIPTS = {
     "sharding": sharding,
     "with a hook": with_a_hook,
     "joining": joining,
+    "sparse": sparse,
     "two models": two_models,
     "subclassed": subclassed,
     "without a model": without_a_model,
@@ -165,6 +185,23 @@ def test_what_cannot_be_taken_over_is_left_alone_and_said(ranks, script, why):
         assert not model["on"]
         assert why in model["note"]
     assert "leaves Sequential (2,762 parameters) alone" in ranks[0][script][2]
+
+
+def test_a_model_with_sparse_gradients_is_left_alone_and_the_rest_trains(ranks):
+    for found in ranks:
+        value, report, _ = found["sparse"]
+        assert isinstance(value, float), value
+        assert value == ranks[0]["sparse"][0]
+        words, dense = report["models"]
+        assert (dense["on"], dense["steps"], words["on"]) == (True, 2, False)
+        assert "weight has sparse gradients" in words["note"]
+    assert "leaves EmbeddingBag (80 parameters) alone: parameter weight has sparse gradients" in ranks[0]["sparse"][2]
+
+
+def test_a_model_with_sparse_gradients_is_not_measured():
+    for error, report in values(launch(2, sparse_measured)):
+        assert isinstance(error, float), error
+        assert report["measured"]["model"] == "Sequential"
 
 
 def test_every_model_has_its_own_account(ranks):
