@@ -44,13 +44,18 @@ class ExitCallback:
 
             util.Finalize(None, self._run, exitpriority=0)
 
+    @property
+    def is_fork(self) -> bool:
+        """Whether this is another process, forked since: it has no threads of those that were there."""
+        return os.getpid() != self._process
+
     def cancel(self) -> None:
         """Let the process end without the call."""
         self._is_due = False
         atexit.unregister(self._run)
 
     def _run(self) -> None:
-        if self._is_due and os.getpid() == self._process:
+        if self._is_due and not self.is_fork:
             self._is_due = False
             self._function()
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A group of ranks that averages gradients, whatever framework they come from: parameters by name, values in NumPy."""
 
-import atexit
 import contextlib
 import logging
 import threading
@@ -19,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.closing import ExitCallback
 from dlcp.collectives import Residual
 from dlcp.collectives.message_numbers import broadcast_number
 from dlcp.collectives.reduction_rules import check_samples, weigh
@@ -162,7 +162,7 @@ class Group:
         self._closed = False
         self._limit_s = PATIENCE * options.deadline_s
         self._writer = ThreadPoolExecutor(1, "dlcp-group")
-        atexit.register(self._at_exit)
+        self._exit = ExitCallback(self._at_exit)
 
     def join(self, master: str) -> None:
         """Open this rank's endpoint together with the other ranks; :func:`dlcp.session.join` does that."""
@@ -465,6 +465,8 @@ class Group:
         Rank 0, whose process has the ranks' store, waits for the others to leave too: for ``options.deadline_s`` at
         most, or with a ``reason`` until they are likely to know it.
         """
+        if self._exit.is_fork:  # which has none of the threads, and must not take the job's part
+            return
         with self._lock:
             if self._closed:
                 return
@@ -473,7 +475,7 @@ class Group:
                 self._timer.cancel()
             if self._buckets:
                 self._buckets.fail(TransportError(f"rank {self.rank} has closed its group"))
-        atexit.unregister(self._at_exit)
+        self._exit.cancel()
         if self._session and self._store:
             with contextlib.suppress(StoreError):
                 self._store.leave(ended_key(self.rank), reason or CLOSED)

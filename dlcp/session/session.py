@@ -327,7 +327,7 @@ class TrainingSession:
         self._recovery: threading.Thread | None = None
         self._closing = threading.Event()
         self._snapshots: SnapshotWriter | None = None
-        self._exit: ExitCallback | None = None
+        self._exit = ExitCallback(self.leave_at_exit)
 
     # Joining ----------------------------------------------------------------------------------------------------------
 
@@ -365,7 +365,6 @@ class TrainingSession:
     def use(self, endpoint: Endpoint, make: "Callable[[Settings | None], Reducer]") -> None:
         """Average with DLCP from now on, by what ``make`` returns for an autotuner's settings, or None without one."""
         self.endpoint, self._make = endpoint, make
-        self._exit = ExitCallback(self.leave_at_exit)
         if self.table.meter is not None:
             endpoint.on_message = self.table.meter.on_message
         self._reducer = make(self.autotuner.settings if self.autotuner else None)
@@ -718,10 +717,9 @@ class TrainingSession:
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
-        if self.phase is SessionPhase.CLOSED:
+        if self.phase is SessionPhase.CLOSED or self._exit.is_fork:
             return
-        if self._exit is not None:
-            self._exit.cancel()
+        self._exit.cancel()
         with self.table.changed:
             self._closing.set()
             recovery = self._recovery

@@ -94,6 +94,7 @@ class ScriptSession:
     def __init__(self, plan: TrainPlan) -> None:
         self.plan = plan
         self.models: list[Model] = []
+        self._process = os.getpid()
         self._measurement: Measurement | None = None
         self._not_measured: set[str] = set()
         """Why models are left alone where one is to be measured."""
@@ -113,6 +114,8 @@ class ScriptSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._watch.__exit__()
+        if os.getpid() != self._process:  # a fork of the script has ended: the rank goes on, and reports itself
+            return
         failure = _failure(error)
         if self._measurement:
             self._measurement.close(failure)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``dlcp train`` does to a script's models, in real ranks over 127.0.0.1."""
 
+import os
+
 import pytest
 
 from dlcp.train import headroom
-from dlcp.train.launcher import TrainPlan
+from dlcp.train.launcher import TrainPlan, read_reports
+from dlcp.train.worker import KILLED, ScriptSession
 from tests.torch.workers import launch, values
 from tests.train.scripts import in_session, make, plain_script, train
 from tests.transport.free_ports import free_port, free_udp_ports
@@ -304,6 +307,21 @@ def test_a_script_that_fails_is_reported_and_its_error_goes_on():
 
 def falling_back(worker):
     return in_session(worker, enabling_itself), in_session(worker, plain_script)
+
+
+def test_a_fork_that_ends_leaves_the_report_to_the_rank(tmp_path):
+    with ScriptSession(TrainPlan(reports=str(tmp_path))) as session:
+        child = os.fork()
+        if not child:
+            try:
+                session.__exit__(SystemExit, SystemExit(3), None)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        (report,) = read_reports(tmp_path)
+        assert report["error"] == KILLED, "what holds until the rank itself reports"
+    (report,) = read_reports(tmp_path)
+    assert report["error"] is None
 
 
 def test_a_fallback_is_reported_even_where_the_script_closes_its_state():
