@@ -42,6 +42,7 @@ each rank's own.
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -70,6 +71,8 @@ from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 GROUP_BYTES = 4 << 20
 """Parameters are exchanged in groups of at least this size, larger ones away from the input. Chosen by us: 3 ms on a
 path of 10 Gbit/s, where smaller ones cost more processor time than they save waiting."""
+_open: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
+"""Models that are trained by an optimizer of :func:`cross_step` that has not been closed."""
 GRACE_S = 5.0
 """How much longer than the transport a layer is waited for: the transport knows better what is wrong."""
 
@@ -97,6 +100,8 @@ class CrossStep(Optimizer):
         group: dist.ProcessGroup | None,
         group_bytes: int,
     ) -> None:
+        if model in _open:
+            raise RuntimeError("cross_step has taken this model over already: close() that optimizer first")
         # Not Optimizer.__init__: param_groups, state, defaults and hooks are those of `inner`, see __getattr__.
         self.inner = optimizer
         self.traffic = traffic
@@ -118,6 +123,8 @@ class CrossStep(Optimizer):
             for layers in self._groups
             for member in layers.members
         ]
+        _open.add(model)
+        self._model = weakref.ref(model)
         self._hooks.append(optimizer.register_state_dict_pre_hook(self._before_state))
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._before_state))
 
@@ -267,6 +274,7 @@ class CrossStep(Optimizer):
                 self._finish()
         finally:
             self._closed = True
+            _open.discard(self._model())  # type: ignore[arg-type]  # None is in no set
             self._pending.groups.clear()
             self._guard.remove()
             for hook in self._hooks:
@@ -464,6 +472,7 @@ class LayerAverager:
         self._stagers: dict[torch.device, Stager] = {}
         self._session: TrainingSession | None = None
         if dist.get_world_size(group) == 1:
+            traffic.adopt(None)
             return
         options = traffic.options
         if options.collective != "server":  # groups of layers are small, and are not averaged in one order on all ranks
@@ -486,6 +495,7 @@ class LayerAverager:
         export_bytes = ExportedMemory.needed(layers.host_bytes for layers in groups)
         self._session.join(agreement, call="dlcp.torch.cross_step", export_bytes=export_bytes)
         leave_with_group(self._session, group)
+        traffic.adopt(self._session)
         if endpoint := self._session.endpoint:
             for layers in groups:
                 memory = endpoint.exported.take(layers.host_bytes)
