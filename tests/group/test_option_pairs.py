@@ -11,8 +11,9 @@ import pytest
 
 from dlcp.collectives.parameter_server import ParameterServer, ServerOptions
 from dlcp.dtypes import ValueType
-from dlcp.session import Options
+from dlcp.session import NotJoinedError, Options
 from dlcp.transport import Endpoint, LossBound, TransportOptions, bind_socket
+from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 from tests.faults.lossy_sockets import lossy_endpoints
 from tests.group.group_ranks import together
 from tests.transport.free_ports import free_udp_ports
@@ -157,7 +158,7 @@ def server_options(options, value_type):
     return ServerOptions(
         LossBound(options.loss_bound, options.immediate),
         ValueType.FLOAT32 if options.compression else value_type,  # what a compressor makes of gradients
-        options.rescale and not options.error_feedback,
+        options.reduction().rescale,
         options.weighted,
         options.deferral_bound if options.error_feedback else 0.0,
     )
@@ -168,7 +169,10 @@ def serving(options, value_type, ports):
     """A parameter server beside the ranks."""
     *workers, port = [("127.0.0.1", port) for port in ports]
     transport = TransportOptions(
-        payload_bytes=options.payload_bytes, tagged=options.tagged, congestion=options.congestion, flow_weight=1.0
+        payload_bytes=options.payload_bytes or PAYLOAD_UNKNOWN,
+        tagged=options.tagged,
+        congestion=options.congestion,
+        flow_weight=1.0,
     )
     sock = bind_socket("127.0.0.1", [port[1]])
     endpoint = Endpoint(len(workers), sock, dict(enumerate(workers)), job=0, token=TOKEN, options=transport)
@@ -223,3 +227,29 @@ def test_a_refusal_names_both_options():
         text = str(refusal(pair))
         for name in pair:
             assert name in text, f"{pair} is refused by {text!r}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"deferral_bound": 0.75}, "the parameter server has deferral_bound=0.0 and the workers 0.75"),
+        ({"loss_bound": 0.2}, "the parameter server has loss_bound=0.1 and the workers 0.2"),
+        (
+            {"immediate": True},
+            "the parameter server has immediate=False and the workers True; start it with --immediate",
+        ),
+        ({"error_feedback": False}, "the parameter server has rescale=False and the workers True"),
+        ({"adapt": True}, "the parameter server has value_type='float64', and adapt of the workers needs float32"),
+    ],
+)
+def test_a_server_that_was_started_otherwise_is_told_at_the_start(changes, said):
+    ports = free_udp_ports(RANKS + 1)
+    server = f"127.0.0.1:{ports[-1]}"
+    options = Options(collective="server", server=server, token=TOKEN, fallback=False, silence_s=60.0, **changes)
+    each = [options.with_(bind=f"127.0.0.1:{port}") for port in ports[:-1]]
+    started = Options(collective="server", server=server, token=TOKEN, payload_bytes=options.payload_bytes)
+    with (
+        serving(started, ValueType.FLOAT64 if options.adapt else ValueType.FLOAT32, ports),
+        pytest.raises(NotJoinedError, match=said),
+    ):
+        together(RANKS, lambda group: group.step, each)
