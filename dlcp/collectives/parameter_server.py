@@ -37,7 +37,7 @@ from dlcp.transport import (
 
 log = logging.getLogger("dlcp")
 
-TERMS: Final = "loss_bound", "immediate", "deferral_bound", "rescale", "weighted", "float32"
+SERVER_TERMS: Final = "loss_bound", "immediate", "deferral_bound", "rescale", "weighted", "float32"
 """What workers and server must have alike, in the order in which workers tell it; see :func:`worker_terms`."""
 ASK_AGAIN_S: Final = 0.1
 """How long a worker waits for the server's answer before it asks again: packets may be lost. Chosen by us."""
@@ -152,7 +152,7 @@ def agree_with_server(endpoint: Endpoint, server: int, terms: Mapping[str, Any],
 
     endpoint.call(partial(setattr, endpoint, "on_notice", on_notice))
     # Without names: a notice has to fit the smallest packets.
-    question = json.dumps([terms[name] for name in TERMS], separators=(",", ":")).encode()
+    question = json.dumps([terms[name] for name in SERVER_TERMS], separators=(",", ":")).encode()
     end_s = time.monotonic() + limit_s
     while time.monotonic() < end_s:
         endpoint.call(partial(endpoint.notify, server, question))
@@ -209,7 +209,7 @@ class ParameterServer:
     def _on_terms(self, worker: int, content: bytes) -> None:
         """Answer a worker that asks whether this server was started as it has to be."""
         try:
-            differing = self.options.differing(dict(zip(TERMS, json.loads(content), strict=True)))
+            differing = self.options.differing(dict(zip(SERVER_TERMS, json.loads(content), strict=True)))
             if differing:
                 log.warning("DLCP: %s", differing)
             self.endpoint.notify(worker, differing.encode()[: self.endpoint.options.payload_bytes - 1])

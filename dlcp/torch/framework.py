@@ -35,7 +35,7 @@ from dlcp.transport import Endpoint, PeerAbortedError, PeerSilentError
 log = logging.getLogger("dlcp")
 
 TensorFuture = torch.futures.Future[torch.Tensor]
-_sessions: "weakref.WeakKeyDictionary[TrainingSession, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
+_sessions: "weakref.WeakKeyDictionary[TrainingSession, dist.ProcessGroup | None]" = weakref.WeakKeyDictionary()
 """The sessions of this process, and the process groups of their ranks."""
 _calls: dict[str, int] = {}
 
@@ -57,7 +57,8 @@ def agreement_of(group: dist.ProcessGroup | None, options: Options) -> Agreement
 def leave_with_group(session: TrainingSession, group: dist.ProcessGroup | None) -> None:
     """Let a session leave the other ranks before its process group is destroyed: a process may end right after that."""
     _sessions[session] = group or dist.group.WORLD
-    for module in (dist, dist.distributed_c10d):
+    modules: tuple[Any, ...] = dist, dist.distributed_c10d
+    for module in modules:
         original = module.destroy_process_group
         if not hasattr(original, "leaves_sessions"):
             module.destroy_process_group = _leaving_first(original)
