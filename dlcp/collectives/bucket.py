@@ -236,16 +236,19 @@ class ReduceOptions:
             )
 
     def bound_of(self, bucket: Bucket) -> LossBound:
-        """Return what a bucket may lose where its layers have no bound of their own."""
-        return RELIABLE if bucket.whole else bucket.bound or self.bound
+        """Return what a bucket may lose where its layers have no bound of their own; it says nothing of deferral."""
+        return RELIABLE if bucket.whole else replace(bucket.bound or self.bound, deferral=0.0)
 
     def bound_within(self, bucket: Bucket, start: int, stop: int, values_per_packet: int) -> LossBound:
-        """Return what the values from ``start`` to before ``stop`` of a bucket may lose."""
+        """Return what the values from ``start`` to before ``stop`` of a bucket may lose, and what may be deferred.
+
+        What may be deferred is what averages may defer, whatever the bounds say: options may rule deferral out where
+        their bound admits it, as a compressor does.
+        """
         if bucket.whole:
             return RELIABLE
         bound = self.layers.bound_of(bucket.segments, start, stop, values_per_packet, self.bound_of(bucket))
-        deferral = self.average_bound(bucket).deferral
-        return replace(bound, deferral=deferral) if deferral else bound
+        return replace(bound, deferral=self.average_bound(bucket).deferral)
 
     def average_bound(self, bucket: Bucket) -> LossBound:
         """Return what averages of a bucket may lose, which is nothing, and what of them may be deferred."""

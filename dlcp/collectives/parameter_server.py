@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A parameter server: a rank that contributes nothing, averages what the workers send, and sends the average to all."""
 
-from collections.abc import Sequence
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import RATE
+from dlcp.collectives.bucket import RATE, ReduceOptions
 from dlcp.collectives.deferral import Deferral
 from dlcp.collectives.message_numbers import ALL_GATHER, two_hop_number
 from dlcp.collectives.reduction_rules import average
@@ -25,10 +30,17 @@ from dlcp.transport import (
     Endpoint,
     LossBound,
     MessageKey,
+    PeerSilentError,
     ReceiveRequest,
     SendRequest,
 )
 
+log = logging.getLogger("dlcp")
+
+SERVER_TERMS: Final = "loss_bound", "immediate", "deferral_bound", "rescale", "weighted", "float32"
+"""What workers and server must have alike, in the order in which workers tell it; see :func:`worker_terms`."""
+ASK_AGAIN_S: Final = 0.1
+"""How long a worker waits for the server's answer before it asks again: packets may be lost. Chosen by us."""
 SMALL_LAYER_PACKETS: Final = 3
 """Layers of so few packets are never put off. Chosen by us: what workers take for small
 (``TagPolicy.small_layer_values``) fits into three packets of an MTU of 1500."""
@@ -67,10 +79,86 @@ class ServerOptions:
         if self.deferral_bound and self.rescale:
             raise ValueError("a server that puts packets off must not rescale: workers send them with the next step")
 
+    def differing(self, terms: Mapping[str, Any]) -> str:
+        """Return in what a worker's terms and these differ, and what to do; empty if they agree.
+
+        Parameters
+        ----------
+        terms
+            See :func:`worker_terms`.
+        """
+        mine = {
+            "loss_bound": self.bound.ratio,
+            "immediate": self.bound.immediate,
+            "deferral_bound": self.deferral_bound,
+            "rescale": self.rescale,
+            "weighted": self.weighted if self.rescale else terms.get("weighted"),
+        }
+        for name, value in mine.items():
+            if name in terms and terms[name] != value:
+                option = f"--{name.replace('_', '-')}"
+                switch = option if isinstance(value, bool) else f"{option} {terms[name]}"
+                remedy = f"without {option}" if terms[name] is False else f"with {switch}"
+                return (
+                    f"the parameter server has {name}={value!r} and the workers {terms[name]!r}; start it {remedy}, or "
+                    "change the workers"
+                )
+        if terms.get("float32") and self.value_type is not ValueType.FLOAT32:
+            return (
+                f"the parameter server has value_type={self.value_type.value!r}, and {terms['float32']} of the workers "
+                "needs float32; start it with --value-type float32, or leave that out"
+            )
+        return ""
+
     @property
     def contribution_bound(self) -> LossBound:
         """What a contribution may lose, and what of it a worker may put off."""
         return replace(self.bound, deferral=self.deferral_bound)
+
+
+def worker_terms(options: ReduceOptions, *, weighted: bool = False, float32: str = "") -> dict[str, float | bool | str]:
+    """Return what a server has to be told alike, out of a worker's options.
+
+    Parameters
+    ----------
+    weighted
+        Whether workers say how many samples they have.
+    float32
+        What options send values of that format to the server, whatever that of the gradients is.
+    """
+    return {
+        "loss_bound": options.bound.ratio,
+        "immediate": options.bound.immediate,
+        "deferral_bound": options.deferral_bound if options.error_feedback else 0.0,
+        "rescale": options.rescale,
+        "weighted": weighted,
+        "float32": float32,
+    }
+
+
+def agree_with_server(endpoint: Endpoint, server: int, terms: Mapping[str, Any], limit_s: float) -> str:
+    """Ask a server whether it has the same terms; return in what they differ, or an empty string.
+
+    Raises
+    ------
+    PeerSilentError
+        It has not answered in time.
+    """
+    answer: Future[str] = Future()
+
+    def on_notice(peer: int, content: bytes) -> None:
+        if peer == server and not answer.done():
+            answer.set_result(content.decode(errors="replace"))
+
+    endpoint.call(partial(setattr, endpoint, "on_notice", on_notice))
+    # Without names: a notice has to fit the smallest packets.
+    question = json.dumps([terms[name] for name in SERVER_TERMS], separators=(",", ":")).encode()
+    end_s = time.monotonic() + limit_s
+    while time.monotonic() < end_s:
+        endpoint.call(partial(endpoint.notify, server, question))
+        with suppress(FutureTimeoutError):
+            return answer.result(ASK_AGAIN_S)
+    raise PeerSilentError(f"the parameter server has not said in {limit_s:.0f} s how it was started")
 
 
 class ParameterServer:
@@ -116,6 +204,17 @@ class ParameterServer:
         self._samples: tuple[int, dict[int, int]] = (-1, {})
         """The latest step of which samples are known, and how many each worker has."""
         endpoint.call(partial(setattr, endpoint, "on_unexpected", self._receive))
+        endpoint.call(partial(setattr, endpoint, "on_notice", self._on_terms))
+
+    def _on_terms(self, worker: int, content: bytes) -> None:
+        """Answer a worker that asks whether this server was started as it has to be."""
+        try:
+            differing = self.options.differing(dict(zip(SERVER_TERMS, json.loads(content), strict=True)))
+            if differing:
+                log.warning("DLCP: %s", differing)
+            self.endpoint.notify(worker, differing.encode()[: self.endpoint.options.payload_bytes - 1])
+        except Exception as error:  # of a worker of another version, say: this server has others
+            log.warning("worker %d has terms that are not understood: %r", worker, error)
 
     def _receive(self, worker: int, key: MessageKey) -> None:
         """Post a receive for a contribution whose first packet has come."""

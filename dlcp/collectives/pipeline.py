@@ -223,11 +223,8 @@ def make_reducer(
     check_stages(compression, combine, collective)
     options = context.options
     has_server = collective in (AUTO, SERVER) and topology.server is not None
-    if has_server and options.deferral_bound and (compression or options.layers):
-        raise ValueError(
-            "a parameter server knows nothing of compression or of layers with a bound of their own, and might put off "
-            "what matters: set deferral_bound=0, on the server too, or neither of these"
-        )
+    if has_server and options.deferral_bound:
+        check_server_defers(compression, options.layers)
     context = replace(context, server=topology.server if has_server else None, beside_ring=collective in (AUTO, RING))
     multiplier = len(context.contributors) if combine == SUM else 1
     if not compression:
@@ -310,6 +307,27 @@ def check_stages(compression: str, combine: str, collective: str = DIRECT, *, fa
         raise ValueError(
             f"a parameter server adds up gradients as they are: with compression {compression!r} collective must be "
             f"{AUTO}, {DIRECT} or {RING}"
+        )
+
+
+def check_server_defers(compression: str, layer_bounds: object) -> None:
+    """Check that a parameter server may defer packets: it takes all values for gradients of one bound.
+
+    Parameters
+    ----------
+    compression, layer_bounds
+        Those of the workers; empty if there are none.
+
+    Raises
+    ------
+    ValueError
+        It might defer what matters; the message says what to do.
+    """
+    given = "compression" if compression else "layer_bounds" if layer_bounds else ""
+    if given:
+        raise ValueError(
+            f"collective 'server' with deferral_bound does not go together with {given}: the server does not know of "
+            f"it, and might defer what matters; set deferral_bound=0, on the server too, or leave {given} out"
         )
 
 

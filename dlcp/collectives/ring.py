@@ -37,6 +37,7 @@ from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import divide
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
+from dlcp.error_text import describe
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.tags import PacketTags
 from dlcp.transport import (
@@ -410,7 +411,7 @@ class RingRun(BucketRun):
     def fail(self, error: Exception) -> None:
         """End with an error, and tell the other ranks."""
         super().fail(error)
-        self.reducer.abort(str(error))
+        self.reducer.abort(describe(error))
 
     def _look_whether_done(self) -> None:
         if self.under_way or self.done.done():

@@ -13,6 +13,7 @@ from dlcp import configuration
 from dlcp.collectives.parameter_server import ParameterServer, ServerOptions
 from dlcp.commands.common import add_loss_bound, check_writable, option, refuse, write_late
 from dlcp.dtypes import ValueType
+from dlcp.error_text import describe
 from dlcp.session.options import Options
 from dlcp.transport import Address, Endpoint, LossBound, TransportError, TransportOptions, bind_socket, parse_address
 from dlcp.transport.options import CONGESTION
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"server ready at {arguments.bind} for {len(workers)} workers", flush=True)
     stopped.wait()
     error = server.failed.exception() if server.failed.done() else None
-    endpoint.close(str(error) if error else None)
+    endpoint.close(describe(error) if error else None)
     if arguments.report is not None:
         write_late("server", arguments.report, json.dumps({"ledger": server.ledger.summary()}))
     if isinstance(error, TransportError) or error is None:

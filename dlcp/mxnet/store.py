@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KVStore ``dist_dlcp``: sums over all workers, each layer as soon as the engine has its gradients."""
 
-import atexit
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,10 +13,11 @@ from mxnet.kvstore import KVStoreBase
 from numpy.typing import NDArray
 
 import dlcp.session
+from dlcp.closing import ExitCallback
 from dlcp.collectives.reduction_rules import SUM
 from dlcp.mxnet.engine import memory, push
 from dlcp.session import Group, Options
-from dlcp.session.group import reason_of_exit
+from dlcp.session.session import reason_of_exit
 
 NAME: Final = "dist_dlcp"
 """What to ask MXNet for; trainers leave a store out that has no ``dist`` in its name."""
@@ -69,7 +69,7 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
         self._error: BaseException | None = None
         self._factor = 1 if self.group.options.combine == SUM else self.group.size
         """A KVStore sums, a group averages unless its options say otherwise."""
-        atexit.register(self._at_exit)
+        self._exit = ExitCallback(self._at_exit)
 
     # What MXNet asks --------------------------------------------------------------------------------------------------
 
@@ -150,7 +150,9 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
 
     def close(self) -> None:
         """Leave the other workers, once all is done that has been pushed."""
-        atexit.unregister(self._at_exit)
+        if self._exit.is_fork:
+            return
+        self._exit.cancel()
         mx.nd.waitall()
         self.group.close()
 

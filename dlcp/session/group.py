@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A group of ranks that averages gradients, whatever framework they come from: parameters by name, values in NumPy."""
 
-import atexit
 import contextlib
 import logging
-import sys
 import threading
 import time
 from collections import Counter
@@ -20,10 +18,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.closing import ExitCallback
 from dlcp.collectives import Residual
 from dlcp.collectives.message_numbers import broadcast_number
 from dlcp.collectives.reduction_rules import check_samples, weigh
 from dlcp.collectives.shards import binomial_tree
+from dlcp.error_text import describe
 from dlcp.ledger import Ledger
 from dlcp.session.buckets import Buckets, FillingBucket, Gradient
 from dlcp.session.joining import Agreement, NotJoinedError
@@ -36,6 +36,8 @@ from dlcp.session.session import (
     PendingBucket,
     RankEndedError,
     TrainingSession,
+    reason_of,
+    reason_of_exit,
 )
 from dlcp.session.store import Store, StoreChannel, StoreError, ended_key
 from dlcp.suggestion import closest
@@ -94,7 +96,7 @@ class StoreFallback(Fallback):
             total = self.channel(f"average of bucket {pending.sequence}").add(values)
             bucket.values[:] = bucket.value_type.narrow(total / total.dtype.type(self._size))
         except Exception as problem:
-            session.fail(f"step {pending.step}: {pending.label} is not averaged: {problem}")
+            session.fail(f"step {pending.step}: {pending.label} is not averaged: {describe(problem)}")
         else:
             session.table.finish(pending)
 
@@ -160,7 +162,7 @@ class Group:
         self._closed = False
         self._limit_s = PATIENCE * options.deadline_s
         self._writer = ThreadPoolExecutor(1, "dlcp-group")
-        atexit.register(self._at_exit)
+        self._exit = ExitCallback(self._at_exit)
 
     def join(self, master: str) -> None:
         """Open this rank's endpoint together with the other ranks; :func:`dlcp.session.join` does that."""
@@ -463,6 +465,8 @@ class Group:
         Rank 0, whose process has the ranks' store, waits for the others to leave too: for ``options.deadline_s`` at
         most, or with a ``reason`` until they are likely to know it.
         """
+        if self._exit.is_fork:  # which has none of the threads, and must not take the job's part
+            return
         with self._lock:
             if self._closed:
                 return
@@ -471,7 +475,7 @@ class Group:
                 self._timer.cancel()
             if self._buckets:
                 self._buckets.fail(TransportError(f"rank {self.rank} has closed its group"))
-        atexit.unregister(self._at_exit)
+        self._exit.cancel()
         if self._session and self._store:
             with contextlib.suppress(StoreError):
                 self._store.leave(ended_key(self.rank), reason or CLOSED)
@@ -499,16 +503,7 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(_reason(self.rank, error))
-
-
-def reason_of_exit(rank: int) -> str | None:
-    """Return what to tell the other ranks when this process ends by an exception that nobody has caught."""
-    return _reason(rank, getattr(sys, "last_value", None))
-
-
-def _reason(rank: int, error: BaseException | None) -> str | None:
-    return f"rank {rank} gives up: {error!r}" if error else None
+        self.close(reason_of(self.rank, error))
 
 
 def _compare_names(mine: list[str], theirs: list[str], rank: int, other: int) -> None:

@@ -371,7 +371,21 @@ def _connect(
     undo.pop_all()  # the socket is the endpoint's now
     undo.callback(endpoint.close, "the ranks have agreed to do without DLCP")
     endpoint.greet(max(1.0, agreement.left_s))
+    if options.collective == "server":
+        _agree_with_server(endpoint, options, size, max(1.0, agreement.left_s))
     return Joined(endpoint, options, remark, topology)
+
+
+def _agree_with_server(endpoint: Endpoint, options: Options, server: int, limit_s: float) -> None:
+    """Raise NotJoinedError if the parameter server was started otherwise than workers of such options need it."""
+    from dlcp.collectives.parameter_server import agree_with_server, worker_terms  # most jobs have none
+
+    whole = {"samples": options.weighted, "adapt": options.adapt, "phases": options.phases}
+    float32 = next((name for name in whole if whole[name]), "compression" if options.compression else "")
+    terms = worker_terms(options.reduction(), weighted=options.weighted, float32=float32)
+    differing = agree_with_server(endpoint, server, terms, limit_s)
+    if differing:
+        raise NotJoinedError(differing)
 
 
 def _memory_rendezvous(options: Options, export_bytes: int) -> AbstractContextManager[SharedMemoryRendezvous | None]:

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from dlcp import configuration
 from dlcp.collectives.bucket import LayerBounds, ReduceOptions
-from dlcp.collectives.choice import COLLECTIVES, Topology, flow_weight
-from dlcp.collectives.pipeline import check_stages
+from dlcp.collectives.choice import COLLECTIVES, SERVER, Topology, flow_weight
+from dlcp.collectives.pipeline import check_server_defers, check_stages
 from dlcp.collectives.reduction_rules import check_samples
 from dlcp.configuration import HostPort, Range
 from dlcp.tags import TagPolicy
@@ -158,13 +158,16 @@ class Options:
             raise ValueError("collective 'server' needs the server's address: server='host:port' or DLCP_SERVER")
         check_samples(self.samples)
         if self.samples and (self.combine != "average" or self.compression == "signsgd"):
-            what = "signsgd, which counts votes" if self.compression == "signsgd" else f"combine {self.combine!r}"
+            votes = self.compression == "signsgd"
+            what = "compression 'signsgd', which counts votes" if votes else f"combine {self.combine!r}"
             raise ValueError(
                 f"samples are the weights of an average; they say nothing to {what}: leave one of them out"
             )
         if self.adapt and self.combine != "average":
             raise ValueError(f"adapt chooses among ways to average; with combine {self.combine!r} it has to be off")
         check_stages(self.compression, self.combine, self.collective, fallback=self.fallback)
+        if self.collective == SERVER and self.deferral_bound:
+            check_server_defers(self.compression, self.layer_bounds)
         self.bound()
         self.transport(1)
         try:

@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from dlcp.collectives.partial_result import PartialResult, UnrecoverableError, recover
+from dlcp.error_text import describe
 from dlcp.session.stacks import where_threads_are
 from dlcp.transport import MessageMismatchError, PeerAbortedError, PeerHangsError
 from dlcp.transport.errors import at_step
@@ -41,14 +42,14 @@ class Recovery:
             A rank, which may be this one, has not come to a bucket in time; all ranks raise it.
         """
         session, table = self._session, self._session.table
-        session.fallback.publish_left(str(error))
+        session.fallback.publish_left(describe(error))
         with table.changed:
             begun = {which: pending for which, pending in table.pending.items() if pending.reducing}
         for pending in begun.values():
             pending.decided.wait(self._deadline_s)
         held = {(partial.step, partial.sequence): partial for partial in session.partial_results()}
         hopeless, secondhand = isinstance(error, MessageMismatchError), isinstance(error, PeerAbortedError)
-        views = self._channel.gather((sorted(begun), hopeless, secondhand, str(error)))
+        views = self._channel.gather((sorted(begun), hopeless, secondhand, describe(error)))
         for _, hopeless, _, reason in views.values():
             if hopeless:
                 raise UnrecoverableError(reason)

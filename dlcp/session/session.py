@@ -12,6 +12,7 @@ The session is the same for all frameworks. What turns their gradients into buck
 """
 
 import logging
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,14 +26,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.closing import ExitCallback
 from dlcp.collectives import Bucket, RankContext, Reducer, Residual, make_reducer
 from dlcp.collectives.partial_result import PartialResult, RecoveryChannel
 from dlcp.collectives.reduction_rules import check_samples
+from dlcp.error_text import describe
 from dlcp.ledger import Ledger
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
 from dlcp.session.options import Options
 from dlcp.tags import Segment, Tagger
 from dlcp.transport import DeadlineError, Endpoint, PeerHangsError, PeerSilentError, TransportError
+from dlcp.transport.errors import PeerLeftError
 from dlcp.transport.shared_memory import EXPORT_BYTES
 
 if TYPE_CHECKING:  # loaded when options ask for it
@@ -246,6 +250,16 @@ class Fallback(ABC):
         """Release what it holds."""
 
 
+def reason_of_exit(rank: int) -> str | None:
+    """Return what to tell the other ranks when this process ends by an exception that nobody has caught."""
+    return reason_of(rank, getattr(sys, "last_value", None))
+
+
+def reason_of(rank: int, error: BaseException | None) -> str | None:
+    """Return what to tell the other ranks when this one ends by an error; None without one."""
+    return f"rank {rank} gives up: {error!r}" if error else None
+
+
 class TrainingSession:
     """Averages the buckets of one model or group. A step must be finished on this rank before its next one begins.
 
@@ -313,6 +327,7 @@ class TrainingSession:
         self._recovery: threading.Thread | None = None
         self._closing = threading.Event()
         self._snapshots: SnapshotWriter | None = None
+        self._exit = ExitCallback(self.leave_at_exit)
 
     # Joining ----------------------------------------------------------------------------------------------------------
 
@@ -639,11 +654,11 @@ class TrainingSession:
     def _recover(self, error: BaseException) -> None:
         assert self.endpoint
         if self.timeline is not None:
-            self.timeline.note("left", self.table.step, 0, str(error))
+            self.timeline.note("left", self.table.step, 0, describe(error))
         try:
-            self.endpoint.close(str(error))  # nothing is written into any bucket after this
-            if not self._recoverable or isinstance(error, RankEndedError):
-                self.fail(str(error))
+            self.endpoint.close(describe(error))  # nothing is written into any bucket after this
+            if not self._recoverable or isinstance(error, RankEndedError | PeerLeftError):
+                self.fail(describe(error))
                 return
             from dlcp.session.recovery import Recovery
 
@@ -652,7 +667,8 @@ class TrainingSession:
             self.fail(str(hanging))
         except Exception as problem:
             log.debug("recovery failed", exc_info=True)
-            self.fail(f"{error}; and {self.fallback.name} cannot take over: {problem}")
+            why, problem_text = describe(error), describe(problem)
+            self.fail(f"{why}; and {self.fallback.name} cannot take over: {problem_text}")
 
     def partial_results(self) -> list[PartialResult]:
         """Return what this rank holds of buckets that the reducer has not finished."""
@@ -687,10 +703,23 @@ class TrainingSession:
         for pending in failed:
             pending.fail(error)
 
+    def leave_at_exit(self) -> None:
+        """Leave the other ranks because this process ends, or its process group: they may still wait for averages.
+
+        A script need not close its session. Without this, what they have not confirmed would end with the process.
+        """
+        with self.table.changed:
+            waiting = bool(self.table.pending) and self.phase is SessionPhase.READY
+        reason = reason_of_exit(self.rank)
+        if reason is None and waiting:
+            reason = f"rank {self.rank}: its process ends in the middle of step {self.table.step}"
+        self.close(reason)
+
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
-        if self.phase is SessionPhase.CLOSED:
+        if self.phase is SessionPhase.CLOSED or self._exit.is_fork:
             return
+        self._exit.cancel()
         with self.table.changed:
             self._closing.set()
             recovery = self._recovery

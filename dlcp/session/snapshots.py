@@ -6,7 +6,6 @@ dies, training does not notice. :mod:`dlcp.live` shows the files of all ranks. W
 (:mod:`dlcp.timeline`); a snapshot holds sums only, however long training takes.
 """
 
-import atexit
 import json
 import logging
 import math
@@ -25,6 +24,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
+from dlcp.closing import ExitCallback
 from dlcp.ledger import COUNTS
 from dlcp.tags import Segment
 from dlcp.transport import Endpoint, TransportError
@@ -282,7 +282,7 @@ class SnapshotWriter:
 
     def __init__(self, session: "TrainingSession", folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._session, self._process = session, os.getpid()
+        self._session = session
         process_rank = int(os.environ.get("RANK", session.rank))
         self._path = folder / f"rank-{process_rank}-{next(_serial)}{SNAPSHOT_SUFFIX}"
         self.meter, self.label = StepMeter(), ""
@@ -291,7 +291,7 @@ class SnapshotWriter:
             "rank": session.rank,
             "ranks": list(session.ranks),
             "process_rank": process_rank,
-            "process": self._process,
+            "process": os.getpid(),
             "host": socket.gethostname(),
             "began_unix_s": time.time(),
             "every_s": EVERY_S,
@@ -301,7 +301,7 @@ class SnapshotWriter:
         self._write()
         self._thread = threading.Thread(target=self._run, name="dlcp-snapshots", daemon=True)
         self._thread.start()
-        atexit.register(self._at_exit)
+        self._exit = ExitCallback(self._at_exit)
 
     @classmethod
     def open(cls, session: "TrainingSession", folder: str) -> "SnapshotWriter | None":
@@ -322,15 +322,14 @@ class SnapshotWriter:
         gave_up
             Why this rank has given up, if it has.
         """
-        atexit.unregister(self._at_exit)
+        self._exit.cancel()
         self._end = {"ended": True, "phase": phase, "gave_up": gave_up}
         self._closing.set()
         self._thread.join(2 * ASKING_S)
 
     def _at_exit(self) -> None:
         """Say that a script has ended that does not close its session."""
-        if os.getpid() == self._process:  # else a fork has ended
-            self.close(self._session.phase.value, None)
+        self.close(self._session.phase.value, None)
 
     def _run(self) -> None:
         over = False

@@ -11,7 +11,6 @@ process has ended, or its host no longer answers, the store writes what the rank
 
 import ast
 import asyncio
-import atexit
 import contextlib
 import errno
 import hashlib
@@ -38,6 +37,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import grpc
 
+from dlcp.closing import ExitCallback
 from dlcp.session.addresses import listening_host
 from dlcp.session.secret import PROOF_BYTES, REFUSALS_LOGGED, proof
 from dlcp.session.session import RankEndedError
@@ -347,7 +347,7 @@ def serve(address: Address, secret: bytes, tls: str = "") -> StoreServer:
                     f"rank 0 cannot serve the store at {address[0]}:{address[1]} ({error.strerror}); MASTER_ADDR must "
                     "be an address of its host, and MASTER_PORT a TCP port that is free there",
                 ) from None
-            atexit.register(_servers[address].close)
+            ExitCallback(_servers[address].close)
         return _servers[address]
 
 

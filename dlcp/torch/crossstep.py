@@ -42,6 +42,7 @@ each rank's own.
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -55,11 +56,12 @@ from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
 from dlcp.collectives import Bucket
+from dlcp.error_text import describe
 from dlcp.session.options import Options
 from dlcp.session.session import PendingBucket, TrainingSession
 from dlcp.torch.deferral import Guard, PartialStep
-from dlcp.torch.framework import OrderedFallback, agreement_of
-from dlcp.torch.hook import State
+from dlcp.torch.framework import OrderedFallback, agreement_of, leave_with_group
+from dlcp.torch.hook import State, refuse_sparse
 from dlcp.torch.layers import LayerGroup, layer_groups
 from dlcp.torch.profiling import profiled
 from dlcp.torch.staging import Staged, Stager, stager_for
@@ -69,6 +71,8 @@ from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 GROUP_BYTES = 4 << 20
 """Parameters are exchanged in groups of at least this size, larger ones away from the input. Chosen by us: 3 ms on a
 path of 10 Gbit/s, where smaller ones cost more processor time than they save waiting."""
+_open: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
+"""Models that are trained by an optimizer of :func:`cross_step` that has not been closed."""
 GRACE_S = 5.0
 """How much longer than the transport a layer is waited for: the transport knows better what is wrong."""
 
@@ -96,6 +100,8 @@ class CrossStep(Optimizer):
         group: dist.ProcessGroup | None,
         group_bytes: int,
     ) -> None:
+        if model in _open:
+            raise RuntimeError("cross_step has taken this model over already: close() that optimizer first")
         # Not Optimizer.__init__: param_groups, state, defaults and hooks are those of `inner`, see __getattr__.
         self.inner = optimizer
         self.traffic = traffic
@@ -117,6 +123,8 @@ class CrossStep(Optimizer):
             for layers in self._groups
             for member in layers.members
         ]
+        _open.add(model)
+        self._model = weakref.ref(model)
         self._hooks.append(optimizer.register_state_dict_pre_hook(self._before_state))
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._before_state))
 
@@ -266,6 +274,7 @@ class CrossStep(Optimizer):
                 self._finish()
         finally:
             self._closed = True
+            _open.discard(self._model())  # type: ignore[arg-type]  # None is in no set
             self._pending.groups.clear()
             self._guard.remove()
             for hook in self._hooks:
@@ -274,7 +283,7 @@ class CrossStep(Optimizer):
             for layers in self._groups:
                 layers.leave_exported()
             failed = self._pending.failed
-            self._averager.close(reason or (str(failed) if failed else None))
+            self._averager.close(reason or (describe(failed) if failed else None))
 
     # Gradients on their way out ---------------------------------------------------------------------------------------
 
@@ -406,6 +415,7 @@ def cross_step(
     elif options is not None:
         state.options = options
     refuse_whole_steps(state.options)
+    refuse_sparse(model)
     return CrossStep(model, optimizer, state, group, group_bytes)
 
 
@@ -462,6 +472,7 @@ class LayerAverager:
         self._stagers: dict[torch.device, Stager] = {}
         self._session: TrainingSession | None = None
         if dist.get_world_size(group) == 1:
+            traffic.adopt(None)
             return
         options = traffic.options
         if options.collective != "server":  # groups of layers are small, and are not averaged in one order on all ranks
@@ -483,6 +494,8 @@ class LayerAverager:
         )
         export_bytes = ExportedMemory.needed(layers.host_bytes for layers in groups)
         self._session.join(agreement, call="dlcp.torch.cross_step", export_bytes=export_bytes)
+        leave_with_group(self._session, group)
+        traffic.adopt(self._session)
         if endpoint := self._session.endpoint:
             for layers in groups:
                 memory = endpoint.exported.take(layers.host_bytes)
@@ -645,7 +658,7 @@ class PendingUpdates:
 
     def _failure(self, layers: LayerGroup, error: BaseException) -> TransportError:
         kind = type(error) if isinstance(error, TransportError) else TransportError
-        self.failed = kind(f"{self._where} has no average of {layers.label}: {error}")
+        self.failed = kind(f"{self._where} has no average of {layers.label}: {describe(error)}")
         self.failed.__cause__ = error
         return self.failed
 

@@ -2,9 +2,11 @@
 """What a session takes from PyTorch: a store to agree over, an all-reduce to fall back to, Gloo to recover over."""
 
 import contextlib
+import functools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -20,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dlcp.collectives import Bucket, Residual
 from dlcp.dtypes import ValueType
+from dlcp.error_text import describe
 from dlcp.session.addresses import OwnAddresses, bind
 from dlcp.session.joining import Agreement, join
 from dlcp.session.options import Options
@@ -32,6 +35,8 @@ from dlcp.transport import Endpoint, PeerAbortedError, PeerSilentError
 log = logging.getLogger("dlcp")
 
 TensorFuture = torch.futures.Future[torch.Tensor]
+_sessions: "weakref.WeakKeyDictionary[TrainingSession, dist.ProcessGroup | None]" = weakref.WeakKeyDictionary()
+"""The sessions of this process, and the process groups of their ranks."""
 _calls: dict[str, int] = {}
 
 # Agreeing and joining -------------------------------------------------------------------------------------------------
@@ -47,6 +52,32 @@ def agreement_of(group: dist.ProcessGroup | None, options: Options) -> Agreement
         name = f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     number = _calls[name] = _calls.get(name, -1) + 1
     return _agreement(PrefixStore(f"{name}/{number}", store), dist.get_rank(group), len(ranks), options)
+
+
+def leave_with_group(session: TrainingSession, group: dist.ProcessGroup | None) -> None:
+    """Let a session leave the other ranks before its process group is destroyed: a process may end right after that."""
+    _sessions[session] = group or dist.group.WORLD
+    modules: tuple[Any, ...] = dist, dist.distributed_c10d
+    for module in modules:
+        original = module.destroy_process_group
+        if not hasattr(original, "leaves_sessions"):
+            module.destroy_process_group = _leaving_first(original)
+
+
+def _leaving_first(original: Callable[..., None]) -> Callable[..., None]:
+    """Return ``destroy_process_group`` with what sessions have to do before."""
+
+    @functools.wraps(original)
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        everything = group is None or group is dist.group.WORLD
+        for session, its_group in list(_sessions.items()):
+            if everything or its_group is group:
+                del _sessions[session]
+                session.leave_at_exit()
+        original(group)
+
+    destroy_process_group.leaves_sessions = True  # type: ignore[attr-defined]  # so that it is not replaced again
+    return destroy_process_group
 
 
 def _agreement(store: Store, rank: int, size: int, options: Options) -> Agreement:
@@ -173,7 +204,7 @@ class FrameworkFallback(Fallback):
             try:
                 host.copy_(done.value())
             except Exception as error:
-                session.fail(f"step {pending.step}: {pending.label} is not averaged: {error}")
+                session.fail(f"step {pending.step}: {pending.label} is not averaged: {describe(error)}")
             else:
                 session.table.finish(pending)
 

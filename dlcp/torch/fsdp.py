@@ -153,6 +153,11 @@ class ShardedGradients:
         self._sequence = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
 
+    @property
+    def in_use(self) -> bool:
+        """Whether the state that they belong to has not been closed."""
+        return self._state.attached
+
     def reduce_scatter(
         self, group: LossyReduceScatter, output: torch.Tensor, tensor: torch.Tensor, op: Any, by_framework: Reduce
     ) -> None:
@@ -247,6 +252,7 @@ def attach(state: "State", model: torch.nn.Module) -> None:
         The ranks cannot all use DLCP, and the options do not let them go on without.
     """
     _check_options(state.options)
+    _refuse_second(model)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = {id(group): (module, group) for module in modules for group in _groups_of(module)}
     named = dict(model.named_parameters())
@@ -270,7 +276,25 @@ def attach(state: "State", model: torch.nn.Module) -> None:
     for module, group in groups.values():
         parts = _parameters_of(group, names, layers)
         if parts:
-            module.set_custom_reduce_scatter(LossyReduceScatter(gradients, parts, group._reduce_scatter_comm))
+            module.set_custom_reduce_scatter(LossyReduceScatter(gradients, parts, _by_itself(group)))
+
+
+def _by_itself(group: Any) -> ReduceScatter:
+    """Return what carries out a parameter group's reduce-scatter without DLCP."""
+    found: ReduceScatter = group._reduce_scatter_comm
+    return found.framework if isinstance(found, LossyReduceScatter) else found
+
+
+def _refuse_second(model: torch.nn.Module) -> None:
+    """Raise RuntimeError if a state that is in use reduces a model's gradients."""
+    for module in model.modules():
+        for group in _groups_of(module) if isinstance(module, FSDPModule) else ():
+            now = group and group._reduce_scatter_comm
+            if isinstance(now, LossyReduceScatter) and now.gradients.in_use:
+                raise RuntimeError(
+                    "DLCP reduces the gradients of this model already: use the state that enable() returned, once, or "
+                    "close() it first"
+                )
 
 
 def _check_options(options: Options) -> None:

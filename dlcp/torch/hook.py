@@ -23,7 +23,14 @@ from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
 from dlcp.session.session import Fallback, TrainingSession
 from dlcp.tags import Layer, Segment, Tagger, layers_in_order
-from dlcp.torch.framework import FrameworkFallback, StagedBucket, TensorFuture, add_residual, agreement_of
+from dlcp.torch.framework import (
+    FrameworkFallback,
+    StagedBucket,
+    TensorFuture,
+    add_residual,
+    agreement_of,
+    leave_with_group,
+)
 from dlcp.torch.profiling import profiled
 from dlcp.torch.staging import VALUE_TYPES, Staged, Stager, stager_for
 from dlcp.transport import Endpoint, TransportError
@@ -121,9 +128,13 @@ class State:
         ------
         TypeError, ValueError
             See :func:`enable`.
+        RuntimeError
+            The state, or the model, is in use already.
         NotJoinedError
             They cannot, and ``options.fallback`` is off.
         """
+        if self.attached:
+            raise RuntimeError("this state is attached to a model already: close() it first, or make another one")
         if isinstance(model, DistributedDataParallel):
             self._attach_replicated(model)
             return
@@ -185,7 +196,12 @@ class State:
         except NotJoinedError:
             self.close()
             raise
+        leave_with_group(self._session, group)
         return self._session
+
+    def adopt(self, session: TrainingSession | None) -> None:
+        """Tell of a session that does not average through this state, but on its account; None in a group of one."""
+        self._session, self._alone = session, session is None
 
     @property
     def session(self) -> TrainingSession | None:
@@ -379,13 +395,18 @@ def enable(model: torch.nn.Module, options: Options | None = None, *, state: Sta
     ------
     TypeError
         The model is neither.
+    RuntimeError
+        DLCP averages the model's gradients already, or another communication hook does.
     ValueError
-        A parameter is of a type or on a device that cannot be exchanged, or FSDP2 cannot do what is asked for; the
-        message names it.
+        A parameter is of a type or on a device that cannot be exchanged, or has sparse gradients, or FSDP2 cannot do
+        what is asked for; the message names it.
     NotJoinedError
         Not all ranks can use DLCP, and ``options.fallback`` is off. Otherwise all of them train as they would without.
     """
+    if isinstance(model, DistributedDataParallel):
+        refuse_second_hook(model)
     plain = model.module if isinstance(model, DistributedDataParallel) else model
+    refuse_sparse(plain)
     for name, parameter in plain.named_parameters():
         if parameter.requires_grad and (
             parameter.dtype not in VALUE_TYPES or parameter.device.type not in ("cpu", "cuda")
@@ -404,6 +425,32 @@ def enable(model: torch.nn.Module, options: Options | None = None, *, state: Sta
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(state, hook)
     return state
+
+
+def refuse_second_hook(model: DistributedDataParallel) -> None:
+    """Raise RuntimeError if a model has a communication hook: DDP takes one only, and says so after ranks have met."""
+    for _, state in model._comm_hooks:
+        if not isinstance(state, State):
+            raise RuntimeError("the model has a communication hook of another kind, and DDP takes one only")
+        if state.attached:
+            raise RuntimeError(
+                "DLCP averages the gradients of this model already: use the state that enable() returned, once"
+            )
+        raise RuntimeError(
+            "DLCP has averaged the gradients of this model, and its state is closed: call attach(model) of that state"
+        )
+
+
+def refuse_sparse(model: torch.nn.Module) -> None:
+    """Raise ValueError if a model has sparse gradients, which no bucket of DDP's holds; found as DDP finds them."""
+    for name, module in model.named_modules():
+        kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
+        if isinstance(module, kinds) and module.sparse and module.weight.requires_grad:
+            weight = f"{name}.weight".removeprefix(".")
+            raise ValueError(
+                f"parameter {weight} has sparse gradients (sparse=True), and DLCP exchanges dense ones only: set "
+                "sparse=False, or leave the gradients of this model to the framework"
+            )
 
 
 def segments_of(bucket: GradBucket, layers: dict[int, Layer]) -> Sequence[Segment]:

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp import configuration
+from dlcp.torch.hook import refuse_sparse
 from dlcp.train.launcher import Report, TrainPlan, report_path, write_report
 from dlcp.train.measurement import AdvisedMeasurement, Measurement, MeasurementDoneError
 
@@ -93,7 +94,10 @@ class ScriptSession:
     def __init__(self, plan: TrainPlan) -> None:
         self.plan = plan
         self.models: list[Model] = []
+        self._process = os.getpid()
         self._measurement: Measurement | None = None
+        self._not_measured: set[str] = set()
+        """Why models are left alone where one is to be measured."""
         self._hooking = False
         self._restarts = 0
         self._watch = Watch(self.ready, self.hooked, dlcp.torch.BACKEND if plan.backend else None)
@@ -110,6 +114,8 @@ class ScriptSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._watch.__exit__()
+        if os.getpid() != self._process:  # a fork of the script has ended: the rank goes on, and reports itself
+            return
         failure = _failure(error)
         if self._measurement:
             self._measurement.close(failure)
@@ -139,9 +145,17 @@ class ScriptSession:
         """Switch DLCP on, or measure a step; a synchronised forward pass is about to begin, on all ranks."""
         known = next((entry for entry in self.models if entry.wrapped is model), None)
         if self.plan.measure_steps:
+            if known and known.note in self._not_measured:
+                return
             if known:
                 raise SystemExit("dlcp: the script registers a communication hook of its own: nothing can be measured")
             if self._measurement is None:
+                try:
+                    refuse_sparse(model.module)  # which the hook that measures does not take either
+                except ValueError as error:
+                    self._not_measured.add(str(error))
+                    self._enter(Model(model, None, str(error)))
+                    return
                 with self._own_hook():
                     kind = AdvisedMeasurement if self.plan.advise else Measurement
                     self._measurement = kind(model, self.plan.measure_steps)

@@ -9,6 +9,7 @@ from dlcp.transport.errors import (
     MessageMismatchError,
     PeerAbortedError,
     PeerHangsError,
+    PeerLeftError,
     PeerSilentError,
     TransportError,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "MessageMismatchError",
     "PeerAbortedError",
     "PeerHangsError",
+    "PeerLeftError",
     "PeerSilentError",
     "ReceiveRequest",
     "SendRequest",

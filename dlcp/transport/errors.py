@@ -22,6 +22,10 @@ class PeerAbortedError(TransportError):
     """A rank gave up and said why."""
 
 
+class PeerLeftError(TransportError):
+    """A rank has left in order, and this one still waits for something of it."""
+
+
 class MessageMismatchError(TransportError):
     """Two ranks disagree about the size of a message."""
 

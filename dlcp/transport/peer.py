@@ -104,6 +104,10 @@ class Peer:
     greeted: bool = False
     answered: bool = False
     """Whether it has answered a greeting, and so knows what ports packets come from."""
+    left: str = ""
+    """Why it has left; it sends nothing more, and needs nothing more."""
+    kept: list[Sending] = field(default_factory=list)
+    """What was on its way to it when it left: the engine may read these messages until the end."""
     hello_due_s: float = 0.0
     smoothed_rtt_s: float = 0.0
     """As of the last report; 0 if it is not known."""

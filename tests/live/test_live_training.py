@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -18,7 +19,7 @@ pytest.importorskip("prometheus_client", reason="the live page takes the package
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.torch.workers import WAYS, launch, values
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 pytestmark = pytest.mark.timeout(600)
 REPOSITORY = Path(__file__).parents[2]
@@ -110,6 +111,7 @@ def test_two_ranks_are_watched_while_they_train_and_are_seen_to_end(tmp_path, wa
 def fall_back(worker, folder):
     """Train, leave DLCP in the middle, and train on; return what its snapshot says before and after, and at the end."""
     import torch
+    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     import dlcp.torch
@@ -121,9 +123,15 @@ def fall_back(worker, folder):
             model(torch.ones(4, 20)).square().mean().backward()
 
     def seen(condition):
-        path = Path(folder) / f"rank-{worker.rank}-0{snapshots.SNAPSHOT_SUFFIX}"
+        """Return a snapshot of which something holds, and which was begun after all this rank knows now."""
+        path, now_s = Path(folder) / f"rank-{worker.rank}-0{snapshots.SNAPSHOT_SUFFIX}", time.time()
+
+        def is_seen():
+            found.append(json.loads(path.read_text()))
+            return condition(found[-1]) and (found[-1]["ended"] or found[-1]["written_unix_s"] > now_s)
+
         found = []
-        until(lambda: condition(found[-1]) if found.append(json.loads(path.read_text())) is None else False)
+        until(is_seen)
         return found[-1]
 
     os.environ["RANK"] = str(worker.rank)
@@ -131,7 +139,10 @@ def fall_back(worker, folder):
     model = DistributedDataParallel(torch.nn.Linear(20, 10))
     state = dlcp.torch.enable(model, worker.options(live=folder))
     steps(10)
+    # The last step's messages count once they are confirmed, which is after its averages are in.
+    assert state.endpoint.flush(DEADLINE_S)
     before = seen(lambda snapshot: sum(snapshot["steps"]) == 9)
+    dist.barrier()  # the other rank leaves with this one
     state.session.leave(TransportError("the test cuts the path <here>"))
     until(lambda: not state.active)
     until(lambda: state.session.phase.value == "fallback")

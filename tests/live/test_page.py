@@ -60,12 +60,9 @@ class Watched:
     def tell(self, *snapshots, every_s=1000.0):
         """Show what ranks tell that write so often: seldom, lest they count as silent on a busy machine."""
         write(self.folder, *(each | {"every_s": every_s} for each in snapshots))
-        steps = {each["step"] for each in snapshots}
-        until(
-            lambda: self.browser.evaluate(
-                f"state.sessions.some(s => s.members.some(m => {list(steps)}.includes(m.step)))"
-            )
-        )
+        told = [[each["rank"], each["step"]] for each in snapshots]
+        shown = "state.sessions.some(s => s.members.some(m => m.rank === rank && m.step === step))"
+        until(lambda: self.browser.evaluate(f"{told}.every(([rank, step]) => {shown})"))
 
     def train(self, ranks=4, points=6, **changes):
         for steps in range(1, points + 1):
@@ -145,7 +142,7 @@ def test_it_says_why_dlcp_is_off_who_gave_up_and_who_is_silent(watched, browser)
     why = "DLCP is off: rank 2 has been silent; is the path up? Training goes on over the framework's own all-reduce."
     watched.tell(*(snapshot(rank, ranks=4, steps=5, **off) for rank in range(4)))
     until(lambda: text(browser, "note") == why)
-    assert text(browser, "ranks").count("DLCP is off") == 4
+    until(lambda: text(browser, "ranks").count("DLCP is off") == 4)
     watched.tell(snapshot(3, ranks=4, steps=6, ended=True, gave_up="out of memory"))
     until(lambda: "Rank 3: gave up: out of memory" in text(browser, "note"))
     watched.tell(*(snapshot(rank, ranks=4, steps=7, **off) for rank in range(3)), every_s=0.1)

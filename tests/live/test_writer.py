@@ -105,6 +105,9 @@ def test_an_endpoint_that_does_not_answer_delays_nothing_but_the_snapshot(sessio
         def call(self, function):
             """Never run it."""
 
+        def close(self, reason):
+            """Called when the tests end."""
+
     monkeypatch.setattr(snapshots, "ASKING_S", 0.01)
     session.endpoint, session.phase = Stuck(), type(session.phase).READY
     writer = SnapshotWriter.open(session, str(tmp_path))
@@ -125,6 +128,6 @@ def test_the_end_of_a_fork_is_not_the_rank_s(session, tmp_path, monkeypatch):
     writer = SnapshotWriter.open(session, str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: -1)
-        writer._at_exit()
+        writer._exit._run()
     assert not read(tmp_path)["ended"]
     writer.close("ready", None)

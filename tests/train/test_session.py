@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``dlcp train`` does to a script's models, in real ranks over 127.0.0.1."""
 
+import os
+
 import pytest
 
 from dlcp.train import headroom
-from dlcp.train.launcher import TrainPlan
+from dlcp.train.launcher import TrainPlan, read_reports
+from dlcp.train.worker import KILLED, ScriptSession
 from tests.torch.workers import launch, values
 from tests.train.scripts import in_session, make, plain_script, train
 from tests.transport.free_ports import free_port, free_udp_ports
@@ -74,6 +77,25 @@ def with_a_hook(worker):
     train(model)
 
 
+def sparse(worker):
+    """A model with sparse gradients, and beside it one without."""
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    words = DistributedDataParallel(nn.EmbeddingBag(20, 4, sparse=True))
+    optimizer = torch.optim.SGD(words.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        words(torch.tensor([[1, 2], [worker.rank + 3, 4]])).sum().backward()
+        optimizer.step()
+    train(DistributedDataParallel(make()), 2)
+    return words.module.weight.sum().item()
+
+
+def sparse_measured(worker):
+    return in_session(worker, sparse, TrainPlan(measure_steps=6))
+
+
 def joining(worker):
     from torch.nn.parallel import DistributedDataParallel
 
@@ -114,6 +136,7 @@ SCRIPTS = {
     "sharding": sharding,
     "with a hook": with_a_hook,
     "joining": joining,
+    "sparse": sparse,
     "two models": two_models,
     "subclassed": subclassed,
     "without a model": without_a_model,
@@ -165,6 +188,23 @@ def test_what_cannot_be_taken_over_is_left_alone_and_said(ranks, script, why):
         assert not model["on"]
         assert why in model["note"]
     assert "leaves Sequential (2,762 parameters) alone" in ranks[0][script][2]
+
+
+def test_a_model_with_sparse_gradients_is_left_alone_and_the_rest_trains(ranks):
+    for found in ranks:
+        value, report, _ = found["sparse"]
+        assert isinstance(value, float), value
+        assert value == ranks[0]["sparse"][0]
+        words, dense = report["models"]
+        assert (dense["on"], dense["steps"], words["on"]) == (True, 2, False)
+        assert "weight has sparse gradients" in words["note"]
+    assert "leaves EmbeddingBag (80 parameters) alone: parameter weight has sparse gradients" in ranks[0]["sparse"][2]
+
+
+def test_a_model_with_sparse_gradients_is_not_measured():
+    for error, report in values(launch(2, sparse_measured)):
+        assert isinstance(error, float), error
+        assert report["measured"]["model"] == "Sequential"
 
 
 def test_every_model_has_its_own_account(ranks):
@@ -267,6 +307,21 @@ def test_a_script_that_fails_is_reported_and_its_error_goes_on():
 
 def falling_back(worker):
     return in_session(worker, enabling_itself), in_session(worker, plain_script)
+
+
+def test_a_fork_that_ends_leaves_the_report_to_the_rank(tmp_path):
+    with ScriptSession(TrainPlan(reports=str(tmp_path))) as session:
+        child = os.fork()
+        if not child:
+            try:
+                session.__exit__(SystemExit, SystemExit(3), None)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        (report,) = read_reports(tmp_path)
+        assert report["error"] == KILLED, "what holds until the rank itself reports"
+    (report,) = read_reports(tmp_path)
+    assert report["error"] is None
 
 
 def test_a_fallback_is_reported_even_where_the_script_closes_its_state():

@@ -14,6 +14,7 @@ from dlcp.transport import (
     Endpoint,
     MessageKey,
     PeerAbortedError,
+    PeerLeftError,
     PeerSilentError,
     ReceiveRequest,
     SendRequest,
@@ -145,12 +146,31 @@ def test_a_peer_that_vanishes_ends_the_wait_in_time():
     one, other = endpoints(2, options=options)
     with closing(one):
         one.greet(LIMIT_S)
-        other.close()
+        other.call(other._stop)  # without a word, as when its process is killed
         began_s = time.monotonic()
         waiting = one.receive(ReceiveRequest(1, MessageKey(5, 0), 5000, RELIABLE, "fc.weight"))
         with pytest.raises(PeerSilentError, match=r"step 5: rank 1 has been silent .* fc\.weight"):
             waiting.result(LIMIT_S)
         assert time.monotonic() - began_s < 5
+
+
+def test_who_waits_for_a_rank_that_has_left_hears_it_at_once():
+    one, other, third = endpoints(3, options=TransportOptions(silence_s=LIMIT_S))
+    with closing(one), closing(third):
+        for endpoint in (one, other, third):
+            endpoint.greet(LIMIT_S)
+        before = third.receive(ReceiveRequest(1, MessageKey(5, 0), 5000, RELIABLE, "fc.weight"))
+        other.close()
+        left = r"step 5: rank 1 has left .* while rank 2 waited for fc\.weight"
+        with pytest.raises(PeerLeftError, match=left):
+            before.result(LIMIT_S / 2)
+        # Whoever wants nothing of it goes on; what is sent to it is nobody's loss.
+        until(lambda: one._peers[1].left)
+        payload = np.zeros(5000, np.uint8)
+        sent = one.send(SendRequest(1, MessageKey(5, 1), payload.data, plain_tags(4), RELIABLE, "fc.bias"))
+        assert sent.result(LIMIT_S / 2).lost == 0
+        with pytest.raises(PeerLeftError, match="rank 1 has left"):
+            one.receive(ReceiveRequest(1, MessageKey(6, 0), 5000, RELIABLE, "fc.bias")).result(LIMIT_S / 2)
 
 
 def test_closing_ends_what_waits_and_what_is_asked_afterwards():

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process group that ``torch.distributed`` gets for the backend ``dlcp``."""
 
-import atexit
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from dlcp.backend.channel import AllowedLoss
 from dlcp.backend.elementwise_ops import ElementwiseOp, ReduceOp
 from dlcp.backend.process_group import Collectives
+from dlcp.closing import ExitCallback
 from dlcp.torch import BACKEND
 from dlcp.torch.backend.memory import HostMemory, HostTensor
 from dlcp.torch.backend.work import Issuer, Work, call_aside, joined
@@ -22,6 +22,7 @@ from dlcp.torch.profiling import profiled
 from dlcp.torch.staging import Device
 
 Tensors = Sequence[torch.Tensor]
+_at_exit: ExitCallback | None = None
 _OPEN: "weakref.WeakSet[Collectives]" = weakref.WeakSet()
 """Those of all groups that have not been destroyed."""
 
@@ -50,6 +51,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         self._memory = memory or HostMemory()
         self._issuer: Issuer | None = None
         self._coalesced: list[Work] | None = None
+        _watch_exit()
         _OPEN.add(collectives)
 
     # What torch.distributed asks about a group ------------------------------------------------------------------------
@@ -357,7 +359,14 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         return work
 
 
-@atexit.register
+def _watch_exit() -> None:
+    """Have this process leave its groups when it ends: those that it has made, and not those of its parent."""
+    global _at_exit
+    if _at_exit is None or _at_exit.is_fork:
+        _OPEN.clear()
+        _at_exit = ExitCallback(_leave_groups)
+
+
 def _leave_groups() -> None:
     """Leave the groups that a script has not destroyed: peers may still wait for a word on what is over."""
     for collectives in list(_OPEN):

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every pair of options either trains, with equal replicas on a network that loses packets, or is refused by name."""
+
+import itertools
+import random
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from dlcp.collectives.parameter_server import ParameterServer, ServerOptions
+from dlcp.dtypes import ValueType
+from dlcp.session import NotJoinedError, Options
+from dlcp.transport import Endpoint, LossBound, TransportOptions, bind_socket
+from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
+from tests.faults.lossy_sockets import lossy_endpoints
+from tests.group.group_ranks import together
+from tests.transport.free_ports import free_udp_ports
+
+RANKS = 3
+STEPS = 6
+"""Deferral leaves the first three steps whole."""
+SHAPES = {"front.weight": (70, 100), "front.bias": (100,), "back.weight": (100, 60)}
+LOSS = 0.05
+TOKEN = 7
+
+VALUES = {
+    "compression": ["", "fp16", "bf16", "topk:0.1", "randomk:0.1", "qsgd:4", "terngrad", "signsgd", "efsignsgd",
+                    "atomo:2", "powersgd:2"],
+    "collective": ["direct", "ring", "auto", "server"],
+    "combine": ["average", "sum", "adasum"],
+    "value_type": [kind for kind in ValueType if kind is not ValueType.BFLOAT16 or find_spec("ml_dtypes")],
+    "congestion": ["dctcp", "ecn", "cubic"],
+    "layer_bounds": ["", "front.*=0, back.*=0.3"],
+    "loss_bound": [0.1, 0.0],
+    "deferral_bound": [0.0, 0.75],
+    "immediate": [False, True],
+    "error_feedback": [True, False],
+    "rescale": [True, False],
+    "adaptive_shards": [True, False],
+    "samples": [0, 16],
+    "adapt": [False, True],
+    "phases": [False, True],
+    "shared_memory": [True, False],
+    "paths": [12, 1],
+    "payload_bytes": [512, 1024],
+    "protected_share": [-1.0, 0.5],
+    "tagged": [True, False],
+    "fallback": [True, False],
+    "flush": [False, True],
+}  # fmt: skip
+NOT_OPTIONS = "value_type", "flush"
+
+
+def given(combination):
+    """Return a combination's options; what it does not say is the default, but that averages alone may fall back."""
+    options = {"fallback": False} | {name: combination[name] for name in combination if name not in NOT_OPTIONS}
+    if options.get("collective") == "server":
+        options |= {"server": "127.0.0.1:9", "token": TOKEN}
+    return options
+
+
+def refusal(combination):
+    """Return the error with which a combination is refused; None if it is not."""
+    try:
+        options = Options(**given(combination))
+        if options.collective == "server":
+            value_type = combination.get("value_type", ValueType.FLOAT32)
+            server_options(options, value_type)
+            if (options.adapt or options.phases) and not (options.compression or value_type is ValueType.FLOAT32):
+                raise ValueError(
+                    "collective 'server' has one value_type, and that of adapt, phases, samples is float32"
+                )
+    except ValueError as error:
+        return error
+    return None
+
+
+def all_pairs(values, seed=1):
+    """Return combinations that are not refused, and pairs that are: each two values of two options are in either.
+
+    Each combination begins with a pair that no other has, and takes, one option at a time, whichever value has most
+    pairs that no other has.
+    """
+    draw, names = random.Random(seed), list(values)
+    places = [(name, place) for name in names for place in range(len(values[name]))]
+    missing = dict.fromkeys(pair for pair in itertools.combinations(places, 2) if pair[0][0] != pair[1][0])
+    found, refused = [], []
+    while missing:
+        chosen = dict(next(iter(missing)))
+        if refusal(_values(values, chosen)):
+            refused.append(_values(values, chosen))
+            del missing[next(iter(missing))]
+            continue
+        for name in draw.sample(names, len(names)):
+            if name not in chosen:
+                admitted = [
+                    place
+                    for place in draw.sample(range(len(values[name])), len(values[name]))
+                    if not refusal(_values(values, {**chosen, name: place}))
+                ]
+                chosen[name] = max(admitted, key=lambda place: _gain(missing, names, chosen, name, place))
+        for pair in _pairs(names, chosen):
+            missing.pop(pair, None)
+        found.append(_values(values, chosen))
+    return found, refused
+
+
+def _values(values, chosen):
+    return {name: values[name][place] for name, place in chosen.items()}
+
+
+def _pairs(names, chosen):
+    return itertools.combinations([(name, chosen[name]) for name in names], 2)
+
+
+def _gain(missing, names, chosen, name, place):
+    pairs = (sorted([(name, place), other], key=lambda each: names.index(each[0])) for other in chosen.items())
+    return sum(tuple(pair) in missing for pair in pairs)
+
+
+@pytest.fixture(autouse=True)
+def lossy_network(monkeypatch):
+    monkeypatch.setattr(Endpoint, "__init__", lossy_endpoints(LOSS))
+
+
+def gradients(rank, step, value_type):
+    generator = np.random.default_rng([rank, step])
+    kind = np.float64 if value_type is ValueType.FLOAT64 else np.float32
+    found = {name: value_type.narrow(generator.standard_normal(shape).astype(kind)) for name, shape in SHAPES.items()}
+    if value_type is ValueType.BFLOAT16:
+        import ml_dtypes
+
+        return {name: values.view(ml_dtypes.bfloat16) for name, values in found.items()}
+    return found
+
+
+def train(group, combination):
+    """Take some steps; return all averages."""
+    group.register(SHAPES)
+    got = []
+    for step in range(STEPS):
+        if combination["samples"]:
+            group.samples(8 * (group.rank + step))
+        if combination["flush"] and step == STEPS - 1:
+            group.flush()
+        mine = gradients(group.rank, step, combination["value_type"])
+        group.average(mine)
+        assert group.active, group.reason
+        got.append(mine)
+    group.barrier()
+    return got
+
+
+def server_options(options, value_type):
+    """What a server of such workers is told."""
+    return ServerOptions(
+        LossBound(options.loss_bound, options.immediate),
+        ValueType.FLOAT32 if options.compression else value_type,  # what a compressor makes of gradients
+        options.reduction().rescale,
+        options.weighted,
+        options.deferral_bound if options.error_feedback else 0.0,
+    )
+
+
+@contextmanager
+def serving(options, value_type, ports):
+    """A parameter server beside the ranks."""
+    *workers, port = [("127.0.0.1", port) for port in ports]
+    transport = TransportOptions(
+        payload_bytes=options.payload_bytes or PAYLOAD_UNKNOWN,
+        tagged=options.tagged,
+        congestion=options.congestion,
+        flow_weight=1.0,
+    )
+    sock = bind_socket("127.0.0.1", [port[1]])
+    endpoint = Endpoint(len(workers), sock, dict(enumerate(workers)), job=0, token=TOKEN, options=transport)
+    try:
+        yield ParameterServer(endpoint, range(len(workers)), options=server_options(options, value_type))
+    finally:
+        endpoint.close("the test is over")
+
+
+def run(combination):
+    """Train with a combination; return all averages of each rank."""
+    ports = free_udp_ports(RANKS + 1)
+    chosen = given(combination)
+    if chosen["collective"] == "server":
+        chosen["server"] = f"127.0.0.1:{ports[-1]}"
+    options = Options(deadline_s=15.0, meet_s=15.0, **chosen)
+    each = [options.with_(bind=f"127.0.0.1:{port}") for port in ports[:-1]]
+    if options.collective == "server":
+        with serving(options, combination["value_type"], ports):
+            return together(RANKS, lambda group: train(group, combination), each)
+    return together(RANKS, lambda group: train(group, combination), each)
+
+
+COMBINATIONS, REFUSED = all_pairs(VALUES)
+DEFAULTS = {name: values[0] for name, values in VALUES.items()}
+DEFERRING = [
+    {**DEFAULTS, "compression": compression, "fallback": False, "deferral_bound": 0.75}
+    for compression in VALUES["compression"]
+]
+"""Pairs of which another option could hide what is wrong: layers with a bound of their own rule deferral out, say."""
+
+
+def shown(combination):
+    """What is not the default, for the name of a test."""
+    changed = {name: value for name, value in combination.items() if value != VALUES[name][0]}
+    return " ".join(f"{name}={getattr(value, 'value', value)}" for name, value in changed.items())
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS + DEFERRING, ids=shown)
+def test_options_go_together(combination):
+    results = run(combination)
+    for other in results[1:]:
+        for step, averages in enumerate(other):
+            for name, values in averages.items():
+                assert values.tobytes() == results[0][step][name].tobytes(), f"replicas differ at step {step}: {name}"
+                assert np.isfinite(values.astype(np.float64)).all()
+
+
+def test_a_refusal_names_both_options():
+    assert REFUSED
+    for pair in REFUSED:
+        text = str(refusal(pair))
+        for name in pair:
+            assert name in text, f"{pair} is refused by {text!r}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"deferral_bound": 0.75}, "the parameter server has deferral_bound=0.0 and the workers 0.75"),
+        ({"loss_bound": 0.2}, "the parameter server has loss_bound=0.1 and the workers 0.2"),
+        (
+            {"immediate": True},
+            "the parameter server has immediate=False and the workers True; start it with --immediate",
+        ),
+        ({"error_feedback": False}, "the parameter server has rescale=False and the workers True"),
+        ({"adapt": True}, "the parameter server has value_type='float64', and adapt of the workers needs float32"),
+    ],
+)
+def test_a_server_that_was_started_otherwise_is_told_at_the_start(changes, said):
+    ports = free_udp_ports(RANKS + 1)
+    server = f"127.0.0.1:{ports[-1]}"
+    options = Options(collective="server", server=server, token=TOKEN, fallback=False, silence_s=60.0, **changes)
+    each = [options.with_(bind=f"127.0.0.1:{port}") for port in ports[:-1]]
+    started = Options(collective="server", server=server, token=TOKEN, payload_bytes=options.payload_bytes)
+    with (
+        serving(started, ValueType.FLOAT64 if options.adapt else ValueType.FLOAT32, ports),
+        pytest.raises(NotJoinedError, match=said),
+    ):
+        together(RANKS, lambda group: group.step, each)

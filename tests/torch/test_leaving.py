@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts that end without closing anything: the other ranks get their averages, and hear who has left."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.transport.free_ports import free_port
+
+LIMIT_S = 90
+SILENCE_S = 60
+"""So long would ranks wait for one that has ended, if it did not say goodbye: longer than a test may take."""
+STEPS = 4
+WAYS = ["ddp", "cross_step", "fsdp", "backend", "group"]
+
+
+def run(way, ending, steps):
+    """Run a rank for each of ``steps``, which says how many it takes; return exit statuses and what they printed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DLCP_")}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(steps))}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "DLCP_SHARED_MEMORY": "0"}
+    environment |= {"DLCP_BIND": "127.0.0.1:0", "DLCP_SILENCE_S": str(SILENCE_S), "DLCP_FALLBACK": "0"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.torch.leaving_script", way, ending, str(count)],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, count in enumerate(steps)
+    ]
+    try:
+        end_s = time.monotonic() + LIMIT_S
+        printed = [process.communicate(timeout=end_s - time.monotonic())[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [process.returncode for process in processes], printed
+
+
+@pytest.mark.parametrize("ending", ["returned", "destroyed"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_last_step_is_not_lost_with_a_rank_that_ends(way, ending):
+    if way == "group" and ending == "destroyed":
+        pytest.skip("a group of its own has no process group")
+    statuses, printed = run(way, ending, [STEPS] * 3)
+    assert statuses == [0] * 3, "\n".join(printed)
+    assert "Error" not in "".join(printed)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "fsdp"])  # Gloo, which gathers parameters, sees it first
+def test_ranks_hear_at_once_that_another_has_left(way):
+    began_s = time.monotonic()
+    statuses, printed = run(way, "returned", [STEPS, STEPS, STEPS - 2])
+    assert time.monotonic() - began_s < SILENCE_S, "they waited until it had been silent for too long"
+    assert 0 not in statuses[:2], "\n".join(printed)
+    for text in printed[:2]:
+        assert "rank 2 has left" in text or "rank 2 has ended" in text or "has left DLCP" in text, text
