@@ -67,14 +67,19 @@ class DirectAllReduce:
     weights
         Each owner's weight in the division into shards; by default the contributors own shards, equal ones or such as
         suit the rates at which they receive.
+    one_hop
+        Whether two ranks may exchange small buckets in one hop (:mod:`dlcp.collectives.pair`).
     """
 
     recoverable = True
 
-    def __init__(self, context: RankContext, *, weights: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self, context: RankContext, *, weights: Mapping[int, float] | None = None, one_hop: bool = True
+    ) -> None:
         self.context = context
         self.weights = dict(weights or dict.fromkeys(context.contributors, 1.0))
         self.between_ranks = weights is None
+        self._one_hop = one_hop and self.between_ranks and len(context.contributors) == 2
         self.adaptive = context.options.adaptive_shards and self.between_ranks
         self.deferral: Deferral | None = None
         if context.options.deferral_bound:  # most jobs put nothing off
@@ -142,8 +147,8 @@ class DirectAllReduce:
         return run
 
     def _goes_in_one_hop(self, bucket: Bucket) -> bool:
-        two = self.between_ranks and len(self.context.contributors) == 2 and not bucket.scattered
-        return two and self.deferral is None and bucket.values.nbytes <= PAIR_BYTES_MAX
+        allowed = self._one_hop and not bucket.scattered and self.deferral is None
+        return allowed and bucket.values.nbytes <= PAIR_BYTES_MAX
 
     def plan_of(self, sequence: int, bucket: Bucket, weights: Mapping[int, float]) -> "DirectPlan":
         """Return the plan of a bucket: that of the last step, if it is the same bucket, divided alike."""

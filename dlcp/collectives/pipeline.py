@@ -246,7 +246,8 @@ def make_reducer(
     transit = replace(context, residual=Residual(), noted=compressor.rounds == 1)
     if compressor.name not in ("fp16", "bf16"):  # values are coded in place: magnitudes say what matters
         transit = replace(transit, options=replace(options, deferral_bound=0.0))
-    plain = _plain(collective, transit, topology, costs)
+    # A compressor's recovery has to know what is lost of a contribution, which in one hop only the peer may know.
+    plain = _plain(collective, transit, topology, costs, one_hop=False)
     # No average stands for a vote or for Adasum, and a server has been told the format of what is compressed.
     averages = compressor.feedback is not Feedback.NOTHING and combine != ADASUM and not has_server
     left_out = context.residual if averages and options.error_feedback else None
@@ -331,7 +332,9 @@ def check_server_defers(compression: str, layer_bounds: object) -> None:
         )
 
 
-def _plain(collective: str, context: RankContext, topology: Topology, costs: Costs | None) -> Reducer:
+def _plain(
+    collective: str, context: RankContext, topology: Topology, costs: Costs | None, *, one_hop: bool = True
+) -> Reducer:
     """Return what averages buckets as they are."""
     if collective not in COLLECTIVES:
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
@@ -339,7 +342,7 @@ def _plain(collective: str, context: RankContext, topology: Topology, costs: Cos
         raise ValueError("collective 'server' needs a server: set its address with server='host:port' or DLCP_SERVER")
     reducers: dict[str, MeasuringReducer] = {}
     if collective in (AUTO, DIRECT):
-        reducers[DIRECT] = DirectAllReduce(context)
+        reducers[DIRECT] = DirectAllReduce(context, one_hop=one_hop)
     if collective in (AUTO, RING):
         from dlcp.collectives.ring import RingAllReduce
 

@@ -4,7 +4,8 @@
  *
  * Packets count as lost when one that was sent later on the same path into the same queue has arrived, by more than the
  * disorder to be expected or that long ago (RACK, RFC 8985, kept per queue because strict priority reorders across
- * queues, and per path because delays differ). What no later packet follows is asked for (outgoing.c). A path on which nothing arrives at all is judged by the others, with patience, and left.
+ * queues, and per path because delays differ). What no later packet follows is asked for (outgoing.c). A path on which
+ * nothing arrives at all is judged by the others, with patience, and left.
  *
  * An acknowledgement tells of blocks of 64 packets which of them have arrived. It tells all that is known of its
  * blocks, and repeats the last ones before, so that the next one makes up for it if it is lost. Its payload has entries

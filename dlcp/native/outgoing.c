@@ -120,7 +120,9 @@ static void ask(engine *owner, flow *to, outgoing *self, double now_s) {
     int64_t bytes = HEADER_BYTES + (self->to_send < self->packets ? QUESTION_BYTES : question[0]);
     int tos = (int)owner->config.control_tos;
     int64_t way = path_for_control(to);
-    if (self->flying) { /* behind it, or the question would overtake what it is about, in a queue that grows, say */
+    /* Behind it, or the question would overtake what it is about, in a queue that grows, say. One that is not answered
+     * may have been lost there, and the next one asks only about what is older. */
+    if (self->flying && self->probes_unanswered == 1) {
         datagram[2] = (uint8_t)(self->last_queue << 5);
         tos = to->service[self->last_queue][0];
         way = to->path_last;

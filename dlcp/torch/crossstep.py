@@ -71,8 +71,8 @@ from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 GROUP_BYTES = 4 << 20
 """Parameters are exchanged in groups of at least this size, larger ones away from the input. Chosen by us: 3 ms on a
 path of 10 Gbit/s, where smaller ones cost more processor time than they save waiting."""
-_open: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
-"""Models that are trained by an optimizer of :func:`cross_step` that has not been closed."""
+_open: set[int] = set()
+"""Identities of the parameters that optimizers of :func:`cross_step` train which have not been closed and hold them."""
 GRACE_S = 5.0
 """How much longer than the transport a layer is waited for: the transport knows better what is wrong."""
 
@@ -100,8 +100,9 @@ class CrossStep(Optimizer):
         group: dist.ProcessGroup | None,
         group_bytes: int,
     ) -> None:
-        if model in _open:
-            raise RuntimeError("cross_step has taken this model over already: close() that optimizer first")
+        mine = {id(parameter) for entry in optimizer.param_groups for parameter in entry["params"]}
+        if mine & _open:
+            raise RuntimeError("cross_step has taken these parameters over already: close() that optimizer first")
         # Not Optimizer.__init__: param_groups, state, defaults and hooks are those of `inner`, see __getattr__.
         self.inner = optimizer
         self.traffic = traffic
@@ -123,7 +124,8 @@ class CrossStep(Optimizer):
             for layers in self._groups
             for member in layers.members
         ]
-        _open.add(model)
+        self._taken = mine
+        _open.update(mine)
         self._model = weakref.ref(model)
         self._hooks.append(optimizer.register_state_dict_pre_hook(self._before_state))
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._before_state))
@@ -274,7 +276,7 @@ class CrossStep(Optimizer):
                 self._finish()
         finally:
             self._closed = True
-            _open.discard(self._model())  # type: ignore[arg-type]  # None is in no set
+            _open.difference_update(self._taken)
             self._pending.groups.clear()
             self._guard.remove()
             for hook in self._hooks:

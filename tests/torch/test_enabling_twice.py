@@ -79,4 +79,4 @@ def test_a_model_is_not_taken_over_twice():
         assert "attached to a model already" in found["attach"]
         assert "call attach(model) of that state" in found["closed"]
         assert "reduces the gradients of this model already" in found["fsdp"]
-        assert "has taken this model over already" in found["cross_step"]
+        assert "has taken these parameters over already" in found["cross_step"]

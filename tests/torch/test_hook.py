@@ -280,6 +280,7 @@ class Wrapped(DistributedDataParallel):
     def __init__(self, **parameters):
         nn.Module.__init__(self)
         self.process_group = None
+        self._comm_hooks = []
         self.module = nn.Module()
         for name, parameter in parameters.items():
             self.module.register_parameter(name, parameter)
