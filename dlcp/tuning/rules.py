@@ -553,7 +553,7 @@ def figures_of_surveys(
         step_s=step_s,
         waited_s=max(0.0, min(waited_s, step_s)),
         **_shares(surveys),
-        worst=max(each.worst for each in surveys),
+        worst=min(1.0, max(each.worst for each in surveys)),
         rtt_s=max(each.rtt_s for each in surveys),
         rates_bps={rank: rate for rank, rate in rates.items() if rate > 0},
     )
@@ -602,7 +602,8 @@ def _shares(measured: Sequence[Survey | StepMetadata]) -> dict[str, Any]:
     )
     return {
         "packets": packets,
-        "wanting": wanting / packets if packets else 0.0,
-        "spared": lost / wanting if wanting else 0.0,
-        "protected": median(one.protected for one in measured),
+        # Ranks' metadata went through float32, which may round a share up.
+        "wanting": min(1.0, wanting / packets) if packets else 0.0,
+        "spared": min(1.0, lost / wanting) if wanting else 0.0,
+        "protected": min(1.0, median(one.protected for one in measured)),
     }

@@ -54,6 +54,9 @@ class NoFallback(Fallback):
 class Autotuned(SmallRanks):
     """Ranks whose steps begin with metadata, and whose sessions follow their autotuners."""
 
+    allowed = 0.1
+    """The loss bound that ranks are given."""
+
     def __init__(self, count, **fields):
         chosen = {name: fields.pop(name) for name in ("adapt", "phases") if name in fields}
         super().__init__(count, policy=NOTHING_PROTECTED, **fields)
@@ -72,9 +75,9 @@ class Autotuned(SmallRanks):
             return kind(replace(context, options=options))
 
         session = TrainingSession(Options(), rank, ranks, NoFallback(), **shared)
-        given = Settings(0.1, deferral_bound=context.options.deferral_bound)
+        given = Settings(self.allowed, deferral_bound=context.options.deferral_bound)
         size = 4 * sum(self.sizes.values())
-        session.autotuner = Autotuner(given, LossBound(0.1), rank, ranks)
+        session.autotuner = Autotuner(given, LossBound(self.allowed), rank, ranks)
         session.autotuner.measure(
             self.ledgers[rank],
             self.endpoints[rank],
@@ -129,6 +132,7 @@ class Deferring(Autotuned):
     """Three ranks, the last of them behind a port of a third of the others' rate, that may defer."""
 
     sizes = HALF_SIZES
+    allowed = 0.0  # nothing is lost, so another bound would be chosen, and deferral begin anew with whole steps
 
     def __init__(self, bound):
         super().__init__(
