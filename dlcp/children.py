@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _PATIENCE_S: Final = 10.0
-"""How long an orphan may take to end after SIGTERM, before it is killed. Chosen by us."""
+"""Time for an orphan to end after SIGTERM before it is killed: enough to remove its folders."""
 _PR_SET_PDEATHSIG: Final = 1
 
 

@@ -222,12 +222,12 @@ def measure(
 
 
 def megabytes_in(seconds: float, rate_bps: int) -> float:
-    """Return how many MB of values DLCP's packets carry in so many seconds at a port's rate."""
+    """Return the MB of values that DLCP's packets carry through a port in a given time."""
     return seconds * rate_bps / 8e6 * _PAYLOAD_BYTES / _FRAME_BYTES
 
 
 def seconds_for(megabytes: float, rate_bps: int) -> float:
-    """Return how long a port's rate takes for so many MB of values in DLCP's packets."""
+    """Return the time that a port takes for a given size of values in DLCP's packets."""
     return megabytes / megabytes_in(1.0, rate_bps)
 
 

@@ -36,7 +36,7 @@ class SweepCell:
     setting
         What the cell shares with others but for size and ranks, in words; for the table.
     ranks, megabytes
-        How many ranks average a buffer of which size.
+        Number of ranks, and size of the buffer in MB.
     loss_percent, rtt_ms
         Of the path; 0 where the benchmark does not set them.
     """

@@ -40,7 +40,7 @@ class PairRun(BucketRun):
             self.context.residual.apply(bucket.values, bucket.segments, bucket.value_type)
         self.tags = plan.tag(self.context, bucket, step)
         self.delivery: Delivery | None = None
-        """What the peer has of this rank's contribution, once it has confirmed it."""
+        """The peer's confirmation of this rank's contribution; None until it is here."""
         self.arrival: Arrival | None = None
         """The peer's contribution, once it is here."""
         self.result: NDArray[np.generic] | None = None

@@ -40,7 +40,7 @@ log = logging.getLogger("dlcp")
 SERVER_TERMS: Final = "loss_bound", "immediate", "deferral_bound", "rescale", "weighted", "float32"
 """What workers and server must have alike, in the order in which workers tell it; see :func:`worker_terms`."""
 ASK_AGAIN_S: Final = 0.1
-"""How long a worker waits for the server's answer before it asks again: packets may be lost. Chosen by us."""
+"""Time after which a worker asks the server again, since packets may be lost. Not tuned."""
 SMALL_LAYER_PACKETS: Final = 3
 """Layers of so few packets are never put off. Chosen by us: what workers take for small
 (``TagPolicy.small_layer_values``) fits into three packets of an MTU of 1500."""
@@ -117,7 +117,7 @@ class ServerOptions:
 
 
 def worker_terms(options: ReduceOptions, *, weighted: bool = False, float32: str = "") -> dict[str, float | bool | str]:
-    """Return what a server has to be told alike, out of a worker's options.
+    """Return the worker's options that must equal the server's.
 
     Parameters
     ----------
