@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,13 @@ _SAFE_PATH: Final = {"PYTHONSAFEPATH": "1"}
 
 
 def _start_server() -> None:
-    """Start the server of forks, if it does not run, so that it loads the DLCP that this process has."""
+    """Start the server of forks, if it does not run, so that it loads the DLCP that this process has.
+
+    Raises
+    ------
+    ValueError
+        Its socket cannot be made where temporary files are.
+    """
     if sys.version_info < (3, 11) and Path("dlcp").is_dir():
         # There the server looks in the working directory first. Forks have this process's path, and load it then.
         _context.set_forkserver_preload([name for name in _PRELOADED if not name.startswith("dlcp")])
@@ -49,6 +56,11 @@ def _start_server() -> None:
     os.environ.update(_SAFE_PATH)
     try:
         forkserver.ensure_running()
+    except OSError as error:
+        raise ValueError(
+            f"processes cannot be started through a socket in the folder for temporary files: {error}; if the path "
+            f"{tempfile.gettempdir()} is long, set TMPDIR to a shorter one"
+        ) from error
     finally:
         for name, value in before.items():
             if value is None:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -75,23 +76,46 @@ def test_a_child_ends_with_a_parent_that_is_killed(tmp_path):
         until(lambda: not marked.pids())
 
 
+@pytest.fixture
+def short_folder():
+    """Return a folder for temporary files whose path leaves room for a socket's: that has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="dlcp-") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_demo_that_is_ended_leaves_no_process(tmp_path, number):
-    (tmp_path / "files").mkdir()
+def test_a_demo_that_is_ended_leaves_no_process(tmp_path, short_folder, number):
     words = ["demo", "--loopback", "--steps", "100000", "--only", "dlcp", "--out", str(tmp_path / "out")]
     argv = [*OWN_LOOPBACK, sys.executable, "-m", "dlcp.cli", *words]
-    with Marked(argv, tmp_path / "files", stdout=subprocess.DEVNULL, cwd=REPOSITORY) as marked:
+    with Marked(argv, short_folder, stdout=subprocess.DEVNULL, cwd=REPOSITORY) as marked:
         # Its switch, and ranks that have begun: what there is then has to end.
         until(lambda: any(b"switch" in command for command in marked.commands()))
-        until(lambda: any(path.name.startswith("dlcp-demo-") for path in (tmp_path / "files").iterdir()))
+        until(lambda: any(path.name.startswith("dlcp-demo-") for path in short_folder.iterdir()))
         until(lambda: len(marked.pids()) > 8)
         marked.process.send_signal(number)
         assert marked.process.wait(60) == (128 + number if number == signal.SIGTERM else -number)
         until(lambda: not marked.pids())
     if number == signal.SIGTERM:
-        left = [path.name for path in (tmp_path / "files").iterdir() if path.name.startswith("dlcp-")]
+        left = [path.name for path in short_folder.iterdir() if path.name.startswith("dlcp-")]
         assert not left
+
+
+def test_where_temporary_files_have_long_paths_a_demo_says_what_to_do(tmp_path):
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    done = subprocess.run(
+        [*OWN_LOOPBACK, sys.executable, "-m", "dlcp.cli", "demo", "--loopback", "--out", tmp_path / "out"],
+        env={**os.environ, "TMPDIR": str(folder)},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "set TMPDIR to a shorter one" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_processes_of_a_launch_that_is_killed_end(tmp_path):

@@ -30,7 +30,7 @@
 
 enum { HEADER_BYTES = 32, QUEUES = 8, DROP_CLASSES = 8, DATAGRAM_MAX = 65536 };
 enum { ORDINARY_QUEUE = 1 };
-enum { ACK_BLOCK_PACKETS = 64, ACK_ENTRY_BYTES = 18, ACK_RECENT = 4 };
+enum { ACK_BLOCK_PACKETS = 64, ACK_ENTRY_BYTES = 18, ACK_RECENT = 8 };
 enum { PATHS_MAX = 64, ACK_PATH = 0x7FFFFFFF };
 enum { SEND_BLOCK_PACKETS = 256, SEGMENTS_MAX = 64, MESSAGE_PACKETS_MAX = 1 << 22, STEPS_AHEAD_MAX = 1 << 16 };
 enum { VERSION = 1 };
@@ -173,6 +173,7 @@ typedef struct finished finished;
 struct finished {
     known name;
     finished_state state;
+    int64_t asked; /* its sender had sent all of it: what comes of it for the first time is late */
     int64_t packets;
     double completed_s;
     uint8_t *bitmap;      /* as on the wire, most significant bit first; NULL: every packet is in */
@@ -183,6 +184,12 @@ struct finished {
 };
 
 typedef enum { UNSENT, FLYING, DELIVERED, ABANDONED, RETRANSMIT } packet_state;
+
+/* When a question was asked, and until when what it is about was sent. */
+enum { QUESTIONS = 8 };
+typedef struct {
+    double asked_s, until_s;
+} asked;
 
 struct outgoing {
     int64_t peer, step, message;
@@ -209,8 +216,9 @@ struct outgoing {
     int64_t abandoned, allowed;
     /* What is asked of the receiver. */
     int64_t protected_packets, immediate;
-    double asked_s; /* an answer tells of what was sent before that; below 0: no question is open */
-    double probed_s;
+    asked asked[QUESTIONS]; /* the latest questions, by number, which answers repeat */
+    int64_t questions;      /* so many so far */
+    double probed_s;        /* when the last one was asked */
     int64_t probes_unanswered, probes_without_news, delivered_seen;
     uint64_t *confirmed; /* what the parts of a STOP say */
     int64_t confirmed_packets;
@@ -314,8 +322,11 @@ struct flow {
     int64_t message_count, message_capacity;
     double look_s; /* no message is to be asked about before */
     uint32_t marked_seen;
+    uint16_t late_seen; /* packets that were late, not lost, */
+    double widened_s;   /* and when the reordering window was last made wider for that */
     /* receiving */
     uint32_t marked_received;
+    uint16_t late_received;     /* packets that were late, not lost: they came twice, or after they had been given up */
     in_port_t ports[PATHS_MAX]; /* from which it sends, too, in network byte order */
     int64_t port_count, port_last;
     uint32_t path_marked[PATHS_MAX];

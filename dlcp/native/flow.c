@@ -11,8 +11,9 @@
  * blocks, and repeats the last ones before, so that the next one makes up for it if it is lost. Its payload has entries
  * of step (4 bytes), message (2), block (4; with ACK_WHOLE if the message is complete, and all of it is here) and bits
  * (8; bit k is packet 64 block + k). In its header, `count` holds how many packets of the flow arrived marked congested
- * so far, `index` when the newest packet came, by the receiver's clock in microseconds, and `step` how long ago that
- * is. An entry with the block ACK_PATH says of a path, its `step`, how many packets arrived marked there, its `bits`.
+ * so far, `message` how many were late, not lost, `index` when the newest packet came, by the
+ * receiver's clock in microseconds, and `step` how long ago that is. An entry with the block ACK_PATH says of a path,
+ * its `step`, how many packets arrived marked there, its `bits`.
  */
 
 #include <math.h>
@@ -512,8 +513,8 @@ void flow_acknowledge(engine *owner, flow *self, double now_s) {
     int64_t limit = owner->config.payload_bytes / ACK_ENTRY_BYTES, done = 0;
     double ago_us = fmin(fmax((now_s - self->data_last_s) * 1e6, 0), 4e9);
     do {
-        engine_write_header(owner, datagram, ACK, (int64_t)ago_us, 0, (uint32_t)microseconds(self->data_last_s),
-                            self->marked_received);
+        engine_write_header(owner, datagram, ACK, (int64_t)ago_us, self->late_received,
+                            (uint32_t)microseconds(self->data_last_s), self->marked_received);
         int64_t entries = 0;
         for (int64_t k = 0; k < self->recent_count && entries < limit - 1; k++)
             if (self->recent[k].message)
@@ -577,6 +578,18 @@ static int64_t marked_since(uint32_t *seen, uint32_t total) {
     return marked;
 }
 
+/* Take in how many packets were late, not lost. All of a round trip are one piece of news (RFC 8985, 6.2). */
+static void take_late(const engine *owner, flow *self, uint16_t total, double now_s) {
+    int16_t more = (int16_t)(total - self->late_seen);
+    if (more <= 0)
+        return;
+    self->late_seen = total;
+    if (now_s < self->widened_s + self->smoothed_rtt_s)
+        return;
+    self->widened_s = now_s;
+    self->disorder = fmin(self->disorder * 2, owner->config.disorder_max);
+}
+
 /* Take in how many packets arrived marked on a path. */
 static void take_marks(flow *self, const uint8_t *entry) {
     uint32_t number = get32(entry);
@@ -621,6 +634,7 @@ void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagra
         return;
     }
     int64_t marked = marked_since(&self->marked_seen, (uint32_t)header_count(datagram));
+    take_late(owner, self, (uint16_t)header_message(datagram), now_s);
     uint64_t sampled = 0;
     outgoing *taken[DATAGRAM_MAX / ACK_ENTRY_BYTES + 1];
     int64_t taken_count = 0;

@@ -435,6 +435,8 @@ static int complete(engine *owner, incoming *self, double now_s) {
     int whole = incoming_is_whole(self);
     self->complete = 1;
     finished *done = finished_add(owner, &self->name, self->packets, now_s);
+    if (done)
+        done->asked = self->asked && !whole;
     if (whole)
         flow_acknowledge_whole(owner, from, self, now_s);
     else
@@ -542,6 +544,7 @@ static incoming *begin(engine *owner, flow *from, const uint8_t *header, int64_t
     finished *done = finished_find(owner, from->peer, step, header_message(header));
     if (done) {
         owner->late++;
+        from->late_received += done->asked && !(header[1] & RETRANSMISSION);
         if (done->state == FINISHED_STOPPING) {
             if (now_s > done->due_s - done->repeat_s / 2)
                 finished_stop(owner, done, now_s);
@@ -602,6 +605,7 @@ void incoming_take_data(engine *owner, flow *from, const uint8_t *header, const 
     flow_note_arrival(owner, from, self, index, tos, now_s);
     if (has_bit(self->bits, index)) {
         owner->duplicate++;
+        from->late_received += (header[1] & RETRANSMISSION) != 0;
         return;
     }
     int64_t offset = index * payload_bytes;
@@ -621,16 +625,21 @@ void incoming_take_data(engine *owner, flow *from, const uint8_t *header, const 
     complete(owner, self, now_s);
 }
 
-static void send_bitmap(engine *owner, flow *to, const incoming *self) {
+/* Answer the question of that number: which packets are here. */
+static void send_bitmap(engine *owner, flow *to, const incoming *self, uint16_t number) {
     int64_t span = engine_bitmap_packets(owner);
-    uint8_t bitmap[DATAGRAM_MAX];
+    uint8_t datagram[HEADER_BYTES + DATAGRAM_MAX], *bitmap = datagram + HEADER_BYTES;
     for (int64_t first = 0; first < self->packets; first += span) {
         int64_t count = smaller(span, self->packets - first), bytes = (count + 7) / 8;
         memset(bitmap, 0, (size_t)bytes);
         for (int64_t i = 0; i < count; i++)
             if (has_bit(self->bits, first + i))
                 bitmap[i >> 3] |= (uint8_t)(0x80 >> (i & 7));
-        engine_send_control(owner, to, BITMAP, &self->name, first, self->packets, bitmap, bytes);
+        engine_write_header(owner, datagram, BITMAP, self->name.step, self->name.message, first, self->packets);
+        put16(datagram + 6, number);
+        if (engine_send_datagram(owner, to, datagram, HEADER_BYTES + bytes, (int)owner->config.control_tos,
+                                 path_for_control(to)) < 0)
+            owner->control_unsent++;
     }
 }
 
@@ -676,7 +685,7 @@ void incoming_take_probe(engine *owner, flow *from, const uint8_t *datagram, int
     }
     if (complete(owner, self, now_s))
         return;
-    send_bitmap(owner, from, self);
+    send_bitmap(owner, from, self, get16(datagram + 6));
 }
 
 /* Note that a sender knows one part of what became of its message. */

@@ -107,22 +107,24 @@ static int question_follows(const flow *to, const outgoing *self) {
 static void ask(engine *owner, flow *to, outgoing *self, double now_s) {
     if (self->probes_unanswered > 1)
         engine_event(owner, EVENT_TIMEOUT, to->peer, now_s);
-    /* The last question but one: an answer may be late, but what left before that is not on its way any more. */
-    self->asked_s = self->asked_s < 0 ? now_s : self->probed_s;
-    self->probed_s = now_s;
     self->probes_without_news++;
     self->probes_unanswered++;
     owner->probe++;
+    /* Behind it, or the question would overtake what it is about, in a queue that grows, say. One that is not answered
+     * may have been lost there, and the next one asks only about what is older. */
+    int behind = self->flying && self->probes_unanswered == 1;
+    self->questions++;
+    self->asked[self->questions % QUESTIONS] = (asked){now_s, behind ? now_s : self->probed_s};
+    self->probed_s = now_s;
     uint8_t datagram[HEADER_BYTES + QUESTION_BYTES], *question = datagram + HEADER_BYTES;
     engine_write_header(owner, datagram, PROBE, self->step, self->message, self->protected_packets, self->packets);
+    put16(datagram + 6, (uint16_t)self->questions);
     question[0] = self->unsent && !self->immediate;
     put32(question + 1, (uint32_t)(self->packets - self->to_send));
     int64_t bytes = HEADER_BYTES + (self->to_send < self->packets ? QUESTION_BYTES : question[0]);
     int tos = (int)owner->config.control_tos;
     int64_t way = path_for_control(to);
-    /* Behind it, or the question would overtake what it is about, in a queue that grows, say. One that is not answered
-     * may have been lost there, and the next one asks only about what is older. */
-    if (self->flying && self->probes_unanswered == 1) {
+    if (behind) {
         datagram[2] = (uint8_t)(self->last_queue << 5);
         tos = to->service[self->last_queue][0];
         way = to->path_last;
@@ -157,7 +159,6 @@ API int64_t dlcp_send(engine *owner, const send_request *request, double now_s) 
     self->tail_bytes = request->tail_bytes;
     self->allowed = request->allowed;
     self->immediate = request->immediate;
-    self->asked_s = -1;
     for (int i = 0; i < DROP_CLASSES; i++)
         self->abandoned_first[i] = NONE;
     for (size_t i = 0; i < packets; i++)
@@ -286,10 +287,8 @@ double outgoing_delivered(const engine *owner, flow *to, outgoing *self, uint32_
     path *way = &to->paths[self->path[index]];
     int queue = self->tags[index][1] >> 5, again = self->tags[index][0] & RETRANSMISSION;
     double sent_s = self->sent_s[index];
-    /* The first one has arrived, not the one that was sent again: there was no time for that (RFC 8985, 6.2). */
-    int first = state == FLYING && again && now_s - sent_s < to->rtt_min_s;
     /* It was late, not lost: an over-share packet, say, that waited in a lower queue. */
-    if (state == ABANDONED || state == RETRANSMIT || first)
+    if (state == ABANDONED || state == RETRANSMIT)
         to->disorder = fmin(to->disorder * 2, owner->config.disorder_max);
     if (state == FLYING) {
         self->flying--;
@@ -308,9 +307,10 @@ double outgoing_delivered(const engine *owner, flow *to, outgoing *self, uint32_
     set_bit(self->acked, index);
     self->delivered++;
     self->active_s = now_s;
-    if (state == FLYING && again && !first)
+    if (state == FLYING && again)
         to->backoff = fmax(to->backoff * BACKOFF_DECAY, 1);
-    if (!first)
+    /* Unless the first one has arrived, not the one that was sent again: there was hardly time for that. */
+    if (state != FLYING || !again || now_s - sent_s >= to->rtt_min_s)
         note_order(owner, to, way, queue, sent_s, now_s);
     note_idle(to, self);
     return sent_s;
@@ -437,9 +437,9 @@ double outgoing_ask(engine *owner, flow *to, double now_s) {
     return due_s;
 }
 
-/* What was sent before `asked_s` and is not in the bitmap is lost. Return whether that was news. */
+/* What was sent before `until_s` and is not in the bitmap is lost. Return whether that was news. */
 static int take_missing(engine *owner, flow *to, outgoing *self, int64_t first, int64_t count, const uint8_t *bitmap,
-                        double now_s) {
+                        double until_s, double now_s) {
     int64_t news = 0, lost = 0;
     for (int64_t i = 0; i < count; i++) {
         uint32_t index = (uint32_t)(first + i);
@@ -449,7 +449,7 @@ static int take_missing(engine *owner, flow *to, outgoing *self, int64_t first, 
                 continue;
             outgoing_delivered(owner, to, self, index, now_s);
             news++;
-        } else if (state == FLYING && self->sent_s[index] < self->asked_s) {
+        } else if (state == FLYING && self->sent_s[index] < until_s) {
             outgoing_lost(owner, to, self, index);
             lost++;
         }
@@ -511,16 +511,20 @@ void outgoing_take_bitmap(engine *owner, flow *to, const uint8_t *datagram, int6
             outgoing_complete(owner, to, self, NULL, now_s);
         else
             take_stop(owner, to, self, first, count, datagram + HEADER_BYTES, now_s);
-    } else if (self->asked_s >= 0) {
-        /* A peer that is not there yet answers without news: ask it less often, but the network is not to blame. */
-        if (self->probes_unanswered > 1) /* lost questions do not count: this is one answer */
-            self->probes_without_news -= self->probes_unanswered - 1;
-        self->probes_unanswered = 0;
-        to->answered_s = fmax(to->answered_s, now_s - self->asked_s);
-        to->look_s = now_s;
-        if (take_missing(owner, to, self, first, count, datagram + HEADER_BYTES, now_s))
-            self->probes_without_news = 0;
-        if (first + count >= self->packets)
-            self->asked_s = -1;
+        return;
     }
+    uint16_t ago = (uint16_t)(self->questions - get16(datagram + 6));
+    if (ago >= smaller(self->questions, QUESTIONS)) {
+        owner->late++;
+        return;
+    }
+    const asked *question = &self->asked[(self->questions - ago) % QUESTIONS];
+    /* A peer that is not there yet answers without news: ask it less often, but the network is not to blame. */
+    if (self->probes_unanswered > 1) /* lost questions do not count: this is one answer */
+        self->probes_without_news -= self->probes_unanswered - 1;
+    self->probes_unanswered = 0;
+    to->answered_s = fmax(to->answered_s, now_s - question->asked_s);
+    to->look_s = now_s;
+    if (take_missing(owner, to, self, first, count, datagram + HEADER_BYTES, question->until_s, now_s))
+        self->probes_without_news = 0;
 }

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows the header in packets that carry no values: acknowledgements, questions and greetings.
+"""What packets hold that carry no values: acknowledgements, questions and greetings.
 
 An ACK tells which packets have arrived. Its payload is a run of entries of :data:`ACK_ENTRY`, each about
 :data:`ACK_BLOCK_PACKETS` packets of one message, or, with the block :data:`ACK_PATH`, about a path. In its header,
 ``step`` is how many microseconds ago the newest packet came, ``index`` when that was by the receiver's clock, in
-microseconds modulo 2**32, and ``count`` how many packets have come marked congested.
+microseconds modulo 2**32, ``count`` how many packets have come marked congested, and ``message`` how many were late
+where they had been taken for lost, modulo 2**16: they came twice, or after their receiver had gone without them.
+
+A PROBE asks what is missing, and a BITMAP answers. In the headers of both, ``budget`` is the number of the question,
+modulo 2**16: an answer tells of what was sent before its question.
 
 A HELLO and its answer carry :data:`GREETING`, and then the UDP ports of the sender's further paths, two bytes each.
 """

@@ -134,14 +134,15 @@ class BareEngine:
         self.tick(now_s)
         return self.reports[-1] if self.reports else None
 
-    def acknowledge(self, now_s, *indices, key=KEY, marked=0, ago_us=0, rank=1, arrived_s=0.0):
-        """Tell that packets have arrived, the newest at a time of the receiver's clock."""
+    def acknowledge(self, now_s, *indices, key=KEY, marked=0, late=0, ago_us=0, rank=1, arrived_s=0.0):
+        """Tell that packets have arrived, the newest at a time of the receiver's clock, and how many ``late`` ones."""
         blocks = {}
         for index in indices:
             blocks[index // 64] = blocks.get(index // 64, 0) | 1 << index % 64
         payload = b"".join(ACK_ENTRY.pack(*key, block, bits) for block, bits in blocks.items())
         arrived_us = int(arrived_s * 1e6) % 2**32
-        self.take(PacketType.ACK, payload, step=ago_us, index=arrived_us, count=marked, rank=rank, now_s=now_s)
+        self.take(PacketType.ACK, payload, step=ago_us, message=late, index=arrived_us, count=marked, rank=rank,
+                  now_s=now_s)  # fmt: skip
 
     def ask(self, now_s):
         """Have the engine ask what is missing; what it sends is not kept in ``sent``."""
@@ -152,11 +153,18 @@ class BareEngine:
         assert set(kinds) == {PacketType.PROBE}
         del self.sent[before:]
 
-    def answer(self, message, arrived, now_s, first=0):
-        """Let the receiver say which packets of a message have arrived."""
+    @property
+    def questions(self):
+        """The numbers of all questions that have been asked."""
+        headers = [wire.decode(datagram) for _, datagram, _ in self.all_sent]
+        return [header.budget for header in headers if header.type is PacketType.PROBE]
+
+    def answer(self, message, arrived, now_s, first=0, question=None):
+        """Let the receiver say which packets of a message have arrived, in answer to the last question or another."""
+        question = (self.questions or [0])[-1] if question is None else question
         bitmap = np.packbits(np.asarray(arrived, np.bool_)).tobytes()
         self.take(PacketType.BITMAP, bitmap, step=message.key.step, message=message.key.message, index=first,
-                  count=message.packets, now_s=now_s)  # fmt: skip
+                  count=message.packets, budget=question, now_s=now_s)  # fmt: skip
 
     def lose(self, message, indices, now_s=1.0):
         """Let a bitmap tell that of what is flying everything but ``indices`` has arrived."""
@@ -179,9 +187,9 @@ class BareEngine:
         return Incoming(self, rank, key), buffer, tail
 
     def take(self, kind, payload=b"", *, step=KEY.step, message=KEY.message, index=0, count=1, flags=0, layer=0, rank=1,
-             tos=0, now_s=0.0):  # fmt: skip
+             tos=0, budget=0, now_s=0.0):  # fmt: skip
         """Take in one packet of a peer."""
-        header = Header(kind, flags, 4, 0, layer, 1, 0, step, message, rank, index, count, TOKEN)
+        header = Header(kind, flags, 4, 0, layer, 1, budget, step, message, rank, index, count, TOKEN)
         self.engine.take_in(memoryview(header.encode() + payload), tos, (f"10.0.0.{rank}", 53696), now_s)
         self.drain()
 

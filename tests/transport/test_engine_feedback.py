@@ -74,6 +74,28 @@ def test_disorder_of_a_quarter_of_a_round_trip_is_no_loss_where_none_was_seen(ga
     assert sent.message.flying == 1 - lost
 
 
+@pytest.mark.parametrize(
+    ("told", "gap_s", "lost"),
+    [
+        ([(1, 0)], 0.008, 0),
+        ([(1, 0)], 0.012, 1),
+        ([(1, 0), (4, RTT_S / 2)], 0.012, 1),
+        ([(1, 0), (4, 1.5 * RTT_S)], 0.018, 0),
+        ([(1, 0), (1, 1.5 * RTT_S), (0, 3 * RTT_S)], 0.012, 1),
+    ],
+    ids=["once", "no more than that", "a round trip is one piece of news", "twice", "no news"],
+)
+def test_disorder_is_expected_where_packets_are_sent_again_that_were_late(told, gap_s, lost):
+    sent = Sending([4] * 60, ratio=0.9)
+    lose_in_order(sent)
+    for late, after_s in told:
+        sent.acknowledge(49.0 + after_s, sent.order[-1], late=late)
+    sent.one(50.0)
+    sent.one(50.0 + gap_s)
+    sent.acknowledge(50.0 + gap_s + RTT_S, sent.order[-1], late=max(told)[0])
+    assert sent.message.flying == 1 - lost
+
+
 @pytest.mark.parametrize(("wait_s", "lost"), [(0.003, 0), (0.007, 1)])
 def test_what_has_been_overtaken_for_a_quarter_of_a_round_trip_is_lost_though_nothing_comes(wait_s, lost):
     sent = Sending([4] * 60, ratio=0.9)
@@ -280,7 +302,7 @@ def test_questions_that_were_lost_before_an_answer_without_news_do_not_put_off_t
     assert waits[0] <= 2 * RULES["probe_timeout_max_s"] + 0.01
 
 
-def test_an_answer_tells_of_what_was_sent_before_the_last_question_but_one():
+def test_an_answer_tells_of_what_was_sent_before_its_question():
     sent = Sending([4] * 8)
     other, _ = sent.send(tags_of([4] * 8), key=OTHER)
     sent.one(1.0, 8)
@@ -293,7 +315,13 @@ def test_an_answer_tells_of_what_was_sent_before_the_last_question_but_one():
     assert sent.message.flying == 8
     assert first < 3.2, "before these packets were sent"
     asked = times_asked(sent, np.arange(3.21, 20, 0.01))
-    sent.answer(sent.message, np.zeros(8), asked[1] + 0.01)
+    sent.answer(sent.message, np.zeros(8), 20, question=sent.questions[0])
+    assert (sent.message.flying, sent.message.unsent) == (8, 0), "that was asked before they were sent"
+    for never_asked in (0, sent.questions[-1] + 1, sent.questions[0] - 1):
+        sent.answer(sent.message, np.zeros(8), 20, question=never_asked)
+        assert sent.message.flying == 8
+    assert len(asked) > 1, "the second one overtakes what it is about, and tells of what was sent before the first"
+    sent.answer(sent.message, np.zeros(8), 20, question=sent.questions[-1])
     assert (sent.message.flying, sent.message.unsent) == (0, 8)
 
 
