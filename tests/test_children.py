@@ -157,7 +157,7 @@ def run_installed(installed, checkout, *words):
     script.write_text("from dlcp.cli import main\nif __name__ == '__main__':\n    raise SystemExit(main())\n")
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
-        [sys.executable, str(script), *words],
+        [*OWN_LOOPBACK, sys.executable, str(script), *words],
         cwd=checkout,
         env=environment,
         capture_output=True,
