@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the code knows and pages say: ``<!-- of: NAME -->`` in a page becomes what one of these functions writes.
+"""Generate parts of pages from the code: a function below replaces ``<!-- of: NAME -->`` with its result.
 
-So no fact stands both in a page and in the code.
+So no fact is stated both in a page and in the code.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _PLACE: Final = re.compile(r"^<!-- of: (\w+)(?: ([\w.]+))? -->$", re.MULTILINE)
 _COLUMNS: Final = 100
 """Width of the commands' help."""
 _documented: Final[dict[Any, str]] = {}
-"""The name under which each public class and function was documented first; some are exported twice."""
+"""The full name under which each public class and function is documented; some are exported twice."""
 
 
 def commands() -> str:
@@ -48,7 +48,7 @@ def _formatter(formatter: Any) -> Any:
 
 
 def options() -> str:
-    """Return every option of a training session: its name in the environment, its default, what it does."""
+    """Return every option of a training session: its environment variable, default and description."""
     meanings = {**_parameters(TransportOptions), **_parameters(Options)}
     written = []
     for name, default in simple_options(Options).items():
@@ -58,7 +58,7 @@ def options() -> str:
 
 
 def _parameters(cls: type) -> dict[str, str]:
-    """Return what a docstring in NumPy's form says of each parameter of its own."""
+    """Return the descriptions of a class's parameters from its numpydoc docstring, without references to others."""
     text = dedent(inspect.getdoc(cls) or "").partition("Parameters\n----------\n")[2]
     found = re.findall(r"^(\w[\w, ]*)\n((?:(?:    .*)?\n)+)", text + "\n", re.MULTILINE)
     return {
@@ -84,7 +84,7 @@ def header() -> str:
 
 
 def members(name: str) -> str:
-    """Return the values of an enumeration of ``dlcp.wire``, with what its source says of each."""
+    """Return the members of an enumeration of ``dlcp.wire``, with the docstrings in its source."""
     enum = getattr(wire, name)
     said = ModuleAnalyzer.for_module(enum.__module__).find_attr_docs()
     lines = ["| Value | Name | Meaning |", "|---:|---|---|"]
@@ -102,7 +102,7 @@ def ports() -> str:
 
 
 def public(module_name: str) -> str:
-    """Return what a module exports, or else defines, each name with its docstring."""
+    """Return the names that a module exports (without ``__all__``, defines), each with its docstring."""
     module = importlib.import_module(module_name)
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
     lines = [f".. automodule:: {module_name}", "   :no-members:", ""]
@@ -123,12 +123,12 @@ _WRITERS: Final[Mapping[str, Any]] = {
 
 
 def fill(text: str) -> str:
-    """Return a page with everything written that it asks for."""
+    """Return a page with its placeholders replaced."""
     return _PLACE.sub(lambda place: _WRITERS[place[1]](*filter(None, [place[2]])), text)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Let pages be filled as they are read."""
+    """Make Sphinx fill each page as it reads it."""
 
     def read(app: Sphinx, _page: str, source: list[str]) -> None:
         with mock(app.config.autodoc_mock_imports):
