@@ -25,10 +25,10 @@ from tests.tna.tna_program import CELLS, DEPTH_MAX, SOURCE, TnaProgram
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"
-ENDS_WITHIN_A_HEADER, SENT_AGAIN = "a packet that ends within a header", "the `entropy` of a packet that is sent again"
+ENDS_WITHIN_A_HEADER, SENT_AGAIN = "a packet that ends within a header", "the `entropy` of a retransmitted packet"
 NOT_HERE = {
-    "depth.stf": "A burst that comes before any packet leaves is not coloured",
-    "excess.stf": "Nothing is charged to a budget, and only the traffic manager counts such drops",
+    "depth.stf": "A burst that arrives before any packet leaves is not coloured",
+    "excess.stf": "No budget is charged, and only the traffic manager counts these drops",
 }
 """Files of which not all holds here, and what p4/README.md says of it."""
 DIFFERENT = {
