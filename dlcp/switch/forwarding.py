@@ -327,7 +327,7 @@ class BatchForwarding:
             queues.adopt(before.queues[port])
 
     def _fetch(self, port: PacketPort, count: int) -> int:
-        """Append frames from a ring to the ``count`` of the batch; return the number appended."""
+        """Add frames from a ring to a batch of ``count`` packets; return the number added."""
         slots = self._free_slots(BATCH_PACKETS)
         taken = port.take(self._rows, slots, self._lengths, self._stamps_ns)
         if taken:
@@ -340,7 +340,7 @@ class BatchForwarding:
         return taken
 
     def _copy_in(self, burst: ReceivedFrames, count: int) -> int:
-        """Append packets to the ``count`` of the batch; return the number appended."""
+        """Add packets to a batch of ``count`` packets; return the number added."""
         packets = burst.packets
         if not packets:
             return 0
@@ -354,7 +354,7 @@ class BatchForwarding:
         return len(packets)
 
     def _note(self, slots: Numbers, places: ArrayLike, came_ns: ArrayLike, lengths: ArrayLike, count: int) -> None:
-        """Append rows for received packets to the ``count`` of the batch, and take their slots off the stack."""
+        """Add rows for received packets to a batch of ``count`` packets, and take their slots off the stack."""
         end = count + len(slots)
         if end > len(self._arrived):
             self._arrived = np.concatenate([self._arrived[:count], np.empty((2 * end, ARRIVED_CELLS), np.int64)])

@@ -78,7 +78,8 @@ class Switch:
         for group in self.groups:
             for port in group.counters:
                 if port in self._group_of or not 0 <= port < DROP_PORT:
-                    raise ValueError(f"port {port} is given twice" if port in self._group_of else f"no port {port}")
+                    wrong = "is given twice" if port in self._group_of else f"is outside 0..{DROP_PORT - 1}"
+                    raise ValueError(f"port {port} {wrong}")
                 self._group_of[port] = group
         for port in queueing or {}:
             if port not in self._group_of:

@@ -181,7 +181,7 @@ class TableEntries:
             raise Refused(f"{self.where}: the entry has no action")
         if (kind == "action") != (self.table.profile is None):
             wanted = "an action" if self.table.profile is None else "a member or a group of its action profile"
-            raise Refused(f"{self.where} takes {wanted}")
+            raise Refused(f"{self.where} needs {wanted}")
         if kind == "action_profile_member_id":
             return MemberRef(entry.action.action_profile_member_id)
         if kind == "action_profile_group_id":

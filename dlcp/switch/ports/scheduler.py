@@ -75,7 +75,7 @@ EGRESS_DROPS: Final = 82
 MAX_DEPTH: Final = 90
 PORT_CELLS: Final = 98
 
-# Numbers of the whole switch.
+# Values for the whole switch.
 WAKE_NS: Final = 0
 """Time of the next departure or arrival."""
 NO_PORT: Final = 1

@@ -40,7 +40,7 @@ def run_files(files: Sequence[Path], target: StfTarget) -> int:
     for path in files:
         outcome = run(read(path), target)
         failed += not outcome.passed
-        came = f"{outcome.packets} packets, {outcome.expected} came out as expected"
+        came = f"{outcome.packets} packets, {outcome.expected} received as expected"
         print(f"{'ok    ' if outcome.passed else 'FAILED'} {path}: {came}")
         for line in outcome.failures:
             print(f"  {line}")
