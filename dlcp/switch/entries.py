@@ -19,10 +19,10 @@ An example, with every kind of thing in it::
       "ports": {"1": {"rate_bps": 100000000, "depth_packets": 64}}
     }
 
-Names are those of p4info, or the short ones if only one thing has it. Values are numbers, or strings: ``"0x1f"``,
+Names are those of p4info, or their last parts where these are unique. Values are numbers, or strings: ``"0x1f"``,
 ``"10.0.0.1"``, ``"02:00:00:00:00:01"``; ``"VALUE/LENGTH"`` for longest-prefix fields, ``"VALUE&&&MASK"`` for ternary
-ones, ``"LOW..HIGH"`` for ranges. A field of these three kinds that is left out matches anything. Meter rates are in
-bytes/s and bursts in bytes, as in P4Runtime (packets/s and packets for a meter of packets).
+ones, ``"LOW..HIGH"`` for ranges. An omitted field of these three kinds matches anything. Meter rates are in
+bytes/s and bursts in bytes, as in P4Runtime (packets/s and packets for a packet meter).
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from dlcp.switch.executor.tables import Table
 from dlcp.switch.ports.queues import PortQueueing
 
 Value: TypeAlias = int | str
-"""A number as people write it."""
+"""A number, or a string that `parse_number` accepts."""
 
 _MAC: Final = re.compile(r"[0-9a-fA-F]{2}(:[0-9a-fA-F]{2}){5}")
 _SEPARATORS: Final = {"lpm": "/", "ternary": "&&&", "range": ".."}
@@ -78,7 +78,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class DefaultAction:
-    """What a table does when nothing matches."""
+    """The action of a table when no entry matches."""
 
     table: str
     action: str
@@ -87,7 +87,7 @@ class DefaultAction:
 
 @dataclass(frozen=True)
 class TableEntry:
-    """One entry: exactly one of ``action``, ``member`` and ``group`` says what happens on a match."""
+    """One entry, with exactly one of ``action``, ``member`` and ``group``."""
 
     table: str
     match: dict[str, Value] = field(default_factory=dict)
@@ -99,14 +99,14 @@ class TableEntry:
     meter: MeterConfig | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an entry that does nothing or two things."""
+        """Refuse an entry without exactly one target."""
         given = [name for name in ("action", "member", "group") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"an entry has one of action, member and group; this one has {given or 'none'}")
 
     @property
     def target(self) -> Target:
-        """The action, member or group as a program's table takes it; raises EntryError for a parameter."""
+        """The action, member or group for a program's table; raises EntryError for an invalid parameter."""
         if self.action is not None:
             return parse_action(self.action, self.params)
         if self.member is not None:
@@ -117,7 +117,7 @@ class TableEntry:
 
 @dataclass(frozen=True)
 class Entries:
-    """Everything that a control plane writes to one switch."""
+    """The complete configuration that a control plane writes to one switch."""
 
     profiles: tuple[Profile, ...] = ()
     defaults: tuple[DefaultAction, ...] = ()
@@ -129,12 +129,12 @@ class Entries:
 
 
 def parse_number(value: Value) -> int:
-    """Return the number that ``5``, ``"5"``, ``"0x1f"``, ``"10.0.0.1"`` or ``"02:00:00:00:00:01"`` means.
+    """Parse ``5``, ``"5"``, ``"0x1f"``, ``"10.0.0.1"`` or ``"02:00:00:00:00:01"`` into a number.
 
     Raises
     ------
     EntryError
-        It is none of these.
+        The value has none of these forms.
     """
     if isinstance(value, int):
         return value
@@ -143,16 +143,16 @@ def parse_number(value: Value) -> int:
             return int(value.replace(":", ""), 16)
         return int(ipaddress.IPv4Address(value)) if value.count(".") == 3 else int(value, 0)
     except ValueError:
-        raise EntryError(f"{value!r} is no number, IPv4 address or Ethernet address") from None
+        raise EntryError(f"{value!r} is not a number, IPv4 address or Ethernet address") from None
 
 
 def parse_action(name: str, params: Mapping[str, Value]) -> Action:
-    """Return an action as a program's tables take it."""
+    """Return an action for a program's tables, with its parameters parsed."""
     return Action(name, {param: parse_number(value) for param, value in params.items()})
 
 
 def parse_match(value: Value, match: str, width: int) -> int | tuple[int, int]:
-    """Return the match of one field as a program's tables take it.
+    """Parse the match of one field for a program's tables.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ def parse_match(value: Value, match: str, width: int) -> int | tuple[int, int]:
     Returns
     -------
     The number for an exact field; else (value, prefix length), (value, mask) or (low, high). A plain number matches
-    itself only.
+    only itself.
     """
     if match == "exact":
         return parse_number(value)
@@ -178,13 +178,13 @@ def parse_match(value: Value, match: str, width: int) -> int | tuple[int, int]:
 
 
 def parse_matches(table: Table, match: Mapping[str, Value]) -> dict[str, int | tuple[int, int]]:
-    """Return the matches of all fields as `parse_match` does; one that the table lacks is left for it to refuse."""
+    """Parse the matches of all fields with `parse_match`; the table itself refuses unknown fields later."""
     fields = {key.name: (key.match, key.width) for key in table.definition.keys}
     return {name: parse_match(value, *fields[name]) if name in fields else 0 for name, value in match.items()}
 
 
 def format_match(value: int | tuple[int, int], match: str, width: int) -> Value:
-    """Return the match of a field as a file has it: the inverse of `parse_match`."""
+    """Format the match of a field for a file: the inverse of `parse_match`."""
     if isinstance(value, int):
         return _format_number(value, width)
     low, second = value
@@ -195,7 +195,7 @@ def format_match(value: int | tuple[int, int], match: str, width: int) -> Value:
 
 
 def _format_number(value: int, width: int) -> Value:
-    """Return addresses in the usual notation, other numbers as they are."""
+    """Format 32- and 48-bit numbers as IPv4 and Ethernet addresses; return others unchanged."""
     if width == 32:
         return str(ipaddress.IPv4Address(value))
     if width == 48:
@@ -207,19 +207,19 @@ def _format_number(value: int, width: int) -> Value:
 
 
 def read_entries(path: Path) -> tuple[Entries, Document]:
-    """Read a file of entries; give the document to `apply_entries`, which names its lines in errors.
+    """Read a file of entries; `apply_entries` uses the returned document to name lines in errors.
 
     Raises
     ------
     DocumentError
-        The file cannot be read, or does not have the form shown above.
+        The file cannot be read, or does not have the format shown above.
     """
     document = Document(path)
     return document.convert(Entries), document
 
 
 def write_entries(path: Path, entries: Entries) -> None:
-    """Write a file for `read_entries`, one entry a line."""
+    """Write a file for `read_entries`, one entry per line."""
     parts = []
     for name in ("profiles", "defaults", "entries"):
         items = [json.dumps(_without_defaults(item)) for item in getattr(entries, name)]
@@ -247,12 +247,12 @@ def _without_defaults(item: Any) -> dict[str, Any]:
 
 
 def apply_entries(entries: Entries, program: Program, document: Document | None = None) -> None:
-    """Replace the entries of a program by these. The ports are for the switch, not the program.
+    """Replace the entries of a program. ``entries.ports`` is ignored: it configures the switch, not the program.
 
     Raises
     ------
     DocumentError, EntryError
-        An entry does not fit the program; the former with file and line, when ``document`` is given.
+        An entry does not fit the program. DocumentError, with file and line, if ``document`` is given.
     """
     program.clear_entries()
     for index, profile in enumerate(entries.profiles):
@@ -281,7 +281,7 @@ def insert_entry(entry: TableEntry, program: Program) -> None:
 
 @contextmanager
 def _errors_at(document: Document | None, part: str, index: int) -> Iterator[None]:
-    """Name the file, line and entry in the errors of the ``with`` block."""
+    """Add the file, line and entry to errors raised in the ``with`` block."""
     try:
         yield
     except EntryError as error:

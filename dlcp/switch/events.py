@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the program's event counters mean; p4/shared/constants.p4 has the same numbers and a test compares the two."""
+"""Names and layout of the program's event counters; a test compares the numbers with p4/shared/constants.p4."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,24 +18,24 @@ EVENT_COUNTERS: Final = 1 << (PORT_BITS + QUEUE_BITS + CLASS_BITS + EVENT_BITS)
 
 
 class IngressEvent(IntEnum):
-    """What ``ingress_events`` counts."""
+    """Events of the ``ingress_events`` counter."""
 
     NO_ROUTE = 0
     REFUSED = 1
-    """Not a packet a router may forward: version, options, checksum, TTL."""
+    """A packet that a router must not forward: wrong version, options, wrong checksum or expired TTL."""
     UNTRUSTED = 2
     """Tags cleared."""
     OVER_SHARE = 3
     """Moved to the excess queue."""
     POLICY_DROP = 4
     BUDGET_SPENT = 5
-    """Forwarded: the message has no drop left at this switch."""
+    """Forwarded: the message has spent its drop budget at this switch."""
     SLOT_TAKEN = 6
     """Forwarded: another live message holds the budget slot."""
 
 
 class EgressEvent(IntEnum):
-    """What ``egress_events`` counts."""
+    """Events of the ``egress_events`` counter."""
 
     FORWARDED = 0
     MARKED = 1
@@ -43,7 +43,7 @@ class EgressEvent(IntEnum):
 
 
 class EventCount(NamedTuple):
-    """How often one event happened at one (port, queue, drop class); the port is the egress port where it is known."""
+    """Count of one event at one (port, queue, drop class); before routing the port is the ingress port."""
 
     event: str
     port: int
@@ -54,12 +54,12 @@ class EventCount(NamedTuple):
 
 
 def event_index(port: int, queue: int, drop_class: int, event: int) -> int:
-    """Return where an event stands in its counter array: ``EVENT_INDEX`` of constants.p4."""
+    """Return the index of an event in its counter array: ``EVENT_INDEX`` of constants.p4."""
     return ((port << QUEUE_BITS | queue) << CLASS_BITS | drop_class) << EVENT_BITS | event
 
 
 def decode_events(events: type[IntEnum], packets: ArrayLike, octets: ArrayLike) -> list[EventCount]:
-    """Name what an event counter array has counted.
+    """Decode an event counter array into named counts.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def decode_events(events: type[IntEnum], packets: ArrayLike, octets: ArrayLike) 
 
     Returns
     -------
-    One record for each index that is not zero, in the order of port, queue, class, event.
+    One record for each nonzero index, ordered by port, queue, class and event.
     """
     counted: NDArray[np.int64] = np.asarray(packets, np.int64)
     sizes: NDArray[np.int64] = np.asarray(octets, np.int64)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwarding between ports: packet by packet in plain Python, or batch by batch under Numba.
 
-Both treat what comes in together one packet after the other: whatever was due before a packet came departs before the
-program sees it. Packets of the same instant compete for the line, `SERVE_EVERY_PACKETS` of them at a time. Packets that
-have reached the far end of their line go to the ports once all that came in has been treated.
+Both process a burst in order of arrival: packets due before an arrival depart before the program sees it. Packets of
+the same instant compete for the line, `SERVE_EVERY_PACKETS` of them at a time. Packets that have reached the far end
+of their line go to the ports after the whole burst has been processed.
 """
 
 import time
@@ -38,14 +38,14 @@ from dlcp.switch.ports.scheduler import (
 )
 
 BURST_PACKETS: Final = 32
-"""Frames taken from a socket before the others have their turn. Chosen by us: a burst takes less than 1 ms."""
+"""Frames taken from a socket before the next one is served: a burst takes less than 1 ms."""
 
 
 class PacketProgram(Protocol):
-    """What the switch asks of a program; ``dlcp.switch.Program`` is one."""
+    """The interface of a program that the switch runs; ``dlcp.switch.Program`` implements it."""
 
     def ingress(self, packet: bytearray, port: int, now_us: int) -> tuple[int, int, Any]:
-        """Return egress port, queue (priority), and what egress needs to know; the packet stays as it is."""
+        """Return egress port, queue (priority), and state for egress; the packet is not changed."""
 
     def egress(
         self,
@@ -58,11 +58,11 @@ class PacketProgram(Protocol):
         deq_depth: int,
         now_us: int,
     ) -> bool:
-        """Edit the packet in place; False when it is to be dropped."""
+        """Edit the packet in place; return False to drop it."""
 
 
 class Forwarding(Protocol):
-    """Takes packets from ports, and gives them to ports when their time has come."""
+    """Receives packets from ports, queues them, and sends them out of ports when due."""
 
     @property
     def queues(self) -> Mapping[int, QueueCounters]:
@@ -78,39 +78,39 @@ class Forwarding(Protocol):
 
     @property
     def wake_ns(self) -> int:
-        """When there is something to do; NEVER_NS when all is empty."""
+        """Time of the next departure or arrival; NEVER_NS if there is none."""
 
     @property
     def late_max_ns(self) -> int:
-        """How late the caller has come at worst."""
+        """Maximum lateness of the caller, in nanoseconds after `wake_ns`."""
 
     def take_in(self, filenos: Sequence[int]) -> None:
-        """Fetch what waits at file descriptors and treat it, and whatever is due meanwhile."""
+        """Receive from file descriptors and process the packets, and all departures and arrivals due meanwhile."""
 
     def serve(self, now_ns: int) -> None:
-        """Let everything depart and arrive that is due."""
+        """Process all departures and arrivals due by ``now_ns``."""
 
     def finish(self) -> None:
-        """Drop what waits, which counts as dropped in egress, and hand over what is on a line."""
+        """Drop queued packets, counted as egress drops, and deliver the packets on a line."""
 
     def adopt(self, before: "Forwarding") -> None:
-        """Go on counting where another one has stopped."""
+        """Continue the counts of another forwarding."""
 
 
 class EmptyProgram:
-    """Drops every packet: the program of a switch to which no controller has sent one yet."""
+    """Drops every packet: the program of a switch until a controller sends one."""
 
     def ingress(self, packet: bytearray, port: int, now_us: int) -> tuple[int, int, Any]:
         """Drop a packet."""
         return DROP_PORT, 0, ()
 
     def egress(self, packet: bytearray, carry: Any, *columns: int) -> bool:
-        """Drop a packet; none gets this far."""
+        """Drop a packet; ingress lets none reach egress."""
         return False
 
 
 class PlainForwarding:
-    """One packet at a time.
+    """Forwards one packet at a time.
 
     Parameters
     ----------
@@ -139,14 +139,14 @@ class PlainForwarding:
         self.ingress_drops = dict.fromkeys(group_of, 0)
         self.no_port = 0
         self.wake_ns = NEVER_NS
-        """When there is something to do."""
+        """Time of the next departure or arrival."""
         self.late_max_ns = 0
         self._active: set[int] = set()
-        """Ports that have a packet in a queue or on the line."""
+        """Ports with a packet in a queue or on the line."""
         self._arrived: dict[int, list[bytearray]] = {}
 
     def take_in(self, filenos: Sequence[int]) -> None:
-        """Fetch what waits at file descriptors and treat it, and whatever is due meanwhile."""
+        """Receive from file descriptors and process the packets, and all departures and arrivals due meanwhile."""
         count = 0
         for fileno in filenos:
             burst = self._group_of_fileno[fileno].receive(fileno, BURST_PACKETS)
@@ -159,7 +159,7 @@ class PlainForwarding:
         self.serve(self._now_ns())
 
     def serve(self, now_ns: int) -> None:
-        """Let everything depart and arrive that is due."""
+        """Process all departures and arrivals due by ``now_ns``."""
         if self.wake_ns <= now_ns:
             self._depart(now_ns)
         if self._arrived:
@@ -168,20 +168,20 @@ class PlainForwarding:
                 self._group_of[port].send(port, packets)
 
     def finish(self) -> None:
-        """Drop what waits, which counts as dropped in egress, and hand over what is on a line."""
+        """Drop queued packets, counted as egress drops, and deliver the packets on a line."""
         for queues in self.queues.values():
             queues.clear()
         self.serve(NEVER_NS)
 
     def adopt(self, before: Forwarding) -> None:
-        """Go on counting where another one has stopped."""
+        """Continue the counts of another forwarding."""
         self.ingress_drops = dict(before.ingress_drops)
         self.no_port, self.late_max_ns = before.no_port, before.late_max_ns
         for port, queues in self.queues.items():
             queues.adopt(before.queues[port])
 
     def _take(self, port: int, packet: bytearray, now_ns: int) -> None:
-        """Run ingress over a packet, and queue it if it is forwarded."""
+        """Run ingress on a packet, and enqueue it if it is forwarded."""
         arrived_at = self.queues[port]
         if arrived_at.queueing.loss and arrived_at.loses_arriving():
             return
@@ -199,7 +199,7 @@ class PlainForwarding:
                 self.wake_ns = wake_ns
 
     def _depart(self, now_ns: int) -> None:
-        """Let everything depart that is due, collect what has arrived, and find out when the next thing is."""
+        """Process due departures, collect arrived packets, and update `wake_ns`."""
         if now_ns - self.wake_ns > self.late_max_ns:
             self.late_max_ns = now_ns - self.wake_ns
         egress = self._egress
@@ -226,16 +226,16 @@ class PlainForwarding:
 
 
 BATCH_PACKETS: Final = 256
-"""Frames taken from a port at once. Chosen by us: a batch takes less than 2 ms, and larger ones gain nothing."""
+"""Frames taken from a port at once: a batch takes less than 2 ms, and larger ones gain nothing."""
 SLOTS: Final = 1024
-"""Packets that there is room for at first; it grows as queues fill."""
+"""Initial packet slots; the pool grows as queues fill."""
 PORTS_MAX: Final = 512
 _ROW_BYTES_MIN: Final = 1514
 _LINE_BYTES: Final = 64
 
 
 class BatchForwarding:
-    """All that has come in at once; arguments as for `dlcp.switch.forwarding.PlainForwarding`."""
+    """Forwards all waiting packets as one batch; arguments as for `dlcp.switch.forwarding.PlainForwarding`."""
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ class BatchForwarding:
 
     @property
     def wake_ns(self) -> int:
-        """When there is something to do; NEVER_NS when all is empty."""
+        """Time of the next departure or arrival; NEVER_NS if there is none."""
         return int(self._totals[WAKE_NS])
 
     @property
@@ -283,7 +283,7 @@ class BatchForwarding:
 
     @property
     def late_max_ns(self) -> int:
-        """How late the caller has come at worst."""
+        """Maximum lateness of the caller, in nanoseconds after `wake_ns`."""
         return int(self._totals[LATE_NS])
 
     @property
@@ -292,7 +292,7 @@ class BatchForwarding:
         return dict(zip(self._numbers, self._ports[:, INGRESS_DROPS].tolist(), strict=True))
 
     def take_in(self, filenos: Sequence[int]) -> None:
-        """Fetch what waits at file descriptors and treat it, and whatever is due meanwhile."""
+        """Receive from file descriptors and process the packets, and all departures and arrivals due meanwhile."""
         count = 0
         for fileno in filenos:
             group = self._group_of_fileno[fileno]
@@ -306,20 +306,20 @@ class BatchForwarding:
         self._run(self._now_ns(), count)
 
     def serve(self, now_ns: int) -> None:
-        """Let everything depart and arrive that is due."""
+        """Process all departures and arrivals due by ``now_ns``."""
         self._run(now_ns, 0)
 
     def finish(self) -> None:
-        """Drop what waits, which counts as dropped in egress, and hand over what is on a line; the end of this object.
+        """Drop queued packets, counted as egress drops, and deliver the packets on a line.
 
-        The slots of what waits are lost with it.
+        The object cannot be used afterwards: the slots of the dropped packets are not freed.
         """
         for queues in self.queues.values():
             queues.clear()
         self._run(NEVER_NS - 1, 0)
 
     def adopt(self, before: Forwarding) -> None:
-        """Go on counting where another one has stopped."""
+        """Continue the counts of another forwarding."""
         for port, dropped in before.ingress_drops.items():
             self._ports[self._place_of[port], INGRESS_DROPS] = dropped
         self._totals[NO_PORT], self._totals[LATE_NS] = before.no_port, before.late_max_ns
@@ -327,12 +327,12 @@ class BatchForwarding:
             queues.adopt(before.queues[port])
 
     def _fetch(self, port: PacketPort, count: int) -> int:
-        """Take frames from a ring behind the first ``count`` of the batch, and return how many."""
+        """Add frames from a ring to a batch of ``count`` packets; return the number added."""
         slots = self._free_slots(BATCH_PACKETS)
         taken = port.take(self._rows, slots, self._lengths, self._stamps_ns)
         if taken:
-            # The kernel's stamps are of real time, which may be set; the switch's clock goes on evenly. In this order
-            # a pause between the two makes packets later, never earlier.
+            # Convert the kernel's real-time stamps to the switch's monotonic clock. In this order, a pause between the
+            # two reads makes packets later, never earlier.
             real_ns = time.time_ns()
             now_ns = self._now_ns()
             came_ns = self._stamps_ns[:taken] + (now_ns - real_ns)
@@ -340,7 +340,7 @@ class BatchForwarding:
         return taken
 
     def _copy_in(self, burst: ReceivedFrames, count: int) -> int:
-        """Copy packets behind the first ``count`` of the batch, and return how many."""
+        """Add packets to a batch of ``count`` packets; return the number added."""
         packets = burst.packets
         if not packets:
             return 0
@@ -354,7 +354,7 @@ class BatchForwarding:
         return len(packets)
 
     def _note(self, slots: Numbers, places: ArrayLike, came_ns: ArrayLike, lengths: ArrayLike, count: int) -> None:
-        """Write down what came in behind the first ``count`` of the batch, and take its slots off the stack."""
+        """Add rows for received packets to a batch of ``count`` packets, and take their slots off the stack."""
         end = count + len(slots)
         if end > len(self._arrived):
             self._arrived = np.concatenate([self._arrived[:count], np.empty((2 * end, ARRIVED_CELLS), np.int64)])
@@ -363,7 +363,7 @@ class BatchForwarding:
         self._spare[0] -= len(slots)
 
     def _run(self, now_ns: int, count: int) -> None:
-        """Treat the first ``count`` that came in and all that is due by now, and send what has arrived."""
+        """Process ``count`` received packets and everything due by ``now_ns``; send the packets that have arrived."""
         totals = self._totals
         pool: tuple[NDArray[np.uint8] | Numbers, ...]
         pool = (self._rows, self._slots, self._carry, self._spare, self._ports, totals, self._out)
@@ -375,7 +375,7 @@ class BatchForwarding:
             totals[READY_COUNT] = 0
 
     def _send(self, place: int) -> None:
-        """Give a port the packets that have reached the far end of its line."""
+        """Send the packets that have reached the far end of a port's line, and free their slots."""
         number = self._numbers[place]
         group = self._group_of[number]
         count = int(self._ports[place, OUT])
@@ -393,7 +393,7 @@ class BatchForwarding:
         self._ports[place, OUT] = 0
 
     def _free_slots(self, count: int) -> Numbers:
-        """Return free slots, which stay on the stack until they are used, in the order in which to use them."""
+        """Return free slots in order of use; they stay on the stack until used."""
         if self._spare[0] < count:
             self._grow(max(len(self._rows), count))
         top = int(self._spare[0])
@@ -401,7 +401,7 @@ class BatchForwarding:
         return free
 
     def _grow(self, count: int) -> None:
-        """Make room for ``count`` packets more."""
+        """Add ``count`` packet slots."""
         before = len(self._rows)
         self._rows = np.concatenate([self._rows, np.zeros((count, self._rows.shape[1]), np.uint8)])
         self._slots = np.concatenate([self._slots, np.zeros((count, SLOT_CELLS), np.int64)])
@@ -413,12 +413,12 @@ class BatchForwarding:
         self._spare[0] += count
 
     def _widen(self, row_bytes: int) -> None:
-        """Make room for longer packets."""
+        """Widen all rows to ``row_bytes``."""
         rows = np.zeros((len(self._rows), row_bytes), np.uint8)
         rows[:, : self._rows.shape[1]] = self._rows
         self._rows = rows
 
 
 def _row_bytes(frame_bytes: int) -> int:
-    """Return whole cache lines for a frame; an odd number, or all rows would begin at the same places of a cache."""
+    """Return a row size in whole cache lines; an odd number of them, so that rows spread over a cache's sets."""
     return (-(-max(frame_bytes, _ROW_BYTES_MIN) // _LINE_BYTES) | 1) * _LINE_BYTES

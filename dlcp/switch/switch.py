@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The built-in switch: one loop that receives, runs the program, queues, and sends on time.
 
-`Switch` is that loop; `SwitchProcess` runs it in a process of its own, for programs that need one.
+`Switch` is that loop; `SwitchProcess` runs it in a child process.
 """
 
 import json
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from multiprocessing.connection import wait  # select.select knows no descriptors from 1024 on
+from multiprocessing.connection import wait  # select.select takes only descriptors below 1024
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 _FD_SETSIZE: Final = 1024
 MODERATION_S: Final = 100e-6
-"""How long a busy switch sleeps before it looks for packets again, as network cards hold interrupts back. Chosen by
-us: it costs no rate, for the line's clock is virtual, delays a packet by less than its own length at 100 Mbit/s, and
-lets one wake-up serve several packets."""
+"""Sleep of a busy switch before it polls again, like interrupt moderation in network cards. It costs no rate, since the
+line's clock is virtual, delays a packet by less than its transmission time at 100 Mbit/s, and lets one wake-up serve
+several packets."""
 SLEEP_MAX_S: Final = 0.5
 _PR_SET_TIMERSLACK: Final = 29
 
@@ -49,11 +49,11 @@ class Switch:
     groups
         The ports.
     queueing
-        How each port queues and sends, by port number; a port that is not named has no rate and BMv2's depths.
+        Queueing of each port, by port number; other ports have no rate limit and BMv2's depths.
     describe_program
-        Called by :meth:`snapshot` for what the program has to tell: a dict that JSON can hold.
+        Returns the program's part of :meth:`snapshot`, a JSON-serializable dict.
     clock
-        Nanoseconds that never go back; tests pass their own.
+        Monotonic clock in nanoseconds; tests pass their own.
 
     Raises
     ------
@@ -78,7 +78,8 @@ class Switch:
         for group in self.groups:
             for port in group.counters:
                 if port in self._group_of or not 0 <= port < DROP_PORT:
-                    raise ValueError(f"port {port} is given twice" if port in self._group_of else f"no port {port}")
+                    wrong = "is given twice" if port in self._group_of else f"is outside 0..{DROP_PORT - 1}"
+                    raise ValueError(f"port {port} {wrong}")
                 self._group_of[port] = group
         for port in queueing or {}:
             if port not in self._group_of:
@@ -110,14 +111,14 @@ class Switch:
         return self._forwarding.no_port
 
     def now_ns(self) -> int:
-        """Return nanoseconds since the switch was made; what the program sees, in microseconds, as time stamps."""
+        """Return nanoseconds since the switch was made; the program's time stamps are this in microseconds."""
         return self._clock() - self._origin_ns
 
     def run(self, snapshot_path: Path | None = None, snapshot_every_s: float = 1.0) -> None:
         """Switch packets until :meth:`stop` is called.
 
-        With ``snapshot_path``, the counters are written there as JSON from time to time and at the end; each write
-        replaces the file at once, so that a reader never sees half of one.
+        With ``snapshot_path``, write the counters there as JSON every ``snapshot_every_s`` and at the end. Each write
+        replaces the file atomically.
         """
         _sharpen_timers()
         next_snapshot_s = 0.0
@@ -135,11 +136,11 @@ class Switch:
         self._wake()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Have the loop call ``function`` between two bursts; may be called from any thread.
+        """Call ``function`` on the loop's thread between two bursts; may be called from any thread.
 
-        No packet is looked at meanwhile, so the function may change entries, or the program itself, and should take
-        less than a millisecond. What it returns or raises is in the future; wait for that with a deadline, for a switch
-        that does not run calls nothing.
+        No packet is processed meanwhile, so the function may change entries or the program, and should take less than
+        a millisecond. The future holds its result or exception; wait with a timeout, since a switch that is not
+        running calls nothing.
         """
         future: Future[T] = Future()
         self._calls.append((function, future))
@@ -147,10 +148,10 @@ class Switch:
         return future
 
     def replace(self, program: PacketProgram) -> None:
-        """Go on with another program; for a function that :meth:`call` has the loop call.
+        """Continue with another program; run this on the loop's thread, through :meth:`call`.
 
-        Packets that wait in queues are dropped, for only their own program knows what it noted about them; what is on a
-        line arrives at once. What has been counted stays.
+        Queued packets are dropped, since only their own program can interpret what its ingress noted about them.
+        Packets on a line arrive at once. The counters are kept.
         """
         before = self._forwarding
         before.finish()
@@ -179,7 +180,7 @@ class Switch:
             group.close()
 
     def turn(self, sleep_max_s: float) -> None:
-        """Sleep until something is due or comes in, at most ``sleep_max_s``, and treat it."""
+        """Sleep until a packet is due or arrives, at most ``sleep_max_s``, and process it."""
         for _ in range(len(self._calls)):
             self._answer(*self._calls.popleft())
         forwarding = self._forwarding
@@ -188,7 +189,7 @@ class Switch:
             time.sleep(MODERATION_S)
         wait_s = min((forwarding.wake_ns - self.now_ns()) * 1e-9, sleep_max_s)
         if wait_s > 0:
-            # select sleeps by the microsecond, but knows no descriptors from 1024 on; epoll knows milliseconds only.
+            # select takes microseconds, but only descriptors below 1024; epoll takes only milliseconds.
             if self._epoll.fileno() < _FD_SETSIZE:
                 select.select([self._epoll], [], [], wait_s)
             else:
@@ -207,7 +208,7 @@ class Switch:
             forwarding.serve(now_ns)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all counters as a dict that JSON can hold."""
+        """Return all counters as a JSON-serializable dict."""
         for group in self.groups:
             group.refresh()
         now_ns = self.now_ns()
@@ -221,20 +222,20 @@ class Switch:
         }
 
     def write_snapshot(self, path: Path) -> None:
-        """Write :meth:`snapshot` to a file as JSON, replacing it at once."""
+        """Write :meth:`snapshot` to a file as JSON, replacing it atomically."""
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(self.snapshot()), encoding="utf-8")
         partial.replace(path)
 
     def _wake(self) -> None:
-        """End the sleep of the loop, if it sleeps."""
-        # A pipe that is full has woken it already.
+        """Wake the loop if it is sleeping."""
+        # A full pipe has already woken it.
         with suppress(BlockingIOError):
             os.write(self._alarm_write, b"\0")
 
     @staticmethod
     def _answer(function: Callable[[], Any], future: "Future[Any]") -> None:
-        """Call a function that :meth:`call` was given."""
+        """Call a function passed to :meth:`call` and complete its future."""
         if not future.set_running_or_notify_cancel():
             return
         try:
@@ -262,7 +263,7 @@ class Switch:
         }
 
     def _make(self, program: PacketProgram, queueing: Mapping[int, PortQueueing]) -> Forwarding:
-        """Return what runs a program: batches for one that is compiled."""
+        """Return the forwarding for a program: in batches if the program is compiled."""
         machine = program.machine if isinstance(program, Program) else None
         if isinstance(machine, CompiledMachine):
             return BatchForwarding(machine, self._group_of, queueing, self.now_ns)
@@ -270,34 +271,34 @@ class Switch:
 
 
 def _sharpen_timers() -> None:
-    """Ask the kernel to wake this thread within a microsecond of the time asked for; its default is 50."""
+    """Set this thread's timer slack to 1 us; the kernel's default is 50 us."""
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 
 
 READY: Final = "switch ready"
-"""How the line begins that `dlcp switch` prints once it takes packets."""
+"""Start of the line that `dlcp switch` prints once it forwards packets."""
 _START_DEADLINE_S: Final = 180.0
-"""Longer than any program takes to load, Numba's compilation included."""
+"""Longer than any program takes to load, including Numba compilation."""
 _STOP_DEADLINE_S: Final = 10.0
 
 
 class SwitchProcessError(RuntimeError):
-    """The switch did not start, or ended before it was asked to; the message has what it printed."""
+    """The switch did not start or exited early; the message includes its output."""
 
 
 class SwitchProcess(Closing):
-    """``dlcp switch`` as a child process; a context manager. When made, it takes packets.
+    """``dlcp switch`` as a child process and context manager; it forwards packets once constructed.
 
     Parameters
     ----------
     arguments
-        What follows ``dlcp switch`` on a command line.
+        Command-line arguments of ``dlcp switch``.
     namespace
-        Where to run, for packet ports; this process's own network otherwise.
+        Network namespace to run in, for packet ports; this process's own by default.
     counters_every_s
-        How old :meth:`snapshot` may be, in seconds.
+        Maximum age of a :meth:`snapshot`, in seconds.
 
     Raises
     ------
@@ -330,15 +331,15 @@ class SwitchProcess(Closing):
         return self._process.pid
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the counters as they were a moment ago; after :meth:`stop`, as they were at the end.
+        """Return the latest counters; after :meth:`stop`, the final ones.
 
         Raises
         ------
         SwitchProcessError
-            The switch has ended by itself.
+            The switch has exited unexpectedly.
         """
         if self._process.poll() not in (None, 0):
-            raise SwitchProcessError(f"the switch has ended: {self._printed()}")
+            raise SwitchProcessError(f"the switch has exited: {self._printed()}")
         snapshot: dict[str, Any] = json.loads(self._counters.read_text(encoding="utf-8"))
         return snapshot
 
@@ -349,7 +350,7 @@ class SwitchProcess(Closing):
         return self.snapshot()
 
     def close(self) -> None:
-        """Stop the switch, if it runs, and remove what it wrote."""
+        """Stop the switch if it is running, and remove its files."""
         end(self._process, _STOP_DEADLINE_S)
         if self._lifeline >= 0:
             os.close(self._lifeline)
@@ -360,7 +361,7 @@ class SwitchProcess(Closing):
         self._folder.cleanup()
 
     def _await_ready(self) -> None:
-        """Wait for the line that says that packets are taken, and for the first counters."""
+        """Wait for the ready line and the first counters."""
         deadline = time.monotonic() + _START_DEADLINE_S
         output = self._process.stdout
         assert output is not None
@@ -371,7 +372,7 @@ class SwitchProcess(Closing):
             raise SwitchProcessError(f"the switch did not start: {self._printed()}")
         while not self._counters.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise SwitchProcessError(f"the switch did not run: {self._printed()}")
+                raise SwitchProcessError(f"the switch wrote no counters: {self._printed()}")
             time.sleep(0.005)
 
     def _printed(self) -> str:

@@ -145,7 +145,7 @@ def test_policy_file_is_read_back_as_it_was(tmp_path):
         ('"route_selector"', '"selector"', r":3: profiles\[0\]: .*no action profile 'selector'"),
         ('"members": [1]', '"members": [2]', r":3: profiles\[0\]: .*2"),
         ('"group": 1}', '"group": 1, "member": 1}', r":8: entries\[0\]: an entry has one of"),
-        ('"job": 7', '"job": "seven"', r":9: entries\[1\]: 'seven' is no number"),
+        ('"job": 7', '"job": "seven"', r":9: entries\[1\]: 'seven' is not a number"),
         ('"priority": 5', '"prority": 5', r":11: entries\[2\].prority: there is no field.*mean priority"),
         ('"cburst": 50000, ', "", r":10: entries\[1\].meter: .*cburst"),
         ('"rate_bps"', '"rate"', r":14: ports.1.rate: there is no field 'rate'.*rate_bps"),
@@ -180,7 +180,7 @@ def test_numbers_as_people_write_them(written, meant):
 
 @pytest.mark.parametrize("wrong", ["", "ten", "10.0.0.256", "02:00", "1.5"])
 def test_what_is_no_number(wrong):
-    with pytest.raises(EntryError, match="is no number"):
+    with pytest.raises(EntryError, match="is not a number"):
         parse_number(wrong)
 
 

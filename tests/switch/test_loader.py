@@ -124,8 +124,8 @@ EXPRESSIONS = {
         expression(">>", expression("*", field("ipv4", "src_addr"), field("ipv4", "dst_addr")), hexstr(1)),
         "arithmetic on more than 63 bits",
     ),
-    "division": (expression("/", field("ipv4", "ttl"), field("ipv4", "ihl")), "division by what is not"),
-    "wide shift": (expression("<<", field("ipv4", "ttl"), field("ipv4", "ttl")), "shifts to the left"),
+    "division": (expression("/", field("ipv4", "ttl"), field("ipv4", "ihl")), "division by anything but"),
+    "wide shift": (expression("<<", field("ipv4", "ttl"), field("ipv4", "ttl")), "left shifts"),
     "register": ({"type": "register", "value": ["queue_depth", hexstr(0)]}, "expressions on a register"),
     "stack": ({"type": "stack_field", "value": ["x", "y"]}, "expressions on a stack_field"),
 }

@@ -226,7 +226,7 @@ def test_a_missing_back_end_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ProgramError, match=r"pip install 'dlcp\[switch\]'"):
         Program.load(JSON, backend="numba")
-    with pytest.raises(ProgramError, match="there are python and numba"):
+    with pytest.raises(ProgramError, match="choose python or numba"):
         Program.load(JSON, backend="c")
 
 

@@ -184,7 +184,7 @@ def test_loopback_hosts_talk_through_the_switch_and_see_its_marks():
     [
         ([(1, 2), (2, 3)], {}, "port 2 is given twice"),
         ([(1,)], {7: PortQueueing()}, "port 7, but the ports are"),
-        ([(511,)], {}, "no port 511"),
+        ([(511,)], {}, "port 511 is outside"),
     ],
 )
 def test_impossible_switches_are_refused(groups, queueing, says):

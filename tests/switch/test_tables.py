@@ -155,14 +155,14 @@ BAD = {
     "text value": ("port_trust", {"ig_port": "1"}, Action("trust"), 0, "takes a number, not '1'"),
     "pair for exact": ("port_trust", {"ig_port": (1, 2)}, Action("trust"), 0, "ig_port is exact"),
     "number for lpm": ("ipv4_route", {"ipv4_dst": 1}, MemberRef(1), 0, r"give \(value, prefix length\), not 1"),
-    "long prefix": ("ipv4_route", {"ipv4_dst": (0, 33)}, MemberRef(1), 0, "32 bits, not a prefix of 33"),
+    "long prefix": ("ipv4_route", {"ipv4_dst": (0, 33)}, MemberRef(1), 0, r"length 33 is outside 0\.\.32"),
     "bits behind the prefix": ("ipv4_route", {"ipv4_dst": (1, 8)}, MemberRef(1), 0, "outside 0xff000000; set"),
     "bits outside the mask": ("classify", {"job": (3, 1)}, Action("as_tagged"), 1, "outside 0x1"),
     "no priority": ("classify", {"job": (3, 3)}, Action("as_tagged"), 0, "needs a priority above 0"),
     "a priority": ("port_trust", TRUST, Action("trust"), 1, "takes no priority"),
     "no such member": ("ipv4_route", {"ipv4_dst": (0, 0)}, MemberRef(9), 0, "no member 9; it has none"),
     "no such group": ("ipv4_route", {"ipv4_dst": (0, 0)}, GroupRef(9), 0, "no group 9; it has none"),
-    "action for a profile": ("ipv4_route", {"ipv4_dst": (0, 0)}, Action("NoAction"), 0, "give a Member or a Group"),
+    "action for a profile": ("ipv4_route", {"ipv4_dst": (0, 0)}, Action("NoAction"), 0, "give a MemberRef or a"),
     "member for an action": ("port_trust", TRUST, MemberRef(1), 0, "has no action profile; give an Action"),
 }  # fmt: skip
 

@@ -25,10 +25,10 @@ from tests.tna.tna_program import CELLS, DEPTH_MAX, SOURCE, TnaProgram
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"
-ENDS_WITHIN_A_HEADER, SENT_AGAIN = "a packet that ends within a header", "the `entropy` of a packet that is sent again"
+ENDS_WITHIN_A_HEADER, SENT_AGAIN = "a packet that ends within a header", "the `entropy` of a retransmitted packet"
 NOT_HERE = {
-    "depth.stf": "A burst that comes before any packet leaves is not coloured",
-    "excess.stf": "Nothing is charged to a budget, and only the traffic manager counts such drops",
+    "depth.stf": "A burst that arrives before any packet leaves is not coloured",
+    "excess.stf": "No budget is charged, and only the traffic manager counts these drops",
 }
 """Files of which not all holds here, and what p4/README.md says of it."""
 DIFFERENT = {
@@ -174,7 +174,7 @@ def test_a_change_of_the_program_is_noticed(tmp_path, v1model):
             (folder / name / path.name).write_text(text.replace("spent < hdr.dlcp.budget", "spent <= hdr.dlcp.budget"))
     changed = TnaProgram(v1model, folder / "tna" / "dlcp.p4")
     outcome = stf.run(stf.read(ROOT / "p4" / "stf" / "drop.stf"), stf.BuiltIn(changed))
-    assert any("no expect names" in line or "expected" in line for line in outcome.failures)
+    assert any("unexpected packet" in line or "expected" in line for line in outcome.failures)
 
 
 def test_what_the_machine_does_not_know_is_refused(tmp_path):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A P4 program made executable, in the order in which it happens.
+"""Turns a P4 program into running code, in these steps.
 
-``bmv2_json`` reads what p4c compiled into ``model``; ``analysis`` finds what is read and written where and ``layout``
-places the state; ``source`` writes the program as Python text, with ``parsing`` for the parser, ``control`` for the
-controls, ``text`` for expressions and ``hashes`` for hashes; ``program`` runs that text, plain or under Numba, over
-``tables``, ``profiles`` and ``cells``.
+``bmv2_json`` reads p4c's output into ``model``, which also lays out the state. ``analysis`` finds what each part reads
+and writes. ``source`` writes the program as Python text, with ``parsing`` for the parser, ``control`` for the controls,
+``text`` for expressions and ``hashes`` for hashes. ``program`` runs that text, plain or under Numba, over ``tables``,
+``profiles`` and ``cells``.
 """

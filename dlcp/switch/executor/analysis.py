@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program reads and writes where, which headers a packet can have, and shortcuts through its controls."""
+"""Program analysis: reads and writes, possible header sequences, and simplification of controls."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -35,12 +35,12 @@ from dlcp.switch.executor.model import (
 from dlcp.switch.executor.text import Expressions, Helpers, Names
 
 MAX_PATHS: Final = 1024
-"""Ways through the parser; more would make the generated text too long. Chosen by us."""
+"""Maximum number of paths through the parser: each has its own generated text. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """Every sequence of headers that a packet can have after parsing, and where each header can start, in bytes."""
+    """Every possible sequence of headers after parsing, and the possible offsets of each header, in bytes."""
 
     sequences: frozenset[tuple[str, ...]]
     offsets: dict[str, frozenset[int]]
@@ -52,19 +52,19 @@ class Stacks:
         return frozenset.intersection(*possible) if possible else wanted
 
     def combinations(self, headers: frozenset[str], known: frozenset[str]) -> list[frozenset[str]]:
-        """Return which of ``headers`` can be valid together when ``known`` are valid, the most first."""
+        """Return the subsets of ``headers`` that can be valid when ``known`` are valid, largest first."""
         found = {headers & set(sequence) for sequence in self.sequences if known <= set(sequence)}
         return sorted((frozenset(item) for item in found), key=lambda item: (-len(item), sorted(item)))
 
 
 def stacks(program: ProgramDef) -> Stacks:
-    """Follow every way through the parser.
+    """Follow every path through the parser.
 
     Raises
     ------
     UnsupportedFeatureError
-        For loops, headers extracted twice, and headers that the deparser leaves out or puts in another order: packets
-        are edited in place, so what was parsed has to stay where it is.
+        For loops, headers extracted twice, and headers that the deparser omits or reorders: packets are edited in
+        place, so headers cannot move.
     """
     sequences: set[tuple[str, ...]] = set()
     offsets: dict[str, set[int]] = {}
@@ -109,7 +109,7 @@ def stacks(program: ProgramDef) -> Stacks:
 
 
 def input_reads(inputs: Iterable[Field | Bits]) -> set[Variable]:
-    """Return what a hash over ``inputs`` reads: fields, and the validity of their headers."""
+    """Return the variables that a hash over ``inputs`` reads: fields, and the validity of their headers."""
     fields = [item for item in inputs if isinstance(item, Field)]
     return {*fields, *(Valid(item.header) for item in fields if not item.metadata)}
 
@@ -127,7 +127,7 @@ class Usage:
     def __init__(self, program: ProgramDef) -> None:
         self.program = program
         self.written = {target for target in self._targets() if not target.metadata}
-        """Header fields that the program assigns: their variables can differ from zero in an invalid header."""
+        """Header fields that the program assigns: their variables can be nonzero while the header is invalid."""
 
     def _targets(self) -> Iterator[Field]:
         for state in self.program.states.values():
@@ -148,13 +148,13 @@ class Usage:
                     yield from node.actions
 
     def statement_reads(self, statement: Statement) -> set[Variable]:
-        """Return what a statement reads, the inputs of a hash included."""
+        """Return the variables that a statement reads, including the inputs of a hash."""
         if isinstance(statement, Hash):
             return reads(statement) | input_reads(self.program.calculations[statement.calculation].inputs)
         return reads(statement)
 
     def body_live(self, body: Iterable[Statement], after: frozenset[Variable]) -> frozenset[Variable]:
-        """Return what is needed before ``body`` when ``after`` is needed behind it."""
+        """Return the variables live before ``body`` if ``after`` are live after it."""
         live = set(after)
         for statement in reversed(tuple(body)):
             if isinstance(statement, Assign | Hash):
@@ -163,7 +163,7 @@ class Usage:
         return frozenset(live)
 
     def key_reads(self, table: TableDef) -> set[Variable]:
-        """Return what a table's lookup reads."""
+        """Return the variables that a table's lookup reads."""
         found: set[Variable] = set()
         for key in table.keys:
             found.add(key.source)
@@ -174,7 +174,7 @@ class Usage:
         return found
 
     def pipeline_live(self, pipeline: Control, after: frozenset[Variable]) -> frozenset[Variable]:
-        """Return what a pipeline needs at its start when ``after`` is needed behind it."""
+        """Return the variables live at a pipeline's start if ``after`` are live at its end."""
         live: dict[str | None, frozenset[Variable]] = {None: after}
 
         def table_live(table: TableDef) -> frozenset[Variable]:
@@ -208,7 +208,7 @@ class Usage:
         return next(action for action in table.actions if action.id == table.default[0])
 
     def checksum_reads(self, checksum: Checksum) -> frozenset[Variable]:
-        """Return what computing a checksum reads: its inputs, unless it is summed over the packet's own bytes."""
+        """Return the variables that a checksum reads; its inputs only if it is not summed over the packet's bytes."""
         found: set[Variable] = {Valid(checksum.target.header)}
         if checksum.condition is not None:
             found |= reads(checksum.condition)
@@ -219,7 +219,7 @@ class Usage:
         return frozenset(found)
 
     def parser_reads(self) -> set[Variable]:
-        """Return everything that the parser reads."""
+        """Return all variables that the parser reads."""
         found: set[Variable] = set()
         for state in self.program.states.values():
             found |= self.state_reads(state)
@@ -227,11 +227,11 @@ class Usage:
 
     @staticmethod
     def state_reads(state: ParserState) -> set[Variable]:
-        """Return what one parser state reads."""
+        """Return the variables that one parser state reads."""
         return set(state.keys).union(*(reads(operation) for operation in state.operations))
 
     def all_reads(self) -> set[Variable]:
-        """Return everything that is read anywhere; what is not there need not be computed."""
+        """Return all variables that are read anywhere; no others need to be computed."""
         found = self.parser_reads()
         for pipeline in (self.program.ingress, self.program.egress):
             for node in pipeline.nodes.values():
@@ -246,7 +246,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What all emitters of one text share."""
+    """State shared by all emitters of one text."""
 
     program: ProgramDef
     stacks: Stacks
@@ -256,7 +256,7 @@ class Context:
     helpers: Helpers
     expressions: Expressions
     read: frozenset[Variable]
-    """Variables that anything reads; nothing else needs one."""
+    """Fields and validity bits that are read anywhere; only these get a variable."""
 
 
 def successor(table: TableDef, action: ActionDef, hit: bool) -> str | None:
@@ -265,7 +265,7 @@ def successor(table: TableDef, action: ActionDef, hit: bool) -> str | None:
 
 
 def successors(node: Conditional | TableDef) -> list[str | None]:
-    """Return every node that can follow, without repeats."""
+    """Return every node that can follow, without duplicates."""
     if isinstance(node, Conditional):
         found = [node.then, node.otherwise]
     elif node.hidden:
@@ -278,12 +278,12 @@ def successors(node: Conditional | TableDef) -> list[str | None]:
 
 
 def followers_first(pipeline: Control) -> list[str]:
-    """Return the nodes that can be reached, each behind all that can follow it.
+    """Return the reachable nodes, each after all of its possible successors.
 
     Raises
     ------
     UnsupportedFeatureError
-        If the pipeline has a loop; P4 has none, so the JSON would be damaged.
+        The pipeline has a loop; P4 has none, so the JSON is damaged.
     """
     order: list[str] = []
     open_nodes: dict[str, list[str]] = {}
@@ -305,7 +305,7 @@ def followers_first(pipeline: Control) -> list[str]:
 
 
 def joins(pipeline: Control) -> dict[str, str | None]:
-    """Return for every node the node (None: the end) where all ways from it meet again: its postdominator."""
+    """Return every node's immediate postdominator, where all paths from it meet again (None: the end)."""
     result: dict[str, str | None] = {}
     depth: dict[str | None, int] = {None: 0}
     for name in followers_first(pipeline):
@@ -327,10 +327,10 @@ def joins(pipeline: Control) -> dict[str, str | None]:
 
 
 def summed_range(checksum: Checksum) -> tuple[int, int, int] | None:
-    """Return (first byte, end, byte of the checksum) within the header if the checksum covers the header's own bytes.
+    """Return (first byte, end, byte of the checksum) within the header if the checksum can be summed over the packet.
 
-    That is: a 16-bit one's complement sum over neighbouring fields of one header, in order, from an even distance to
-    the checksum itself, which alone is left out. Then it can be summed over the packet. Else None.
+    This requires a 16-bit one's complement sum over adjacent fields of one header, in order, that omits only the
+    checksum itself and starts an even number of bytes before it. Otherwise return None.
     """
     calculation, target = checksum.calculation, checksum.target
     fields = [item for item in calculation.inputs if isinstance(item, Field)]
@@ -352,7 +352,7 @@ def summed_range(checksum: Checksum) -> tuple[int, int, int] | None:
 
 
 def constant_fields(program: ProgramDef, usage: Usage) -> set[Field]:
-    """Return the metadata fields that nobody ever writes: they are zero."""
+    """Return the metadata fields that are never written, and so are always zero."""
     given = set(program.standard.values())
     written = usage.assigned()
     return {
@@ -365,9 +365,9 @@ def constant_fields(program: ProgramDef, usage: Usage) -> set[Field]:
 
 
 def shorten(pipeline: Control) -> Control:
-    """Return the pipeline without the nodes that nobody reaches.
+    """Return the pipeline without unreachable nodes.
 
-    Where a hidden table assigns constants and a condition on them follows at once, the condition is decided here.
+    If a condition on constants directly follows the hidden table that assigns them, it is evaluated here.
     """
     nodes = dict(pipeline.nodes)
     for name in followers_first(pipeline):
@@ -402,7 +402,7 @@ def _threaded(table: TableDef, nodes: Mapping[str, Node]) -> TableDef:
 
 
 def constant(expression: Expr, known: Mapping[Field, int]) -> int | None:
-    """Return the value of an expression over constants and ``known`` fields, or None if it takes more than that."""
+    """Return the value of an expression over constants and ``known`` fields, or None if it is not constant."""
     if isinstance(expression, Const):
         return expression.value
     if isinstance(expression, Field):

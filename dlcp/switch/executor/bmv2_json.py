@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON that p4c writes for BMv2, read into a typed model; what cannot be run is refused by name.
+"""Reads the JSON that p4c writes for BMv2 into a typed model, and refuses unsupported features by name.
 
-Format: JSON_format.md of the behavioral model, version 2. Only what the built-in switch runs has a place in the model,
-so whatever else a program uses is found here, and not while packets are under way.
+Format: JSON_format.md of the behavioral model, version 2. The model has only the features that the built-in switch
+supports, so all others are found here, before any packet is processed.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ from dlcp.switch.executor.model import (
 Json: TypeAlias = Mapping[str, Any]
 
 MAX_WIDTH: Final = 63
-"""Widest value that can be computed with: what a signed 64-bit integer holds without a sign."""
+"""Widest value in computations: the bits of a signed 64-bit integer without the sign."""
 
 HASHES: Final = frozenset({"crc16", "crc32", "csum16", "identity", "xor16"})
 _DATA_OPS: Final = frozenset({"+", "-", "*", "/", "%", "<<", ">>", "&", "|", "^"})
@@ -65,7 +65,7 @@ _UNARY: Final = frozenset({"~", "not", "d2b", "b2d"})
 
 
 def where_is(item: Json, fallback: str) -> str:
-    """Return the line of the P4 source that an object comes from, if the compiler says so."""
+    """Return an object's file and line in the P4 source if the compiler recorded them, else ``fallback``."""
     info = item.get("source_info") or {}
     return f"{info['filename']}:{info['line']}" if "filename" in info and "line" in info else fallback
 
@@ -81,9 +81,9 @@ def load_definition(path: str | Path) -> ProgramDef:
     Raises
     ------
     UnsupportedFeatureError
-        If the program uses what the built-in switch does not run.
+        The program uses a feature that the built-in switch does not support.
     ProgramError
-        If the file is no BMv2 JSON.
+        The file is not a BMv2 JSON.
     """
     data = Path(path).read_bytes()
     try:
@@ -100,7 +100,7 @@ def parse(document: Any, digest: str = "", source: str = "program") -> ProgramDe
     try:
         version = document.get("__meta__", {}).get("version", [2, 0])
         if version[0] != 2:
-            raise ProgramError(f"{source} has JSON format version {version}, not 2; take a current p4c-bm2-ss")
+            raise ProgramError(f"{source} has JSON format version {version}, not 2; use a current p4c-bm2-ss")
         return _Reader(document).program(digest)
     except ProgramError:
         raise
@@ -130,13 +130,13 @@ _PRIMITIVES: Final = {
     "_jump": "if inside an action",
     "_jump_if_zero": "if inside an action",
 }
-"""What a programmer calls the primitives that are refused; others are refused by their own name."""
+"""P4 names of unsupported primitives; others are refused by their name in the JSON."""
 
 
 class _Reader:
-    """Reads one document. Methods take the JSON of an object and, for errors, where it stands.
+    """Reads one document. Methods take the JSON of an object and, for errors, its place.
 
-    ``parameters`` are those of the action that an expression stands in.
+    ``parameters`` are those of the action that contains an expression.
     """
 
     def __init__(self, document: Json) -> None:
@@ -147,7 +147,7 @@ class _Reader:
         self._calculations = {item["name"]: item for item in document.get("calculations", [])}
         self.headers = self._read_headers()
         self.calculations: dict[str, Calculation] = {}
-        """The hashes and checksums that have been asked for."""
+        """The hashes and checksums in use."""
         self.registers = {
             item["name"]: RegisterDef(item["name"], item["size"], item["bitwidth"])
             for item in document.get("register_arrays", [])
@@ -281,7 +281,7 @@ class _Reader:
         if width > MAX_WIDTH:
             raise UnsupportedFeatureError(f"keys wider than {MAX_WIDTH} bits (this one has {width})", where)
         actions = tuple(self.actions[identity] for identity in item["action_ids"])
-        # Two actions may have one name; where they do, the program never tells them apart by what follows.
+        # Two actions may share a name; they then have the same successor.
         following = {action.id: item["next_tables"].get(action.name) for action in actions}
         default = item.get("default_entry")
         return TableDef(
@@ -372,7 +372,7 @@ class _Reader:
             case "modify_field_with_hash_based_offset":
                 size = expression(3)
                 if not isinstance(size, Const):
-                    raise UnsupportedFeatureError("hash with a maximum that is not a constant", where)
+                    raise UnsupportedFeatureError("hashes with a non-constant maximum", where)
                 calculation = self._calculation(given[2]["value"], where)
                 return [Hash(self._target(given[0], where), expression(1), calculation.name, size.value)]
         raise UnsupportedFeatureError(_PRIMITIVES.get(op, f"the primitive {op}"), where)
@@ -404,13 +404,13 @@ class _Reader:
         return headers
 
     def _header(self, name: str, where: str) -> HeaderDef:
-        """Return a header; raises ProgramError if there is none of this name."""
+        """Return a header; raises ProgramError for an unknown name."""
         if name not in self.headers:
             raise ProgramError(f"{where}: no header {name!r} in the program")
         return self.headers[name]
 
     def _field(self, value: Sequence[str], where: str) -> Field:
-        """Return a field; raises UnsupportedFeatureError if it cannot be computed with."""
+        """Return a field; raises UnsupportedFeatureError if it is signed or too wide."""
         header = self._header(value[0], where)
         found = header.fields[value[1]]
         if value[1] in header.signed:
@@ -420,13 +420,13 @@ class _Reader:
         return found
 
     def _variable(self, value: Sequence[str], where: str) -> Variable:
-        """Return a field, or whether a header is valid."""
+        """Return a field or a header's validity bit."""
         if value[1] == "$valid$":
             return Valid(self._header(value[0], where).name)
         return self._field(value, where)
 
     def _target(self, parameter: Json, where: str) -> Field:
-        """Return the field that something is assigned to."""
+        """Return the target field of an assignment."""
         if parameter["type"] != "field":
             raise UnsupportedFeatureError(f"assignment to a {parameter['type']}", where)
         return self._field(parameter["value"], where)
@@ -434,14 +434,14 @@ class _Reader:
     def _errors(self) -> dict[str, int]:
         """Return the numbers of the parser's errors, by name."""
         errors: dict[str, int] = dict(self.document.get("errors", []))
-        # BMv2 numbers the core errors that a program does not list after those that it does.
+        # BMv2 numbers core errors that the program does not list after those that it lists.
         for name in ("NoError", "PacketTooShort"):
             if name not in errors:
                 errors[name] = max(errors.values(), default=-1) + 1
         return errors
 
     def _expression(self, item: Json, where: str, parameters: Sequence[Parameter] = ()) -> Expr:
-        """Read an expression; ``parameters`` are those of the action that it stands in."""
+        """Read an expression; ``parameters`` are those of the action that contains it."""
         kind, value = item["type"], item["value"]
         if kind == "expression":
             return self._expression(value, where, parameters) if "type" in value else self._op(value, where, parameters)
@@ -483,13 +483,13 @@ class _Reader:
 
     @staticmethod
     def _algorithm(name: str, where: str) -> str:
-        """Return the name of a hash algorithm; raises UnsupportedFeatureError for one that is not run."""
+        """Return the name of a hash algorithm; raises UnsupportedFeatureError for an unsupported one."""
         if name not in HASHES:
             raise UnsupportedFeatureError(f"the hash {name}", where)
         return name
 
     def _inputs(self, items: Sequence[Json], where: str) -> tuple[Field | Bits, ...]:
-        """Return what is hashed: fields, and constant bits."""
+        """Return the inputs of a hash: fields and constant bits."""
         inputs: list[Field | Bits] = []
         for item in items:
             if item["type"] == "field":
@@ -502,7 +502,7 @@ class _Reader:
 
 
 def _case(entry: Json, keys: Sequence[Field]) -> Case:
-    """Cut a transition's value, in which every key is padded to whole bytes, into one value for each key."""
+    """Split a transition's value, in which every key is padded to whole bytes, into one value per key."""
     value = number(entry["value"])
     mask = -1 if entry.get("mask") is None else number(entry["mask"])
     values, masks = [], []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers, counters and meters as the control plane sees them: windows on the flat arrays of a running program."""
+"""Control-plane access to registers, counters and meters: windows on the flat arrays of a running program."""
 
 import operator
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 from dlcp.switch.executor.model import CellError, EntryError
 
 Store: TypeAlias = Any
-"""Lists or arrays of numbers, for meters of rows of numbers; the generated text uses both alike."""
+"""Lists or arrays of numbers (rows of numbers for meters); the generated text works with both."""
 
 MICROSECONDS: Final = 1_000_000.0
 TOKEN_CELLS: Final = 7
-"""Numbers of one meter's row of tokens: whether it is configured, then tokens now, tokens gained since the origin of
-time, and burst, for the peak and for the committed bucket. A row of rates: peak and committed tokens a microsecond."""
+"""Cells in a meter's row of tokens: 1 if it is configured; then, for the peak and for the committed bucket, tokens now,
+tokens gained since time 0, and burst. A row of rates has the peak and committed tokens per microsecond."""
 
 
 class _Window:
-    """``size`` cells from ``base`` on."""
+    """A window of ``size`` cells from ``base`` on."""
 
     kind = "cell"
 
@@ -65,7 +65,7 @@ class Register(_Window):
 
 
 class CounterCell(NamedTuple):
-    """What one cell of a counter has counted."""
+    """The value of one cell of a counter."""
 
     packets: int
     bytes: int
@@ -94,7 +94,7 @@ class Counter(_Window):
         return np.column_stack([np.array(self._packets[cells], np.int64), np.array(self._bytes[cells], np.int64)])
 
     def fill(self, packets: int, octets: int) -> None:
-        """Set every cell to the same."""
+        """Set every cell to the same values."""
         cells = slice(self.base, self.base + self.size)
         self._packets[cells] = [packets] * self.size
         self._bytes[cells] = [octets] * self.size
@@ -127,10 +127,10 @@ class MeterConfig:
     pburst: int
 
     def __post_init__(self) -> None:
-        """Refuse rates and bursts that no meter can have."""
+        """Refuse invalid rates and bursts."""
         rates = self.cir, self.cburst, self.pir, self.pburst
         if min(rates) < 0:
-            raise EntryError(f"rates and bursts must not be negative, {rates}")
+            raise EntryError(f"rates and bursts must not be negative: {rates}")
         if self.cir > self.pir:
             raise EntryError(f"the committed rate {self.cir} exceeds the peak rate {self.pir}")
 
@@ -138,8 +138,8 @@ class MeterConfig:
 def run_meter(rates: Any, tokens: Any, cell: int, amount: int, now_us: int) -> int:
     """Return the colour (0 green, 1 yellow, 2 red) of ``amount`` bytes or packets at time ``now_us``.
 
-    The arithmetic of BMv2's Meter::execute: two buckets, peak first, colour-blind; what a bucket has gained is reckoned
-    from the origin of time, so that rounding never adds up; a packet that is red takes nothing.
+    The arithmetic of BMv2's Meter::execute: two buckets, peak first, colour-blind. A bucket's gain is computed from
+    time 0, so that rounding errors do not accumulate. A red packet takes no tokens.
     """
     row = tokens[cell]
     if row[0] == 0:
@@ -167,7 +167,7 @@ def run_meter(rates: Any, tokens: Any, cell: int, amount: int, now_us: int) -> i
 
 
 class MeterCells(_Window):
-    """Meters of one array, configured or not. An unconfigured meter finds everything green."""
+    """A meter array. Every packet is green to an unconfigured meter."""
 
     kind = "meter"
 
@@ -192,13 +192,13 @@ class MeterCells(_Window):
     def _fill(self, place: int, config: MeterConfig) -> None:
         self._rates[place][0] = config.pir / MICROSECONDS
         self._rates[place][1] = config.cir / MICROSECONDS
-        # As BMv2's set_rate: full buckets, and nothing gained since the origin of time.
+        # Like BMv2's set_rate: full buckets, and no gain since time 0.
         row = self._tokens[place]
         for number, value in enumerate((1, config.pburst, 0, config.pburst, config.cburst, 0, config.cburst)):
             row[number] = value
 
     def values(self) -> list[MeterConfig | None]:
-        """Return the configuration of every meter; None where there is none."""
+        """Return the configuration of every meter; None if unconfigured."""
         return [self._configs.get(index) for index in range(self.size)]
 
     def refill(self) -> None:
@@ -207,6 +207,6 @@ class MeterCells(_Window):
             self._fill(self.base + index, config)
 
     def reset(self) -> None:
-        """Take every configuration away."""
+        """Remove every configuration."""
         for index in list(self._configs):
             self[index] = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controls: the graph of tables and conditions as nested ifs, tables as lookups, actions in place."""
+"""Generates controls: the graph of tables and conditions as nested ifs, tables as lookups, actions inline."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -75,7 +75,7 @@ class ControlText:
         self._run(self.pipeline.first, None, frozenset())
 
     def _run(self, name: str | None, stop: str | None, facts: frozenset[str]) -> None:
-        """Emit from node ``name`` until ``stop``, where the headers in ``facts`` are known to be valid."""
+        """Emit the nodes from ``name`` up to ``stop``; the headers in ``facts`` are known to be valid."""
         while name is not None and name != stop:
             node = self.pipeline.nodes[name]
             join = self.joins[name]
@@ -115,14 +115,12 @@ class ControlText:
         self._follow(table, slot, join, facts)
 
     def _follow(self, table: TableDef, slot: TableSlot, join: str | None, facts: frozenset[str]) -> None:
-        """Emit what follows a table until all ways meet."""
+        """Emit the branches after a table, up to ``join``."""
         if len(successors(table)) == 1:
             return
         if table.on_hit[0] or table.on_miss[0]:
             if any(action.exits for action in table.actions):
-                raise UnsupportedFeatureError(
-                    "exit in an action of a table whose hit or miss is asked for", table.where
-                )
+                raise UnsupportedFeatureError("exit in an action of a table whose hit or miss is tested", table.where)
             hit = self._taken(table.on_hit[1], join, facts)
             miss = self._taken(table.on_miss[1], join, facts)
             self.write.branch(slot.entry, hit, miss)
@@ -145,7 +143,7 @@ class ControlText:
             head = "elif"
 
     def write_pass(self) -> str:
-        """Return an empty statement at the present depth."""
+        """Return an empty statement at the current depth."""
         mark = self.write.mark()
         self.write("pass")
         return self.write.since(mark)[0]
@@ -165,7 +163,7 @@ class ControlText:
         text = value.text
         if isinstance(key.source, Field) and key.source in self.context.usage.written:
             header = key.source.header
-            if header not in facts:  # what was assigned to an invalid header does not count in a key
+            if header not in facts:  # a field of an invalid header is 0 in a key, even if assigned
                 text = f"({text} if {self.names(Valid(header))} else 0)"
         if key.mask is not None and key.mask & ((1 << key.width) - 1) != (1 << key.width) - 1:
             text = f"({text} & {hex(key.mask)})"
@@ -228,7 +226,7 @@ class ControlText:
         if always and (asks or len(bodies) > 1):
             self.write(f"{slot.action} = {action}")
             action = slot.action
-        # A table without a default action runs none on a miss, so no action can be taken for granted.
+        # A table without a default action runs none on a miss, so even a single action needs a test.
         certain = table.default is not None or table.profile is not None
         if len(table.actions) == 1 and bodies and certain:
             self.write.lines += bodies[0][1]
@@ -289,7 +287,7 @@ class ControlText:
 
     @contextmanager
     def _cell(self, index: Expr, where: str, arguments: Sequence[Value], base: int, size: int) -> Iterator[str]:
-        """Yield an index into a flat array; what is written meanwhile runs only if the index is in range."""
+        """Yield an index into a flat array; lines written in the ``with`` block run only if it is in range."""
         value = self.expressions.value(index, where, arguments)
         if value.constant is not None and 0 <= value.constant < size:
             yield str(value.constant + base)
@@ -301,7 +299,7 @@ class ControlText:
                 yield f"i + {base}" if base else "i"
 
     def _put(self, target: Field, value: Value, stores: Stores) -> None:
-        """Assign within an action; what belongs to a header is written to the packet when the action ends."""
+        """Assign within an action; header fields are written to the packet when the action ends."""
         text = value.text
         self.expressions.bounds[target] = value
         if target in self.context.read:
@@ -333,11 +331,11 @@ class ControlText:
         if base.constant != 0:
             text = f"({text}) + {base.text}"
         if base.low < 0 or high + base.high >= 1 << 63:
-            raise UnsupportedFeatureError("hash with a base that can be negative or wider than 63 bits", where)
+            raise UnsupportedFeatureError("hashes with a base that can be negative or exceed 63 bits", where)
         self._put(statement.target, fit(Value(text, base.low, high + base.high), statement.target.width), stores)
 
     def _hash(self, calculation: Calculation, facts: frozenset[str]) -> int:
-        """Set ``h`` to a hash over the fields of valid headers; return how many bits it can have."""
+        """Set ``h`` to a hash over the fields of valid headers; return its width in bits."""
         headers = frozenset(item.header for item in calculation.inputs if isinstance(item, Field) and not item.metadata)
         choices = self.context.stacks.combinations(headers, facts) if headers else [frozenset[str]()]
         bits = max(self._hash_bits(calculation, choice) for choice in choices)
@@ -374,7 +372,7 @@ class ControlText:
         return f"{helper}({', '.join(texts)})"
 
     def verify(self, checksum: Checksum, flag: Field) -> None:
-        """Emit the verification of a checksum: a wrong one sets ``flag``."""
+        """Emit the verification of a checksum; a mismatch sets ``flag``."""
         with self.write.block(f"if {bare(self._guard(checksum))}:"):
             self._compute(checksum)
             target = self.expressions.value(checksum.target, checksum.calculation.where).text
@@ -389,12 +387,12 @@ class ControlText:
             self._set(checksum.target, value, frozenset({checksum.target.header}))
 
     def _compute(self, checksum: Checksum) -> int:
-        """Set ``h`` to what the checksum should be; return how many bits it can have."""
+        """Set ``h`` to the computed checksum; return its width in bits."""
         covered = summed_range(checksum)
         if covered is None:
             return self._hash(checksum.calculation, frozenset({checksum.target.header}))
-        # 65536 is 1 modulo 65535, and so is its square: a sum of words of two or four bytes modulo 65535 is the one's
-        # complement sum of all 16-bit words, but that 0 stands for 65535 unless everything is zero.
+        # 65536 is 1 modulo 65535, and so is its square. So the one's complement sum of all 16-bit words is the sum of
+        # 2- or 4-byte words modulo 65535, except that 0 means 65535 unless all words are zero.
         load = self.context.helpers.name(LoadBytes(word_units(*covered)))
         header = checksum.target.header
         starts = self.context.stacks.offsets.get(header, frozenset({0}))
@@ -413,7 +411,7 @@ class ControlText:
 
 
 def word_units(first: int, end: int, gap: int) -> tuple[tuple[int, int], ...]:
-    """Return the units that cover bytes ``first`` to ``end`` but for the two at ``gap``."""
+    """Return (offset, size) units that cover bytes ``first`` to ``end`` except the two at ``gap``."""
     units = []
     for start, stop in ((first, gap), (gap + 2, end)):
         while start < stop:

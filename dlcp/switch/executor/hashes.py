@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BMv2's hash algorithms: over bytes as defined, and over numbers as the generated text calls them.
+"""BMv2's hash algorithms: over bytes, as defined, and as generated functions over numbers.
 
 Source: calculations.cpp of the behavioral model. crc16 is CRC-16/ARC (polynomial 0x8005, reflected, starting at 0),
 crc32 that of zlib, csum16 the Internet checksum, xor16 the exclusive or of 16-bit words, identity the first 8 bytes.
@@ -81,12 +81,12 @@ def pack(values: Sequence[int], widths: Sequence[int]) -> bytes:
 # -------------------------------------------------------------------------------------------------- for plain Python
 
 CHUNK: Final = 8
-"""Bits that one table lookup takes. Wider chunks mean fewer lookups, but tables that leave the processor's cache."""
+"""Bits per table lookup. Wider chunks mean fewer lookups, but tables that do not fit the processor's cache."""
 
 
 @cache
 def _chunk(algorithm: str, bit: int, width: int, size: int) -> list[int]:
-    """Return the hash of every ``width``-bit number at ``bit`` bits from the end of a message of zeros.
+    """Return the hash of every ``width``-bit number placed ``bit`` bits from the end of a message of zeros.
 
     crc16 and xor16 are linear: the hash of a message is the exclusive or of the hashes of its parts.
     """
@@ -99,7 +99,7 @@ def _chunk(algorithm: str, bit: int, width: int, size: int) -> list[int]:
 
 
 def plain_source(name: str, algorithm: str, widths: Sequence[int], namespace: dict[str, object]) -> str:
-    """Return the source of a function of numbers of these widths for plain Python; ``namespace`` gets what it needs."""
+    """Return the source of a hash function of numbers of these widths, and add its helpers to ``namespace``."""
     arguments = [f"v{i}" for i in range(len(widths))]
     total = sum(widths)
     size = (total + 7) // 8
@@ -115,7 +115,7 @@ def plain_source(name: str, algorithm: str, widths: Sequence[int], namespace: di
         for argument, bit, width in places:
             for low in range(0, width, CHUNK):
                 part = min(CHUNK, width - low)
-                # Leading zeros do not change a CRC, so its tables are shared between messages that end alike.
+                # Leading zeros do not change a CRC, so its tables are shared between messages with the same end.
                 length = (bit + low + part + 7) // 8 if algorithm == "crc16" else size
                 table = f"{name}_{argument}_{low}"
                 namespace[table] = _chunk(algorithm, bit + low, part, length)
@@ -136,7 +136,7 @@ def plain_source(name: str, algorithm: str, widths: Sequence[int], namespace: di
 
 
 def compiled_source(name: str, algorithm: str, widths: Sequence[int]) -> str:
-    """Return the source of the same function for Numba, byte by byte; it needs `compiled_tables`."""
+    """Return the source of the same function for Numba, byte by byte; it uses `compiled_tables`."""
     arguments = [f"v{i}" for i in range(len(widths))]
     lines = [f"def {name}({', '.join(arguments)}):"]
     units = _bytes(arguments, widths)

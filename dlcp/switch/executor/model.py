@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A P4 program as the built-in switch knows it, where its state lives, and what can go wrong with either.
+"""The model of a P4 program in the built-in switch, the layout of its state, and the errors of both.
 
 From top to bottom: errors and names; expressions, statements, tables, controls and the parser; the layout of the state.
 """
@@ -16,58 +16,58 @@ T = TypeVar("T")
 
 
 class ProgramError(ValueError):
-    """A program that cannot be loaded or run; the message says what is wrong, where, and what to do."""
+    """A program cannot be loaded or run; the message says what is wrong, where, and what to do."""
 
 
 class UnsupportedFeatureError(ProgramError):
-    """A feature of the program that the built-in switch does not run.
+    """A feature of the program that the built-in switch does not support.
 
     Attributes
     ----------
     feature
-        What it is, in the words of the P4 language or of the JSON format.
+        The feature, in terms of the P4 language or the JSON format.
     where
-        Where the program uses it.
+        Its place in the program.
     """
 
     def __init__(self, feature: str, where: str) -> None:
         super().__init__(
-            f"{where}: the built-in switch does not run {feature}; use BMv2 for this program, or do without"
+            f"{where}: the built-in switch does not support {feature}; use BMv2 for this program, or avoid the feature"
         )
         self.feature = feature
         self.where = where
 
 
 class EntryError(ValueError):
-    """An entry, member, group, name or index that does not fit the program; the message says which and what would."""
+    """An entry, member, group, name or index does not fit the program; the message says which, and what would."""
 
 
 class DuplicateError(EntryError):
-    """What was to be added is there already."""
+    """The entry, member or group to add already exists."""
 
 
 class MissingError(EntryError):
-    """An entry, member or group that is not there."""
+    """The entry, member or group does not exist."""
 
 
 class FullError(EntryError):
-    """A table or an action profile has no room for one more."""
+    """The table or action profile is full."""
 
 
 class InUseError(EntryError):
-    """A member or a group that something else still refers to."""
+    """The member or group is still in use."""
 
 
 class ConstantError(EntryError):
-    """What the program itself made constant."""
+    """The program declares the entries or the default action constant."""
 
 
 class CellError(EntryError, IndexError):
-    """A register, counter or meter has no cell of that number."""
+    """The index is outside the register, counter or meter array."""
 
 
 class UnknownNameError(EntryError, KeyError):
-    """A name that the program does not have."""
+    """The program has no object of this name."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], where: str = "the program") -> None:
         super().__init__(f"{where} has no {kind} {name!r}{nearest(name, known)}")
@@ -77,7 +77,7 @@ class UnknownNameError(EntryError, KeyError):
 
 
 class Named(Mapping[str, T]):
-    """Objects by their p4info name, or by the end of it if only one object's name ends so (p4info calls it alias)."""
+    """Objects by p4info name or by alias: a suffix of the name that no other object shares."""
 
     def __init__(self, kind: str, items: Mapping[str, T], where: str = "the program") -> None:
         self._kind, self._items, self._where = kind, dict(items), where
@@ -144,7 +144,7 @@ class Valid:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """An argument of an action, by position."""
+    """A parameter of an action, by position."""
 
     index: int
     width: int
@@ -152,7 +152,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operation on expressions; ``?`` has condition, then and else."""
+    """An operation on expressions; the arguments of ``?`` are condition, then and else."""
 
     op: str
     args: tuple["Expr", ...]
@@ -165,8 +165,8 @@ Variable: TypeAlias = Field | Valid
 def reads(thing: Any) -> set[Variable]:
     """Return the fields and validity bits that an expression, a statement or a parser operation reads.
 
-    What stores into a header's field reads whether the header is valid: only then the packet has a place for it. A
-    hash also reads the inputs of its calculation, which stand elsewhere.
+    A store into a header's field reads the header's validity bit, since only a valid header has a place in the packet.
+    The inputs of a hash's calculation are not included; see `Usage.statement_reads`.
     """
     if isinstance(thing, Field | Valid):
         return {thing}
@@ -188,7 +188,7 @@ def reads(thing: Any) -> set[Variable]:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """``target = value``, cut to the width of the target."""
+    """``target = value``, truncated to the width of the target."""
 
     target: Field
     value: Expr
@@ -204,7 +204,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class RegisterRead:
-    """``target = register[index]``; an index out of range leaves the target alone."""
+    """``target = register[index]``; an index out of range leaves the target unchanged."""
 
     target: Field
     register: str
@@ -241,7 +241,7 @@ class ExecuteMeter:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Leave the pipeline after this action."""
+    """End the pipeline after this action."""
 
 
 Statement: TypeAlias = Assign | Count | RegisterRead | RegisterWrite | Hash | ExecuteMeter | Exit
@@ -252,7 +252,7 @@ Statement: TypeAlias = Assign | Count | RegisterRead | RegisterWrite | Hash | Ex
 
 @dataclass(frozen=True, slots=True)
 class HeaderDef:
-    """A header or metadata instance. ``signed`` names fields that may exist but not be used."""
+    """A header or metadata instance. ``signed`` lists its signed fields, which are unsupported once used."""
 
     name: str
     metadata: bool
@@ -285,13 +285,13 @@ class ActionDef:
 
     @property
     def exits(self) -> bool:
-        """Whether the pipeline ends after it."""
+        """Whether the pipeline ends after the action."""
         return any(isinstance(statement, Exit) for statement in self.body)
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One field of a table's key; ``mask`` is the program's own static mask, or None."""
+    """One field of a table's key; ``mask`` is the program's static mask, or None."""
 
     name: str
     match: str
@@ -306,7 +306,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class ConstEntry:
-    """An entry that the program itself brings; the lowest ``rank`` wins."""
+    """A constant entry of the program; the lowest ``rank`` wins."""
 
     keys: tuple[Any, ...]
     action: int
@@ -336,11 +336,11 @@ class TableDef:
 
     @property
     def hidden(self) -> bool:
-        """Whether the compiler made it for statements outside tables: no key, and an action nobody can change."""
+        """Whether the compiler generated the table for a statement outside tables: no key and a constant action."""
         return not self.keys and self.default_const and self.profile is None
 
     def next_of(self, action: int, hit: bool) -> str | None:
-        """Return the node after this table when ``action`` ran."""
+        """Return the node that follows this table after ``action``."""
         known, node = self.on_hit if hit else self.on_miss
         return node if known else self.next.get(action, self.base_next)
 
@@ -380,7 +380,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """A constant of a calculation's input."""
+    """A constant input of a calculation."""
 
     value: int
     width: int
@@ -388,7 +388,7 @@ class Bits:
 
 @dataclass(frozen=True, slots=True)
 class Calculation:
-    """A hash or checksum over fields, packed without gaps; fields of invalid headers are left out."""
+    """A hash or checksum over fields, packed without gaps; fields of invalid headers are omitted."""
 
     name: str
     algorithm: str
@@ -398,7 +398,7 @@ class Calculation:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """A checksum field and how it is computed."""
+    """A checksum field and its calculation."""
 
     name: str
     target: Field
@@ -437,7 +437,7 @@ class MeterDef:
 
 @dataclass(frozen=True, slots=True)
 class Extract:
-    """Take the next bytes as a header."""
+    """Extract the next bytes into a header."""
 
     header: str
 
@@ -494,20 +494,20 @@ class ProgramDef:
 # ---------------------------------------------------------------------------------------------------------------- state
 
 
-# A table's entry is the place of its row in the table's rows: the number of its action (its position among the table's
-# actions) and the arguments. Row 0 is the default entry, so an entry other than 0 is a hit.
+# An entry is the offset of its row in the table's ``rows``. A row holds the number of the action (its position among
+# the table's actions) and the arguments. Offset 0 is the default entry, so an entry other than 0 is a hit.
 #
-# Tables with an action profile have rows of one cell: a place in the profile's ``groups``, which holds (members, place
-# in ``choices``) of a group or of a single member; ``choices`` holds places in ``members``, whose rows are as above.
-# Group 0 has no members: the entry of a table without a default member.
+# In tables with an action profile, a row is one cell: an offset in the profile's ``groups``, where a group or a single
+# member has its size and its offset in ``choices``. ``choices`` holds offsets in ``members``, whose rows are as above.
+# Group 0 is empty: the entry of a table without a default member.
 
 FLAT: Final = ("registers", "packets_counted", "bytes_counted", "meter_rates", "meter_tokens")
-"""The arrays for what is no table."""
+"""The arrays of registers, counters and meters."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableSlot:
-    """What a table's arrays and variables are called in generated text, and the cells of a row."""
+    """Names of a table's arrays and variables in generated text, and the number of cells in a row."""
 
     index: str
     """The lookup structure."""
@@ -522,7 +522,7 @@ class TableSlot:
 
     @staticmethod
     def shifts(table: TableDef) -> Iterator[tuple[Key, int]]:
-        """Return each key with its place in the combined key; an LPM field is the lowest."""
+        """Return each key with its bit position in the combined key; an LPM field is the lowest."""
         order = sorted(table.keys, key=lambda key: key.match == "lpm")
         shift = sum(key.width for key in order)
         for key in order:
@@ -532,7 +532,7 @@ class TableSlot:
 
 @dataclass(frozen=True, slots=True)
 class ProfileSlot:
-    """What an action profile's arrays are called in generated text, and the cells of a member's row."""
+    """Names of an action profile's arrays in generated text, and the number of cells in a member's row."""
 
     groups: str
     choices: str
@@ -544,7 +544,7 @@ class ProfileSlot:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """All slots, where each object starts within the flat arrays, and how many cells those have."""
+    """All slots, the offset of each object in the flat arrays, and the sizes of those arrays."""
 
     tables: Mapping[str, TableSlot]
     profiles: Mapping[str, ProfileSlot]
@@ -556,13 +556,13 @@ class StateLayout:
     meter_cells: int
 
     def structures(self) -> list[str]:
-        """Return the names of all tables' and profiles' arrays, as `CompiledMachine.prepare` orders them."""
+        """Return the names of all tables' and profiles' arrays, in the order of `CompiledMachine.prepare`."""
         names = [name for slot in self.tables.values() for name in (slot.index, slot.rows)]
         return names + [name for slot in self.profiles.values() for name in (slot.groups, slot.choices, slot.members)]
 
 
 def visible_tables(program: ProgramDef) -> list[TableDef]:
-    """Return the tables that have entries or a default that can be changed."""
+    """Return the tables that the control plane sees: all that are not hidden."""
     pipelines: tuple[Control, ...] = (program.ingress, program.egress)
     return [
         node
@@ -573,7 +573,7 @@ def visible_tables(program: ProgramDef) -> list[TableDef]:
 
 
 def lay_out(program: ProgramDef) -> StateLayout:
-    """Give everything its place."""
+    """Assign names and offsets to all tables, profiles, registers, counters and meters."""
     tables = {}
     users: dict[str, int] = {}
     for number, table in enumerate(visible_tables(program)):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser as nested ifs, and fields from and to the bytes of a packet.
+"""Generates the parser as nested ifs, and the loads and stores of packet fields.
 
-Every path through the parser has text of its own, so every offset is a constant. A header's fields are read once, when
-the header is extracted, and only if something needs them. An assigned field is written back into the packet at once, so
-the packet always is what the deparser would make of it.
+Every path through the parser has its own text, so every offset is a constant. A header's fields are read once, when
+the header is extracted, and only if they are needed. An assigned field is written back into the packet at once, so
+the packet always equals the deparser's output.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,14 +24,14 @@ from dlcp.switch.executor.text import Helpers, LoadBytes, Names, StoreBytes, Wri
 
 
 class Placed(NamedTuple):
-    """A field, and where it is in the packet, in bits."""
+    """A field and its position in the packet, in bits."""
 
     bit: int
     field: Field
 
 
 def emit_load(write: Writer, names: Names, helpers: Helpers, needed: Sequence[Placed]) -> None:
-    """Read fields of a packet, all at once."""
+    """Emit one load of several fields of a packet."""
     if not needed:
         return
     offset = min(item.bit for item in needed) // 8
@@ -59,9 +59,9 @@ def emit_load(write: Writer, names: Names, helpers: Helpers, needed: Sequence[Pl
 
 
 def _runs(needed: Sequence[Placed]) -> list[tuple[int, int, list[Placed]]]:
-    """Group fields into runs of whole bytes: (first byte, bytes, fields). Fields that share a byte come together.
+    """Group fields into runs of whole bytes: (first byte, bytes, fields). Fields that share a byte share a run.
 
-    Raises UnsupportedFeatureError if such a run is longer than seven bytes.
+    Raises UnsupportedFeatureError if several fields share a run of more than seven bytes.
     """
     runs: list[tuple[int, int, list[Placed]]] = []
     for item in sorted(needed, key=lambda item: item.bit):
@@ -105,7 +105,7 @@ def _decode(names: Names, members: list[Placed], start: int, size: int, raw: lis
 
 
 class Stores:
-    """Fields of headers assigned in one straight piece of text, written back together at its end."""
+    """Header fields assigned in one straight-line piece of text, written back together at its end."""
 
     def __init__(self, write: Writer, context: Context) -> None:
         self.write, self.names, self.helpers = write, context.names, context.helpers
@@ -113,11 +113,11 @@ class Stores:
         self.pending: dict[Field, str] = {}
 
     def add(self, target: Field, text: str) -> None:
-        """Note that ``target`` now has the value ``text``, a variable or a constant."""
+        """Record that ``target`` now has the value ``text``, a variable or a constant."""
         self.pending[target] = text
 
     def flush(self, known_valid: Iterable[str]) -> None:
-        """Write what is pending into the packet, for headers that are valid."""
+        """Emit the stores of pending fields of valid headers; test validity of those not in ``known_valid``."""
         known = set(known_valid)
         for header in dict.fromkeys(item.header for item in self.pending):
             starts = self.offsets.get(header)
@@ -210,7 +210,7 @@ class ParserText:
     Parameters
     ----------
     needed
-        What is read after the parser or in it; other fields are not taken from the packet.
+        Variables read in or after the parser; other fields are not loaded from the packet.
     """
 
     def __init__(self, context: Context, write: Writer, needed: frozenset[Variable]) -> None:
@@ -224,7 +224,7 @@ class ParserText:
         self._state(self.program.first_state, (), 0)
 
     def initial(self) -> set[Variable]:
-        """Return what the parser may read before it has a value."""
+        """Return the metadata that the parser may read before it is assigned."""
         found: set[Variable] = set()
         for state in self.program.states.values():
             found |= {key for key in state.keys if key.metadata}
@@ -262,7 +262,7 @@ class ParserText:
             stores.flush(path)
 
     def _extract(self, state: ParserState, index: int, path: tuple[str, ...], offset: int) -> None:
-        """Emit the extract at ``index``, together with those that follow it at once."""
+        """Emit the extract at ``index`` together with those that directly follow it."""
         headers: list[str] = []
         while index < len(state.operations) and isinstance(operation := state.operations[index], Extract):
             headers.append(operation.header)
@@ -282,7 +282,7 @@ class ParserText:
         self._otherwise(short)
 
     def _take(self, headers: list[str], starts: list[int]) -> None:
-        """Read what is needed of headers that are there, and mark them valid."""
+        """Load the needed fields of extracted headers, and mark the headers valid."""
         needed = [
             Placed(start * 8 + item.offset, item)
             for name, start in zip(headers, starts, strict=False)
@@ -296,7 +296,7 @@ class ParserText:
                 self.write(f"{self.names(Valid(name))} = {start + 1 if several else 1}")
 
     def _error(self, error: str) -> list[str]:
-        """Return the lines that note an error, if anybody reads it."""
+        """Return the lines that set the parser error, or none if it is never read."""
         if self.error is None or self.error not in self.needed:
             return []
         return [f"{self.names(self.error)} = {error}"]

@@ -38,7 +38,7 @@ class MemberRef:
 
 @dataclass(frozen=True, slots=True)
 class GroupRef:
-    """A group of the table's action profile; every packet chooses one of its members by a hash."""
+    """A group of the table's action profile; a hash of the packet selects one of its members."""
 
     id: int
 
@@ -46,13 +46,13 @@ class GroupRef:
 Target: TypeAlias = Action | MemberRef | GroupRef
 
 GROUP_SIZE_MAX: Final = 65_536
-"""The most places that a group may have, members times weights. Chosen by us, so that no weight fills the memory."""
+"""Maximum sum of the weights in a group, so that no weight can exhaust memory. Not tuned."""
 TIDY_CELLS: Final = 1024
-"""Unused cells that are put up with, besides as many as are in use. Chosen by us."""
+"""Unused cells allowed beyond the number of used ones before `_tidy` runs. Not tuned."""
 
 
 def fitting(value: Any, width: int, what: str) -> int:
-    """Return a number that fits ``width`` bits; raises EntryError, which begins with ``what``, for anything else."""
+    """Return ``value`` as an int; raise EntryError, beginning with ``what``, unless it fits ``width`` bits."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -63,26 +63,26 @@ def fitting(value: Any, width: int, what: str) -> int:
 
 
 class Handles:
-    """Numbers that are given out as BMv2 does: the lowest that is free."""
+    """Allocates handles like BMv2: the lowest free number."""
 
     def __init__(self) -> None:
         self._free: list[int] = []
         self._next = 0
 
     def take(self) -> int:
-        """Return a number that is free no longer."""
+        """Allocate a handle."""
         if self._free:
             return heapq.heappop(self._free)
         self._next += 1
         return self._next - 1
 
     def give_back(self, handle: int) -> None:
-        """Let a number be free again."""
+        """Free a handle."""
         heapq.heappush(self._free, handle)
 
 
 def put_row(rows: list[int], place: int, stride: int, row: Sequence[int]) -> None:
-    """Write a row of up to ``stride`` cells; ``rows`` grows as far as it takes."""
+    """Write a row of up to ``stride`` cells; ``rows`` grows as needed."""
     missing = place + stride - len(rows)
     if missing > 0:
         rows.extend([0] * missing)
@@ -90,7 +90,7 @@ def put_row(rows: list[int], place: int, stride: int, row: Sequence[int]) -> Non
 
 
 class Actions:
-    """The actions that one table may run, numbered as in the table."""
+    """The actions of one table, numbered in the table's order."""
 
     def __init__(self, actions: Sequence[ActionDef], where: str) -> None:
         self.where = where
@@ -108,7 +108,7 @@ class Actions:
         Raises
         ------
         EntryError
-            If the table has no such action, or the arguments do not fit it.
+            The table has no such action, or the arguments do not fit it.
         """
         number = self._numbers[action.name]
         parameters = self.definitions[number].parameters
@@ -126,13 +126,13 @@ class Actions:
 
 
 Members: TypeAlias = Sequence[int] | Mapping[int, int]
-"""The members of a group; a mapping gives each a weight above 0, else all weigh the same."""
+"""The members of a group; a mapping gives each a weight above 0, else all weights are 1."""
 
 
 @dataclass(slots=True)
 class _Member:
     handles: list[int]
-    """Its own, and one more for each place beyond the first that it takes in a group."""
+    """Its own handle, plus one for each further unit of its largest weight."""
     action: Action
     place: int
     users: int = 0
@@ -141,7 +141,7 @@ class _Member:
 @dataclass(slots=True)
 class _Group:
     members: dict[int, int]
-    """Weight of each."""
+    """Weight of each member."""
     place: int
     users: int = 0
 
@@ -149,14 +149,14 @@ class _Group:
 class ActionProfile:
     """An action profile, with or without a selector.
 
-    Members have handles as in BMv2, the lowest that is free, and stand in a group in the order of their handles: that
-    order, and not the one in which they were put into the group, decides which member a hash chooses. A weight is so
-    many places in the group, for each of which the member has a handle, as P4Runtime does it on BMv2.
+    A member gets the lowest free handle, as in BMv2. A hash selects among a group's members in the order of their
+    handles, not of their insertion. A member with weight w takes w places in the group, with one handle each, as in
+    BMv2's P4Runtime server.
 
     Attributes
     ----------
     group_cells, choices, rows
-        What plain generated text reads; see `dlcp.switch.executor.model`.
+        Read by plain generated text; see `dlcp.switch.executor.model`.
     changed
         Set by every change.
     """
@@ -178,7 +178,7 @@ class ActionProfile:
     # --------------------------------------------------------------------------------------------------- members
 
     def add_member(self, member_id: int, action: Action) -> None:
-        """Add a member; raises EntryError if it does not fit, is there already, or the profile is full."""
+        """Add a member; raises EntryError if it does not fit or already exists, or if the profile is full."""
         if member_id in self._members:
             raise DuplicateError(f"{self.where} has a member {member_id} already; use modify_member")
         if len(self._members) >= self.definition.size:
@@ -190,7 +190,7 @@ class ActionProfile:
         self._choose(member.place, {member_id: 1})
 
     def modify_member(self, member_id: int, action: Action) -> None:
-        """Give a member another action; raises EntryError if it does not fit or there is no such member."""
+        """Change a member's action; raises EntryError if it does not fit or there is no such member."""
         member = self._member(member_id)
         row = self.actions.row(action)
         for handle in member.handles:
@@ -217,9 +217,9 @@ class ActionProfile:
     # ---------------------------------------------------------------------------------------------------- groups
 
     def add_group(self, group_id: int, members: Members = ()) -> None:
-        """Add a group; raises EntryError if it is there already or a member is not."""
+        """Add a group; raises EntryError if it already exists or a member does not."""
         if self.definition.algorithm is None:
-            raise EntryError(f"{self.where} has no selector, so no groups")
+            raise EntryError(f"{self.where} has no selector, so it cannot have groups")
         if group_id in self._groups:
             raise DuplicateError(f"{self.where} has a group {group_id} already; use modify_group")
         weights = self._weights(group_id, members)
@@ -228,7 +228,7 @@ class ActionProfile:
         self._regroup(group, weights)
 
     def modify_group(self, group_id: int, members: Members) -> None:
-        """Give a group other members; a group that entries use cannot be emptied."""
+        """Replace a group's members; raises EntryError if entries use the group and it would become empty."""
         group = self._group(group_id)
         weights = self._weights(group_id, members)
         if not members and group.users:
@@ -245,7 +245,7 @@ class ActionProfile:
         self._trim(group.members)
 
     def has_group(self, group_id: int) -> bool:
-        """Whether there is a group of this number."""
+        """Whether the group exists."""
         return group_id in self._groups
 
     def groups(self) -> dict[int, list[int]]:
@@ -266,7 +266,7 @@ class ActionProfile:
     # ----------------------------------------------------------------------------------------------- for entries
 
     def place(self, target: MemberRef | GroupRef) -> int:
-        """Return the cell that stands for a member or a group; raises EntryError if an entry cannot refer to it."""
+        """Return the cell of a member or a group; raises EntryError if an entry cannot refer to it."""
         if isinstance(target, MemberRef):
             return self._member(target.id).place
         group = self._group(target.id)
@@ -275,11 +275,11 @@ class ActionProfile:
         return group.place
 
     def hold(self, target: MemberRef | GroupRef) -> None:
-        """Note that an entry uses ``target``."""
+        """Record that an entry uses ``target``."""
         self._used(target).users += 1
 
     def release(self, target: MemberRef | GroupRef) -> None:
-        """Note that an entry no longer uses ``target``."""
+        """Record that an entry no longer uses ``target``."""
         self._used(target).users -= 1
 
     def _used(self, target: MemberRef | GroupRef) -> _Member | _Group:
@@ -298,20 +298,20 @@ class ActionProfile:
         return self._groups[number]
 
     def _weights(self, group_id: int, members: Members) -> dict[int, int]:
-        """Return the weight of each member; raises EntryError for members that a group cannot have."""
+        """Return the weight of each member; raises EntryError for invalid members or weights."""
         if len(set(members)) != len(members):
             raise EntryError(f"{self.where}: group {group_id} names a member twice: {list(members)}")
         weights = dict(members) if isinstance(members, Mapping) else dict.fromkeys(members, 1)
         for number, weight in weights.items():
             self._member(number)
             if weight < 1:
-                raise EntryError(f"{self.where}: member {number} of group {group_id} weighs {weight}; give 1 or more")
+                raise EntryError(f"{self.where}: group {group_id}: weight {weight} of member {number} is below 1")
         if sum(weights.values()) > GROUP_SIZE_MAX:
-            raise FullError(f"{self.where}: the weights of group {group_id} exceed {GROUP_SIZE_MAX} together")
+            raise FullError(f"{self.where}: the weights of group {group_id} add up to more than {GROUP_SIZE_MAX}")
         return weights
 
     def _regroup(self, group: _Group, weights: dict[int, int]) -> None:
-        """Make these the members of a group; handles come and go in the order in which they do on BMv2."""
+        """Replace a group's members; allocates and frees handles in BMv2's order."""
         before, group.members = group.members, weights
         for number in sorted(weights):
             member = self._members[number]
@@ -322,7 +322,7 @@ class ActionProfile:
         self._trim({*before, *weights})
 
     def _trim(self, numbers: Iterable[int]) -> None:
-        """Give back handles for which no group has a place any more."""
+        """Free handles that no group needs any more."""
         for number in sorted(numbers):
             handles = self._members[number].handles
             if len(handles) > 1:
@@ -346,7 +346,7 @@ class ActionProfile:
         self.changed = True
 
     def _choose(self, place: int, members: Mapping[int, int]) -> None:
-        """Let ``place`` stand for members of these weights. What it stood for before stays unused until `_tidy`."""
+        """Point ``place`` to members of these weights. Its former cells stay unused until `_tidy`."""
         handles = self._handles_of(members)
         self.group_cells[place : place + 2] = [len(handles), len(self.choices)]
         self.choices += [handle * self.slot.stride for handle in handles]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compiled P4 program that can be run: packets in, decisions out.
+"""A compiled P4 program that processes packets.
 
 One packet::
 
@@ -9,18 +9,16 @@ One packet::
         ...  # the packet waits in queue `priority` of `port`
         sent = program.egress(packet, carry, port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us)
 
-``packet`` is a bytearray and is edited in place by both halves: it always is what the deparser would send at that
-point. What is dropped has unspecified bytes. ``carry`` is what egress needs from ingress and means nothing to others.
-``now_us`` counts microseconds from any fixed origin and never goes back. ``ingress`` and ``egress`` are functions made
-for the program; arguments by position are the fastest.
+``packet`` is a bytearray that both functions edit in place: it always equals the deparser's output at that point. A
+dropped packet has unspecified bytes. ``carry`` is opaque state from ingress to egress. ``now_us`` is a monotonic clock
+in microseconds, with any origin. ``ingress`` and ``egress`` are generated functions; positional arguments are fastest.
 
-Everything has its p4info name, or the end of it where that is enough: ``program.tables["ipv4_route"]``,
+Objects are found by p4info name, or by a unique suffix of it: ``program.tables["ipv4_route"]``,
 ``program.profiles``, ``program.registers``, ``program.counters``, ``program.meters`` (indirect ones; direct meters
 belong to entries). See `dlcp.switch.executor.tables`, `dlcp.switch.executor.profiles` and `dlcp.switch.executor.cells`.
 
-A program is used by one thread at a time, and entries are changed between packets or batches; the compiled back end
-lets go of the interpreter lock during a batch. Both back ends see changes at the next packet or batch, without
-compiling again.
+Use a program from one thread at a time, and change entries between packets or batches; the compiled back end releases
+the GIL during a batch. Changes take effect at the next packet or batch, without recompilation.
 """
 
 import hashlib
@@ -49,7 +47,7 @@ Numbers: TypeAlias = NDArray[np.int64]
 
 
 class PlainMachine:
-    """State in lists and dictionaries, read by the generated functions as their globals."""
+    """Keeps the state in lists and dictionaries, which are globals of the generated functions."""
 
     def __init__(self, generated: Generated) -> None:
         layout = generated.layout
@@ -71,7 +69,7 @@ class PlainMachine:
         self.egress: Any = None
 
     def attach(self, tables: Mapping[str, Table], profiles: Mapping[str, ActionProfile]) -> None:
-        """Let the text read these tables and profiles; it sees later changes as they are made."""
+        """Connect the generated functions to tables and profiles; later changes take effect at once."""
         for table in tables.values():
             self._namespace[table.slot.index] = table.index
             self._namespace[table.slot.rows] = table.rows
@@ -84,7 +82,7 @@ class PlainMachine:
         self.ingress, self.egress = self._namespace["ingress"], self._namespace["egress"]
 
     def defer(self) -> None:
-        """Do nothing: packets see every change at once, and none costs them time."""
+        """Do nothing: every change takes effect at once, at no cost to packets."""
 
     def prepare(self) -> None:
         """Prepare nothing."""
@@ -121,11 +119,11 @@ class PlainMachine:
 
 INSTALL: Final = "pip install 'dlcp[switch]'"
 KEPT_PROGRAMS: Final = 16
-"""Programs whose compiled form stays on disk, about 1 MB each. Chosen by us."""
+"""Compiled programs kept on disk, about 1 MB each. Not tuned."""
 
 
 class CompiledMachine:
-    """State in arrays that are handed to compiled functions with every batch."""
+    """Keeps the state in arrays, which are passed to the compiled functions with every batch."""
 
     def __init__(self, generated: Generated) -> None:
         layout = generated.layout
@@ -144,15 +142,15 @@ class CompiledMachine:
         self._deferred = False
 
     def attach(self, tables: Mapping[str, Table], profiles: Mapping[str, ActionProfile]) -> None:
-        """Use these tables and profiles; their arrays are made anew at the first batch after a change."""
+        """Use these tables and profiles; their arrays are rebuilt at the first batch after a change."""
         self._tables, self._profiles = list(tables.values()), list(profiles.values())
-        # A switch without packets compiles everything that it needs now, or takes it from disk.
+        # An empty call compiles everything now, or loads it from disk.
         empty, rows = np.zeros((0, 1), np.int64), np.zeros((0, 64), np.uint8)
         totals = np.zeros(TOTAL_CELLS, np.int64)
         self.forward(-1, empty, 0, totals, rows, empty, empty, totals, empty, totals, empty)
 
     def _state(self) -> tuple[Any, ...]:
-        """Return the arrays for compiled functions: all tables and profiles in one, made anew after a change."""
+        """Return the arrays for compiled functions: all tables and profiles in one, rebuilt after a change."""
         if not self._deferred and self._changed():
             self._structures = self.prepare()
         return (
@@ -168,11 +166,11 @@ class CompiledMachine:
         return any(table.changed for table in self._tables) or any(profile.changed for profile in self._profiles)
 
     def defer(self) -> None:
-        """Keep changes of entries from packets until :meth:`commit`."""
+        """Defer the effect of entry changes until :meth:`commit`."""
         self._deferred = True
 
     def prepare(self) -> Numbers:
-        """Return the tables and profiles as packets are to see them; in any thread, while nobody changes them."""
+        """Encode the tables and profiles for :meth:`commit`; in any thread, while nothing changes them."""
         parts: list[Numbers] = []
         for table in self._tables:
             if table.changed:
@@ -187,7 +185,7 @@ class CompiledMachine:
         return np.concatenate([ends.astype(np.int64), *parts])
 
     def commit(self, prepared: Numbers | None) -> None:
-        """Let packets see what was prepared, and changes at once again; between two batches."""
+        """Apply prepared tables and end deferral; call it between two batches."""
         self._deferred = False
         if prepared is not None:
             self._structures = prepared
@@ -211,22 +209,22 @@ class CompiledMachine:
 
     @property
     def carry_cells(self) -> int:
-        """How many numbers egress needs from ingress."""
+        """Number of values that ingress passes to egress."""
         return len(self._generated.carry)
 
     def forward(self, until_ns: int, arrived: Numbers, count: int, places: Numbers, *pool: NDArray[Any]) -> None:
-        """Take packets in and let depart what is due; see `dlcp.switch.executor.source`.
+        """Process received packets and due departures; see `dlcp.switch.executor.source`.
 
         Parameters
         ----------
         pool
             Rows of packets, columns of slots, carries, stack of free slots, columns of ports, numbers of the switch,
-            and lists of what has arrived; see `dlcp.switch.forwarding`.
+            and lists of arrived packets; see `dlcp.switch.forwarding`.
         """
         self._module.forward(until_ns, arrived, count, places, *pool, *self._state())
 
     def ingress(self, p: bytearray, ingress_port: int, now_us: int) -> tuple[int, int, tuple[int, ...]]:
-        """Run ingress on one packet, at the price of a batch."""
+        """Run ingress on one packet, as a batch of one."""
         row = np.frombuffer(p, np.uint8)[None, :]
         ports, priorities, carry = self.ingress_batch(row, _one(len(p)), _one(ingress_port), _one(now_us))
         return int(ports[0]), int(priorities[0]), tuple(carry[0].tolist())
@@ -242,7 +240,7 @@ class CompiledMachine:
         deq_depth: int,
         now_us: int,
     ) -> bool:
-        """Run egress on one packet, at the price of a batch."""
+        """Run egress on one packet, as a batch of one."""
         row = np.frombuffer(p, np.uint8)[None, :]
         columns = (_one(value) for value in (port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us))
         return bool(self.egress_batch(row, _one(len(p)), np.array([carry], np.int64), *columns)[0])
@@ -253,18 +251,18 @@ def _one(value: int) -> Numbers:
 
 
 def load_compiled(source: str) -> ModuleType:
-    """Import generated source, from the user's cache directory if that is safe, for Numba to keep what it compiles.
+    """Import generated source, from the user's cache directory if that is safe, so that Numba can cache its output.
 
     Raises
     ------
     ProgramError
-        If Numba is not installed.
+        Numba is not installed.
     """
     if importlib.util.find_spec("numba") is None:
         raise ProgramError(
             f'the back end "numba" needs Numba; install it with: {INSTALL}, or use the back end "python"'
         )
-    # What Numba keeps does not tell bounds checking on from off, nor one release from another, so the name does.
+    # Numba's cache does not distinguish bounds checking or releases, so the module name does.
     import numba
 
     checked = os.environ.get("NUMBA_BOUNDSCHECK", "")
@@ -296,7 +294,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _prune(directory: Path) -> None:
-    """Remove all but the latest programs, and what Numba compiled from them."""
+    """Remove all but the latest programs, with Numba's cache files for them."""
     programs = sorted(directory.glob("dlcp_program_*.py"), key=lambda item: item.stat().st_mtime, reverse=True)
     for program in programs[KEPT_PROGRAMS:]:
         for compiled in (directory / "__pycache__").glob(f"{program.stem}.*"):
@@ -305,9 +303,9 @@ def _prune(directory: Path) -> None:
 
 
 def cache_directory() -> Path | None:
-    """Return the directory for compiled programs, or None if it is not this user's alone.
+    """Return the directory for compiled programs, or None if other users can write to it.
 
-    Compiled code is loaded from there and run, so nobody else may be able to write to it.
+    Compiled code is loaded from there and run, so only this user may have write access.
     """
     base = os.environ.get("XDG_CACHE_HOME")
     try:
@@ -322,9 +320,9 @@ def cache_directory() -> Path | None:
 
 _INSTALLED: Final = Path(__file__).parents[1] / "p4"
 PROGRAM_FOLDER: Final = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[3] / "p4" / "build"
-"""Holds ``dlcp.json`` and ``dlcp.p4info.txtpb``: ``dlcp/switch/p4`` once installed, ``p4/build`` in a checkout."""
+"""Folder of ``dlcp.json`` and ``dlcp.p4info.txtpb``: ``dlcp/switch/p4`` once installed, ``p4/build`` in a checkout."""
 PROGRAM_PATH: Final = PROGRAM_FOLDER / "dlcp.json"
-"""The program as BMv2 and the built-in switch run it."""
+"""The program for BMv2 and the built-in switch."""
 Backend = Literal["python", "numba"]
 BACKENDS: Final = ("python", "numba")
 Carry: TypeAlias = tuple[int, ...]
@@ -334,7 +332,7 @@ __all__ = ["BACKENDS", "DROP_PORT", "Backend", "Carry", "Program", "Snapshot"]
 
 
 class Snapshot(NamedTuple):
-    """Registers (int64, cells) and counters (int64, cells x (packets, bytes)) by name, at one moment."""
+    """Registers (int64, cells) and counters (int64, cells x (packets, bytes)) by name, at one point in time."""
 
     registers: dict[str, Numbers]
     counters: dict[str, Numbers]
@@ -352,18 +350,18 @@ class Program:
     source
         The generated text.
     definition
-        The program as read.
+        The program's model.
     ingress
         ``ingress(packet, ingress_port, now_us)`` returns egress port (`DROP_PORT`: dropped), priority 0-7 and carry.
     egress
-        ``egress(packet, carry, port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us)`` returns whether the packet
-        is to be sent. Depths are in packets, as BMv2 tells them: of the queue when the packet came, without it, and
-        when it left, without it.
+        ``egress(packet, carry, port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us)`` returns True if the packet
+        is to be sent. As in BMv2, depths are the packets in the queue before the packet was enqueued and after it was
+        dequeued.
     """
 
     def __init__(self, definition: ProgramDef, backend: Backend = "python") -> None:
         if backend not in BACKENDS:
-            raise ProgramError(f"no back end {backend!r}; there are {' and '.join(BACKENDS)}")
+            raise ProgramError(f"unknown back end {backend!r}; choose {' or '.join(BACKENDS)}")
         generated = generate(definition)
         layout = generated.layout
         self.definition, self.digest, self.backend = definition, definition.digest, backend
@@ -424,25 +422,25 @@ class Program:
 
     @property
     def machine(self) -> PlainMachine | CompiledMachine:
-        """What holds the state and runs the text."""
+        """The machine that holds the state and runs the generated text."""
         return self._machine
 
     @classmethod
     def load(cls, path: str | Path, *, backend: Backend = "python") -> "Program":
-        """Read the JSON that ``p4c-bm2-ss`` writes and make it run.
+        """Load a program from the JSON that ``p4c-bm2-ss`` writes.
 
         Parameters
         ----------
         backend
-            ``python`` needs nothing and is made for one packet at a time; ``numba`` is made for batches, and compiles
-            for some seconds the first time.
+            ``python`` has no dependencies and suits single packets; ``numba`` suits batches, and compiles for some
+            seconds the first time.
 
         Raises
         ------
         UnsupportedFeatureError
-            If the program uses what the built-in switch does not run; the message says what and where.
+            The program uses a feature that the built-in switch does not support; the message says which and where.
         ProgramError
-            If the file is no BMv2 JSON, or Numba is missing.
+            The file is not a BMv2 JSON, or Numba is missing.
         """
         return cls(bmv2_json.load_definition(path), backend)
 
@@ -458,7 +456,7 @@ class Program:
         lengths
             Bytes of each packet, int (n,).
         ingress_ports, now_us
-            int (n,) or one number for all.
+            int (n,), or one number for all.
 
         Returns
         -------
@@ -483,13 +481,13 @@ class Program:
 
         Returns
         -------
-        Which are to be sent: bool (n,).
+        True for each packet to be sent: bool (n,).
         """
         sizes = self._sizes(packets, lengths)
         columns = (ports, enq_us, deq_delta_us, enq_depth, deq_depth, now_us)
         carried = np.ascontiguousarray(carry, np.int64)
         if len(carried) != len(sizes):
-            raise ValueError(f"carry of {len(carried)} packets for {len(sizes)}")
+            raise ValueError(f"carry has {len(carried)} rows for {len(sizes)} packets")
         return self._machine.egress_batch(packets, sizes, carried, *(_column(column, sizes) for column in columns))
 
     @staticmethod
@@ -498,7 +496,7 @@ class Program:
         if packets.ndim != 2 or packets.dtype != np.uint8 or not packets.flags.c_contiguous:
             raise ValueError(f"packets must be uint8 (n, stride) in C order, not {packets.dtype} {packets.shape}")
         if sizes.shape != (len(packets),):
-            raise ValueError(f"{sizes.shape} lengths for {len(packets)} packets")
+            raise ValueError(f"array of shape {sizes.shape} given as lengths for {len(packets)} packets")
         if sizes.size and (sizes.min() < 0 or sizes.max() > packets.shape[1]):
             raise ValueError(f"lengths {sizes.min()}..{sizes.max()} do not fit rows of {packets.shape[1]} bytes")
         return sizes
@@ -511,7 +509,7 @@ class Program:
         )
 
     def reset_state(self) -> None:
-        """Set registers and counters to zero and fill the meters' buckets; entries and configurations stay."""
+        """Set registers and counters to zero and fill the meters' buckets; keep entries and configurations."""
         for register in self.registers.values():
             register.reset()
         for counter in self.counters.values():
@@ -520,7 +518,7 @@ class Program:
             meter.refill()
 
     def clear_entries(self) -> None:
-        """Remove all entries, members and groups, and go back to the program's default actions."""
+        """Remove all entries, members and groups, and restore the program's default actions."""
         for table in self.tables.values():
             table.clear()
             if not table.definition.default_const:
@@ -530,7 +528,7 @@ class Program:
 
 
 def _column(values: ArrayLike, sizes: Numbers) -> Numbers:
-    """Return ``values`` as a column that can be written to, for compiled functions know no other."""
+    """Return ``values`` as a writable column, since compiled functions accept no other."""
     column = np.ascontiguousarray(values, np.int64)
     if column.shape != sizes.shape or not column.flags.writeable:
         column = np.array(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole program as text: one body each for ingress and egress, in two flavours that differ only in their frame.
+"""Generates a whole program as text: one body each for ingress and egress, wrapped as plain or compiled code.
 
 Plain: ``ingress(p, ingress_port, now_us)`` and ``egress(p, carry, port, ...)`` over bytearrays, with lists and
 dictionaries as globals. Compiled: the same bodies over arrays passed in, with loops over batches, and ``forward``,
@@ -23,7 +23,7 @@ from dlcp.switch.ports import scheduler
 from dlcp.switch.ports.queues import SERVE_EVERY_PACKETS
 
 DROP_PORT: Final = 511
-"""BMv2's default drop port; packets that leave ingress or egress with it are dropped."""
+"""BMv2's default drop port; packets that leave ingress or egress for this port are dropped."""
 
 _EGRESS_ARGUMENTS: Final = ("port", "enq_us", "deq_delta_us", "enq_depth", "deq_depth", "now_us")
 _INGRESS: Final = {
@@ -39,7 +39,7 @@ _QUEUE: Final = {
 }
 _EGRESS: Final = {
     "standard_metadata.egress_port": "port",
-    # simple_switch sets it to one more than the drop port, which does not fit and leaves 0.
+    # simple_switch sets it to one above the drop port, which overflows to 0.
     "standard_metadata.egress_spec": "0",
     "standard_metadata.instance_type": "0",
     "standard_metadata.packet_length": "n",
@@ -54,7 +54,7 @@ class Generated:
     Attributes
     ----------
     carry
-        What egress needs from ingress, in order.
+        Variables that ingress passes to egress, in order.
     ingress, egress
         The bodies, one line each, indented by one level.
     """
@@ -67,11 +67,11 @@ class Generated:
     egress: tuple[str, ...]
 
     def plain(self, namespace: dict[str, Any]) -> str:
-        """Return the plain text, and put what it calls into ``namespace``."""
+        """Return the plain text, and add the functions it calls to ``namespace``."""
         namespace.update(
             run_meter=cells.run_meter,
         )
-        # Every lookup structure is a dictionary that knows by itself what to answer for a key that is not there.
+        # Every lookup structure is a dictionary whose __missing__ answers for absent keys.
         namespace.update({f"lookup_{match}": dict.__getitem__ for match in ("exact", "lpm", "ternary", "range")})
         functions = []
         for helper, name in self.helpers.names.items():
@@ -98,7 +98,7 @@ class Generated:
         return [name for name in (*self.layout.structures(), *FLAT) if name in words]
 
     def unfold(self, used: list[str]) -> str:
-        """Return lines that cut the structures out of the one array that has them all, by the places in its head."""
+        """Return lines that slice the structures out of the combined array, by the offsets at its start."""
         return "".join(
             f"    {name} = structures[structures[{place}] : structures[{place + 1}]]\n"
             for place, name in enumerate(self.layout.structures())
@@ -202,7 +202,7 @@ def generate(program: ProgramDef) -> Generated:
     Raises
     ------
     UnsupportedFeatureError
-        If the program uses what the built-in switch does not run.
+        The program uses a feature that the built-in switch does not support.
     """
     return _Generator(program).generate()
 
@@ -247,11 +247,11 @@ class _Generator:
         return self._given("intrinsic_metadata.priority")
 
     def _queue(self) -> dict[str, str]:
-        """Return what the queue tells egress: simple_switch gives all four or none."""
+        """Return the queueing metadata for egress: all four fields or none, as in simple_switch."""
         return _QUEUE if all(alias in self.standard for alias in _QUEUE) else {}
 
     def _unset(self) -> set[Field]:
-        """Return the target's own fields that it leaves at zero."""
+        """Return the standard metadata fields that the target never sets."""
         set_by_target = {*_INGRESS, *_EGRESS, *self._queue(), "intrinsic_metadata.priority"}
         set_by_target |= {"standard_metadata.parser_error", "standard_metadata.checksum_error"}
         set_by_target.discard("standard_metadata.instance_type")
@@ -350,7 +350,7 @@ class _Generator:
         control.emit()
 
     def _parser_sets(self) -> set[Variable]:
-        """Return what the parser assigns or reads in expressions, which may not have been read from a header before."""
+        """Return the variables that the parser assigns or reads in expressions, which may have no value before."""
         found: set[Variable] = set()
         for state in self.program.states.values():
             found |= self.usage.state_reads(state) - set(state.keys)
@@ -370,7 +370,7 @@ def serve(now_ns, {pool}{egress_more}):
             continue
         slot = dequeue(port, slots, now_ns)
         while slot >= 0:
-            # FREE_NS still is when the packet left its queue.
+            # FREE_NS is still the time at which the packet left its queue.
             start_us, enq_us = port[FREE_NS] // 1000, slots[slot, ENQUEUED_NS] // 1000
             depth = port[WAITING + slots[slot, QUEUE]]
             if not egress(
@@ -401,7 +401,7 @@ def forward(until_ns, arrived, count, places, {pool}, {state}):
         now_ns = until_ns
         if i < count:
             now_ns = max(min(arrived[i, CAME_NS], until_ns), totals[TREATED_NS])
-        # One call for all, or all that is behind it would be compiled once more.
+        # A single call site, since a second one would compile the inlined code twice.
         if totals[WAKE_NS] < now_ns or totals[WAKE_NS] == now_ns and (i == count or i % {serve_every} == 0):
             serve(now_ns, {pool}{egress_more})
         if i == count:
@@ -436,12 +436,11 @@ def forward(until_ns, arrived, count, places, {pool}, {state}):
 
 
 def forwarding(generated: Generated) -> str:
-    """Return the text of ``forward``, which goes behind ``generated.compiled()``.
+    """Return the text of ``forward``, to append to ``generated.compiled()``.
 
-    ``forward(until_ns, arrived, count, places, ..., state)`` takes in the first ``count`` rows of ``arrived`` in order,
-    and lets everything depart that is due, up to ``until_ns``. A packet that came before the one in front of it, or
-    before what has been treated already, is treated as if it had come then. ``places`` leads from a port's number to
-    its place, -1 for no such port.
+    ``forward(until_ns, arrived, count, places, ..., state)`` processes the first ``count`` rows of ``arrived``, in
+    order, and all departures and arrivals due up to ``until_ns``. A packet with an arrival time before TREATED_NS is
+    processed as if it had arrived at TREATED_NS. ``places`` maps a port number to its row, -1 for no such port.
     """
     ingress, egress = generated.used(generated.ingress), generated.used(generated.egress)
     indices = range(len(generated.carry))

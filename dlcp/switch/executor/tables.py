@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables as the control plane sees them, and the rows that the running program reads.
+"""Control-plane access to tables, and the rows that the running program reads.
 
-An entry has a handle, the lowest that is free, as in BMv2: among ternary entries of one priority the lowest handle
-wins. Its row stands at ``(handle + 1) * stride`` in the rows; see `dlcp.switch.executor.model`.
+An entry gets the lowest free handle, as in BMv2: among ternary entries of one priority the lowest handle wins. Its row
+is at ``(handle + 1) * stride`` in the rows; see `dlcp.switch.executor.model`.
 """
 
 import bisect
@@ -35,9 +35,10 @@ Match: TypeAlias = Mapping[str, int | tuple[int, int]]
 
 
 class KeyPattern(NamedTuple):
-    """What the combined key of a packet is compared with.
+    """A pattern for the combined key of a packet.
 
-    ``key & mask == value``, and for each of ``ranges`` (shift, field mask, low, high) the field is within bounds.
+    A key matches if ``key & mask == value`` and the field of each of ``ranges`` (shift, field mask, low, high) is
+    within bounds.
     """
 
     value: int
@@ -45,7 +46,7 @@ class KeyPattern(NamedTuple):
     ranges: tuple[tuple[int, int, int, int], ...] = ()
 
     def matches(self, key: int) -> bool:
-        """Whether a combined key fits."""
+        """Whether a combined key matches."""
         return key & self.mask == self.value and all(
             low <= (key >> shift & full) <= high for shift, full, low, high in self.ranges
         )
@@ -57,9 +58,9 @@ class Fields:
     Parameters
     ----------
     definition, slot
-        The table, and where its fields stand in the combined key.
+        The table, and the positions of its fields in the combined key.
     where
-        For messages.
+        Prefix of error messages.
     """
 
     def __init__(self, definition: TableDef, slot: TableSlot, where: str) -> None:
@@ -69,12 +70,12 @@ class Fields:
 
     @property
     def width(self) -> int:
-        """Bits of the combined key."""
+        """Width of the combined key in bits."""
         return sum(key.width for key in self._keys)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Where each range field stands in the combined key, and its mask there."""
+        """Position of each range field in the combined key, and its mask after shifting down."""
         return [(self._shifts[key.name], (1 << key.width) - 1) for key in self._keys if key.match == "range"]
 
     def named(self, match: Match) -> dict[str, int | tuple[int, int]]:
@@ -82,12 +83,12 @@ class Fields:
         return {self._by_name[name].name: item for name, item in match.items()}
 
     def pattern(self, match: Match) -> KeyPattern:
-        """Return what keys a match fits.
+        """Return the key pattern of a match.
 
         Raises
         ------
         EntryError
-            A field does not exist, has no value but needs one, or has one that it cannot have.
+            An unknown field, an exact field without a value, or an invalid value.
         """
         value = mask = 0
         ranges = []
@@ -128,14 +129,14 @@ class Fields:
         if key.match == "lpm":
             part, length = self._pair(key, item, "(value, prefix length)")
             if not 0 <= length <= key.width:
-                raise EntryError(f"{self._where}: field {key.name} has {key.width} bits, not a prefix of {length}")
+                raise EntryError(f"{self._where}: field {key.name}: prefix length {length} is outside 0..{key.width}")
             bits = full ^ (full >> length)
         else:
             part, bits = self._pair(key, item, "(value, mask)")
             self._fits(key, bits)
         if self._fits(key, part) & ~bits:
             raise EntryError(
-                f"{self._where}: field {key.name} has bits in its value {part:#x} outside {bits:#x}; set them to 0"
+                f"{self._where}: field {key.name}: value {part:#x} has bits outside {bits:#x}; set them to 0"
             )
         return part, bits
 
@@ -149,20 +150,20 @@ class Fields:
 
 
 CACHE_KEYS: Final = 65_536
-"""Keys that a plain lookup structure remembers before it starts anew. Chosen by us: some 10 MB at most."""
+"""Keys that a plain lookup structure caches before it clears the cache: about 10 MB at most."""
 HASH_MULTIPLIER: Final = 0x9E3779B97F4A7C1
-"""The multiplier that `probe` hashes with."""
+"""The multiplier of the hash in `probe`."""
 
 
 class ExactIndex(dict[int, int]):
-    """Combined key to place of the row; 0 for a key without an entry."""
+    """Maps a combined key to the offset of its row; 0 for a key without an entry."""
 
     def __missing__(self, key: int) -> int:
         return 0
 
 
 class CachedIndex(dict[int, int]):
-    """As `ExactIndex`, but finds the entry by a search that it remembers."""
+    """Like `ExactIndex`, but searches for the entry and caches the result."""
 
     def __init__(self, search: Callable[[int], int]) -> None:
         super().__init__()
@@ -176,50 +177,50 @@ class CachedIndex(dict[int, int]):
 
 
 class Lookup(ABC):
-    """The entries of a table by what they match. A place is above 0; 0 is that of the default entry.
+    """The lookup structure of a table. A place, the offset of a row, is above 0; the default entry is at 0.
 
     Attributes
     ----------
     index
-        Combined key to place.
+        Maps a combined key to a place.
     """
 
     index: dict[int, int]
 
     @abstractmethod
     def add(self, pattern: KeyPattern, rank: int, place: int) -> None:
-        """Enter a pattern; of several that fit the lowest rank wins, and of those the lowest place."""
+        """Add a pattern; of several that match the lowest rank wins, then the lowest place."""
 
     @abstractmethod
     def remove(self, pattern: KeyPattern, rank: int, place: int) -> None:
-        """Take out a pattern that was entered so."""
+        """Remove a pattern added with the same arguments."""
 
     @abstractmethod
     def encode(self) -> NDArray[np.int64]:
-        """Return the array that the functions below look up in."""
+        """Return the array for the lookup functions below."""
 
 
 class ExactLookup(Lookup):
-    """Keys that have to be equal."""
+    """Lookup of exact keys."""
 
     def __init__(self) -> None:
         self.index = ExactIndex()
 
     def add(self, pattern: KeyPattern, rank: int, place: int) -> None:
-        """Enter a key; there is one entry for each."""
+        """Add a key, which has no other entry."""
         self.index[pattern.value] = place
 
     def remove(self, pattern: KeyPattern, rank: int, place: int) -> None:
-        """Take out a key."""
+        """Remove a key."""
         del self.index[pattern.value]
 
     def encode(self) -> NDArray[np.int64]:
-        """Return a hash: its mask, then pairs of key and place."""
+        """Return a hash table: its mask, then pairs of key and place."""
         return _hashed(self.index)
 
 
 class PrefixLookup(Lookup):
-    """Prefixes, of which the longest that fits wins; by the number of low bits that they leave open."""
+    """Longest-prefix lookup, with one hash table for each number of wildcard bits."""
 
     def __init__(self, width: int) -> None:
         self.index = CachedIndex(self._search)
@@ -227,14 +228,14 @@ class PrefixLookup(Lookup):
         self._by_shift: dict[int, dict[int, int]] = {}
 
     def add(self, pattern: KeyPattern, rank: int, place: int) -> None:
-        """Enter a prefix; there is one entry for each."""
+        """Add a prefix, which has no other entry."""
         shift = self._width - pattern.mask.bit_count()
         self._by_shift.setdefault(shift, {})[pattern.value >> shift] = place
         self._by_shift = dict(sorted(self._by_shift.items()))
         self.index.clear()
 
     def remove(self, pattern: KeyPattern, rank: int, place: int) -> None:
-        """Take out a prefix."""
+        """Remove a prefix."""
         shift = self._width - pattern.mask.bit_count()
         del self._by_shift[shift][pattern.value >> shift]
         if not self._by_shift[shift]:
@@ -242,7 +243,7 @@ class PrefixLookup(Lookup):
         self.index.clear()
 
     def encode(self) -> NDArray[np.int64]:
-        """Return how many lengths there are; for each its open bits, where its hash begins, its mask; the hashes."""
+        """Return the number of lengths; wildcard bits, start and mask of the hash table of each; the hash tables."""
         head, tables = [len(self._by_shift)], []
         start = 1 + 3 * len(self._by_shift)
         for shift, items in self._by_shift.items():
@@ -261,13 +262,13 @@ class PrefixLookup(Lookup):
 
 
 class OrderedLookup(Lookup):
-    """Patterns with masks and ranges, of which the first in order that fits wins.
+    """Lookup of patterns with masks and ranges; the first match in order of rank and place wins.
 
     Parameters
     ----------
     ranges
-        Where the range fields stand in the combined key, and their masks there; None for a table without any, whose
-        array is shorter.
+        Positions and masks of the range fields in the combined key; None for a table without any, whose array is
+        shorter.
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]] | None) -> None:
@@ -276,17 +277,17 @@ class OrderedLookup(Lookup):
         self._ordered: list[tuple[int, int, KeyPattern]] = []
 
     def add(self, pattern: KeyPattern, rank: int, place: int) -> None:
-        """Enter a pattern."""
+        """Add a pattern."""
         bisect.insort(self._ordered, (rank, place, pattern))
         self.index.clear()
 
     def remove(self, pattern: KeyPattern, rank: int, place: int) -> None:
-        """Take out a pattern."""
+        """Remove a pattern."""
         del self._ordered[bisect.bisect_left(self._ordered, (rank, place, pattern))]
         self.index.clear()
 
     def encode(self) -> NDArray[np.int64]:
-        """Return how many entries there are, and the range fields; then mask, value, bounds and place of each."""
+        """Return the number of entries and the range fields; then mask, value, bounds and place of each entry."""
         cells = [len(self._ordered)]
         if self._ranges is not None:
             cells.append(len(self._ranges))
@@ -305,7 +306,7 @@ class OrderedLookup(Lookup):
 
 
 def make_lookup(match: str, fields: Fields) -> Lookup:
-    """Return an empty structure for a match kind: exact, lpm, ternary or range."""
+    """Return an empty lookup structure for a match kind: exact, lpm, ternary or range."""
     if match == "exact":
         return ExactLookup()
     if match == "lpm":
@@ -314,7 +315,7 @@ def make_lookup(match: str, fields: Fields) -> Lookup:
 
 
 def probe(index: Any, start: int, mask: int, key: int) -> int:
-    """Look a key up in an open-addressing hash of (key, entry) pairs at ``start``; 0 if it is not there."""
+    """Look a key up in an open-addressing hash table of (key, entry) pairs at ``start``; 0 if it is absent."""
     i = ((key * 0x9E3779B97F4A7C1) >> 20) & mask
     while True:
         found = index[start + 2 * i]
@@ -331,7 +332,7 @@ def lookup_exact(index: Any, key: int) -> int:
 
 
 def lookup_lpm(index: Any, key: int) -> int:
-    """Look a key up among prefixes: their number, then (shift, start, mask) of each length, the longest first."""
+    """Look a key up in the array of `PrefixLookup.encode`: a count, then (shift, start, mask) of each length."""
     for i in range(index[0]):
         found = probe(index, index[3 * i + 2], index[3 * i + 3], key >> index[3 * i + 1])
         if found > 0:
@@ -340,7 +341,7 @@ def lookup_lpm(index: Any, key: int) -> int:
 
 
 def lookup_ternary(index: Any, key: int) -> int:
-    """Look a key up among entries: their number, then (mask, value, entry), the winner first."""
+    """Look a key up in the array of `OrderedLookup.encode`: a count, then (mask, value, entry), the winner first."""
     for i in range(index[0]):
         if key & index[3 * i + 1] == index[3 * i + 2]:
             return int(index[3 * i + 3])
@@ -348,9 +349,10 @@ def lookup_ternary(index: Any, key: int) -> int:
 
 
 def lookup_range(index: Any, key: int) -> int:
-    """As `lookup_ternary` with range fields.
+    """Like `lookup_ternary`, with range fields.
 
-    Entries, range fields, (shift, mask) of each range field, then entries of mask, value, (low, high) of each, entry.
+    The array has the numbers of entries and of range fields; (shift, mask) of each range field; then, for each entry,
+    mask, value, (low, high) of each range field, and entry.
     """
     fields = index[1]
     size = 3 + 2 * fields
@@ -370,11 +372,11 @@ def lookup_range(index: Any, key: int) -> int:
 
 
 LOOKUPS: Final = (probe, lookup_exact, lookup_lpm, lookup_ternary, lookup_range)
-"""What the compiled text takes, callees first."""
+"""The functions included in compiled text, callees first."""
 
 
 def _hashed(items: Mapping[int, int]) -> NDArray[np.int64]:
-    """Return the mask of an open-addressing hash and its (key, entry) pairs."""
+    """Return the mask of an open-addressing hash table and its (key, entry) pairs."""
     count = len(items)
     size = 4
     while size < 2 * count:
@@ -387,7 +389,7 @@ def _hashed(items: Mapping[int, int]) -> NDArray[np.int64]:
     table[:] = -1, 0
     slots = (keys.astype(np.uint64) * np.uint64(HASH_MULTIPLIER) >> np.uint64(20)).astype(np.int64) & (size - 1)
     while len(keys):
-        # Of those that want one free slot the first gets it; all others try the next.
+        # The first key for a free slot gets it; all others try the next slot.
         wanted, first = np.unique(slots, return_index=True)
         settled = first[table[wanted, 0] < 0]
         table[slots[settled], 0] = keys[settled]
@@ -426,9 +428,9 @@ class Table:
     definition
         The table as the program defines it: keys with name, match kind and width, size.
     rows, index
-        What plain generated text reads.
+        Read by plain generated text.
     changed
-        Set by every change; the compiled flavour clears it when it has made its arrays anew.
+        Set by every change; compiled code clears it when it rebuilds its arrays.
     """
 
     def __init__(
@@ -469,16 +471,16 @@ class Table:
         Parameters
         ----------
         match
-            A value for each field; fields that are not exact match anything when left out.
+            A value for each field; an omitted field matches anything unless it is exact.
         target
             `Action`, or `MemberRef` or `GroupRef` for a table with an action profile.
         priority
-            Above 0 for tables with ternary or range fields, where the greatest wins; else 0.
+            Above 0 for tables with ternary or range fields, where the highest wins; else 0.
 
         Raises
         ------
         EntryError
-            If the entry does not fit the table, is there already, or the table is full.
+            The entry does not fit the table or already exists, or the table is full.
         """
         self._mutable()
         pattern, rank = self._fields.pattern(match), self._rank(priority)
@@ -489,7 +491,7 @@ class Table:
         return self._add(pattern, rank, Entry(self._fields.named(match), self._checked(target), priority))
 
     def modify(self, match: Match, target: Target, priority: int = 0) -> int:
-        """Give an entry another target and return its handle; errors as `insert`, and if there is no such entry."""
+        """Change an entry's target and return its handle; errors as `insert`, or if there is no such entry."""
         self._mutable()
         stored = self._find(match, priority)
         target = self._checked(target)
@@ -501,20 +503,20 @@ class Table:
         return stored.handle
 
     def delete(self, match: Match, priority: int = 0) -> int:
-        """Remove an entry and return the handle it had; raises EntryError if there is no such entry."""
+        """Remove an entry and return its former handle; raises EntryError if there is no such entry."""
         self._mutable()
         stored = self._find(match, priority)
         self._remove(stored)
         return stored.handle
 
     def clear(self) -> None:
-        """Remove all entries but those that the program brings."""
+        """Remove all entries except constant ones."""
         if not self.definition.entries:
             for stored in list(self._stored.values()):
                 self._remove(stored)
 
     def get(self, match: Match, priority: int = 0) -> Entry | None:
-        """Return an entry, or None; raises EntryError for a match that cannot be in the table."""
+        """Return an entry, or None; raises EntryError for a match that does not fit the table."""
         stored = self._stored.get((self._fields.pattern(match), self._rank(priority)))
         return None if stored is None else stored.entry
 
@@ -535,11 +537,11 @@ class Table:
 
     @property
     def default(self) -> Target | None:
-        """What runs on a miss; None for a table with an action profile and no default member."""
+        """The target on a miss; None for a table with an action profile and no default member."""
         return self._default
 
     def set_default(self, target: Target) -> None:
-        """Change what runs on a miss; raises EntryError if the program made it constant."""
+        """Change the target on a miss; raises EntryError if it is constant or does not fit the table."""
         if self.definition.default_const:
             raise ConstantError(f"{self.where} has a constant default action")
         if isinstance(target, GroupRef):
@@ -552,7 +554,7 @@ class Table:
         self.changed = True
 
     def reset_default(self) -> None:
-        """Go back to the default of the program."""
+        """Restore the program's default action."""
         self._release(self._default)
         self._default = None
         self.changed = True
@@ -567,7 +569,7 @@ class Table:
             self.rows[0] = -1
 
     def set_meter(self, match: Match, config: MeterConfig | None, priority: int = 0) -> None:
-        """Configure the direct meter of an entry, or take its configuration away."""
+        """Configure the direct meter of an entry; None removes its configuration."""
         self._direct()[self._find(match, priority).handle] = config
 
     def get_meter(self, match: Match, priority: int = 0) -> MeterConfig | None:
@@ -589,9 +591,9 @@ class Table:
 
     def _rank(self, priority: int) -> int:
         if self._prioritised and priority <= 0:
-            raise EntryError(f"{self.where} needs a priority above 0 for each entry (the greatest wins)")
+            raise EntryError(f"{self.where} needs a priority above 0 for each entry (the highest wins)")
         if not self._prioritised and priority:
-            raise EntryError(f"{self.where} takes no priority; its entries cannot overlap but by prefix length")
+            raise EntryError(f"{self.where} takes no priority: its entries overlap only by prefix length; use 0")
         return -priority
 
     def _find(self, match: Match, priority: int) -> _Stored:
@@ -609,7 +611,7 @@ class Table:
             self.actions.row(target)
             return target
         if isinstance(target, Action):
-            raise EntryError(f"{self.where} has an action profile; give a Member or a Group, not {target}")
+            raise EntryError(f"{self.where} has an action profile; give a MemberRef or a GroupRef, not {target}")
         self.profile.place(target)
         return target
 
@@ -625,7 +627,7 @@ class Table:
         return (handle + 1) * self.slot.stride
 
     def _fill(self, place: int, target: Target) -> None:
-        """Write the row at ``place``."""
+        """Write a target's row at ``place``."""
         row = self.actions.row(target) if isinstance(target, Action) else []
         if self.profile is not None and not isinstance(target, Action):
             row = [self.profile.place(target)]
@@ -652,7 +654,7 @@ class Table:
         self.changed = True
 
     def encode(self) -> NDArray[np.int64]:
-        """Return the lookup structure as the array that the functions below look up in."""
+        """Return the lookup structure as the array for the lookup functions above."""
         return self._lookup.encode()
 
 

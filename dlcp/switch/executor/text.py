@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What generated text is made of: names of variables, indented lines, helper functions, and expressions.
+"""Building blocks of generated text: names of variables, indented lines, helper functions, and expressions.
 
-BMv2 computes with numbers of any size and truncates them when it stores them. So does plain Python; under Numba a
-number has 64 bits. Every expression therefore carries the range of values it can take: a mask that changes nothing is
-left out, and what could exceed 64 bits is refused, unless a mask around it keeps only low bits, which wrap-around
-leaves intact.
+BMv2 computes with numbers of any size and truncates them on assignment. So does plain Python, but under Numba a number
+has 64 bits. Therefore every expression carries its range of values. A mask that changes nothing is omitted. An
+expression that could exceed 64 bits is refused, unless a mask around it keeps only low bits, which wrap-around leaves
+intact.
 """
 
 import keyword
@@ -28,7 +28,7 @@ from dlcp.switch.executor.model import (
 )
 
 MAX_LINES: Final = 20_000
-"""Longest generated text; a control flow that jumps about can repeat itself. Chosen by us."""
+"""Maximum length of generated text: unstructured control flow duplicates code. Not tuned."""
 
 RESERVED: Final = frozenset(
     {"p", "n", "carry", "now_us", "ingress_port", "port", "enq_us", "deq_delta_us", "enq_depth", "deq_depth"}
@@ -37,13 +37,13 @@ RESERVED: Final = frozenset(
 
 
 class LoadBytes(NamedTuple):
-    """A function that reads big-endian units from a packet: (offset in the header, bytes) each."""
+    """A function that reads big-endian units from a packet, each given as (offset from the start, bytes)."""
 
     units: tuple[tuple[int, int], ...]
 
 
 class StoreBytes(NamedTuple):
-    """A function that writes big-endian units of these bytes into a packet, one after the other."""
+    """A function that writes consecutive big-endian units of these sizes, in bytes, into a packet."""
 
     units: tuple[int, ...]
 
@@ -59,13 +59,13 @@ Helper = LoadBytes | StoreBytes | HashOf
 
 
 class Helpers:
-    """The small functions that a text needs, each made once."""
+    """The helper functions of a text, each generated once."""
 
     def __init__(self) -> None:
         self.names: dict[Helper, str] = {}
 
     def name(self, helper: Helper) -> str:
-        """Return the name of a helper, asking for it to be made."""
+        """Return the name of a helper, and add the helper to the text if it is new."""
         if helper not in self.names:
             kind = {LoadBytes: "load", StoreBytes: "store", HashOf: "hash"}[type(helper)]
             self.names[helper] = f"{kind}_{sum(type(other) is type(helper) for other in self.names)}"
@@ -73,7 +73,7 @@ class Helpers:
 
 
 class Names:
-    """One variable for each field and each validity bit."""
+    """Assigns one variable name to each field and each validity bit."""
 
     def __init__(self) -> None:
         self._names: dict[Variable, str] = {}
@@ -86,7 +86,7 @@ class Names:
         return self._names[variable]
 
     def give(self, variable: Variable, name: str) -> None:
-        """Let a variable have the name of a parameter."""
+        """Use a function parameter's name for a variable."""
         self._names[variable] = name
 
     def _unique(self, variable: Variable) -> str:
@@ -118,9 +118,7 @@ class Writer:
         """Add a line."""
         self.lines.append("    " * self._depth + line)
         if len(self.lines) > MAX_LINES:
-            raise UnsupportedFeatureError(
-                f"programs that need more than {MAX_LINES} lines of generated text", "control"
-            )
+            raise UnsupportedFeatureError(f"programs of more than {MAX_LINES} lines of generated text", "control")
 
     @contextmanager
     def block(self, head: str) -> Iterator[None]:
@@ -138,17 +136,17 @@ class Writer:
         return len(self.lines)
 
     def since(self, mark: int) -> list[str]:
-        """Take back the lines after ``mark``."""
+        """Remove and return the lines after ``mark``."""
         taken = self.lines[mark:]
         del self.lines[mark:]
         return taken
 
     def indented(self, lines: list[str]) -> None:
-        """Add lines that were taken back, one level deeper."""
+        """Add lines returned by `since`, one level deeper."""
         self.lines += [f"    {line}" for line in lines]
 
     def branch(self, condition: str, then: list[str], otherwise: list[str]) -> None:
-        """Add an if with two bodies that were taken back, leaving out what is empty."""
+        """Add an if with two bodies returned by `since`, omitting empty ones."""
         condition = bare(condition)
         if condition in ("True", "False"):
             self.lines += then if condition == "True" else otherwise
@@ -164,7 +162,7 @@ class Writer:
 
 
 def bare(text: str) -> str:
-    """Return an expression without the parentheses around all of it."""
+    """Return an expression without its outermost parentheses."""
     if not text.startswith("("):
         return text
     depth = 0
@@ -176,7 +174,7 @@ def bare(text: str) -> str:
 
 
 def negated(condition: str) -> str:
-    """Return the opposite of a condition."""
+    """Return the negation of a condition."""
     if re.fullmatch(r"not \w+", condition):
         return condition[4:]
     return f"not {condition}" if re.fullmatch(r"\w+", condition) else f"not ({condition})"
@@ -195,7 +193,7 @@ _PYTHON: Final = {"and": "and", "or": "or"}
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A number as text, between ``low`` and ``high`` inclusive."""
+    """The text of a numeric expression, with values between ``low`` and ``high`` inclusive."""
 
     text: str
     low: int
@@ -203,7 +201,7 @@ class Value:
 
     @property
     def constant(self) -> int | None:
-        """The value if it is known."""
+        """The value if it is constant, else None."""
         return self.low if self.low == self.high else None
 
 
@@ -232,10 +230,10 @@ class Expressions:
         self.offsets_in_validity = offsets_in_validity
         self.zero = zero
         self.bounds: dict[Field, Value] = {}
-        """Fields whose range is known better than by their width, in the straight piece of text under way."""
+        """Fields with a known range, within the current straight-line piece of text."""
 
     def value(self, expression: Expr, where: str, arguments: Sequence[Value] = (), wraps: bool = False) -> Value:
-        """Return an expression as a number; ``wraps`` if only its low 63 bits count."""
+        """Return an expression as a number; set ``wraps`` if only its low 63 bits matter."""
         if isinstance(expression, Const):
             if not -LIMIT <= expression.value < LIMIT:
                 raise UnsupportedFeatureError("constants wider than 63 bits", where)
@@ -340,7 +338,7 @@ class Expressions:
 
 
 def is_boolean(expression: Expr) -> bool:
-    """Whether an expression yields a truth value."""
+    """Whether an expression is boolean."""
     if isinstance(expression, Valid):
         return True
     if isinstance(expression, Op):
@@ -349,7 +347,7 @@ def is_boolean(expression: Expr) -> bool:
 
 
 def fit(value: Value, width: int) -> Value:
-    """Cut a value to ``width`` bits, as BMv2 does when it stores into a field."""
+    """Truncate a value to ``width`` bits, as BMv2 does on assignment to a field."""
     full = (1 << width) - 1
     if value.constant is not None:
         return number(value.constant & full)
@@ -392,7 +390,7 @@ def _multiply(left: Value, right: Value, where: str) -> Value:
 def _divide(sign: str) -> Callable[[Value, Value, str], Value]:
     def rule(left: Value, right: Value, where: str) -> Value:
         if right.constant is None or right.constant <= 0 or left.low < 0:
-            raise UnsupportedFeatureError("division by what is not a positive constant", where)
+            raise UnsupportedFeatureError("division by anything but a positive constant", where)
         high = left.high // right.constant if sign == "//" else min(left.high, right.constant - 1)
         return Value(f"({left.text} {sign} {right.text})", 0, high)
 
@@ -403,7 +401,7 @@ def _shift_left(left: Value, right: Value, where: str) -> Value:
     if left.constant == 0 or right.constant == 0:
         return left
     if right.low < 0 or right.high > LIMIT.bit_length() - 2:
-        raise UnsupportedFeatureError("shifts to the left by more than 62 bits", where)
+        raise UnsupportedFeatureError("left shifts by more than 62 bits", where)
     return Value(
         f"({left.text} << {right.text})", min(left.low << right.high, left.low), max(left.high << right.high, left.high)
     )
@@ -413,9 +411,9 @@ def _shift_right(left: Value, right: Value, where: str) -> Value:
     if right.constant == 0:
         return left
     if left.low < 0 or right.low < 0:
-        raise UnsupportedFeatureError("shifts to the right of negative numbers", where)
+        raise UnsupportedFeatureError("right shifts of negative numbers", where)
     text = f"({left.text} >> {right.text})"
-    if right.high > LIMIT.bit_length() - 1:  # a processor shifts by the low six bits only
+    if right.high > LIMIT.bit_length() - 1:  # processors shift by the low six bits only
         text = f"({left.text} >> {right.text} if {right.text} < 64 else 0)"
     return Value(text, left.low >> right.high, left.high >> right.low)
 
@@ -438,7 +436,7 @@ def _bits(sign: str) -> Callable[[Value, Value, str], Value]:
 
 def _saturate(left: Value, right: Value, where: str) -> Value:
     if right.constant is None:
-        raise UnsupportedFeatureError("saturation to a width that is not a constant", where)
+        raise UnsupportedFeatureError("saturation to a non-constant width", where)
     high = (1 << right.constant) - 1
     return Value(f"min(max({left.text}, 0), {number(high).text})", 0, high)
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P4Runtime on the built-in switch: whatever a controller can ask of BMv2 it can ask of this switch.
+"""P4Runtime on the built-in switch, with the features that BMv2 offers to controllers.
 
-Nothing imports this package unless P4Runtime is asked for, because it needs finsy (``pip install 'dlcp[p4runtime]'``)
-for the protocol's messages. `P4RuntimeServer` is the way in; from the wire inwards: ``server`` (the six calls, and who
-may write), ``device`` (one switch and its pipeline), ``entities`` (what can be written and read: p4info joined to a
-running program), ``messages`` (values, matches, actions, errors).
+This package is imported only if P4Runtime is requested, because its protocol messages require finsy
+(``pip install 'dlcp[p4runtime]'``). `P4RuntimeServer` is the entry point. The layers, from the wire inwards: ``server``
+(the six calls and arbitration), ``device`` (one switch and its pipeline), ``entities`` (readable and writable objects:
+p4info joined to a running program), ``messages`` (values, matches, actions, errors).
 
-Where the specification (1.4.1) and BMv2 differ, this follows the specification; each place says so.
+Where the specification (1.4.1) and BMv2 differ, this follows the specification; comments mark the places.
 """
 
 from dlcp.switch.p4runtime.device import ForwardingPipeline, P4RuntimeDevice, PacketLoop

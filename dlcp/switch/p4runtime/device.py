@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One switch as P4Runtime sees it: its forwarding pipeline, and changes made between bursts of packets.
+"""One switch for P4Runtime: its forwarding pipeline, and changes made between bursts of packets.
 
-Nothing here knows of gRPC or of who may write. Calls block; make one at a time, from any thread.
+gRPC and arbitration are handled elsewhere. Calls block; make one at a time, from any thread.
 """
 
 import hashlib
@@ -29,21 +29,21 @@ _FORWARDING_STATE: Final = (
     p4r.Entity(table_entry=p4r.TableEntry(meter_config=p4r.MeterConfig())),
     p4r.Entity(meter_entry=p4r.MeterEntry()),
 )
-"""What `ForwardingPipeline.adopt` carries over to another pipeline, in the order in which it can be written."""
+"""State that `ForwardingPipeline.adopt` copies, in an order in which it can be written."""
 
 
 _T = TypeVar("_T")
 
 
 class ForwardingPipeline:
-    """A program with the p4info by which controllers refer to its parts.
+    """A program with its p4info, whose ids controllers use for the program's objects.
 
     Parameters
     ----------
     config
-        p4info and the compiled program: what ``p4c-bm2-ss`` writes with ``-o``, as it is.
+        p4info and the compiled program: the unmodified output of ``p4c-bm2-ss -o``.
     program
-        That program, running.
+        That program, loaded.
 
     Raises
     ------
@@ -57,54 +57,54 @@ class ForwardingPipeline:
 
     @classmethod
     def build(cls, config: p4r.ForwardingPipelineConfig, backend: Backend) -> "ForwardingPipeline":
-        """Make the program of a configuration run.
+        """Load the program of a configuration.
 
         Raises
         ------
         Refused
-            The configuration is incomplete or damaged, or the built-in switch cannot run the program.
+            The configuration is incomplete or damaged, or the built-in switch does not support the program.
         """
         data = config.p4_device_config
         if not data or not config.HasField("p4info"):
-            raise Refused("a pipeline takes p4info and the JSON that p4c-bm2-ss writes with -o")
+            raise Refused("a pipeline needs p4info and the JSON that p4c-bm2-ss writes with -o")
         try:
             definition = bmv2_json.parse(json.loads(data), hashlib.sha256(data).hexdigest(), "the device config")
             program = Program(definition, backend)
         except UnsupportedFeatureError as error:
             raise Refused(str(error)) from None
-        # Any error here is due to a damaged file, so the controller gets it, not the log.
+        # Any error here means a damaged file, so it is returned to the controller, not logged.
         except Exception as error:
-            raise Refused(f"the device config cannot be run: {error}") from error
+            raise Refused(f"cannot load the device config: {error}") from error
         return cls(config, program)
 
     @classmethod
     def of(cls, program: Program, path: Path) -> "ForwardingPipeline":
-        """Return a pipeline of a program that runs already, with the p4info that lies beside its file.
+        """Return the pipeline of a loaded program, with the p4info beside its file.
 
         Raises
         ------
         OSError
-            There is none.
+            There is no p4info file.
         Refused
-            It is no p4info, or that of another program.
+            The file is not p4info, or describes another program.
         """
         beside = path.with_suffix(".p4info.txtpb")
         config = p4r.ForwardingPipelineConfig(p4_device_config=path.read_bytes())
         try:
             text_format.Parse(beside.read_text(encoding="utf-8"), config.p4info)
         except text_format.ParseError as error:
-            raise Refused(f"{beside} is no p4info: {error}") from None
+            raise Refused(f"{beside} is not p4info: {error}") from None
         return cls(config, program)
 
     def change(self, update: p4r.Update) -> Change:
-        """Return the change that an update asks for, for the packet loop to make; raises Refused."""
+        """Return an update's change, for the packet loop to make; raises Refused."""
         if update.type not in (INSERT, MODIFY, DELETE):
-            raise Refused(f"an update inserts, modifies or deletes; its type is {update.type}")
+            raise Refused(f"unknown update type {update.type}; use INSERT, MODIFY or DELETE")
         kind, item = self._kind_of(update.entity)
         return kind.change(kind.one(item), update.type, item)
 
     def read(self, wanted: p4r.Entity, ask: Ask) -> Iterator[p4r.Entity]:
-        """Return what a request selects; raises Refused, and EntryError for an entry that does not exist."""
+        """Return the entities that a request selects; raises Refused, or EntryError for a missing entry."""
         kind, item = self._kind_of(wanted)
         for known in kind.selected(item):
             yield from kind.read(known, item, ask)
@@ -113,18 +113,18 @@ class ForwardingPipeline:
         """Return an entity's kind, and the message of that kind."""
         kind = entity.WhichOneof("entity")
         if kind is None:
-            raise Refused("no entity is given")
+            raise Refused("the entity is empty; set one of its kinds")
         if kind not in self._kinds:
-            raise Refused(f"the built-in switch has no {kind}", rpc_code.UNIMPLEMENTED)
+            raise Refused(f"the built-in switch does not support {kind}", rpc_code.UNIMPLEMENTED)
         return self._kinds[kind], getattr(entity, kind)
 
     def adopt(self, other: "ForwardingPipeline", ask: Ask) -> None:
-        """Copy the entries, members, groups and meters of another pipeline; this one must not run yet.
+        """Copy the entries, members, groups and meters of another pipeline; this one must not be running yet.
 
         Raises
         ------
         Refused
-            One of them does not fit this program.
+            An entity does not fit this program.
         """
         for wanted in _FORWARDING_STATE:
             for entity in other.read(wanted, ask):
@@ -140,28 +140,28 @@ class ForwardingPipeline:
         try:
             self.change(update)()
         except (Refused, EntryError) as error:
-            raise Refused(f"the new program cannot have what the old one has: {error}") from None
+            raise Refused(f"an entity of the old program does not fit the new one: {error}") from None
 
 
 SLICE_S: Final = 0.5e-3
-"""The longest that packets wait for changes. Chosen by us: less than a burst of packets takes."""
+"""Maximum time that packets wait for changes: less than a burst of packets takes."""
 LOOP_DEADLINE_S: Final = 5.0
-"""How long the packet loop may take to answer a call. Chosen by us: it takes microseconds when all is well."""
+"""Deadline for the packet loop to answer a call, which normally takes microseconds. Not tuned."""
 RESPONSE_ENTITIES: Final = 2_000
-"""Entities in one message of a read: some 100 KB, far below the 4 MB that gRPC accepts by default."""
+"""Entities in one message of a read: about 100 KB, far below gRPC's default limit of 4 MB."""
 
 SetAction = p4r.SetForwardingPipelineConfigRequest
 GetResponse = p4r.GetForwardingPipelineConfigRequest
 
 
 class PacketLoop(Protocol):
-    """What P4Runtime needs of the switch; `dlcp.switch.Switch` is one."""
+    """The interface of a switch for P4Runtime; `dlcp.switch.Switch` implements it."""
 
     def call(self, function: Callable[[], _T]) -> "Future[_T]":
-        """Have the packet loop call a function between two bursts."""
+        """Call a function on the packet loop's thread between two bursts."""
 
     def replace(self, program: Program) -> None:
-        """Continue with another program; called by the packet loop."""
+        """Continue with another program; called on the packet loop's thread."""
 
 
 class P4RuntimeDevice:
@@ -170,7 +170,7 @@ class P4RuntimeDevice:
     Parameters
     ----------
     switch
-        The packet loop; it must run, or every call ends with rpc_code.DEADLINE_EXCEEDED.
+        The packet loop; unless it runs, every call fails with rpc_code.DEADLINE_EXCEEDED.
     backend
         Back end for the programs that controllers send.
     pipeline
@@ -182,20 +182,20 @@ class P4RuntimeDevice:
     ) -> None:
         self._switch, self._backend = switch, backend
         self._pipeline = pipeline
-        """The pipeline that reads and writes refer to: the last one that was saved."""
+        """The pipeline for reads and writes: the last one saved."""
         self._saved = False
-        """Whether that pipeline waits for COMMIT while the switch still runs the previous one."""
+        """Whether that pipeline awaits COMMIT while the switch still runs the previous one."""
         self._program = None if pipeline is None else pipeline.program
         self._waiting: Future[Any] | None = None
         self._closed = False
 
     @property
     def program(self) -> Program | None:
-        """What the switch runs; None if it drops everything."""
+        """The program that the switch runs; None if it drops everything."""
         return self._program
 
     def close(self) -> None:
-        """Stop waiting for the packet loop, and refuse every later call; from any thread."""
+        """Stop waiting for the packet loop, and refuse all later calls; may be called from any thread."""
         self._closed = True
         waiting = self._waiting
         if waiting is not None:
@@ -209,17 +209,17 @@ class P4RuntimeDevice:
         Raises
         ------
         Refused
-            It cannot be done; nothing has changed.
+            The request is invalid or failed; nothing has changed.
         """
         if action == SetAction.COMMIT:
             if config is not None:
-                raise Refused("COMMIT takes no config; it runs what VERIFY_AND_SAVE has saved")
+                raise Refused("COMMIT takes no config; it runs the one that VERIFY_AND_SAVE has saved")
             if not self._saved or self._pipeline is None:
                 raise Refused("no config is saved; use VERIFY_AND_SAVE first", rpc_code.NOT_FOUND)
             self._commit(self._pipeline)
             return
         if action not in SetAction.Action.values() or action == SetAction.UNSPECIFIED:
-            raise Refused(f"no action {action} for a pipeline")
+            raise Refused(f"unknown pipeline action {action}")
         if config is None:
             raise Refused("this action needs a config")
         pipeline = ForwardingPipeline.build(config, self._backend)
@@ -236,7 +236,7 @@ class P4RuntimeDevice:
         """Return the parts of the configuration that a request selects; raises Refused if there is none."""
         config, found = self._running().config, p4r.ForwardingPipelineConfig()
         if parts not in GetResponse.ResponseType.values():
-            raise Refused(f"a config has no parts {parts}")
+            raise Refused(f"unknown response type {parts}")
         if parts in (GetResponse.ALL, GetResponse.P4INFO_AND_COOKIE):
             found.p4info.CopyFrom(config.p4info)
         if parts in (GetResponse.ALL, GetResponse.DEVICE_CONFIG_AND_COOKIE):
@@ -251,7 +251,7 @@ class P4RuntimeDevice:
 
     def _running(self) -> ForwardingPipeline:
         if self._pipeline is None:
-            # BMv2's wording, which controllers such as finsy look for.
+            # BMv2's wording, which controllers such as finsy check for.
             raise Refused(
                 "no forwarding pipeline config set; use SetForwardingPipelineConfig first", rpc_code.FAILED_PRECONDITION
             )
@@ -260,7 +260,7 @@ class P4RuntimeDevice:
     # ----------------------------------------------------------------------------------------- writing and reading
 
     def write(self, updates: Sequence[p4r.Update]) -> list[p4r.Error]:
-        """Make every change that can be made, in order; each is atomic.
+        """Make all valid changes, in order; each is atomic.
 
         Returns
         -------
@@ -269,7 +269,7 @@ class P4RuntimeDevice:
         Raises
         ------
         Refused
-            There is no pipeline, or the packet loop does not answer; of the latter's updates some may have been made.
+            There is no pipeline, or the packet loop does not answer; then some updates may have been made.
         """
         pipeline = self._running()
         changes: list[Change] = []
@@ -278,8 +278,8 @@ class P4RuntimeDevice:
                 changes.append(pipeline.change(update))
             except Refused as refusal:
                 changes.append(partial(_raise, refusal))
-        # A compiled program copies its tables for packets after a change. Do that once, in this thread: the packet loop
-        # would do it after every slice, while packets wait.
+        # A compiled program encodes its tables after a change. Do that once, in this thread: the packet loop would do
+        # it after every slice, while packets wait.
         machine = pipeline.program.machine
         batch = _Batch(self._switch, changes, machine.defer)
         try:
@@ -311,7 +311,7 @@ class P4RuntimeDevice:
         return self._wait(self._switch.call(function), lambda: 0)
 
     def _wait(self, future: "Future[_T]", progress: Callable[[], int]) -> _T:
-        """Return the answer of the packet loop; the deadline starts again whenever it makes progress."""
+        """Return the packet loop's answer; the deadline restarts whenever it makes progress."""
         self._waiting = future
         while True:
             before = progress()
@@ -326,7 +326,7 @@ class P4RuntimeDevice:
                     continue
                 future.cancel()
                 raise Refused(
-                    f"the packet loop has not answered for {LOOP_DEADLINE_S:.0f} s; does the switch run?",
+                    f"the packet loop has not answered for {LOOP_DEADLINE_S:.0f} s; is the switch running?",
                     rpc_code.DEADLINE_EXCEEDED,
                 ) from None
 
@@ -340,10 +340,10 @@ class _Batch:
         self.results: list[p4r.Error] = []
         """The result of each change so far."""
         self.abandoned = False
-        """Set once nobody waits for the results."""
+        """Set once the caller no longer waits for the results."""
 
     def start(self) -> "Future[None]":
-        """Have the packet loop begin; the future is done once every change has a result."""
+        """Start on the packet loop; the future is done once every change has a result."""
         self._switch.call(self._first)
         return self._done
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entities that controllers write and read: table entries, action profiles, counters, meters and registers.
 
-`kinds_of` joins p4info to a running program: for each kind of entity the objects that it is about, and two functions.
-``change`` checks an update of one object and returns the `Change` that makes it; ``read`` yields the entities of one
-object that a request selects. Both raise Refused for what is wrong at first sight.
+`kinds_of` joins p4info to a running program: for each kind of entity it has the program's objects and two functions.
+``change`` checks an update of one object and returns the `Change` that makes it. ``read`` yields the entities of one
+object that a request selects. Both raise Refused for errors that do not depend on the current entries.
 """
 
 from abc import ABC, abstractmethod
@@ -35,7 +35,7 @@ from dlcp.switch.p4runtime.messages import (
 
 _T = TypeVar("_T")
 Change: TypeAlias = Callable[[], object]
-"""What the packet loop calls to make one change; it raises EntryError if the change cannot be made."""
+"""Function that the packet loop calls to make one change; it raises EntryError if the change is not possible."""
 
 INSERT: Final = p4r.Update.INSERT
 MODIFY: Final = p4r.Update.MODIFY
@@ -43,17 +43,17 @@ DELETE: Final = p4r.Update.DELETE
 
 
 class Ask(Protocol):
-    """Has the packet loop call a function, and returns what that returned."""
+    """Calls a function on the packet loop's thread."""
 
     def __call__(self, function: Callable[[], _T], /) -> _T:
-        """Raise what the function raises."""
+        """Return the function's result, or raise its exception."""
 
 
 # ----------------------------------------------------------------------------------------------------------- tables
 
 
 class Notes(NamedTuple):
-    """What a controller wants back with an entry; the switch ignores it."""
+    """A controller's own data, returned with an entry; the switch ignores it."""
 
     controller_metadata: int = 0
     metadata: bytes = b""
@@ -80,23 +80,25 @@ class TableEntries:
         self._compare_fields(item)
         profile = self.table.profile
         if bool(item.implementation_id) != (profile is not None):
-            raise Refused(f"{self.where}: p4info and the program differ on its action profile")
+            raise Refused(f"{self.where}: only one of p4info and the program gives it an action profile")
         _compare_actions(self.table.actions if profile is None else profile.actions, self._by_name, self.name)
 
     def _compare_fields(self, item: p4i.Table) -> None:
-        """Refuse p4info whose fields are not those of the program."""
+        """Refuse p4info whose fields differ from the program's."""
         keys = self.table.definition.keys
         if len(keys) != len(item.match_fields):
             raise Refused(f"{self.where} has {len(item.match_fields)} fields in p4info and {len(keys)} in the program")
         for field, key in zip(item.match_fields, keys, strict=True):
             kind = MATCH_KINDS.get(field.match_type)
             if kind is None or field.HasField("type_name"):
-                raise Refused(f"{self.where}: field {field.name} has a kind or type of its own", rpc_code.UNIMPLEMENTED)
+                raise Refused(
+                    f"{self.where}: field {field.name} has an unsupported match kind or type", rpc_code.UNIMPLEMENTED
+                )
             known = "ternary" if kind == "optional" else kind
             if (field.name, field.bitwidth, known) != (key.name, key.width, key.match):
                 raise Refused(
-                    f"{self.where}: p4info says {known} {field.name} of {field.bitwidth} bits, the program "
-                    f"{key.match} {key.name} of {key.width}"
+                    f"{self.where}: p4info has {known} field {field.name} of {field.bitwidth} bits, the program "
+                    f"{key.match} field {key.name} of {key.width}"
                 )
 
     @property
@@ -105,7 +107,7 @@ class TableEntries:
         return not self._const_default and self.table.profile is None
 
     def change(self, kind: int, entry: p4r.TableEntry) -> Change:
-        """Return the change that an update asks for."""
+        """Check an update and return its change."""
         if entry.is_default_action:
             return self._change_default(kind, entry)
         match = read_match(self._fields, entry.match, self.where)
@@ -124,7 +126,7 @@ class TableEntries:
         return lambda: self._keep(self.table.modify(match, target, priority), meter, notes)
 
     def _keep(self, handle: int, meter: MeterConfig | None, notes: Notes) -> None:
-        """Keep what belongs to an entry. Modifying an entry without a meter removes its meter."""
+        """Store an entry's meter and notes. Modifying an entry without a meter removes its meter."""
         if self.table.meters is not None:
             self.table.meters[handle] = meter
         if notes != _NONE:
@@ -136,7 +138,7 @@ class TableEntries:
         self._check(entry)
         self._check_default(entry)
         if kind != MODIFY:
-            raise Refused(f"{self.where}: the default entry is always there; use MODIFY")
+            raise Refused(f"{self.where}: the default entry always exists; use MODIFY")
         if self.table.profile is not None:
             raise Refused(f"{self.where} has an action profile; its default cannot be changed")
         if self._const_default:
@@ -157,13 +159,13 @@ class TableEntries:
         return change
 
     def _check(self, entry: p4r.TableEntry) -> None:
-        """Refuse what the switch does not do."""
+        """Refuse unsupported features."""
         if entry.idle_timeout_ns or entry.HasField("time_since_last_hit"):
-            raise Refused(f"{self.where}: its entries do not time out")
+            raise Refused(f"{self.where}: idle timeouts are not supported")
         if entry.HasField("counter_data"):
             raise Refused(f"{self.where} has no direct counter")
         if entry.HasField("meter_counter_data"):
-            raise Refused(f"{self.where}: meters do not count by colour", rpc_code.UNIMPLEMENTED)
+            raise Refused(f"{self.where}: counters per colour are not supported", rpc_code.UNIMPLEMENTED)
 
     def _check_default(self, entry: p4r.TableEntry) -> None:
         if entry.match or entry.priority:
@@ -176,16 +178,18 @@ class TableEntries:
     def _target(self, entry: p4r.TableEntry) -> Target:
         kind = entry.action.WhichOneof("type")
         if kind is None:
-            raise Refused(f"{self.where}: no action is given")
+            raise Refused(f"{self.where}: the entry has no action")
         if (kind == "action") != (self.table.profile is None):
             wanted = "an action" if self.table.profile is None else "a member or a group of its action profile"
-            raise Refused(f"{self.where} takes {wanted}")
+            raise Refused(f"{self.where} needs {wanted}")
         if kind == "action_profile_member_id":
             return MemberRef(entry.action.action_profile_member_id)
         if kind == "action_profile_group_id":
             return GroupRef(entry.action.action_profile_group_id)
         if kind == "action_profile_action_set":
-            raise Refused(f"{self.where}: write members and groups, not action sets", rpc_code.UNIMPLEMENTED)
+            raise Refused(
+                f"{self.where}: action sets are not supported; write members and groups", rpc_code.UNIMPLEMENTED
+            )
         action = read_action(self._actions, entry.action.action, self.where)
         role, barred = "an entry", p4i.ActionRef.DEFAULT_ONLY
         if entry.is_default_action:
@@ -195,14 +199,14 @@ class TableEntries:
         return action
 
     def read(self, wanted: p4r.TableEntry, ask: Ask) -> Iterator[p4r.Entity]:
-        """Return the entries that a request selects; every field that it sets narrows the choice in one table."""
+        """Return the entries that a request selects; within one table, each field it sets narrows the selection."""
         if not wanted.table_id:
             everything = p4r.TableEntry(is_default_action=wanted.is_default_action)
             if wanted.HasField("meter_config"):
                 everything.meter_config.SetInParent()
             wanted = everything
         if wanted.HasField("time_since_last_hit"):
-            raise Refused(f"{self.where}: its entries do not time out")
+            raise Refused(f"{self.where}: idle timeouts are not supported")
         if wanted.is_default_action:
             self._check_default(wanted)
             yield self._default_entity()
@@ -232,15 +236,15 @@ class TableEntries:
     def change_meter(self, kind: int, item: p4r.DirectMeterEntry) -> Change:
         """Return the change that configures the direct meter of an entry."""
         if kind != MODIFY:
-            raise Refused("direct meters come and go with their entries; use MODIFY")
+            raise Refused("direct meters exist as long as their entries; use MODIFY")
         if item.HasField("counter_data"):
-            raise Refused(f"{self.where}: meters do not count by colour", rpc_code.UNIMPLEMENTED)
+            raise Refused(f"{self.where}: counters per colour are not supported", rpc_code.UNIMPLEMENTED)
         config = read_meter(item.config, self.where) if item.HasField("config") else None
         match, priority = self._metered(item.table_entry), item.table_entry.priority
         return lambda: self.table.set_meter(match, config, priority)
 
     def read_meters(self, item: p4r.DirectMeterEntry, ask: Ask) -> Iterator[p4r.Entity]:
-        """Return the direct meters of the entries that a request selects; EntryError if there is no such entry."""
+        """Return the direct meters of the selected entries; raises EntryError if there is no such entry."""
         wanted = item.table_entry
         if wanted.table_id:
             self._check_meter()
@@ -258,11 +262,11 @@ class TableEntries:
             yield entity
 
     def change_counter(self, kind: int, item: p4r.DirectCounterEntry) -> Change:
-        """Refuse a direct counter; the built-in switch runs no program that has one."""
+        """Refuse a direct counter; the built-in switch does not support programs that have one."""
         raise Refused(f"{self.where} has no direct counter")
 
     def read_counters(self, item: p4r.DirectCounterEntry, ask: Ask) -> Iterator[p4r.Entity]:
-        """Return no direct counters for all tables; refuse those of one table."""
+        """Return nothing for all tables; refuse a request for one table."""
         if item.table_entry.table_id:
             self.change_counter(MODIFY, item)
         return iter(())
@@ -277,7 +281,7 @@ class TableEntries:
             yield self.table.handle(match, wanted.priority), entry
 
     def _metered(self, entry: p4r.TableEntry) -> Match:
-        """Return the match of an entry whose direct meter a request names."""
+        """Return the match of an entry in a request about its direct meter."""
         self._check_meter()
         if entry.is_default_action:
             raise Refused(f"{self.where}: the default entry has no meter", rpc_code.UNIMPLEMENTED)
@@ -323,7 +327,7 @@ class ProfileEntries:
         self.where = f"action profile {self.name}"
         self.profile: ActionProfile = _named(program.profiles, item)
         self._group_size_max = item.max_group_size
-        """0 where p4info sets no limit."""
+        """0 if p4info sets no limit."""
         self._actions = {
             reference.id: _action(actions, reference.id, self.name)
             for table in tables
@@ -333,13 +337,13 @@ class ProfileEntries:
         }
         self._by_name = {info.name: info for info in self._actions.values()}
         self._sizes: dict[int, int] = {}
-        """The ``max_size`` that each group was made with."""
+        """The ``max_size`` with which each group was inserted."""
 
     def change_member(self, kind: int, item: p4r.ActionProfileMember) -> Change:
-        """Return the change that an update asks for."""
+        """Check an update and return its change."""
         number = item.member_id
         if not number:
-            raise Refused(f"{self.where}: a member has a number above 0")
+            raise Refused(f"{self.where}: member_id must be above 0")
         if kind == DELETE:
             return lambda: self.profile.delete_member(number)
         action = read_action(self._actions, item.action, self.where)
@@ -348,10 +352,10 @@ class ProfileEntries:
         return lambda: self.profile.modify_member(number, action)
 
     def change_group(self, kind: int, item: p4r.ActionProfileGroup) -> Change:
-        """Return the change that an update asks for."""
+        """Check an update and return its change."""
         number, size = item.group_id, item.max_size
         if not number:
-            raise Refused(f"{self.where}: a group has a number above 0")
+            raise Refused(f"{self.where}: group_id must be above 0")
         if kind == DELETE:
             return lambda: self._delete_group(number)
         weights = self._weights(item)
@@ -366,11 +370,11 @@ class ProfileEntries:
         weights: dict[int, int] = {}
         for member in item.members:
             if member.weight < 1:
-                raise Refused(f"{self.where}: member {member.member_id} weighs {member.weight}")
+                raise Refused(f"{self.where}: member {member.member_id} has weight {member.weight}; give 1 or more")
             if member.member_id in weights:
-                raise Refused(f"{self.where}: member {member.member_id} is named twice; give weights")
+                raise Refused(f"{self.where}: member {member.member_id} is named twice; set its weight instead")
             if member.WhichOneof("watch_kind"):
-                raise Refused(f"{self.where}: ports are not watched; leave watch_port out", rpc_code.UNIMPLEMENTED)
+                raise Refused(f"{self.where}: watch ports are not supported; omit them", rpc_code.UNIMPLEMENTED)
             weights[member.member_id] = member.weight
         return weights
 
@@ -383,9 +387,9 @@ class ProfileEntries:
         if not self.profile.has_group(number):
             raise Refused(f"{self.where} has no group {number}", rpc_code.NOT_FOUND)
         before = self._sizes.get(number, 0)
-        # As in PI, a size that is left out means the present one.
+        # As in PI, an omitted size means the current one.
         if size not in (0, before):
-            raise Refused(f"{self.where}: max_size of group {number} cannot become {size}")
+            raise Refused(f"{self.where}: max_size of group {number} cannot change to {size}; it stays {before}")
         self._check_room(number, before, weights)
         self.profile.modify_group(number, weights)
 
@@ -396,7 +400,7 @@ class ProfileEntries:
     def _check_room(self, number: int, size: int, weights: dict[int, int]) -> None:
         limit = size or self._group_size_max
         if limit and sum(weights.values()) > limit:
-            message = f"{self.where}: group {number} holds {limit} members by weight at most"
+            message = f"{self.where}: the weights of group {number} add up to more than {limit}"
             raise Refused(message, rpc_code.RESOURCE_EXHAUSTED)
 
     def read_members(self, wanted: p4r.ActionProfileMember, ask: Ask) -> Iterator[p4r.Entity]:
@@ -430,10 +434,10 @@ ArrayT = TypeVar("ArrayT", bound=Counter | MeterCells | Register)
 
 
 class Cells(ABC, Generic[ArrayT]):
-    """A counter, meter or register array: an entity names one cell by its number, or all without an index."""
+    """A counter, meter or register array. An entity refers to the cell at its index, or without one to all cells."""
 
     kind: str
-    """``counter``, ``meter`` or ``register``: the beginning of the names in P4Runtime's messages."""
+    """``counter``, ``meter`` or ``register``: the prefix of the names in P4Runtime's messages."""
 
     def __init__(self, item: Any, arrays: Mapping[str, ArrayT]) -> None:
         self.id, self.name = item.preamble.id, item.preamble.name
@@ -443,16 +447,16 @@ class Cells(ABC, Generic[ArrayT]):
 
     @abstractmethod
     def change(self, kind: int, item: Any) -> Change:
-        """Return the change that sets one cell, or all."""
+        """Return the change that sets one cell, or all cells."""
 
     @abstractmethod
     def fill(self, message: Any, value: Any) -> None:
         """Put the value of a cell into a message."""
 
     def read(self, wanted: Any, ask: Ask) -> Iterator[p4r.Entity]:
-        """Return the cells that a request selects, all as they were at one moment."""
+        """Return the cells that a request selects, in a consistent snapshot."""
         index = self._index(wanted)
-        # The packet loop copies them between two bursts, so no packet is counted in one cell and not in another.
+        # The packet loop copies them between two bursts, so no packet is counted in only some of the cells.
         cells: Iterable[tuple[int, Any]]
         if index is None:
             values: Any = ask(self.array.values)
@@ -469,10 +473,10 @@ class Cells(ABC, Generic[ArrayT]):
 
     def _check_kind(self, kind: int) -> None:
         if kind != MODIFY:
-            raise Refused(f"the cells of {self.name} are always there; use MODIFY")
+            raise Refused(f"the cells of {self.name} always exist; use MODIFY")
 
     def _index(self, item: Any) -> int | None:
-        """Return which cell an entity names; None for all."""
+        """Return the index in an entity; None for all cells."""
         if not item.HasField("index"):
             return None
         index = int(item.index.index)
@@ -485,16 +489,16 @@ class Cells(ABC, Generic[ArrayT]):
 
 
 class Counters(Cells[Counter]):
-    """A counter array. Each cell counts packets and bytes, whatever p4info says, as in BMv2."""
+    """A counter array. As in BMv2, each cell counts packets and bytes regardless of its unit in p4info."""
 
     kind = "counter"
 
     def change(self, kind: int, item: p4r.CounterEntry) -> Change:
-        """Return the change that sets one cell, or all."""
+        """Return the change that sets one cell, or all cells."""
         self._check_kind(kind)
         count = item.data.packet_count, item.data.byte_count
         if min(count) < 0:
-            raise Refused(f"counter {self.name} counts from 0 up; got {count[0]}, {count[1]}")
+            raise Refused(f"counter {self.name}: counts must not be negative: {count[0]}, {count[1]}")
         index = self._index(item)
         if not item.HasField("data"):
             return lambda: None
@@ -514,7 +518,7 @@ class Meters(Cells[MeterCells]):
         """Return the change that configures one meter, or all."""
         self._check_kind(kind)
         if item.HasField("counter_data"):
-            raise Refused(f"meter {self.name} does not count by colour", rpc_code.UNIMPLEMENTED)
+            raise Refused(f"meter {self.name}: counters per colour are not supported", rpc_code.UNIMPLEMENTED)
         config = read_meter(item.config, f"meter {self.name}") if item.HasField("config") else None
         index = self._index(item)
 
@@ -530,12 +534,12 @@ class Meters(Cells[MeterCells]):
 
 
 class Registers(Cells[Register]):
-    """A register array. It can only be read: BMv2 refuses writes too, and the data path owns the cells."""
+    """A register array, read-only as in BMv2: the data path owns the cells."""
 
     kind = "register"
 
     def change(self, kind: int, item: p4r.RegisterEntry) -> Change:
-        """Refuse to write, as BMv2 does."""
+        """Refuse writes, as BMv2 does."""
         raise Refused(f"register {self.name} cannot be written over P4Runtime", rpc_code.UNIMPLEMENTED)
 
     def fill(self, message: p4r.RegisterEntry, value: int) -> None:
@@ -547,22 +551,22 @@ class Registers(Cells[Register]):
 
 
 class EntityKind(NamedTuple):
-    """A kind of entity: its objects by number, and what is done with one of them."""
+    """A kind of entity: its objects by number, and the functions that change and read one."""
 
     objects: Mapping[int, Any]
     what: str
-    """An object of this kind, in words."""
+    """The name of an object of this kind, for errors."""
     number: str
-    """Where a message says which object it is about; it says 0 for all of them."""
+    """Path of the object's number in a message; 0 there means all objects."""
     change: Callable[[Any, int, Any], Change]
     read: Callable[[Any, Any, Ask], Iterator[p4r.Entity]]
 
     def one(self, message: Any) -> Any:
-        """Return the object that a message is about; raises Refused if it names none."""
+        """Return the object that a message names; raises Refused if there is none of its number."""
         return find(self.objects, attrgetter(self.number)(message), f"no {self.what}")
 
     def selected(self, message: Any) -> Iterable[Any]:
-        """Return the object that a message is about, or all; raises Refused if there is none of its number."""
+        """Return the object that a message names, or all for number 0; raises Refused for an unknown number."""
         return [self.one(message)] if attrgetter(self.number)(message) else self.objects.values()
 
 
@@ -570,21 +574,21 @@ _UNSUPPORTED: Final = ("externs", "value_sets", "digests", "direct_counters")
 
 
 def kinds_of(p4info: p4i.P4Info, program: Program) -> dict[str, EntityKind]:
-    """Join what has a number in p4info to the program's object for it, and return every kind of entity by its name.
+    """Join the objects in p4info to those of the program; return every kind of entity by its name.
 
     Raises
     ------
     Refused
-        p4info is not that of the program, or uses what the built-in switch does not do.
+        p4info describes another program, or uses a feature that the built-in switch does not support.
     """
     for part in _UNSUPPORTED:
         if len(getattr(p4info, part)):
-            raise Refused(f"p4info has {part}, which the built-in switch does not do", rpc_code.UNIMPLEMENTED)
+            raise Refused(f"p4info has {part}, which the built-in switch does not support", rpc_code.UNIMPLEMENTED)
     for item in p4info.actions:
         for param in item.params:
             if param.HasField("type_name"):
                 what = f"action {item.preamble.name}: parameter {param.name}"
-                raise Refused(f"{what} has a type of its own", rpc_code.UNIMPLEMENTED)
+                raise Refused(f"{what} has a user-defined type", rpc_code.UNIMPLEMENTED)
     actions = {
         item.preamble.id: ActionInfo(item.preamble.id, item.preamble.name, {param.id: param for param in item.params})
         for item in p4info.actions
@@ -613,18 +617,18 @@ def kinds_of(p4info: p4i.P4Info, program: Program) -> dict[str, EntityKind]:
 
 def _action(actions: Mapping[int, ActionInfo], number: int, where: str) -> ActionInfo:
     if number not in actions:
-        raise Refused(f"{where} names the action {number}, which p4info does not describe")
+        raise Refused(f"{where} refers to action {number}, which p4info does not describe")
     return actions[number]
 
 
 def _compare_actions(actions: Actions, described: Mapping[str, ActionInfo], where: str) -> None:
-    """Refuse p4info whose actions are not those of the program: their names, and their parameters' names and widths."""
+    """Refuse p4info whose actions differ from the program's in name, or in their parameters' names or widths."""
     known = {action.name: [(param.name, param.width) for param in action.parameters] for action in actions.definitions}
     for name, info in described.items():
         params = [(param.name, param.bitwidth) for param in info.params.values()]
         if known.get(name) != params:
-            there = known.get(name, "is not there")
-            raise Refused(f"{where}: action {name} has the parameters {params} in p4info and {there} in the program")
+            there = known.get(name, "does not exist")
+            raise Refused(f"{where}: action {name} has parameters {params} in p4info, but {there} in the program")
 
 
 def _named(objects: Mapping[str, _T], item: Any) -> _T:
@@ -632,4 +636,4 @@ def _named(objects: Mapping[str, _T], item: Any) -> _T:
     try:
         return objects[item.preamble.name]
     except EntryError as error:
-        raise Refused(f"p4info is not that of the program: {error}") from None
+        raise Refused(f"p4info does not describe the program: {error}") from None

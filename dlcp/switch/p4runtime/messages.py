@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values, matches, actions and meters between P4Runtime's messages and the program, and errors as its status codes.
+"""Converts values, matches, actions and meters between P4Runtime's messages and the program, and errors to its codes.
 
-What p4info says of a field or a parameter (its number, name, width, and how it is matched) is used as it is.
+p4info's descriptions of fields and parameters (number, name, width, match kind) are used directly.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,12 +37,12 @@ _CODES: Final = (
 
 
 class Refused(Exception):  # noqa: N818 - the name says what it is
-    """A request that is refused.
+    """A refused request.
 
     Attributes
     ----------
     message
-        What is wrong, where, and what to do.
+        Says what is wrong, where, and what to do.
     code
         Canonical code of google.rpc.
     """
@@ -53,7 +53,7 @@ class Refused(Exception):  # noqa: N818 - the name says what it is
 
     @classmethod
     def of(cls, error: EntryError) -> "Refused":
-        """Return the answer for an entry that the program refuses."""
+        """Convert a program's error about an entry."""
         return cls(
             str(error), next((code for kind, code in _CODES if isinstance(error, kind)), rpc_code.INVALID_ARGUMENT)
         )
@@ -68,7 +68,7 @@ NamedT = TypeVar("NamedT", bound=_Named)
 
 
 def find(things: Mapping[int, NamedT], number: int, what: str) -> NamedT:
-    """Return a thing by its number; raises Refused, which lists those that exist. ``what`` begins the sentence."""
+    """Return an object by its number. Raises Refused, which starts with ``what`` and lists the existing objects."""
     found = things.get(number)
     if found is None:
         known = ", ".join(f"{key} ({thing.name})" for key, thing in things.items())
@@ -82,7 +82,7 @@ Described: TypeAlias = p4i.MatchField | p4i.Action.Param
 
 @dataclass(frozen=True, slots=True)
 class ActionInfo:
-    """An action, with its parameters by number and in order."""
+    """An action, with its parameters by number, in order."""
 
     id: int
     name: str
@@ -93,7 +93,7 @@ class ActionInfo:
 
 
 def decode(value: bytes, field: Described) -> int:
-    """Return the number of a big-endian byte string; leading zeros are allowed, as the specification asks (8.4).
+    """Return the number of a big-endian byte string; leading zeros are allowed, as specified (8.4).
 
     Raises
     ------
@@ -121,7 +121,7 @@ MATCH_KINDS: Final[Mapping[int, str]] = {
     p4i.MatchField.RANGE: "range",
     p4i.MatchField.OPTIONAL: "optional",
 }
-"""Kinds of match by their number in p4info; each is also the name of its part of a FieldMatch."""
+"""Kinds of match by their number in p4info; also the names of FieldMatch's alternatives."""
 _PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "exact": ("value",),
     "lpm": ("value", "prefix_len"),
@@ -129,18 +129,18 @@ _PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "range": ("low", "high"),
     "optional": ("value",),
 }
-"""What a FieldMatch says in each kind, in the order in which a table of the program takes it; all but the length of a
-prefix are byte strings."""
+"""Fields of each kind of FieldMatch, in the order of the program's tables; all except ``prefix_len`` are byte
+strings."""
 
 
 def read_match(fields: Mapping[int, p4i.MatchField], items: Iterable[p4r.FieldMatch], where: str) -> Match:
-    """Return a key as the program's table takes it; a field that is left out stays out.
+    """Return a match for the program's table; omitted fields stay omitted.
 
     Raises
     ------
     Refused
-        A field that the table lacks, or that is given twice, or not as the table matches it, or that may be anything:
-        P4Runtime leaves such a field out.
+        A field that is unknown, given twice, of the wrong match kind, or matches anything: P4Runtime requires omitting
+        such a field.
     """
     match: dict[str, int | tuple[int, int]] = {}
     for item in items:
@@ -159,13 +159,13 @@ def read_match(fields: Mapping[int, p4i.MatchField], items: Iterable[p4r.FieldMa
             continue
         value = first, more[0] if more else (1 << field.bitwidth) - 1
         if _is_anything(kind, value, field):
-            raise Refused(f"{where}: field {field.name} may be anything; leave the field out")
+            raise Refused(f"{where}: field {field.name} matches anything; omit the field")
         match[field.name] = value
     return match
 
 
 def write_match(fields: Iterable[p4i.MatchField], match: Match, entry: p4r.TableEntry) -> None:
-    """Put a key into a message, without the fields that may be anything, as P4Runtime asks."""
+    """Put a match into a message, without the fields that match anything, as P4Runtime requires."""
     for field in fields:
         value: Any = match.get(field.name)
         kind = MATCH_KINDS[field.match_type]
@@ -177,7 +177,7 @@ def write_match(fields: Iterable[p4i.MatchField], match: Match, entry: p4r.Table
 
 
 def _is_anything(kind: str, value: Any, field: p4i.MatchField) -> bool:
-    """Whether a match leaves its field open: no bit of a mask or prefix, or a range over all values."""
+    """Whether a field matches anything: an empty mask or prefix, or a range over all values."""
     if kind == "range":
         return bool(value == (0, (1 << field.bitwidth) - 1))
     return kind != "exact" and not value[1]
@@ -187,14 +187,14 @@ def _is_anything(kind: str, value: Any, field: p4i.MatchField) -> bool:
 
 
 def read_action(actions: Mapping[int, ActionInfo], action: p4r.Action, where: str) -> Action:
-    """Return an action as the program takes it; raises Refused if it is none of ``actions``, or for its parameters."""
+    """Return an action for the program; raises Refused if it is not in ``actions`` or its parameters are invalid."""
     info = find(actions, action.action_id, f"{where} has no action")
     given: dict[str, int] = {}
     for item in action.params:
         param = info.params.get(item.param_id)
         if param is None or param.name in given:
-            wrong = "no parameter" if param is None else "been given twice the parameter"
-            raise Refused(f"{where}: action {info.name} has {wrong} {item.param_id}")
+            wrong = "unknown" if param is None else "given twice"
+            raise Refused(f"{where}: parameter {item.param_id} of action {info.name} is {wrong}")
         given[param.name] = decode(item.value, param)
     if len(given) != len(info.params):
         missing = ", ".join(param.name for param in info.params.values() if param.name not in given)
@@ -210,21 +210,21 @@ def write_action(info: ActionInfo, action: Action, message: p4r.Action) -> None:
 
 
 def read_meter(config: p4r.MeterConfig, where: str) -> MeterConfig | None:
-    """Return a meter's configuration; None for the default, which finds everything green.
+    """Return a meter's configuration; None for the default, where every packet is green.
 
     Raises
     ------
     Refused
-        It does not describe a two-rate meter, or a burst is larger than BMv2 knows.
+        It does not describe a two-rate meter, or a burst exceeds BMv2's limit.
     """
     rates = config.cir, config.cburst, config.pir, config.pburst
-    # PI, and so BMv2, takes this for the default, besides no configuration at all.
+    # PI, and so BMv2, also accepts this as the default, besides no configuration.
     if rates == (-1, -1, -1, -1):
         return None
     if config.eburst:
-        raise Refused(f"{where}: a two-rate meter has no excess burst")
+        raise Refused(f"{where}: a two-rate meter has no excess burst; omit eburst")
     if max(config.cburst, config.pburst) > BURST_MAX:
-        raise Refused(f"{where}: a burst may have {BURST_MAX} at most", rpc_code.UNIMPLEMENTED)
+        raise Refused(f"{where}: a burst must not exceed {BURST_MAX}", rpc_code.UNIMPLEMENTED)
     try:
         return MeterConfig(*rates)
     except EntryError as error:
@@ -232,7 +232,7 @@ def read_meter(config: p4r.MeterConfig, where: str) -> MeterConfig | None:
 
 
 def write_meter(config: MeterConfig | None, message: p4r.MeterConfig) -> None:
-    """Put a meter's configuration into a message; leave it out for the default."""
+    """Put a meter's configuration into a message; leave the message empty for the default."""
     if config is not None:
         message.cir, message.cburst = config.cir, config.cburst
         message.pir, message.pburst = config.pir, config.pburst

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The P4Runtime server of a switch: its six calls, in an event loop in a thread of its own beside the packet loop."""
+"""The P4Runtime server of a switch: its six calls, in an event loop on a separate thread."""
 # ruff: noqa: N802 - the calls have the names of the protocol
 
 import asyncio
@@ -26,26 +26,26 @@ from dlcp.switch.p4runtime.messages import Refused
 P4RUNTIME_PORT: Final = 9559
 """Registered with IANA for P4Runtime."""
 CONNECTIONS_MAX: Final = 16
-"""Controllers at a time, as in BMv2."""
+"""Maximum number of connected controllers, as in BMv2."""
 API_VERSION: Final = "1.4.1"
 UNREAD_MAX: Final = 1_000
-"""Messages that wait for a controller to read them before its stream ends. Chosen by us."""
+"""Maximum number of messages queued for a slow controller before its stream is ended. Not tuned."""
 UNREAD_BYTES_MAX: Final = 4 << 20
-"""Their bytes, likewise. Chosen by us: a thousand errors that each repeat a packet of 1,500 bytes have less."""
+"""Maximum bytes of those messages: enough for a thousand errors that each repeat a packet of 1,500 bytes."""
 ECHO_BYTES_MAX: Final = 16 << 10
-"""An error repeats the message that it is about, unless that is longer. Chosen by us: a packet has at most 9,000."""
+"""An error repeats the message it refers to, up to this size; a packet has at most 9,000 bytes."""
 ARBITRATION_S: Final = 10.0
-"""How long a stream may take until it takes part in the arbitration. Chosen by us."""
+"""Deadline for a stream's first arbitration message. Not tuned."""
 CONTROLLER_CALLS_MAX: Final = 4 * CONNECTIONS_MAX
-"""Calls and streams at a time, of all controllers; further ones are refused before their messages are read."""
+"""Maximum number of concurrent calls and streams; further ones are refused before their messages are read."""
 MESSAGE_MAX: Final = 64 << 20
-"""Longest message that is accepted, in bytes: a program, or a batch of half a million updates."""
+"""Longest accepted message, in bytes: a program, or a batch of half a million updates."""
 SWITCH_INTERVAL_S: Final = 0.2e-3
-"""How long this thread may keep the interpreter when the packet loop wants it; Python's own 5 ms would be some ten
-times as long as a burst takes. Chosen by us."""
+"""Time after which this thread yields the GIL to the packet loop. Python's default, 5 ms, is about ten times as long as
+a burst takes."""
 GC_THRESHOLDS: Final = 50_000, 20, 100
-"""How seldom the collector looks for cycles, during which nothing else runs: entries have none, and ten thousand of
-them would make it look at everything several times. Chosen by us."""
+"""High thresholds keep garbage collection rare, since it pauses packets. Entries have no cycles, and ten thousand of
+them would trigger several full collections by default."""
 _START_DEADLINE_S: Final = 30.0
 _STOP_DEADLINE_S: Final = 5.0
 _ADDRESS: Final = re.compile(r"(?:(?P<host>\[[^\]]+\]|[^:\[\]]*):)?(?P<port>\d+)|(?P<alone>\[[^\]]+\]|[^:\[\]]+)")
@@ -60,7 +60,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Awaitable[Any]])
 
 
 class QueuedStream:
-    """The stream of one controller: messages wait here for the task that sends them."""
+    """The stream of one controller: queues messages for the task that sends them."""
 
     def __init__(self) -> None:
         self._waiting: asyncio.Queue[p4r.StreamMessageResponse] = asyncio.Queue(UNREAD_MAX)
@@ -69,7 +69,7 @@ class QueuedStream:
         """Set when the controller reads too slowly."""
 
     def send(self, response: p4r.StreamMessageResponse) -> None:
-        """Queue a message; a controller that reads too slowly loses its stream."""
+        """Queue a message; if the controller reads too slowly, set `overrun` instead."""
         size = response.ByteSize()
         if self._waiting.full() or self._bytes + size > UNREAD_BYTES_MAX:
             self.overrun.set()
@@ -78,7 +78,7 @@ class QueuedStream:
         self._waiting.put_nowait(response)
 
     async def forward(self, context: Context) -> None:
-        """Send messages as they come, for as long as the stream lasts."""
+        """Send queued messages until cancelled."""
         while True:
             response = await self._waiting.get()
             await context.write(response)
@@ -86,20 +86,20 @@ class QueuedStream:
 
 
 class Arbiter:
-    """Who may write: of all controllers of one device, the one with the highest election id. Not thread-safe.
+    """Chooses the primary, the only controller of a device that may write, by election id. Not thread-safe.
 
-    The rules are those of the specification, section 5; all controllers are in the default role. They differ from
-    BMv2's in one thing: when the primary leaves, nobody becomes primary automatically; a backup that wants to says so
-    again, with an id no lower than any before it.
+    Implements section 5 of the specification, for the default role only. Unlike in BMv2, no backup becomes primary
+    automatically when the primary leaves: a backup must send another arbitration update, with an election id no lower
+    than the highest so far.
     """
 
     def __init__(self, device_id: int) -> None:
         self.device_id = device_id
         self._election_ids: dict[QueuedStream, int | None] = {}
-        """Of every connected controller; None for one that never wants to be primary."""
+        """Election id of every connected controller; None for a permanent backup."""
         self._primary: QueuedStream | None = None
         self._announced = False
-        """Whether the primary may write, because the writes of the one before it have ended."""
+        """Whether the primary may write: only once its predecessor's writes have ended."""
         self._highest: int | None = None
         """The highest election id so far."""
 
@@ -118,12 +118,12 @@ class Arbiter:
         return stream in self._election_ids
 
     def update(self, stream: QueuedStream, request: p4r.MasterArbitrationUpdate) -> bool:
-        """Note what a controller wants.
+        """Process a controller's arbitration update.
 
         Returns
         -------
-        Whether the primary has changed. Then nobody may write until :meth:`announce`, which the caller calls when the
-        writes of the primary before have ended.
+        True if the primary has changed. Then no controller may write until the caller calls :meth:`announce`, once the
+        previous primary's writes have ended.
 
         Raises
         ------
@@ -136,7 +136,7 @@ class Arbiter:
             if other is not stream and election_id is not None and known == election_id:
                 raise Refused(f"election id {election_id} is already used by another controller")
         if stream not in self._election_ids and len(self._election_ids) >= CONNECTIONS_MAX:
-            raise Refused(f"{CONNECTIONS_MAX} controllers are connected already", rpc_code.RESOURCE_EXHAUSTED)
+            raise Refused(f"{CONNECTIONS_MAX} controllers are already connected", rpc_code.RESOURCE_EXHAUSTED)
         self._election_ids[stream] = election_id
         wins = election_id is not None and (self._highest is None or election_id >= self._highest)
         if wins:
@@ -154,7 +154,7 @@ class Arbiter:
         return False
 
     def announce(self, stream: QueuedStream) -> None:
-        """Notify a new primary that it is; do nothing if another has become primary in the meantime."""
+        """Notify a new primary; do nothing if another has become primary in the meantime."""
         if stream is self._primary and not self._announced:
             self._announced = True
             self._notify([stream])
@@ -173,9 +173,9 @@ class Arbiter:
             raise Refused(f"this is device {self.device_id}, not {request.device_id}", code)
         if request.role.id or request.role.name or request.role.HasField("config"):
             code = rpc_code.UNIMPLEMENTED if first else rpc_code.FAILED_PRECONDITION
-            raise Refused("there is the default role only", code)
+            raise Refused("only the default role is supported", code)
         if request.HasField("election_id") and not _number(request.election_id):
-            raise Refused("an election id is above 0")
+            raise Refused("an election id must be above 0; omit it to stay a backup")
 
     def _notify(self, streams: Iterable[QueuedStream]) -> None:
         for stream in streams:
@@ -198,7 +198,7 @@ def _number(election_id: p4r.Uint128) -> int:
 
 
 class _BatchRefused(Refused):
-    """Some updates of a batch were not made; ``details`` is the google.rpc.Status that says which and why."""
+    """Some updates of a batch failed; ``details`` is a google.rpc.Status with the result of each."""
 
     def __init__(self, errors: list[p4r.Error]) -> None:
         failed = [error for error in errors if error.canonical_code]
@@ -217,7 +217,7 @@ async def _abort(context: Context, refusal: Refused) -> NoReturn:
 
 
 def _refusing(call: _Call) -> _Call:
-    """Make a call of the service end, when it raises Refused, with that as its answer."""
+    """Decorate a call of the service to return Refused as its gRPC status."""
 
     @functools.wraps(call)
     async def answer(self: "Service", request: Any, context: Context) -> Any:
@@ -230,10 +230,10 @@ def _refusing(call: _Call) -> _Call:
 
 
 class Service(p4r_grpc.P4RuntimeServicer):
-    """The servicer. All calls run in one event loop; what takes long, or waits for packets, runs in a thread.
+    """The servicer. All calls run in one event loop; work that is long or waits for the packet loop runs in a thread.
 
-    Writes and reads take turns, so that a read never sees half a write. A call continues to its end even if its
-    controller goes away.
+    Writes and reads are serialized, so that a read never sees half a write. A call completes even if its controller
+    disconnects.
     """
 
     def __init__(self, device: P4RuntimeDevice, device_id: int) -> None:
@@ -244,14 +244,14 @@ class Service(p4r_grpc.P4RuntimeServicer):
         self._closing = asyncio.Event()
 
     def close(self) -> None:
-        """End all streams; call it in the event loop."""
+        """End all streams; call this in the event loop."""
         self._closing.set()
 
     # ------------------------------------------------------------------------------------------------- the calls
 
     @_refusing
     async def Write(self, request: p4r.WriteRequest, context: Context) -> p4r.WriteResponse:
-        """Make every change of a batch that can be made; the error says for each other one why not."""
+        """Make all valid changes of a batch; the error has the reason for each of the others."""
         self._check_device(request.device_id)
         self._check_writer(request)
         if request.atomicity != p4r.WriteRequest.CONTINUE_ON_ERROR:
@@ -270,7 +270,7 @@ class Service(p4r_grpc.P4RuntimeServicer):
     async def _read(self, request: p4r.ReadRequest, context: Context) -> list[p4r.ReadResponse]:
         self._check_device(request.device_id)
         if request.role:
-            raise Refused(f"there is no role {request.role!r}, but the default one", rpc_code.NOT_FOUND)
+            raise Refused(f"unknown role {request.role!r}; only the default role is supported", rpc_code.NOT_FOUND)
         return await self._in_turn(lambda: self._device.read(request.entities))
 
     @_refusing
@@ -290,7 +290,7 @@ class Service(p4r_grpc.P4RuntimeServicer):
     async def GetForwardingPipelineConfig(
         self, request: p4r.GetForwardingPipelineConfigRequest, context: Context
     ) -> p4r.GetForwardingPipelineConfigResponse:
-        """Return the pipeline that was set last."""
+        """Return the pipeline set last."""
         self._check_device(request.device_id)
         config = await self._in_turn(lambda: self._device.get_pipeline(request.response_type))
         return p4r.GetForwardingPipelineConfigResponse(config=config)
@@ -299,18 +299,19 @@ class Service(p4r_grpc.P4RuntimeServicer):
         """Return the version of the specification."""
         return p4r.CapabilitiesResponse(p4runtime_api_version=API_VERSION)
 
-    async def StreamChannel(  # type: ignore[override] # the stubs know of generators only
+    async def StreamChannel(  # type: ignore[override] # the stubs allow only generators
         self, requests: AsyncIterator[p4r.StreamMessageRequest], context: Context
     ) -> None:
-        """Take part in the arbitration for as long as the controller keeps the stream."""
+        """Handle arbitration for the lifetime of a controller's stream."""
         stream = QueuedStream()
         listening = asyncio.create_task(self._listen(stream, requests))
         ends: dict[asyncio.Task[Any], Refused] = {
             asyncio.create_task(stream.overrun.wait()): Refused(
-                f"{UNREAD_MAX} messages, or {UNREAD_BYTES_MAX} bytes, are unread", rpc_code.RESOURCE_EXHAUSTED
+                f"{UNREAD_MAX} messages or {UNREAD_BYTES_MAX} bytes are unread; read faster",
+                rpc_code.RESOURCE_EXHAUSTED,
             ),
             asyncio.create_task(self._takes_no_part(stream)): Refused(
-                f"no arbitration in {ARBITRATION_S:g} s", rpc_code.DEADLINE_EXCEEDED
+                f"no arbitration update within {ARBITRATION_S:g} s", rpc_code.DEADLINE_EXCEEDED
             ),
             asyncio.create_task(self._closing.wait()): Refused("the switch is being stopped", rpc_code.UNAVAILABLE),
         }
@@ -329,7 +330,7 @@ class Service(p4r_grpc.P4RuntimeServicer):
             self._arbiter.leave(stream)
 
     async def _takes_no_part(self, stream: QueuedStream) -> None:
-        """Return if a stream has not taken part in the arbitration in time; never, if it has."""
+        """Return after the deadline if the stream has sent no arbitration update; otherwise never return."""
         await asyncio.sleep(ARBITRATION_S)
         if self._arbiter.knows(stream):
             await asyncio.Event().wait()
@@ -337,22 +338,22 @@ class Service(p4r_grpc.P4RuntimeServicer):
     async def _listen(self, stream: QueuedStream, requests: AsyncIterator[p4r.StreamMessageRequest]) -> None:
         async for request in requests:
             if stream.overrun.is_set():
-                return  # its end is under way; what it still sends is not looked at
+                return  # the stream is ending; ignore further requests
             kind = request.WhichOneof("update")
             if kind == "arbitration":
                 if self._arbiter.update(stream, request.arbitration):
-                    # Writes of the primary before end first; this takes its turn behind them.
+                    # Wait for the lock, so that the previous primary's writes end first.
                     async with self._turn:
                         self._arbiter.announce(stream)
             elif self._arbiter.knows(stream):
                 stream.send(p4r.StreamMessageResponse(error=self._stream_error(stream, request)))
             else:
-                raise Refused("the first message of a stream is about arbitration")
+                raise Refused("the first message of a stream must be an arbitration update")
 
     def _stream_error(self, stream: QueuedStream, request: p4r.StreamMessageRequest) -> p4r.StreamError:
         """Return the error for a message other than arbitration."""
         error = p4r.StreamError(canonical_code=rpc_code.UNIMPLEMENTED, space=ERROR_SPACE)
-        error.message = "the built-in switch takes neither packets nor digest acknowledgements from a controller"
+        error.message = "the built-in switch accepts neither packets nor digest acknowledgements from a controller"
         if not self._arbiter.is_primary(stream):
             error.canonical_code, error.message = rpc_code.PERMISSION_DENIED, "only the primary may send this"
         kind = request.WhichOneof("update")
@@ -377,16 +378,15 @@ class Service(p4r_grpc.P4RuntimeServicer):
 
     def _check_writer(self, request: p4r.WriteRequest | p4r.SetForwardingPipelineConfigRequest) -> None:
         if request.role or request.role_id:
-            raise Refused(
-                f"there is no role {request.role or request.role_id}, but the default one", rpc_code.NOT_FOUND
-            )
+            role = request.role or request.role_id
+            raise Refused(f"unknown role {role}; only the default role is supported", rpc_code.NOT_FOUND)
         if not self._arbiter.may_write(request.election_id):
             raise Refused(
                 "only the primary may write; open a stream and win the arbitration first", rpc_code.PERMISSION_DENIED
             )
 
     async def _in_turn(self, work: Callable[[], _T], check: Callable[[], None] | None = None) -> _T:
-        """Do work in a thread, alone, and to its end even if the caller is cancelled."""
+        """Run work in a thread under the lock; it completes even if the caller is cancelled."""
 
         async def do() -> _T:
             async with self._turn:
@@ -401,7 +401,7 @@ class Service(p4r_grpc.P4RuntimeServicer):
         return task.result()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        """Forget a task. Its error is the caller's, and is dropped if the caller has gone away."""
+        """Discard a task. Its exception belongs to the caller, and is dropped if the caller has gone away."""
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()
@@ -409,7 +409,7 @@ class Service(p4r_grpc.P4RuntimeServicer):
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files for TLS with certificates on both sides; a controller without a certificate of ``ca`` is refused."""
+    """PEM files for mutual TLS; a controller without a certificate issued by ``ca`` is refused."""
 
     certificate: Path
     key: Path
@@ -422,28 +422,28 @@ class TlsFiles:
 
 
 class P4RuntimeServer(Closing):
-    """Answers P4Runtime for one switch; a context manager, or :meth:`close` it.
+    """Serves P4Runtime for one switch; use it as a context manager, or call :meth:`close`.
 
     Parameters
     ----------
     device
         The switch; its packet loop may start later.
     address
-        Where to listen; port 0 takes one that is free.
+        Address to listen on; port 0 chooses a free port.
     device_id
-        What controllers call this switch.
+        The switch's device id for controllers.
     tls
-        None for plain text, which anyone who can reach the address may use.
+        TLS files; None for plain text, which anyone who can reach the address may use.
 
     Attributes
     ----------
     address
-        Where it listens, as ``HOST:PORT``.
+        The address it listens on, as ``HOST:PORT``.
 
     Raises
     ------
     OSError
-        The address cannot be listened on, or a TLS file cannot be read.
+        Listening on the address fails, or a TLS file cannot be read.
     """
 
     def __init__(
@@ -485,7 +485,7 @@ class P4RuntimeServer(Closing):
     async def _serve(self, host: str, port: int) -> None:
         options = (
             ("grpc.max_receive_message_length", MESSAGE_MAX),
-            # Two switches on one port would each get half the calls.
+            # Otherwise two switches could share a port, and each would get half the calls.
             ("grpc.so_reuseport", 0),
             ("grpc.max_allowed_incoming_connections", CONTROLLER_CALLS_MAX),
             ("grpc.max_concurrent_streams", CONTROLLER_CALLS_MAX),
@@ -510,7 +510,7 @@ class P4RuntimeServer(Closing):
 
 
 def make_way_for_packets() -> None:
-    """Make the interpreter favour the packet loop over controllers' calls; for a process that is only a switch."""
+    """Tune the interpreter to favour the packet loop over controllers' calls; for a process that is only a switch."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(*GC_THRESHOLDS)
 
@@ -525,7 +525,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """
     found = _ADDRESS.fullmatch(text)
     if found is None or int(found["port"] or P4RUNTIME_PORT) > 65_535:
-        raise ValueError(f"{text!r} is no address to listen on; give HOST:PORT, as in 127.0.0.1:{P4RUNTIME_PORT}")
+        raise ValueError(f"{text!r} is not an address to listen on; give HOST:PORT, as in 127.0.0.1:{P4RUNTIME_PORT}")
     host = (found["host"] or found["alone"] or "127.0.0.1").strip("[]")
     return host, int(found["port"] or P4RUNTIME_PORT)
 

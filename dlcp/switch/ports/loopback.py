@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports that lead to processes of this machine over 127.0.0.0/8: a network without root.
+"""Ports to processes on this machine over 127.0.0.0/8: a network without root.
 
 Host k (k = 0, 1, ...) binds its socket to its own address 127.77.1.(k+1). The switch owns the alias 127.77.0.(k+1) of
-each host. A datagram that host i sends to the alias of host j becomes the frame that host i would have sent to host j:
-10.0.0.(i+1) to 10.0.0.(j+1), DSCP and ECN included. What the program sends out of the port of host j goes to
-127.77.1.(j+1) from the alias of the host that the frame came from. So each host sees its peers under their aliases.
+each host. A datagram from host i to the alias of host j becomes the frame that host i would have sent to host j:
+10.0.0.(i+1) to 10.0.0.(j+1), with its DSCP and ECN. A frame that the program sends out of the port of host j goes to
+127.77.1.(j+1) from the alias of the frame's source host. So each host sees its peers under their aliases.
 
 One socket serves an alias and a UDP port; all hosts use the same UDP ports at both ends.
 """
@@ -21,7 +21,7 @@ from dlcp.switch.ports import ETHERNET_BYTES, PortCounters, ReceivedFrames, enla
 from dlcp.wire import UDP_PORT_BASE
 
 _MTU_BYTES: Final = 9000
-"""Largest IPv4 packet that is taken from a host, unless told otherwise."""
+"""Default for the largest IPv4 packet accepted from a host."""
 _UDP_HEADERS_BYTES = ETHERNET_BYTES + 20 + 8
 _IP_HEADERS_BYTES = 20 + 8
 _IP_TOS, _IP_RECVERR, _IP_RECVTOS = 1, 11, 13
@@ -36,8 +36,7 @@ _ANCILLARY_BYTES = 2 * socket.CMSG_SPACE(4)
 class LoopbackHost:
     """One host behind a loopback port; addresses are IPv4 in dotted form.
 
-    ``address`` and ``mac`` are what the program sees, ``real`` is where its process is bound, ``alias`` where its peers
-    send to.
+    The program sees ``address`` and ``mac``; the host's process binds to ``real``; its peers send to ``alias``.
     """
 
     port: int
@@ -48,27 +47,27 @@ class LoopbackHost:
 
     @classmethod
     def numbered(cls, index: int) -> "LoopbackHost":
-        """Return host ``index`` (0..249) with the addresses that this project uses everywhere."""
+        """Return host ``index`` (0..249) with the project's standard addresses."""
         last = index + 1
         return cls(last, f"10.0.0.{last}", f"02:00:00:00:00:{last:02x}", f"127.77.1.{last}", f"127.77.0.{last}")
 
 
 class LoopbackPorts:
-    """The ports of hosts that are processes of this machine.
+    """The ports of hosts that are processes on this machine.
 
     Parameters
     ----------
     hosts
-        Who is there.
+        The hosts, one per port.
     udp_ports
         UDP ports served on every alias.
     mtu_bytes
-        Largest IPv4 packet taken from a host.
+        Largest IPv4 packet accepted from a host.
 
     Raises
     ------
     OSError
-        An alias is in use, most likely by another switch.
+        An alias is already in use, most likely by another switch.
     """
 
     def __init__(
@@ -97,16 +96,16 @@ class LoopbackPorts:
             raise
 
     def describe(self, port: int) -> str:
-        """Return the address of the host at a port and the alias its peers use."""
+        """Return the real address and the alias of a port's host."""
         host = self._by_port[port]
         return f"loopback {host.real} as {host.alias}"
 
     def filenos(self) -> list[int]:
-        """Return the file descriptors of the aliases."""
+        """Return the file descriptors of the aliases' sockets."""
         return list(self._inbound)
 
     def receive(self, fileno: int, limit: int) -> ReceivedFrames:
-        """Fetch datagrams sent to one alias and give them the headers they would have had on a network."""
+        """Receive datagrams sent to one alias, and prepend the headers they would have on a network."""
         sock, target, udp_port = self._inbound[fileno]
         burst = ReceivedFrames()
         packets = burst.packets
@@ -134,7 +133,7 @@ class LoopbackPorts:
         return burst
 
     def send(self, port: int, packets: list[bytearray]) -> None:
-        """Send the payload of frames to the host at a port, each from the alias of the host it came from."""
+        """Send the payload of frames to a port's host, each from the alias of its source host."""
         counters = self.counters[port]
         address, mac = self._addresses[port], self._macs[port]
         run: list[memoryview] = []
@@ -166,7 +165,7 @@ class LoopbackPorts:
             self._send_run(port, run_key, run)
 
     def refresh(self) -> None:
-        """Read from the kernel how many datagrams found an alias's socket full."""
+        """Read from the kernel the datagrams dropped because an alias's socket was full."""
         overrun = dict.fromkeys(self.counters, 0)
         for sock, host, _ in self._inbound.values():
             memory = sock.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 4 * _MEMINFO_WORDS)
@@ -194,7 +193,7 @@ class LoopbackPorts:
             sock.bind((host.alias, udp_port))
         except OSError as error:
             raise OSError(
-                error.errno, f"cannot own {host.alias}:{udp_port} ({error.strerror}); is another switch running?"
+                error.errno, f"cannot bind {host.alias}:{udp_port} ({error.strerror}); is another switch running?"
             ) from None
 
     def _split(
@@ -207,7 +206,7 @@ class LoopbackPorts:
         size: int,
         segment: int,
     ) -> None:
-        """Add the datagrams that the kernel delivered in one piece to a burst."""
+        """Split a buffer that the kernel coalesced (GRO) into datagrams, and add them to a burst."""
         counters = self.counters[source.port]
         if segment > self._payload_max:
             counters.oversize += -(-size // segment)
@@ -226,7 +225,7 @@ class LoopbackPorts:
     def _header(
         self, source: LoopbackHost, target: LoopbackHost, udp_ports: tuple[int, int], tos: int, size: int
     ) -> bytes:
-        """Return Ethernet, IPv4 and UDP headers for a payload of ``size`` bytes; most packets repeat an earlier one."""
+        """Return Ethernet, IPv4 and UDP headers for a payload of ``size`` bytes, cached: most packets repeat one."""
         key = (source.port, target.port, udp_ports[0], udp_ports[1], tos, size)
         header = self._headers.get(key)
         if header is None:
@@ -239,7 +238,7 @@ class LoopbackPorts:
         return header
 
     def _send_run(self, port: int, key: tuple[int, int, int, int, int], payloads: list[memoryview]) -> None:
-        """Send payloads of one size with one system call; the receiver's kernel takes them apart again."""
+        """Send payloads of one size with one system call (GSO)."""
         source, source_port, target_port, tos, total = key
         sock = self._outbound[source, source_port]
         segment = total - _IP_HEADERS_BYTES if len(payloads) > 1 else 0
@@ -255,7 +254,7 @@ class LoopbackPorts:
         try:
             sock.sendmsg(payloads, ancillary, 0, target)
         except OSError as error:
-            # The error may be left over from an earlier datagram to a host that is gone.
+            # The error may belong to an earlier datagram to a host that is gone.
             if self._drain_errors(sock, error):
                 try:
                     sock.sendmsg(payloads, ancillary, 0, target)
@@ -271,7 +270,7 @@ class LoopbackPorts:
         counters.send_errors += count
 
     def _drain_errors(self, sock: socket.socket, error: OSError) -> bool:
-        """Count the hosts that the kernel reports as gone; False when the error is none of this kind."""
+        """Count the hosts that the kernel reports as unreachable; return False for any other error."""
         if error.errno not in (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH):
             return False
         while True:
@@ -286,15 +285,15 @@ class LoopbackPorts:
 
 _FRAME = struct.Struct("!12xHBBHHHBBHIIHHHH")
 _SENT = struct.Struct("!12xHBBH5xB2xIIHH")
-"""Of those, what a frame is sent by: type, version, TOS, length, protocol, addresses, ports."""
+"""The fields of a frame that determine how it is sent: type, version, TOS, length, protocol, addresses, ports."""
 
 
 def udp_headers(
     source_mac: str, target_mac: str, source: str, target: str, source_port: int, target_port: int, tos: int, size: int
 ) -> bytes:
-    """Return the 42 bytes of Ethernet, IPv4 and UDP in front of a payload of ``size`` bytes.
+    """Return the 42 bytes of Ethernet, IPv4 and UDP headers for a payload of ``size`` bytes.
 
-    The IPv4 checksum is right; the UDP checksum is 0, for none (RFC 768). Don't-fragment is set, TTL is 64.
+    The IPv4 checksum is valid; the UDP checksum is 0, for none (RFC 768). Don't-fragment is set, TTL is 64.
     """
     fields = [0x0800, 0x45, tos, 20 + 8 + size, 0, 0x4000, 64, socket.IPPROTO_UDP, 0]
     fields += [_address_int(source), _address_int(target), source_port, target_port, 8 + size, 0]

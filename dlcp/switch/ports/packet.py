@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A port that is a network interface: a raw packet socket, frames carried as they are.
+"""A port on a network interface: a raw packet socket that carries frames unchanged.
 
-Opening one takes CAP_NET_RAW in the network namespace of the interface. The hosts' offloads have to be off, for a frame
-whose checksum or segmentation was left to hardware that does not exist is no frame (``dlcp.namespace`` turns
-them off).
+Opening one requires CAP_NET_RAW in the interface's network namespace. The hosts' offloads must be off, since virtual
+interfaces would leave checksums and segmentation undone (``dlcp.namespace`` turns them off).
 
-Frames come through a ring in memory (`PacketRing`). Rows go out many with one system call, other frames one by one.
+Frames are received through a memory-mapped ring (`PacketRing`). Rows are sent many per system call, other frames one by
+one.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ _PACKET_RX_RING: Final = 5
 _PACKET_VERSION: Final = 10
 _TPACKET_V2: Final = 1
 _HEADROOM_BYTES: Final = 112
-"""The kernel's own part of a frame in the ring, 66 to 82 bytes, and room for alignment."""
+"""The kernel's header of a frame in the ring, 66 to 82 bytes, plus alignment."""
 _BLOCK_BYTES: Final = 1 << 16
 _ALIGNMENT: Final = 16
 
@@ -46,16 +46,16 @@ class _Ring(ctypes.Structure):
 
 
 class PacketRing:
-    """The receiving ring of a packet socket, and how rows are sent out of it.
+    """The receive ring of a packet socket; also sends rows through the socket.
 
     Parameters
     ----------
     sock
-        Not bound yet, so that no frame comes in beside the ring.
+        Packet socket, not bound yet, so that no frame bypasses the ring.
     frame_max_bytes
-        Longest frame that is taken.
+        Longest frame that is accepted.
     tagged_bytes
-        What the socket's filter leaves of a frame that is to be refused.
+        Length to which the socket's filter cuts frames to refuse.
 
     Raises
     ------
@@ -92,16 +92,16 @@ class PacketRing:
         self._bytes: Numbers = np.zeros(1, np.int64)
 
     def take(self, rows: Rows, slots: Numbers, lengths: Numbers, stamps_ns: Numbers) -> int:
-        """Copy waiting frames into rows and return how many.
+        """Copy waiting frames into rows; return their number.
 
         Parameters
         ----------
         rows
             uint8 (n, stride).
         slots
-            The rows to fill, in this order; as many frames are taken at most.
+            The rows to fill, in this order; at most ``len(slots)`` frames are taken.
         lengths, stamps_ns
-            Are told bytes and time of arrival (real time) of each, int64 (len(slots),).
+            Receive the bytes and arrival time (real time) of each frame, int64 (len(slots),).
         """
         address = native.address
         taken = int(
@@ -128,7 +128,7 @@ class PacketRing:
         return taken
 
     def send(self, rows: Rows, slots: Numbers, lengths: Numbers) -> None:
-        """Send rows, in the order of ``slots``; those that cannot leave are counted and gone."""
+        """Send rows in the order of ``slots``; those that cannot be sent are counted and dropped."""
         address = native.address
         sent = int(
             self._send(
@@ -153,7 +153,7 @@ class PacketRing:
             self._failures[:] = 0
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Unmap the ring."""
         del self._view
         self._memory.close()
 
@@ -165,9 +165,9 @@ _PACKET_IGNORE_OUTGOING: Final = 23
 _SO_ATTACH_FILTER: Final = 26
 _SIOCGIFMTU: Final = 0x8921
 
-# The kernel takes a VLAN tag off before a packet socket sees the frame, so that a tagged frame would look like an
-# untagged one. This filter cuts such frames to one byte, which no other frame has: it asks for "VLAN tag present"
-# (SKF_AD_OFF + 48) and accepts 1 or 262144 bytes. Format: struct sock_filter {u16 code; u8 jt, jf; u32 k}.
+# The kernel strips a VLAN tag before a packet socket sees the frame, so a tagged frame would look untagged. This filter
+# cuts tagged frames to one byte, a length that no other frame has: it tests "VLAN tag present" (SKF_AD_OFF + 48) and
+# accepts 1 or 262144 bytes. Format: struct sock_filter {u16 code; u8 jt, jf; u32 k}.
 _TAGGED_BYTES: Final = 1
 _UNTAGGED_ONLY: Final = b"".join(
     struct.pack("=HBBI", *instruction)
@@ -179,7 +179,7 @@ _UNTAGGED_ONLY: Final = b"".join(
     )
 )
 _BURST_MAX: Final = 256
-"""Frames fetched at once at most."""
+"""Most frames received at once."""
 _GONE: Final = (errno.ENETDOWN, errno.ENXIO, errno.ENODEV)
 
 
@@ -196,7 +196,7 @@ class PacketPort:
     Raises
     ------
     OSError
-        No such interface, or no right to open a packet socket.
+        No such interface, or no permission to open a packet socket.
     """
 
     def __init__(self, port: int, interface: str) -> None:
@@ -205,12 +205,12 @@ class PacketPort:
         self.counters = {port: PortCounters()}
         self._ring: PacketRing | None = None
         self.frame_max_bytes = 0
-        """The longest frame that the interface carries."""
+        """Longest frame that the interface carries."""
         try:
             self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         except PermissionError:
             raise PermissionError(
-                errno.EPERM, f"no right to open a packet socket on {interface}: CAP_NET_RAW is missing; run as root"
+                errno.EPERM, f"cannot open a packet socket on {interface}: CAP_NET_RAW is missing; run as root"
             ) from None
         try:
             self._set_up()
@@ -227,23 +227,23 @@ class PacketPort:
         return [self._socket.fileno()]
 
     def receive(self, fileno: int, limit: int) -> ReceivedFrames:
-        """Fetch frames that came in on the interface."""
+        """Receive frames from the interface."""
         taken = self.take(self._rows, self._all_rows[:limit], self._lengths, self._stamps_ns)
         rows, lengths = self._rows, self._lengths[:taken].tolist()
         packets = [bytearray(rows[number, :length].data) for number, length in enumerate(lengths)]
         return ReceivedFrames([self.port] * taken, packets)
 
     def take(self, rows: Rows, slots: Numbers, lengths: Numbers, stamps_ns: Numbers) -> int:
-        """Fetch frames into rows and return how many, as `PacketRing.take`."""
+        """Receive frames into rows; return their number, like `PacketRing.take`."""
         assert self._ring is not None
         taken = self._ring.take(rows, slots, lengths, stamps_ns)
-        # Readable without a frame: an error waits to be fetched, as when the interface is gone.
+        # Readable without a frame: an error is pending, for example because the interface is gone.
         if not taken and self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.counters[self.port].receive_errors += 1
         return taken
 
     def send_rows(self, port: int, rows: Rows, slots: Numbers, lengths: Numbers) -> None:
-        """Send rows out of the interface, as `PacketRing.send`."""
+        """Send rows out of the interface, like `PacketRing.send`."""
         assert self._ring is not None
         self._ring.send(rows, slots, lengths)
 
@@ -266,7 +266,7 @@ class PacketPort:
             counters.sent_bytes += len(packet)
 
     def refresh(self) -> None:
-        """Add what the kernel dropped since the last call, because the switch was late, to ``overrun``."""
+        """Add to ``overrun`` the frames that the kernel has dropped since the last call."""
         try:
             statistics = self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8)
         except OSError:
@@ -285,7 +285,7 @@ class PacketPort:
         sock.setblocking(False)
         enlarge_buffers(sock)
         sock.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-        # The queues are ours; the interface's own would hide what waits.
+        # The switch does its own queueing; packets in the interface's qdisc would be invisible to it.
         sock.setsockopt(_SOL_PACKET, _PACKET_QDISC_BYPASS, 1)
         self._attach_filter()
         self.frame_max_bytes = self._mtu_bytes() + ETHERNET_BYTES

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The traffic manager of one port: eight strict-priority queues in front of a line with a rate.
 
-Time is a number of nanoseconds that the caller passes in; nothing here looks at a clock. The line keeps a virtual clock
-of its own: a packet that should have left before the caller came round leaves at the time it should have, so the
-average rate is exact however late the caller is, and a line that had nothing to send saves nothing up.
+The caller passes in the time in nanoseconds; nothing here reads a clock. The line keeps its own virtual clock: a packet
+departs at the time it was due even if the caller is late, so the average rate is exact. An idle line accumulates no
+credit.
 
-Depths are what BMv2's simple_switch reports: ``enq_qdepth`` is the length of the queue before the packet joins it,
+Depths are those that BMv2's simple_switch reports: ``enq_qdepth`` is the queue length before the packet joins,
 ``deq_qdepth`` the length after it has left (simple_switch.cpp, ``enqueue`` and ``egress_thread``).
 """
 
@@ -17,30 +17,30 @@ from typing import Any, Final, NamedTuple, Protocol
 QUEUES: Final = 8
 """Queues of a port; 7 is the most urgent."""
 DEPTH_PACKETS: Final = 64
-"""Depth of a queue unless told otherwise, as in BMv2."""
+"""Default depth of a queue, as in BMv2."""
 NEVER_NS: Final = 1 << 62
-"""A time that does not come (146 years)."""
+"""A time that is never reached (146 years)."""
 SERVE_EVERY_PACKETS: Final = 8
-"""Packets of one instant after which those depart that are due at that instant. Chosen by us: few beside a queue's
-depth, so that a port without a rate drops nothing."""
+"""Arrivals of one instant after which the departures due at that instant are processed: few relative to a queue's
+depth, so that a port without a rate limit drops nothing."""
 
 LOSS_MODULUS: Final = 2**31 - 1
 LOSS_MULTIPLIER: Final = 48_271
-"""Random loss: the generator of Park and Miller (CACM 36(7), 1993), which plain and compiled code draw alike."""
+"""Random loss: the generator of Park and Miller (CACM 36(7), 1993), identical in plain and compiled code."""
 
 COUNTED: Final = ("max_depth", "enqueued", "transmitted", "transmitted_bytes", "tail_drops", "egress_drops")
-"""What is counted of each queue: the names in `QueueCounters`, and in snapshots."""
+"""Counters of each queue: their names in `QueueCounters` and in snapshots."""
 
 _MOST_URGENT = tuple(mask.bit_length() - 1 for mask in range(1 << QUEUES))
 
 
 def loss_threshold(loss: float) -> int:
-    """Return the number below which a draw of 1..LOSS_MODULUS - 1 means that a frame is lost."""
+    """Return the threshold below which a draw of 1..LOSS_MODULUS - 1 loses the frame."""
     return round(loss * (LOSS_MODULUS - 1)) + 1 if loss else 0
 
 
 def loss_seed(seed: int) -> int:
-    """Return the state of the generator for a seed; neighbouring seeds begin far from one another."""
+    """Return the generator's initial state for a seed; neighbouring seeds start far apart."""
     state = seed * 2_654_435_761 % (LOSS_MODULUS - 1) + 1
     for _ in range(3):
         state = state * LOSS_MULTIPLIER % LOSS_MODULUS
@@ -49,24 +49,24 @@ def loss_seed(seed: int) -> int:
 
 @dataclass(frozen=True)
 class PortQueueing:
-    """How a port queues and sends.
+    """Queueing and line of a port.
 
     Parameters
     ----------
     rate_bps
-        Line rate in bit/s over whole frames: Ethernet header to the end of the payload. 0 means as fast as it comes.
+        Line rate in bit/s over whole frames: Ethernet header to the end of the payload. 0 means unlimited.
     depth_packets
-        Packets each queue holds: one number for all, or eight, queue 0 first.
+        Capacity of each queue in packets: one number for all, or eight, queue 0 first.
     limit_packets, limit_bytes
-        What all queues of the port may hold together, as in a switch whose ports have a small buffer each; None: no
-        such limit. An empty queue takes a packet all the same: switches keep a place for each, and the program relies
-        on it that a packet that finds no room has others before it in its queue.
+        Capacity of all queues of the port together, as in a switch with a small buffer per port; None: unlimited.
+        An empty queue accepts a packet regardless: switches reserve a place for each queue, and the program relies on
+        a tail drop happening only in a queue that holds packets.
     delay_s
         Propagation delay of the line away from the switch, in seconds.
     loss
-        Share of frames that the line loses at random, 0..1, in either direction: a failing cable.
+        Fraction of frames that the line loses at random in each direction, 0..1: a failing cable.
     seed
-        Seed of that loss.
+        Seed of the random loss.
     """
 
     rate_bps: int = 0
@@ -78,18 +78,18 @@ class PortQueueing:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what no port can have."""
+        """Refuse invalid values."""
         if self.rate_bps < 0:
             raise ValueError(f"rate_bps is {self.rate_bps}; give a positive rate, or 0 for no limit")
         if isinstance(self.depth_packets, Sequence) and len(self.depth_packets) != QUEUES:
-            raise ValueError(f"depth_packets has {len(self.depth_packets)} numbers; give 1 for all queues or 8")
+            raise ValueError(f"depth_packets has {len(self.depth_packets)} numbers; give one for all queues, or 8")
         if min(self.depths()) < 0:
-            raise ValueError(f"depth_packets is {self.depth_packets}; a queue holds 0 packets or more")
+            raise ValueError(f"depth_packets is {self.depth_packets}; give 0 or more packets")
         for name, limit in (("limit_packets", self.limit_packets), ("limit_bytes", self.limit_bytes)):
             if limit is not None and limit < 0:
-                raise ValueError(f"{name} is {limit}; give 0 or more, or leave it out for no limit")
+                raise ValueError(f"{name} is {limit}; give 0 or more, or omit it for no limit")
         if not 0 <= self.loss <= 1:
-            raise ValueError(f"loss is {self.loss}; give the share of frames lost, 0..1")
+            raise ValueError(f"loss is {self.loss}; give the fraction of frames lost, 0..1")
         if self.delay_s < 0:
             raise ValueError(f"delay_s is {self.delay_s}; give 0 or more seconds")
 
@@ -100,7 +100,7 @@ class PortQueueing:
 
 
 class QueueCounters(Protocol):
-    """What is told of a port's queues; lists have a number for each queue."""
+    """Counters of a port's queues; lists have one number per queue."""
 
     queueing: PortQueueing
 
@@ -122,11 +122,11 @@ class QueueCounters(Protocol):
 
     @property
     def egress_drops(self) -> list[int]:
-        """Packets that the program dropped in egress, or that waited when it was replaced."""
+        """Packets that the program dropped in egress, or that were queued when it was replaced."""
 
     @property
     def max_depth(self) -> list[int]:
-        """The longest each queue has been, in packets."""
+        """Maximum length of each queue, in packets."""
 
     @property
     def lost(self) -> int:
@@ -137,40 +137,40 @@ class QueueCounters(Protocol):
         """Frames lost on the line towards the switch."""
 
     def depth(self, queue: int) -> int:
-        """Return how many packets wait in a queue."""
+        """Return the number of packets in a queue."""
 
     def configure(self, queueing: PortQueueing) -> None:
         """Change rate, depths, delay and loss."""
 
 
 class Departure(NamedTuple):
-    """A packet at the head of the line, with what egress is told about its wait."""
+    """A dequeued packet, with the queueing metadata for egress."""
 
     packet: bytearray
     carry: Any
     queue: int
     start_ns: int
-    """When it left its queue."""
+    """Time at which it left its queue."""
     enqueued_ns: int
     enq_depth: int
-    """Packets in the queue when it came, itself not counted."""
+    """Packets in the queue when it was enqueued, excluding itself."""
     deq_depth: int
-    """Packets in the queue when it left, itself not counted."""
+    """Packets in the queue after it was dequeued."""
 
 
 class PortQueues:
     """The queues of one port and the line behind them.
 
-    The caller asks for departures that are due, lets egress edit each, and puts it on the line; what has reached the
-    far end is collected with :meth:`arrivals`::
+    The caller dequeues due packets, lets egress edit each, and puts it on the line. :meth:`arrivals` returns the
+    packets that have reached the far end::
 
         while departure := queues.dequeue(now_ns):
             ...
             queues.transmit(departure.packet, departure.queue)
         for packet in queues.arrivals(now_ns): ...
 
-    Departures that are due must be taken before a later packet is enqueued, else that packet competes for a place
-    that was given away before it came.
+    Dequeue all due packets before enqueueing a later one. Otherwise it competes for the line with packets that should
+    already have left.
     """
 
     def __init__(self, queueing: PortQueueing | None = None) -> None:
@@ -180,9 +180,9 @@ class PortQueues:
         self._held_packets = 0
         self._held_bytes = 0
         self._free_ns = 0
-        """When the line has sent the last bit of what it was given."""
+        """Time at which the line becomes free."""
         self._fraction = 0
-        """What integer nanoseconds left over of that time, in units of 1/rate ns."""
+        """Remainder of `_free_ns` below a nanosecond, in units of 1/rate ns."""
         self._line: deque[tuple[int, bytearray]] = deque()
         self.enqueued = [0] * QUEUES
         """Packets accepted, per queue."""
@@ -194,7 +194,7 @@ class PortQueues:
         self.egress_drops = [0] * QUEUES
         """Packets that the program dropped in egress, per queue."""
         self.max_depth = [0] * QUEUES
-        """The longest each queue has been, in packets."""
+        """Maximum length of each queue, in packets."""
         self.lost = 0
         """Frames lost on the line away from the switch."""
         self.lost_arriving = 0
@@ -202,7 +202,7 @@ class PortQueues:
         self.configure(queueing or PortQueueing())
 
     def configure(self, queueing: PortQueueing) -> None:
-        """Change rate, depths, delay and loss; what waits already stays, even above a new depth."""
+        """Change rate, depths, delay and loss; queued packets stay, even above a new depth."""
         self.queueing = queueing
         self._rate_bps = queueing.rate_bps
         self._depths = queueing.depths()
@@ -214,24 +214,24 @@ class PortQueues:
         self._random = loss_seed(queueing.seed)
 
     def clear(self) -> None:
-        """Drop all packets that wait; they count as dropped in egress. What is on the line arrives."""
+        """Drop all queued packets, counted as egress drops. Packets on the line still arrive."""
         for queue, waiting in enumerate(self._waiting):
             self.egress_drops[queue] += len(waiting)
             waiting.clear()
         self._busy = self._held_packets = self._held_bytes = 0
 
     def adopt(self, before: "QueueCounters") -> None:
-        """Go on counting where another one has stopped."""
+        """Continue the counts of another port's queues."""
         for name in COUNTED:
             setattr(self, name, list(getattr(before, name)))
         self.lost, self.lost_arriving = before.lost, before.lost_arriving
 
     def depth(self, queue: int) -> int:
-        """Return how many packets wait in a queue."""
+        """Return the number of packets in a queue."""
         return len(self._waiting[queue])
 
     def enqueue(self, packet: bytearray, carry: Any, queue: int, now_ns: int) -> bool:
-        """Let a packet wait in a queue; False when it was dropped because there is no room."""
+        """Enqueue a packet; return False if it was dropped because the queue or the port is full."""
         waiting = self._waiting[queue]
         depth = len(waiting)
         held_bytes = self._held_bytes + len(packet)
@@ -252,7 +252,7 @@ class PortQueues:
         return True
 
     def dequeue(self, now_ns: int) -> Departure | None:
-        """Take the next packet of the most urgent queue, if the line is free for it by now."""
+        """Remove and return the next packet of the most urgent queue, or None while the line is busy."""
         busy = self._busy
         if not busy or self._free_ns > now_ns:
             return None
@@ -264,11 +264,11 @@ class PortQueues:
             self._busy = busy & ~(1 << queue)
         self._held_packets -= 1
         self._held_bytes -= len(packet)
-        # Found occupied, the line cannot have been free before the packet came; found idle, enqueue moved its clock on.
+        # _free_ns is never before the packet was enqueued: enqueue advances the clock of an idle line.
         return Departure(packet, carry, queue, self._free_ns, enqueued_ns, enq_depth, depth)
 
     def transmit(self, packet: bytearray, queue: int) -> None:
-        """Give the line the packet that was dequeued last; it is at the far end when its last bit is."""
+        """Put the packet dequeued last on the line; it arrives when its last bit does."""
         size = len(packet)
         self._occupy(size)
         self.transmitted[queue] += 1
@@ -279,12 +279,12 @@ class PortQueues:
         self._line.append((self._free_ns + self._delay_ns, packet))
 
     def discard(self, packet: bytearray, queue: int) -> None:
-        """Note that egress dropped the packet that was dequeued last. Its turn on the line is gone, as in hardware."""
+        """Count the packet dequeued last as an egress drop. It still occupies the line, as in hardware."""
         self._occupy(len(packet))
         self.egress_drops[queue] += 1
 
     def arrivals(self, now_ns: int) -> list[bytearray]:
-        """Return the packets that have reached the far end of the line by now, oldest first."""
+        """Return the packets that have reached the far end of the line by ``now_ns``, oldest first."""
         line = self._line
         arrived = []
         while line and line[0][0] <= now_ns:
@@ -292,14 +292,14 @@ class PortQueues:
         return arrived
 
     def loses_arriving(self) -> bool:
-        """Say whether the line loses the next frame on its way to the switch."""
+        """Draw whether the line loses the next frame towards the switch, and count it if so."""
         if self._loss and self._loses():
             self.lost_arriving += 1
             return True
         return False
 
     def wake_ns(self) -> int:
-        """Return when there is something to do next: a departure or an arrival; ``NEVER_NS`` when all is empty."""
+        """Return the time of the next departure or arrival; ``NEVER_NS`` if there is none."""
         wake = self._free_ns if self._busy else NEVER_NS
         line = self._line
         if line and line[0][0] < wake:

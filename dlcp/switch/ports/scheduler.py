@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traffic managers of all ports over arrays: what `dlcp.switch.ports.queues` does with objects, for Numba.
+"""The traffic managers of all ports as arrays, for Numba; `dlcp.switch.ports.queues` is the same with objects.
 
-All functions are plain Python that Numba can compile; `dlcp.switch.executor.source` takes their source. A packet is a
+All functions are plain Python that Numba can compile; `dlcp.switch.executor.source` uses their source. A packet is a
 row of bytes; its number is its *slot*. One array holds a row of numbers for each slot, another one for each port; the
-names below are the columns. Waiting packets are chained from slot to slot, and so are packets on the line.
+names below are their columns. Queued packets form linked lists of slots, and so do packets on the line.
 
-Both must agree in every packet, time and counter; a test compares them.
+Both implementations must agree in every packet, time and counter; a test compares them.
 """
 
 from typing import Any, Final
@@ -34,20 +34,20 @@ QUEUE: Final = 1
 ENQUEUED_NS: Final = 2
 ENQ_DEPTH: Final = 3
 NEXT: Final = 4
-"""The slot behind this one in its queue or on the line, -1 for none."""
+"""The next slot in the queue or on the line, -1 for none."""
 DUE_NS: Final = 5
-"""When it is at the far end of the line."""
+"""Time of arrival at the far end of the line."""
 SLOT_CELLS: Final = 6
 
-# Columns of a port: how it queues,
+# Columns of a port. Its configuration:
 NUMBER: Final = 0
 RATE_BPS: Final = 1
 DELAY_NS: Final = 2
 LIMIT_PACKETS: Final = 3
 LIMIT_BYTES: Final = 4
 LOSS: Final = 5
-"""Of LOSS_MODULUS draws, those that mean a loss."""
-# what it holds,
+"""Number of the LOSS_MODULUS possible draws that lose a frame."""
+# Its state:
 BUSY: Final = 6
 HELD_PACKETS: Final = 7
 HELD_BYTES: Final = 8
@@ -57,12 +57,12 @@ RANDOM: Final = 11
 LINE_HEAD: Final = 12
 LINE_TAIL: Final = 13
 OUT: Final = 14
-"""Packets that have reached the far end and wait to be handed over."""
-# what it has counted,
+"""Packets that have reached the far end and wait to be sent."""
+# Its counters:
 LOST: Final = 15
 LOST_ARRIVING: Final = 16
 INGRESS_DROPS: Final = 17
-# and of each queue, from these columns on.
+# First of eight columns, one per queue:
 DEPTH: Final = 18
 WAITING: Final = 26
 HEAD: Final = 34
@@ -75,34 +75,34 @@ EGRESS_DROPS: Final = 82
 MAX_DEPTH: Final = 90
 PORT_CELLS: Final = 98
 
-# Numbers of the whole switch.
+# Values for the whole switch.
 WAKE_NS: Final = 0
-"""When a packet departs or arrives next."""
+"""Time of the next departure or arrival."""
 NO_PORT: Final = 1
 LATE_NS: Final = 2
 TREATED_NS: Final = 3
-"""The time up to which everything has been treated; no packet comes before it."""
+"""Time up to which everything has been processed; no packet arrives before it."""
 READY_COUNT: Final = 4
-"""How many ports have packets in OUT; their places follow."""
+"""Number of ports with packets in OUT; their places follow."""
 TOTAL_CELLS: Final = 5
 
-# Columns of what has come in.
+# Columns of received packets.
 SLOT: Final = 0
 PLACE: Final = 1
-"""Place of the port among the rows of ports."""
+"""Row of the port in the array of ports."""
 CAME_NS: Final = 2
 BYTES: Final = 3
 ARRIVED_CELLS: Final = 4
 
 
 def loses(port: Any) -> bool:
-    """Say whether the line loses the next frame."""
+    """Draw whether the line loses the next frame."""
     port[RANDOM] = port[RANDOM] * LOSS_MULTIPLIER % LOSS_MODULUS
     return bool(port[RANDOM] < port[LOSS])
 
 
 def enqueue(port: Any, slots: Any, slot: int, queue: int, now_ns: int) -> bool:
-    """Let a packet wait in a queue; False when it was dropped because there is no room."""
+    """Enqueue a packet; return False if it was dropped because the queue or the port is full."""
     depth = port[WAITING + queue]
     held_bytes = port[HELD_BYTES] + slots[slot, LENGTH]
     is_full = port[HELD_PACKETS] >= port[LIMIT_PACKETS] or held_bytes > port[LIMIT_BYTES]
@@ -132,7 +132,7 @@ def enqueue(port: Any, slots: Any, slot: int, queue: int, now_ns: int) -> bool:
 
 
 def dequeue(port: Any, slots: Any, now_ns: int) -> int:
-    """Take the next packet of the most urgent queue if the line is free for it by now; -1 if there is none."""
+    """Remove and return the next packet of the most urgent queue; -1 if there is none or the line is busy."""
     if port[BUSY] == 0 or port[FREE_NS] > now_ns:
         return -1
     queue = 7
@@ -149,7 +149,7 @@ def dequeue(port: Any, slots: Any, now_ns: int) -> int:
 
 
 def occupy(port: Any, size: int) -> None:
-    """Keep the line busy for as long as a packet takes."""
+    """Keep the line busy for the transmission time of ``size`` bytes."""
     if port[RATE_BPS]:
         bits = size * 8_000_000_000 + port[FRACTION]
         port[FREE_NS] += bits // port[RATE_BPS]
@@ -157,7 +157,7 @@ def occupy(port: Any, size: int) -> None:
 
 
 def transmit(port: Any, slots: Any, slot: int) -> bool:
-    """Give the line the packet that was dequeued last; False when the line lost it."""
+    """Put the packet dequeued last on the line; return False if the line lost it."""
     queue = slots[slot, QUEUE]
     occupy(port, slots[slot, LENGTH])
     port[TRANSMITTED + queue] += 1
@@ -176,17 +176,17 @@ def transmit(port: Any, slots: Any, slot: int) -> bool:
 
 
 def discard(port: Any, slots: Any, slot: int) -> None:
-    """Note that egress dropped the packet that was dequeued last. Its turn on the line is gone, as in hardware."""
+    """Count the packet dequeued last as an egress drop. It still occupies the line, as in hardware."""
     occupy(port, slots[slot, LENGTH])
     port[EGRESS_DROPS + slots[slot, QUEUE]] += 1
 
 
 def hand_over(port: Any, slots: Any, out: Any, now_ns: int) -> bool:
-    """Move the packets that have reached the far end of the line by now to ``out``, the oldest first.
+    """Move the packets that have reached the far end of the line by ``now_ns`` to ``out``, oldest first.
 
     Returns
     -------
-    Whether they are the first there.
+    True if ``out`` was empty before and no longer is.
     """
     before = port[OUT]
     while port[LINE_HEAD] >= 0 and slots[port[LINE_HEAD], DUE_NS] <= now_ns:
@@ -198,7 +198,7 @@ def hand_over(port: Any, slots: Any, out: Any, now_ns: int) -> bool:
 
 
 def wake_ns(port: Any, slots: Any) -> int:
-    """Return when there is something to do next: a departure or an arrival; NEVER_NS when all is empty."""
+    """Return the time of the next departure or arrival; NEVER_NS if there is none."""
     wake = NEVER_NS
     if port[BUSY]:
         wake = port[FREE_NS]
@@ -208,7 +208,7 @@ def wake_ns(port: Any, slots: Any) -> int:
 
 
 def give_back(spare: Any, slot: int) -> None:
-    """Put a slot on the stack of free ones, which begins with their number."""
+    """Push a slot on the stack of free slots; its first element is their number."""
     spare[0] += 1
     spare[spare[0]] = slot
 
@@ -224,14 +224,14 @@ COMPILED: Final = (
     wake_ns,
     give_back,
 )
-"""What the compiled flavour takes, callees first."""
+"""The functions included in compiled code, callees first."""
 
 CONSTANTS: Final = {name: value for name, value in list(globals().items()) if name.isupper() and isinstance(value, int)}
-"""The numbers that those functions refer to by name."""
+"""The constants that those functions use."""
 
 
 def new_port(number: int, queueing: PortQueueing) -> Numbers:
-    """Return the row of a port that holds nothing."""
+    """Return the row of an empty port."""
     port = np.zeros(PORT_CELLS, np.int64)
     port[NUMBER] = number
     port[[LINE_HEAD, LINE_TAIL]] = -1
@@ -240,7 +240,7 @@ def new_port(number: int, queueing: PortQueueing) -> Numbers:
 
 
 def configure(port: Numbers, queueing: PortQueueing) -> None:
-    """Change rate, depths, delay and loss; what waits already stays, even above a new depth."""
+    """Change rate, depths, delay and loss; queued packets stay, even above a new depth."""
     port[RATE_BPS] = queueing.rate_bps
     port[DELAY_NS] = round(queueing.delay_s * 1e9)
     port[LIMIT_PACKETS] = NEVER_NS if queueing.limit_packets is None else queueing.limit_packets
@@ -252,7 +252,7 @@ def configure(port: Numbers, queueing: PortQueueing) -> None:
 
 
 class _EachQueue:
-    """What is counted of each queue of a port, from a column on; a list when it is read."""
+    """Descriptor of a per-queue counter, as a list; ``column`` is the first of its eight columns."""
 
     def __init__(self, column: int) -> None:
         self.column = column
@@ -263,12 +263,12 @@ class _EachQueue:
 
 
 class PortColumns:
-    """The counters of one port as `dlcp.switch.ports.queues.PortQueues` names them.
+    """The counters of one port, with the names of `dlcp.switch.ports.queues.PortQueues`.
 
     Parameters
     ----------
     port
-        The port's row; it stays the caller's and is looked at when asked.
+        The port's row; a view, not copied.
     """
 
     max_depth = _EachQueue(MAX_DEPTH)
@@ -283,26 +283,26 @@ class PortColumns:
         self.queueing = queueing
 
     def configure(self, queueing: PortQueueing) -> None:
-        """Change rate, depths, delay and loss; what waits already stays, even above a new depth."""
+        """Change rate, depths, delay and loss; queued packets stay, even above a new depth."""
         self.queueing = queueing
         configure(self._port, queueing)
 
     def clear(self) -> None:
-        """Drop all packets that wait; they count as dropped in egress. What is on the line arrives."""
+        """Drop all queued packets, counted as egress drops. Packets on the line still arrive."""
         port = self._port
         port[EGRESS_DROPS : EGRESS_DROPS + QUEUES] += port[WAITING : WAITING + QUEUES]
         port[WAITING : WAITING + QUEUES] = 0
         port[[BUSY, HELD_PACKETS, HELD_BYTES]] = 0
 
     def adopt(self, before: QueueCounters) -> None:
-        """Go on counting where another one has stopped."""
+        """Continue the counts of another port's queues."""
         for name in COUNTED:
             column = vars(PortColumns)[name].column
             self._port[column : column + QUEUES] = getattr(before, name)
         self._port[LOST], self._port[LOST_ARRIVING] = before.lost, before.lost_arriving
 
     def depth(self, queue: int) -> int:
-        """Return how many packets wait in a queue."""
+        """Return the number of packets in a queue."""
         return int(self._port[WAITING + queue])
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packet tests as text: what goes in, which entries and registers there are, what has to come out.
+"""Packet tests as text: entries, registers, input packets and expected output packets.
 
 ``python -m dlcp.switch.stf p4/stf/*.stf`` runs them on the built-in switch. In Python::
 
@@ -8,7 +8,7 @@
     outcome = stf.run(stf.read(path), stf.BuiltIn(Program.load("p4/build/dlcp.json")))
     assert outcome.passed, outcome.failures
 
-Anything with the methods of `StfTarget` can take the place of `BuiltIn`.
+Any other implementation of `StfTarget` can replace `BuiltIn`.
 """
 
 from dlcp.switch.stf.frames import FrameError, Pattern, frame

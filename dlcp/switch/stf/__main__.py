@@ -11,13 +11,15 @@ from dlcp.switch.stf import BuiltIn, StfTarget, read, run
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Do what the command line says; return 1 if a test failed, 2 if one could not be run."""
+    """Run the command line; return 1 if a test failed, 2 if one could not be run."""
     parser = argparse.ArgumentParser(prog="python -m dlcp.switch.stf", description="Run packet tests (STF).")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="tests; see p4/stf/README.md")
     parser.add_argument(
         "--program", type=Path, default=PROGRAM_PATH, metavar="FILE", help="compiled program (BMv2 JSON)"
     )
-    parser.add_argument("--backend", choices=BACKENDS, default="python", help="of the built-in switch (python)")
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default="python", help="back end of the built-in switch (python)"
+    )
     options = parser.parse_args(words)
     try:
         return run_files(options.files, BuiltIn(Program.load(options.program, backend=options.backend)))
@@ -32,13 +34,13 @@ def run_files(files: Sequence[Path], target: StfTarget) -> int:
     Raises
     ------
     StfError, EntryError
-        A file that cannot be run.
+        A file cannot be run.
     """
     failed = 0
     for path in files:
         outcome = run(read(path), target)
         failed += not outcome.passed
-        came = f"{outcome.packets} packets, {outcome.expected} came out as expected"
+        came = f"{outcome.packets} packets, {outcome.expected} received as expected"
         print(f"{'ok    ' if outcome.passed else 'FAILED'} {path}: {came}")
         for line in outcome.failures:
             print(f"  {line}")

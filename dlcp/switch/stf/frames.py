@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames as a network engineer writes them down: layers with fields, lengths and checksums filled in.
+"""Parses frames written as layers with fields, and fills in lengths and checksums.
 
 ``ethernet() ipv4(src=10.0.0.9, dst=10.0.0.3) udp() dlcp(job=7, queue=5) 0102``: each layer is a name with the fields
-that differ from the defaults below; hexadecimal digits are bytes as they are. A field that says what follows (Ethernet
-type, protocol, lengths) and a checksum are right unless given. ``cut(33)`` at the end keeps the first 33 bytes.
+that differ from the defaults below; hexadecimal digits are raw bytes. Ethernet type, protocol, lengths and checksums
+are correct unless given. ``cut(33)`` at the end keeps the first 33 bytes.
 """
 
 import re
@@ -45,28 +45,27 @@ _LAYERS: Final[dict[str, dict[str, tuple[int, int | None]]]] = {
     },
     "dlcp": {name: (bits, {"version": VERSION, "type": 1}.get(name, 0)) for name, bits in FIELD_BITS.items()},
 }
-"""The fields of each layer in the order of the wire: bits, and what they are unless given; None where that follows from
-the other layers, or has to be given."""
+"""Fields of each layer in wire order: (bits, default); the default is None for a field that is computed or required."""
 _ETHER_TYPES: Final = {"ipv4": 0x0800}
 _OTHER_TYPE: Final = 0x88B5
-"""Of experiments (IEEE 802)."""
+"""Reserved for experiments (IEEE 802)."""
 _PROTOCOLS: Final = {"udp": 17, "tcp": 6}
 _OTHER_PROTOCOL: Final = 253
-"""Of experiments (RFC 3692)."""
+"""Reserved for experiments (RFC 3692)."""
 
 
 class FrameError(ValueError):
-    """A frame that is not written as it should be; the message says which part."""
+    """A frame has a syntax error; the message says where."""
 
 
 class Pattern(NamedTuple):
-    """Bytes with a mask: where the mask has a zero bit, anything will do."""
+    """Bytes with a mask; a zero bit in the mask matches anything."""
 
     value: bytes
     mask: bytes
 
     def matches(self, data: bytes, *, longer: bool = False) -> bool:
-        """Say whether ``data`` is one of the packets meant; ``longer`` lets more bytes follow."""
+        """Whether ``data`` matches; ``longer`` allows trailing bytes."""
         if len(data) < len(self.value) or (len(data) > len(self.value) and not longer):
             return False
         return all((left ^ right) & bits == 0 for left, right, bits in zip(data, self.value, self.mask, strict=False))
@@ -74,13 +73,13 @@ class Pattern(NamedTuple):
 
 class _Layer(NamedTuple):
     name: str
-    """Empty for bytes as they are."""
+    """Empty for raw bytes."""
     fields: dict[str, int | None]
     digits: str = ""
 
 
 def frame(text: str) -> Pattern:
-    """Return the bytes of a frame that was written down, and the mask of what ``*`` leaves open.
+    """Parse a frame into its bytes and the mask of its ``*`` digits.
 
     Raises
     ------
@@ -110,7 +109,9 @@ def _layers(text: str) -> tuple[list[_Layer], int | None]:
     while position < len(text):
         part = _PART.match(text, position)
         if part is None or cut is not None:
-            raise FrameError(f"cannot read a frame from {text[position : position + 30]!r} on: layers, then bytes")
+            raise FrameError(
+                f"cannot parse {text[position : position + 30]!r}; write LAYER(FIELD=VALUE, ...) or hexadecimal digits"
+            )
         position = part.end()
         name, digits = part["layer"], part["digits"]
         if digits:
@@ -129,7 +130,7 @@ def _layers(text: str) -> tuple[list[_Layer], int | None]:
 
 def _fields(layer: str, text: str) -> dict[str, int | None]:
     if layer not in _LAYERS:
-        raise FrameError(f"no layer {layer!r}; there are {', '.join(_LAYERS)}, and cut")
+        raise FrameError(f"no layer {layer!r}; choose from {', '.join(_LAYERS)} and cut")
     known = _LAYERS[layer]
     fields = {name: default for name, (_, default) in known.items()}
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -151,7 +152,7 @@ def _number(what: str, text: str) -> int:
 
 
 def _header(layer: _Layer, payload: bytes, following: str, before: _Layer | None) -> bytes:
-    """Return the bytes of a layer; what is not given follows from its neighbours."""
+    """Return the bytes of a layer; fields not given are computed from its neighbours."""
     follows: dict[str, int] = {}
     if layer.name == "ethernet":
         follows["type"] = _ETHER_TYPES.get(following, _OTHER_TYPE)
@@ -159,7 +160,7 @@ def _header(layer: _Layer, payload: bytes, following: str, before: _Layer | None
         if layer.fields["src"] is None or layer.fields["dst"] is None:
             raise FrameError("ipv4 needs src and dst")
         follows = {"length": 20 + len(payload), "protocol": _PROTOCOLS.get(following, _OTHER_PROTOCOL)}
-        # Options, if any, are the bytes that follow; the checksum is over all of the header.
+        # Options, if any, are the following bytes; the checksum covers the whole header.
         options = payload[: max(0, 4 * (layer.fields["ihl"] or 0) - 20)]
         follows["checksum"] = csum16(_packed(layer, follows) + options)
     elif layer.name == "udp":

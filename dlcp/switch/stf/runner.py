@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The built-in switch as a target of packet tests: program and queues, with a clock that only the test moves."""
+"""Runs packet tests, and provides the built-in switch as a target whose clock only the test advances."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,28 +26,28 @@ from dlcp.switch.stf.script import (
 
 @dataclass
 class StfOutcome:
-    """What came of a test."""
+    """The outcome of a test."""
 
     packets: int = 0
-    """Sent."""
+    """Packets sent."""
     expected: int = 0
-    """Came out as expected."""
+    """Packets received as expected."""
     failures: list[str] = field(default_factory=list)
-    """What was wrong, each with file and line; empty if the test passed."""
+    """Failures, each with file and line; empty if the test passed."""
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was wrong."""
+        """Whether the test passed."""
         return not self.failures
 
 
 def run(script: Script, target: StfTarget) -> StfOutcome:
-    """Run a test from a fresh start.
+    """Restart the target and run a test.
 
     Raises
     ------
     EntryError
-        An entry, name or index that does not fit the program.
+        An entry, name or index does not fit the program.
     """
     return _Run(script, target).outcome
 
@@ -88,7 +88,7 @@ class _Run:
                 statement.carry_out(self._target)
 
     def _settle(self) -> None:
-        """Compare what came out with what was expected since the last packet."""
+        """Compare the packets received since the last one sent with those expected."""
         came = self._target.receive()
         for expect in self._awaited:
             found = next((one for one in came if _fits(expect, *one)), None)
@@ -99,7 +99,7 @@ class _Run:
                 self.outcome.expected += 1
         line = self._sent.line if self._sent else 0
         for port, data in came:
-            self._fail(line, f"a packet at port {port} that no expect names: {data.hex()}")
+            self._fail(line, f"unexpected packet at port {port}: {data.hex()}")
         self._awaited, self._sent = [], None
 
     def _missing(self, expect: Expect, came: list[tuple[int, bytes]]) -> None:
@@ -112,7 +112,7 @@ class _Run:
                 i for i, (a, b, m) in enumerate(zip(near[0], pattern.value, pattern.mask, strict=False)) if (a ^ b) & m
             ]
             at = f"bytes {', '.join(map(str, places[:8]))}" if places else "the length"
-            line += f"; {near[0].hex()} came, which differs in {at}"
+            line += f"; received {near[0].hex()}, which differs in {at}"
         self._fail(expect.line, line)
 
     def _compare(self, line: int, what: str, found: int, comparison: str, value: int) -> None:
@@ -128,15 +128,15 @@ def _fits(expect: Expect, port: int, data: bytes) -> bool:
 
 
 START_US: Final = 2_000_000
-"""The clock at the start: budget slots that nobody used yet count as last used at 0, which must be long ago."""
+"""Initial clock: unused budget slots count as last used at 0, which must be long ago."""
 PACKET_US: Final = 1_000
-"""How far a packet moves the clock."""
+"""Clock advance per packet sent."""
 
 
 class BuiltIn:
     """A program with a queue for each port and priority.
 
-    Each queue has a line of its own, as in BMv2, so what one queue holds back does not hold back another.
+    Each queue has its own line, as in BMv2, so a slow queue does not block another.
     """
 
     def __init__(self, program: Program) -> None:
@@ -161,7 +161,7 @@ class BuiltIn:
         insert_entry(entry, self._program)
 
     def modify(self, entry: TableEntry) -> None:
-        """Give an entry another action, member or group."""
+        """Change an entry's action, member or group."""
         table = self._program.tables[entry.table]
         table.modify(parse_matches(table, entry.match), entry.target, entry.priority)
 
@@ -183,12 +183,12 @@ class BuiltIn:
         self._program.profiles[profile].add_member(number, parse_action(action, params))
 
     def set_group(self, profile: str, number: int, members: tuple[int, ...]) -> None:
-        """Make a group, or give it other members."""
+        """Create a group, or replace its members."""
         known = self._program.profiles[profile]
         (known.modify_group if known.has_group(number) else known.add_group)(number, members)
 
     def set_meter(self, table: str, match: Mapping[str, Value], priority: int, rates: MeterConfig) -> None:
-        """Set an entry's meter; its buckets are full."""
+        """Set an entry's meter and fill its buckets."""
         known = self._program.tables[table]
         known.set_meter(parse_matches(known, match), rates, priority)
 
@@ -207,11 +207,11 @@ class BuiltIn:
         return self._program.counters[name][index]
 
     def now_us(self) -> int:
-        """Return the clock that packets are stamped with."""
+        """Return the clock of the packets' time stamps."""
         return self._now_us
 
     def wait(self, seconds: float) -> None:
-        """Move the clock."""
+        """Advance the clock."""
         self._now_us += round(seconds * 1e6)
 
     # ------------------------------------------------------------------------------------------------------ packets
@@ -221,14 +221,14 @@ class BuiltIn:
         self._slow[port], self._depths[port] = {}, depth_packets
 
     def release(self, port: int) -> None:
-        """Let out what the queues of a port hold, the most urgent first."""
+        """Release the packets in a port's queues, most urgent queue first."""
         if port not in self._slow:
             raise EntryError(f"release: port {port} is not slow")
         for _, queues in sorted(self._slow.pop(port).items(), reverse=True):
             self._drain(port, queues)
 
     def send(self, port: int, data: bytes) -> None:
-        """Run a packet through ingress, its queue and, unless that is slow, egress."""
+        """Run a packet through ingress, its queue and, unless the queue holds it, egress."""
         self._now_us += PACKET_US
         packet = bytearray(data)
         out_port, queue, carry = self._program.ingress(packet, port, self._now_us)
@@ -246,7 +246,7 @@ class BuiltIn:
             waiting[queue] = queues
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """Return what came out since the last call."""
+        """Return the packets received since the last call."""
         came, self._out = self._out, []
         return came
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packet tests as text: the statements of p4c's STF, and a few that it lacks. p4/stf/README.md describes them.
+"""Parses packet tests: the statements of p4c's STF, and a few extensions. p4/stf/README.md describes them.
 
-A statement ends with its line, unless the next line begins with a blank. ``#`` begins a comment. An unknown statement
-is an error, never skipped.
+A line that begins with a blank continues the previous statement. ``#`` begins a comment. An unknown statement is an
+error, never skipped.
 """
 
 import gzip
@@ -21,7 +21,7 @@ from dlcp.switch.stf.frames import FrameError, Pattern, frame
 
 
 class StfError(ValueError):
-    """A test that cannot be run; the message names file, line and what is wrong."""
+    """A test cannot be run; the message has file, line and reason."""
 
 
 class StfTarget(Protocol):
@@ -34,7 +34,7 @@ class StfTarget(Protocol):
         """Add an entry."""
 
     def modify(self, entry: TableEntry) -> None:
-        """Give an entry another action, member or group."""
+        """Change an entry's action, member or group."""
 
     def remove(self, table: str, match: Mapping[str, Value], priority: int) -> None:
         """Remove an entry."""
@@ -49,10 +49,10 @@ class StfTarget(Protocol):
         """Add a member to an action profile."""
 
     def set_group(self, profile: str, number: int, members: tuple[int, ...]) -> None:
-        """Make a group, or give it other members."""
+        """Create a group, or replace its members."""
 
     def set_meter(self, table: str, match: Mapping[str, Value], priority: int, rates: MeterConfig) -> None:
-        """Set an entry's meter; its buckets are full."""
+        """Set an entry's meter and fill its buckets."""
 
     def write_register(self, name: str, index: int, value: int) -> None:
         """Write a cell."""
@@ -64,7 +64,7 @@ class StfTarget(Protocol):
         """Return packets and bytes of a cell."""
 
     def now_us(self) -> int:
-        """Return the clock that packets are stamped with."""
+        """Return the clock of the packets' time stamps."""
 
     def wait(self, seconds: float) -> None:
         """Let time pass."""
@@ -73,28 +73,28 @@ class StfTarget(Protocol):
         """Let each queue of a port send one packet, then hold up to ``depth_packets``."""
 
     def release(self, port: int) -> None:
-        """Let out what the queues of a port hold."""
+        """Release the packets in a port's queues."""
 
     def send(self, port: int, data: bytes) -> None:
-        """Give the switch a packet."""
+        """Send a packet to the switch."""
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """Return what came out since the last call, once the switch has settled."""
+        """Return the packets received since the last call, once the switch has settled."""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One statement of a test, and where its file has it."""
+    """One statement of a test, with its line number."""
 
     line: int
 
 
 class Preparation(Statement):
-    """A statement that neither compares anything nor sends a packet."""
+    """A statement that neither compares nor sends anything."""
 
     @abstractmethod
     def carry_out(self, target: StfTarget) -> None:
-        """Do what the statement says."""
+        """Carry out the statement on a target."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Write(Preparation):
     entry: TableEntry
 
     def carry_out(self, target: StfTarget) -> None:
-        """Do what the statement says."""
+        """Carry out the statement on a target."""
         (target.insert if self.operation == "add" else target.modify)(self.entry)
 
 
@@ -119,7 +119,7 @@ class Remove(Preparation):
     priority: int
 
     def carry_out(self, target: StfTarget) -> None:
-        """Do what the statement says."""
+        """Carry out the statement on a target."""
         target.remove(self.table, self.match, self.priority)
 
 
@@ -128,7 +128,7 @@ class RemoveAll(Preparation):
     """Remove all entries, members and groups."""
 
     def carry_out(self, target: StfTarget) -> None:
-        """Do what the statement says."""
+        """Carry out the statement on a target."""
         target.remove_all()
 
 
@@ -141,7 +141,7 @@ class SetDefault(Preparation):
     params: Mapping[str, Value]
 
     def carry_out(self, target: StfTarget) -> None:
-        """Do what the statement says."""
+        """Carry out the statement on a target."""
         target.set_default(self.table, self.action, self.params)
 
 
@@ -155,20 +155,20 @@ class AddMember(Preparation):
     params: Mapping[str, Value]
 
     def carry_out(self, target: StfTarget) -> None:
-        """Do what the statement says."""
+        """Carry out the statement on a target."""
         target.add_member(self.profile, self.id, self.action, self.params)
 
 
 @dataclass(frozen=True)
 class SetGroup(Preparation):
-    """Give a group these members; a new group if there is none of this number."""
+    """Set a group's members; create the group if it does not exist."""
 
     profile: str
     id: int
     members: tuple[int, ...]
 
     def carry_out(self, target: StfTarget) -> None:
-        """Do what the statement says."""
+        """Carry out the statement on a target."""
         target.set_group(self.profile, self.id, self.members)
 
 
@@ -182,7 +182,7 @@ class SetMeter(Preparation):
     rates: MeterConfig
 
     def carry_out(self, target: StfTarget) -> None:
-        """Do what the statement says."""
+        """Carry out the statement on a target."""
         target.set_meter(self.table, self.match, self.priority, self.rates)
 
 
@@ -194,10 +194,10 @@ class WriteRegister(Preparation):
     index: int
     value: int
     ago: bool = False
-    """The value is what the clock showed ``value`` microseconds ago."""
+    """Write the time ``value`` microseconds ago instead."""
 
     def carry_out(self, target: StfTarget) -> None:
-        """Do what the statement says."""
+        """Carry out the statement on a target."""
         value = (target.now_us() - self.value) % (1 << 32) if self.ago else self.value
         target.write_register(self.register, self.index, value)
 
@@ -226,7 +226,7 @@ class CheckCounter(Statement):
 
 @dataclass(frozen=True)
 class SendPacket(Statement):
-    """A packet comes in."""
+    """Send a packet."""
 
     port: int
     data: bytes
@@ -234,7 +234,7 @@ class SendPacket(Statement):
 
 @dataclass(frozen=True)
 class Expect(Statement):
-    """A packet comes out."""
+    """Expect a packet."""
 
     port: int
     pattern: Pattern | None
@@ -244,40 +244,40 @@ class Expect(Statement):
 
 @dataclass(frozen=True)
 class NoPacket(Statement):
-    """Nothing comes out; without an ``expect`` this is so anyway, said or not."""
+    """Expect no packet, which is also the default."""
 
 
 @dataclass(frozen=True)
 class Wait(Preparation):
-    """Let time pass, for meters and whatever else ages."""
+    """Let time pass, for meters and other state that depends on it."""
 
     seconds: float
 
     def carry_out(self, target: StfTarget) -> None:
-        """Do what the statement says."""
+        """Carry out the statement on a target."""
         target.wait(self.seconds)
 
 
 @dataclass(frozen=True)
 class Slow(Preparation):
-    """Make the queues of a port slow: each lets one packet out and then none until ``release``."""
+    """Make the queues of a port slow: each sends one packet and then none until ``release``."""
 
     port: int
     depth_packets: int
 
     def carry_out(self, target: StfTarget) -> None:
-        """Do what the statement says."""
+        """Carry out the statement on a target."""
         target.slow(self.port, self.depth_packets)
 
 
 @dataclass(frozen=True)
 class Release(Preparation):
-    """Let out what waits in the queues of a port."""
+    """Release the packets in a port's queues."""
 
     port: int
 
     def carry_out(self, target: StfTarget) -> None:
-        """Do what the statement says."""
+        """Carry out the statement on a target."""
         target.release(self.port)
 
 
@@ -289,7 +289,7 @@ class Script:
     statements: tuple[Statement, ...] = field(default=())
 
     def packets(self) -> int:
-        """Return how many packets are sent."""
+        """Return the number of packets sent."""
         return sum(isinstance(statement, SendPacket) for statement in self.statements)
 
 
@@ -301,12 +301,12 @@ _EVENTS: Final[dict[str, int]] = {event.name: int(event) for event in (*IngressE
 
 
 def read(path: Path) -> Script:
-    """Read a file; one whose name ends with ``.gz`` is unpacked.
+    """Read a file, which may be gzipped (``.gz``).
 
     Raises
     ------
     StfError
-        A statement that is unknown or wrong, or a file that sends no packet; with file and line.
+        An unknown or invalid statement, or a file that sends no packet; with file and line.
     """
     packed = path.suffix == ".gz"
     text = gzip.decompress(path.read_bytes()).decode() if packed else path.read_text(encoding="utf-8")
@@ -338,7 +338,9 @@ def _lines(text: str, path: Path) -> Iterator[tuple[int, str, str]]:
             continue
         if bare[0].isspace():
             if not parts:
-                raise StfError(f"{path}:{number}: a line that begins with a blank goes on with a statement; none began")
+                raise StfError(
+                    f"{path}:{number}: a line that begins with a blank continues a statement, but none began"
+                )
             parts.append(bare)
             continue
         if parts:
@@ -369,7 +371,7 @@ def _write(operation: str) -> Callable[[int, str], Statement]:
 
 
 def _matched(words: Sequence[str]) -> tuple[str, int, dict[str, Value]]:
-    """Return table, priority and match of the words before an action."""
+    """Parse the words before an action into table, priority and match."""
     if not words:
         raise ValueError("names no table")
     table, *fields = words
@@ -380,13 +382,13 @@ def _matched(words: Sequence[str]) -> tuple[str, int, dict[str, Value]]:
     for word in fields:
         name, colon, value = word.partition(":")
         if not colon:
-            raise ValueError(f"{word!r} is no FIELD:VALUE")
+            raise ValueError(f"{word!r} is not FIELD:VALUE")
         match[name] = _wildcards(value)
     return table, priority, match
 
 
 def _wildcards(text: str) -> str:
-    """Return a match with p4c's ``*`` digits as value and mask; anything else as it is."""
+    """Convert a match with p4c's ``*`` digits to value and mask; return others unchanged."""
     prefix, digits = text[:2].lower(), text[2:]
     if prefix not in ("0x", "0b") or "*" not in digits:
         return text
@@ -399,7 +401,7 @@ def _params(text: str) -> dict[str, Value]:
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, colon, value = item.partition(":")
         if not colon:
-            raise ValueError(f"{item!r} is no PARAMETER:VALUE")
+            raise ValueError(f"{item!r} is not PARAMETER:VALUE")
         params[name.strip()] = value.strip()
     return params
 
@@ -456,7 +458,7 @@ def _cell_words(rest: str) -> tuple[str, str, str]:
 
 
 def _index(text: str) -> int:
-    """Return an index: a number, or (port, queue) of a depth, or (port, queue, drop class, event)."""
+    """Parse an index: a number, PORT,QUEUE of a depth, or PORT,QUEUE,CLASS,EVENT."""
     parts = [part.strip() for part in text.split(",")]
     match parts:
         case [index]:
@@ -467,7 +469,7 @@ def _index(text: str) -> int:
             if event not in _EVENTS:
                 raise ValueError(f"no event {event!r}{nearest(event, _EVENTS)}")
             return event_index(int(port, 0), int(queue, 0), int(drop_class, 0), _EVENTS[event])
-    raise ValueError(f"{text!r} is no index: give a number, PORT,QUEUE or PORT,QUEUE,CLASS,EVENT")
+    raise ValueError(f"{text!r} is not an index; give a number, PORT,QUEUE or PORT,QUEUE,CLASS,EVENT")
 
 
 def _check(line: int, rest: str) -> tuple[str, int, "re.Match[str]"]:
@@ -481,14 +483,14 @@ def _check(line: int, rest: str) -> tuple[str, int, "re.Match[str]"]:
 def _check_counter(line: int, rest: str) -> Statement:
     name, index, said = _check(line, rest)
     if said["unit"] is None:
-        raise ValueError("say what is counted: packets or bytes")
+        raise ValueError("the unit is missing; give packets or bytes")
     return CheckCounter(line, name, index, said["unit"], said["comparison"], int(said["value"], 0))
 
 
 def _check_register(line: int, rest: str) -> Statement:
     name, index, said = _check(line, rest)
     if said["unit"] is not None:
-        raise ValueError("a register counts neither packets nor bytes")
+        raise ValueError("a register has no packets or bytes; omit the unit")
     return CheckRegister(line, name, index, said["comparison"], int(said["value"], 0))
 
 
@@ -499,7 +501,7 @@ def _packet(line: int, rest: str) -> Statement:
     port, _, text = rest.partition(" ")
     pattern = frame(text)
     if any(byte != 0xFF for byte in pattern.mask):
-        raise ValueError("a packet that is sent leaves nothing open; * is for expect")
+        raise ValueError("a packet to send cannot contain *; only expect can")
     return SendPacket(line, int(port, 0), pattern.value)
 
 
@@ -509,14 +511,14 @@ def _expect(line: int, rest: str) -> Statement:
     if not text:
         return Expect(line, int(port, 0), None)
     pattern: Pattern = frame(text.removesuffix("$"))
-    # As in p4c's STF, more may follow bytes that do not end with $; a frame of layers is whole.
+    # As in p4c's STF, further bytes may follow unless the text ends with $; a frame of layers is complete.
     longer = not text.endswith("$") and "(" not in text
     return Expect(line, int(port, 0), pattern, longer)
 
 
 def _no_packet(line: int, rest: str) -> Statement:
     if rest:
-        raise ValueError(f"takes nothing, not {rest!r}")
+        raise ValueError(f"takes no arguments; remove {rest!r}")
     return NoPacket(line)
 
 
