@@ -271,7 +271,7 @@ def _pairs(old: Path, new: Path) -> list[tuple[str, Path, Path]]:
     names = {path.relative_to(old) for path in old.rglob("*.json") if path.name != "summary.json"}
     both = sorted(name for name in names if (new / name).is_file())
     if not both:
-        raise ReportError(f"{old} and {new} have no result files with the same name; compare two files, or two folders of results")
+        raise ReportError(f"{old} and {new} have no result files in common; compare two files or two folders")
     return [(str(name), old / name, new / name) for name in both]
 
 
