@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integer arithmetic that both engines share: random numbers, hashes, and times in picoseconds."""
+"""Integer arithmetic shared by both engines: random numbers, hashes, and times in picoseconds."""
 
 import zlib
 from collections.abc import Sequence
@@ -16,25 +16,25 @@ DRAW_LIMIT: Final = 1 << 31
 PS_PER_S: Final = 1_000_000_000_000
 PS_PER_US: Final = 1_000_000
 HOST_ADDRESS: Final = 0x0A000001
-"""10.0.0.1: the IPv4 address of host n is this + n."""
+"""10.0.0.1: host n has the IPv4 address ``HOST_ADDRESS + n``."""
 RATE_SHIFT: Final = 10
-"""Serialization takes ``bytes * kibibyte_ps >> RATE_SHIFT``: a link's rate is kept as the time for 1,024 bytes."""
+"""A link's rate is stored as the time for 1,024 bytes, so serialization takes ``bytes * kibibyte_ps >> RATE_SHIFT``."""
 
 
 def seconds_to_ps(seconds: float) -> int:
-    """Return whole picoseconds."""
+    """Convert seconds to whole picoseconds."""
     return round(seconds * PS_PER_S)
 
 
 def ps_per_kibibyte(rate_gbps: float) -> int:
-    """Return how long 1,024 bytes take: exact for all usual rates, and off by 1 in 10^4 at most for others."""
+    """Return the time in picoseconds for 1,024 bytes: exact for all usual rates, within 1 in 10^4 for others."""
     return round(8 * 1024 * 1000 / rate_gbps)
 
 
 def draw(state: int) -> tuple[int, int]:
     """Return the next state of a xorshift generator (Marsaglia, 2003: 13, 7, 17), and 31 random bits.
 
-    Python's integers do not wrap around; `dlcp.sim.kernel.state.draw` gives the same numbers with Numba's, which do.
+    Python's integers do not wrap around, so they are masked. `dlcp.sim.kernel.state.draw` gives the same numbers.
     """
     state ^= state << 13 & MASK64
     state ^= state >> 7
@@ -43,7 +43,7 @@ def draw(state: int) -> tuple[int, int]:
 
 
 def mix(value: int, salt: int) -> int:
-    """Return 31 bits that depend on both; `dlcp.sim.kernel.state.mix` gives the same bits."""
+    """Hash a value and a salt to 31 bits; `dlcp.sim.kernel.state.mix` gives the same bits."""
     return ((value ^ salt) * GOLDEN & MASK64) >> 33
 
 
@@ -59,8 +59,8 @@ def _entropy_table() -> NDArray[np.int64]:
 
 
 ENTROPY_TABLE: Final = _entropy_table()
-"""What each byte of the entropy changes in the hash by which the P4 program chooses paths. CRC-32 is affine, so changes
-of single bytes combine by XOR."""
+"""How each value of each entropy byte changes the hash by which the P4 program chooses paths. CRC-32 is affine, so the
+changes of single bytes combine by XOR."""
 
 
 def path_hashes(
@@ -75,13 +75,13 @@ def path_hashes(
 def slot_owners(
     job: NDArray[np.int64], step: NDArray[np.int64], message: NDArray[np.int64], sender: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return the CRC-32 by which the P4 program knows a message, shape (n,)."""
+    """Return the CRC-32 by which the P4 program identifies a message, shape (n,)."""
     return _crc32(((job, 2), (step, 4), (message, 2), (sender, 2)))
 
 
 def _crc32(fields: Sequence[tuple[NDArray[np.int64], int]]) -> NDArray[np.int64]:
-    """Return the CRC-32 of fields of so many bytes each, row by row."""
-    # The table's entry for a byte is the hash's change of state; undo what zlib adds before and after.
+    """Return the CRC-32 of each row of (values, size in bytes) fields."""
+    # The plain state transition for each byte: zlib inverts the state before and after, so undo both.
     table = np.array([zlib.crc32(bytes([value]), 0xFFFFFFFF) ^ 0xFFFFFFFF for value in range(256)], np.int64)
     state = np.full(len(fields[0][0]), 0xFFFFFFFF, np.int64)
     for values, size in fields:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduces as graphs: ring, direct, parameter server, halving and doubling, tree, and two levels.
 
-Each function adds one all-reduce to a graph. It starts from one node per rank (``after``), which has to be done before
-the rank takes part, and returns one node per rank, int64 (ranks,), which is done when the rank has the result.
+Each function adds one all-reduce to a graph. ``after`` has one node per rank, which has to be done before the rank
+takes part. The function returns one node per rank, int64 (ranks,), which is done when the rank has the result.
 
-Messages on the way to be reduced (contributions: reduce-scatter, and a tree's way up) may lose what the loss bound
-allows. Results on their way back (all-gather, and a tree's way down) are always delivered whole.
+Contributions (reduce-scatter, and up a tree) may lose packets within the loss bound. Results (all-gather, and down a
+tree) are always delivered whole.
 """
 
 import dataclasses
@@ -19,29 +19,29 @@ from numpy.typing import ArrayLike, NDArray
 from dlcp.sim.graph import GraphBuilder, Nodes
 
 RESULT_MESSAGE: Final = 0x8000
-"""Set in the number of a message that carries a result, so that switches take it for another message."""
+"""Bit set in the message number of a result, so that switches distinguish it from the contribution."""
 SHARD_MESSAGES: Final = 64
-"""Distance between the message numbers of two shards. Chosen by us: a job has some 64 all-reduces in a step."""
+"""Distance between the message numbers of two shards: a step of a job has about 64 all-reduces."""
 
 CollectiveName = Literal["parameter_server", "ring", "direct", "halving_doubling", "tree", "hierarchical"]
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduceSpec:
-    """An all-reduce, whatever the algorithm.
+    """An all-reduce, independent of the algorithm.
 
     Parameters
     ----------
     hosts
-        By rank.
+        One host per rank.
     size_bytes
-        Of the buffer.
+        Size of the buffer.
     transport
         Number of the transport in the simulation.
     queue, order, lane, class_shares, layer, job, step
-        As of `GraphBuilder.messages`.
+        As in `GraphBuilder.messages`.
     loss_bound
-        Of contributions.
+        Loss bound of contributions.
     message
         Number of the all-reduce within the step, below `RESULT_MESSAGE`.
     """
@@ -79,11 +79,11 @@ class AllReduceSpec:
         Parameters
         ----------
         sender
-            Tells messages of one number apart, for switches.
+            Distinguishes messages with the same number at switches.
         result
             Whether they carry results.
         message
-            Their number, if it is not that of the all-reduce.
+            Their number; by default, the all-reduce's.
         """
         number = self.message if message is None else message
         return builder.messages(
@@ -113,14 +113,14 @@ def all_reduce(
     servers: Sequence[int] = (),
     group: int = 1,
 ) -> Nodes:
-    """Add an all-reduce by the name of its algorithm.
+    """Add an all-reduce with the named algorithm.
 
     Parameters
     ----------
     servers
-        Hosts that hold parameters, for ``parameter_server``.
+        Hosts of the parameter servers, for ``parameter_server``.
     group
-        Ranks that are close to each other, for ``hierarchical``.
+        Number of ranks in a group of neighbours, for ``hierarchical``.
     """
     if collective == "parameter_server":
         return parameter_server(builder, spec, servers, after)
@@ -138,7 +138,7 @@ def all_reduce(
 
 
 def shard_sizes(size_bytes: int, shards: int) -> NDArray[np.int64]:
-    """Return how many bytes each shard has: as equal as can be, at least one."""
+    """Return the bytes of each shard: as equal as possible, at least one."""
     sizes = np.full(shards, size_bytes // shards, np.int64)
     sizes[: size_bytes % shards] += 1
     return np.maximum(sizes, 1)
@@ -160,12 +160,12 @@ def ring(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes | None = None)
             hosts,
             np.roll(hosts, -1),
             sizes[(ranks - turn) % count],
-            # A switch has to tell the rounds apart, and the sender is the only field left to do it with.
+            # Switches have to distinguish the rounds, and the sender is the only free field.
             sender=(ranks + turn * count) & 0xFFFF,
             result=turn >= count - 1,
         )
         if after is not None and turn < count:
-            # A rank sends its own shard first, then n - 1 times what came with its own values added.
+            # A rank first sends its own shard, then n - 1 times what it received plus its own values.
             builder.follow(after, nodes)
         if previous is not None:
             builder.follow(previous, np.roll(nodes, -1))
@@ -174,23 +174,23 @@ def ring(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes | None = None)
         previous = nodes
     ends = builder.delays(np.zeros(count, np.int64))
     for nodes in results:
-        # The last sum completes a rank's own shard; the others arrive complete. They may overtake each other.
+        # The last sum completes one shard of the rank; all other shards arrive complete. Messages may be reordered.
         builder.follow(np.roll(nodes, 1), ends)
     return ends
 
 
 def direct(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes | None = None) -> Nodes:
-    """Add a direct all-reduce: every rank sends each other rank its shard, and gets the averaged shards back."""
+    """Add a direct all-reduce: every rank sends each other rank that rank's shard, and receives the averages."""
     return _through_owners(builder, spec, range(len(spec.hosts)), after, owners_are_ranks=True)
 
 
 def parameter_server(
     builder: GraphBuilder, spec: AllReduceSpec, servers: Sequence[int], after: Nodes | None = None
 ) -> Nodes:
-    """Add an exchange through parameter servers: ``servers`` are hosts with equal shards; ranks are the workers."""
+    """Add an exchange through parameter servers: ``servers`` own equal shards, ranks are the workers."""
     overlap = sorted(set(spec.hosts) & set(servers))
     if overlap:
-        raise ValueError(f"hosts {overlap} are workers and servers at once; use the direct all-reduce for that")
+        raise ValueError(f"hosts {overlap} are workers and servers at once; use the direct all-reduce instead")
     return _through_owners(builder, spec, servers, after, owners_are_ranks=False)
 
 
@@ -222,7 +222,7 @@ def _through_owners(
 
 
 def halving_doubling(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes) -> Nodes:
-    """Add Rabenseifner's all-reduce: halves with ever nearer partners, then back; ranks are a power of two."""
+    """Add Rabenseifner's all-reduce: recursive halving with ever nearer partners, then doubling; 2^k ranks."""
     hosts = np.asarray(spec.hosts, np.int64)
     count = len(hosts)
     ranks = np.arange(count)
@@ -248,7 +248,7 @@ def halving_doubling(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes) -
 
 
 def tree(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes) -> Nodes:
-    """Add a binary tree: contributions go up to rank 0, the result comes down. Rank r is below (r - 1) / 2."""
+    """Add a binary tree: contributions go up to rank 0, the result comes down. Rank r has the parent (r - 1) // 2."""
     hosts = np.asarray(spec.hosts, np.int64)
     ranks = np.arange(len(hosts))
     parents = (ranks[1:] - 1) // 2
@@ -299,7 +299,7 @@ def hierarchical(builder: GraphBuilder, spec: AllReduceSpec, group: int, after: 
 def _within(
     builder: GraphBuilder, spec: AllReduceSpec, sources: Nodes, targets: Nodes, sizes: Nodes, *, result: bool
 ) -> Nodes:
-    """Add messages within groups: contributions to the owners of shards, or results from the owners."""
+    """Add messages within groups: contributions to the shards' owners, or results from them."""
     hosts = np.asarray(spec.hosts, np.int64)
     group = sources.shape[1]
     shards = (sources if result else targets) % group

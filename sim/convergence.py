@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how many additional steps loss costs: the demo's network on handwritten digits, losing gradients by packet.
+"""Measure the additional training steps that loss costs: the demo's network on handwritten digits, with packet loss.
 
-``python -m dlcp.sim.convergence`` trains again and writes ``dlcp/convergence/measured.json``. It needs PyTorch and
-scikit-learn. Four workers average their gradients. Of each worker's packets of 350 values a share is lost, the
-least valuable first as in DLCP's switches, or at random. The average is over what was delivered, as in DLCP's
-receivers.
+``python -m dlcp.sim.convergence`` trains and rewrites ``dlcp/convergence/measured.json``. It needs PyTorch and
+scikit-learn. Four workers average their gradients. Each worker loses a share of its packets of 350 values: the least
+valuable ones as in DLCP's switches, or random ones. Averages leave out the lost values, as in DLCP's receivers.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from dlcp.examples.digits import DigitTensors, accuracy, batches, load, network
 
 WORKERS: Final = 4
 BATCH: Final = 16
-"""Of a worker; small, so that there are enough steps for their numbers to differ."""
+"""Batch size of a worker. It is small so that runs take enough steps for their numbers to differ."""
 PACKET_VALUES: Final = 350
 LOSSES: Final = (0.0, 0.01, 0.1, 0.2, 0.3)
 MODES: Final = {
@@ -31,11 +30,11 @@ MODES: Final = {
     "digits_feedback": "the least valuable packets lost, sent with the next step instead (error feedback)",
 }
 EVERY: Final = 4
-"""Steps between two tests of the accuracy."""
+"""Steps between accuracy tests."""
 
 
 def steps_to_target(digits: DigitTensors, mode: str, loss: float, seed: int, target: float, most: int) -> int:
-    """Return the step from which three tests in a row reach the target accuracy; ``most`` if none does."""
+    """Return the step of the first of three tests in a row that reach the target accuracy; ``most`` if none."""
     model = network(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     own = [batches(digits, most, rank, WORKERS, seed) for rank in range(WORKERS)]
@@ -70,7 +69,7 @@ def _assign(model: nn.Module, gradient: torch.Tensor) -> None:
 def _average(
     gradients: torch.Tensor, residual: torch.Tensor, mode: str, loss: float, random: np.random.Generator
 ) -> torch.Tensor:
-    """Return the average of what is delivered, and keep in ``residual`` what the next step adds."""
+    """Return the average of the delivered values, and store the lost ones in ``residual`` for the next step."""
     feedback = mode == "digits_feedback"
     offered = gradients + residual if feedback else gradients
     count = -(-offered.shape[1] // PACKET_VALUES)
@@ -82,7 +81,7 @@ def _average(
         if mode == "digits_random":
             gone = random.permutation(count)[:lost]
         else:
-            # Queues overflow now and then, not always for the same packets: the lower half is at risk.
+            # Queues overflow occasionally, not always for the same packets: drop from the least valuable 70 %.
             at_risk = torch.argsort(packets[rank].norm(dim=1))[: max(lost, round(count * 0.7))].numpy()
             gone = at_risk[random.permutation(len(at_risk))[:lost]]
         kept[rank, torch.from_numpy(gone)] = False
@@ -109,9 +108,9 @@ def measure(seeds: int, target: float, most: int) -> dict[str, list[tuple[float,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write the data."""
-    parser = argparse.ArgumentParser(description="Measure steps to accuracy as a function of loss.")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each (default: 5)")
+    """Measure the curves and write them."""
+    parser = argparse.ArgumentParser(description="Measure the steps to a target accuracy as a function of loss.")
+    parser.add_argument("--seeds", type=int, default=5, help="number of runs, one per seed (default: 5)")
     parser.add_argument("--target", type=float, default=0.96, help="test accuracy to reach (default: 0.96)")
     parser.add_argument("--most", type=int, default=400, help="steps after which a run gives up (default: 400)")
     options = parser.parse_args(arguments)

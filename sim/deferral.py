@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deferral in simulated training: what of a step's messages is put off to a later one.
+"""Deferral in simulated training: which share of a step's messages is deferred to a later step.
 
-How much is the arithmetic of real ranks (`dlcp.slow_ports`); here packets are only counted, and a message is sent with
-so many less. What it goes by are the times of the steps before:
+The amount follows the arithmetic of real ranks (`dlcp.slow_ports`). The simulator only counts packets, and sends a
+message with fewer of them. The amount depends on the times of earlier steps:
 
-- A shard whose messages are under way for no longer than ranks compute is whole: nobody waits for it. Else so much is
-  put off that it is through when they have computed.
-- With a direct all-reduce that also takes a rank that receives at a far lower rate than the others, as with real ones.
-  A server's port has to carry more than its workers' if there are fewer servers than workers.
+- A shard is sent whole if its messages take no longer than the ranks compute: nobody waits for it. Otherwise enough is
+  deferred for the shard to finish by the end of the computation.
+- With a direct all-reduce, deferral also requires a rank that receives at a far lower rate than the others, as with
+  real ranks. With parameter servers, a server's port carries more than a worker's if there are fewer servers.
 
-An owner decides once for all that receive its average. The first step is whole, since nothing is known yet, and so are
-messages that begin before the end of the step that would have told. Real ranks send their first steps whole, and
-do not know how long they compute.
+An owner chooses one share for all receivers of its average. The first step is sent whole because no times are known
+yet, and so are messages that begin before the end of the step that decides about them. Real ranks send their first
+steps whole, and do not measure how long they compute.
 """
 
 from typing import Annotated, Final, Literal
@@ -30,17 +30,17 @@ _ROUNDING: Final = 1e-9
 
 
 class DeferralSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a job may put off.
+    """What a job may defer.
 
     Parameters
     ----------
     ceiling
-        The largest share of a message's packets.
+        The largest share of a message's packets to defer.
     halves
-        Of which half of an all-reduce.
+        Which half of an all-reduce may be deferred.
     ports
-        ``slow``: where a port holds up the others, as real ranks do. ``all``: wherever a step waits for the network.
-        That differs only where all ports have as much to carry, as in a direct all-reduce.
+        ``slow``: defer where one port delays the others, like real ranks. ``all``: defer wherever a step waits for the
+        network. The two differ only if all ports carry the same load, as in a direct all-reduce.
     """
 
     ceiling: Annotated[float, Meta(ge=0, lt=1)]
@@ -56,12 +56,12 @@ class SimulatedDeferral:
     ranks
         Hosts of the workers.
     servers
-        Hosts that own the shards; without any every rank owns one.
+        Hosts that own the shards; if empty, every rank owns one.
 
     Attributes
     ----------
     shares
-        What share of a message's packets to put off, by owner: of contributions to it, and of averages from it.
+        Shares of packets to defer, by owner: of the contributions to it, and of the averages from it.
     """
 
     def __init__(self, spec: DeferralSpec, ranks: tuple[int, ...], servers: tuple[int, ...]) -> None:
@@ -70,14 +70,14 @@ class SimulatedDeferral:
         self.shares: dict[int, tuple[float, float]] = {}
 
     def learn(self, submitted: SubmittedGraph, records: NDArray[np.void], step: int, compute_s: float) -> None:
-        """Take in the times of a step.
+        """Update the shares from the times of a step.
 
         Parameters
         ----------
         records
-            Of the graph, as its engine has them at the end of the step.
+            The graph's records at the end of the step.
         compute_s
-            How long the slowest rank has computed in it.
+            Computing time of the slowest rank in the step.
         """
         nodes = submitted.graph.nodes
         chosen = np.flatnonzero((submitted.packets > 0) & (nodes["step"] == step))
@@ -102,7 +102,7 @@ class SimulatedDeferral:
     def _of_slow_ports(
         self, senders: NDArray[np.int32], receivers: NDArray[np.int32], records: NDArray[np.void]
     ) -> dict[int, tuple[float, float]]:
-        """Return the shares that slow ports ask for, by owner, given a step's messages."""
+        """Return the shares to defer because of slow ports, by owner, from a step's messages."""
         count, ceiling = len(self._ranks), self.spec.ceiling
         if self.spec.ports == "all":
             return dict.fromkeys(self._servers or self._ranks, (ceiling, ceiling))
@@ -120,7 +120,7 @@ class SimulatedDeferral:
         return {owner: (shares[owner], max(shares[rank] for rank in self._ranks if rank != owner)) for owner in shares}
 
     def apply(self, simulation: Simulation, submitted: SubmittedGraph) -> None:
-        """Let the messages of a graph that have not begun be sent without what is put off."""
+        """Remove the deferred packets from a graph's messages that have not begun."""
         nodes = submitted.graph.nodes
         messages = np.flatnonzero(submitted.packets > 0)
         results = (nodes["message"][messages] & RESULT_MESSAGE) != 0
@@ -134,14 +134,14 @@ class SimulatedDeferral:
 
 
 def deferred_packets(packets: NDArray[np.int32], shares: NDArray[np.float64]) -> NDArray[np.int32]:
-    """Return how many packets of messages are put off: a share, but none of those whose turn it is to be sent."""
+    """Return the deferred packets of each message: the share, except for packets whose turn it is to be sent."""
     turns = -(-packets // REFRESH_STEPS)
     deferred: NDArray[np.int32] = np.minimum(np.floor(shares * packets + _ROUNDING).astype(np.int32), packets - turns)
     return deferred
 
 
 def seconds_under_way(records: NDArray[np.void]) -> float:
-    """Return for how long at least one of some messages was under way, given their records."""
+    """Return the time in seconds during which at least one of the messages was in progress."""
     if not len(records):
         return 0.0
     order = np.argsort(records["begin_ps"], kind="stable")
@@ -153,9 +153,9 @@ def seconds_under_way(records: NDArray[np.void]) -> float:
 def _inbound_rate(
     rank: int, senders: NDArray[np.int32], receivers: NDArray[np.int32], records: NDArray[np.void]
 ) -> float:
-    """Return how many packets a second a rank gets from each sender; their median, as real ranks take it.
+    """Return the median over senders of the packets a second that a rank receives, like real ranks.
 
-    One sender's own trouble says nothing about the receiver.
+    The median ignores a slow sender, whose rate says nothing about the receiver.
     """
     received = receivers == rank
     from_each = [records[received & (senders == sender)] for sender in np.unique(senders[received])]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiments: what their runs share, what they vary and what they show; and how their files are read.
+"""Experiments: their common setting, the axes they vary, figures and claims; and how to read their files.
 
 Every combination of points is checked before anything runs. Errors name the line of the file and the nearest valid
 name.
@@ -24,15 +24,15 @@ from dlcp.suggestion import nearest
 
 
 class RunSetting(NetworkSetting, frozen=True, kw_only=True):
-    """Everything that one run needs."""
+    """The complete setting of one run."""
 
     training: tuple[TrainingJob, ...] = ()
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A value of an axis: ``set`` has what it changes, by dotted names such as ``switches.discipline``.
+    """A value of an axis: ``set`` changes the setting by dotted names such as ``switches.discipline``.
 
-    A number in a name is an index into a list (``training.0.model``), and ``*`` stands for all of them.
+    A number in a name is an index into a list (``training.0.model``); ``*`` means all entries.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Something that is varied. An experiment runs all combinations of its axes' points."""
+    """A dimension of an experiment, which runs all combinations of its axes' points."""
 
     name: str
     points: Annotated[tuple[Point, ...], Meta(min_length=1)]
@@ -52,9 +52,9 @@ class Quick(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     Parameters
     ----------
     set
-        Changes of the setting, as of a point.
+        Changes of the setting, as for a point.
     only
-        Points by axis; axes that are not named keep all.
+        Points to run, by axis; other axes keep all points.
     skip
         Whether to leave out the whole experiment.
     """
@@ -72,11 +72,11 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     metric
         A name in the results; see `sim/experiments/README.md`.
     x, series
-        Axes. ``where`` has to fix all others.
+        Axes to show. ``where`` has to fix all others.
     relative_to
-        A point of ``series`` (of ``x`` without ``series``), by whose value each value is divided.
+        Divide each value by the value at this point of ``series`` (of ``x`` without ``series``).
     inverse
-        With ``relative_to``: divide the other way around, as for speed-ups from times.
+        With ``relative_to``: invert the ratio, as for speed-ups from times.
     """
 
     title: str
@@ -91,20 +91,21 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A published figure, and what is compared with it.
+    """A published figure and the simulated result to compare with it.
 
     Parameters
     ----------
     paper, source
-        What was published, in ``unit``, and where. No number if only a trend was published, neither if nothing was.
+        The published value in ``unit``, and its source. Leave out ``paper`` if only a trend was published, and both if
+        nothing was.
     ours, theirs
-        Points by axis. Of several combinations ``over`` takes the best or the mean.
+        Points by axis. If they match several combinations, ``over`` takes the best or the mean.
     form
         ``change_percent``: 100 (ours / theirs - 1). ``speedup_percent``: 100 (theirs / ours - 1). ``value``: ours.
     against
-        The peer, where a reader could take it for a stronger one; the report shows it beside the number.
+        A note on a weak peer that a reader could take for a stronger one; the report shows it beside the number.
     reason
-        Why it differs, as far as an experiment of ours has shown; a guess is called one.
+        Why the result differs, as far as our experiments show; call a guess a guess.
     """
 
     name: str
@@ -121,20 +122,20 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An experiment as its file describes it.
+    """The contents of an experiment file.
 
     Parameters
     ----------
     name
-        Of the folder of its results.
+        Name of the experiment and of its results folder.
     question
-        What it answers, in a sentence.
+        The question that it answers, in one sentence.
     setting
-        What runs have in common, in the form of `RunSetting`. It is checked with each point's changes applied.
+        The common setting of all runs, in the form of `RunSetting`. It is checked with each point's changes applied.
     seeds
-        Of which each combination runs with each; by default the setting's own.
+        Every combination runs once with each seed; by default, with the setting's own.
     convergence
-        The curve of `dlcp.convergence` that turns loss into additional steps. Those of deferral are the jobs'.
+        The curve of `dlcp.convergence` that turns loss into additional steps. Curves for deferral depend on the jobs.
     """
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9_]+$")]
@@ -155,7 +156,7 @@ class ExperimentRun(msgspec.Struct, frozen=True, kw_only=True):
     Parameters
     ----------
     point
-        Names of points by axis.
+        Point names by axis.
     """
 
     experiment: str
@@ -165,7 +166,7 @@ class ExperimentRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Return the name of its file: its points', in the order of axes, and the seed."""
+        """Return the name of its result file: its points, in the order of axes, and the seed."""
         words = [_file_word(name) for name in self.point.values()] or ["run"]
         return "-".join([*words, f"seed{self.setting.seed}"])
 
@@ -192,14 +193,14 @@ def read(path: Path, *, quick: bool = False, seeds: Sequence[int] = ()) -> Plann
     Parameters
     ----------
     quick
-        Whether to take its quick selection only.
+        Whether to take only the quick selection.
     seeds
-        Instead of the file's.
+        Seeds to use instead of the file's.
 
     Raises
     ------
     DocumentError
-        The message names the file, the line, and what is wrong there.
+        The file is wrong; the message names the file, the line, and the mistake.
     """
     document = Document(path)
     experiment = document.convert(Experiment)
@@ -208,13 +209,13 @@ def read(path: Path, *, quick: bool = False, seeds: Sequence[int] = ()) -> Plann
     names = [run.name for run in runs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise document.error(f"two combinations of points are both called {twice[0]!r}", ("axes",))
+        raise document.error(f"two combinations of points are both called {twice[0]!r}; rename a point", ("axes",))
     return PlannedExperiment(experiment, runs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A value that the file sets, where in the setting, and where in the file it says so."""
+    """A changed value: its place in the setting (``target``), and its place in the file (``origin``)."""
 
     target: Steps
     value: Any
@@ -223,14 +224,14 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class _ChangedSetting:
-    """The file's setting with changes applied. An error in it has to be blamed on the file."""
+    """The file's setting with changes applied; its errors name places in the file."""
 
     document: Document
     content: dict[str, Any]
     changes: Sequence[_Change]
 
     def origin_of(self, steps: Steps) -> Steps:
-        """Return where the file sets what ``steps`` lead to: in the last change of it, or in the setting itself."""
+        """Return where the file sets the value at ``steps``: in the last change of it, or in the setting itself."""
         for change in reversed(self.changes):
             depth = len(change.target)
             if depth <= len(steps) and all(
@@ -240,7 +241,7 @@ class _ChangedSetting:
         return ("setting", *steps)
 
     def apply(self, change: _Change) -> None:
-        """Set a value, in all places that the change names."""
+        """Set the value in all places that the change names."""
         places: list[Any] = [self.content]
         *way, last = change.target
         for depth, step in enumerate(way):
@@ -254,7 +255,7 @@ class _ChangedSetting:
                 elif isinstance(place, list) and isinstance(step, int) and step < len(place):
                     inner.append(place[step])
                 else:
-                    raise self.document.error(f"the setting has no place {step!r} to set something in", change.origin)
+                    raise self.document.error(f"the setting has no place {step!r} to set a value in", change.origin)
             places = inner
         for place in places:
             in_list = isinstance(place, list) and isinstance(last, int) and last < len(place)
@@ -283,7 +284,7 @@ class _ChangedSetting:
 
     @contextmanager
     def _blamed(self, *steps: Step) -> Iterator[None]:
-        """Turn errors into errors about a place in the setting."""
+        """Turn a ValueError into an error that names a place in the file."""
         try:
             yield
         except DocumentError:  # of a profile's own file
@@ -326,7 +327,7 @@ def _change(key: str, value: Any, origin: Steps) -> _Change:
 
 
 def _check_names(document: Document, experiment: Experiment) -> None:
-    """Refuse names of axes and points, in figures, claims and the quick selection, that do not exist."""
+    """Reject unknown axes and points in figures, claims and the quick selection."""
     axes = {axis.name: axis for axis in experiment.axes}
 
     def point(axis: str, name: str | None, steps: Steps) -> None:
@@ -359,4 +360,4 @@ def _check_fixed(
 ) -> None:
     for name, axis in axes.items():
         if name not in shown and name not in where and len(axis.points) > 1:
-            raise document.error(f"axis {name} is neither shown nor fixed by where", ("figures", number))
+            raise document.error(f"axis {name} is neither shown nor fixed; add it to where", ("figures", number))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of messages and computing, in which a node begins when those before it are done: what an engine is given.
+"""Dependency graphs of messages and computation, the input of an engine.
 
-A node without bytes is computing, or a barrier if it takes no time. A message begins at its source when all nodes
-before it are done and its delay is over, and is done when its target has what it needs. Nodes and edges are added in
+A node without bytes is computation, or a barrier if it takes no time. A message begins at its source when all its
+predecessors are done and its delay is over. It is done when its target has what it needs. Nodes and edges are added in
 bulk: a ring of 1,024 ranks has two million of them.
 """
 
@@ -37,7 +37,7 @@ NODE_ROW = np.dtype(
     ],
     align=True,
 )
-"""A node as it is described; see `GraphBuilder.messages`."""
+"""A node's description; see `GraphBuilder.messages`."""
 
 NODE_RECORD = np.dtype(
     [
@@ -48,8 +48,8 @@ NODE_RECORD = np.dtype(
         ("sent_packets", np.int32),
     ]
 )
-"""What became of a node: when it began (packets could be sent) and ended, how many packets the message has, how many of
-them its target did without, and how many were sent, retransmissions included."""
+"""A node's outcome: when it began (packets could be sent) and ended, the number of the message's packets, how many of
+them never reached its target, and how many were sent, including retransmissions."""
 
 
 class GraphBuilder:
@@ -84,7 +84,7 @@ class GraphBuilder:
         sender: ArrayLike | None = None,
         watched: ArrayLike = False,
     ) -> Nodes:
-        """Add messages. A parameter that is one number holds for all of them.
+        """Add messages. A scalar parameter applies to all of them.
 
         Parameters
         ----------
@@ -95,25 +95,25 @@ class GraphBuilder:
         queue
             0 to 7, 7 the most urgent; -1 takes the transport's.
         lane
-            Messages of the same job, hosts, transport and lane share a stream: its window, and its order of sending.
-            `OWN_LANE` gives each message a stream of its own, as flows of background traffic have.
+            Messages with the same job, hosts, transport and lane share a stream: one window, and one sending order.
+            `OWN_LANE` gives each message a stream of its own, like the flows of background traffic.
         order
-            Within a stream the message of the smallest order goes first, and of equal ones the one that began first.
-            A message that has begun to be sent is not interrupted.
+            A stream sends the message with the smallest order first; of equal ones, the one that began first. A message
+            that is being sent is not interrupted.
         delay_ps
-            Between the end of the last node before it and its own beginning.
+            Time from the end of the last predecessor to the message's beginning.
         loss_bound
-            Share of its packets that may be lost, with a transport that bounds loss.
+            Share of its packets that may be lost, if the transport bounds loss.
         class_shares
             Number of a distribution of drop classes, from `Simulation.class_shares`; -1 takes the transport's.
         job, step, message, sender
-            Fields of the header. Together they identify the message to a switch.
+            Header fields. Together they identify the message to a switch.
         watched
-            Whether whoever submits the graph can wait for its end.
+            Whether a process can wait for its end.
 
         Returns
         -------
-        Numbers of the nodes, int64 (n,).
+        Node numbers, int64 (n,).
         """
         given = {
             "source": source,
@@ -140,7 +140,7 @@ class GraphBuilder:
         return self._add(nodes)
 
     def delays(self, delay_ps: ArrayLike, *, watched: ArrayLike = False) -> Nodes:
-        """Add nodes that take time and send nothing: computing."""
+        """Add nodes that take time and send nothing: computation."""
         nodes = np.zeros(max(np.size(delay_ps), np.size(watched)), NODE_ROW)
         nodes["source"] = nodes["target"] = -1
         nodes["delay_ps"], nodes["watched"] = delay_ps, watched
@@ -153,7 +153,7 @@ class GraphBuilder:
         return node
 
     def follow(self, before: ArrayLike, after: ArrayLike) -> None:
-        """Let each of ``after`` wait for its one of ``before``; shapes are broadcast."""
+        """Let each node of ``after`` wait for the node of ``before`` at the same position; shapes are broadcast."""
         first, second = np.broadcast_arrays(np.asarray(before, np.int64), np.asarray(after, np.int64))
         self._befores.append(first.ravel())
         self._afters.append(second.ravel())
@@ -188,14 +188,14 @@ class GraphBuilder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """Nodes, and which of them wait for which.
+    """Nodes and the edges between them.
 
     Attributes
     ----------
     nodes
         `NODE_ROW` (n,).
     waits
-        int32 (n,): how many nodes each one waits for.
+        int32 (n,): number of predecessors.
     starts, followers
         The nodes that wait for node i are ``followers[starts[i]:starts[i + 1]]``.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling the kernel, and keeping the result on disk."""
+"""Compile the kernel, and cache the result on disk."""
 
 import hashlib
 import importlib
@@ -15,28 +15,28 @@ from typing import Any, Final, TypeVar
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 AVAILABLE: Final = importlib.util.find_spec("numba") is not None
-"""Whether Numba is installed. Without it the functions stay plain Python, too slow to be of use."""
+"""Whether Numba is installed. Without it the functions stay plain Python, which is too slow to be useful."""
 _KEPT: Final = 8
-"""Versions of the kernel whose compiled form stays on disk. Chosen by us."""
+"""How many compiled versions of the kernel stay on disk; not tuned."""
 _SHARED: Final = (
     *("dlcp.sim.arithmetic", "dlcp.sim.jit", "dlcp.sim.packet_engine", "dlcp.sim.plan", "dlcp.sim.rules"),
     "dlcp.wire.header",
 )
-"""Modules outside of the kernel whose constants and rules are compiled in."""
+"""Modules outside the kernel package whose constants and rules are compiled into it."""
 
 
 def call(function: _F) -> _F:
-    """Compile a function that other functions of the kernel call."""
+    """Compile a function that other kernel functions call."""
     return _jit(function)
 
 
 def inlined(function: _F) -> _F:
-    """Compile a function into its callers: for those on every packet's way, where calls cost 5 to 10 % of a run."""
+    """Compile a function inline into its callers: for the per-packet path, where calls cost 5 to 10 % of a run."""
     return _jit(function, inline="always")
 
 
 def shared(function: _F) -> _F:
-    """Let functions of the kernel call a function that stays one of Python's, for the reference to call."""
+    """Make a Python function callable from the kernel too; the reference still calls it as Python."""
     if not AVAILABLE:
         return function
     import numba.extending
@@ -46,7 +46,7 @@ def shared(function: _F) -> _F:
 
 
 def entry(function: _F) -> _F:
-    """Compile a function that Python calls, and keep the result on disk."""
+    """Compile a function that Python calls, and cache the result on disk."""
     with _cache_folder() as kept:
         return _jit(function, cache=kept, nogil=True)
 
@@ -62,9 +62,9 @@ def _jit(function: _F, **options: Any) -> _F:
 
 @contextmanager
 def _cache_folder() -> Iterator[bool]:
-    """Let Numba keep what it compiles in a folder named after all sources of the kernel.
+    """Point Numba's cache at a folder named after a hash of all kernel sources; yield whether results are cached.
 
-    On its own Numba would look at the file of the compiled function only, not at those of the functions that it calls.
+    By default, Numba checks only the file of the compiled function, not the files of the functions it calls.
     """
     from dlcp.switch import cache_directory
 
@@ -94,7 +94,7 @@ def _cache_folder() -> Iterator[bool]:
 
 
 def _prune(kernels: Path) -> None:
-    """Remove all but the latest versions; another process may be doing the same."""
+    """Remove all but the latest versions, even while another process does the same."""
 
     def age(version: Path) -> float:
         try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a worker computes, layer by layer.
+"""Computing times of a worker, layer by layer.
 
-Models are described by the parameters and multiplications of their layers, as their papers and torchvision have them.
+Models are described by the parameters and multiplications of their layers, according to their papers and torchvision.
 Times come from published throughput with its source, or from a file.
 """
 
@@ -24,7 +24,7 @@ class ModelLayer:
     Parameters
     ----------
     parameters
-        How many values it has.
+        Number of values.
     macs
         Multiply-accumulate operations of the forward pass, for one sample (an image, a sequence, or a token).
     """
@@ -41,9 +41,9 @@ class ModelArchitecture:
     Parameters
     ----------
     sample
-        What a batch counts: ``image``, ``sequence`` or ``token``.
+        Unit of the batch size: ``image``, ``sequence`` or ``token``.
     source
-        Where the architecture is described.
+        Publication that describes the architecture.
     """
 
     name: str
@@ -53,7 +53,7 @@ class ModelArchitecture:
 
     @property
     def parameters(self) -> int:
-        """Return how many values are trained."""
+        """Return the number of trained values."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
@@ -72,13 +72,13 @@ class _Stack:
     layers: list[ModelLayer] = field(default_factory=list)
 
     def branch(self) -> "_Stack":
-        """Return a stack that branches off here and adds to the same layers."""
+        """Return a stack that starts from here and adds to the same layers."""
         return _Stack(self.channels, self.height, self.width, self.layers)
 
     def conv(
         self, out: int, kernel: int | tuple[int, int], *, stride: int = 1, same: bool = True, bias: bool = False
     ) -> "_Stack":
-        """Add a convolution, with a bias or else with a batch norm (a scale and a shift per channel)."""
+        """Add a convolution with a bias, or with a batch norm instead (a scale and a shift per channel)."""
         high, wide = kernel if isinstance(kernel, tuple) else (kernel, kernel)
         self._shrink(high, wide, stride, same)
         weights = self.channels * high * wide * out
@@ -104,7 +104,7 @@ class _Stack:
 
 
 def resnet50() -> ModelArchitecture:
-    """Return ResNet-50 with the stride in the 3x3 convolutions (v1.5, as torchvision has it)."""
+    """Return ResNet-50 with the stride in the 3x3 convolutions (v1.5, as in torchvision)."""
     stack = _Stack(3, 224, 224).conv(64, 7, stride=2).pool(3, 2, same=True)
     for stage, blocks in enumerate((3, 4, 6, 3)):
         width = 64 << stage
@@ -181,7 +181,7 @@ def _branches(stack: _Stack, *branches: _Branch, out: int) -> None:
 
 
 def _reduction(stack: _Stack, *branches: _Branch, out: int) -> None:
-    """Add branches whose last convolution halves the image, beside a pooling that does."""
+    """Add branches whose last convolution halves the image, beside a pooling layer that halves it too."""
     one = stack
     for branch in branches:
         one = stack.branch()
@@ -192,12 +192,12 @@ def _reduction(stack: _Stack, *branches: _Branch, out: int) -> None:
 
 
 def _attention(name: str, width: int, context: int) -> ModelLayer:
-    """Return four projections with biases, and a layer norm; scores and sums over ``context`` tokens; for one token."""
+    """Return an attention layer for one token: four projections with biases, a layer norm, and ``context`` tokens."""
     return ModelLayer(name, 4 * (width * width + width) + 2 * width, 4 * width * width + 2 * context * width)
 
 
 def _feed_forward(name: str, width: int, inner: int) -> ModelLayer:
-    """Return two dense layers with biases, and a layer norm; for one token."""
+    """Return a feed-forward layer for one token: two dense layers with biases, and a layer norm."""
     return ModelLayer(name, 2 * width * inner + inner + width + 2 * width, 2 * width * inner)
 
 
@@ -267,7 +267,7 @@ def architecture(name: str) -> ModelArchitecture:
     Raises
     ------
     ValueError
-        There is no model of that name.
+        The model is unknown.
     """
     if name not in MODELS:
         raise ValueError(f"there is no model {name!r}{nearest(name, MODELS)}")
@@ -275,13 +275,13 @@ def architecture(name: str) -> ModelArchitecture:
 
 
 BACKWARD_OVER_FORWARD: Final = 2.0
-"""Backward has two matrix products for each one of forward, for the gradients of inputs and of weights (Narayanan et
-al., SC 2021, arXiv 2104.04473, appendix)."""
+"""The backward pass has two matrix products for each one of the forward pass: for the gradients of the inputs and of
+the weights (Narayanan et al., SC 2021, arXiv 2104.04473, appendix)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedLayer:
-    """A layer, and how long it computes in one step on one worker."""
+    """A layer with its computing times in one step on one worker."""
 
     name: str
     parameters: int
@@ -291,14 +291,14 @@ class TimedLayer:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """How long a worker computes in one step; layers from the input to the output.
+    """Computing times of a worker in one step; layers from the input to the output.
 
     Parameters
     ----------
     batch
-        Samples of a worker in a step.
+        Samples per worker and step.
     source
-        Where the times are from.
+        Source of the times.
     """
 
     name: str
@@ -308,20 +308,20 @@ class StepProfile:
 
     @property
     def parameters(self) -> int:
-        """Return how many values are trained."""
+        """Return the number of trained values."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
     def compute_s(self) -> float:
-        """Return how long a step takes one worker alone."""
+        """Return the computing time of a step on one worker."""
         return sum(layer.forward_s + layer.backward_s for layer in self.layers)
 
 
 def timed(described: ModelArchitecture, batch: int, samples_per_s: float, source: str) -> StepProfile:
-    """Return a step that takes ``batch / samples_per_s``.
+    """Return the profile of a step that takes ``batch / samples_per_s``.
 
-    A third of it is forward, and each layer's share of a pass is its share of the multiplications. So memory-bound
-    layers seem faster than they are; their share of a step is small in these models.
+    The forward pass takes a third of it. A layer's share of a pass is its share of the multiplications, which
+    underestimates memory-bound layers; these take little of a step in these models.
     """
     forward_s = batch / samples_per_s / (1 + BACKWARD_OVER_FORWARD)
     layers = []
@@ -332,12 +332,12 @@ def timed(described: ModelArchitecture, batch: int, samples_per_s: float, source
 
 
 def read_profile(path: Path) -> StepProfile:
-    """Return a profile, written by `write_profile` or by hand.
+    """Read a profile, written by `write_profile` or by hand.
 
     Raises
     ------
     dlcp.document.DocumentError
-        It cannot be read, or says something that no profile says; the message names the line.
+        The file cannot be read or is not a valid profile; the message names the line.
     """
     document = Document(path)
     profile = document.convert(StepProfile)
@@ -365,9 +365,9 @@ class Throughput:
     batch
         Samples per GPU and step.
     samples_per_s
-        Of one GPU alone; 0 where ``flops_per_s`` is given.
+        Throughput of a single GPU; 0 if ``flops_per_s`` is given.
     flops_per_s
-        Model floating-point operations per second that were achieved (not the peak).
+        Achieved model floating-point operations per second (not the peak).
     """
 
     model: str
@@ -416,22 +416,22 @@ THROUGHPUTS: Final = (
     Throughput("bert_large", "h100", "mixed", 64, _MEGATRON3, flops_per_s=0.41 * 989e12),
     Throughput("gpt_2_7b", "h100", "mixed", 16, _MEGATRON3, flops_per_s=0.41 * 989e12),
 )
-"""On the A100 and the H100 a GPT's rate stands for other transformers too; the source names the GPT. Where FLOP/s are
-given, the batch is chosen by us, as memory allows."""
+"""On the A100 and the H100, a GPT's rate is used for other transformers too; the source names the GPT. Where FLOP/s are
+given, the batch is not published but sized to fit in memory."""
 
 
 def step_profile(name: str, gpu: str, precision: str = "mixed", batch: int | None = None) -> StepProfile:
-    """Return a step of a model on a GPU.
+    """Return the step profile of a model on a GPU.
 
     Parameters
     ----------
     batch
-        Samples of a worker in a step; None takes the published one. Time is in proportion to it.
+        Samples per worker and step; None takes the published batch. Time is proportional to it.
 
     Raises
     ------
     ValueError
-        Nothing is published of that model on that GPU; the message says of which there is.
+        No throughput is published for that model on that GPU; the message lists the known ones.
     """
     described = architecture(name)
     for entry in THROUGHPUTS:
@@ -440,5 +440,5 @@ def step_profile(name: str, gpu: str, precision: str = "mixed", batch: int | Non
             return timed(described, batch or entry.batch, rate, entry.source)
     known = [f"{entry.gpu} {entry.precision}" for entry in THROUGHPUTS if entry.model == name]
     raise ValueError(
-        f"no throughput is known of {name} on {gpu} in {precision} precision; there are: {', '.join(known)}"
+        f"no published throughput of {name} on {gpu} in {precision} precision; choose from: {', '.join(known)}"
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both packet engines take and give back: graphs with their streams in, completions, records and counts out.
+"""The interface of both packet engines: graphs with their streams in; completions, records and counts out.
 
-There are two: `dlcp.sim.kernel` for speed and `dlcp.sim.reference` for trust. They agree exactly, which
-`tests/sim/test_sim_agreement.py` checks.
+`dlcp.sim.kernel` is the fast engine, `dlcp.sim.reference` the simple one to check it against.
+`tests/sim/test_sim_agreement.py` checks that they agree exactly.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from dlcp.wire import UDP_PORT_BASE, Queue
 
 FOREVER_PS: Final = 1 << 62
 ORDINARY_PORT: Final = 5001
-"""UDP destination port of all traffic but DLCP's. Chosen by us."""
+"""UDP destination port of all traffic but DLCP's: any port that is not DLCP's would do."""
 EngineName = Literal["auto", "kernel", "reference"]
 
 
 class EngineCounter(IntEnum):
-    """Cells of an engine's counts."""
+    """Indices of an engine's counters."""
 
     EVENTS = 0
     HOPS_DATA = 1
@@ -58,18 +58,18 @@ COUNTER_CELLS: Final = 32
 
 
 def counts_by_name(counts: NDArray[np.int64]) -> dict[str, int]:
-    """Return the counts of an engine by name, without those by drop class."""
+    """Return an engine's counts by name, without the drops by class."""
     return {cell.name.lower(): int(counts[cell]) for cell in EngineCounter if cell != EngineCounter.DROPS_BY_CLASS}
 
 
 def drops_by_class(counts: NDArray[np.int64]) -> list[int]:
-    """Return how many packets were dropped, by drop class 0 to 7."""
+    """Return the number of dropped packets by drop class, 0 to 7."""
     dropped: list[int] = counts[EngineCounter.DROPS_BY_CLASS :].tolist()
     return dropped
 
 
 class CompletionKind(IntEnum):
-    """What came to an end. A graph is closed when nothing in the network refers to it any more."""
+    """What has completed. A graph is closed when nothing in the network refers to it any more."""
 
     NODE_DONE = 0
     GRAPH_DONE = 1
@@ -77,7 +77,7 @@ class CompletionKind(IntEnum):
 
 
 class Completion(NamedTuple):
-    """A watched node or a graph that came to an end; ``node`` is -1 for graphs."""
+    """A completed node or graph; ``node`` is -1 for graphs."""
 
     kind: CompletionKind
     graph: int
@@ -90,29 +90,29 @@ STREAM_START: Final = np.dtype(
         for name in ("serial", "source", "target", "transport", "path_hash", "reverse_path_hash", "single_use")
     ]
 )
-"""What engines need to know of a new stream. One for single use carries one message and can be forgotten with it."""
+"""A new stream, as engines need it. A single-use stream carries one message and is freed with it."""
 
 
 @dataclass(slots=True)
 class Submission:
-    """A graph, and what both engines would otherwise have to work out separately.
+    """A graph with values that both engines derive from it.
 
     Attributes
     ----------
     packets, last_bytes
-        Of each message, and the payload of its last packet; 0 for a node that sends nothing.
+        Packets of each message, and the payload of its last packet; 0 for a node that sends nothing.
     streams
-        int64 (n,): serial number of the stream of each message, -1 for other nodes.
+        int64 (n,): serial number of each message's stream, -1 for other nodes.
     new_streams
-        `STREAM_START` (n,) of the streams that are new.
+        `STREAM_START` (n,) of the new streams.
     bounded
-        Whether packets of a message may stay lost.
+        Whether a message has a loss bound.
     allowed, budget
-        How many of them, and how many a switch may drop.
+        How many packets of a message may stay lost, and how many of these each switch may drop.
     owner
-        The hash by which switches know a message.
+        The hash by which switches identify a message.
     salt
-        What its hashes of drop classes start from.
+        Salt of the hashes that choose drop classes.
     """
 
     graph: Graph
@@ -132,62 +132,62 @@ class Submission:
 
 
 class PacketEngine(Protocol):
-    """Moves packets."""
+    """Carries packets through the network."""
 
     plan: EnginePlan
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Return the counts, in the cells of `EngineCounter`."""
+        """Return the counts, indexed by `EngineCounter`."""
 
     @property
     def now_ps(self) -> int:
         """Return the time of the latest event."""
 
     def submit(self, submission: Submission) -> None:
-        """Take in a graph. A node that waits for nothing begins after its delay."""
+        """Start a graph. A node without predecessors begins after its delay."""
 
     def run(self, limit_ps: int) -> list[Completion]:
-        """Go on to the end of the first instant at which something completes, at most to ``limit_ps``."""
+        """Run to the end of the first instant with a completion, at most to ``limit_ps``."""
 
     def has_events(self) -> bool:
-        """Return whether anything is left to happen."""
+        """Return whether any events are pending."""
 
     def records(self, number: int) -> NDArray[Any]:
         """Return the records of a graph that has not been forgotten, `dlcp.sim.graph.NODE_RECORD` (n,)."""
 
     def resize(self, number: int, nodes: NDArray[np.int64], packets: NDArray[np.int32]) -> None:
-        """Let messages of a graph that have not begun have so many packets: 1 to as many as they had at first.
+        """Set the packets of messages that have not begun: from 1 to their number at first. Others keep theirs.
 
-        How many of them may be lost, and dropped by a switch, stays the same.
+        The numbers of packets that may be lost, and that a switch may drop, stay the same.
         """
 
     def forget(self, number: int) -> None:
         """Free the memory of a closed graph."""
 
     def set_loss(self, links: Sequence[int], loss: int) -> None:
-        """Let links lose packets from now on, ``loss`` of `dlcp.sim.arithmetic.DRAW_LIMIT`."""
+        """Set the loss probability of links, in units of 1 / `dlcp.sim.arithmetic.DRAW_LIMIT`."""
 
     def set_routes(self, routes: Routes) -> None:
-        """Route packets differently from now on."""
+        """Replace the routes."""
 
     def link_bytes(self) -> NDArray[np.int64]:
         """Return the bytes that each link has carried, int64 (links,)."""
 
     def queue_bytes(self) -> NDArray[np.int64]:
-        """Return the bytes that wait for each link at a switch now, int64 (links,)."""
+        """Return the bytes queued at a switch for each link, int64 (links,)."""
 
     def queue_bytes_max(self) -> NDArray[np.int64]:
-        """Return the most bytes that ever waited for each link at a switch, int64 (links,)."""
+        """Return the most bytes ever queued at a switch for each link, int64 (links,)."""
 
 
 def source_port(serial: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the UDP source ports of streams, which tell streams between the same hosts apart."""
+    """Return the UDP source ports of streams; streams between the same hosts differ in them."""
     return 49152 + serial % 4096
 
 
 class Submitter:
-    """Prepares graphs for an engine, and remembers which streams exist."""
+    """Prepares graphs for an engine, and keeps track of the streams."""
 
     def __init__(self, plan: EnginePlan) -> None:
         self.plan = plan
@@ -197,7 +197,7 @@ class Submitter:
         self._next_graph = 0
 
     def prepare(self, graph: Graph, now_ps: int) -> Submission:
-        """Return what an engine needs to know of a graph that begins at ``now_ps``.
+        """Return the submission of a graph that begins at ``now_ps``.
 
         Raises
         ------
@@ -245,11 +245,11 @@ class Submitter:
         wrong = np.flatnonzero(wrong & sends)
         if len(wrong):
             raise ValueError(
-                f"a message from host {source[wrong[0]]} to host {target[wrong[0]]}: there are hosts 0 to {hosts - 1}, "
-                "and a message needs two"
+                f"a message goes from host {source[wrong[0]]} to host {target[wrong[0]]}; choose two different hosts "
+                f"from hosts 0 to {hosts - 1}"
             )
         if not 0 <= transport.min() <= transport.max() < transports:
-            raise ValueError(f"there is no transport {transport.max()}; there are {transports}")
+            raise ValueError(f"a message names transport {transport.max()}; there are transports 0 to {transports - 1}")
 
     def _assign_streams(
         self, nodes: NDArray[Any], sending: NDArray[np.int64]
@@ -266,7 +266,7 @@ class Submitter:
         shared = np.flatnonzero(~own)
         keys, first, inverse = np.unique(key[shared], return_index=True, return_inverse=True)
         known = np.empty(len(keys), np.int64)
-        # In the order in which the graph names them: a stream's serial number decides its ports, and so its paths.
+        # Number streams in the graph's order: a stream's serial number decides its port, and so its path.
         for position in np.argsort(first, kind="stable").tolist():
             serial = self._streams.get(int(keys[position]))
             if serial is None:

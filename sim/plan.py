@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scenario in the numbers that both packet engines work with: picoseconds, bytes, packets and tables.
+"""Translate a scenario into the numbers of both packet engines: picoseconds, bytes, packets and tables.
 
-`TransportRules` and `SwitchRules` are what the reference reads. The kernel gets the same records as rows of structured
-arrays (`as_rows`), so a number has one name in both engines.
+The reference reads `TransportRules` and `SwitchRules`. The kernel gets the same records as rows of structured arrays
+(`as_rows`), so each number has the same name in both engines.
 """
 
 import dataclasses
@@ -29,33 +29,33 @@ from dlcp.sim.transports import (
 from dlcp.wire import Queue
 
 Row = Any
-"""A structured array, a row of one, or what Numba makes of it."""
+"""A structured array, one of its rows, or Numba's view of either."""
 Number = Any
-"""An integer, as Numba or NumPy have it."""
+"""An integer of Numba or NumPy."""
 PORT_QUEUES: Final = 8
 NO_LIMIT: Final = 1 << 40
 """A limit that no queue reaches."""
 PROFILE_CELLS: Final = 256
-"""Cells of a drop-class profile. A packet's hash picks a cell, so a class gets packets in proportion to its cells."""
+"""Cells of a drop-class profile. A packet's hash chooses a cell, so each class gets packets in proportion to its
+cells."""
 PROTECTED_BLOCK_PACKETS: Final = 64
-"""In each block of so many packets those of class 0 are sent first, as DLCP's hosts did. These have since gone to
-blocks of 256 (`dlcp.tags.BLOCK_PACKETS`). The simulator stays at 64, with which all of its published
-results were computed."""
+"""Size of a block, in which the packets of class 0 are sent first. DLCP's hosts have since moved to blocks of 256
+(`dlcp.tags.BLOCK_PACKETS`); the simulator keeps 64, because all its published results were computed with it."""
 TIMEOUT_BACKOFF_MAX: Final = 6
-"""How often a timeout doubles at most. Chosen by us."""
+"""Most doublings of a timeout; not tuned."""
 DLCP_BACKOFF_MAX: Final = 1
-"""The same for DLCP, where a silence may only mean that a stream waits in a lower queue. With six doublings, one step
-in several took 20 ms longer; see `sim/experiments/README.md`."""
+"""The same for DLCP, where no answer may only mean that a stream waits in a lower queue. With six doublings, some steps
+took 20 ms longer; see `sim/experiments/README.md`."""
 CUBIC_SCALE: Final = 0.4
 """C of RFC 9438, packets per second cubed."""
 CUBIC_KEEP: Final = 0.7
-"""beta of RFC 9438: the share of the window that a loss leaves."""
+"""beta of RFC 9438: the share of the window that remains after a loss."""
 DLCP_LOSS_KEEP: Final = 0.75
-"""The share of the window that a loss leaves DLCP: 1 - `dlcp.transport.dctcp.LOSS_CUT`."""
+"""The share of DLCP's window that remains after a loss: 1 - `dlcp.transport.dctcp.LOSS_CUT`."""
 TRIMMED_BYTES: Final = 64
-"""What is left of a packet that lost its payload (NDP)."""
+"""Size of a packet without its payload (NDP)."""
 
-# The P4 program's own numbers, as in p4/shared/constants.p4; tests/sim/test_sim_agreement.py compares them.
+# Constants of the P4 program in p4/shared/constants.p4; tests/sim/test_sim_agreement.py compares them.
 SLOT_REGISTER_SIZE: Final = 1 << 16
 SLOT_OWNED: Final = 0x80000000
 SLOT_IDLE_US: Final = 1_000_000
@@ -65,7 +65,7 @@ EVENT_MARKED, EVENT_BUDGET_SPENT, EVENT_SLOT_TAKEN = 1, 5, 6
 
 
 class TransportKind(IntEnum):
-    """How a stream's window grows and shrinks, and how it detects losses; names are those of ``kind`` in files."""
+    """Congestion control and loss detection of a stream; names are the ``kind`` values in experiment files."""
 
     NEW_RENO = 0
     CUBIC = 1
@@ -78,7 +78,7 @@ class TransportKind(IntEnum):
 
 
 class Discipline(IntEnum):
-    """How ports queue and drop; names are those of `dlcp.sim.switches.SwitchSpec.discipline`."""
+    """How ports queue and drop; names as in `dlcp.sim.switches.SwitchSpec.discipline`."""
 
     FIFO = 0
     PRIORITY = 1
@@ -88,7 +88,7 @@ class Discipline(IntEnum):
 
 
 class BufferScope(IntEnum):
-    """Whose room the buffer is."""
+    """What shares one buffer."""
 
     QUEUE = 0
     PORT = 1
@@ -96,7 +96,7 @@ class BufferScope(IntEnum):
 
 
 class PathChoice(IntEnum):
-    """How a sprayed packet chooses among equal paths; all others go by the hash of their flow."""
+    """How a switch chooses among equal paths for a sprayed packet; other packets follow their flow's hash."""
 
     HASH = 0
     RANDOM = 1
@@ -105,7 +105,7 @@ class PathChoice(IntEnum):
 
 
 class PacketKind(IntEnum):
-    """What a packet is. PULL is NDP's. A PROBE asks a receiver whether it needs more, which PROBE_REPLY says."""
+    """Packet types. PULL is NDP's. A PROBE asks a receiver whether it needs more; a PROBE_REPLY answers."""
 
     DATA = 0
     ACK = 1
@@ -117,18 +117,18 @@ class PacketKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransportRules:
-    """A transport in numbers; see the records of `dlcp.sim.transports` for what each means.
+    """A transport's settings as numbers; `dlcp.sim.transports` explains them.
 
     Parameters
     ----------
     payload, header, ack
-        Bytes of a packet, and of an acknowledgement.
+        Bytes of a packet's payload and headers, and of an acknowledgement.
     probe_mode_after
-        pFabric: timeouts in a row after which a flow sends probes instead of data.
+        pFabric: consecutive timeouts after which a flow sends probes instead of data.
     profile
-        Number of the drop-class profile of messages that name none.
+        Drop-class profile of messages that name none.
     levels, demotion
-        PIAS: how many of the sizes in ``demotion`` count.
+        PIAS: the number of thresholds in use, and the thresholds in bytes, padded with 0.
     """
 
     kind: TransportKind
@@ -158,12 +158,12 @@ class TransportRules:
 
     @classmethod
     def of(cls, spec: TransportSpec, switches: SwitchSpec, profile: int) -> "TransportRules":
-        """Return a transport's rules on these switches; ``profile`` is that of its drop classes."""
-        # The P4 program puts everything but DLCP into one queue, and keeps a flow on one path.
+        """Return a transport's rules on these switches; ``profile`` is its default drop-class profile."""
+        # The P4 program puts all traffic but DLCP's into one queue, and keeps each flow on one path.
         ordinary = switches.discipline == "dlcp" and not isinstance(spec, DlcpTransport)
-        # Packets of pFabric and NDP overtake each other; a timer or a NACK detects their losses.
+        # pFabric and NDP reorder packets, so they detect losses by a timer or a NACK.
         overtaken = isinstance(spec, PFabricTransport | NdpTransport)
-        # What a transport does not have is 0, or () for thresholds.
+        # Settings that a transport lacks are 0, or () for thresholds.
         demotion = getattr(spec, "demotion_bytes", ())
         return cls(
             kind=TransportKind[str(spec.__struct_config__.tag).upper()],
@@ -195,16 +195,16 @@ class TransportRules:
 
 @dataclass(frozen=True, slots=True)
 class SwitchRules:
-    """`dlcp.sim.switches.SwitchSpec` in numbers.
+    """`dlcp.sim.switches.SwitchSpec` as numbers.
 
     Parameters
     ----------
     alpha_1024
-        ``alpha`` in 1/1024.
+        ``alpha`` in units of 1/1024.
     ecn_probability
-        Of `DRAW_LIMIT`.
+        Highest marking probability, in units of 1 / `DRAW_LIMIT`.
     mark_above, drop_above
-        Depths of a queue in packets, the latter by drop class.
+        Queue depths in packets; ``drop_above`` is by drop class.
     """
 
     discipline: Discipline
@@ -223,7 +223,7 @@ class SwitchRules:
 
     @classmethod
     def of(cls, spec: SwitchSpec) -> "SwitchRules":
-        """Return the rules of a switch."""
+        """Return the rules of a `SwitchSpec`."""
         ecn = spec.ecn
         marks = ecn is not None and spec.discipline in ("fifo", "priority")
         return cls(
@@ -244,7 +244,7 @@ class SwitchRules:
 
 
 def _row_type(record: type[TransportRules | SwitchRules]) -> np.dtype[Any]:
-    """Return the row that holds a record: numbers of 64 bits, and eight of them for a tuple."""
+    """Return the row type of a record: a 64-bit number for each field, eight for a tuple."""
     columns: list[Any] = []
     for column in dataclasses.fields(record):
         size = (8,) if column.type == tuple[int, ...] else ()
@@ -263,7 +263,7 @@ def as_rows(records: Sequence[TransportRules | SwitchRules]) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class LinkRules:
-    """One direction of a link: picoseconds for 1,024 bytes and of delay, loss of `DRAW_LIMIT`, random state."""
+    """One direction of a link: times in picoseconds, loss in units of 1 / `DRAW_LIMIT`, and the random state."""
 
     source: int
     target: int
@@ -275,14 +275,14 @@ class LinkRules:
 
 @dataclass(slots=True)
 class EnginePlan:
-    """Everything that stays the same while packets fly, except for the routes.
+    """Everything that stays constant during a run, and the initial routes.
 
     Attributes
     ----------
     node_random, node_salt
-        Random state and salt of the hash, by node.
+        Random state and hash salt, by node.
     profiles
-        uint8 (n, `PROFILE_CELLS`): drop classes, from which the hash of a packet chooses.
+        uint8 (n, `PROFILE_CELLS`): drop classes; the hash of a packet chooses the cell.
     """
 
     topology: NetworkTopology
@@ -297,7 +297,7 @@ class EnginePlan:
 
     @property
     def hosts(self) -> int:
-        """Return how many of the nodes are hosts."""
+        """Return the number of hosts."""
         return self.topology.hosts
 
 
@@ -308,12 +308,12 @@ def make_plan(
     class_shares: Sequence[Sequence[float]],
     seed: int,
 ) -> EnginePlan:
-    """Return the plan of a network; ``seed`` feeds one stream of random numbers per node and per link.
+    """Return the plan of a network; ``seed`` feeds one random stream per node and per link.
 
     Raises
     ------
     ValueError
-        There are more transports than streams can name.
+        There are more than `TRANSPORTS_MAX` transports.
     """
     if len(transports) > TRANSPORTS_MAX:
         raise ValueError(f"there are {len(transports)} transports; a scenario has at most {TRANSPORTS_MAX}")
@@ -356,7 +356,7 @@ def make_plan(
 
 
 def _profile(shares: Sequence[float]) -> NDArray[np.uint8]:
-    """Return drop classes in proportion to their shares, by largest remainder, in `PROFILE_CELLS` cells."""
+    """Fill `PROFILE_CELLS` cells with drop classes in proportion to their shares, by largest remainder."""
     exact = np.asarray(shares, float) * PROFILE_CELLS
     cells = np.floor(exact).astype(np.int64)
     short = PROFILE_CELLS - int(cells.sum())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the profile of a PyTorch model: how long each module's forward and backward pass takes."""
+"""Measure the profile of a PyTorch model: the times of each module's forward and backward pass."""
 
 import importlib
 import statistics
@@ -22,15 +22,15 @@ def load_factory(name: str) -> Callable[[], Any]:
     Raises
     ------
     ProfileError
-        It is not there.
+        It cannot be imported, or is not callable.
     """
     module, _, function = name.partition(":")
     try:
         found: Callable[[], Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ProfileError(f"{name}: {error}; the name is that of a module, a colon, and a function in it") from error
+        raise ProfileError(f"{name}: {error}; name a module and a function in it, as MODULE:FUNCTION") from error
     if not callable(found):
-        raise ProfileError(f"{name} is no function; it is {type(found).__name__}")
+        raise ProfileError(f"{name} is not a function but a {type(found).__name__}; name a function")
     return found
 
 
@@ -39,32 +39,32 @@ def measure(
 ) -> StepProfile:
     """Return a model's profile.
 
-    Each module with parameters of its own is a layer. Modules without any (activations, pooling) count towards the
-    layer before them, so that the layers' times add up to the step's.
+    Each module with parameters of its own is a layer. Modules without parameters (activations, pooling) count towards
+    the layer before them, so that the layers' times add up to the step's.
 
     Parameters
     ----------
     model
         ``torch.nn.Module``, called with random numbers of shape (batch, *sample_shape).
     rounds
-        Passes to take the median of, after one to warm up.
+        Measured passes, after one to warm up; the profile has their medians.
 
     Raises
     ------
     ProfileError
-        The model has no parameters.
+        ``model`` is not a module, has no parameters, or cannot be moved to ``device``.
     """
     import torch
 
     if not isinstance(model, torch.nn.Module):
-        raise ProfileError(f"{name} returned {type(model).__name__}; it has to return a torch.nn.Module")
+        raise ProfileError(f"{name} returned a {type(model).__name__}; it must return a torch.nn.Module")
     try:
         model = model.to(device).train()
     except RuntimeError as error:
         raise ProfileError(f"{name} cannot be moved to device {device!r}: {error}") from None
     layers = [(path, module) for path, module in model.named_modules() if _own(module)]
     if not layers:
-        raise ProfileError(f"{name}: there are no parameters")
+        raise ProfileError(f"{name}: the model has no parameters to train")
     marks: list[tuple[str, float]] = []
 
     def note(path: str) -> Callable[..., None]:
@@ -85,7 +85,7 @@ def measure(
     try:
         for turn in range(rounds + 1):
             with warnings.catch_warnings():
-                # Inputs need no gradient here, so that the first layer's hook fires when its parameters' are there.
+                # Inputs need no gradient, so the first layer's hook fires once its parameters' gradients are ready.
                 warnings.filterwarnings("ignore", "Full backward hook is firing")
                 ahead, back = _pass(torch, model, inputs, marks, note)
             for path, _ in layers:
@@ -110,9 +110,9 @@ def _own(module: Any) -> int:
 def _pass(
     torch: Any, model: Any, inputs: Any, marks: list[tuple[str, float]], note: Callable[[str], Callable[..., None]]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return seconds by layer of one forward and one backward pass.
+    """Return the seconds by layer of one forward and one backward pass.
 
-    A layer's forward ends where the next one's begins; its backward begins where that of the layer behind it ends.
+    A layer's forward pass ends where the next layer's begins. Its backward pass begins where the next layer's ends.
     """
     model.zero_grad()
     marks.clear()

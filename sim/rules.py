@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hosts do, once for both engines: how windows grow and shrink, when timers are due, and when a message is over.
+"""Host behaviour shared by both engines: congestion windows, timers, queues, and when a message is complete.
 
 `dlcp.sim.transports` names the sources of the formulas. ``s`` is a stream, ``t`` the rules of its transport, ``m`` a
-message. They are rows of the kernel's arrays, or objects of the reference, whose fields have the same names. So these
-functions may use nothing but numbers: the kernel compiles them, the reference calls them as they are. Numbers that are
-true or false are compared with 0 for Numba's sake.
+message: rows of the kernel's arrays, or objects of the reference with the same field names. The kernel compiles these
+functions and the reference calls them as Python, so they may use nothing but numbers. Flags are compared with 0 because
+Numba needs it.
 """
 
 from dlcp.sim.jit import shared
@@ -22,12 +22,12 @@ from dlcp.sim.plan import (
 from dlcp.wire import Queue
 
 URGENT_QUEUE, EXCESS_QUEUE = int(Queue.CONTROL), int(Queue.EXCESS)
-"""The most and the least urgent queue, plain integers: Numba cannot unify a member of an Enum with another number."""
+"""The most and the least urgent queue, as plain integers: Numba cannot unify an Enum member with another number."""
 
 
 @shared
 def cube_root(value: float) -> float:
-    """Return the cube root of ``value`` >= 0 by Newton's method: the same bits on every machine, unlike ``pow``."""
+    """Return the cube root of ``value`` >= 0 by Newton's method. Unlike ``pow``, it is bit-exact on every machine."""
     if value <= 0.0:
         return 0.0
     root = max(1.0, value)
@@ -40,13 +40,13 @@ def cube_root(value: float) -> float:
 
 
 def first_threshold(t: Row) -> float:
-    """Return where slow start ends at first: at the widest window; Swift and NDP have none."""
+    """Return the initial slow-start threshold: the largest window; 0 for Swift and NDP, which have no slow start."""
     return 0.0 if t.kind in (TransportKind.SWIFT, TransportKind.NDP) else float(t.window_max)
 
 
 @shared
 def timeout_ps(s: Row, t: Row) -> Number:
-    """Return the timeout (RFC 6298), doubled for each one in a row; pFabric's stays as it is."""
+    """Return the timeout (RFC 6298) in picoseconds, doubled after each timeout in a row; pFabric's is constant."""
     if t.kind == TransportKind.PFABRIC:
         return t.timeout_ps
     wait = s.rtt + 4 * s.rtt_var
@@ -57,7 +57,7 @@ def timeout_ps(s: Row, t: Row) -> Number:
 
 @shared
 def measure_rtt(s: Row, t: Row, rtt: int) -> None:
-    """Take in a round-trip time in picoseconds (RFC 6298, gains of 1/8 and 1/4)."""
+    """Update the estimates with a round-trip time in picoseconds (RFC 6298, gains of 1/8 and 1/4)."""
     if s.rtt == 0:
         s.rtt = rtt
         s.rtt_var = rtt >> 1
@@ -74,7 +74,7 @@ def measure_rtt(s: Row, t: Row, rtt: int) -> None:
 
 @shared
 def on_ack(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited: int) -> None:
-    """Take in that packet ``number`` was acknowledged; ``limited`` says whether the window held packets back."""
+    """Update the window after an acknowledgement of packet ``number``; ``limited``: the window was the limit."""
     kind = t.kind
     if kind == TransportKind.NDP:
         return
@@ -117,7 +117,7 @@ def on_ack(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited
 
 @shared
 def grow_cubic(s: Row, t: Row, now: int) -> None:
-    """Grow in congestion avoidance as RFC 9438 has it; ``alpha`` is its K in seconds."""
+    """Grow the window in congestion avoidance (RFC 9438); ``alpha`` is its K in seconds."""
     if s.epoch < 0:
         s.epoch = now
         s.reno = s.window
@@ -133,7 +133,7 @@ def grow_cubic(s: Row, t: Row, now: int) -> None:
 
 @shared
 def on_loss(s: Row, t: Row, number: int, now: int) -> None:
-    """Take in that packet ``number`` was lost: once for all that were in flight together."""
+    """Shrink the window after the loss of packet ``number``: once for all packets that were in flight together."""
     kind = t.kind
     if number < s.recover or kind == TransportKind.NDP:
         return
@@ -159,7 +159,7 @@ def on_loss(s: Row, t: Row, number: int, now: int) -> None:
 
 @shared
 def on_timeout(s: Row, t: Row) -> None:
-    """Take in that nothing arrived for a whole timeout."""
+    """Shrink the window and back off after a timeout."""
     kind = t.kind
     s.recover = s.number
     if s.backoff < (DLCP_BACKOFF_MAX if kind == TransportKind.DLCP else TIMEOUT_BACKOFF_MAX):
@@ -183,9 +183,9 @@ def on_timeout(s: Row, t: Row) -> None:
 
 @shared
 def is_limited(s: Row) -> Number:
-    """Return whether the window is what holds packets back.
+    """Return whether the window limits the sender.
 
-    In slow start the link may, which must not stop the window's growth (as in Linux).
+    In slow start, using half of the window counts: the link may be the limit, and growth must not stop (as in Linux).
     """
     reach = 2 * s.in_flight if s.window < s.threshold else s.in_flight + 1
     return reach >= int(s.window)
@@ -193,7 +193,7 @@ def is_limited(s: Row) -> Number:
 
 @shared
 def leave_probe_mode(s: Row) -> None:
-    """Send data instead of probes again (pFabric): something was answered."""
+    """Send data instead of probes again (pFabric), after any answer."""
     if s.probe_mode != 0:
         s.probe_mode = 0
         s.backoff = 0
@@ -209,13 +209,13 @@ def window_is_open(s: Row, t: Row) -> Number:
 
 @shared
 def needs_reply(s: Row, t: Row) -> Number:
-    """Return whether a stream that has something to send waits for a PULL, or for a reply to a probe."""
+    """Return whether a stream with data to send has to wait for a PULL or for a reply to a probe."""
     return s.probe_mode != 0 or (t.kind == TransportKind.NDP and s.credit <= 0)
 
 
 @shared
 def queue_of(t: Row, m: Row, index: int) -> Number:
-    """Return the queue of a packet: its message's, or with PIAS by how much of the message was sent before it."""
+    """Return a packet's queue: its message's, or for PIAS by the bytes of the message before it."""
     queue = int(m.queue)
     if t.kind == TransportKind.PIAS and t.levels > 0:
         queue = URGENT_QUEUE
@@ -228,14 +228,14 @@ def queue_of(t: Row, m: Row, index: int) -> Number:
 
 @shared
 def restart_timers(s: Row, t: Row, now: int) -> None:
-    """Restart the timeout and the tail probe of a stream: something arrived."""
+    """Restart the timeout and the tail probe timer of a stream, after something arrived."""
     s.deadline = now + timeout_ps(s, t)
     restart_tail_timer(s, t, now)
 
 
 @shared
 def restart_tail_timer(s: Row, t: Row, now: int) -> None:
-    """Restart the tail probe of a stream, where there is to be one (RFC 8985, section 7.2)."""
+    """Restart the tail probe timer of a stream, or stop it where no probe is allowed (RFC 8985, section 7.2)."""
     s.tail_due = FOREVER_PS
     if t.tail_probe != 0 and s.rtt > 0 and s.repairing == 0 and s.tail_probing == 0:
         s.tail_due = now + 2 * s.rtt
@@ -243,13 +243,13 @@ def restart_tail_timer(s: Row, t: Row, now: int) -> None:
 
 @shared
 def has_enough(m: Row) -> Number:
-    """Return whether a receiver may do without what has not arrived."""
+    """Return whether a receiver's loss bound is met: it may do without the missing packets."""
     return m.protected == 0 and m.received >= m.required
 
 
 @shared
 def is_complete(t: Row, m: Row) -> Number:
-    """Return whether a receiver needs nothing more, or nothing more than its bound has it wait for."""
+    """Return whether a receiver needs no more packets: all have arrived, or the loss bound lets it stop now."""
     if m.received == m.packets:
         return True
     return m.bounded != 0 and (t.immediate != 0 or m.probed != 0) and has_enough(m)
@@ -257,7 +257,7 @@ def is_complete(t: Row, m: Row) -> Number:
 
 @shared
 def may_probe(m: Row) -> Number:
-    """Return whether a sender has to ask what the receiver needs: all is sent and answered, and only holes are left."""
+    """Return whether a sender has to probe the receiver: every packet is sent and answered, and holes remain."""
     if m.holes == 0 or m.satisfied != 0 or m.probing != 0:
         return False
     return m.in_flight == 0 and m.retransmits == 0 and m.next_index >= m.packets
@@ -267,8 +267,8 @@ def may_probe(m: Row) -> Number:
 def may_close(m: Row) -> Number:
     """Return whether a message is done and nothing refers to it any more.
 
-    The rows of a closed graph are freed at once, so nothing may refer to any of its messages then: no packet or timer
-    (``refs``), no transmission (``in_flight``, ``retransmits``), no list of a stream (``listed``).
+    The rows of a closed graph are freed at once. So before that no packet or timer (``refs``), no transmission
+    (``in_flight``, ``retransmits``) and no stream's list (``listed``) may refer to any of its messages.
     """
     if m.closed != 0 or m.done == 0 or m.refs != 0 or m.in_flight != 0 or m.retransmits != 0 or m.listed != 0:
         return False

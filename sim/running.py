@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of an experiment: what is measured in it, and the numbers in its file."""
+"""One run of an experiment: its measurements and its result file."""
 
 import hashlib
 import json
@@ -25,21 +25,21 @@ from dlcp.sim.training import Progress, class_shares, place_jobs, profile_of, tr
 from dlcp.switch import PROGRAM_PATH
 
 FORMAT: Final = 3
-"""Of result files. With another number a sweep runs everything again."""
+"""Format of result files. If it changes, a sweep runs everything again."""
 
 _SIMULATOR: Final = Path(__file__).resolve().parent
 _DLCP: Final = Path(dlcp.__file__).resolve().parent
 _INDIFFERENT: Final = ("report/", "experiments/", "sweep.py")
-"""Parts of the simulator that only start runs, show their results, or describe what to run."""
+"""Parts of the simulator that do not change results: they start runs, show results, or describe experiments."""
 _SHARED: Final = (
     *(f"convergence/{name}" for name in ("__init__.py", "published.json", "measured.json", "shortfall.json")),
     *("slow_ports.py", "tags.py", "wire/__init__.py", "wire/header.py"),
 )
-"""Parts of DLCP itself that define packets, their tags, how much is deferred, and what that costs."""
+"""Parts of DLCP itself that change results: they define packets, tags, deferral, and its cost."""
 
 _TIMES: Final = ("fct", "contribution", "result", "other", "small")
-"""What times are of, and the prefixes of their metrics: all messages of training, those to be reduced, results;
-messages of other traffic, and the small ones of these."""
+"""Prefixes of the time metrics: all training messages, contributions, results; flows of other traffic, and the small
+ones among these."""
 _DROPS: Final = (
     EngineCounter.DROPS_POLICY,
     EngineCounter.DROPS_TAIL,
@@ -49,16 +49,16 @@ _DROPS: Final = (
 )
 
 PRECISION: Final = 0.002
-"""Relative error of quantiles at most. Chosen by us."""
+"""Largest relative error of quantiles; not tuned."""
 QUANTILES: Final = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)
 SMALL_FLOW_BYTES: Final = 100_000
-"""Flows up to this size are small ones, as in the figures of pFabric and PIAS."""
+"""Flows up to this size count as small, as in the figures of pFabric and PIAS."""
 _BASE: Final = math.log1p(PRECISION)
 
 
 @dataclass(slots=True)
 class TimeDistribution:
-    """Times in picoseconds, counted in buckets that grow by `PRECISION`, for memory's sake; the mean is exact."""
+    """Times in picoseconds, counted in buckets that grow by `PRECISION` to save memory; the mean is exact."""
 
     count: int = 0
     total_ps: int = 0
@@ -81,11 +81,11 @@ class TimeDistribution:
 
     @property
     def mean_s(self) -> float:
-        """Return the mean in seconds, 0 without any."""
+        """Return the mean in seconds; 0 if empty."""
         return self.total_ps / self.count / 1e12 if self.count else 0.0
 
     def quantile_s(self, share: float) -> float:
-        """Return the time in seconds that ``share`` of all do not exceed, 0 without any."""
+        """Return the quantile at ``share`` in seconds; 0 if empty."""
         wanted, seen = share * self.count, 0
         for number in sorted(self._buckets):
             seen += self._buckets[number]
@@ -107,8 +107,8 @@ class TimeDistribution:
 class MessageMeasures:
     """Completion times and losses of messages: contributions and results of training, and other traffic.
 
-    A message's time runs from when its sender had it to when its target had what it needed, and includes waiting for
-    other messages of the same sender.
+    A message's time runs from when its sender had it until its target had what it needed. It includes waiting for other
+    messages of the same sender.
 
     Parameters
     ----------
@@ -118,11 +118,11 @@ class MessageMeasures:
     Attributes
     ----------
     packets, missing, sent
-        Of contributions, how many packets they had, and how many of these never arrived; of all messages, how many
-        packets were sent, retransmissions included.
+        Packets of contributions, and how many of these never arrived; packets sent for all messages, including
+        retransmissions.
     deferred
-        By job, int64 (2, 2): of its contributions and its averages, in all steps but the first, how many packets were
-        deferred, and how many there were.
+        By job, int64 (2, 2): a row for contributions and one for averages, each with the packets deferred and their
+        total, in all steps but the first.
     """
 
     traffic: frozenset[str] = frozenset()
@@ -133,7 +133,7 @@ class MessageMeasures:
     deferred: dict[str, NDArray[np.int64]] = field(default_factory=dict)
 
     def __call__(self, submitted: SubmittedGraph, records: NDArray[Any]) -> None:
-        """Take in the records of a graph. Messages that are not done do not count."""
+        """Add the records of a graph. Messages that are not done do not count."""
         nodes = submitted.graph.nodes
         sends = (nodes["size_bytes"] > 0) & (records["end_ps"] > 0)
         nodes, records, whole = nodes[sends], records[sends], submitted.packets[sends]
@@ -155,7 +155,7 @@ class MessageMeasures:
 
     @property
     def deferred_ratios(self) -> tuple[float, float]:
-        """Return the shares of contributions' and of averages' packets that were deferred, of the job with the most."""
+        """Return the deferred shares of contributions' and of averages' packets, each of the job with the most."""
         ratios = [counts[:, 0] / np.maximum(counts[:, 1], 1) for counts in self.deferred.values()]
         contributions, averages = np.max(ratios, axis=0).tolist() if ratios else (0.0, 0.0)
         return contributions, averages
@@ -167,12 +167,12 @@ class MessageMeasures:
 
 
 def significant(value: float, digits: int = 9) -> float:
-    """Return a number with that many significant digits, which is all that a file needs."""
+    """Round a number to ``digits`` significant digits, for a file."""
     return float(f"{value:.{digits}g}")
 
 
 class _TrainingOver(Exception):  # noqa: N818 - not an error
-    """All jobs have finished their steps, and what others still send is of no interest."""
+    """All jobs have finished their steps, so the run can end whatever other traffic is left."""
 
 
 def run(
@@ -183,12 +183,12 @@ def run(
     Parameters
     ----------
     heartbeat
-        Called now and then with how far the run is.
+        Called every simulated millisecond with a progress message.
 
     Returns
     -------
-    The contents of the run's file: plain values, the same in every process and on every machine for the same seed. An
-    interrupted run returns what it has, with ``complete`` false.
+    The contents of the result file: plain values, the same in every process and on every machine for the same seed. An
+    interrupted run returns the results so far, with ``complete`` false.
     """
     setting = item.setting
     messages = MessageMeasures(traffic=frozenset(traffic.name for traffic in setting.traffic))
@@ -214,13 +214,13 @@ def run(
 
 
 def digest(item: ExperimentRun) -> str:
-    """Return a hash of a run's setting and of the sources that run it, by which its file is known to be its own."""
+    """Return a hash of a run's setting and of the simulator's sources, to recognize its result file."""
     described = msgspec.json.encode([FORMAT, sources_digest(), item.setting, item.convergence], order="sorted")
     return hashlib.sha256(described).hexdigest()[:16]
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:
-    """Write a result file, whole or not at all."""
+    """Write a result file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -272,7 +272,7 @@ def _document(
 
 
 def _metrics(simulation: Simulation, jobs: list[Progress], messages: MessageMeasures) -> dict[str, float]:
-    """Return the metrics that figures and claims can name; see `sim/experiments/README.md`."""
+    """Return the metrics for figures and claims; see `sim/experiments/README.md`."""
     counts = simulation.engine.counts
     found: dict[str, float] = {"simulated_s": int(simulation.engine.now_ps) / 1e12}
     for prefix in _TIMES:
@@ -303,11 +303,10 @@ def _metrics(simulation: Simulation, jobs: list[Progress], messages: MessageMeas
 
 
 def _convergence(item: ExperimentRun, messages: MessageMeasures, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return how many times as many steps it takes with what was lost and deferred, and a step's time times that.
+    """Return the factor on the number of steps due to loss and deferral, and the step time multiplied by it.
 
-    The share deferred is that of the half of which more was. Where a curve has fewer steps than training that lacks
-    nothing, that is the noise of its seeds, and none are saved. Nothing is returned where more was deferred than lets
-    every run converge.
+    The deferred share is that of the half with the larger share. A factor below 1 on a deferral curve is noise of its
+    seeds, and counts as 1. The result is empty if not every measured run converged at that share.
     """
     deferred = [found for job in item.setting.training if (found := job.deferral_curve())]
     share = max(messages.deferred_ratios)
@@ -320,7 +319,7 @@ def _convergence(item: ExperimentRun, messages: MessageMeasures, metrics: Mappin
 
 @cache
 def sources_digest() -> str:
-    """Return a hash of all sources that may change a run's numbers, the same on every machine."""
+    """Return a hash of all sources that can change a run's results; it is the same on every machine."""
     found = hashlib.sha256()
     own = (path.relative_to(_SIMULATOR).as_posix() for path in _SIMULATOR.rglob("*") if path.suffix in (".py", ".yaml"))
     for folder, names in ((_SIMULATOR, sorted(own)), (_DLCP, _SHARED)):

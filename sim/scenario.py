@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is simulated: a network, how its hosts send, what fails, and the seed. Nothing here runs.
+"""Describe a simulation: the network, its transports, failures, and the seed. Nothing here runs.
 
-A `NetworkSetting` has everything that packets need. Jobs say what is sent: `CollectiveJob` in a `Scenario`, training in
-the settings of experiments (`dlcp.sim.experiment.RunSetting`), or any SimPy process that submits graphs to a
+A `NetworkSetting` describes everything but the jobs. Jobs say what is sent: a `CollectiveJob` in a `Scenario`, training
+jobs in an experiment (`dlcp.sim.experiment.RunSetting`), or any SimPy process that submits graphs to a
 `dlcp.sim.simulation.Simulation`.
 """
 
@@ -24,24 +24,24 @@ _Seconds = Annotated[float, Meta(ge=0)]
 
 
 class CollectiveJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Steps of computing and all-reducing one buffer: the simplest job.
+    """The simplest job: in each step, compute and then all-reduce one buffer.
 
     Parameters
     ----------
     hosts
-        By rank.
+        One host per rank.
     size_bytes
-        Of the buffer that the ranks reduce in each step.
+        Size of the buffer that the ranks reduce in each step.
     collective
         ``ring``, ``direct`` (every rank owns a shard: reduce-scatter and all-gather in one hop each) or
         ``parameter_server`` (through the first ``servers`` of ``hosts``; the rest are workers).
     compute_s
-        From the end of a step's all-reduce to the beginning of the next.
+        Time from the end of a step's all-reduce to the beginning of the next.
     loss_bound
-        The share of a contribution's packets that may be lost, with a transport that bounds loss. Results are always
+        The share of a contribution's packets that may be lost, if the transport bounds loss. Results are always
         delivered whole.
     queue
-        Of gradients; 7 is the most urgent.
+        Queue of the gradients; 7 is the most urgent.
     """
 
     name: str
@@ -63,9 +63,9 @@ class FailureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Parameters
     ----------
     nodes
-        The two ends by name, as in `dlcp.sim.topology.NetworkTopology.names`: ``host3``, ``leaf0``, …
+        Names of the two ends, as in `dlcp.sim.topology.NetworkTopology.names`: ``host3``, ``leaf0``, …
     loss_ratio
-        Share of packets lost at random. 1 is a failed link, which routes avoid from ``reroute_s`` after the failure on.
+        Share of packets lost at random. 1 is a failed link; routes avoid it ``reroute_s`` after the failure.
     """
 
     nodes: tuple[str, str]
@@ -76,14 +76,14 @@ class FailureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Everything that packets need: the network, how hosts send, what others send, what fails, and the seed.
+    """Everything but the jobs: the network, transports, background traffic, failures, and the seed.
 
     Parameters
     ----------
     transports
-        By the names that jobs and traffic use.
+        Transports by the names that jobs and traffic use.
     stop_s
-        When a run ends at the latest, whatever is still in flight; simulated time.
+        Latest end of a run in simulated time; packets may still be in flight.
     """
 
     topology: TopologySpec = msgspec.field(default_factory=Star)
@@ -97,12 +97,12 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     stop_s: Annotated[float, Meta(gt=0)] = 3600.0
 
     def check_senders(self, **senders: Sequence[Any]) -> None:
-        """Refuse jobs and traffic of one name, and transports that there are not; ``senders`` are by field.
+        """Reject unknown transports, and jobs or traffic with the same name; ``senders`` are by field.
 
         Raises
         ------
         dlcp.document.PlaceError
-            Its steps lead to what is wrong.
+            A sender is wrong; ``steps`` lead to its place.
         """
         every = [(field, number, spec) for field, specs in senders.items() for number, spec in enumerate(specs)]
         for field, number, spec in every:
@@ -112,10 +112,10 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         names = [spec.name for _, _, spec in every]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise PlaceError(f"two jobs or kinds of traffic are called {twice!r}; names have to differ")
+            raise PlaceError(f"two jobs or kinds of traffic are called {twice!r}; rename one of them")
 
 
 class Scenario(NetworkSetting, frozen=True, kw_only=True):
-    """A whole simulation with jobs of the simplest kind."""
+    """A complete simulation with collective jobs."""
 
     jobs: tuple[CollectiveJob, ...] = ()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scenario that runs: SimPy processes for everything that takes decisions, an engine for packets.
+"""Run a scenario: SimPy processes make all decisions, an engine carries the packets.
 
-The two share one clock. The engine runs no further than SimPy's next event, and stops at the end of the first instant
-at which something completes that a process may wait for. So neither ever sees the other's past, and no time window is
-involved. At one instant packets come first, then processes.
+Both share one clock. The engine runs no further than SimPy's next event, and stops at the end of the first instant with
+a completion that a process may wait for. So neither gets ahead of the other, without synchronization windows. At any
+instant, packets come first, then processes.
 
-`simulate` runs the jobs, background traffic and failures that a scenario describes. For jobs of another kind make a
-`Simulation` and start processes of your own.
+`simulate` runs the jobs, background traffic and failures of a scenario. For other jobs, make a `Simulation` and start
+your own processes.
 """
 
 import importlib.util
@@ -43,24 +43,24 @@ Process: TypeAlias = Generator[simpy.Event, Any, Any]
 RecordSink: TypeAlias = Callable[["SubmittedGraph", NDArray[Any]], None]
 
 _BATCH = 512
-"""Background flows that are drawn and submitted at once; each begins at its own time. Chosen by us."""
+"""Background flows that are drawn and submitted at once; each begins at its own time. Not tuned."""
 
 
 class SubmittedGraph:
-    """A graph in the hands of the engine.
+    """A graph that the engine runs.
 
     Attributes
     ----------
     done
-        SimPy event: all nodes are done. Its value is the picosecond.
+        SimPy event: all nodes are done. Its value is the time in picoseconds.
     nodes
         SimPy events of watched nodes, by number.
     closed
         SimPy event: nothing of the graph is in flight any more, acknowledgements included.
     packets
-        int32 (n,): of each message, if nothing is deferred; 0 for a node that sends nothing.
+        int32 (n,): packets of each message without deferral; 0 for a node that sends nothing.
     label
-        Whatever its submitter wants to find with its records.
+        The submitter's label, passed on with the records.
     last_records
         Its records once it is closed.
     """
@@ -79,10 +79,10 @@ class Simulation:
     Parameters
     ----------
     class_shares
-        Further distributions of drop classes, which messages name by number.
+        Additional distributions of drop classes, which messages refer to by number.
     on_records
-        Called with each graph and its records, `dlcp.sim.graph.NODE_RECORD` (n,), when nothing of it is in flight any
-        more. The engine then forgets the graph, so memory holds only what is in flight.
+        Called with each graph and its records, `dlcp.sim.graph.NODE_RECORD` (n,), when the graph is closed. The engine
+        then frees the graph, so memory holds only what is in flight.
 
     Attributes
     ----------
@@ -91,7 +91,7 @@ class Simulation:
     transports
         Numbers of the scenario's transports, by name.
     failed_links
-        Links that routes avoid now.
+        Links that routes currently avoid.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class Simulation:
         return self.env.process(generator)
 
     def random(self, *concern: int) -> np.random.Generator:
-        """Return the random numbers of a concern, which nothing else draws from: the same in every run."""
+        """Return a random generator of its own for each ``concern``: the same numbers in every run."""
         return np.random.default_rng(np.random.SeedSequence([self.scenario.seed, 0x51D, *concern]))
 
     def submit(self, graph: Graph, label: Any = None) -> SubmittedGraph:
-        """Let a graph begin now."""
+        """Start a graph now."""
         submission = self._submitter.prepare(graph, int(self.env.now))
         submitted = SubmittedGraph(self.env, submission, label)
         self._open[submission.number] = submitted
@@ -130,16 +130,16 @@ class Simulation:
         return submitted
 
     def records(self, submitted: SubmittedGraph) -> NDArray[Any]:
-        """Return the records of a graph as they are now, `dlcp.sim.graph.NODE_RECORD` (n,)."""
+        """Return a graph's current records, `dlcp.sim.graph.NODE_RECORD` (n,)."""
         return self.engine.records(submitted.number) if submitted.last_records is None else submitted.last_records
 
     def resize(self, submitted: SubmittedGraph, nodes: Nodes, packets: NDArray[np.int32]) -> None:
-        """Let messages of a graph that have not begun be sent with so many packets: 1 to as many as they have."""
+        """Set the packets of messages that have not begun: from 1 to their number at first. Others keep theirs."""
         if submitted.last_records is None:
             self.engine.resize(submitted.number, nodes, packets)
 
     def run(self) -> None:
-        """Run until nothing is left to happen, or to the scenario's end."""
+        """Run until no events are left, or to ``stop_s`` of the scenario."""
         env, engine = self.env, self.engine
         end = min(FOREVER_PS, seconds_to_ps(self.scenario.stop_s))
         while True:
@@ -152,18 +152,18 @@ class Simulation:
                     continue
             if coming == float("inf") or coming > end:
                 return
-            # All packets of this instant are through; now the processes, one event after the other.
+            # All packets of this instant have been handled; now handle the processes, event by event.
             env.step()
 
     def flush_records(self) -> None:
-        """Hand on the records of all graphs that are still open, as they are now; for a run that ends early."""
+        """Pass on the current records of all open graphs, for a run that ends early."""
         if self._on_records is not None:
             for number, submitted in sorted(self._open.items()):
                 self._on_records(submitted, self.engine.records(number))
         self._open.clear()
 
     def _wake(self, completions: list[Completion]) -> None:
-        """Advance SimPy's clock to the engine's, and wake the processes that wait."""
+        """Advance SimPy's clock to the engine's, and wake the waiting processes."""
         env = self.env
         now = self.engine.now_ps
         if now > env.now:
@@ -183,7 +183,7 @@ class Simulation:
                 submitted.nodes[completion.node].succeed(now)
 
 
-# ------------------------------------------------------------------------------- processes that a scenario describes
+# ------------------------------------------------------------------------------------------- processes of a scenario
 
 
 @dataclass(slots=True)
@@ -196,7 +196,7 @@ class StepTimes:
 
 
 def collective_job(simulation: Simulation, spec: CollectiveJob, number: int, times: StepTimes) -> Process:
-    """Compute and all-reduce, step by step. Each rank waits for the all-reduce to end everywhere."""
+    """Compute and all-reduce, step by step. Each rank waits until the all-reduce has ended on all ranks."""
     env = simulation.env
     yield env.timeout(seconds_to_ps(spec.start_s))
     for step in range(spec.steps):
@@ -224,11 +224,11 @@ def collective_job(simulation: Simulation, spec: CollectiveJob, number: int, tim
 
 
 def background(simulation: Simulation, spec: TrafficSpec, number: int) -> Process:
-    """Submit flows that arrive as a Poisson process, a batch at a time."""
+    """Submit batches of flows that arrive as a Poisson process."""
     env = simulation.env
     random = simulation.random(1, number)
     hosts = simulation.topology.hosts
-    # A host's first link leads to the network; another one leads only to GPUs in the same server.
+    # A host's first link leads to the network; any other leads only to GPUs in the same server.
     first = {link.source: link.spec.rate_gbps for link in reversed(simulation.topology.links)}
     rate_bps = sum(first[host] for host in range(hosts)) * 1e9
     flows_per_s = spec.load * rate_bps / 8 / mean_size(spec.flow_sizes)
@@ -249,7 +249,7 @@ def _submit_flows(
     random: np.random.Generator,
     times: NDArray[np.int64],
 ) -> None:
-    """Submit one flow for each of ``times``, which are in picoseconds from now."""
+    """Submit one flow for each of ``times``, in picoseconds from now."""
     count = len(times)
     hosts = simulation.topology.hosts
     source = random.integers(hosts, size=count)
@@ -267,7 +267,7 @@ def _submit_flows(
 
 
 def failure(simulation: Simulation, spec: FailureSpec) -> Process:
-    """Let a link lose packets for a while. If it loses all, route around it."""
+    """Let a link lose packets for a while. If it loses all of them, route around it."""
     env, engine, topology = simulation.env, simulation.engine, simulation.topology
     links = topology.between(*spec.nodes)
     yield env.timeout(seconds_to_ps(spec.start_s))
@@ -298,7 +298,7 @@ MESSAGE_RECORD: np.dtype[Any] = np.dtype(
         *NODE_RECORD.descr,
     ]
 )
-"""What became of a message: it began when it could be sent, and ended when its target had what it needed."""
+"""A message's outcome: it began when it could be sent, and ended when its target had what it needed."""
 
 
 @dataclass(slots=True)
@@ -308,22 +308,22 @@ class SimulationResult:
     Attributes
     ----------
     end_ps
-        When the last event happened.
+        Time of the last event.
     counts
         All counts by name; see `dlcp.sim.packet_engine.EngineCounter`.
     drops_by_class
         Packets dropped, by drop class 0 to 7.
     steps
-        Of each job.
+        Step times of each job.
     messages
         `MESSAGE_RECORD` (n,), in the order in which graphs were closed.
     labels
         Names of jobs and background traffic, by the number in ``messages``.
     lost_packets
-        Of each job: packets whose values were never used. With a transport that has error feedback those of the last
-        step only, because what is missing in a step is added to the next one's values.
+        By job: packets whose values were never used. With error feedback these are the last step's only, because values
+        that are missing in a step are added to the next.
     wall_s
-        How long the run took: the only number here that differs from run to run.
+        Duration of the run: the only number here that differs from run to run.
     """
 
     end_ps: int
@@ -337,7 +337,7 @@ class SimulationResult:
 
     @property
     def hops(self) -> int:
-        """Return how many times a packet, data or control, was sent over a link."""
+        """Return the number of transmissions over a link, of data and control packets."""
         return self.counts["hops_data"] + self.counts["hops_control"]
 
 
@@ -355,7 +355,7 @@ class _Collector:
             self._keep(submitted, records)
 
     def lost(self, job: CollectiveJob, transport: TransportSpec) -> int:
-        """Return how many packets of a job have lost their values for good."""
+        """Return the number of a job's packets whose values were lost for good."""
         steps = [packets for (name, _), packets in sorted(self.missing.items()) if name == job.name]
         if isinstance(transport, DlcpTransport) and transport.error_feedback:
             return sum(steps[-1:])
@@ -385,7 +385,7 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
     Raises
     ------
     ValueError
-        The scenario contradicts itself.
+        Jobs or traffic contradict each other or the network.
     """
     scenario.check_senders(jobs=scenario.jobs, traffic=scenario.traffic)
     labels = [*(job.name for job in scenario.jobs), *(flows.name for flows in scenario.traffic)]
@@ -412,7 +412,7 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
 
 
 def start_background_and_failures(simulation: Simulation) -> None:
-    """Start the processes of a scenario that are not jobs."""
+    """Start the processes of a scenario's background traffic and failures."""
     for number, flows in enumerate(simulation.scenario.traffic):
         simulation.process(background(simulation, flows, number))
     for failing in simulation.scenario.failures:
@@ -420,7 +420,7 @@ def start_background_and_failures(simulation: Simulation) -> None:
 
 
 def make_engine(plan: EnginePlan, name: EngineName = "auto") -> PacketEngine:
-    """Return an engine: ``kernel`` (Numba), ``reference`` (SimPy), or the faster one of those that can run here."""
+    """Return an engine: ``kernel`` (Numba) or ``reference`` (SimPy); ``auto`` is the kernel if Numba is installed."""
     if name == "kernel" or (name == "auto" and importlib.util.find_spec("numba") is not None):
         from dlcp.sim.kernel.kernel_engine import KernelEngine
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All runs of an experiment, in processes here or on a Dask cluster, except for those that have results already.
+"""Run an experiment's missing runs, in local processes or on a Dask cluster.
 
-A run's file is the same whichever process or machine made it. It is written, whole, as soon as the run is over, so an
-interrupted sweep keeps its results and goes on from there.
+A run's result file does not depend on the process or machine that made it. It is written atomically as soon as the run
+ends, so an interrupted sweep keeps its results and continues from there.
 """
 
 import importlib
@@ -22,23 +22,23 @@ from dlcp.sim.packet_engine import EngineName
 from dlcp.sim.running import digest, run, write
 
 WAIT_S: Final = 24 * 3600.0
-"""How long a sweep waits for its next result at most. Chosen by us."""
+"""How long a sweep waits for its next result: far longer than any run takes."""
 
 DASK_TIMEOUT_S: Final = 20.0
-"""How long a Dask scheduler may take to answer. Chosen by us."""
+"""How long a Dask scheduler may take to answer; not tuned."""
 
 
 class SweepError(RuntimeError):
-    """A sweep cannot run as asked."""
+    """A sweep cannot run or continue."""
 
 
 def result_file(folder: Path, item: ExperimentRun) -> Path:
-    """Return where a run's results go."""
+    """Return the path of a run's result file."""
     return folder / f"{item.name}.json"
 
 
 def existing(folder: Path, item: ExperimentRun) -> dict[str, Any] | None:
-    """Return the results of a run if they are there, complete, and of the same setting and version."""
+    """Return a run's results if they exist, are complete, and have the same setting and sources; otherwise None."""
     try:
         document = read_json(result_file(folder, item))
     except DocumentError:
@@ -57,30 +57,30 @@ def sweep(
     engine: EngineName = "auto",
     progress: TextIO = sys.stderr,
 ) -> int:
-    """Run what is missing, and write a file for each run.
+    """Run all runs without results, and write a file for each.
 
     Parameters
     ----------
     folder
-        For the result files; created if needed.
+        Folder for the result files; created if needed.
     processes
-        How many runs go on at once here.
+        Number of runs in parallel on this machine.
     dask
-        Address of a Dask scheduler that runs them instead.
+        Address of a Dask scheduler to run them instead.
 
     Returns
     -------
-    How many runs had no results yet.
+    The number of runs that had no results.
 
     Raises
     ------
     SweepError
-        Dask is not installed or does not answer.
+        Dask is not installed or does not answer, a process was killed, or no run ended in time.
     KeyboardInterrupt
-        The sweep was interrupted; the files of finished runs are there.
+        The sweep was interrupted; the files of finished runs are kept.
     """
     missing = [item for item in runs if existing(folder, item) is None]
-    _say(progress, f"{len(runs)} runs, {len(runs) - len(missing)} of them there already, into {folder}")
+    _say(progress, f"{len(runs)} runs, {len(runs) - len(missing)} of them already in {folder}")
     if not missing:
         return 0
     results = _on_dask(missing, dask, engine) if dask else _here(missing, processes, engine)
@@ -100,7 +100,7 @@ def _here(
             if not document["complete"] and _was_interrupted(document, item):
                 raise KeyboardInterrupt
         return
-    # A spawned process gets nothing from this one but the run, so results cannot depend on what happened here before.
+    # Spawned processes inherit no state from this one, so results cannot depend on it.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(processes, len(missing)), context, initializer=_ignore_interrupts) as pool:
         waiting = {pool.submit(run, item, engine): item for item in missing}
@@ -108,13 +108,13 @@ def _here(
             while waiting:
                 done, _ = wait(waiting, WAIT_S, FIRST_COMPLETED)
                 if not done:
-                    raise SweepError(f"no run ended within {WAIT_S:.0f} s")
+                    raise SweepError(f"no run ended within {WAIT_S:.0f} s; finished runs are kept: sweep again")
                 for future in done:
                     yield waiting.pop(future), future.result()
         except BrokenProcessPool:
             raise SweepError(
-                "a process of the pool was killed, most likely for memory: fewer --processes need less of it; "
-                "what was finished is kept"
+                "a process of the pool was killed, probably out of memory; sweep again with fewer --processes: "
+                "finished runs are kept"
             ) from None
         except BaseException:
             _stop(pool, waiting)
@@ -122,7 +122,7 @@ def _here(
 
 
 def _stop(pool: ProcessPoolExecutor, waiting: dict[Future[dict[str, Any]], ExperimentRun]) -> None:
-    """End the pool's processes at once, without waiting for their runs."""
+    """Terminate the pool's processes without waiting for their runs."""
     for future in waiting:
         future.cancel()
     for process in list((getattr(pool, "_processes", None) or {}).values()):
@@ -143,9 +143,9 @@ def _on_dask(
     missing: Sequence[ExperimentRun], address: str, engine: EngineName
 ) -> Iterator[tuple[ExperimentRun, dict[str, Any]]]:
     try:
-        distributed: Any = importlib.import_module("distributed")  # which has no types
+        distributed: Any = importlib.import_module("distributed")  # has no type annotations
     except ImportError:
-        raise SweepError("Dask is not installed; `pip install distributed` adds it") from None
+        raise SweepError("Dask is not installed; install it with `pip install distributed`") from None
     try:
         client = distributed.Client(address, timeout=DASK_TIMEOUT_S)
     except OSError as error:
@@ -179,5 +179,5 @@ def _say(stream: TextIO, text: str) -> None:
 
 
 def default_processes() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -11,11 +11,11 @@ _Ratio = Annotated[float, Meta(ge=0, le=1)]
 
 
 class EcnSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """When packets are marked, by how many packets wait in their queue when they arrive.
+    """When an arriving packet is marked, by the number of packets in its queue.
 
     Between ``min_packets`` and ``max_packets`` the probability grows from 0 to ``max_probability`` (RED on the
-    instantaneous queue); from ``max_packets`` on every packet is marked. Both equal give DCTCP's step. With
-    ``drop_incapable``, packets that cannot be marked are dropped instead, as RED does.
+    instantaneous queue); from ``max_packets`` on, every packet is marked. Equal values give DCTCP's step. With
+    ``drop_incapable``, packets that do not support ECN are dropped instead, as in RED.
     """
 
     min_packets: _Packets = 65
@@ -30,28 +30,29 @@ class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     Parameters
     ----------
     discipline
-        ``fifo``; ``priority`` (eight queues, the most urgent first); ``dlcp`` (the same, with the decisions of the
-        compiled P4 program: drops by queue and drop class within each message's budget, marks by depth); ``pfabric``
-        (sends the flow with the least left first, drops a packet of the flow with the most left); ``trim`` (NDP: a
-        packet that does not fit loses its payload, and headers go first).
+        ``fifo``; ``priority`` (eight queues, the most urgent first); ``dlcp`` (the same queues, with the decisions of
+        the compiled P4 program: drops by queue and drop class within each message's budget, marks by depth);
+        ``pfabric`` (sends the flow with the fewest packets left first, drops from the flow with the most left);
+        ``trim`` (NDP: a packet that does not fit loses its payload, and headers go first).
     buffer_packets
-        Room for so many packets of ``packet_bytes``: in each queue, at each port, or in the whole switch.
+        Buffer size in packets of ``packet_bytes``.
     buffer
-        What has that room. With ``dlcp`` an empty queue takes a packet even if the room is gone.
+        Scope of the buffer: each queue, each port, or the whole switch. With ``dlcp``, an empty queue accepts a packet
+        even if the buffer is full.
     alpha
-        With a buffer for the whole switch: a port may use this many times what is free (dynamic thresholds, Choudhury
-        and Hahne, 1998).
+        With a buffer for the whole switch: a port may use this multiple of the free space (dynamic thresholds,
+        Choudhury and Hahne, 1998).
     ecn
-        None never marks. With ``dlcp`` the program marks by ``mark_at`` instead.
+        Marking thresholds; None means no marks. With ``dlcp``, the program marks by ``mark_at`` instead.
     drop_at
-        With ``dlcp``: the share of ``buffer_packets`` above which a queue drops classes 1 to 7.
+        With ``dlcp``: the shares of ``buffer_packets`` above which a queue drops classes 1 to 7.
     mark_at
         With ``dlcp``: the share of ``buffer_packets`` above which a queue marks.
     trim_packets
-        With ``trim``: how many packets wait whole. NDP's authors have 8.
+        With ``trim``: how many packets wait with their payload. NDP's authors use 8.
     spraying
-        How a packet that may take any path chooses one: by the P4 program's hash over packet index and step, at random,
-        round robin, or the port with the shortest queue.
+        How a switch chooses the path of a sprayed packet: by the P4 program's hash over packet index and step, at
+        random, round robin, or by the shortest queue.
     """
 
     discipline: Literal["fifo", "priority", "dlcp", "pfabric", "trim"] = "fifo"
@@ -66,7 +67,7 @@ class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     spraying: Literal["hash", "random", "round_robin", "least_queue"] = "hash"
 
     def __post_init__(self) -> None:
-        """Refuse thresholds that would drop valuable packets first."""
+        """Reject thresholds that would drop valuable packets first."""
         if len(self.drop_at) != 7 or not all(0 <= share <= 1 for share in self.drop_at):
             raise ValueError(f"drop_at takes 7 shares between 0 and 1, for drop classes 1 to 7, got {self.drop_at}")
         if list(self.drop_at) != sorted(self.drop_at, reverse=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Topologies: as an experiment describes them, as nodes and links, and the shortest paths through them."""
+"""Topologies: their descriptions, the nodes and links built from these, and the shortest paths."""
 
 from collections import deque
 from collections.abc import Collection
@@ -24,9 +24,9 @@ class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     Parameters
     ----------
     rate_gbps
-        10^9 bits a second in each direction.
+        Rate in each direction, in 10^9 bits a second.
     delay_us
-        Propagation, and whatever else a hop costs besides serialization and queueing.
+        Propagation delay, and any other delay of a hop except serialization and queueing.
     """
 
     rate_gbps: Annotated[float, Meta(gt=0, le=10_000)] = 100.0
@@ -37,10 +37,10 @@ class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
     host_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
     host_links: dict[str, LinkSpec] = {}
-    """Those that are different, by host: ``host3``."""
+    """Links that differ from ``host_link``, by host name: ``host3``."""
 
     def link_of(self, host: int) -> LinkSpec:
-        """Return the link of a host."""
+        """Return a host's link."""
         return self.host_links.get(f"host{host}", self.host_link)
 
 
@@ -51,9 +51,9 @@ class Star(_Spec, frozen=True, tag="star"):
 
 
 class LeafSpine(_Spec, frozen=True, tag="leaf_spine"):
-    """Racks of hosts under leaves, each leaf linked to each spine.
+    """Racks of hosts under leaves; each leaf is linked to each spine.
 
-    With equal links ``hosts_per_leaf / spines`` is the oversubscription.
+    With equal link rates, the oversubscription is ``hosts_per_leaf / spines``.
     """
 
     leaves: _Count = 9
@@ -73,13 +73,13 @@ class FatTree(_Spec, frozen=True, tag="fat_tree"):
     fabric_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
 
     def __post_init__(self) -> None:
-        """Refuse odd switches."""
+        """Reject an odd number of ports."""
         if self.ports % 2:
             raise ValueError(f"a fat tree needs an even number of ports, got {self.ports}")
 
 
 class Dragonfly(_Spec, frozen=True, tag="dragonfly"):
-    """Groups of fully meshed routers and a link between each two groups (Kim, ISCA 2008), with minimal routing."""
+    """Groups of fully meshed routers, and one link between every two groups (Kim, ISCA 2008); minimal routing."""
 
     groups: Annotated[int, Meta(ge=2)] = 9
     routers_per_group: _Count = 4
@@ -89,9 +89,9 @@ class Dragonfly(_Spec, frozen=True, tag="dragonfly"):
 
 
 class RailOptimised(_Spec, frozen=True, tag="rail_optimised"):
-    """Servers of GPUs: GPU i of each server in a pod is linked to the pod's leaf i, and each leaf to each spine.
+    """GPU servers: GPU i of each server in a pod is linked to the pod's leaf i, and each leaf to each spine.
 
-    Hosts are GPUs, numbered server by server. GPUs of one server reach each other over ``server_link``.
+    Hosts are GPUs, numbered server by server. The GPUs of a server reach each other over ``server_link``.
     """
 
     servers: _Count = 8
@@ -102,7 +102,7 @@ class RailOptimised(_Spec, frozen=True, tag="rail_optimised"):
     fabric_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
 
     def __post_init__(self) -> None:
-        """Refuse pods that are not full."""
+        """Reject pods that are not full."""
         if self.servers % self.servers_per_pod:
             raise ValueError(f"{self.servers} servers do not fill pods of {self.servers_per_pod}")
 
@@ -111,7 +111,7 @@ TopologySpec = Star | LeafSpine | FatTree | Dragonfly | RailOptimised
 
 
 class TopologyError(ValueError):
-    """A topology that cannot be built, or a node or link that it does not have."""
+    """A topology cannot be built, or a node or link does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +125,18 @@ class TopologyLink:
 
 @dataclass(slots=True)
 class NetworkTopology:
-    """Hosts, numbered from 0, then switches; link 2i + 1 is the way back of link 2i.
+    """Hosts, numbered from 0, then switches; link 2i + 1 is the reverse direction of link 2i.
 
     Attributes
     ----------
     names
-        By node: ``host0`` and so on, then the switches.
+        Names by node: ``host0`` and so on, then the switches.
     divisors
-        By node: what the hash of a packet is divided by before it chooses among equal paths. All switches compute the
-        same hash. Where one chose by its remainder, the next has to choose by the quotient, or it would have no choice.
+        By node: the divisor of a packet's hash before the hash chooses among equal paths. All switches compute the same
+        hash. If one switch chooses by its remainder, the next has to choose by the quotient; otherwise all packets that
+        reach it would take the same path.
     hosts
-        How many of the nodes are hosts. Hosts do not forward.
+        Number of hosts. Hosts do not forward.
     """
 
     hosts: int
@@ -185,17 +186,17 @@ class NetworkTopology:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Where packets may go next: the first links of all shortest paths.
+    """The next hops of every node: the first links of all shortest paths.
 
     Attributes
     ----------
     row
         int32 (nodes,): the row of a node in ``table``; -1 - l for a host whose only link is l.
     table
-        int32 (rows, hosts, 2): where in ``choices`` the links to a host begin, and how many there are, 0 if it cannot
-        be reached.
+        int32 (rows, hosts, 2): the offset in ``choices`` of the links to a host, and their number; 0 links if the host
+        is unreachable.
     choices
-        int32: links.
+        int32: link numbers.
     """
 
     row: NDArray[np.int32]
@@ -229,7 +230,7 @@ def _find_routes(topology: NetworkTopology, failed: frozenset[int]) -> Routes:
     row[routed] = np.arange(len(routed), dtype=np.int32)
     table = np.zeros((len(routed), hosts, 2), np.int32)
     choices: list[int] = []
-    # Hosts at the same switches differ in the last link only, so one search serves all of them.
+    # Paths to hosts at the same switches differ only in the last link, so one search serves all of these hosts.
     groups: dict[tuple[int, ...], list[int]] = {}
     last: dict[tuple[int, int], list[int]] = {}
     for node in range(hosts, nodes):
@@ -257,14 +258,14 @@ def _find_routes(topology: NetworkTopology, failed: frozenset[int]) -> Routes:
                 if (target := topology.links[number].target) >= hosts and 0 <= distance[target] == step - 1
             ]
             if node < hosts and not links:
-                links = every[node][:1]  # a cut-off host still sends, and its packets get lost
+                links = every[node][:1]  # an isolated host still sends, and its packets are lost
             table[row[node], members] = (len(choices), len(links))
             choices += links
     return Routes(row, table, np.array(choices or [0], np.int32))
 
 
 def _distances(topology: NetworkTopology, out: list[list[int]], targets: Collection[int]) -> list[int]:
-    """Return how many links each node is away from the nearest of ``targets``; -2 if it cannot get there."""
+    """Return each node's distance in links to the nearest of ``targets``; -2 if it can reach none."""
     into: list[list[int]] = [[] for _ in topology.names]
     for numbers in out:
         for number in numbers:
@@ -289,7 +290,7 @@ def build_topology(spec: TopologySpec) -> NetworkTopology:
     Raises
     ------
     TopologyError
-        It has fewer than two hosts, or too many, or there is no such host as it names.
+        The number of hosts is out of range, or ``host_links`` names an unknown host.
     """
     if isinstance(spec, Star):
         topology = _star(spec)
@@ -302,7 +303,7 @@ def build_topology(spec: TopologySpec) -> NetworkTopology:
     else:
         topology = _rail_optimised(spec)
     if not 2 <= topology.hosts <= HOSTS_MAX:
-        raise TopologyError(f"{topology.hosts} hosts; a topology has 2 to {HOSTS_MAX}")
+        raise TopologyError(f"the topology has {topology.hosts} hosts; it needs 2 to {HOSTS_MAX}")
     for name in sorted(spec.host_links.keys() - topology.names[: topology.hosts]):
         raise TopologyError(f"host_links: there is no host {name!r}; there are host0 to host{topology.hosts - 1}")
     return topology
@@ -360,7 +361,7 @@ def _dragonfly(spec: Dragonfly) -> NetworkTopology:
     for group in nodes:
         for one, other in combinations(group, 2):
             topology.connect(one, other, spec.local_link)
-    # A link between two groups goes to the router of each that has the fewest such links so far.
+    # In each of the two groups, a global link goes to the router with the fewest global links so far.
     used = [[0] * routers for _ in range(groups)]
     for one, other in combinations(range(groups), 2):
         ends = []

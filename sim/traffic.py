@@ -9,8 +9,8 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 FlowSizes: TypeAlias = tuple[tuple[float, float], ...]
-"""A cumulative distribution: (bytes, probability that a flow is no larger), ascending; the last probability is 1. Sizes
-between are interpolated."""
+"""A cumulative distribution: (bytes, probability that a flow is no larger), ascending; the last probability is 1.
+Values in between are interpolated."""
 
 _PACKET_BYTES: Final = 1460
 _WEB_SEARCH: Final = (
@@ -51,12 +51,12 @@ class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Parameters
     ----------
     load
-        Share of the sum of the hosts' link rates that the flows need.
+        Offered load of the flows, as a share of the sum of the hosts' link rates.
     sizes
         A workload in `WORKLOADS`, or a distribution of flow sizes.
     most_bytes
-        Larger flows are cut to this size; 0 leaves them. The load stays, with more flows. A run says nothing about
-        flows that take longer than it does.
+        Larger flows are cut to this size; 0 means no limit. More flows make up for it, so the load stays the same. Use
+        it to exclude flows that would take longer than the run.
     """
 
     name: str = "background"

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training jobs: what each worker computes, when gradients are ready, and in which pieces and order they travel.
+"""Training jobs: what each worker computes, when gradients are ready, and in which pieces and order they are sent.
 
-A job gets hosts of its own (`place_jobs`). A scheduler cuts its gradients into pieces (`pieces`). A step is the
+Each job gets its own hosts (`place_jobs`). A scheduler cuts its gradients into pieces (`pieces`). A step is the
 backward pass of every worker, the all-reduces of its pieces, and the next forward pass, whose layers wait for the
-pieces that they need (`step_graph`); `training` is the process that submits steps. Schedulers differ in when a piece
-may go, and in which goes first:
+pieces they need (`step_graph`). The process `training` submits the steps. Schedulers differ in the pieces and in their
+order:
 
 ``fifo``
     PyTorch's DistributedDataParallel: buckets of 25 MB, filled from the output layer on and sent as they become ready;
     the next forward pass waits for all of them.
 ``p3``
-    Jayarajan et al., MLSys 2019: slices of 50,000 values, those of front layers first; each layer of the next forward
-    pass waits only for its own slices.
+    Jayarajan et al., MLSys 2019: slices of 50,000 values, front layers first. Each layer of the next forward pass waits
+    only for its own slices.
 ``bytescheduler``
-    Peng et al., SOSP 2019: the same order. Its authors search for the size of partitions at run time; here they are of
-    0.5 MB, the best of four in `sim/experiments/tuning.yaml`.
+    Peng et al., SOSP 2019: the same order. Its authors search for the partition size at run time; here it is 0.5 MB,
+    the best of four in `sim/experiments/tuning.yaml`.
 ``dlcp``
-    The same order at hosts, and in switches too, where front layers have more urgent queues. Pieces are of 1 MB, chosen
-    by us: messages of some hundred packets, so that a share of each can be lost.
+    The same order at hosts, and in switches too, where front layers have more urgent queues. Pieces of 1 MB give
+    messages of about a hundred packets, so that a share of each can be lost.
 """
 
 import math
@@ -53,7 +53,7 @@ class StragglerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     worker
         Its rank.
     factor
-        How many times as long it computes.
+        Its computing time relative to the other workers'.
     """
 
     worker: Annotated[int, Meta(ge=0)]
@@ -61,54 +61,54 @@ class StragglerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Data-parallel training of one network on workers of their own.
+    """Data-parallel training of one network on its own workers.
 
     Parameters
     ----------
     model
-        A name in `dlcp.sim.models.MODELS`, or a profile that ``dlcp sim profile`` has written.
+        A name in `dlcp.sim.models.MODELS`, or a profile file that ``dlcp sim profile`` has written.
     gpu, precision
-        Whose published throughput gives the computing time. A profile has times of its own.
+        The published throughput to take computing times from. A profile file has its own times.
     batch
-        Samples of a worker in a step; by default that of the published throughput.
+        Samples per worker and step; by default, the batch of the published throughput.
     workers, servers
-        How many hosts compute, and how many more hold parameters, for ``parameter_server``.
+        Number of workers, and of parameter servers on additional hosts, for ``parameter_server``.
     placement
         Which hosts: the next free ones, every n-th free one, or random ones.
     copies
-        How many such jobs run at once, each on hosts of its own.
+        Number of such jobs that run at once, each on its own hosts.
     collective
         How gradients are reduced. ``hierarchical`` reduces within ``group`` adjacent workers first.
     scheduler
-        In which pieces and in which order gradients are sent; see `dlcp.sim.training`.
+        How gradients are cut and ordered; see `dlcp.sim.training`.
     piece_bytes
-        The most bytes of a piece; by default the scheduler's own.
+        The largest piece in bytes; by default, the scheduler's own.
     transport
         Its name in the experiment.
     bytes_per_value
-        Of a gradient on the wire.
+        Bytes of a gradient value on the wire.
     flows
-        ``shared``: messages between two hosts share a connection (one per queue with ``dlcp``) and go in the
-        scheduler's order. ``own``: every message is a flow of its own that begins when it is ready, in no order, as in
+        ``shared``: messages between two hosts share a connection (one per queue with ``dlcp``) and follow the
+        scheduler's order. ``own``: every message is a separate flow that begins when it is ready, in no order, as in
         simulations of flow completion.
     compression
-        How many times smaller a compressor makes gradients, as a baseline. It costs no computing time here, which
-        favours it.
+        Factor by which a compressor shrinks gradients, as a baseline. It costs no computing time here, which favours
+        it.
     loss_bound
-        The share of a contribution's packets that may be lost, with a transport that bounds loss. Results are always
+        The share of a contribution's packets that may be lost, if the transport bounds loss. Results are always
         delivered whole.
     deferral
-        What may be put off to a later step, for ``parameter_server`` and ``direct``.
+        What may be deferred to a later step, for ``parameter_server`` and ``direct``.
     optimizer
-        What it trains with: the curves that say how many more steps deferral costs are measured by optimizer.
+        Selects the curve of additional steps that deferral costs; these are measured by optimizer.
     layer_queues
-        Whether ``dlcp`` puts front layers into more urgent queues; otherwise all go into the transport's.
+        Whether ``dlcp`` puts front layers into more urgent queues; otherwise all use the transport's queue.
     magnitude_classes
-        Whether ``dlcp`` gives packets drop classes by layer and magnitude; otherwise all are of class 1.
+        Whether ``dlcp`` gives packets drop classes by layer and magnitude; otherwise all are in class 1.
     jitter
         Standard deviation of a worker's computing time in a step, relative to its mean; log-normal.
     stagger_s
-        Each copy starts so much after the one before.
+        Delay of each copy's start after the one before.
     """
 
     name: str
@@ -140,55 +140,55 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     stagger_s: _Seconds = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse contradictions."""
+        """Reject contradictory settings."""
         if (self.collective == "parameter_server") != bool(self.servers):
             raise ValueError(
-                f"servers is {self.servers} and collective is {self.collective!r}: servers are for parameter_server, "
+                f"servers is {self.servers} and collective is {self.collective!r}; servers are for parameter_server, "
                 "which needs at least one"
             )
         if self.collective == "halving_doubling" and self.workers & (self.workers - 1):
-            raise ValueError(f"halving_doubling needs a power of two of workers, got {self.workers}")
+            raise ValueError(f"halving_doubling needs a power of two as the number of workers, got {self.workers}")
         if self.collective == "hierarchical" and self.workers % self.group:
             raise ValueError(f"hierarchical: {self.workers} workers do not fill groups of {self.group}")
         if self.deferral and (self.collective not in ("parameter_server", "direct") or self.steps < 2):
             raise ValueError(
-                f"deferral is for parameter_server and direct, and begins with the second step; collective is "
-                f"{self.collective!r}, steps is {self.steps}"
+                f"deferral is for parameter_server and direct, and begins with the second step; got collective "
+                f"{self.collective!r} and {self.steps} steps"
             )
         if any(straggler.worker >= self.workers for straggler in self.stragglers):
-            raise ValueError(f"a straggler's rank lies beyond the {self.workers} workers, 0 to {self.workers - 1}")
+            raise ValueError(f"a straggler's rank is beyond the workers; choose from 0 to {self.workers - 1}")
 
     def deferral_curve(self) -> ConvergenceCurve | None:
-        """Return the curve that says how many more steps the job's deferral costs; None without deferral.
+        """Return the curve of additional steps that the job's deferral costs; None without deferral.
 
         Raises
         ------
         ValueError
-            The ceiling is beyond what was measured.
+            The ceiling is above the largest measured share.
         """
         if self.deferral is None:
             return None
-        # Where one rank is behind a slow port, contributions to it alone are deferred; else those to all owners.
+        # Behind one rank's slow port, only contributions to that rank are deferred; otherwise, those to all owners.
         servers = "servers_" if self.servers or self.deferral.ports == "all" else ""
         found = curve(f"deferral_{servers}{self.optimizer}")
         if self.deferral.ceiling > found.reaches:
             raise ValueError(
-                f"the ceiling is {self.deferral.ceiling:.0%}, and {found.name} was measured up to {found.reaches:.0%}; "
-                "`dlcp bench convergence --ceilings` measures further"
+                f"the ceiling is {self.deferral.ceiling:.0%}, but {found.name} was measured only up to "
+                f"{found.reaches:.0%}; lower it, or measure more with `dlcp bench convergence --ceilings`"
             )
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedJob:
-    """A copy of a job with its hosts.
+    """A copy of a job on its hosts.
 
     Parameters
     ----------
     name
-        Of this copy.
+        Name of this copy.
     number
-        Among all jobs of the experiment.
+        Its number among all jobs of the experiment.
     """
 
     spec: TrainingJob
@@ -200,7 +200,7 @@ class PlacedJob:
 
 
 def place_jobs(jobs: Sequence[TrainingJob], hosts: int, seed: int) -> list[PlacedJob]:
-    """Give every copy of every job hosts of its own.
+    """Assign hosts to every copy of every job.
 
     Servers are spread among the workers, so that they are not all at the same switch.
 
@@ -211,7 +211,7 @@ def place_jobs(jobs: Sequence[TrainingJob], hosts: int, seed: int) -> list[Place
     """
     needed = sum((job.workers + job.servers) * job.copies for job in jobs)
     if needed > hosts:
-        raise ValueError(f"the jobs need {needed} hosts and the topology has {hosts}")
+        raise ValueError(f"the jobs need {needed} hosts, but the topology has {hosts}")
     free = list(range(hosts))
     placed: list[PlacedJob] = []
     for job in jobs:
@@ -250,16 +250,16 @@ SCHEDULER_PIECE_BYTES: Final[dict[SchedulerName, int]] = {
     "dlcp": 1_000_000,
 }
 UNIFORM_SHARES: Final = (0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-"""Shares of drop classes where magnitude does not matter: all packets are in the class with the highest threshold."""
+"""Shares of drop classes if magnitude does not count: all packets are in the class with the highest threshold."""
 UNIFORM_PROFILE: Final = 256
-"""Number of that distribution in `class_shares`; below it are those of layers, by position."""
+"""Number of that distribution in `class_shares`; smaller numbers are layer positions."""
 _SHARDED: Final = ("ring", "direct", "halving_doubling", "hierarchical")
 
 
 def piece_limit(job: TrainingJob) -> int:
-    """Return the most bytes of a job's pieces.
+    """Return the largest size of a job's pieces, in bytes.
 
-    A piece that is cut into a shard per worker may be as many times larger, up to a bucket of ``fifo``.
+    Pieces that are cut into one shard per worker may be larger by the number of workers, up to a ``fifo`` bucket.
     """
     if job.piece_bytes is not None:
         return job.piece_bytes
@@ -274,15 +274,15 @@ class GradientPiece:
     Parameters
     ----------
     ready
-        The layer whose backward pass has to be over: the front-most of the piece.
+        The layer whose backward pass completes the piece: its front-most layer.
     layers
         Layers of the next forward pass that wait for the piece.
     order
-        Hosts send pieces of a smaller order first.
+        Hosts send pieces with a smaller order first.
     queue
-        In switches, 7 the most urgent; -1 takes the transport's.
+        Queue in switches, 7 the most urgent; -1 takes the transport's.
     shares
-        Number of the distribution of drop classes in `class_shares`, or -1.
+        Number of the distribution of drop classes in `class_shares`; -1 takes the transport's.
     """
 
     size_bytes: int
@@ -307,9 +307,9 @@ def pieces(
     Parameters
     ----------
     bytes_per_value
-        After compression.
+        Bytes per value after compression.
     most
-        The most bytes of a piece.
+        Largest piece in bytes.
     layer_queues, magnitude_classes
         See `dlcp.sim.training.TrainingJob`.
     """
@@ -341,7 +341,7 @@ def class_shares() -> tuple[tuple[float, ...], ...]:
 
 
 def _buckets(sizes: Sequence[int], most: int) -> list[GradientPiece]:
-    """Collect layers from the last one on, and begin a new bucket when one is full."""
+    """Collect layers into buckets from the last layer on; begin a new bucket when one is full."""
     buckets: list[list[int]] = [[]]
     for index in reversed(range(len(sizes))):
         if not sizes[index]:
@@ -358,17 +358,17 @@ def _buckets(sizes: Sequence[int], most: int) -> list[GradientPiece]:
 
 
 def _cut(size: int, most: int) -> list[int]:
-    """Return ``size`` in as few pieces as can be, as equal as can be."""
+    """Cut ``size`` into as few and as equal pieces as possible, each at most ``most``."""
     count = -(-size // most)
     return [size // count + (index < size % count) for index in range(count)]
 
 
 STEPS_PER_GRAPH: Final = 4
-"""Steps of one graph, in which workers drift apart freely; between graphs they synchronize. Chosen by us: memory holds
-only these steps, and synchronizing costs little, since in every step the fastest worker waits for the slowest."""
+"""Steps in one graph. Workers drift apart within a graph, and synchronize between graphs. Four limit the memory; the
+synchronization costs little, because the fastest worker waits for the slowest in every step anyway."""
 
 SHARDED_PIECE_BYTES: Final = 4_000_000
-"""Larger pieces are cut into a shard per server: MXNet's MXNET_KVSTORE_BIGARRAY_BOUND, a million values."""
+"""Larger pieces are cut into one shard per server: MXNet's MXNET_KVSTORE_BIGARRAY_BOUND, a million values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +378,7 @@ class StepGraph:
     Parameters
     ----------
     ends
-        One watched node per step: all workers have finished the forward pass after it.
+        One watched node per step, done when all workers have finished the forward pass after the step.
     """
 
     graph: Graph
@@ -400,9 +400,9 @@ def step_graph(
     parts
         Pieces in the order in which they become ready.
     factors
-        float64 (steps, workers): how many times as long as the profile each worker computes.
+        float64 (steps, workers): each worker's computing time relative to the profile.
     first_step
-        Number of the first of them.
+        Number of the first step.
     """
     builder = GraphBuilder()
     forward = np.array([layer.forward_s for layer in profile.layers])
@@ -441,12 +441,12 @@ def step_graph(
 
 
 def _message_number(number: int, shards: int) -> int:
-    """Return the first message number of a piece; those of its shards follow in steps of `SHARD_MESSAGES`."""
+    """Return the first message number of a piece; its shards' numbers follow at intervals of `SHARD_MESSAGES`."""
     return (number % SHARD_MESSAGES + number // SHARD_MESSAGES * SHARD_MESSAGES * shards) & (RESULT_MESSAGE - 1)
 
 
 def _servers(servers: tuple[int, ...], size_bytes: int, number: int) -> tuple[int, ...]:
-    """Return the servers of a piece: all of them for a large one, which is sharded; else one of them in turn."""
+    """Return the servers of a piece: all for a large piece, which is sharded; otherwise one, in rotation."""
     return servers if size_bytes > SHARDED_PIECE_BYTES or not servers else (servers[number % len(servers)],)
 
 
@@ -457,7 +457,7 @@ def _chain(
     before: Nodes | None,
     needs: list[list[Nodes]] | None = None,
 ) -> NDArray[np.int64]:
-    """Add layers one after the other for every worker; return their nodes, int64 (layers, workers)."""
+    """Add the layers of a pass in sequence for every worker; return their nodes, int64 (layers, workers)."""
     times = np.rint(np.outer(seconds, speed) * PS_PER_S).astype(np.int64)
     nodes = builder.delays(times.ravel()).reshape(times.shape)
     if before is not None:
@@ -471,14 +471,14 @@ def _chain(
 
 @dataclass(slots=True)
 class Progress:
-    """How far a job has come.
+    """Progress of a job.
 
     Attributes
     ----------
     compute_s
-        What a step would take without communication.
+        Duration of a step without communication.
     step_s
-        How long each step took, the forward pass after it included.
+        Duration of each step, including the forward pass after it.
     """
 
     job: PlacedJob
@@ -487,17 +487,17 @@ class Progress:
 
     @property
     def compute_s(self) -> float:
-        """Return how long a step of one worker computes."""
+        """Return the computing time of a step on one worker."""
         return self.profile.compute_s
 
 
 def profile_of(job: TrainingJob) -> StepProfile:
-    """Return how long a worker of a job computes, layer by layer.
+    """Return the computing times of a job's workers, layer by layer.
 
     Raises
     ------
     ValueError
-        There is no such model, nothing is published of it on that GPU, or the profile cannot be read.
+        The model is unknown, its throughput on that GPU is not published, or the profile cannot be read.
     """
     if job.model.endswith((".yaml", ".yml", ".json")):
         return read_profile(Path(job.model))
@@ -505,7 +505,7 @@ def profile_of(job: TrainingJob) -> StepProfile:
 
 
 def training(simulation: Simulation, progress: Progress) -> Process:
-    """Train step by step."""
+    """Run a job's steps, and record their durations in ``progress``."""
     env, job = simulation.env, progress.job
     spec = job.spec
     parts = pieces(
@@ -544,10 +544,10 @@ def training(simulation: Simulation, progress: Progress) -> Process:
 
 
 def _factors(simulation: Simulation, job: PlacedJob) -> NDArray[np.float64]:
-    """Return how many times as long as in the profile each worker computes, float64 (steps, workers)."""
+    """Return each worker's computing time relative to the profile, float64 (steps, workers)."""
     spec = job.spec
     random = simulation.random(3, job.number)
-    # A log-normal of mean 1 whose deviation is `jitter`.
+    # A log-normal distribution with mean 1 and standard deviation `jitter`.
     sigma = math.sqrt(math.log1p(spec.jitter**2))
     factors = random.lognormal(-(sigma**2) / 2, sigma, (spec.steps, spec.workers))
     for straggler in spec.stragglers:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How hosts send: one record per transport.
+"""Transports of the hosts: one record each.
 
-All of them send packets of up to ``packet_bytes - header_bytes`` of a message, and acknowledge each packet. A packet
-counts as lost when one sent ``reorder_packets`` later in the same stream and queue has arrived, or when a timer expires
-(RFC 6298 without its lower limit of a second). A stream keeps its window from message to message, as a connection does.
+Every transport sends packets with up to ``packet_bytes - header_bytes`` of a message, and acknowledges each packet. A
+packet counts as lost when one sent ``reorder_packets`` later in the same stream and queue has arrived, or when a timer
+expires (RFC 6298 without its lower limit of a second). A stream keeps its window from message to message, like a
+connection.
 
-Each setting is the one that the transport's authors publish, named beside it; none is fitted to our results. DLCP's
-authors publish none: `sim/experiments/README.md` says how ours were chosen.
+Each setting is the one that the transport's authors publish, with its source beside it; none is fitted to our results.
+DLCP's authors publish none: `sim/experiments/README.md` says how ours were chosen.
 """
 
 from typing import Annotated, Literal
@@ -26,9 +27,9 @@ class _Transport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     packet_bytes: Annotated[int, Meta(ge=128, le=9216)] = 1500
     header_bytes: Annotated[int, Meta(ge=28, le=120)] = 60
     ack_bytes: Annotated[int, Meta(ge=40)] = 64
-    initial_window_packets: _Window = 10.0  # RFC 6928, and Linux whatever the packets' size
+    initial_window_packets: _Window = 10.0  # RFC 6928; Linux uses it for any packet size
     max_window_packets: _Window = 4096.0
-    min_timeout_us: _Microseconds = 2000.0  # min_rto of PIAS-NS2, by DLCP's laboratory
+    min_timeout_us: _Microseconds = 2000.0  # min_rto of PIAS-NS2, from the laboratory of DLCP's authors
     reorder_packets: _Packets = 3  # DupThresh of RFC 5681 and RFC 6675
     balancing: _Balancing = "flow"
     queue: Annotated[int, Meta(ge=0, le=7)] = 1
@@ -40,10 +41,10 @@ class TailProbeTransport(_Transport, frozen=True):
     Parameters
     ----------
     tail_probe
-        After two smoothed round trips without sending or receiving, if no loss is being repaired, one more packet goes
-        out: the next one, or else the last one again. When it is acknowledged, whatever was sent before it in its queue
-        and has not arrived is lost. There are no delayed acknowledgements to wait for. RFC 8985's reordering window is
-        left out: ``reorder_packets`` has its place.
+        After two smoothed round trips without sending or receiving, and with no loss under repair, the sender sends one
+        more packet: the next one, or the last one again. When the probe is acknowledged, every packet sent before it in
+        its queue that has not arrived counts as lost. There are no delayed acknowledgements to wait for.
+        ``reorder_packets`` replaces RFC 8985's reordering window.
     """
 
     tail_probe: bool = True
@@ -66,7 +67,7 @@ class DctcpTransport(TailProbeTransport, frozen=True, tag="dctcp"):
 class SwiftTransport(_Transport, frozen=True, tag="swift"):
     """Swift (SIGCOMM 2020), without its pacing below one packet and without host delay.
 
-    ``target_us`` is the round-trip time it aims at; 0 takes twice the smallest measured so far.
+    ``target_us`` is the target round-trip time; 0 means twice the minimum measured so far.
     """
 
     target_us: Annotated[float, Meta(ge=0)] = 0.0
@@ -76,33 +77,33 @@ class SwiftTransport(_Transport, frozen=True, tag="swift"):
 
 
 class PiasTransport(TailProbeTransport, frozen=True, tag="pias"):
-    """PIAS (NSDI 2015): DCTCP whose packets start in queue 7 and drop by one queue at each threshold of bytes sent.
+    """PIAS (NSDI 2015): DCTCP whose packets start in queue 7 and move down one queue at each threshold of bytes sent.
 
-    The authors derive thresholds from the sizes of flows; these are theirs for web search at a load of 0.8 (PIAS-NS2,
-    ``scripts/run_pias_dctcp.py``).
+    The authors derive the thresholds from the flow size distribution; these are theirs for web search at a load of 0.8
+    (PIAS-NS2, ``scripts/run_pias_dctcp.py``).
     """
 
     gain: Annotated[float, Meta(gt=0, le=1)] = 1 / 16
     demotion_bytes: tuple[int, ...] = tuple(1460 * packets for packets in (909, 1329, 1648, 1960, 2143, 2337, 2484))
 
     def __post_init__(self) -> None:
-        """Refuse thresholds that do not rise."""
+        """Reject thresholds that do not ascend."""
         rising = list(self.demotion_bytes) == sorted(self.demotion_bytes)
         if not 1 <= len(self.demotion_bytes) <= 7 or not rising:
-            raise ValueError(f"demotion_bytes takes one to seven sizes that rise, got {self.demotion_bytes}")
+            raise ValueError(f"demotion_bytes needs one to seven ascending sizes, got {self.demotion_bytes}")
 
 
 class PFabricTransport(_Transport, frozen=True, tag="pfabric"):
-    """pFabric (SIGCOMM 2013, section 4.3): a first window of a bandwidth-delay product, priority by what is left.
+    """pFabric (SIGCOMM 2013, section 4.3): an initial window of a bandwidth-delay product, priority by remaining size.
 
-    Windows grow and shrink as in TCP, up to one packet less than the switches' two bandwidth-delay products (PIAS-NS2,
-    ``maxcwnd_``). Only a timer detects losses. It is three round trips and never backs off.
+    Windows grow and shrink as in TCP, up to one packet less than the switches' queues of two bandwidth-delay products
+    (PIAS-NS2, ``maxcwnd_``). Only a timer of three round trips detects losses; it never backs off.
 
     Parameters
     ----------
     probe_after_timeouts
-        After so many timeouts in a row a flow goes into probe mode: once a timeout it sends a packet without data. The
-        reply lets it start over with a window of 1.
+        Consecutive timeouts after which a flow enters probe mode: it then sends a packet without data at each timeout.
+        A reply lets it start again with a window of 1.
     """
 
     initial_window_packets: _Window = 18.0
@@ -113,10 +114,10 @@ class PFabricTransport(_Transport, frozen=True, tag="pfabric"):
 
 
 class NdpTransport(_Transport, frozen=True, tag="ndp"):
-    """NDP (SIGCOMM 2017): a first window that fills the path, then one packet for each PULL that the receiver paces.
+    """NDP (SIGCOMM 2017): an initial window that fills the path, then one packet per PULL that the receiver paces.
 
-    Only failures lose packets without a trace, so the timer is for failures alone. It is longer than a PULL waits where
-    a hundred flows share a receiver. Chosen by us.
+    Only link failures lose whole packets, so the timer serves them alone. Its value is not published; it exceeds the
+    wait for a PULL when a hundred flows share a receiver.
     """
 
     initial_window_packets: _Window = 23.0
@@ -130,15 +131,15 @@ class DlcpTransport(TailProbeTransport, frozen=True, tag="dlcp"):
     Parameters
     ----------
     immediate
-        Stop a message as soon as its bound allows, as the paper does. Otherwise the bound is a ceiling: packets that
-        were lost stay lost if the receiver agrees, and all others are waited for.
+        Complete a message as soon as its bound is met, as in the paper. Otherwise the bound is a ceiling: lost packets
+        stay lost if the receiver agrees, but it waits for all others.
     class_shares
-        Share of packets in drop classes 0 (never dropped by policy) to 7, for messages that name no shares.
+        Share of packets in drop classes 0 (never dropped by policy) to 7, for messages without shares of their own.
     switch_hops
-        How many switches share the drop budget of a message: all that its packets may cross, on any path.
+        Number of switches that share a message's drop budget: all that its packets may cross, on any path.
     error_feedback
-        Lost values are added to those of the next step, so only the last step's losses count in a result; otherwise
-        all do. The packets are the same either way.
+        Add lost values to the next step, so that ``lost_packets`` counts only the last step's losses; otherwise it
+        counts all. The packets are the same either way.
     """
 
     gain: Annotated[float, Meta(gt=0, le=1)] = 1 / 8
@@ -152,14 +153,14 @@ class DlcpTransport(TailProbeTransport, frozen=True, tag="dlcp"):
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what is not eight shares."""
+        """Reject anything but eight shares."""
         shares = self.class_shares
         if len(shares) != 8 or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-            raise ValueError(f"class_shares takes 8 numbers >= 0 that add up to 1, got {shares}")
+            raise ValueError(f"class_shares needs 8 numbers >= 0 that add up to 1, got {shares}")
 
 
 TRANSPORTS_MAX = 32
-"""In a scenario: five bits of a stream's key name its transport."""
+"""Most transports in a scenario: a stream's key has five bits for the transport."""
 TransportSpec = (
     NewRenoTransport
     | CubicTransport

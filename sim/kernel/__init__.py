@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine for speed: one loop, compiled by Numba, moves all packets of the network."""
+"""The fast engine: one loop, compiled by Numba, moves all packets of the network."""

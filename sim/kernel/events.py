@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The event queue: events by time, and in the order of insertion where times are equal.
+"""The event queue: events by time; events of equal times in the order of insertion.
 
-An event waits in one of three places, by how far off it is. Those of the current bucket of time and before are in a
-small heap. Those of the next `TIME_BUCKETS` buckets are in an unordered list per bucket. Those beyond, mostly timers,
-are in a large heap. When the small heap is empty, the next bucket is emptied into it. So most events are inserted at a
-constant cost, and the heap that orders them stays a few levels deep.
+Time is divided into buckets, and an event waits in one of three places. A small heap has the events of the current
+bucket and before. The next `TIME_BUCKETS` buckets have an unordered list each. A large heap has the events beyond,
+mostly timers. When the small heap is empty, the next bucket is emptied into it. So most insertions take constant time,
+and the small heap stays a few levels deep.
 """
 
 from typing import Final
@@ -15,7 +15,7 @@ from dlcp.sim.plan import Number, PacketKind, Row
 
 TIME_BUCKETS: Final = 1 << 14
 LARGE_LINKS: Final = 512
-"""Networks of more links than this do not fit the caches. Chosen by us."""
+"""Networks with more links than this do not fit in the caches, so rows are prefetched; not tuned."""
 BUCKETS_PER_WORD: Final = 32
 """Buckets per word of ``occupied``."""
 
@@ -50,7 +50,7 @@ def push(w: Row, time: int, kind: int, number: int) -> None:
 
 @call
 def pop(w: Row) -> None:
-    """Remove the first event, which is at 0 of the small heap."""
+    """Remove the first event, which is at index 0 of the small heap."""
     w.events_waiting -= 1
     w.heap_length -= 1
     heap_pop(k.times_of(w), k.keys_of(w), w.heap_length)
@@ -58,7 +58,7 @@ def pop(w: Row) -> None:
 
 @call
 def advance(w: Row) -> Number:
-    """Fill the small heap, which is empty, with the events of the next bucket that has any; return how many."""
+    """Fill the empty small heap with the events of the next nonempty bucket; return their number."""
     far_times = k.far_times_of(w)
     far_keys = k.far_keys_of(w)
     bucket = w.bucket_now + 2 * TIME_BUCKETS
@@ -73,8 +73,8 @@ def advance(w: Row) -> Number:
     events = k.events_of(w)
     buckets = k.buckets_of(w)
     length = 0
-    # Lists are reused round after round. A bucket farther off than a round can only come from the large heap, and the
-    # list in its slot belongs to an earlier bucket, which would have been found first if it had any events.
+    # The lists form a ring. A bucket more than one round ahead can only come from the large heap; the list in its slot
+    # belongs to an earlier bucket, which would have been found first if it had any events.
     if w.bucketed > 0 and bucket - w.bucket_now < TIME_BUCKETS:
         slot = bucket & (TIME_BUCKETS - 1)
         event = buckets[slot]
@@ -103,9 +103,9 @@ def advance(w: Row) -> Number:
 
 @call
 def prefetch(w: Row) -> None:
-    """Read a little of what the events in the small heap will need, so that memory answers for all of them at once.
+    """Read from the rows that the events in the small heap will need, so that the cache misses overlap.
 
-    Otherwise one event after the other would wait for its rows. ``prefetched`` means nothing; it keeps the compiler
+    Otherwise each event would wait for its own rows. The value of ``prefetched`` has no meaning; it keeps the compiler
     from removing the reads.
     """
     keys = k.keys_of(w)
@@ -129,7 +129,7 @@ def prefetch(w: Row) -> None:
 
 @call
 def next_bucket(w: Row) -> Number:
-    """Return the next bucket with events in its list. There is one within a round: ``bucketed`` is above 0."""
+    """Return the next bucket with events in its list. It exists within one round, because ``bucketed`` is above 0."""
     occupied = k.occupied_of(w)
     bucket = w.bucket_now + 1
     slot = bucket & (TIME_BUCKETS - 1)
@@ -166,7 +166,7 @@ def heap_push(times: Row, keys: Row, length: int, time: int, key: int) -> None:
 
 @call
 def heap_pop(times: Row, keys: Row, length: int) -> None:
-    """Remove the first of a heap, of which ``length`` others remain."""
+    """Remove the first entry of a heap; ``length`` is the number that remain."""
     time = times[length]
     key = keys[length]
     at = 0

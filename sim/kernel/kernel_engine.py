@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel as Python sees it: arrays that grow, graphs that come and go, links that fail."""
+"""The kernel's Python side: grow arrays, add and free graphs, change links and routes."""
 
 import math
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from dlcp.sim.rules import first_threshold
 from dlcp.sim.topology import Routes
 
 _POOL: Final = 1 << 12
-"""Packets, transmissions and events that there is room for at first. Chosen by us; arrays double when they are full."""
+"""Initial room for packets, transmissions and events; not tuned, because arrays double when they are full."""
 _COMPLETIONS: Final = 1 << 12
 _LINE_BYTES: Final = 64
 _ROWS_AT_ONCE: Final = 2048
-"""Nodes of a graph that are written at once, so that their rows fit the second-level cache. Chosen by us."""
+"""Nodes of a graph that are written at once: their rows fit in the second-level cache."""
 
 
 class KernelEngine:
-    """Moves the packets of a plan; see `dlcp.sim.packet_engine.PacketEngine`."""
+    """Runs a plan in the compiled kernel; see `dlcp.sim.packet_engine.PacketEngine`."""
 
     def __init__(self, plan: EnginePlan) -> None:
         self.plan = plan
@@ -35,7 +35,7 @@ class KernelEngine:
         self._w = self._world[0]
         self._w["hosts"] = plan.hosts
         self._w["free_stream"] = -1
-        # The arrays that the record points at, by their names in `k.ARRAYS`; growing one puts another in its place.
+        # The arrays of the record, by their names in `k.ARRAYS`. Growing an array replaces it.
         a = self._a = SimpleNamespace()
         a.counts, a.profiles = np.zeros(COUNTER_CELLS, np.int64), plan.profiles
         a.times, a.keys = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -77,12 +77,12 @@ class KernelEngine:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Return the counts, in the cells of `dlcp.sim.packet_engine.EngineCounter`."""
+        """Return the counts, indexed by `dlcp.sim.packet_engine.EngineCounter`."""
         counts: NDArray[np.int64] = self._a.counts
         return counts
 
     def _bind(self) -> None:
-        """Point the record at the arrays that have moved."""
+        """Store the addresses of replaced arrays in the record."""
         for name, array in vars(self._a).items():
             if self._bound.get(name) is not array:
                 k.bind(self._w, name, array)
@@ -94,7 +94,7 @@ class KernelEngine:
         return int(self._w["now"])
 
     def run(self, limit_ps: int) -> list[Completion]:
-        """Go on to the end of the first instant at which something completes, at most to ``limit_ps``."""
+        """Run to the end of the first instant with a completion, at most to ``limit_ps``."""
         while True:
             self._bind()
             if run(self._world, limit_ps):
@@ -111,13 +111,13 @@ class KernelEngine:
         return Completion(kind, self._graph_numbers[number])
 
     def has_events(self) -> bool:
-        """Return whether anything is left to happen."""
+        """Return whether any events are pending."""
         return bool(self._w["events_waiting"])
 
     # ------------------------------------------------------------------------------------------------------- graphs
 
     def submit(self, submission: Submission) -> None:
-        """Take in a graph. A node that waits for nothing begins after its delay."""
+        """Start a graph. A node without predecessors begins after its delay."""
         graph = submission.graph
         count = len(graph)
         self._add_streams(submission.new_streams)
@@ -141,8 +141,8 @@ class KernelEngine:
     def _fill_messages(self, submission: Submission, slot: int, nodes: slice, segment: int, edge: int) -> None:
         """Write the rows of a graph's nodes, whose packets and followers begin at ``segment`` and ``edge``.
 
-        Some thousands at once: to write thirty columns one after the other, over more rows than the caches hold, costs
-        three times as much as everything else about a graph of millions.
+        The rows are written in blocks. Writing thirty columns over more rows than fit in the caches takes three times
+        as long as everything else for a graph of millions of nodes.
         """
         graph = submission.graph
         serials, inverse = np.unique(submission.streams, return_inverse=True)
@@ -180,7 +180,7 @@ class KernelEngine:
         return records
 
     def resize(self, number: int, nodes: NDArray[np.int64], packets: NDArray[np.int32]) -> None:
-        """Let messages of a graph that have not begun have so many packets: 1 to as many as they had at first."""
+        """Set the packets of messages that have not begun: from 1 to their number at first. Others keep theirs."""
         rows = self._a.messages[self._ranges[self._slot_of(number)][0]]
         waiting = rows["begin"][nodes] < 0
         nodes, packets = nodes[waiting], packets[waiting]
@@ -247,12 +247,12 @@ class KernelEngine:
     # -------------------------------------------------------------------------------------------------------- links
 
     def set_loss(self, links: Sequence[int], loss: int) -> None:
-        """Let links lose packets from now on, ``loss`` of `dlcp.sim.arithmetic.DRAW_LIMIT`."""
+        """Set the loss probability of links, in units of 1 / `dlcp.sim.arithmetic.DRAW_LIMIT`."""
         self._a.ports["loss"][list(links)] = loss
         self._a.ports["lossy"][list(links)] = loss > 0
 
     def set_routes(self, routes: Routes) -> None:
-        """Route packets differently from now on."""
+        """Replace the routes."""
         self._a.route_row, self._a.route_table, self._a.choices = routes.row, routes.table, routes.choices
 
     def link_bytes(self) -> NDArray[np.int64]:
@@ -260,11 +260,11 @@ class KernelEngine:
         return np.array(self._a.ports["sent_bytes"])
 
     def queue_bytes(self) -> NDArray[np.int64]:
-        """Return the bytes that wait for each link at a switch now, int64 (links,)."""
+        """Return the bytes queued at a switch for each link, int64 (links,)."""
         return np.array(self._a.ports["bytes"])
 
     def queue_bytes_max(self) -> NDArray[np.int64]:
-        """Return the most bytes that ever waited for each link at a switch, int64 (links,)."""
+        """Return the most bytes ever queued at a switch for each link, int64 (links,)."""
         return np.array(self._a.ports["bytes_max"])
 
     # ------------------------------------------------------------------------------------------------------- growth
@@ -281,7 +281,7 @@ class KernelEngine:
             self._renumber()
 
     def _renumber(self) -> None:
-        """Renumber the events that wait from 0 on, in the order in which they were inserted."""
+        """Renumber the waiting events from 0, in the order of insertion."""
         near, far = int(self._w["heap_length"]), int(self._w["far_length"])
         listed = []
         following = self._a.events["next"]
@@ -290,7 +290,7 @@ class KernelEngine:
                 listed.append(event)
                 event = int(following[event])
         keys = np.concatenate([self._a.keys[:near], self._a.far_keys[:far], self._a.events["key"][listed]])
-        order = np.argsort(keys)  # by number, which they begin with
+        order = np.argsort(keys)  # by insertion number, the highest bits
         what = keys & ((1 << k.SEQUENCE_SHIFT) - 1)
         keys[order] = np.arange(len(keys)) << k.SEQUENCE_SHIFT | what[order]
         self._a.keys[:near], self._a.far_keys[:far] = keys[:near], keys[near : near + far]
@@ -298,7 +298,7 @@ class KernelEngine:
         self._w["sequence"] = len(keys)
 
     def _grow_events(self, needed: int) -> None:
-        """Make room for so many events, wherever they wait."""
+        """Make room for ``needed`` events in each of the three places."""
         before = len(self._a.events)
         self._a.times, self._a.keys = _enlarged(self._a.times, needed), _enlarged(self._a.keys, needed)
         self._a.far_times, self._a.far_keys = _enlarged(self._a.far_times, needed), _enlarged(self._a.far_keys, needed)
@@ -315,7 +315,7 @@ class KernelEngine:
         self._a.transmissions = self._grow_pool(self._a.transmissions, "free_transmission_head", "free_transmissions")
 
     def _grow_pool(self, pool: NDArray[Any], first_free: str, free: str) -> NDArray[Any]:
-        """Double a pool, and put its new rows at the head of the list of unused ones."""
+        """Double a pool, and put its new rows at the head of its free list."""
         before = len(pool)
         larger = _enlarged(pool, max(_POOL, 2 * before))
         _refuse_beyond(len(larger), "packets in flight")
@@ -331,14 +331,14 @@ class KernelEngine:
 
 
 class _Room:
-    """Which ranges of a growing array are in use."""
+    """Allocates ranges of a growing array."""
 
     def __init__(self) -> None:
         self._free: list[tuple[int, int]] = []
         self._end = 0
 
     def take(self, count: int) -> slice:
-        """Return an unused range: the first that is large enough."""
+        """Allocate the first free range that is large enough."""
         for position, (start, stop) in enumerate(self._free):
             if stop - start >= count:
                 if stop - start == count:
@@ -351,7 +351,7 @@ class _Room:
         return slice(start, self._end)
 
     def give(self, room: slice) -> None:
-        """Free a range, and join it with the free ranges beside it."""
+        """Free a range, and merge it with adjacent free ranges."""
         if room.start == room.stop:
             return
         merged: list[tuple[int, int]] = []
@@ -382,10 +382,10 @@ def _make_ports(plan: EnginePlan) -> NDArray[Any]:
 
 
 def _bucket_shift(plan: EnginePlan) -> int:
-    """Return the width of a bucket of time, as a power of two of picoseconds.
+    """Return the base-2 logarithm of the width of a time bucket in picoseconds.
 
-    A bucket has some eight events when every link is busy, and all buckets together reach farther than a packet takes
-    over the slowest link. Chosen by us.
+    A bucket has about eight events when every link is busy, which is not tuned. All buckets together span more than a
+    packet's time over the slowest link.
     """
     packet_ps = sum(1500 * link.kibibyte_ps >> 10 for link in plan.links) // len(plan.links)
     reach_ps = max(link.delay_ps + (9000 * link.kibibyte_ps >> 10) for link in plan.links)
@@ -393,19 +393,13 @@ def _bucket_shift(plan: EnginePlan) -> int:
 
 
 def _refuse_beyond(count: int, what: str) -> None:
-    """Refuse more rows of an array than an event's key can name.
-
-    Raises
-    ------
-    MemoryError
-        There are more.
-    """
+    """Raise MemoryError if ``count`` rows are more than an event's key can number."""
     if count > k.ID_MASK:
-        raise MemoryError(f"{count:,} {what} at once; the simulator counts to {k.ID_MASK:,}: make the setting smaller")
+        raise MemoryError(f"{count:,} {what} exceed the simulator's limit of {k.ID_MASK:,}; simulate a smaller setting")
 
 
 def _enlarged(array: NDArray[Any], needed: int) -> NDArray[Any]:
-    """Return an array with room for ``needed`` rows: the same one if it has it."""
+    """Return an array with room for ``needed`` rows: the same array if it is large enough."""
     if len(array) >= needed:
         return array
     larger = _zeros(max(needed, 2 * len(array)), array)
@@ -414,7 +408,7 @@ def _enlarged(array: NDArray[Any], needed: int) -> NDArray[Any]:
 
 
 def _zeros(count: int, like: NDArray[Any]) -> NDArray[Any]:
-    """Return zeros that begin at a cache line."""
+    """Return zeros aligned to a cache line."""
     size = count * like.itemsize * math.prod(like.shape[1:])
     room = np.zeros(size + _LINE_BYTES, np.uint8)
     start = -room.ctypes.data % _LINE_BYTES

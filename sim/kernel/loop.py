@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: one event after the other, until the limit, or until Python has to act."""
+"""The event loop: runs until the limit, or until Python has to act."""
 
 from dlcp.sim.arithmetic import RATE_SHIFT
 from dlcp.sim.jit import call, entry, inlined
@@ -38,10 +38,10 @@ def interface_of(w: Row, stream: int, host: int) -> Number:
 
 @inlined
 def next_at_interface(w: Row, interface: int, now: int) -> Number:
-    """Return the packet that leaves a host next by an idle interface; -1 if there is none after all.
+    """Return the next packet to leave a host through an idle interface; -1 if there is none.
 
-    Control packets go first, then streams in turn, the most urgent queue first. Looking for a stream's next packet may
-    make the host send a probe, which then goes before it.
+    Control packets go first, then streams in turn, the most urgent queue first. The search for a stream's next packet
+    may trigger a probe, which then goes first.
     """
     packets = k.packets_of(w)
     streams = k.streams_of(w)
@@ -76,7 +76,7 @@ def next_at_interface(w: Row, interface: int, now: int) -> Number:
 
 @inlined
 def send_packet(w: Row, port: int, packet: int, now: int) -> None:
-    """Send a packet over a link that is free; it arrives, or gets lost."""
+    """Send a packet over an idle link; it arrives or is lost."""
     counts = k.counts_of(w)
     p = k.ports_of(w)[port]
     x = k.packets_of(w)[packet]
@@ -100,10 +100,10 @@ def send_packet(w: Row, port: int, packet: int, now: int) -> None:
 
 @entry
 def run(world: Row, limit: int) -> Number:
-    """Go on to the end of the first instant at which something completes, at most to ``limit``.
+    """Run to the end of the first instant with a completion, at most to ``limit``.
 
-    Returns whether that was reached. If not, an array is full, or the numbers of events are used up; the next event has
-    not begun.
+    Returns True when that is reached. Otherwise an array is full, or the event numbers are used up: Python has to make
+    room and call again. The next event has not begun then.
     """
     w = world[0]
     times = k.times_of(w)
@@ -123,8 +123,8 @@ def run(world: Row, limit: int) -> Number:
         now = times[0]
         if now > limit or (w.completed > 0 and now > w.now):
             return True
-        # Functions below take rows without asking whether there are any, so there has to be room for all that one event
-        # may need: a timeout may probe for every packet in flight of a stream, a node may start all of its followers.
+        # The functions below allocate rows without checks, so there has to be room for all that one event may need: a
+        # timeout may probe for every packet in flight of a stream, and a node may start all of its followers.
         spare = k.SPARE_ROWS + w.in_flight_max
         if (
             w.free_packets < spare
@@ -223,14 +223,14 @@ def run(world: Row, limit: int) -> Number:
                     leaving = next_at_interface(w, interface, now)
         if leaving >= 0:
             send_packet(w, out, leaving, now)
-        # Last, for this may close the graph, and nothing above may find its rows freed.
+        # Do this last: it may close the graph, and nothing above may use freed rows.
         if gone >= 0:
             remove_packet(w, gone)
 
 
 @entry
 def begin_nodes(world: Row, times: Row, nodes: Row) -> None:
-    """Let nodes begin at their times. The event queue has room for them."""
+    """Schedule the beginning of nodes at their times. The event queue must have room for them."""
     w = world[0]
     for position in range(nodes.shape[0]):
         push(w, times[position], k.EventKind.BEGIN, nodes[position])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When rows are taken and freed: packets, transmissions, nodes of graphs, and streams."""
+"""Allocate and free rows: packets, transmissions, graph nodes, and streams."""
 
 from dlcp.sim.jit import call
 from dlcp.sim.kernel import state as k
@@ -11,7 +11,7 @@ from dlcp.sim.rules import may_close
 
 @call
 def allocate_packet(w: Row) -> Number:
-    """Return an unused packet. There is one: the loop makes sure of it before each event."""
+    """Return an unused packet row. The loop ensures before each event that there is one."""
     packet = w.free_packet_head
     w.free_packet_head = k.packets_of(w)[packet].next
     w.free_packets -= 1
@@ -28,7 +28,7 @@ def free_packet(w: Row, packet: int) -> None:
 
 @call
 def remove_packet(w: Row, packet: int) -> None:
-    """Remove a packet from the network, which may have been the last thing to refer to its message."""
+    """Remove a packet from the network. Close its message if this was the last reference."""
     message = k.packets_of(w)[packet].message
     free_packet(w, packet)
     m = k.messages_of(w)[message]
@@ -39,7 +39,7 @@ def remove_packet(w: Row, packet: int) -> None:
 
 @call
 def free_transmission(w: Row, transmission: int) -> None:
-    """Free a transmission's row. With a serial number of -1 it matches no late acknowledgement."""
+    """Free a transmission's row. Its serial number becomes -1, so that no late acknowledgement matches it."""
     transmissions = k.transmissions_of(w)
     transmissions[transmission].serial = -1
     transmissions[transmission].next = w.free_transmission_head
@@ -49,7 +49,7 @@ def free_transmission(w: Row, transmission: int) -> None:
 
 @call
 def take_from_flight(w: Row, s: Row, m: Row, transmission: int) -> None:
-    """Take a transmission out of the packets in flight of its stream and its message."""
+    """Remove a transmission from the packets in flight of its stream and its message."""
     transmissions = k.transmissions_of(w)
     r = transmissions[transmission]
     if r.previous >= 0:
@@ -66,7 +66,7 @@ def take_from_flight(w: Row, s: Row, m: Row, transmission: int) -> None:
 
 @call
 def complete_node(w: Row, message: int, now: int) -> None:
-    """Report that a node is done, and let the nodes begin that waited for it."""
+    """Mark a node as done, report it if watched, and start the nodes that have waited for it."""
     messages = k.messages_of(w)
     followers = k.followers_of(w)
     m = messages[message]
@@ -90,7 +90,7 @@ def complete_node(w: Row, message: int, now: int) -> None:
 
 @call
 def report_completion(w: Row, kind: int, number: int) -> None:
-    """Note a completion for Python. There is room: the loop makes sure of it before each event."""
+    """Record a completion for Python. The loop ensures before each event that there is room."""
     completions = k.completions_of(w)
     completions[2 * w.completed] = kind
     completions[2 * w.completed + 1] = number
@@ -99,7 +99,7 @@ def report_completion(w: Row, kind: int, number: int) -> None:
 
 @call
 def close_message(w: Row, message: int) -> None:
-    """Close a message that is done once nothing refers to it any more."""
+    """Close a message if it is done and nothing refers to it any more."""
     streams = k.streams_of(w)
     m = k.messages_of(w)[message]
     if not may_close(m):
@@ -116,7 +116,7 @@ def close_message(w: Row, message: int) -> None:
 
 @call
 def free_stream_if_dead(w: Row, stream: int) -> None:
-    """Free the row of a single-use stream, unless an interface's list or a timer still names it."""
+    """Free the row of a dead single-use stream, unless an interface's list or a timer still refers to it."""
     s = k.streams_of(w)[stream]
     if s.dead != 0 and s.ready == 0 and s.timers == 0:
         s.next = w.free_stream

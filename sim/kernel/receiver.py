@@ -14,7 +14,7 @@ from dlcp.sim.rules import has_enough, is_complete
 
 @call
 def receive_data(w: Row, port: int, packet: int, now: int) -> None:
-    """Take in a packet at its target, and send it back by ``port`` as its own acknowledgement."""
+    """Receive a packet at its target, and return its row through ``port`` as the acknowledgement."""
     states = k.states_of(w)
     counts = k.counts_of(w)
     x = k.packets_of(w)[packet]
@@ -37,7 +37,7 @@ def receive_data(w: Row, port: int, packet: int, now: int) -> None:
                 m.protected -= 1
             if m.done == 0 and is_complete(t, m):
                 complete_node(w, x.message, now)
-    # The same row goes back as the acknowledgement, so its mark has to be read before it is overwritten.
+    # The row becomes the acknowledgement, so read its mark before it is overwritten.
     marked = x.ecn == 3
     make_control(w, k.streams_of(w)[m.stream], t, packet, kind, 1)
     x.ecn_echo = 1 if marked else 0
@@ -49,7 +49,7 @@ def receive_data(w: Row, port: int, packet: int, now: int) -> None:
 
 @call
 def receive_probe(w: Row, port: int, packet: int, now: int) -> None:
-    """Reply to a sender that has sent everything whether the message is complete within its bound."""
+    """Answer a sender's probe: whether the message is complete within its loss bound."""
     x = k.packets_of(w)[packet]
     m = k.messages_of(w)[x.message]
     m.probed = 1
@@ -62,7 +62,7 @@ def receive_probe(w: Row, port: int, packet: int, now: int) -> None:
 
 @call
 def request_packet(w: Row, port: int, message: int, now: int) -> None:
-    """Queue a PULL for one more packet, unless all that are missing have been asked for."""
+    """Queue a PULL for one more packet, unless all missing packets have been requested."""
     packets = k.packets_of(w)
     m = k.messages_of(w)[message]
     if m.pulls >= m.packets + m.trims:
@@ -83,7 +83,7 @@ def request_packet(w: Row, port: int, message: int, now: int) -> None:
 
 @call
 def send_pull(w: Row, port: int, now: int) -> None:
-    """Send the first PULL that waits. The next follows when the packet that it asks for could have arrived."""
+    """Send the first waiting PULL. The next one follows after the serialization time of the requested packet."""
     packets = k.packets_of(w)
     p = k.ports_of(w)[port]
     packet = p.pull_head

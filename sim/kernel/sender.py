@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts as senders: messages in their streams, the next packet, acknowledgements, losses, and timers.
 
-A stream's messages with something unsent are in a list by order. Its packets in flight are in lists by queue, in the
-order of sending, because packets of one queue do not overtake each other unless they are sprayed. A packet is lost when
-one of its queue that was sent ``reorder`` transmissions later has been acknowledged, or when nothing arrived for a
-whole timeout. It then goes to the retransmission queue, or becomes a hole if its message may do without it.
+A stream's messages with unsent packets are in a list by order. Its packets in flight are in lists by queue, in the
+order of sending, because packets of one queue are not reordered unless they are sprayed. A packet is declared lost when
+a packet of its queue that was sent ``reorder`` transmissions later is acknowledged, or when nothing arrives for a whole
+timeout. It then goes to the retransmission queue, or becomes a hole if its message may do without it.
 
-Of all the times that a stream waits for, only the earliest has an event that counts (``timer_at``). Acknowledgements
-move those times; an event that comes before anything is due is inserted again, and one that was replaced does nothing.
+Only the earliest timer of a stream has a valid event (``timer_at``). Acknowledgements postpone timers: an event that
+fires before a timer is due is scheduled again, and a replaced event does nothing.
 """
 
 from typing import Final
@@ -51,14 +51,14 @@ from dlcp.sim.rules import (
 )
 
 NOTHING_TO_SEND, RETRANSMISSION, NEXT_PACKET = range(3)
-"""What a stream has to send."""
+"""What a stream sends next."""
 CONTROL_RANK: Final = -1
-"""Below that of all data, so that pFabric's switches send control packets first."""
+"""Rank of control packets, below that of all data, so that pFabric's switches send them first."""
 
 
 @call
 def begin_message(w: Row, message: int, now: int) -> None:
-    """Give the packets of a message their drop classes, and put it into its stream."""
+    """Assign drop classes to a message's packets, and put the message into its stream."""
     streams = k.streams_of(w)
     states = k.states_of(w)
     transports = k.transports_of(w)
@@ -88,7 +88,7 @@ def begin_message(w: Row, message: int, now: int) -> None:
 
 @call
 def enqueue_message(w: Row, stream: int, message: int) -> None:
-    """Put a message into its stream's list, by order, but never in front of one that has begun to be sent."""
+    """Insert a message into its stream's list by order, but never before one that is being sent."""
     messages = k.messages_of(w)
     s = k.streams_of(w)[stream]
     m = messages[message]
@@ -117,16 +117,16 @@ def enqueue_message(w: Row, stream: int, message: int) -> None:
 
 @call
 def may_send(s: Row, t: Row) -> Number:
-    """Return whether a stream's window is open and it seems to have something to send."""
+    """Return whether a stream's window is open and its lists are not empty."""
     return (s.retransmit_head >= 0 or s.head >= 0) and window_is_open(s, t)
 
 
 @call
 def next_transmission(w: Row, port: int, stream: int, now: int) -> Number:
-    """Return what a stream has to send: nothing, a retransmission, or the next packet of its first message.
+    """Return what a stream sends next: nothing, a retransmission, or the next packet of its first message.
 
-    Whatever need not be sent any more is removed on the way. That may make the sender probe a receiver by ``port``,
-    which has no control packet waiting; the probe goes first then, and the result is `NOTHING_TO_SEND`.
+    Entries that need not be sent any more are removed. That may trigger a probe of a receiver through ``port``, which
+    has no control packet waiting. The probe then goes first, and the result is `NOTHING_TO_SEND`.
     """
     messages = k.messages_of(w)
     transmissions = k.transmissions_of(w)
@@ -151,8 +151,7 @@ def next_transmission(w: Row, port: int, stream: int, now: int) -> Number:
             s.repairing -= 1
             s.retransmit_head = transmissions[transmission].next
             free_transmission(w, transmission)
-            # Its acknowledgement came late, while it waited here. It may have been all that kept the sender from
-            # probing.
+            # It was acknowledged late, or the receiver needs no more. It may have been the last to delay a probe.
             probe_receiver(w, port, message, now)
             close_message(w, message)
             if k.ports_of(w)[port].control_head >= 0:
@@ -175,13 +174,13 @@ def next_transmission(w: Row, port: int, stream: int, now: int) -> Number:
 
 @call
 def is_missing_hole(state: int) -> Number:
-    """Return whether a packet is a hole that has not arrived after all."""
+    """Return whether a packet is a hole that the receiver still lacks."""
     return (state & (k.STATE_MASK | k.STATE_RECEIVED)) == k.STATE_HOLE
 
 
 @call
 def next_queue(w: Row, stream: int) -> Number:
-    """Return the queue of what a stream seems to send next."""
+    """Return the queue of the packet at the head of a stream's lists."""
     messages = k.messages_of(w)
     transports = k.transports_of(w)
     s = k.streams_of(w)[stream]
@@ -194,7 +193,7 @@ def next_queue(w: Row, stream: int) -> Number:
 
 @call
 def make_ready(w: Row, port: int, stream: int, queue: int) -> None:
-    """Put a stream at the end of an interface's list of those that are ready to send."""
+    """Append a stream to an interface's list of ready streams."""
     streams = k.streams_of(w)
     q = k.queues_of(w)[port * PORT_QUEUES + queue]
     p = k.ports_of(w)[port]
@@ -211,7 +210,7 @@ def make_ready(w: Row, port: int, stream: int, queue: int) -> None:
 
 @call
 def move_smallest_first(w: Row, port: int, queue: int) -> None:
-    """Put the pFabric stream whose message has the least left in front of the others."""
+    """Move the pFabric stream whose message has the fewest packets left to the front."""
     streams = k.streams_of(w)
     messages = k.messages_of(w)
     q = k.queues_of(w)[port * PORT_QUEUES + queue]
@@ -241,7 +240,7 @@ def move_smallest_first(w: Row, port: int, queue: int) -> None:
 
 @call
 def transmit(w: Row, stream: int, what: int, now: int) -> Number:
-    """Return the packet that `next_transmission` has found, as it leaves its host."""
+    """Build and return the packet that `next_transmission` has found, and put it in flight."""
     messages = k.messages_of(w)
     transmissions = k.transmissions_of(w)
     states = k.states_of(w)
@@ -280,7 +279,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     cell = m.offset + index
     state = states[cell]
     states[cell] = (state & ~k.STATE_MASK) | k.STATE_IN_FLIGHT
-    # Rows of transmissions are reused, so an acknowledgement counts only if it has the serial number of this packet.
+    # Transmission rows are reused, so an acknowledgement is valid only with this packet's serial number.
     serial = w.serial
     w.serial = serial + 1
     r.serial = serial
@@ -296,7 +295,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
         s.first[queue] = transmission
     s.last[queue] = transmission
     s.spare = 0
-    # The timeout runs from the oldest packet in flight; acknowledgements restart it, further packets do not.
+    # The timeout starts with the oldest packet in flight. Acknowledgements restart it; further packets do not.
     if s.in_flight == 0:
         restart_timers(s, t, now)
     else:
@@ -323,7 +322,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     x.rank = m.packets - m.acked
     x.kind = PacketKind.DATA
     x.queue = queue
-    # Whoever retransmits needs the packet, so no policy may drop it a second time.
+    # A retransmitted packet is needed, so no policy may drop it again.
     x.drop_class = (state & k.CLASS_MASK) if retransmission == 0 else 0
     x.ecn = t.ecn
     x.sprayed = t.sprayed
@@ -332,7 +331,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     x.trimmed = 0
     path_hash = s.path_hash
     if t.sprayed != 0:
-        # The P4 program adds this entropy to the fields that its hash covers. A retransmission takes another path.
+        # The P4 program's hash covers this entropy too. A retransmission gets another path.
         entropy = (index + m.step + retransmission) & 0xFFFFFFFF
         path_hash ^= ENTROPY_TABLE[0, entropy >> 24] ^ ENTROPY_TABLE[1, (entropy >> 16) & 255]
         path_hash ^= ENTROPY_TABLE[2, (entropy >> 8) & 255] ^ ENTROPY_TABLE[3, entropy & 255]
@@ -345,7 +344,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
 
 @call
 def send_control(w: Row, port: int, packet: int) -> None:
-    """Put a packet into the control queue of an interface, which goes before anything else."""
+    """Append a packet to an interface's control queue, which is sent before everything else."""
     packets = k.packets_of(w)
     p = k.ports_of(w)[port]
     packets[packet].next = -1
@@ -358,7 +357,7 @@ def send_control(w: Row, port: int, packet: int) -> None:
 
 @call
 def make_control(w: Row, s: Row, t: Row, packet: int, kind: int, back: int) -> None:
-    """Turn a packet of a stream into a control packet to the stream's target, or with ``back`` to its source."""
+    """Turn a packet's row into a control packet to the stream's target, or with ``back`` to its source."""
     x = k.packets_of(w)[packet]
     x.kind = kind
     x.target = s.source if back != 0 else s.target
@@ -391,7 +390,7 @@ def new_control(w: Row, message: int, kind: int, back: int) -> Number:
 
 @call
 def probe_receiver(w: Row, port: int, message: int, now: int) -> None:
-    """Ask a receiver what it still needs, once everything is sent and answered and only holes are left."""
+    """Ask a receiver whether it needs the holes, once every packet is sent and answered."""
     m = k.messages_of(w)[message]
     if not may_probe(m):
         return
@@ -409,7 +408,7 @@ def probe_receiver(w: Row, port: int, message: int, now: int) -> None:
 
 @call
 def probe_timer(w: Row, port: int, message: int, now: int) -> None:
-    """Probe again, unless the message is through."""
+    """Probe again, unless the message is complete."""
     m = k.messages_of(w)[message]
     if m.satisfied != 0 or m.acked == m.packets:
         m.probe_timer = 0
@@ -428,7 +427,7 @@ def probe_timer(w: Row, port: int, message: int, now: int) -> None:
 
 @call
 def receive_probe_reply(w: Row, packet: int) -> None:
-    """Stop if the receiver needs no more, else send the holes again. A pFabric flow leaves probe mode."""
+    """Stop if the receiver needs no more, otherwise retransmit the holes. A pFabric flow leaves probe mode."""
     x = k.packets_of(w)[packet]
     m = k.messages_of(w)[x.message]
     m.probing = 0
@@ -449,7 +448,7 @@ def receive_probe_reply(w: Row, packet: int) -> None:
 
 @call
 def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
-    """Take in at the sender, whose interface is ``port``, that a packet arrived; others may be lost by that."""
+    """Handle an ACK at the sender, whose interface is ``port``; it may show that earlier packets are lost."""
     transmissions = k.transmissions_of(w)
     states = k.states_of(w)
     counts = k.counts_of(w)
@@ -477,13 +476,13 @@ def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
         measure_rtt(s, t, rtt)
         s.backoff = 0
         on_ack(s, t, x.ecn_echo, rtt, number, now, limited)
-        # Whatever was sent before the probe of the tail, and has not arrived, is lost.
+        # If the tail probe has been answered, every unacknowledged packet sent before it is lost.
         before = -1
         if s.tail_probing != 0 and number >= s.tail_number:
             before = s.tail_number
             s.tail_probing = 0
             if number == before and s.tail_message >= 0:
-                on_loss(s, t, number, now)  # the probe has repaired the loss of what it repeats
+                on_loss(s, t, number, now)  # the repeated packet was lost, and the probe has replaced it
         first = s.first[queue]
         while first >= 0:
             sent = transmissions[first].number
@@ -503,14 +502,14 @@ def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
             if known == k.STATE_HOLE:
                 m.holes -= 1
         if s.tail_probing != 0 and message == s.tail_message and x.index == s.tail_index:
-            s.tail_message = -1  # what the probe repeats had not been lost
+            s.tail_message = -1  # the repeated packet was not lost
     if m.bounded != 0:
         probe_receiver(w, port, message, now)
 
 
 @call
 def receive_nack(w: Row, port: int, packet: int, now: int) -> None:
-    """Take in at the sender, whose interface is ``port``, that a packet arrived without its payload."""
+    """Handle a NACK at the sender, whose interface is ``port``: a packet arrived without its payload."""
     x = k.packets_of(w)[packet]
     m = k.messages_of(w)[x.message]
     s = k.streams_of(w)[m.stream]
@@ -524,7 +523,7 @@ def receive_nack(w: Row, port: int, packet: int, now: int) -> None:
 
 @call
 def declare_lost(w: Row, transmission: int) -> None:
-    """Declare a packet in flight lost: it is retransmitted, or becomes a hole if the message may do without it."""
+    """Declare a packet in flight lost: queue its retransmission, or make it a hole if the message may do without it."""
     states = k.states_of(w)
     r = k.transmissions_of(w)[transmission]
     m = k.messages_of(w)[r.message]
@@ -544,7 +543,7 @@ def declare_lost(w: Row, transmission: int) -> None:
 
 @call
 def lose(w: Row, port: int, transmission: int, now: int) -> None:
-    """Declare a packet in flight lost, and do what its message may have waited for with it."""
+    """Declare a packet in flight lost; then probe the receiver or close the message, if this was all it waited for."""
     message = k.transmissions_of(w)[transmission].message
     declare_lost(w, transmission)
     probe_receiver(w, port, message, now)
@@ -553,7 +552,7 @@ def lose(w: Row, port: int, transmission: int, now: int) -> None:
 
 @call
 def queue_retransmission(w: Row, s: Row, transmission: int) -> None:
-    """Put a packet that was in flight into its stream's retransmission queue."""
+    """Append a packet that was in flight to its stream's retransmission queue."""
     transmissions = k.transmissions_of(w)
     states = k.states_of(w)
     r = transmissions[transmission]
@@ -577,7 +576,7 @@ def queue_retransmission(w: Row, s: Row, transmission: int) -> None:
 
 @call
 def arm_timer(w: Row, s: Row, stream: int) -> None:
-    """Make sure of an event at the earliest time that the stream waits for."""
+    """Ensure that an event is scheduled at the stream's earliest timer."""
     due = min(s.deadline, s.tail_due)
     if s.timer_at < 0 or due < s.timer_at:
         s.timer_at = due
@@ -593,7 +592,7 @@ def awaits_reply(s: Row, t: Row) -> Number:
 
 @call
 def stream_timer(w: Row, port: int, stream: int, now: int) -> Number:
-    """Act on what is due; return whether the stream may have something to send."""
+    """Handle the timers that are due; return whether the stream may have something to send."""
     s = k.streams_of(w)[stream]
     t = k.transports_of(w)[s.transport]
     s.timers -= 1
@@ -613,7 +612,7 @@ def stream_timer(w: Row, port: int, stream: int, now: int) -> Number:
 
 @call
 def time_out_stream(w: Row, port: int, stream: int, now: int) -> None:
-    """Declare everything lost that is in flight."""
+    """Declare all packets in flight lost."""
     s = k.streams_of(w)[stream]
     t = k.transports_of(w)[s.transport]
     k.counts_of(w)[EngineCounter.TIMEOUTS] += 1
@@ -633,7 +632,7 @@ def time_out_stream(w: Row, port: int, stream: int, now: int) -> None:
 
 @call
 def send_flow_probe(w: Row, port: int, stream: int) -> None:
-    """Send a pFabric flow's probe, with the priority that its data has."""
+    """Send a pFabric flow's probe with the priority of its data."""
     s = k.streams_of(w)[stream]
     message = k.transmissions_of(w)[s.retransmit_head].message if s.retransmit_head >= 0 else s.head
     m = k.messages_of(w)[message]
@@ -645,7 +644,7 @@ def send_flow_probe(w: Row, port: int, stream: int) -> None:
 
 @call
 def probe_tail(w: Row, stream: int, now: int) -> None:
-    """Let one more packet go, unless the stream has one ready at its interface anyway."""
+    """Send a tail probe: allow one more packet, unless the stream has one ready at its interface anyway."""
     transmissions = k.transmissions_of(w)
     s = k.streams_of(w)[stream]
     t = k.transports_of(w)[s.transport]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's memory: arrays of rows, what their numbers mean, and the one record through which functions reach them.
+"""The kernel's memory: arrays of rows, their fields, and the record that holds them all.
 
-Handing arrays over one by one costs more than most functions do with them, and so does counting references to them. So
-every function is given one record, ``w`` (the world): the addresses and lengths of all arrays, and the numbers of the
-whole network. ``packets_of(w)`` makes an array of such an address, which takes a load or two. Whoever fills the record
-has to keep the arrays alive (`dlcp.sim.kernel.kernel_engine`).
+Passing arrays one by one costs more than most functions do with them, and so does reference counting. So every function
+takes one record, ``w`` (the world): the addresses and lengths of all arrays, and the network-wide numbers.
+``packets_of(w)`` turns such an address into an array, which takes a load or two. The owner of the record,
+`dlcp.sim.kernel.kernel_engine`, has to keep the arrays alive.
 
-Lists are linked through rows by index, and -1 ends them. Rows fill whole cache lines, and what every packet needs comes
-first in them: with a thousand hosts the kernel waits for memory more than for anything else.
+Lists link rows by index, and -1 ends them. Rows fill whole cache lines, and the fields that every packet needs come
+first: with a thousand hosts, the kernel is bound by memory latency.
 
 Rows have the same names everywhere: ``x`` a packet, ``r`` a transmission, ``s`` a stream, ``m`` a message, ``t`` the
 rules of a transport, ``p`` a port, ``q`` a queue. ``packet``, ``stream``, ``message`` and so on are their indices.
@@ -28,7 +28,7 @@ i8, i4, i2, i1, f8 = np.int64, np.int32, np.int16, np.int8, np.float64
 
 
 class EventKind(IntEnum):
-    """What happens; an event's number is a packet, a port, a message, a stream, a port, a message."""
+    """Event types, whose numbers name a packet, port, message, stream, port and message, in this order."""
 
     ARRIVE = 0
     PORT_FREE = 1
@@ -38,18 +38,18 @@ class EventKind(IntEnum):
     PROBE_DUE = 5
 
 
-# An event's key: the number of its insertion, its kind, and the number of what it happens to. So events of one instant
-# are in the order of their insertion, and keys are never equal.
+# An event's key: its insertion number, its kind, and the number of its packet, port, stream or message. So events of
+# the same instant are in the order of insertion, and keys are unique.
 ID_BITS: Final = 26
 KIND_BITS: Final = 3
 ID_MASK: Final = (1 << ID_BITS) - 1
 KIND_MASK: Final = (1 << KIND_BITS) - 1
 SEQUENCE_SHIFT: Final = ID_BITS + KIND_BITS
 SEQUENCE_MAX: Final = 1 << (62 - SEQUENCE_SHIFT)
-"""Insertions after which the waiting events are renumbered: half of what a key has room for."""
+"""Insertions after which the waiting events are renumbered: half of the range of a key."""
 
-# State of a packet of a message: drop class in bits 0-2, what its sender knows in bits 3-5, and whether it has arrived.
-# A hole is lost, and stays lost unless the receiver needs it.
+# State of a packet of a message: drop class in bits 0-2, the sender's state in bits 3-5, and whether it has arrived.
+# A hole is a lost packet that is not retransmitted unless the receiver needs it.
 CLASS_MASK: Final = 0x07
 STATE_MASK: Final = 0x38
 STATE_UNSENT, STATE_IN_FLIGHT, STATE_ACKED, STATE_LOST, STATE_HOLE = 0x00, 0x08, 0x10, 0x18, 0x20
@@ -57,7 +57,7 @@ STATE_RECEIVED: Final = 0x40
 
 
 SPARE_ROWS: Final = 16
-"""Rows of each array that one event may need, besides those for a stream's packets in flight and a node's followers."""
+"""Rows of each array that one event may need, in addition to a stream's packets in flight and a node's followers."""
 
 SWITCH_ROW: Final = np.dtype(
     [("random", i8), ("salt", i8), ("used", i8), ("turn", i4), ("divisor", i4)],
@@ -89,15 +89,15 @@ PORT_ROW: Final = np.dtype(
     ],
     align=True,
 )
-"""One direction of a link; the first cache line has what every packet needs. ``nonempty`` has a bit for each queue,
-``pending`` says that a PORT_FREE waits, ``lossy`` that ``loss`` is above 0."""
+"""One direction of a link; the first cache line has the fields that every packet needs. ``nonempty`` has a bit for each
+queue. ``pending``: a PORT_FREE event is scheduled. ``lossy``: ``loss`` is above 0."""
 
 QUEUE_ROW: Final = np.dtype(
     [("head", i4), ("tail", i4), ("packets", i4), ("depth", i4), ("waiting_bytes", i8), ("unused", i8)],
     align=True,
 )
 """A queue of a port, at ``port * PORT_QUEUES + queue``. At a host, ``head`` to ``tail`` are streams that are ready to
-send; at a switch they are packets. ``depth`` is the register that the P4 program reads: how many wait there."""
+send; at a switch they are packets. ``depth`` is the register with the queue depth that the P4 program reads."""
 
 PACKET_ROW: Final = np.dtype(
     [
@@ -124,9 +124,9 @@ PACKET_ROW: Final = np.dtype(
     ],
     align=True,
 )
-"""A packet in the network, or an unused row. ``satisfied`` (of an ACK or a reply to a probe): the receiver needs no
-more of the message. ``ecn_echo``: what it acknowledges arrived with a mark. ``rank``: packets that its message has
-left."""
+"""A packet in the network, or an unused row. ``satisfied`` (in an ACK or a reply to a probe): the receiver needs no
+more packets of the message. ``ecn_echo``: the acknowledged packet arrived with a mark. ``rank``: the packets that its
+message has left."""
 
 TRANSMISSION_ROW: Final = np.dtype(
     [
@@ -142,10 +142,10 @@ TRANSMISSION_ROW: Final = np.dtype(
     ],
     align=True,
 )
-"""A packet as its sender remembers it: in flight (in a list by stream and queue) or to be retransmitted.
+"""The sender's record of a packet: in flight (in a list by stream and queue) or to be retransmitted.
 
-``serial`` is the packet's while in flight, else -1, so that late acknowledgements do not match. ``number`` counts the
-stream's transmissions. ``repeated``: the packet was lost before."""
+``serial`` is the packet's while in flight, otherwise -1, so that late acknowledgements do not match. ``number`` counts
+the stream's transmissions. ``repeated``: the packet was lost before."""
 
 STREAM_ROW: Final = np.dtype(
     [
@@ -200,14 +200,14 @@ STREAM_ROW: Final = np.dtype(
     ],
     align=True,
 )
-"""A stream of messages: its window, its messages with something unsent (``head``), its packets to be retransmitted
+"""A stream of messages: its window, its messages with unsent packets (``head``), its packets to be retransmitted
 (``retransmit_head``), and its packets in flight by queue (``first``).
 
-``deadline``: when all in flight is given up. ``tail_due``: when the tail is probed. ``timer_at``: the one event that
-counts of the ``timers`` that wait. ``tail_probing``: the probe numbered ``tail_number``, which repeats a packet of
-``tail_message`` if that is not -1, has not been acknowledged. ``spare`` packets may go beyond the window. ``repairing``
-packets were lost and are not known to have arrived. ``probe_mode``: probes go out instead of data (pFabric).
-``credit``: packets that NDP's PULLs have asked for."""
+``deadline``: when all packets in flight are declared lost. ``tail_due``: when the tail is probed. ``timer_at``: time of
+the only valid event among the ``timers`` scheduled. ``tail_probing``: the tail probe has not been acknowledged; its
+number is ``tail_number``, and it repeats a packet of ``tail_message`` if that is not -1. ``spare``: packets allowed
+beyond the window. ``repairing``: packets that were lost and not acknowledged since. ``probe_mode``: send probes instead
+of data (pFabric). ``credit``: packets that NDP's PULLs have requested."""
 
 MESSAGE_ROW: Final = np.dtype(
     [
@@ -262,16 +262,17 @@ MESSAGE_ROW: Final = np.dtype(
 )
 """A node of a graph. Its packets' states begin at ``offset``; a node that sends nothing has none.
 
-At the sender: ``next_index`` is the first packet not sent yet, ``retransmits`` are to be sent again, ``holes`` may stay
-lost, and ``filling_holes`` says that they may not. ``satisfied``: the receiver needs no more. ``listed``: the message
-is in its stream's list. At the receiver: ``protected`` packets of class 0 have not arrived, ``required`` is what its
-bound demands, ``probed`` says that the sender has sent everything and asked. ``refs`` counts packets in the network and
-timers that refer to the message; its row is free for reuse only without any."""
+At the sender: ``next_index`` is the first unsent packet, ``retransmits`` counts packets to be retransmitted, ``holes``
+those that may stay lost. ``filling_holes``: the receiver needs the holes after all. ``satisfied``: the receiver needs
+no more packets. ``listed``: the message is in its stream's list. At the receiver: ``protected`` counts packets of class
+0 that have not arrived, ``required`` is the number of packets that the loss bound demands. ``probed``: the sender has
+sent everything and probed. ``refs`` counts packets in the network and timers that refer to the message; its row can be
+reused only when there are none."""
 
 GRAPH_ROW: Final = np.dtype([("remaining", i4), ("open", i4), ("first", i8)], align=True)
 
 SLOT_ROW: Final = np.dtype([("owner", np.uint32), ("used", np.uint32), ("spent", np.uint32)], align=True)
-"""A slot for a drop budget at a switch: the P4 program's three registers."""
+"""A switch's slot for a drop budget: the P4 program's three registers."""
 
 EVENT_ROW: Final = np.dtype([("time", i8), ("key", i8), ("next", i8)])
 """An event in the list of its bucket, or an unused row."""
@@ -308,7 +309,7 @@ ARRAYS: Final = {
     "rules": SWITCH_RULES_ROW,
     "counts": _INT,
 }
-"""The arrays by name; those of more than one dimension are flat here."""
+"""The arrays by name, flattened to one dimension."""
 
 WORLD: Final = np.dtype(
     [
@@ -339,15 +340,15 @@ WORLD: Final = np.dtype(
         )
     ]
 )
-"""Numbers of the whole network, then addresses and lengths of the arrays. ``free_packet_head`` is the first of
-``free_packets`` unused packets, and so on. ``completed`` counts rows of ``completions``. ``in_flight_max`` and
-``followers_max`` bound what one event may need."""
+"""Network-wide numbers, then addresses and lengths of the arrays. ``free_packet_head`` is the first of ``free_packets``
+unused packets, and so on. ``completed`` counts rows of ``completions``. ``in_flight_max`` and ``followers_max`` bound
+the rows that one event may need."""
 
 
 def bind(world: Any, name: str, array: NDArray[Any]) -> None:
-    """Point the record at an array, which has to be contiguous and of the right type."""
+    """Store an array's address in the record. The array has to be contiguous and of the right type."""
     if array.dtype != ARRAYS[name] or not array.flags.c_contiguous:
-        raise TypeError(f"{name} has to be a contiguous array of {ARRAYS[name]}, not of {array.dtype}")
+        raise TypeError(f"{name} has to be a contiguous array of {ARRAYS[name]}, got one of {array.dtype}")
     world[f"{name}_at"] = array.ctypes.data
     world[f"{name}_len"] = array.size
 
@@ -360,7 +361,7 @@ if AVAILABLE:
     _carray = _numba.carray
 
     def _make_pointer(typingctx: Any, address: Any) -> Any:
-        """Make a pointer of an address."""
+        """Convert an address to a pointer."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return builder.inttoptr(arguments[0], _ir.IntType(8).as_pointer())
@@ -371,7 +372,7 @@ if AVAILABLE:
 
 
 def _accessor(name: str) -> Any:
-    """Return the compiled function that makes an array of the address in the record."""
+    """Return the compiled function that turns the address in the record into an array."""
     at, length, row = f"{name}_at", f"{name}_len", ARRAYS[name]
 
     def array_of(w: Row) -> Row:
@@ -414,9 +415,9 @@ _BELOW_31: Final = (1 << 31) - 1
 
 @call
 def draw(row: Row) -> Number:
-    """Return 31 random bits, and advance the generator in ``row.random``: `dlcp.sim.arithmetic.draw`.
+    """Return 31 random bits, and advance the generator in ``row.random``, as in `dlcp.sim.arithmetic.draw`.
 
-    Numba's integers of 64 bits are signed, so what ``>>`` copies of the sign has to be masked away.
+    Numba's 64-bit integers are signed, so the copies of the sign bit after ``>>`` have to be masked.
     """
     state = row.random
     state ^= state << 13
@@ -428,5 +429,5 @@ def draw(row: Row) -> Number:
 
 @call
 def mix(value: int, salt: int) -> Number:
-    """Return 31 bits that depend on both: `dlcp.sim.arithmetic.mix`."""
+    """Hash a value and a salt to 31 bits, as in `dlcp.sim.arithmetic.mix`."""
     return (((value ^ salt) * _MULTIPLIER) >> 33) & _BELOW_31

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switches: which way a packet goes, whether it is let in, where it waits, and which one leaves next."""
+"""Switches: path choice, admission and drops, queueing, and scheduling."""
 
 from dlcp.sim.arithmetic import PS_PER_US
 from dlcp.sim.jit import call, inlined
@@ -22,7 +22,7 @@ from dlcp.sim.plan import (
 from dlcp.sim.rules import EXCESS_QUEUE, URGENT_QUEUE
 
 SEND_NOW, WAITS = -2, -1
-"""What `enqueue` did with a packet, unless it dropped one."""
+"""Results of `enqueue` when no packet was dropped."""
 
 
 @call
@@ -68,12 +68,12 @@ def choose_port(w: Row, node: int, target: int, path_hash: int, sprayed: int) ->
 
 @call
 def spend_drop_budget(w: Row, switch: int, owner: int, budget: int, now: int, excess: int) -> Number:
-    """Return whether a packet is dropped at a switch, and charge its message: SelectiveDrop of p4/v1model/drop.p4.
+    """Return whether a switch drops a packet, and charge its message's budget: SelectiveDrop of p4/v1model/drop.p4.
 
-    A message drops no more than its budget, but for what is ``excess``, which the program drops all the same.
+    A message loses no more packets than its budget, except ``excess`` packets, which are dropped in any case.
 
-    This repeats the P4 program for speed alone. The generated Numba source of the whole program takes as long for a
-    packet as everything else that the kernel does for a hop. `tests/sim/test_sim_agreement.py` (test_engines_agree,
+    This repeats the P4 program only for speed. The generated Numba source of the whole program takes as long per packet
+    as everything else that the kernel does for a hop. `tests/sim/test_sim_agreement.py` (test_engines_agree,
     test_shared_slots_are_counted_as_the_program_does) keeps the two equal: the reference runs the compiled program, and
     every drop, every budget spent and every slot taken has to be the same.
     """
@@ -101,7 +101,7 @@ def spend_drop_budget(w: Row, switch: int, owner: int, budget: int, now: int, ex
 
 @call
 def least_urgent(w: Row, port: int, arriving: int) -> Number:
-    """Return the packet with the most left behind it: ``arriving``, or one that waits, which is taken out."""
+    """Return the packet whose message has the most left: ``arriving``, or a waiting one, which is removed."""
     packets = k.packets_of(w)
     q = k.queues_of(w)[port * PORT_QUEUES]
     worst = arriving
@@ -121,7 +121,7 @@ def least_urgent(w: Row, port: int, arriving: int) -> Number:
 
 @call
 def remove_from_queue(w: Row, port: int, packet: int, before: int) -> None:
-    """Take a packet out of queue 0; ``before`` is the one in front of it, or -1."""
+    """Remove a packet from queue 0; ``before`` is the one in front of it, or -1."""
     packets = k.packets_of(w)
     p = k.ports_of(w)[port]
     q = k.queues_of(w)[port * PORT_QUEUES]
@@ -141,7 +141,7 @@ def remove_from_queue(w: Row, port: int, packet: int, before: int) -> None:
 
 @call
 def dequeue_smallest(w: Row, port: int) -> Number:
-    """Take the first packet of the message that has the least left. Control packets go first."""
+    """Remove and return the first packet of the message with the fewest packets left. Control packets go first."""
     packets = k.packets_of(w)
     q = k.queues_of(w)[port * PORT_QUEUES]
     best = q.head
@@ -166,7 +166,7 @@ def dequeue_smallest(w: Row, port: int) -> Number:
 
 @inlined
 def waiting_queue(w: Row, first: int, packet: int, discipline: int) -> Number:
-    """Return the queue in which a packet waits at the port whose queues begin at ``first``; NDP may trim it."""
+    """Return the queue for a packet at the port whose queues begin at ``first``; NDP may trim the packet."""
     x = k.packets_of(w)[packet]
     if discipline == Discipline.PRIORITY or discipline == Discipline.DLCP:
         return int(x.queue)
@@ -183,9 +183,9 @@ def waiting_queue(w: Row, first: int, packet: int, discipline: int) -> Number:
 
 @inlined
 def is_full(w: Row, p: Row, q: Row, size: int) -> Number:
-    """Return whether a queue of a port has no room for ``size`` bytes.
+    """Return whether a port's queue has no room for ``size`` bytes.
 
-    Under DLCP an empty queue has room: the program relies on it that a packet that finds none has others before it.
+    Under DLCP an empty queue always has room: the program assumes that a tail-dropped packet has others before it.
     """
     rules = k.rules_of(w)[0]
     if rules.discipline == Discipline.DLCP and q.packets == 0:
@@ -203,7 +203,7 @@ def is_full(w: Row, p: Row, q: Row, size: int) -> Number:
 
 @call
 def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
-    """Let a packet wait at a switch's port. Return `WAITS`, `SEND_NOW`, or the packet that was dropped instead."""
+    """Queue a packet at a switch's port. Return `WAITS`, `SEND_NOW`, or the packet that was dropped."""
     packets = k.packets_of(w)
     switches = k.switches_of(w)
     rules = k.rules_of(w)[0]
@@ -214,7 +214,7 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
     x = packets[packet]
     discipline = rules.discipline
     queue = int(x.queue)
-    # The program drops before any queueing. It counts what it forwards, and a departure sets its count right.
+    # The program drops packets before they are queued. It counts those that it forwards; departures correct the count.
     droppable = discipline == Discipline.DLCP and x.drop_class > 0
     if droppable and queues[first + queue].depth > rules.drop_above[x.drop_class]:
         m = k.messages_of(w)[x.message]
@@ -248,7 +248,7 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
                 x.ecn = 3
                 counts[EngineCounter.MARKS] += 1
             elif rules.drop_incapable != 0 and x.kind == PacketKind.DATA:
-                # Marks and pFabric exclude each other, so no packet was dropped for this one before.
+                # Marks and pFabric exclude each other, so no other packet has been dropped for this one.
                 counts[EngineCounter.DROPS_EARLY] += 1
                 return packet
     x.next = -1
@@ -272,7 +272,7 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
 
 @call
 def dequeue(w: Row, port: int) -> Number:
-    """Take the next packet of a switch's port, which has one."""
+    """Remove and return the next packet of a switch's port, which must have one."""
     packets = k.packets_of(w)
     switches = k.switches_of(w)
     rules = k.rules_of(w)[0]

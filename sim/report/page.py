@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``report.html``: one page that needs nothing but itself; a CSV file and an SVG for every figure are beside it."""
+"""Write ``report.html``, one self-contained page, and a CSV and an SVG file for every figure beside it."""
 
 import csv
 import html
@@ -52,7 +52,7 @@ def write_report(described: Sequence[PlannedExperiment], out: Path) -> Path:
         No experiment has any results.
     """
     every = [load(item, out) for item in described]
-    # What has most published figures to stand against comes first.
+    # Experiments with the most published figures come first.
     every.sort(key=lambda results: -sum(claim.paper is not None for claim in results.experiment.claims))
     out.mkdir(parents=True, exist_ok=True)
     found = write_summary(every, out / "summary.json")
@@ -74,7 +74,7 @@ def page_of(sections: Sequence[ExperimentSection], empty: Sequence[Results] = ()
     Parameters
     ----------
     empty
-        Experiments that nothing was run of.
+        Experiments without results.
     """
     documents = [document for section in sections for _, document in section.results.documents]
     return render(
@@ -130,7 +130,7 @@ def _write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _columns(results: Results) -> dict[str, str]:
-    """Return the metrics that the page's table shows of an experiment, with their headings."""
+    """Return the metrics in the table of an experiment, with their headings."""
     wanted = {
         "step_s": "step, ms",
         "compute_s": "computing, ms",
@@ -139,17 +139,17 @@ def _columns(results: Results) -> dict[str, str]:
         "fct_p999_s": "99.9 %, ms",
         "small_p99_s": "others' small 99 %, ms",
         "loss_ratio": "lost, %",
-        "deferred_contributions_ratio": "put off of contributions, %",
-        "deferred_averages_ratio": "of averages, %",
-        "steps_factor": "times as many steps",
-        "accuracy_step_s": "step times that, ms",
+        "deferred_contributions_ratio": "contributions deferred, %",
+        "deferred_averages_ratio": "averages deferred, %",
+        "steps_factor": "factor on steps",
+        "accuracy_step_s": "step times factor, ms",
     }
     there = {name for _, document in results.documents for name in document["metrics"]}
     return {name: heading for name, heading in wanted.items() if name in there}
 
 
 def _sources(sections: Sequence[ExperimentSection]) -> list[str]:
-    """Return where published figures are from, each once."""
+    """Return the sources of the published figures, each once."""
     every = [finding.claim.source for section in sections for finding in section.findings]
     return list(dict.fromkeys(source for source in every if source))
 
@@ -179,18 +179,18 @@ def _measured(value: Spread | None, unit: str) -> str:
 
 
 def _range(value: Spread | None, unit: str) -> str:
-    """Return what single seeds gave."""
+    """Return the range over seeds as text; empty for a single seed."""
     if value is None or value.seeds < 2:
         return ""
     return f"{_signed(value.least, unit)} to {_signed(value.most, unit)}"
 
 
 def _words(name: str) -> str:
-    """Return a claim's name as words, with names as they are written."""
+    """Return a claim's name as words, with proper names in their own spelling."""
     words = [_NAMES.get(word, word) for word in name.split("_")]
     return " ".join([words[0][0].upper() + words[0][1:] if words[0] not in _NAMES.values() else words[0], *words[1:]])
 
 
 def _reasons(findings: Sequence[ClaimFinding]) -> list[str]:
-    """Return what is said to why figures differ, each once."""
+    """Return the reasons why figures differ, each once."""
     return list(dict.fromkeys(finding.claim.reason for finding in findings if finding.claim.reason))

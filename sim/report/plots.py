@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of an experiment: bars or lines over an axis, means and the range of seeds."""
+"""Plot experiments: bars or lines over an axis, with means and ranges over seeds."""
 
 import math
 import textwrap
@@ -24,7 +24,7 @@ _OTHERS: Final = [COLOURS[name][0] for name in ("grey", "orange", "ochre", "gree
 _DASHES: Final = ((9, 4), (2, 3), (12, 3, 2, 3), (5, 2), (1, 2), (14, 4))
 _LABEL_LINES: Final = 4
 _CHARACTER: Final = 6.9
-"""About how wide a character is, in px, measured on DejaVu Sans, a wide face."""
+"""Approximate width of a character in px, measured on DejaVu Sans, a wide typeface."""
 
 
 def draw(figure: Figure, series: Series, name: str, caption: str) -> Plot:
@@ -33,7 +33,7 @@ def draw(figure: Figure, series: Series, name: str, caption: str) -> Plot:
     Raises
     ------
     ValueError
-        There is no number to draw.
+        There are no numbers to draw.
     """
     if in_milliseconds(figure):
         series = {name: {x: value.times(1e3) for x, value in line.items()} for name, line in series.items()}
@@ -125,7 +125,7 @@ def _lines(axes: Axes, series: Series, xs: Sequence[str], colours: Mapping[str, 
 
 
 def _mark_range(axes: Axes, x: float, value: Spread) -> None:
-    """Draw from the least to the most that a seed gave."""
+    """Draw the range over seeds."""
     if value.most > value.least:
         axes.plot([x, x], [value.least, value.most], color=INK, linewidth=1.2, marker="_", markersize=8)
 
@@ -140,14 +140,14 @@ def _is_own(name: str) -> bool:
 
 
 def _colours(names: Sequence[str]) -> dict[str, str]:
-    """Return the colours of series: DLCP's own for its first, or the last where none is called that; others in turn."""
+    """Return the colours of series: DLCP's own for its first series (or the last of several), others in turn."""
     own = next((name for name in names if _is_own(name)), names[-1] if len(names) > 1 else None)
     others = [name for name in names if name != own]
     return {name: _OWN if name == own else _OTHERS[others.index(name) % len(_OTHERS)] for name in names}
 
 
 def _wrapped(name: str, count: int) -> str:
-    """Return a point's name in lines that fit below it; a word that does not is cut."""
+    """Wrap a point's name into lines that fit below it; cut words that are too long."""
     most = max(5, int(395 / count / _CHARACTER))
     words = [word if len(word) <= most else f"{word[: most - 1]}…" for word in name.split()]
     return "\n".join(textwrap.wrap(" ".join(words), most)[:_LABEL_LINES])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was run of experiments, what stands against each published figure, and how two results differ."""
+"""Load results of experiments, compare them with published figures, and compare two sets of results."""
 
 import json
 import math
@@ -20,7 +20,7 @@ Combination: TypeAlias = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A number with what other seeds give: their mean, the least, the most, and how many there are."""
+    """A number over several seeds: mean, least, most, and the number of seeds."""
 
     mean: float
     least: float
@@ -33,20 +33,20 @@ class Spread:
         return cls(math.fsum(values) / len(values), min(values), max(values), len(values))
 
     def times(self, factor: float) -> "Spread":
-        """Return it in another unit."""
+        """Return the spread multiplied by ``factor``, to change its unit."""
         return Spread(self.mean * factor, self.least * factor, self.most * factor, self.seeds)
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """An experiment with what was run of it.
+    """An experiment with its results.
 
     Parameters
     ----------
     documents
-        Result files with their runs.
+        Runs and the contents of their result files.
     missing
-        Runs that have no complete results of this version and setting.
+        Runs without complete results of this version and setting.
     """
 
     experiment: Experiment
@@ -54,13 +54,13 @@ class Results:
     missing: tuple[ExperimentRun, ...]
 
     def points(self, axis: str) -> list[str]:
-        """Return the points of an axis of which there are results, in the file's order."""
+        """Return the points of an axis that have results, in the order of the experiment's file."""
         there = {run.point[axis] for run, _ in self.documents}
         names = next(known.points for known in self.experiment.axes if known.name == axis)
         return [point.name for point in names if point.name in there]
 
     def values(self, metric: str, where: Mapping[str, str]) -> dict[Combination, dict[int, float]]:
-        """Return a metric of all runs at ``where``: by their points on the other axes, then by seed."""
+        """Return a metric of all runs at ``where``, by their points on the other axes, then by seed."""
         found: dict[Combination, dict[int, float]] = {}
         for run, document in self.documents:
             if all(run.point.get(axis) == name for axis, name in where.items()) and metric in document["metrics"]:
@@ -69,11 +69,11 @@ class Results:
         return found
 
     def value(self, metric: str, where: Mapping[str, str]) -> dict[int, float]:
-        """Return a metric of the one combination at ``where``, by seed; nothing if there are no results."""
+        """Return a metric of the one combination at ``where``, by seed; empty without results."""
         return next(iter(self.values(metric, where).values()), {})
 
     def rows(self) -> Iterator[dict[str, str | float | int]]:
-        """Return a row of a table for every run: its points, seed, version and numbers."""
+        """Return a table row for every run: its points, seed, version and metrics."""
         for run, document in self.documents:
             yield {
                 **run.point,
@@ -84,7 +84,7 @@ class Results:
 
 
 def load(described: PlannedExperiment, out: Path) -> Results:
-    """Read what was run of an experiment."""
+    """Load an experiment's results."""
     folder = out / described.experiment.name
     documents, missing = [], []
     for item in described.runs:
@@ -97,7 +97,7 @@ def load(described: PlannedExperiment, out: Path) -> Results:
 
 
 def series_of(results: Results, figure: Figure) -> dict[str, dict[str, Spread]]:
-    """Return a figure's numbers: by series (its metric's name without), then by point on the x axis."""
+    """Return a figure's numbers: by series (by the metric if it has none), then by point on the x axis."""
     found: dict[str, dict[str, dict[int, float]]] = {}
     names = results.points(figure.series) if figure.series else [figure.metric]
     for name in names:
@@ -116,7 +116,7 @@ def series_of(results: Results, figure: Figure) -> dict[str, dict[str, Spread]]:
 def _relative(
     found: Mapping[str, Mapping[str, Mapping[int, float]]], figure: Figure
 ) -> dict[str, dict[str, dict[int, float]]]:
-    """Divide each number by that of the point that it stands against, seed by seed."""
+    """Divide each number by that of ``relative_to``, seed by seed."""
     changed: dict[str, dict[str, dict[int, float]]] = {}
     base_name = figure.relative_to or ""
     for name, line in found.items():
@@ -131,17 +131,17 @@ def _relative(
 
 
 class ReportError(RuntimeError):
-    """There is nothing to report."""
+    """There are no results to report or to compare."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimFinding:
-    """A claim with what was measured; None where the runs for it are missing.
+    """A claim with its simulated value; None if its runs are missing.
 
     Parameters
     ----------
     best
-        The combination that gave the best value, where the claim asks for the best.
+        The combination with the best value, if the claim asks for the best.
     """
 
     claim: Claim
@@ -150,7 +150,7 @@ class ClaimFinding:
     best: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain values; ``measured`` is the mean over the seeds, ``spread`` the least and the most."""
+        """Return plain values; ``measured`` is the mean over seeds, ``spread`` the least and the most."""
         claim, measured = self.claim, self.measured
         found: dict[str, Any] = {
             "name": f"{self.experiment}.{claim.name}",
@@ -169,7 +169,7 @@ class ClaimFinding:
 
 
 def findings(results: Results) -> list[ClaimFinding]:
-    """Return what an experiment's runs say to its claims."""
+    """Evaluate an experiment's claims."""
     return [_finding(results, claim) for claim in results.experiment.claims]
 
 
@@ -179,10 +179,10 @@ def _finding(results: Results, claim: Claim) -> ClaimFinding:
         return _chosen(results, claim, ours)
     found: dict[Combination, dict[int, float]] = {}
     for rest, values in ours.items():
-        # The other axes stay what they are; an axis that only ``theirs`` names is where the two differ.
+        # Both share the other axes; an axis that only ``theirs`` names is where they differ.
         where = {axis: name for axis, name in rest if axis not in claim.theirs} | _shared(claim) | claim.theirs
         theirs = results.value(claim.metric, where)
-        # Seed by seed, for both have the same hosts and the same jitter then.
+        # Compare seed by seed: with the same seed, both have the same hosts and the same jitter.
         pairs = {seed: (value, theirs[seed]) for seed, value in values.items() if value and theirs.get(seed)}
         if pairs:
             found[rest] = {seed: _percent(claim, *pair) for seed, pair in pairs.items()}
@@ -198,12 +198,12 @@ def _shared(claim: Claim) -> dict[str, str]:
 
 
 def _rounded(value: float, unit: str) -> float:
-    """Return percents with three decimals, all else, such as seconds, with four digits that count."""
+    """Round percentages to three decimals, and other units, such as seconds, to four significant digits."""
     return round(value, 3) if unit == "%" else float(f"{value:.4g}")
 
 
 def _chosen(results: Results, claim: Claim, found: Mapping[Combination, Mapping[int, float]]) -> ClaimFinding:
-    """Return the best combination by its mean over seeds, or every seed's mean over the combinations."""
+    """Return the combination with the best mean over seeds, or the spread of each seed's mean over combinations."""
     name = results.experiment.name
     if not found:
         return ClaimFinding(claim, name, None)
@@ -228,7 +228,7 @@ def write_summary(every: Sequence[Results], path: Path) -> list[ClaimFinding]:
         No experiment has any results.
     """
     if not any(results.documents for results in every):
-        raise ReportError("there are no results of this version and these settings; run `dlcp sim sweep` first")
+        raise ReportError("there are no results of this version with these settings; run `dlcp sim sweep` first")
     found = [finding for results in every for finding in findings(results)]
     document = {
         "version": __version__,
@@ -242,16 +242,16 @@ def write_summary(every: Sequence[Results], path: Path) -> list[ClaimFinding]:
 
 
 def compare(old: Path, new: Path, above: float) -> int:
-    """Print every metric that differs by more than ``above`` (a share); of folders, file by file.
+    """Print every metric that differs by more than ``above`` (a share); for folders, file by file.
 
     Returns
     -------
-    0 if nothing differs by more, else 1.
+    0 if no metric differs by more, else 1.
 
     Raises
     ------
     ReportError
-        Nothing in the two has the same name, or a file is no result.
+        The folders have no file names in common, or a file is not a result file.
     """
     pairs = _pairs(old, new)
     differing = 0
@@ -271,7 +271,7 @@ def _pairs(old: Path, new: Path) -> list[tuple[str, Path, Path]]:
     names = {path.relative_to(old) for path in old.rglob("*.json") if path.name != "summary.json"}
     both = sorted(name for name in names if (new / name).is_file())
     if not both:
-        raise ReportError(f"{old} and {new} have no result files of the same name")
+        raise ReportError(f"{old} and {new} have no result files in common; compare two files or two folders")
     return [(str(name), old / name, new / name) for name in both]
 
 
@@ -279,13 +279,13 @@ def _metrics(path: Path) -> dict[str, float]:
     try:
         document = read_json(path)
     except DocumentError as error:
-        raise ReportError(f"{path} is no result of a run: {error}") from None
+        raise ReportError(f"{path} is not a result file: {error}") from None
     found = document.get("metrics") if isinstance(document, dict) else None
     if not isinstance(found, dict):
-        raise ReportError(f"{path} is no result of a run: it has no metrics")
+        raise ReportError(f"{path} is not a result file: it has no metrics")
     for name, value in found.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ReportError(f"{path} is no result of a run: {name} is {value!r}, which is no number")
+            raise ReportError(f"{path} is not a result file: metric {name} is {value!r}, not a number")
     return found
 
 

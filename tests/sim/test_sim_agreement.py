@@ -131,7 +131,7 @@ def test_events_are_numbered_anew_before_their_numbers_are_used_up(monkeypatch):
 def test_more_than_an_event_can_name_is_refused(monkeypatch):
     monkeypatch.setattr("dlcp.sim.kernel.state.ID_MASK", 100)
     monkeypatch.setattr("dlcp.sim.kernel.kernel_engine._POOL", 64)
-    with pytest.raises(MemoryError, match="at once; the simulator counts to 100: make the setting smaller"):
+    with pytest.raises(MemoryError, match="exceed the simulator's limit of 100; simulate a smaller setting"):
         simulate(draw(2), engine="kernel")
 
 

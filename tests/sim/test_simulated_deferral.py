@@ -273,7 +273,7 @@ def test_a_run_says_what_deferral_costs(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("ceiling: 0.5", "ceiling: 0.99", "the ceiling is 99%, and deferral_servers_sgd was measured up to"),
+        ("ceiling: 0.5", "ceiling: 0.99", "the ceiling is 99%, but deferral_servers_sgd was measured only up to"),
         ("ceiling: 0.5", "cieling: 0.5", "there is no field 'cieling'; did you mean ceiling"),
         ("collective: direct", "collective: ring", "deferral is for parameter_server and direct"),
         ("steps: 2", "steps: 1", "begins with the second step"),

@@ -150,7 +150,7 @@ def test_jobs_get_hosts_of_their_own() -> None:
     assert sorted(hosts) == list(range(12))
     assert placed == place_jobs(jobs, 12, 7)
     assert [job.name for job in placed] == ["a0", "a1", "b"]
-    with pytest.raises(ValueError, match="need 12 hosts and the topology has 11"):
+    with pytest.raises(ValueError, match="need 12 hosts, but the topology has 11"):
         place_jobs(jobs, 11, 7)
 
 
@@ -161,7 +161,7 @@ def test_jobs_get_hosts_of_their_own() -> None:
         ({"servers": 2}, "servers are for parameter_server"),
         ({"collective": "halving_doubling", "workers": 6}, "power of two"),
         ({"collective": "hierarchical", "workers": 10, "group": 4}, "groups of 4"),
-        ({"stragglers": (StragglerSpec(worker=8),)}, "rank lies beyond"),
+        ({"stragglers": (StragglerSpec(worker=8),)}, "rank is beyond"),
     ],
 )
 def test_contradictions_are_refused(fields, message) -> None:
