@@ -206,7 +206,7 @@ def _at_hosts(hosts: Iterable[HostPlan], accounts: Accounts, event: str) -> int:
 
 
 def _dropped(switches: Iterable[SwitchAccount]) -> int:
-    """Return the packets that the program has dropped: by policy, without a route, or as not forwardable."""
+    """Return the packets that the program has dropped: by policy, without a route, or as invalid (TTL, checksum)."""
     return sum(account.count(event) for account in switches for event in ("POLICY_DROP", "NO_ROUTE", "REFUSED"))
 
 
