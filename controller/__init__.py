@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator says about a fabric, and the switch state that follows from it."""
+"""An operator's description of a fabric, and the switch state derived from it."""

@@ -20,7 +20,7 @@ _STYLES = {"insert": "green", "modify": "yellow", "delete": "red"}
 
 
 def fabric_table(fabric: Fabric, entries: Mapping[str, Entries]) -> Table:
-    """Return the switches of a fabric and what they are to hold."""
+    """Return the switches of a fabric and the numbers of their entries."""
     table = _table("switch", "kind", "control", "by", right=("ports", "hosts", "routes", "sprayed", "entries"))
     for switch in fabric.switches:
         ports = fabric.neighbours[switch.name]
@@ -41,12 +41,12 @@ def fabric_table(fabric: Fabric, entries: Mapping[str, Entries]) -> Table:
 
 
 def plan_tree(plan: Plan, pipeline: CompiledProgram, *, every: bool = False) -> Tree:
-    """Return what a switch is going to be told; all of it, or the beginning."""
+    """Return the planned changes of a switch: the first 20, or all with ``every``."""
     difference = plan.difference
     if not plan:
-        return Tree(Text(f"{plan.switch.name}: nothing to do, {difference.kept} entries are right"))
+        return Tree(Text(f"{plan.switch.name}: nothing to do, {difference.kept} entries are correct"))
     counts = ", ".join(f"{count} to {action}" for action, count in difference.counts().items() if count)
-    tree = Tree(Text(f"{plan.switch.name}: {counts or 'no entries'}, {difference.kept} right already"))
+    tree = Tree(Text(f"{plan.switch.name}: {counts or 'no entries'}, {difference.kept} unchanged"))
     if plan.install:
         tree.add(Text(f"install program {pipeline.cookie:016x}, which empties the tables", style="yellow"))
     for number, change in enumerate(difference):
@@ -59,20 +59,20 @@ def plan_tree(plan: Plan, pipeline: CompiledProgram, *, every: bool = False) -> 
 
 
 def outcome_line(outcome: Outcome) -> Text:
-    """Return what was done to a switch."""
+    """Return the changes made to a switch, in one line."""
     plan = outcome.plan
     if not plan:
-        return Text(f"{plan.switch.name}: nothing to do, {plan.difference.kept} entries are right")
+        return Text(f"{plan.switch.name}: nothing to do, {plan.difference.kept} entries are correct")
     done = ["program installed"] if plan.install else []
     past = {"insert": "inserted", "modify": "modified", "delete": "deleted"}
     done += [f"{count} {past[action]}" for action, count in plan.difference.counts().items() if count]
-    done.append(f"{plan.difference.kept} right already")
+    done.append(f"{plan.difference.kept} unchanged")
     requests = "1 request" if outcome.writes == 1 else f"{outcome.writes} requests"
     return Text(f"{plan.switch.name}: {', '.join(done)}; {requests}, {outcome.elapsed_s:.2f} s")
 
 
 def status_table(fabric: Fabric, known: Mapping[str, "tuple[Plan, Readings | None] | str"]) -> Table:
-    """Return how the switches are: a plan and readings each, or why there are none."""
+    """Return the state of each switch: from its plan and readings, or the reason why there are none."""
     table = _table("switch", "state", right=("forwarded", "marked", "dropped", "over share", "untrusted", "no route"))
     for switch in fabric.switches:
         found = known.get(switch.name, "no control address")
@@ -80,7 +80,7 @@ def status_table(fabric: Fabric, known: Mapping[str, "tuple[Plan, Readings | Non
             table.add_row(switch.name, Text(found, style="red"))
             continue
         plan, readings = found
-        state = Text("as it should be", style="green")
+        state = Text("up to date", style="green")
         if plan:
             state = Text("other program" if plan.install else f"{len(plan.difference)} changes due", style="yellow")
         if readings is None:
@@ -93,7 +93,7 @@ def status_table(fabric: Fabric, known: Mapping[str, "tuple[Plan, Readings | Non
 
 
 def ports_table(fabric: Fabric, readings: Mapping[str, Readings]) -> Table:
-    """Return what the ports of the switches have counted, the ones that have counted anything."""
+    """Return the counters of the switches' ports, without ports that have counted nothing."""
     table = _table("port", "leads to", right=("forwarded", "Mbyte", "marked", "dropped", "waiting"))
     for switch, read in readings.items():
         for number, neighbour in fabric.neighbours[switch].items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a fabric and its policy to what a switch's tables hold: shortest paths first, then the entries."""
+"""Derive a switch's table entries from a fabric and its policy: shortest paths first, then the entries."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -15,16 +15,16 @@ _GROUP_BITS: Final = 0x3FFFFFFF
 
 
 class SprayGroup(NamedTuple):
-    """A set of ports that lead to some host at equal cost, and the number it has in the action profile."""
+    """A set of equal-cost ports toward some host, and its group id in the action profile."""
 
     id: int
     ports: tuple[int, ...]
 
 
 def next_hops(fabric: Fabric, switch: str) -> dict[str, tuple[int, ...]]:
-    """Return for each host the ports of a switch that are the first step of a shortest path to it, lowest first.
+    """Return for each host the ports of a switch that begin a shortest path to it, lowest first.
 
-    A path is as long as the switches on it are many. The hosts at one switch share their ports.
+    The length of a path is the number of switches on it, so all hosts at one switch are reached over the same ports.
     """
     to_edge: dict[str, tuple[int, ...]] = {}
     found: dict[str, tuple[int, ...]] = {}
@@ -40,10 +40,11 @@ def next_hops(fabric: Fabric, switch: str) -> dict[str, tuple[int, ...]]:
 
 
 def most_switches(fabric: Fabric) -> int:
-    """Return how many switches the packets of one message cross at most: all on any shortest path between two hosts.
+    """Return the largest number of switches that one message's packets cross: all on any shortest path of two hosts.
 
-    They are sprayed over all of these paths, and each switch drops by a count of its own. So hosts divide a message's
-    drop budget by this number (their option ``switch_hops``), else the switches together could exceed its bound.
+    Packets are sprayed over all of these paths, and each switch counts its drops separately. So hosts divide a
+    message's drop budget by this number (option ``switch_hops``); otherwise the switches together could exceed its
+    bound.
     """
     edges = {at.switch for at in fabric.attachments.values()}
     found = {edge: distances(fabric, edge) for edge in edges}
@@ -56,8 +57,8 @@ def most_switches(fabric: Fabric) -> int:
 def spray_groups(hops: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, ...], SprayGroup]:
     """Return one group for each set of ports in ``hops``.
 
-    The number of a group follows from its ports. So a set that changes gets a group of its own, which is there before
-    the first route leads to it, and an unchanged one is never touched.
+    A group's id is derived from its ports. So a changed set gets a new group, written before the first route that
+    refers to it, and an unchanged group is never touched.
     """
     found: dict[tuple[int, ...], SprayGroup] = {}
     taken: set[int] = set()
@@ -71,7 +72,7 @@ def spray_groups(hops: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, ...], S
 
 
 def next_hop_mac(fabric: Fabric, port: Port) -> str:
-    """Return the Ethernet address at the other end of a port: the host's, or the one that a switch's port goes by."""
+    """Return the Ethernet address at the other end of a port: the host's, or that of the other switch's port."""
     neighbour = fabric.neighbours[port.switch][port.number]
     if neighbour.host is not None:
         return neighbour.host.mac.lower()
@@ -80,7 +81,7 @@ def next_hop_mac(fabric: Fabric, port: Port) -> str:
 
 
 def port_mac(fabric: Fabric, port: Port) -> str:
-    """Return the Ethernet address that a switch's port goes by: locally administered, 02:00:01, switch, port."""
+    """Return the Ethernet address of a switch's port: locally administered, 02:00:01, switch index, port."""
     index = [switch.name for switch in fabric.switches].index(port.switch)
     return f"02:00:01:{index >> 8:02x}:{index & 0xFF:02x}:{port.number:02x}"
 
@@ -95,13 +96,13 @@ def _ports_toward(fabric: Fabric, switch: str, distance: Mapping[str, int]) -> t
 
 _OTHER_JOBS: Final = 1
 _NAMED_JOB: Final = 2
-"""Priorities in `classify`; what the policy remaps lies above both."""
+"""Priorities in `classify`; remaps of the policy have higher ones."""
 _BURST_PACKETS_MIN: Final = 8
-"""A meter's burst is at least this many packets of the largest size, else a job could not send back to back."""
+"""Smallest burst of a meter, in packets of the largest size, so that a job can send back to back."""
 
 
 def entries(fabric: Fabric, switch: str) -> Entries:
-    """Return everything that a switch of a fabric has to be told: tables, routes, meters and ports."""
+    """Return the complete configuration of a switch of a fabric: tables, routes, meters and ports."""
     ports = [Port(switch, number) for number in fabric.neighbours[switch]]
     hops = next_hops(fabric, switch)
     groups = spray_groups(hops)
@@ -124,12 +125,12 @@ def entries(fabric: Fabric, switch: str) -> Entries:
 
 
 def _member(fabric: Fabric, port: Port) -> ProfileMember:
-    """Return the member that leads out of a port; it has the port's number."""
+    """Return the action profile member that forwards to a port; its id is the port's number."""
     return ProfileMember(port.number, "to_next_hop", {"port": port.number, "mac": next_hop_mac(fabric, port)})
 
 
 def _routes(fabric: Fabric, hops: dict[str, tuple[int, ...]], groups: dict[tuple[int, ...], int]) -> list[TableEntry]:
-    """Return the routes to all hosts. What is not IPv4 cannot be sprayed: it takes one of the ports, by the host."""
+    """Return the routes to all hosts. Non-IPv4 frames cannot be sprayed: each host gets one of the ports."""
     routes = [
         TableEntry("ipv4_route", {"ipv4_dst": f"{host.address}/32"}, group=groups[hops[host.name]])
         for host in fabric.hosts
@@ -142,7 +143,7 @@ def _routes(fabric: Fabric, hops: dict[str, tuple[int, ...]], groups: dict[tuple
 
 
 def _trust(fabric: Fabric, ports: Sequence[Port]) -> list[TableEntry]:
-    """Trust the ports that lead to trusted hosts, and to switches: those have cleared what was not to be believed."""
+    """Trust ports to trusted hosts and to switches: a switch has already cleared the tags of untrusted hosts."""
     trusted = []
     for port in ports:
         host = fabric.neighbours[port.switch][port.number].host
@@ -152,9 +153,9 @@ def _trust(fabric: Fabric, ports: Sequence[Port]) -> list[TableEntry]:
 
 
 def _named_jobs(jobs: Sequence[Job]) -> list[TableEntry]:
-    """Put the packets of jobs that a fabric does not name below all other traffic, where it names any.
+    """If a fabric names jobs, give the packets of all other jobs the lowest priority.
 
-    Else a host could have a job number that has no share, and so no limit.
+    Otherwise a host could use a job id without a share, and so without a limit.
     """
     if not jobs:
         return []
@@ -166,8 +167,8 @@ def _named_jobs(jobs: Sequence[Job]) -> list[TableEntry]:
 def _remaps(remaps: Sequence[Remap], jobs: Sequence[Job]) -> list[TableEntry]:
     """Return the remaps as entries.
 
-    There is one for each tag where a part of the tag is kept, and for each job where a fabric names its jobs and the
-    remap none: what is said of any job must not lift others out of the lowest queue.
+    A remap that keeps the queue or the drop class becomes one entry for each value of it. A remap without a job becomes
+    one entry for each job that the fabric names, so that it does not lift other jobs out of the lowest queue.
     """
     found = []
     for index, remap in enumerate(remaps):
@@ -181,7 +182,7 @@ def _remaps(remaps: Sequence[Remap], jobs: Sequence[Job]) -> list[TableEntry]:
             match.update({name: value for name, value in given.items() if value is not None})
             to_queue = queue if remap.to_queue is None else remap.to_queue
             to_class = drop_class if remap.to_drop_class is None else remap.to_drop_class
-            assert to_queue is not None  # whichever is not changed is spelt out above
+            assert to_queue is not None  # the loop enumerates what the remap keeps
             assert to_class is not None
             params: dict[str, Value] = {"queue": to_queue, "drop_class": to_class}
             priority = _NAMED_JOB + len(remaps) - index
@@ -218,7 +219,7 @@ def _ecn_thresholds(fabric: Fabric, ports: Sequence[Port]) -> list[TableEntry]:
 
 
 def _depths(fabric: Fabric, ports: Sequence[Port]) -> list[int]:
-    """Return the depth of each queue in packets where it is shallowest: thresholds are the same at all ports."""
+    """Return each queue's smallest depth over all ports, in packets: thresholds are the same at all ports."""
     depths = []
     for port in ports:
         queueing = fabric.queueing_at(port)
@@ -242,7 +243,7 @@ def _shares(fabric: Fabric, ports: Sequence[Port]) -> list[TableEntry]:
 
 
 def _meter(fabric: Fabric, port: Port, job: Job, share: float) -> MeterConfig:
-    """Return the meter of a share. Both rates are the same: a job is within its share or it is not."""
+    """Return the meter of a share. Both rates are equal: a job is either within its share or above it."""
     port_bytes_per_s = fabric.queueing_at(port).rate_bps / 8
     rate = max(1, int(share * port_bytes_per_s))
     burst = max(int(job.burst_s * port_bytes_per_s), _BURST_PACKETS_MIN * fabric.mtu_bytes)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fabric consists of: switches, hosts, the links between them, and the jobs that run on them.
+"""The parts of a fabric: switches, hosts, the links between them, and the jobs that run on them.
 
-A fabric comes from a file (see ``controller/examples``), or from :func:`star` or :func:`leaf_spine`; one that cannot be
-is refused. A link's end is ``HOST`` or ``SWITCH:PORT``.
+A fabric comes from a file (see ``controller/examples``), or from :func:`star` or :func:`leaf_spine`, and is validated.
+A link's end is ``HOST`` or ``SWITCH:PORT``.
 """
 
 import ipaddress
@@ -21,16 +21,16 @@ from dlcp.switch import PortQueueing
 from dlcp.wire import UDP_PORT_BASE
 
 PORT_MAX: Final = 63
-"""The program counts and watches ports 0-63; fabrics begin at port 1."""
+"""The P4 program has counters for ports 0-63; fabrics number ports from 1."""
 _RATE_BPS: Final = 200_000_000
-"""A link's rate unless told otherwise. Chosen by us: plain Python carries four such ports with room to spare."""
+"""Default rate of a link: the pure-Python switch carries four such ports with room to spare."""
 
 SwitchKind = Literal["builtin", "bmv2"]
 PortKind = Literal["packet", "loopback"]
 
 
 class FabricError(PlaceError):
-    """A fabric that cannot be; the message says what is wrong with which part of it."""
+    """An invalid fabric; the message names the part and what is wrong with it."""
 
 
 class Port(NamedTuple):
@@ -50,9 +50,9 @@ class Tls:
     Parameters
     ----------
     ca
-        Who has to have signed the switch's certificate.
+        The authority that must have signed the switch's certificate.
     certificate, key
-        What shows the switch who we are.
+        The controller's own certificate and private key.
     server_name
         The name in the switch's certificate, if it is not the one in its address.
     """
@@ -70,24 +70,24 @@ class FabricSwitch:
     Parameters
     ----------
     name
-        For people and for links.
+        Used in links and messages.
     kind
         ``builtin``: ``dlcp switch``; ``bmv2``: ``simple_switch_grpc``.
     ports
-        Of the built-in switch: ``packet``, network interfaces; ``loopback``, processes of this machine over
+        For the built-in switch: ``packet`` for network interfaces, ``loopback`` for processes of this machine over
         127.0.0.0/8.
     interfaces
         Network interface of each port; ``port<number>`` unless given.
     grpc
-        Where it answers P4Runtime, ``HOST:PORT``; empty: nowhere.
+        P4Runtime address, ``HOST:PORT``; empty if it has none.
     device_id
         Its P4Runtime device id.
     tls
         Certificates for the control connection.
     insecure
-        Whether to do without; has to be said, for anyone in between can then program the switch.
+        Whether to connect without TLS. Explicit, because anyone on the path can then program the switch.
     thrift
-        Where BMv2 answers Thrift, ``HOST:PORT``: it alone can set the depth of BMv2's queues.
+        BMv2's Thrift address, ``HOST:PORT``. The depth of BMv2's queues can only be set over Thrift.
     """
 
     name: str
@@ -112,11 +112,11 @@ class Host:
     Parameters
     ----------
     name
-        For people and for links.
+        Used in links and messages.
     address, mac
         IPv4 address and Ethernet address.
     trusted
-        Whether the switch believes the tags of what comes from it.
+        Whether the switch accepts the tags of its packets.
     """
 
     name: str
@@ -126,7 +126,7 @@ class Host:
 
     @classmethod
     def numbered(cls, index: int) -> "Host":
-        """Return host ``index`` (0 is the first) with the name and addresses it has by custom."""
+        """Return host ``index`` (0 is the first) with its default name and addresses."""
         high, low = divmod(index + 1, 256)
         return cls(f"host{index}", f"10.0.{high}.{low}", f"02:00:00:00:{high:02x}:{low:02x}")
 
@@ -140,8 +140,7 @@ class Link:
     a, b
         Its ends, ``HOST`` or ``SWITCH:PORT``.
     rate_bps, depth_packets, limit_packets, limit_bytes, delay_s, loss
-        How the ports at its ends queue and send, where that differs from the fabric's ``queueing``; see
-        :class:`dlcp.switch.PortQueueing`.
+        Override the fabric's ``queueing`` at the ports at its ends; see :class:`dlcp.switch.PortQueueing`.
     """
 
     a: str
@@ -154,7 +153,7 @@ class Link:
     loss: float | None = None
 
     def queueing(self, default: PortQueueing) -> PortQueueing:
-        """Return how the ports at its ends queue and send."""
+        """Return the queueing of the ports at its ends."""
         names = ("rate_bps", "depth_packets", "limit_packets", "limit_bytes", "delay_s", "loss")
         return replace(default, **{name: getattr(self, name) for name in names if getattr(self, name) is not None})
 
@@ -168,12 +167,12 @@ class Job:
     id
         The job number in the DLCP header, 0..65535.
     share, control_share
-        Part of a port's rate that its data and its control packets may use, 0..1, each. What exceeds it is not lost
-        but waits below all other traffic.
+        Fraction of a port's rate that its data packets and its control packets may use, each in (0, 1]. Packets beyond
+        the share are not dropped: they get the lowest priority.
     shares
-        Data shares of single ports that differ from ``share``, by ``SWITCH:PORT`` or by the host the port leads to.
+        Data shares of single ports that differ from ``share``, by ``SWITCH:PORT`` or by the host at the port.
     burst_s
-        How long a burst at the port's rate may last before the share is held against the job, in seconds.
+        Longest burst at the port's rate that does not count as exceeding the share, in seconds.
     """
 
     id: int
@@ -184,7 +183,7 @@ class Job:
 
 
 class Neighbour(NamedTuple):
-    """What is at the other end of a port's link: a host, or another switch's port."""
+    """The other end of a port's link: a host, or another switch's port."""
 
     link: Link
     host: Host | None
@@ -193,19 +192,19 @@ class Neighbour(NamedTuple):
 
 @dataclass(frozen=True)
 class Fabric:
-    """Switches, hosts, links, and what runs over them.
+    """Switches, hosts, links, and the jobs that run over them.
 
     Parameters
     ----------
     switches, hosts, links
-        What there is. Every host has one link.
+        The topology. Every host has one link.
     jobs
-        Jobs that have a share. Where any is named, what others send comes after all other traffic; where none is,
-        nobody has a limit.
+        Jobs with a share of each port. If any are named, all other jobs get the lowest priority; if none are, no job
+        is limited.
     policy
-        When packets are dropped and marked, and which queue they take.
+        Drop and marking thresholds, and remapping of queues and drop classes.
     queueing
-        Rate, depths, delay and loss of the links that say nothing of their own.
+        Default rate, depths, delay and loss of links.
     udp_ports
         UDP ports served on loopback ports.
     mtu_bytes
@@ -214,8 +213,8 @@ class Fabric:
     Raises
     ------
     FabricError
-        Something is named that there is not, or twice; a host cannot be reached; numbers are out of range; shares add
-        up to more than a port.
+        A name is unknown or used twice, a host cannot be reached, a number is out of range, or the shares of a port
+        add up to more than 1.
     """
 
     switches: tuple[FabricSwitch, ...]
@@ -228,12 +227,12 @@ class Fabric:
     mtu_bytes: int = 9000
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
+        """Validate the fabric."""
         validate(self)
 
     @cached_property
     def neighbours(self) -> Mapping[str, Mapping[int, Neighbour]]:
-        """What is at the other end of each port that has a link, by switch and port number, both in order."""
+        """The neighbour at each linked port, by switch (in the fabric's order) and port number (ascending)."""
         hosts = {host.name: host for host in self.hosts}
         found: dict[str, dict[int, Neighbour]] = {switch.name: {} for switch in self.switches}
         for link in self.links:
@@ -245,7 +244,7 @@ class Fabric:
 
     @cached_property
     def attachments(self) -> Mapping[str, Port]:
-        """The port at which each host is, by the host's name."""
+        """The switch port of each host, by the host's name."""
         return {
             neighbour.host.name: Port(switch, number)
             for switch, ports in self.neighbours.items()
@@ -259,15 +258,15 @@ class Fabric:
         Raises
         ------
         FabricError
-            There is none; with the names there are.
+            There is none; the message lists the known names.
         """
         for switch in self.switches:
             if switch.name == name:
                 return switch
-        raise FabricError(f"there is no switch {name!r}; there are {', '.join(each.name for each in self.switches)}")
+        raise FabricError(f"unknown switch {name!r}; the fabric has {', '.join(each.name for each in self.switches)}")
 
     def queueing_at(self, port: Port) -> PortQueueing:
-        """Return how a port that has a link queues and sends."""
+        """Return the queueing of a linked port."""
         return self.neighbours[port.switch][port.number].link.queueing(self.queueing)
 
     def share_at(self, job: Job, port: Port) -> float:
@@ -284,7 +283,7 @@ def as_port(end: str) -> Port | None:
 
 
 def distances(fabric: Fabric, switch: str) -> dict[str, int]:
-    """Return how many links lie between a switch and each switch, itself included, on the shortest path."""
+    """Return the number of links on the shortest path from a switch to each switch, itself included."""
     found = {switch: 0}
     waiting = deque([switch])
     while waiting:
@@ -299,14 +298,14 @@ def distances(fabric: Fabric, switch: str) -> dict[str, int]:
 def load(path: Path) -> Fabric:
     """Read a fabric from a YAML or JSON file that holds the fields of :class:`Fabric`.
 
-    ``hosts`` may be a number instead of a list, and ``links`` left out: that many hosts with the customary names and
-    addresses, around the one switch. Without ``switches`` that is a built-in one with loopback ports. Names of
-    certificate files are relative to the file.
+    ``hosts`` may be a number instead of a list: that many hosts with default names and addresses. ``links`` may then be
+    left out if there is one switch, to which all hosts are linked. Without ``switches``, it is a built-in switch with
+    loopback ports. Paths of certificate files are relative to the file.
 
     Raises
     ------
     DocumentError
-        Naming the file, the line and the place in it, and what is wrong.
+        The file is invalid; the message names the file, the line, the field, and what is wrong.
     """
     document = Document(path)
     content = document.content
@@ -318,7 +317,7 @@ def load(path: Path) -> Fabric:
 
 
 def _spell_out(content: dict[str, Any]) -> None:
-    """Put the hosts of a star, its switch and its links in the place of the number of hosts."""
+    """Replace the number of hosts with a star's hosts, switch and links."""
     content["hosts"] = [vars(Host.numbered(index)) for index in range(content["hosts"])]
     switches = content.setdefault("switches", [{"name": "switch", "ports": "loopback"}])
     if "links" not in content and isinstance(switches, list) and len(switches) == 1:
@@ -328,7 +327,7 @@ def _spell_out(content: dict[str, Any]) -> None:
 
 
 def _beside(folder: Path, switch: FabricSwitch) -> FabricSwitch:
-    """Return a switch with the names of its certificate files made relative to where we are."""
+    """Return a switch with the paths of its certificate files resolved against ``folder``."""
     if switch.tls is None:
         return switch
     files = {name: str(folder / getattr(switch.tls, name)) for name in ("ca", "certificate", "key")}
@@ -341,12 +340,12 @@ _ADDRESS: Final = re.compile(r"(\[[0-9a-f:]+\]|[^\s:]+):[0-9]{1,5}", re.IGNORECA
 
 
 def validate(fabric: Fabric) -> None:
-    """Refuse a fabric that cannot be.
+    """Validate a fabric.
 
     Raises
     ------
     FabricError
-        With what is wrong; its ``steps`` lead to the place.
+        It is invalid; ``steps`` of the error lead to the wrong value.
     """
     _check_switches(fabric)
     _check_hosts(fabric)
@@ -357,7 +356,7 @@ def validate(fabric: Fabric) -> None:
 
 def _check_switches(fabric: Fabric) -> None:
     if not fabric.switches:
-        raise FabricError("a fabric without switches", "switches")
+        raise FabricError("a fabric needs at least one switch", "switches")
     _check_names("switches", [switch.name for switch in fabric.switches])
     _refuse_repeated("switches", "grpc", [switch.grpc for switch in fabric.switches])
     _refuse_repeated("switches", "thrift", [switch.thrift for switch in fabric.switches])
@@ -371,43 +370,43 @@ def _check_switches(fabric: Fabric) -> None:
 def _check_control(switch: FabricSwitch, steps: tuple[Step, ...]) -> None:
     for name, address in (("grpc", switch.grpc), ("thrift", switch.thrift)):
         if address and not _ADDRESS.fullmatch(address):
-            raise FabricError(f"{address!r} is no address; write HOST:PORT, as in 127.0.0.1:9559", *steps, name)
+            raise FabricError(f"{address!r} is not an address; write HOST:PORT, as in 127.0.0.1:9559", *steps, name)
     if switch.grpc and switch.tls is None and not switch.insecure:
         raise FabricError(
-            "a control connection takes certificates (tls) or the word that it may do without (insecure: true)",
+            "a control connection needs certificates (tls), or insecure: true to go without",
             *steps,
             "grpc",
         )
     if switch.tls is not None and switch.insecure:
         raise FabricError("tls and insecure contradict each other; leave one out", *steps, "insecure")
     if switch.thrift and switch.kind != "bmv2":
-        raise FabricError(f"only bmv2 answers Thrift; {switch.name} is {switch.kind}", *steps, "thrift")
+        raise FabricError(f"only bmv2 has a Thrift server; {switch.name} is {switch.kind}", *steps, "thrift")
     if switch.kind == "bmv2" and switch.ports == "loopback":
         raise FabricError("bmv2 has packet ports only; loopback ports are for the built-in switch", *steps, "ports")
     if switch.device_id < 1:
-        raise FabricError(f"a device id is 1 or more, not {switch.device_id}", *steps, "device_id")
+        raise FabricError(f"a device id must be 1 or more, not {switch.device_id}", *steps, "device_id")
     for port in switch.interfaces:
         if not 1 <= port <= PORT_MAX:
-            raise FabricError(f"port {port} is not one of 1..{PORT_MAX}", *steps, "interfaces", str(port))
+            raise FabricError(f"port {port} is not in 1..{PORT_MAX}", *steps, "interfaces", str(port))
 
 
 def _check_hosts(fabric: Fabric) -> None:
     if not fabric.hosts:
-        raise FabricError("a fabric without hosts", "hosts")
+        raise FabricError("a fabric needs at least one host", "hosts")
     _check_names("hosts", [host.name for host in fabric.hosts])
     for index, host in enumerate(fabric.hosts):
         try:
             ipaddress.IPv4Address(host.address)
         except ValueError:
-            raise FabricError(f"{host.address!r} is no IPv4 address", "hosts", index, "address") from None
+            raise FabricError(f"{host.address!r} is not an IPv4 address", "hosts", index, "address") from None
         if not _MAC.fullmatch(host.mac) or int(host.mac[:2], 16) & 1:
-            raise FabricError(f"{host.mac!r} is no Ethernet address of one host", "hosts", index, "mac")
+            raise FabricError(f"{host.mac!r} is not a unicast Ethernet address", "hosts", index, "mac")
     for what in ("address", "mac"):
         _refuse_repeated("hosts", what, [getattr(host, what).lower() for host in fabric.hosts])
     names = {switch.name for switch in fabric.switches}
     for index, host in enumerate(fabric.hosts):
         if host.name in names:
-            raise FabricError(f"{host.name!r} is the name of a switch, too", "hosts", index, "name")
+            raise FabricError(f"{host.name!r} is also the name of a switch", "hosts", index, "name")
 
 
 def _check_links(fabric: Fabric) -> None:
@@ -418,7 +417,7 @@ def _check_links(fabric: Fabric) -> None:
         for side, end in (("a", link.a), ("b", link.b)):
             _check_end(end, switches, hosts, ("links", index, side))
             if end in taken:
-                raise FabricError(f"{end} has a link already, links[{taken[end]}]", "links", index, side)
+                raise FabricError(f"{end} already has a link, links[{taken[end]}]", "links", index, side)
             taken[end] = index
         _check_ends(link, switches, ("links", index))
         try:
@@ -431,34 +430,34 @@ def _check_links(fabric: Fabric) -> None:
 
 
 def _check_end(end: str, switches: Collection[str], hosts: Collection[str], steps: tuple[Step, ...]) -> None:
-    """Refuse an end of a link that names nothing there is."""
+    """Refuse a link's end that names an unknown host, switch or port."""
     name, separator, number = end.rpartition(":")
     if end in switches:
-        raise FabricError(f"say which port of {end}, as in {end}:1", *steps)
+        raise FabricError(f"{end} is a switch; name one of its ports, as in {end}:1", *steps)
     if not separator:
         if end not in hosts:
-            raise FabricError(f"there is no host {end!r}{nearest(end, sorted(hosts))}", *steps)
+            raise FabricError(f"unknown host {end!r}{nearest(end, sorted(hosts))}", *steps)
         return
     if name not in switches:
-        raise FabricError(f"there is no switch {name!r}{nearest(name, switches)}", *steps)
+        raise FabricError(f"unknown switch {name!r}{nearest(name, switches)}", *steps)
     if not number.isdecimal() or not 1 <= int(number) <= PORT_MAX or number != str(int(number)):
-        raise FabricError(f"port {number} is not one of 1..{PORT_MAX}", *steps)
+        raise FabricError(f"port {number} is not in 1..{PORT_MAX}", *steps)
 
 
 def _check_ends(link: Link, switches: Mapping[str, FabricSwitch], steps: tuple[Step, ...]) -> None:
-    """Refuse a link whose ends do not go together."""
+    """Refuse a link between two hosts, or from a loopback port to a switch."""
     a, b = as_port(link.a), as_port(link.b)
     if a is None and b is None:
-        raise FabricError(f"{link.a} and {link.b} are both hosts; a link has a switch at one end", *steps)
+        raise FabricError(f"{link.a} and {link.b} are both hosts; a link needs a switch at one end", *steps)
     for side, port, other in (("a", a, b), ("b", b, a)):
         if port is not None and other is not None and switches[port.switch].ports == "loopback":
             raise FabricError(
-                f"loopback ports lead to hosts; {port.switch} needs packet ports to reach a switch", *steps, side
+                f"loopback ports lead only to hosts; {port.switch} needs packet ports to reach a switch", *steps, side
             )
 
 
 def _check_reach(fabric: Fabric) -> None:
-    """Refuse a fabric in several pieces."""
+    """Refuse a fabric that is not connected."""
     first = fabric.attachments[fabric.hosts[0].name].switch
     reached = distances(fabric, first)
     for index, host in enumerate(fabric.hosts):
@@ -484,17 +483,17 @@ def _check_jobs(fabric: Fabric) -> None:
 
 def _check_job(job: Job, ends: Sequence[str], steps: tuple[Step, ...]) -> None:
     if not 0 <= job.id <= 0xFFFF:
-        raise FabricError(f"a job is numbered 0..65535, not {job.id}", *steps, "id")
+        raise FabricError(f"a job id must be in 0..65535, not {job.id}", *steps, "id")
     for name, share in (("share", job.share), ("control_share", job.control_share)):
         if not 0 < share <= 1:
-            raise FabricError(f"job {job.id}: a share lies above 0 and up to 1, not {share}", *steps, name)
+            raise FabricError(f"job {job.id}: a share must be in (0, 1], not {share}", *steps, name)
     for end, share in job.shares.items():
         if end not in ends:
-            raise FabricError(f"no port or host {end!r} has a link{nearest(end, ends)}", *steps, "shares", end)
+            raise FabricError(f"no linked port or host is named {end!r}{nearest(end, ends)}", *steps, "shares", end)
         if not 0 < share <= 1:
-            raise FabricError(f"job {job.id}: a share lies above 0 and up to 1, not {share}", *steps, "shares", end)
+            raise FabricError(f"job {job.id}: a share must be in (0, 1], not {share}", *steps, "shares", end)
     if job.burst_s <= 0:
-        raise FabricError(f"job {job.id}: burst_s lies above 0, unlike {job.burst_s}", *steps, "burst_s")
+        raise FabricError(f"job {job.id}: burst_s must be above 0, not {job.burst_s}", *steps, "burst_s")
 
 
 def _ports(fabric: Fabric) -> list[Port]:
@@ -509,16 +508,18 @@ def _place(fabric: Fabric, port: Port) -> str:
 def _check_names(part: str, names: list[str]) -> None:
     for index, name in enumerate(names):
         if not _NAME.fullmatch(name):
-            raise FabricError(f"{name!r} is no name: letters, digits, '_', '.' and '-'", part, index, "name")
+            raise FabricError(
+                f"{name!r} is not a valid name; use letters, digits, '_', '.' and '-'", part, index, "name"
+            )
     _refuse_repeated(part, "name", names)
 
 
 def _refuse_repeated(part: str, what: str, values: Iterable[str]) -> None:
-    """Refuse a value that two members of a part share; empty values do not count."""
+    """Refuse a value that two members of a part share; empty values are ignored."""
     seen: dict[str, int] = {}
     for index, value in enumerate(values):
         if value and value in seen:
-            raise FabricError(f"{what} {value} belongs to {part}[{seen[value]}] already", part, index, what)
+            raise FabricError(f"{what} {value} is already used by {part}[{seen[value]}]", part, index, what)
         seen[value] = index
 
 
@@ -530,7 +531,7 @@ def star(
     jobs: Sequence[Job] = (),
     policy: Policy | None = None,
 ) -> Fabric:
-    """Return ``hosts`` hosts with the customary names and addresses around one built-in switch; host k is at port k+1.
+    """Return ``hosts`` hosts with default names and addresses around one built-in switch; host k is at port k+1.
 
     Raises
     ------
@@ -562,7 +563,7 @@ def leaf_spine(
         As :class:`Fabric` does.
     """
     if min(leaves, spines, hosts_per_leaf) < 1:
-        raise FabricError(f"{leaves} leaves, {spines} spines and {hosts_per_leaf} hosts a leaf: each takes 1 or more")
+        raise FabricError(f"{leaves} leaves, {spines} spines, {hosts_per_leaf} hosts per leaf: each must be 1 or more")
     hosts = tuple(map(Host.numbered, range(leaves * hosts_per_leaf)))
     links = [Link(f"leaf{1 + k // hosts_per_leaf}:{1 + k % hosts_per_leaf}", host.name) for k, host in enumerate(hosts)]
     links += [

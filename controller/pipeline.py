@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled program in the words of P4Runtime.
+"""The compiled program as P4Runtime messages.
 
-Entries become messages, messages can be read by people, and the difference of two sets of messages is what has to be
-written, in the order in which a switch accepts it.
+This module encodes entries as messages, describes messages as text, and computes the difference of two sets of
+messages: the changes to write, in an order that a switch accepts.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ from dlcp.suggestion import nearest
 from dlcp.switch import PROGRAM_FOLDER, Entries, Profile, TableEntry, Value, format_match, parse_match, parse_number
 
 _MATCHES: Final = {2: "exact", 3: "lpm", 4: "ternary", 5: "range"}
-"""``MatchField.MatchType`` of p4info."""
+"""Values of p4info's ``MatchField.MatchType``."""
 
 
 class PipelineError(ValueError):
-    """A program that cannot be read, or an entry that does not fit it; the message says which and why."""
+    """A program that cannot be read, or an entry that does not fit it; the message names it and the reason."""
 
 
 class CompiledProgram:
@@ -42,7 +42,7 @@ class CompiledProgram:
     p4info
         The program's P4Runtime description.
     config
-        What a switch is given to run it. Its cookie is the beginning of the SHA-256 of both files.
+        The P4Runtime configuration that installs it. Its cookie is the first 8 bytes of the SHA-256 of both files.
 
     Raises
     ------
@@ -77,16 +77,16 @@ class CompiledProgram:
 
     @property
     def cookie(self) -> int:
-        """The number that tells this program from others."""
+        """The number that identifies this program."""
         return int(self.config.cookie.cookie)
 
     def encode(self, entries: Entries) -> list[p4r.Entity]:
-        """Return members, groups and table entries as messages; the ports are no matter of P4Runtime.
+        """Return members, groups and table entries as messages. Ports are left out: P4Runtime does not configure them.
 
         Raises
         ------
         PipelineError
-            An entry does not fit the program, or there are more than a table holds.
+            An entry does not fit the program, or a table has too many.
         """
         self._check_room(entries)
         entities: list[p4r.Entity] = []
@@ -96,7 +96,7 @@ class CompiledProgram:
         return entities
 
     def describe(self, entity: p4r.Entity) -> str:
-        """Return an entity as a person would write it: the table, the match, and what happens on it."""
+        """Return an entity as readable text: its table, match and action."""
         kind = entity.WhichOneof("entity")
         if kind == "table_entry":
             return self._describe_entry(entity.table_entry)
@@ -110,7 +110,7 @@ class CompiledProgram:
         return f"{kind}"
 
     def name_of(self, number: int) -> str:
-        """Return the short name of what has a P4Runtime id."""
+        """Return the short name for a P4Runtime id."""
         item = self._names.get(number)
         return item.preamble.alias if item is not None else f"id {number:#x}"
 
@@ -221,18 +221,18 @@ def _named(known: Mapping[str, Any], name: str, kind: str, where: str = "the pro
 
 
 def _octets(value: int, width: int, where: str) -> bytes:
-    """Return a number in as few octets as hold it, which is the only form that P4Runtime allows."""
+    """Return a number in the fewest octets that hold it: P4Runtime's canonical form."""
     if not 0 <= value < 1 << width:
         raise PipelineError(f"{where}: {value} does not fit {width} bits")
     return value.to_bytes((value.bit_length() + 7) // 8 or 1, "big")
 
 
 def _add_match(entry: p4r.TableEntry, key: Any, value: Value, table: str) -> None:
-    """Add a field to an entry, unless it matches anything: then P4Runtime wants it left out."""
+    """Add a field to an entry. One that matches anything is left out, as P4Runtime requires."""
     kind = _MATCHES.get(key.match_type)
     where = f"{table}.{key.name}"
     if kind is None:
-        raise PipelineError(f"{where}: a match of type {key.match_type} of p4info cannot be written")
+        raise PipelineError(f"{where}: p4info's match type {key.match_type} is not supported")
     found = parse_match(value, kind, key.bitwidth)
     if isinstance(found, int):
         entry.match.add(field_id=key.id).exact.value = _octets(found, key.bitwidth, where)
@@ -266,14 +266,14 @@ def _int(octets: bytes) -> int:
 
 
 Key = tuple[str, int, int, tuple[bytes, ...]]
-"""What tells an entity from others: its kind, table or profile, number or priority, and matches."""
+"""An entity's identity: its kind, table or profile, number or priority, and matches."""
 
 BATCH_UPDATES: Final = 1000
-"""Updates in one write request. Chosen by us: some 100 kB, well below gRPC's limit of 4 MB for a message."""
+"""Most updates in one write request: about 100 kB, well below gRPC's message limit of 4 MB."""
 
 
 class ChangeKind(Enum):
-    """What is done to an entity."""
+    """A kind of change to an entity."""
 
     INSERT = "insert"
     MODIFY = "modify"
@@ -281,7 +281,7 @@ class ChangeKind(Enum):
 
 
 class Change(NamedTuple):
-    """One entity and what is done to it."""
+    """An entity and the change to it."""
 
     action: ChangeKind
     entity: p4r.Entity
@@ -289,15 +289,15 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """Changes in the order in which they have to be written.
+    """Changes in the order in which they must be written.
 
     Parameters
     ----------
     phases
-        Changes of one phase may take effect in any order, as P4Runtime has it within one request. What is referred to
-        is there before what refers to it, and goes after it.
+        Changes of one phase may take effect in any order, as P4Runtime allows within one request. The phases insert an
+        entity before the entities that refer to it, and delete it after them.
     kept
-        How many entities are right already.
+        Number of entities that are already correct.
     """
 
     phases: tuple[tuple[Change, ...], ...]
@@ -311,14 +311,14 @@ class Difference:
             yield from phase
 
     def counts(self) -> dict[str, int]:
-        """Return how many entities are inserted, modified and deleted."""
+        """Return the numbers of entities inserted, modified and deleted."""
         found = {action.value: 0 for action in ChangeKind}
         for change in self:
             found[change.action.value] += 1
         return found
 
     def batches(self, updates_max: int = BATCH_UPDATES) -> Iterator[tuple[Change, ...]]:
-        """Return the changes in groups, one for each write request."""
+        """Yield the changes in groups, one for each write request."""
         for phase in self.phases:
             for start in range(0, len(phase), updates_max):
                 yield phase[start : start + updates_max]
@@ -329,13 +329,13 @@ _IDENTITY: Final = {
     "action_profile_group": ("action_profile_id", "group_id"),
     "table_entry": ("table_id", "priority", "match"),
 }
-"""What tells an entity of each kind from others. What is referred to comes before what refers to it."""
+"""The fields that identify an entity of each kind. A kind comes before the kinds that refer to it."""
 
 
 def difference(wanted: Iterable[p4r.Entity], found: Iterable[p4r.Entity]) -> Difference:
-    """Return what turns ``found`` into ``wanted``.
+    """Return the changes that turn ``found`` into ``wanted``.
 
-    Counters, hit times and other things that a switch tells of an entry without having been told do not count.
+    Counters, hit times and other fields that only the switch sets are ignored.
     """
     before = {key_of(entity): entity for entity in found}
     written: dict[str, list[Change]] = {kind: [] for kind in _IDENTITY}
@@ -359,16 +359,16 @@ def difference(wanted: Iterable[p4r.Entity], found: Iterable[p4r.Entity]) -> Dif
 
 
 def key_of(entity: p4r.Entity) -> Key:
-    """Return what tells an entity from others.
+    """Return an entity's identity.
 
     Raises
     ------
     ValueError
-        It is none of those that a fabric needs.
+        A fabric does not use entities of this kind.
     """
     kind = entity.WhichOneof("entity")
     if kind not in _IDENTITY:
-        raise ValueError(f"{kind} is not an entity that a fabric writes")
+        raise ValueError(f"{kind}: a fabric does not use entities of this kind")
     own = getattr(entity, kind)
     first, second = (getattr(own, field) for field in _IDENTITY[kind][:2])
     matches = own.match if kind == "table_entry" else ()
@@ -376,7 +376,7 @@ def key_of(entity: p4r.Entity) -> Key:
 
 
 def _same(wanted: p4r.Entity, found: p4r.Entity) -> bool:
-    """Say whether an entity does what it should. A meter that nobody asked for does not count."""
+    """Return whether an entity is as wanted. A meter that the wanted entity lacks is ignored."""
     kind = str(wanted.WhichOneof("entity"))
     ours, theirs = getattr(wanted, kind), getattr(found, kind)
     if kind == "action_profile_group":
@@ -387,9 +387,9 @@ def _same(wanted: p4r.Entity, found: p4r.Entity) -> bool:
 
 
 def _stands_alone(entity: p4r.Entity) -> bool:
-    """Say whether no other entry can take the place of one: it can go first, which makes room in a full table.
+    """Return whether an entry has only exact matches, so that it can be deleted first to make room in a full table.
 
-    Of routes a shorter prefix may take over, so what replaces one has to be there before it goes.
+    Other entries must stay until their replacements are written: without a route, a shorter prefix would match.
     """
     matches = entity.table_entry.match
     return bool(matches) and all(match.WhichOneof("field_match_type") == "exact" for match in matches)
@@ -400,7 +400,7 @@ def _members(group: p4r.ActionProfileGroup) -> list[tuple[int, int]]:
 
 
 def _bare(entity: p4r.Entity) -> p4r.Entity:
-    """Return an entity with nothing but what tells it from others, which is all that a deletion may hold."""
+    """Return an entity with its identifying fields only: a deletion may hold no others."""
     kind = str(entity.WhichOneof("entity"))
     own = getattr(entity, kind)
     return p4r.Entity(**{kind: type(own)(**{field: getattr(own, field) for field in _IDENTITY[kind]})})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator wants of queues and drop classes."""
+"""An operator's policy for queues and drop classes."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,28 +19,28 @@ class PolicyError(PlaceError):
 
 @dataclass(frozen=True)
 class Thresholds:
-    """How full a queue has to be for a packet to be dropped or marked.
+    """Queue fill levels above which packets are dropped or marked.
 
     Parameters
     ----------
     drop_at
-        For drop classes 1 to 7, the share of the queue's depth above which the class is dropped. Class 7 is the least
-        valuable: it goes first. The values are ours: evenly spaced, so that each class relieves the queue before the
-        next is touched, and with room above class 1 for what may never be dropped.
+        For drop classes 1 to 7, the fraction of the queue's depth above which the class is dropped. Class 7 is the
+        least valuable and is dropped first. The defaults are evenly spaced, so that dropping one class relieves the
+        queue before the next class is affected, and leave room above class 1 for class 0, which is never dropped.
     ecn_at
-        Share of the queue's depth above which packets that can be marked are marked. Ours, after DCTCP's 65 packets in
-        queues of 240.
+        Fraction of the queue's depth above which ECN-capable packets are marked. The default follows DCTCP's 65 packets
+        in queues of 240.
     """
 
     drop_at: tuple[float, ...] = _DROP_AT
     ecn_at: float = _ECN_AT
 
     def __post_init__(self) -> None:
-        """Refuse what would drop the valuable first."""
+        """Refuse thresholds that would drop a more valuable class first."""
         if len(self.drop_at) != DROP_CLASSES - 1:
-            raise PolicyError(f"drop_at has {len(self.drop_at)} values; it takes 7, for drop classes 1 to 7", "drop_at")
+            raise PolicyError(f"drop_at has {len(self.drop_at)} values; it needs 7, for classes 1 to 7", "drop_at")
         if not all(0 <= share <= 1 for share in (*self.drop_at, self.ecn_at)):
-            raise PolicyError("drop_at and ecn_at are shares of a queue's depth, 0..1")
+            raise PolicyError("drop_at and ecn_at are fractions of a queue's depth and must be in 0..1")
         for drop_class in range(1, DROP_CLASSES - 1):
             if self.drop_at[drop_class] > self.drop_at[drop_class - 1]:
                 raise PolicyError(
@@ -50,27 +50,27 @@ class Thresholds:
                 )
 
     def drop_above(self, drop_class: int, depth_packets: int) -> int:
-        """Return the depth in packets above which a class is dropped in a queue of ``depth_packets``."""
+        """Return the fill level in packets above which a class is dropped in a queue of ``depth_packets``."""
         return int(self.drop_at[drop_class - 1] * depth_packets)
 
     def mark_above(self, depth_packets: int) -> int:
-        """Return the depth in packets above which packets are marked in a queue of ``depth_packets``."""
+        """Return the fill level in packets above which packets are marked in a queue of ``depth_packets``."""
         return int(self.ecn_at * depth_packets)
 
 
 @dataclass(frozen=True)
 class Remap:
-    """Gives gradient packets another queue or drop class than the host's tag of their layer and magnitude.
+    """Overrides the queue or drop class in which a host has tagged gradient packets.
 
-    Control packets stay where they are. Where several remaps fit a packet, the first counts.
+    Control packets are not remapped. If several remaps match a packet, the first applies.
 
     Parameters
     ----------
     job, queue, drop_class
-        Which packets: of this job, with this queue or class in their header; None: any, but where the fabric names
-        jobs, only those.
+        Match packets of this job, with this queue or class in their header; None matches any. If the fabric names jobs,
+        only their packets match.
     to_queue, to_drop_class
-        What they get; None: what the header says.
+        The new queue and class; None keeps the one in the header.
     """
 
     job: int | None = None
@@ -80,41 +80,41 @@ class Remap:
     to_drop_class: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that there are not."""
+        """Refuse numbers out of range, and a remap that changes nothing."""
         if self.to_queue is None and self.to_drop_class is None:
-            raise PolicyError("a remap without to_queue and to_drop_class changes nothing")
+            raise PolicyError("a remap without to_queue and to_drop_class changes nothing; give one of them")
         for name, limit in (("job", 1 << 16), *((name, 8) for name in ("queue", "drop_class"))):
             for field_name in (name, f"to_{name}"):
                 value = getattr(self, field_name, None)
                 if value is not None and not 0 <= value < limit:
-                    raise PolicyError(f"{field_name} is one of 0..{limit - 1}, not {value}", field_name)
+                    raise PolicyError(f"{field_name} must be in 0..{limit - 1}, not {value}", field_name)
 
 
 @dataclass(frozen=True)
 class Policy(Thresholds):
-    """Which queue packets take, and how full it has to be for them to be dropped or marked.
+    """The queue that packets take, and the fill levels above which they are dropped or marked.
 
     Parameters
     ----------
     drop_at, ecn_at
         As in :class:`Thresholds`, for the queues that ``by_queue`` does not name; ``drop_at`` not for queue 0.
     by_queue
-        Thresholds of single queues. Queue 0, of what exceeds a job's share, has its own unless it is named: there
-        packets are dropped even if their message has no drop left, so the thresholds lie higher, in the upper half of
-        the queue, with some room above class 1 for what may never be dropped. The values are ours.
+        Thresholds of single queues. Queue 0 holds the packets beyond a job's share. It drops packets even if their
+        message's drop budget is spent, so its default thresholds are higher: in the upper half of the queue, with some
+        room above class 1 for class 0, which is never dropped. They are not tuned.
     remap
-        What takes another queue or drop class than its tag says, the most important first.
+        Overrides of the tags' queue or drop class, in decreasing precedence.
     """
 
     by_queue: dict[int, Thresholds] = field(default_factory=dict)
     remap: tuple[Remap, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse queues that there are not."""
+        """Refuse queue numbers out of range."""
         super().__post_init__()
         for queue in self.by_queue:
             if not 0 <= queue < QUEUES:
-                raise PolicyError(f"a queue is one of 0..{QUEUES - 1}, not {queue}", "by_queue", str(queue))
+                raise PolicyError(f"a queue must be in 0..{QUEUES - 1}, not {queue}", "by_queue", str(queue))
 
     def of_queue(self, queue: int) -> Thresholds:
         """Return the thresholds of a queue."""

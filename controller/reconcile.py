@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what a switch lacks of what it should hold, and writes that and nothing else.
+"""Compare a switch's state with the wanted state, and write only the difference.
 
-P4Runtime cannot set the depth of BMv2's queues. BMv2's own command line can, over Thrift.
+P4Runtime cannot set the depth of BMv2's queues; BMv2's own command-line tool can, over Thrift.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from dlcp.switch import PortQueueing
 
 @dataclass(frozen=True)
 class Plan:
-    """What one switch has to be told.
+    """The changes that one switch needs.
 
     Parameters
     ----------
     switch
-        Which one.
+        The switch.
     install
-        Whether it has to be given the program first, which empties its tables.
+        Whether the program has to be installed first, which empties its tables.
     difference
-        What has to be written to its tables.
+        The changes to its tables.
     """
 
     switch: FabricSwitch
@@ -39,22 +39,22 @@ class Plan:
     difference: Difference
 
     def __bool__(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether there is anything to change."""
         return self.install or len(self.difference) > 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was done to one switch.
+    """The result of reconciling one switch.
 
     Parameters
     ----------
     plan
-        What had to be done.
+        The changes it needed.
     writes
-        Write requests that it took.
+        Number of write requests sent.
     elapsed_s
-        How long it took from the first question on, in seconds.
+        Time from the first read to the last write, in seconds.
     """
 
     plan: Plan
@@ -63,23 +63,23 @@ class Outcome:
 
 
 def wanted(fabric: Fabric, switch: FabricSwitch, pipeline: CompiledProgram) -> list[p4r.Entity]:
-    """Return everything that a switch of a fabric should hold.
+    """Return all entities that a switch of a fabric should hold.
 
     Raises
     ------
     PipelineError
-        The program has no room for it, in name or in width.
+        The program lacks a table, field or action, or a table or field is too small.
     """
     return pipeline.encode(entries(fabric, switch.name))
 
 
 async def plan(session: Session, should_hold: list[p4r.Entity]) -> Plan:
-    """Return what a switch has to be told so that it holds what it should; asks, and changes nothing.
+    """Return the changes that a switch needs to hold ``should_hold``; reads its state and changes nothing.
 
     Raises
     ------
     ControlError
-        It does not answer.
+        The switch does not answer.
     """
     install = await session.cookie() != session.pipeline.cookie
     holds = [] if install else await session.entities()
@@ -87,12 +87,12 @@ async def plan(session: Session, should_hold: list[p4r.Entity]) -> Plan:
 
 
 async def reconcile(session: Session, should_hold: list[p4r.Entity]) -> Outcome:
-    """Make a switch hold what it should. What is right already is not touched; ``session`` must be the primary.
+    """Make a switch hold ``should_hold``. Correct entities are not touched; ``session`` must be the primary.
 
     Raises
     ------
     ControlError
-        It does not answer, or refuses a change.
+        The switch does not answer, or refuses a change.
     """
     start = time.monotonic()
     before = session.writes
@@ -106,26 +106,26 @@ async def reconcile(session: Session, should_hold: list[p4r.Entity]) -> Outcome:
 
 _CLI: Final = "simple_switch_CLI"
 _CLI_DEADLINE_S: Final = 20.0
-"""How long that command may take. Chosen by us: it needs a second to start where processors are busy."""
+"""Deadline for that command. It needs a second to start on a busy machine."""
 
 
 class QueueDepthError(RuntimeError):
-    """The depths could not be set; the message names the switch and says why."""
+    """The queue depths could not be set; the message names the switch and the reason."""
 
 
 def queue_depths_unavailable(switch: FabricSwitch) -> str:
-    """Return why the queue depths of a switch cannot be set; nothing if they can, or need not."""
+    """Return why the queue depths of a switch cannot be set; empty if they can be, or need not be."""
     if switch.kind != "bmv2":
         return ""
     if not switch.thrift:
         return f"switch {switch.name} has no thrift address, so its queues keep the depth they were started with"
     if shutil.which(_CLI) is None:
-        return f"{_CLI} is not on PATH (p4lang's package p4lang-bmv2 brings it), so {switch.name} keeps its depths"
+        return f"{_CLI} is not on PATH (install p4lang's package p4lang-bmv2), so {switch.name} keeps its queue depths"
     return ""
 
 
 async def set_queue_depths(switch: FabricSwitch, ports: Mapping[int, PortQueueing]) -> None:
-    """Set the depth of all queues of a switch. The rate is not set: BMv2 has one for each queue and none for a port.
+    """Set the depth of all queues of a switch. The rate is not set: BMv2 has rates per queue, not per port.
 
     Raises
     ------
@@ -144,7 +144,7 @@ async def set_queue_depths(switch: FabricSwitch, ports: Mapping[int, PortQueuein
         answer, _ = await within(process.communicate("\n".join(_commands(ports)).encode()), _CLI_DEADLINE_S)
     except asyncio.TimeoutError:
         raise QueueDepthError(
-            f"switch {switch.name}: {_CLI}: no answer of {switch.thrift} within {_CLI_DEADLINE_S:g} s"
+            f"switch {switch.name}: {_CLI}: no answer from {switch.thrift} within {_CLI_DEADLINE_S:g} s"
         ) from None
     finally:
         if process.returncode is None:
@@ -157,7 +157,7 @@ async def set_queue_depths(switch: FabricSwitch, ports: Mapping[int, PortQueuein
 
 
 def _commands(ports: Mapping[int, PortQueueing]) -> list[str]:
-    """Return what to tell BMv2: one line for a port whose queues are equally deep, else one for each queue."""
+    """Return the commands for BMv2: one for a port whose queues are equally deep, else one for each queue."""
     lines = []
     for port, queueing in ports.items():
         depths = queueing.depths()

@@ -26,13 +26,13 @@ _T = TypeVar("_T")
 async def within(answer: Coroutine[Any, Any, _T], deadline_s: float) -> _T:
     """Return what ``answer`` returns.
 
-    Not ``asyncio.wait_for``: before Python 3.12 it returns the answer and forgets the cancellation where both come
-    together, so that a task which was told to end goes on.
+    ``asyncio.wait_for`` is not used: before Python 3.12 it loses a cancellation that arrives together with the answer,
+    so that a cancelled task keeps running.
 
     Raises
     ------
     asyncio.TimeoutError
-        It took longer than ``deadline_s``; it has been cancelled.
+        It took longer than ``deadline_s`` seconds and was cancelled.
     """
     task = asyncio.ensure_future(answer)
     try:
@@ -51,15 +51,15 @@ async def stopped(task: "asyncio.Future[Any]") -> None:
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():
-        task.exception()  # seen: nobody else asks
+        task.exception()  # retrieve it, or asyncio logs that it never was
 
 
 _DEADLINE_S: Final = 10.0
-"""How long a switch may take for one answer. Chosen by us: BMv2 takes 0.1 s for its longest, a new pipeline."""
+"""Deadline for one answer of a switch. BMv2's slowest, to a new pipeline, takes 0.1 s."""
 ELECTION_ID: Final = 10
-"""What we bid for being the one controller that writes. Chosen by us, with room for others below and above."""
+"""Default election id, which leaves room for controllers of lower and of higher precedence."""
 ENDING_S: Final = 2.0
-"""How long the switch may take to notice that whoever bid the same before us has left. Chosen by us: BMv2 takes
+"""How long a switch may take to notice that a previous controller with the same election id has left. BMv2 takes
 milliseconds, more on a busy host."""
 _BID_AGAIN_S: Final = 0.05
 _REFUSALS_SHOWN: Final = 5
@@ -72,14 +72,14 @@ _CONFIG: Final = p4r.GetForwardingPipelineConfigRequest
 
 
 class ControlError(RuntimeError):
-    """A switch did not do what was asked; the message names the switch and says why.
+    """A switch refused or did not answer a request; the message names the switch and the reason.
 
     Parameters
     ----------
     message
         What is wrong.
     code
-        What the switch's answer was called in gRPC; None if there was none.
+        The gRPC status code of the switch's answer; None if there was none.
     """
 
     def __init__(self, message: str, code: GRPCStatusCode | None = None) -> None:
@@ -93,20 +93,20 @@ class Session:
     Parameters
     ----------
     switch
-        Who it is; ``switch.grpc`` says where.
+        The switch; ``switch.grpc`` is its address.
     pipeline
-        The program that it is to run.
+        The program that it should run.
     election_id
-        Of several controllers the one with the highest writes; the others stand by.
+        Of several controllers, the one with the highest id writes; the others stand by.
     deadline_s
-        How long one answer may take, in seconds.
+        Deadline for one answer, in seconds.
 
     Attributes
     ----------
     writes
-        Write requests that have been sent.
+        Number of write requests sent.
     lost
-        Done when the connection has been lost, or another controller writes now; its exception says so.
+        Done when the connection is lost or another controller has become primary; its exception says which.
 
     Raises
     ------
@@ -123,7 +123,7 @@ class Session:
         deadline_s: float = _DEADLINE_S,
     ) -> None:
         if not switch.grpc:
-            raise ControlError(f"switch {switch.name} has no address: give it one, as in grpc: 127.0.0.1:9559")
+            raise ControlError(f"switch {switch.name} has no control address; give one, as in grpc: 127.0.0.1:9559")
         self.switch = switch
         self.pipeline = pipeline
         self.writes = 0
@@ -143,37 +143,37 @@ class Session:
         await self.close()
 
     async def close(self) -> None:
-        """End the connection. The switch keeps what it was told."""
+        """End the connection. The switch keeps its program and entries."""
         if self._listener is not None:
             await stopped(self._listener)
         if self.lost.done() and not self.lost.cancelled():
-            self.lost.exception()  # seen, if anyone cared
+            self.lost.exception()  # retrieve it, or asyncio logs that it never was
         self.lost.cancel()
         await self._client.close()
 
     async def become_primary(self, *, stand_by: bool = False) -> None:
-        """Win the right to write. With ``stand_by``, wait for as long as another controller has it.
+        """Become the primary controller, which alone may write. With ``stand_by``, wait while another one is primary.
 
         Raises
         ------
         ControlError
-            Another controller has it, or the switch does not answer.
+            Another controller is primary, or the switch does not answer.
         """
-        primary = await self._within(self._bid(), "our bid to control it")
+        primary = await self._within(self._bid(), "becoming its controller")
         while primary is not None:
             if not stand_by:
                 raise self._error(
-                    f"another controller writes to it, with election id {primary}, and ours is {self._election_id}; "
-                    f"stop it, or bid more with --election-id"
+                    f"another controller is primary, with election id {primary}; ours is {self._election_id}; "
+                    f"stop it, or give a higher --election-id"
                 )
-            primary = await self._translated(self._next_decision(), "the end of another controller")
+            primary = await self._translated(self._next_decision(), "waiting for the primary controller to leave")
         self._listener = asyncio.create_task(self._listen(), name=f"dlcp-control-{self.switch.name}")
 
     async def cookie(self) -> int | None:
-        """Return the cookie of the program that the switch runs; None if it runs none."""
+        """Return the cookie of the switch's program; None if it has none."""
         request = _CONFIG(device_id=self.switch.device_id, response_type=_CONFIG.COOKIE_ONLY)
         try:
-            response = await self._within(self._client.request(request), "which program it runs")
+            response = await self._within(self._client.request(request), "reading which program it runs")
         except ControlError as error:
             if error.code == GRPCStatusCode.FAILED_PRECONDITION:
                 return None
@@ -181,17 +181,17 @@ class Session:
         return int(response.config.cookie.cookie) if response.config.HasField("cookie") else None
 
     async def install(self) -> None:
-        """Make the switch run the program, with empty tables."""
+        """Install the program on the switch, with empty tables."""
         request = p4r.SetForwardingPipelineConfigRequest(
             device_id=self.switch.device_id,
             election_id=U128.encode(self._election_id),
             action=p4r.SetForwardingPipelineConfigRequest.VERIFY_AND_COMMIT,
             config=self.pipeline.config,
         )
-        await self._within(self._client.request(request), "the program")
+        await self._within(self._client.request(request), "installing the program")
 
     async def entities(self) -> list[p4r.Entity]:
-        """Return all table entries, with their meters, and all members and groups."""
+        """Return all non-default table entries, with their meters, and all members and groups."""
         every = (
             p4r.Entity(table_entry=p4r.TableEntry(meter_config=p4r.MeterConfig())),
             p4r.Entity(action_profile_member=p4r.ActionProfileMember()),
@@ -201,17 +201,17 @@ class Session:
         return [entity for entity in found if not entity.table_entry.is_default_action]
 
     async def read(self, entities: Sequence[p4r.Entity]) -> list[p4r.Entity]:
-        """Return the entities that fit ``entities``; what is left out of one fits anything, as P4Runtime has it."""
+        """Return the entities that match ``entities``; a field left out matches anything, as P4Runtime specifies."""
         request = p4r.ReadRequest(device_id=self.switch.device_id, entities=entities)
-        return await self._within(_collect(self._client.request_iter(request)), "what it holds")
+        return await self._within(_collect(self._client.request_iter(request)), "reading its state")
 
     async def write(self, changes: Sequence[Change]) -> None:
-        """Make changes in one request.
+        """Write changes in one request.
 
         Raises
         ------
         ControlError
-            Some were refused, which are named with the reasons; the others have been made.
+            The switch refused some, which the message names with the reasons; it has made the others.
         """
         request = p4r.WriteRequest(
             device_id=self.switch.device_id,
@@ -219,7 +219,7 @@ class Session:
             updates=[p4r.Update(type=_UPDATES[change.action], entity=change.entity) for change in changes],
         )
         self.writes += 1
-        await self._within(self._client.request(request), f"{len(changes)} changes", changes)
+        await self._within(self._client.request(request), f"writing {len(changes)} changes", changes)
 
     def _credentials(self) -> GRPCCredentialsTLS | None:
         tls = self.switch.tls
@@ -232,7 +232,7 @@ class Session:
         return GRPCCredentialsTLS(cacert=ca, cert=certificate, private_key=key, target_name_override=tls.server_name)
 
     async def _bid(self) -> int | None:
-        """Bid, and return None if that makes us the primary, else the election id of the controller that is."""
+        """Bid; return None if this controller is now primary, else the election id of the primary."""
         give_up_s = time.monotonic() + ENDING_S
         while True:
             try:
@@ -249,7 +249,7 @@ class Session:
         await self._client.send(p4r.StreamMessageRequest(arbitration=bid))
 
     async def _next_decision(self) -> int | None:
-        """Wait for what the switch says of who writes, and return as :meth:`_bid` does."""
+        """Wait for the switch's next arbitration message, and return as :meth:`_bid` does."""
         while True:
             response = await self._client.receive()
             if response.WhichOneof("update") != "arbitration":
@@ -260,12 +260,12 @@ class Session:
                 return None
             if update.status.code == GRPCStatusCode.ALREADY_EXISTS:
                 return highest
-            # The primary is gone, and only who bids as much as it did takes its place.
+            # The primary has left, and only a bid at least as high as its own succeeds it.
             self._election_id = max(self._election_id, highest)
             await self._send_bid()
 
     async def _listen(self) -> None:
-        """Follow the stream until it ends or another controller writes, and tell ``lost`` so."""
+        """Read the stream until it ends or another controller becomes primary, then set ``lost``."""
         try:
             primary = await self._translated(self._next_decision(), "the control stream")
             while primary is None:
@@ -277,14 +277,14 @@ class Session:
             self.lost.set_exception(error)
 
     async def _within(self, answer: Awaitable[_T], what: str, changes: Sequence[Change] = ()) -> _T:
-        """Return an answer that has to come in time; as `_translated`."""
+        """Return an answer as `_translated` does, within the deadline."""
         try:
             return await within(self._translated(answer, what, changes), self._deadline_s)
         except asyncio.TimeoutError:
             raise self._error(f"{what}: no answer within {self._deadline_s:g} s") from None
 
     async def _translated(self, answer: Awaitable[_T], what: str, changes: Sequence[Change] = ()) -> _T:
-        """Return an answer; errors become errors that name the switch, and which of ``changes`` it refused."""
+        """Return an answer; raise errors as ControlErrors, which name the switch and the refused ``changes``."""
         try:
             return await answer
         except P4ClientError as error:
@@ -309,8 +309,8 @@ class Session:
     def _refused(self, error: P4ClientError, what: str) -> ControlError:
         if error.is_election_id_used:
             return self._error(
-                f"another controller has the election id {self._election_id} already; "
-                f"stop it, or give another with --election-id"
+                f"another controller already uses election id {self._election_id}; "
+                f"stop it, or give another --election-id"
             )
         if error.code == GRPCStatusCode.UNAVAILABLE:
             return self._error(f"no connection: {error.message}", error.code)
@@ -325,35 +325,35 @@ async def _collect(responses: AsyncIterator[p4r.ReadResponse]) -> list[p4r.Entit
 
 
 COUNTER_EVENTS: Final[dict[str, type[IntEnum]]] = {"ingress_events": IngressEvent, "egress_events": EgressEvent}
-"""The program's counters and what they count."""
+"""The program's counters and their events."""
 _PORTS_ASKED_SINGLY: Final = 32
-"""Up to so many ports, only their counters are asked for; beyond, all. Chosen by us: half of what there are."""
+"""For more ports than this, half of the program's 64, all counters are read instead of those of each port."""
 
 
 @dataclass(frozen=True)
 class Readings:
-    """What one switch told.
+    """Counter readings of one switch.
 
     Parameters
     ----------
     events
-        All events that have happened at all.
+        All events with a non-zero count.
     depths
-        Packets in each queue when its last packet left, by port and queue; None if the switch cannot tell.
+        Packets in each queue when its last packet left, by port and queue; None if the switch cannot read registers.
     """
 
     events: tuple[EventCount, ...]
     depths: dict[tuple[int, int], int] | None
 
     def packets(self, *events: str, port: int | None = None) -> int:
-        """Return how many packets these events concern, at one port or at all."""
+        """Return the number of packets of these events, at one port or at all ports."""
         return sum(
             count.packets for count in self.events if count.event in events and (port is None or count.port == port)
         )
 
 
 async def read_counters(session: Session, ports: Iterable[int]) -> Readings:
-    """Read the counters and the queue depths of the ports that are in use.
+    """Read the counters and the queue depths of ports.
 
     Raises
     ------
@@ -389,7 +389,7 @@ async def _events(session: Session, name: str, kinds: type[IntEnum], ports: list
 
 
 async def _depths(session: Session, ports: list[int]) -> dict[tuple[int, int], int] | None:
-    """Return the depths; BMv2 does not answer for registers."""
+    """Return the queue depths; None from BMv2, which cannot read registers over P4Runtime."""
     register_id = session.pipeline.registers["queue_depth"].preamble.id
     places = {port * QUEUES + queue: (port, queue) for port, queue in product(ports, range(QUEUES))}
     asked = [

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the switches of a fabric as they should be: after a restart, a lost connection, or somebody's meddling.
+"""Keep the switches of a fabric in the wanted state: after a restart, a lost connection, or changes by others.
 
-Prometheus can collect what it learns of them. The fabric bounds the labels: its switches, their ports, eight queues,
-eight drop classes, nine events. What has not happened yet has no sample.
+Their counters are served to Prometheus. The fabric bounds the labels: its switches, their ports, eight queues, eight
+drop classes, nine events. An event that has not happened yet has no sample.
 """
 
 import asyncio
@@ -28,26 +28,26 @@ _EVENT: Final = ["switch", "port", "queue", "event"]
 
 @dataclass
 class SwitchStatus:
-    """What the controller knows of one switch.
+    """The controller's view of one switch.
 
     Parameters
     ----------
     ports
         The numbers of the ports that have a link.
     connected
-        Whether it answers and we are the one controller that writes.
+        Whether it answers and this controller is the primary.
     readings
-        What it told last.
+        Its last counter readings.
     reconciles, failures
-        How often its state was compared with what it should be, and how often that ended with an error.
+        Number of comparisons with the wanted state, and of connections that ended with an error.
     installs
-        How often it was given the program.
+        Number of times the program was installed.
     changes
         Entries inserted, modified and deleted.
     writes
-        Write requests.
+        Number of write requests.
     elapsed_s
-        How long the last comparison and what followed from it took.
+        Duration of the last comparison and its writes, in seconds.
     """
 
     ports: frozenset[int]
@@ -62,28 +62,28 @@ class SwitchStatus:
 
     @property
     def events(self) -> tuple[EventCount, ...]:
-        """Return what the program has counted, as far as it was read."""
+        """Return the program's event counters as last read."""
         return self.readings.events if self.readings is not None else ()
 
 
 _METRICS: Final = (
-    (GaugeMetricFamily, "dlcp_switch_connected", "1 if we control the switch", "connected"),
-    (GaugeMetricFamily, "dlcp_switch_reconcile_seconds", "Duration of the last one", "elapsed_s"),
-    (CounterMetricFamily, "dlcp_switch_reconciles", "Comparisons with what should be", "reconciles"),
+    (GaugeMetricFamily, "dlcp_switch_connected", "1 if this controller controls the switch", "connected"),
+    (GaugeMetricFamily, "dlcp_switch_reconcile_seconds", "Duration of the last comparison and its writes", "elapsed_s"),
+    (CounterMetricFamily, "dlcp_switch_reconciles", "Comparisons with the wanted state", "reconciles"),
     (CounterMetricFamily, "dlcp_switch_failures", "Errors of the control connection", "failures"),
     (CounterMetricFamily, "dlcp_switch_installs", "Times the program was installed", "installs"),
     (CounterMetricFamily, "dlcp_switch_writes", "P4Runtime write requests", "writes"),
 )
-"""Metrics that are one number of a switch's `SwitchStatus`."""
+"""Metrics that are a single field of `SwitchStatus`."""
 
 
 class FabricCollector(Collector):
-    """Turns what is known of the switches into metrics whenever Prometheus asks.
+    """Turns the state of the switches into metrics at each scrape.
 
     Parameters
     ----------
     states
-        What is known, by the name of the switch; may change in between.
+        The state of each switch, by name; may change between scrapes.
     """
 
     def __init__(self, states: Mapping[str, SwitchStatus]) -> None:
@@ -106,8 +106,8 @@ class FabricCollector(Collector):
         yield self._depths()
 
     def _events(self) -> Iterable[Metric]:
-        packets = CounterMetricFamily("dlcp_switch_event_packets", "Packets by what happened to them", labels=_EVENT)
-        octets = CounterMetricFamily("dlcp_switch_event_bytes", "Bytes by what happened to them", labels=_EVENT)
+        packets = CounterMetricFamily("dlcp_switch_event_packets", "Packets by event", labels=_EVENT)
+        octets = CounterMetricFamily("dlcp_switch_event_bytes", "Bytes by event", labels=_EVENT)
         for switch, state in self._states.items():
             totals: dict[tuple[str, ...], list[int]] = {}
             for count in state.events:
@@ -135,7 +135,7 @@ class FabricCollector(Collector):
 
     def _depths(self) -> Metric:
         labels = ["switch", "port", "queue"]
-        metric = GaugeMetricFamily("dlcp_switch_queue_depth_packets", "Packets that wait", labels=labels)
+        metric = GaugeMetricFamily("dlcp_switch_queue_depth_packets", "Packets in a queue", labels=labels)
         for switch, state in self._states.items():
             depths = state.readings.depths if state.readings is not None else None
             for (port, queue), depth in (depths or {}).items():
@@ -144,12 +144,12 @@ class FabricCollector(Collector):
 
 
 def serve(states: Mapping[str, SwitchStatus], address: str) -> Callable[[], None]:
-    """Answer Prometheus at ``HOST:PORT``; returns what stops that.
+    """Serve metrics to Prometheus at ``HOST:PORT``; return a function that stops the server.
 
     Raises
     ------
     OSError
-        The address cannot be listened on.
+        The server cannot listen on the address.
     """
     host, _, port = address.rpartition(":")
     registry = CollectorRegistry()
@@ -165,39 +165,39 @@ def serve(states: Mapping[str, SwitchStatus], address: str) -> Callable[[], None
 
 
 def _port(state: SwitchStatus, port: int) -> str:
-    """Return a port's label; ports that the fabric does not know share one."""
+    """Return a port's label; ports without a link share one."""
     return str(port) if port in state.ports else "other"
 
 
 _EVERY_S: Final = 5.0
-"""How often state is compared and counters are read. Chosen by us: more often than Prometheus usually asks."""
+"""Interval between comparisons and counter readings: shorter than Prometheus' usual scrape interval."""
 RETRY_S: Final = 0.25
 RETRY_MAX_S: Final = 5.0
-"""How long to wait before another attempt at a switch that does not answer: at first, and at most. Chosen by us."""
+"""First and longest wait before the next attempt to reach a switch that does not answer. Not tuned."""
 LOGGER: Final = logging.getLogger("dlcp.fabric")
 
 
 class Watcher:
-    """Keeps all switches of a fabric as they should be.
+    """Keeps all switches of a fabric in the wanted state.
 
     Parameters
     ----------
     fabric, pipeline
-        What should be.
+        The wanted state: the fabric and the compiled program.
     election_id
-        Of several controllers the one with the highest writes; the others stand by to take its place.
+        Of several controllers, the one with the highest id writes; the others stand by to replace it.
     every_s
-        How often to compare and to read counters, in seconds. A lost connection is noticed at once.
+        Interval between comparisons and counter readings, in seconds. A lost connection is noticed at once.
 
     Attributes
     ----------
     states
-        What is known of each switch, by name.
+        The state of each switch, by name.
 
     Raises
     ------
     PipelineError
-        What a switch should hold does not fit the program.
+        A switch's entries do not fit the program.
     """
 
     def __init__(
@@ -212,11 +212,11 @@ class Watcher:
         }
 
     async def run(self) -> None:
-        """Keep them so until cancelled."""
+        """Compare and repair all switches until cancelled."""
         await asyncio.gather(*(self._keep(switch) for switch in self._switches))
 
     async def _keep(self, switch: FabricSwitch) -> None:
-        """Connect again and again, more slowly the longer nobody answers."""
+        """Keep a connection to a switch; while it does not answer, retry with exponential backoff."""
         state = self.states[switch.name]
         retry_s = RETRY_S
         said = ""
@@ -228,7 +228,7 @@ class Watcher:
                     await self._hold(session, state)
             except (ControlError, QueueDepthError) as error:
                 state.failures += 1
-                if str(error) != said:  # once is enough for as long as it stays the same
+                if str(error) != said:  # do not repeat the same warning
                     LOGGER.warning("%s", error)
                 said = str(error)
             finally:
@@ -237,7 +237,7 @@ class Watcher:
             await asyncio.sleep(retry_s)
 
     async def _hold(self, session: Session, state: SwitchStatus) -> None:
-        """Compare, restore and read for as long as the connection lasts."""
+        """Compare, repair and read counters for as long as the connection lasts."""
         first = True
         while True:
             outcome = await reconcile(session, self._wanted[session.switch.name])
@@ -252,7 +252,7 @@ class Watcher:
                 lost.result()
 
     async def _set_depths(self, switch: FabricSwitch) -> None:
-        """Set what BMv2 forgets when it starts and P4Runtime cannot tell."""
+        """Set BMv2's queue depths: a restart resets them, and P4Runtime cannot set them."""
         if switch.kind != "bmv2":
             return
         reason = queue_depths_unavailable(switch)
@@ -271,7 +271,7 @@ class Watcher:
         state.elapsed_s = outcome.elapsed_s
         if plan:
             LOGGER.info(
-                "switch %s: %s%d inserted, %d modified, %d deleted, %d right already, in %.2f s",
+                "switch %s: %s%d inserted, %d modified, %d deleted, %d unchanged, in %.2f s",
                 plan.switch.name,
                 "program installed, " if plan.install else "",
                 counts["insert"],

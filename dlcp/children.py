@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python processes of ours: they import the same DLCP as this process, and end with it.
+"""Python child processes, which import the same DLCP as this process and end with it.
 
-``python -m`` puts the working directory first on the path of modules. In a checkout that is another ``dlcp``, whose C
-engine is not compiled and which lacks ``dlcp.sim`` and ``dlcp.controller``. So a child gets this process's path.
+``python -m`` puts the working directory first on ``sys.path``. In a checkout, that directory has another ``dlcp``,
+without a compiled C engine, ``dlcp.sim`` and ``dlcp.controller``. So a child gets this process's ``sys.path``.
 
-A process that is killed cannot end its children. So each child watches its parent: through a pipe whose other end only
-the parent holds (:func:`start`), by multiprocessing's own pipe (:func:`end_with_parent`), or, if it is any program, by
-the kernel (:func:`killed_with_parent`).
+A killed process cannot end its children. So each child watches its parent: through a pipe whose other end only the
+parent holds (:func:`start`), through multiprocessing's own pipe (:func:`end_with_parent`), or, for any other program,
+through the kernel (:func:`killed_with_parent`).
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs a module as ``python -m`` would, with this process's path of modules."""
+    """Return the command line that runs a module as ``python -m`` would, with this process's ``sys.path``."""
     return [sys.executable, "-u", "-c", _code(module, None), *arguments]
 
 
@@ -42,11 +42,11 @@ def start(
     module, arguments
         As for ``python -m``.
     popen, options
-        What starts it: ``subprocess.Popen``, or its like in another namespace; and its options.
+        The function that starts it, ``subprocess.Popen`` or one for another namespace, and its options.
 
     Returns
     -------
-    The process, and a file descriptor to be kept open as long as it is to run: the child gets SIGTERM once it closes.
+    The process, and a file descriptor. Keep it open while the child should run: the child gets SIGTERM once it closes.
     """
     reading, writing = os.pipe()
     try:
@@ -60,30 +60,30 @@ def start(
 
 
 def end_with_parent() -> None:
-    """End this process of multiprocessing's as soon as the process that made it is gone."""
+    """End this ``multiprocessing`` child as soon as its parent has exited."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         _watch(parent.join)
 
 
 def killed_with_parent() -> Callable[[], None]:
-    """Return a ``preexec_fn`` by which the kernel kills any program with the thread that starts it.
+    """Return a ``preexec_fn`` that makes the kernel kill the started program when the starting thread ends.
 
-    Only for threads that live as long as their process: a program ends with the thread that has started it.
+    Use it only from threads that live as long as their process.
     """
-    prctl = ctypes.CDLL(None).prctl  # looked up before the fork: after it, locks may be held by threads that are gone
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork: after it, vanished threads may hold locks
     parent = os.getpid()
 
     def ask_the_kernel() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # which has ended already, before the kernel was asked
+        if os.getppid() != parent:  # the parent ended before the call above
             os._exit(128 + signal.SIGKILL)
 
     return ask_the_kernel
 
 
 def run_child(module: str, lifeline: int | None) -> None:
-    """Be a child: run a module as the main one, and watch a pipe's end, if there is one, for its parent's end."""
+    """Run a module as ``__main__`` in a child, and end the child when the pipe ``lifeline``, if any, closes."""
     if lifeline is not None:
         os.set_inheritable(lifeline, False)
         _watch(lambda: os.read(lifeline, 1))
@@ -91,18 +91,18 @@ def run_child(module: str, lifeline: int | None) -> None:
 
 
 def _code(module: str, lifeline: int | None) -> str:
-    # An empty word means the working directory, and would mean another one there.
+    # An empty entry means the working directory, which may be another one in the child.
     path = [str(Path(place).absolute()) for place in sys.path]
     return f"import sys; sys.path[:] = {path!r}; from dlcp.children import run_child; run_child({module!r}, {lifeline})"
 
 
 def _watch(wait: Callable[[], object]) -> None:
-    """End this process once ``wait`` returns: politely, so that it can clean up, then by force."""
+    """End this process once ``wait`` returns: with SIGTERM, so that it can clean up, then with SIGKILL."""
 
     def end_self() -> None:
         wait()
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_PATIENCE_S)  # the deadline itself: nothing else tells that the process hangs
+        time.sleep(_PATIENCE_S)  # the deadline itself: nothing else would detect a hang
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=end_self, name="dlcp-parent", daemon=True).start()

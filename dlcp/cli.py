@@ -22,14 +22,14 @@ class _MissingPackageError(Exception):
 class Command(NamedTuple):
     """A command: ``dlcp.commands.NAME`` has ``add_arguments(parser)`` and ``run(arguments) -> exit status``.
 
-    If it wraps another program, ``arguments.torchrun`` gets the options before ``--`` that it does not know, and
-    ``arguments.script`` what follows.
+    If it wraps another program, ``arguments.torchrun`` gets the unknown options before ``--``, and ``arguments.script``
+    the words after it.
     """
 
     purpose: str
     wraps: bool = False
     needs: str = ""
-    """The extra of the package that it takes, ``pip install 'dlcp[EXTRA]'``."""
+    """The package extra that it needs, as in ``pip install 'dlcp[EXTRA]'``."""
 
 
 COMMANDS: Final = {
@@ -39,14 +39,14 @@ COMMANDS: Final = {
     "advise": Command(
         "measure a training script and recommend settings for it here, with reasons", True, needs="torch"
     ),
-    "live": Command("serve a page, and metrics for Prometheus, of what all ranks are at", needs="live"),
-    "trace": Command("make one trace for Perfetto of what all ranks have noted"),
-    "bench": Command("measure DLCP against its peers, in turns, and print one JSON document", needs="demo,sim"),
+    "live": Command("serve a page, and metrics for Prometheus, with what each rank is doing", needs="live"),
+    "trace": Command("merge the timelines of all ranks into one trace for Perfetto"),
+    "bench": Command("measure DLCP against its peers, interleaved, and print one JSON document", needs="demo,sim"),
     "demo": Command("train over a congested switch, with and without DLCP, and write a report page", needs="demo"),
     "server": Command("run a parameter server"),
     "switch": Command("run the built-in switch", needs="switch"),
     "sim": Command("simulate training on a cluster you do not have, and reproduce the paper's figures", needs="sim"),
-    "fabric": Command("program the switches of a fabric, and keep them so", needs="fabric"),
+    "fabric": Command("program the switches of a fabric, and keep them programmed", needs="fabric"),
     "testbed": Command("train over real switches in Mininet, and compare (needs root)", needs="fabric,demo"),
 }
 
@@ -56,15 +56,15 @@ where to begin:
   dlcp train --nproc-per-node 2 -- script.py           train your PyTorch script with DLCP
   dlcp doctor --nproc-per-node 2 -- script.py          measure what DLCP can gain for it
   dlcp demo                                            see DLCP and Gloo on a congested switch
-  dlcp COMMAND --help                                  what a command takes
+  dlcp COMMAND --help                                  options of a command
 """
 _CLOSED_PIPE: Final = 141
-"""Exit status of a program that SIGPIPE ends: 128 + 13."""
+"""Exit status of a program killed by SIGPIPE: 128 + 13."""
 _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
-    """Return the parser of the command line, with the options of the commands that are wanted.
+    """Return the parser of the command line, with the options of the ``wanted`` commands only.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(
         prog="dlcp",
-        description="Train over congested networks: losses are bounded, and fall on the gradients that matter least.",
+        description="Train over congested networks: losses are bounded, and hit the gradients that matter least.",
         epilog=_FIRST_STEPS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -81,7 +81,7 @@ def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", required=True)
     for name, command in COMMANDS.items():
         purpose = f"{command.purpose[0].upper()}{command.purpose[1:]}."
-        # Abbreviations would take options that are meant for torchrun.
+        # Abbreviations would capture options meant for torchrun.
         subparser = commands.add_parser(name, help=command.purpose, description=purpose, allow_abbrev=False)
         if name in wanted:
             module = importlib.import_module(f"dlcp.commands.{name}")
@@ -91,7 +91,7 @@ def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
 
 
 def _missing(command: str, error: ModuleNotFoundError) -> Exception:
-    """Return the error for a package that a command needs and that is not installed; a module of ours is a defect."""
+    """Return the error for a missing package that a command needs; return ``error`` for a module of DLCP, a defect."""
     package = (error.name or "").partition(".")[0]
     if not package or package == "dlcp":
         return error
@@ -101,12 +101,12 @@ def _missing(command: str, error: ModuleNotFoundError) -> Exception:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return what a command line says; ``run`` of it is the command, which takes it.
+    """Parse a command line. ``run`` of the result is the command's function, to be called with the result.
 
     Raises
     ------
     SystemExit
-        It is wrong, or asks for help.
+        The command line is wrong, or asks for help.
     """
     wanted = next((word for word in argv if not word.startswith("-")), "")
     try:
@@ -134,21 +134,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read our output has closed it, as `head` does. What is still buffered must not be flushed there.
+        # The reader of standard output has closed it, as `head` does. Redirect the final flush, which would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
 
 
 @contextlib.contextmanager
 def _signals_unwind() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a command like an error does, so that it ends its processes and removes its folders.
+    """Turn SIGTERM and SIGHUP into SystemExit, so that a command ends its processes and removes its folders.
 
-    Commands that handle signals themselves set handlers of their own.
+    Commands that handle signals themselves replace these handlers.
     """
 
     def unwind(number: int, _: FrameType | None) -> None:
         for each in _ENDING:
-            signal.signal(each, signal.SIG_IGN)  # the end has begun; a second signal must not cut it short
+            signal.signal(each, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
         raise SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to be closed in the end: objects in with-statements, what a process leaves open, and processes."""
+"""Clean-up of resources: at the end of with-statements, at the exit of this process, and of child processes."""
 
 import atexit
 import multiprocessing
@@ -13,11 +13,11 @@ _Self = TypeVar("_Self", bound="Closing")
 
 
 class Closing(ABC):
-    """Something to be used in a with-statement, and closed at its end."""
+    """A resource that a with-statement closes."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release the resource."""
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -27,30 +27,30 @@ class Closing(ABC):
 
 
 class ExitCallback:
-    """Calls a function when this process ends, once, unless it is cancelled. A fork's end calls nothing.
+    """Calls a function once when this process exits, unless cancelled. The exit of a forked child does not call it.
 
     Parameters
     ----------
     function
-        What to call. The interpreter's threads of executors have ended by then, daemon threads have not.
+        The function to call. By then, the threads of executors have ended, but daemon threads have not.
     """
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function, self._process, self._is_due = function, os.getpid(), True
         atexit.register(self._run)
         if multiprocessing.parent_process() is not None:
-            # A child that was forked ends by os._exit, after what multiprocessing itself has to call.
+            # A forked child exits with os._exit, after multiprocessing's own finalizers.
             from multiprocessing import util
 
             util.Finalize(None, self._run, exitpriority=0)
 
     @property
     def is_fork(self) -> bool:
-        """Whether this is another process, forked since: it has no threads of those that were there."""
+        """Whether this process was forked since this object was made, and so lacks the parent's threads."""
         return os.getpid() != self._process
 
     def cancel(self) -> None:
-        """Let the process end without the call."""
+        """Cancel the call."""
         self._is_due = False
         atexit.unregister(self._run)
 
@@ -61,7 +61,7 @@ class ExitCallback:
 
 
 def end(process: "subprocess.Popen[Any]", patience_s: float) -> None:
-    """End a process and reap it: politely, and by force if it still runs after ``patience_s`` seconds."""
+    """End a process and reap it: with SIGTERM, and with SIGKILL if it still runs after ``patience_s`` seconds."""
     if process.poll() is None:
         process.terminate()
         try:

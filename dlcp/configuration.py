@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a choice comes from: an argument beats the environment (``DLCP_*``), that a file, and that the default.
+"""Read options from arguments, the environment (``DLCP_*``), a file, and the defaults, in this order of precedence.
 
-The file is the one that ``DLCP_CONFIG`` names, else ``dlcp.toml`` in the working directory, if there is one. It is
-TOML, one line an option: ``loss_bound = 0.05``.
+The file is the one that ``DLCP_CONFIG`` names, else ``dlcp.toml`` in the working directory, if it exists. It is TOML,
+with one line for each option: ``loss_bound = 0.05``.
 
-The values that an option may have are declared beside its field, as ``Annotated[float, Range(0, 1)]`` or
-``Annotated[str, HostPort()]``. :func:`check` compares an instance with them. :func:`settings` and :func:`parse` compare
-texts, and name the variable, the file or the flag that is wrong.
+The allowed values of an option are declared with its field, as ``Annotated[float, Range(0, 1)]`` or
+``Annotated[str, HostPort()]``. :func:`check` validates an instance. :func:`settings` and :func:`parse` validate text,
+and their errors name the variable, file or flag.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _EXPECTED: Final = {bool: "1 or 0", int: "int", float: "float", str: "str"}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One option: its value, and where that came from (``default``, a variable's name, a file's, or ``argument``)."""
+    """One option: its value, and its origin (``default``, the name of a variable or file, or ``argument``)."""
 
     name: str
     value: object
@@ -44,22 +44,22 @@ class Setting:
 
     @property
     def is_default(self) -> bool:
-        """Whether nobody chose it."""
+        """Whether the value is the default."""
         return self.origin == DEFAULT_ORIGIN
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers that an option may hold. NaN is in no range.
+    """The range of an option's numbers. NaN is in no range.
 
     Parameters
     ----------
     least, most
-        The bounds, both included.
+        The bounds, inclusive by default.
     above, below
-        Leave out ``least``, or ``most``.
+        Exclude ``least``, or ``most``.
     infinite
-        Infinity is a value, too.
+        Also allow infinity.
     """
 
     least: float
@@ -73,7 +73,7 @@ class Range:
             return False
         if self.infinite and value == math.inf:
             return True
-        number = cast(float, value)  # not converted: a whole number may be larger than any float
+        number = cast(float, value)  # not converted: an int may be larger than any float
         least = number > self.least if self.above else number >= self.least
         return least and (number < self.most if self.below else number <= self.most)
 
@@ -91,18 +91,18 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class HostPort:
-    """An address that an option may hold: ``host:port``, or empty for none.
+    """An option's address: ``host:port``, or empty for none.
 
     Parameters
     ----------
     least_port
-        The least port: 0 where the system may choose one.
+        Smallest port: 0 if the system may choose one.
     """
 
     least_port: int = 0
 
     def check(self, name: str, value: object) -> None:
-        """Raise ValueError with the name if a value is no such address."""
+        """Raise ValueError with the name if a value is not such an address."""
         if not isinstance(value, str):
             raise ValueError(f"{name} must be host:port, got {short(value)}")
         if value:
@@ -117,17 +117,17 @@ _HOST: Final = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def host_and_port(text: str, default_port: int | None, least_port: int = 0) -> tuple[str, int]:
-    """Return host and port of ``host:port``; where the port is left out, ``default_port`` or 0.
+    """Return host and port of ``host:port``; without a port, ``default_port`` or 0.
 
     Raises
     ------
     ValueError
-        It is no such address.
+        The text is not such an address.
     """
     host, _, port = text.partition(":")
     if not _HOST.fullmatch(host) or (port and not (port.isascii() and port.isdecimal())):
         raise ValueError(f"expected host:port, got {short(text)}")
-    # Compared by length first: Python refuses to convert thousands of digits, with words that are of no use here.
+    # Check the length first: Python refuses to convert thousands of digits, with an error that does not help users.
     if port and (len(port) > len(str(_PORTS)) or not least_port <= int(port) < _PORTS):
         raise ValueError(f"expected host:port, got {short(text)}: ports are {least_port} to {_PORTS - 1}")
     return host, int(port) if port else default_port or 0
@@ -135,7 +135,7 @@ def host_and_port(text: str, default_port: int | None, least_port: int = 0) -> t
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What an option holds: a simple type, whether None is a value of it, and which values of the type it may have."""
+    """The type of an option: a simple type, whether it may be None, and the allowed values."""
 
     type: type[_Simple]
     optional: bool
@@ -153,14 +153,14 @@ class _Kind:
 
 
 def simple_options(cls: type) -> dict[str, object]:
-    """Return name and default of those fields of a dataclass that the environment and a file can set."""
+    """Return the names and defaults of a dataclass's fields that the environment and a file can set."""
     return {name: default for name, (_, default) in _declared(cls).items()}
 
 
 def settings(
     cls: type, environment: Mapping[str, str] | None = None, arguments: Mapping[str, object] | None = None
 ) -> list[Setting]:
-    """Return every simple option of a dataclass, with its value in force and where that came from.
+    """Return every simple option of a dataclass, with its value in force and its origin.
 
     Parameters
     ----------
@@ -169,13 +169,13 @@ def settings(
     environment
         By default that of this process.
     arguments
-        What the caller chose; beats everything.
+        The caller's values, which take precedence over all others.
 
     Raises
     ------
     ValueError
-        A variable or a line of the file does not hold what it should, the file has an option that does not exist, or
-        the file cannot be read; the message names it.
+        A variable or a line of the file has an invalid value, the file has an unknown option, or it cannot be read; the
+        message names the variable or the file.
     """
     environment = os.environ if environment is None else environment
     declared = _declared(cls)
@@ -198,12 +198,12 @@ def settings(
 
 
 def build(cls: type[_Options], environment: Mapping[str, str] | None = None) -> _Options:
-    """Return an instance of a dataclass of options, as the environment and the file have it.
+    """Return an instance of a dataclass of options, with the values of the environment and the file.
 
     Raises
     ------
     ValueError
-        See :func:`settings`; or the options do not fit together.
+        See :func:`settings`; or the options contradict each other.
     """
     chosen = [setting for setting in settings(cls, environment) if not setting.is_default]
     try:
@@ -215,37 +215,37 @@ def build(cls: type[_Options], environment: Mapping[str, str] | None = None) -> 
 
 
 def check(options: object) -> None:
-    """Check that an instance of a dataclass of options has allowed values; for its ``__post_init__``.
+    """Validate an instance of a dataclass of options; for use in its ``__post_init__``.
 
     Raises
     ------
     ValueError
-        A field has a value that is not allowed; the message names the field.
+        A value is not allowed; the message names the field.
     """
     for name, kind in _allowed(cast(Hashable, type(options))).items():
         kind.check(name, getattr(options, name))
 
 
 def parse(cls: type, name: str, text: str, where: str) -> Any:
-    """Return the value of an option that a text says.
+    """Parse the value of an option.
 
     Parameters
     ----------
     cls, name
         A dataclass of options, and the option's name.
     where
-        Where the text comes from, such as ``--job``; errors begin with it.
+        The origin of the text, such as ``--job``; errors begin with it.
 
     Raises
     ------
     ValueError
-        The text is no value of the option, or the value is not allowed.
+        The text has the wrong type, or the value is not allowed.
     """
     return _parse(where, text, _declared(cls)[name][0])
 
 
 def file_in_force(environment: Mapping[str, str] | None = None) -> Path | None:
-    """Return the file that holds options; None if there is none.
+    """Return the options file in force; None if there is none.
 
     Raises
     ------
@@ -258,17 +258,17 @@ def file_in_force(environment: Mapping[str, str] | None = None) -> Path | None:
     if path.is_file():
         return path
     if named:
-        raise ValueError(f"{FILE_VARIABLE} names {named}, and there is no such file")
+        raise ValueError(f"{FILE_VARIABLE} names {named}, which does not exist; correct or unset it")
     return None
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return what a TOML file holds.
+    """Return the content of a TOML file.
 
     Raises
     ------
     ValueError
-        It is no TOML, cannot be read, or this Python cannot read TOML.
+        It is not TOML, cannot be read, or this Python cannot read TOML.
     """
     toml = _toml_reader()
     if toml is None:
@@ -284,7 +284,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _toml_reader() -> Any:
-    """Return the module that reads TOML: ``tomllib``, before Python 3.11 ``tomli``; None where there is neither."""
+    """Return the module that reads TOML: ``tomllib``, or ``tomli`` before Python 3.11; None without either."""
     for name in ("tomllib", "tomli"):
         with contextlib.suppress(ModuleNotFoundError):
             return importlib.import_module(name)
@@ -292,7 +292,7 @@ def _toml_reader() -> Any:
 
 
 def _declared(cls: type) -> dict[str, tuple[_Kind, object]]:
-    """Return kind and default of each simple option, by name."""
+    """Return the kind and default of each simple option, by name."""
     kinds = _kinds(cls)
     return {
         entry.name: (kinds[entry.name], entry.default)
@@ -302,14 +302,14 @@ def _declared(cls: type) -> dict[str, tuple[_Kind, object]]:
 
 
 def _kinds(cls: type) -> dict[str, _Kind]:
-    """Return the fields of a dataclass that hold something simple."""
+    """Return the kinds of a dataclass's fields of simple types, by name."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {entry.name: kind for entry in fields(cls) if (kind := _kind_of(hints[entry.name]))}
 
 
 @functools.cache
 def _allowed(cls: Hashable) -> dict[str, _Kind]:
-    """Return the fields of a dataclass that say what they may hold."""
+    """Return the kinds of a dataclass's fields that declare allowed values, by name."""
     return {name: kind for name, kind in _kinds(cast(type, cls)).items() if kind.allowed is not None}
 
 
@@ -327,7 +327,7 @@ def _kind_of(hint: Any) -> _Kind | None:
 
 
 def _parse(name: str, text: str, kind: _Kind) -> object:
-    """Return what a variable's text says."""
+    """Parse a variable's text."""
     if kind.optional and text.lower() in ("", "none"):
         return None
     try:
@@ -341,16 +341,16 @@ def _parse(name: str, text: str, kind: _Kind) -> object:
 
 
 def _number(value: float) -> str:
-    """Return a bound as people read it: whole numbers with all their digits."""
+    """Format a bound; whole numbers have all their digits."""
     return str(int(value)) if float(value).is_integer() and abs(value) < 1 << 65 else f"{value:g}"
 
 
 _SHOWN: Final = 60
-"""Of a value that is refused, an error shows so many characters."""
+"""Number of characters of a refused value that an error shows."""
 
 
 def short(value: object) -> str:
-    """Return a value as an error shows it: the beginning of a long one."""
+    """Format a value for an error message: of a long one, only the beginning."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * _SHOWN:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
@@ -358,11 +358,11 @@ def short(value: object) -> str:
 
 
 def _check_file(path: Path, held: Mapping[str, Any], declared: Mapping[str, tuple[_Kind, object]]) -> dict[str, object]:
-    """Return a file's options with their types made right."""
+    """Validate a file's options, and convert ints to float where an option needs it."""
     found: dict[str, object] = {}
     for name, value in held.items():
         if name not in declared:
-            from dlcp.suggestion import closest  # hardly any file needs it
+            from dlcp.suggestion import closest  # rarely needed
 
             raise ValueError(f"{path}: there is no option {name!r}{closest(name, declared)}")
         wanted = declared[name][0].type

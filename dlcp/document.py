@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML and JSON files that people write: read into dataclasses, with errors that say where to look.
+"""Read hand-written YAML and JSON files into dataclasses, with errors that name the line.
 
-Plain words are what YAML 1.2 says they are: ``true`` and ``false`` are the only truth values, ``1e9`` is a number, and
-``no``, ``12:30`` and ``02:00:00:00:00:01`` are text. The same file then means the same as JSON would.
+Plain scalars follow YAML 1.2: ``true`` and ``false`` are the only booleans, ``1e9`` is a number, and ``no``, ``12:30``
+and ``02:00:00:00:00:01`` are text. A value then means the same in YAML as in JSON.
 
-A file is read in time and memory that follow from its length: how deep it may be nested and how much its aliases may
-stand for is bounded.
+The time and memory to read a file are bounded by its length: its nesting and the expansion of its aliases are limited.
 """
 
 import dataclasses
@@ -26,23 +25,22 @@ __all__ = ["Document", "DocumentError", "PlaceError", "Step", "Steps"]
 _T = TypeVar("_T")
 Step = str | int
 Steps = tuple[Step, ...]
-"""Names and indices that lead from the whole to a part of it."""
+"""Names and indices that lead from a document to a part of it."""
 _STEP: Final = re.compile(r"\.(\w+)|\[(\d+)\]")
 _TAG: Final = "tag:yaml.org,2002:"
 MOST_REPEATED: Final = 100_000
-"""How many values the aliases of a file may stand for, all together. Chosen by us: a fabric of a thousand hosts has
-some ten thousand."""
+"""Most values that all aliases of a file may expand to. A fabric of a thousand hosts has about ten thousand values."""
 
 
 class PlaceError(ValueError):
-    """A dataclass refuses its values. When it is read from a file, the error names the line of the place.
+    """A dataclass refuses its values. If it is read from a file, the error names the line of the wrong value.
 
     Parameters
     ----------
     message
-        What is wrong and what would be right.
+        What is wrong, and what would be valid.
     steps
-        Names and indices that lead from the dataclass to the value that is wrong.
+        Names and indices that lead from the dataclass to the wrong value.
     """
 
     def __init__(self, message: str, *steps: Step) -> None:
@@ -51,22 +49,22 @@ class PlaceError(ValueError):
 
 
 class Document:
-    """A YAML or JSON file as it was read.
+    """The content of a YAML or JSON file.
 
     Parameters
     ----------
     path
-        The file. One whose name ends in ``.json`` has to be JSON.
+        The file. If its name ends in ``.json``, it must be JSON.
 
     Attributes
     ----------
     content
-        Dicts with text for keys, lists, text, numbers, truth values and None.
+        Dicts with str keys, lists, strings, numbers, booleans and None.
 
     Raises
     ------
     DocumentError
-        It cannot be read, is neither YAML nor JSON, or says something twice.
+        It cannot be read, is neither YAML nor JSON, or has a key twice.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,24 +79,24 @@ class Document:
         Parameters
         ----------
         content
-            What to convert instead of the file's whole content.
+            Converted instead of the file's whole content.
         origin_of
-            Returns where in the file something in ``content`` comes from; errors name that place.
+            Maps the steps to a part of ``content`` to those of its place in the file, which errors name.
 
         Raises
         ------
         DocumentError
-            Unknown fields, missing fields, values of the wrong type or that the record refuses.
+            A field is unknown or missing, a value has the wrong type, or the record refuses it.
         """
         return _Conversion(self, origin_of).convert(self.content if content is None else content, kind)
 
     def error(self, message: str, steps: Sequence[Step]) -> DocumentError:
-        """Return an error about the place in the document that ``steps`` (names and indices) lead to."""
+        """Return an error about the value that ``steps`` (names and indices) lead to."""
         place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
         return DocumentError(f"{self.path}:{self.line(steps)}: {place + ': ' if place else ''}{message}")
 
     def line(self, steps: Sequence[Step]) -> int:
-        """Return the line, from 1, of the place ``steps`` lead to, or of the last thing on the way that exists."""
+        """Return the line, from 1, of the value that ``steps`` lead to, or of its last existing ancestor."""
         node = self._root or self._compose()
         number: int = node.start_mark.line if node is not None else 0
         for step in steps:
@@ -109,7 +107,7 @@ class Document:
         return number + 1
 
     def _json(self) -> Any:
-        """Return the content of JSON. It is read much faster than YAML; what it is made of is looked at for errors."""
+        """Return the content of JSON, by the json module, which is much faster; YAML nodes only locate errors."""
         repeated = []
 
         def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -121,8 +119,8 @@ class Document:
         return self._build(self._compose(), ()) if repeated else content
 
     def _compose(self) -> yaml.Node | None:
-        """Return the nodes of the file, which know where they stand."""
-        # YAML knows tabs as white space in some places only; in JSON they are nothing else.
+        """Return the root node of the file; nodes have line numbers."""
+        # YAML allows tabs as white space in some places only; JSON allows them everywhere.
         text = self.text.replace("\t", " ") if self.path.suffix == ".json" else self.text
         try:
             self._check_size(text)
@@ -137,13 +135,13 @@ class Document:
         return self._root
 
     def _check_size(self, text: str) -> None:
-        """Refuse nesting and aliases beyond the bounds, before anything is built of them.
+        """Refuse nesting and aliases beyond the bounds, before building objects.
 
-        The events of YAML come one by one and nest nothing. With them goes, for each anchor, how many values it stands
-        for and how many levels these have.
+        YAML's events arrive as a flat sequence. For each anchor, this method records the number of values that it
+        stands for, and the number of their levels.
         """
         anchors: dict[str, tuple[int, int]] = {}
-        above: list[tuple[str | None, int]] = []  # of what is open: its anchor, and how many values came before it
+        above: list[tuple[str | None, int]] = []  # of each open collection: its anchor, and the count of values before
         deepest: list[int] = [0]
         values = repeated = 0
         for event in yaml.parse(text, _Loader):
@@ -162,24 +160,24 @@ class Document:
                 if event.anchor is not None:
                     anchors[event.anchor] = 1, 0
             elif isinstance(event, yaml.AliasEvent):
-                # One that stands within its own anchor is not known yet; it is refused when the content is built.
+                # An alias within its own anchor is not recorded yet; `_build` refuses it.
                 more, levels = anchors.get(event.anchor or "", (1, 0))
                 values, repeated = values + more, repeated + more
                 deepest[-1] = max(deepest[-1], levels)
             line = event.start_mark.line + 1 if event.start_mark else 1
             if len(above) + deepest[-1] > MOST_LEVELS:
-                raise DocumentError(f"{self.path}:{line}: nested too deeply: at most {MOST_LEVELS} levels are read")
+                raise DocumentError(f"{self.path}:{line}: nested too deeply: at most {MOST_LEVELS} levels are allowed")
             if repeated > MOST_REPEATED:
                 raise DocumentError(
                     f"{self.path}:{line}: aliases stand for more than {MOST_REPEATED:,} values; write them out"
                 )
 
     def _build(self, node: yaml.Node | None, steps: tuple[Step, ...], above: tuple[yaml.Node, ...] = ()) -> Any:
-        """Return what a node says."""
+        """Return the value of a node."""
         if node is None:
             return None
         if node in above:
-            raise self.error("this holds itself", steps)
+            raise self.error("this contains itself", steps)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, steps)
         if isinstance(node, yaml.SequenceNode):
@@ -187,10 +185,10 @@ class Document:
         content: dict[str, Any] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise DocumentError(f"{self.path}:{key.start_mark.line + 1}: a key is a word or a number")
+                raise DocumentError(f"{self.path}:{key.start_mark.line + 1}: a key must be a word or a number")
             if key.value in content:
                 line = key.start_mark.line + 1
-                place = self.error(f"{key.value!r} is given twice, here and in line {line}", (*steps, key.value))
+                place = self.error(f"{key.value!r} is given twice, here and on line {line}", (*steps, key.value))
                 raise place
             content[key.value] = self._build(value, (*steps, key.value), (*above, node))
         return content
@@ -210,17 +208,17 @@ class Document:
                 return real(text)
         except ValueError as error:
             raise self.error(str(error), steps) from None
-        raise self.error(f"a value marked {node.tag} cannot be read here", steps)
+        raise self.error(f"a value tagged {node.tag} is not supported", steps)
 
 
 class _Conversion:
-    """Turns content into records, and says what is wrong in it, and where."""
+    """Converts content into records; its errors name the place of a wrong value."""
 
     def __init__(self, document: Document, origin_of: Callable[[Steps], Steps]) -> None:
         self._document, self._origin_of = document, origin_of
 
     def convert(self, content: Any, kind: type[_T]) -> _T:
-        """Return content as a record, or raise what is wrong with it."""
+        """Return content as a record, or raise DocumentError."""
         self._refuse_unknown(content, kind, ())
         try:
             return msgspec.convert(content, kind, str_keys=True)
@@ -231,7 +229,7 @@ class _Conversion:
         return self._document.error(message, self._origin_of(steps))
 
     def _refused(self, error: msgspec.ValidationError, content: Any, kind: Any, steps: Steps) -> DocumentError:
-        """Return the error for ``content``, which ``steps`` lead to and which cannot be a ``kind``."""
+        """Return the error for ``content``, at ``steps``, which cannot be converted to ``kind``."""
         message, _, place = str(error).partition(" - at `")
         key, _, place = place.partition("$")
         found, cut, _ = place.rstrip("`").partition("[...]")
@@ -242,7 +240,7 @@ class _Conversion:
         kind = _kind_of(content, kind)
         arguments = typing.get_args(kind)
         if (cut or key) and isinstance(content, dict) and len(arguments) == 2:
-            # msgspec does not say which member of a dict it refuses, so each is tried by itself.
+            # msgspec does not say which member of a dict it refuses, so try each one alone.
             for name, value in content.items():
                 try:
                     msgspec.convert({name: value}, kind, str_keys=True)
@@ -255,7 +253,7 @@ class _Conversion:
     def _refused_member(
         self, error: msgspec.ValidationError, name: str, value: Any, kinds: Sequence[Any], steps: Steps
     ) -> DocumentError:
-        """Return the error for a member of a dict: of its value if that is refused, else of its name."""
+        """Return the error for a member of a dict: for its value if msgspec refuses that, else for its name."""
         try:
             msgspec.convert(value, kinds[1], str_keys=True)
         except msgspec.ValidationError as refused:
@@ -263,7 +261,7 @@ class _Conversion:
         return self._error(str(error).partition(" - at `")[0], (*steps, name))
 
     def _refuse_unknown(self, value: Any, kind: Any, steps: Steps) -> None:
-        """Refuse names of fields and of choices that do not exist. msgspec would ignore them, or not suggest any."""
+        """Refuse unknown fields and choices: msgspec ignores unknown fields, and makes no suggestions."""
         kind = _kind_of(value, kind)
         arguments = typing.get_args(kind)
         if isinstance(value, dict):
@@ -306,10 +304,10 @@ else:
 
 
 class _Loader(_Fastest):
-    """Knows the plain words of YAML 1.2, and underscores in numbers."""
+    """Resolves plain scalars as YAML 1.2 does, and accepts underscores in numbers."""
 
 
-_Loader.yaml_implicit_resolvers = {}  # its own, none of those it would inherit
+_Loader.yaml_implicit_resolvers = {}  # instead of the inherited ones of YAML 1.1
 for _kind, _pattern, _first in (
     ("null", r"~|null|", ["~", "n", ""]),
     ("bool", r"true|false", ["t", "f"]),
@@ -320,7 +318,7 @@ for _kind, _pattern, _first in (
 
 
 def _enter(node: yaml.Node | None, step: Step) -> tuple[int, yaml.Node] | None:
-    """Return the line, from 0, and the node of the member ``step`` of a node; None when there is none."""
+    """Return the line, from 0, and the node of a node's member ``step``; None if it has no such member."""
     if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
         item = node.value[step]
         return item.start_mark.line, item
@@ -332,14 +330,14 @@ def _enter(node: yaml.Node | None, step: Step) -> tuple[int, yaml.Node] | None:
 
 
 def _inner(content: Any, step: Step) -> Any:
-    """Return a member of what was read; None when there is none."""
+    """Return a member of the content; None if it has no such member."""
     if isinstance(content, dict):
         return content.get(step)
     return content[step] if isinstance(content, list) and isinstance(step, int) and step < len(content) else None
 
 
 def _fields(kind: Any) -> dict[str, Any] | None:
-    """Return the types of a record's fields by name; None when it is no record."""
+    """Return the types of a record's fields by name; None if ``kind`` is not a record."""
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind)]
     elif isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -351,13 +349,13 @@ def _fields(kind: Any) -> dict[str, Any] | None:
 
 
 def _tagged(kinds: Sequence[Any]) -> dict[str, Any]:
-    """Return those of some types that are told apart by a tag, by their tags."""
+    """Return the tagged structs among some types, by tag."""
     structs = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
     return {str(kind.__struct_config__.tag): kind for kind in structs if kind.__struct_config__.tag is not None}
 
 
 def _kind_of(value: Any, kind: Any) -> Any:
-    """Return a type without annotations; of a union the alternative that a value's tag names, if it names one."""
+    """Return a type without annotations; for a union, the alternative that the value's tag names, if any."""
     while typing.get_origin(kind) is typing.Annotated:
         kind = typing.get_args(kind)[0]
     if typing.get_origin(kind) in (typing.Union, types.UnionType) and isinstance(value, dict):
@@ -366,7 +364,7 @@ def _kind_of(value: Any, kind: Any) -> Any:
 
 
 def _inner_kind(kind: Any, step: Step) -> Any:
-    """Return the type of a member of a type; None when that is not clear."""
+    """Return the type of a member of a type; None if it cannot be determined."""
     fields = _fields(kind)
     if fields is not None:
         return fields.get(str(step))

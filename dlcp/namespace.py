@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Network namespaces without names: hosts with interfaces of their own on one machine.
+"""Anonymous network namespaces: hosts with their own interfaces on one machine.
 
 A namespace lives as long as this process holds its file descriptor, or a process runs or a socket is open in it. So
-nothing is left behind, not even after a crash, and the machine's own network is never touched: the switch's ends of the
+nothing is left behind, not even after a crash. The machine's own network is never touched: the switch's ends of the
 links are in a namespace of their own.
 
-Making one takes root, or a user namespace in which one is root (:func:`become_root`).
+Creating a namespace requires root, or root in a user namespace (:func:`become_root`).
 """
 
 import array
@@ -26,7 +26,7 @@ from typing import Any, Final, TypeVar
 from dlcp.closing import Closing
 
 CONGESTION_CONTROL: Final = "cubic"
-"""What the hosts' TCP uses, so that results do not depend on the machine's default."""
+"""Congestion control of the hosts' TCP, so that results do not depend on the machine's default."""
 MTU_BYTES: Final = 1500
 HOST_INTERFACE: Final = "eth0"
 OFFLOADS: Final = (
@@ -42,7 +42,7 @@ OFFLOADS: Final = (
     "rx-vlan-",
     "tx-vlan-",
 )
-"""How the names of the interface features begin that are turned off: with them a frame in flight is not yet whole."""
+"""Name prefixes of the interface features to turn off: with them, frames may lack checksums or be merged."""
 
 _T = TypeVar("_T")
 _CLONE_NEWNET: Final = 0x40000000
@@ -54,7 +54,7 @@ _RE_EXECUTED: Final = "DLCP_IN_USER_NAMESPACE"
 
 
 class NamespaceError(RuntimeError):
-    """A namespace or a link could not be made; the message says what was tried and what to do."""
+    """A namespace or a link could not be created; the message says what was tried and what to do."""
 
 
 class Namespace:
@@ -81,7 +81,7 @@ class Namespace:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Call a function in a thread that is in this namespace; sockets it makes stay in there."""
+        """Call a function in a thread in this namespace. Sockets that it opens stay in the namespace."""
 
         def enter_and_call() -> _T:
             _set_namespace(self._fd)
@@ -94,16 +94,16 @@ class Namespace:
         return self.call(lambda: subprocess.Popen(argv, **options))
 
     def run(self, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-        """Run a process in this namespace to its end; options as for ``subprocess.run``."""
+        """Run a process in this namespace and wait for it; options as for ``subprocess.run``."""
         return self.call(lambda: subprocess.run(argv, check=False, **options))
 
     def ip(self, *commands: str) -> None:
-        """Run commands of iproute2 in this namespace.
+        """Run commands of iproute2's ``ip`` in this namespace.
 
         Raises
         ------
         NamespaceError
-            It refused one.
+            ``ip`` refused one.
         """
         done = self.run(["ip", "-batch", "-"], input="\n".join(commands), capture_output=True, text=True)
         if done.returncode:
@@ -115,18 +115,18 @@ class Namespace:
         Raises
         ------
         NamespaceError
-            It refused it.
+            ``tc`` refused it.
         """
         done = self.run(["tc", *words], capture_output=True, text=True)
         if done.returncode:
             raise NamespaceError(f"{self.name}: tc {' '.join(words)}: {done.stderr.strip()}")
 
     def sysctl(self, name: str, value: str) -> None:
-        """Set what a file below ``/proc/sys`` holds of this namespace, such as ``net/ipv4/ip_forward``."""
+        """Set a parameter of this namespace by its path below ``/proc/sys``, such as ``net/ipv4/ip_forward``."""
         self.call(lambda: Path("/proc/sys", name).write_text(value, encoding="ascii"))
 
     def close(self) -> None:
-        """Let the namespace go."""
+        """Release the namespace."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -134,7 +134,7 @@ class Namespace:
 
 @dataclass(frozen=True)
 class NetworkHost:
-    """A host of a :class:`StarNetwork`: where it runs, and the name of the switch's end of its link."""
+    """A host of a :class:`StarNetwork`: its addresses, its namespace, and the name of the switch's end of its link."""
 
     index: int
     port: int
@@ -147,8 +147,8 @@ class NetworkHost:
 class StarNetwork(Closing):
     """Hosts around one switch, each with a link of its own; a context manager.
 
-    Host k has 10.0.0.(k+1)/24 and 02:00:00:00:00:(k+1) on ``eth0`` and knows all its neighbours, so no address
-    resolution crosses the switch. The other end of its link is ``port<k+1>`` in ``network.switch``.
+    Host k has 10.0.0.(k+1)/24 and 02:00:00:00:00:(k+1) on ``eth0`` and static neighbour entries, so no ARP crosses the
+    switch. The other end of its link is ``port<k+1>`` in ``network.switch``.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ class StarNetwork(Closing):
     mtu_bytes
         MTU of both ends of each link.
     congestion_control
-        What the hosts' TCP uses; the kernel must have it.
+        Congestion control of the hosts' TCP; the kernel must support it.
 
     Raises
     ------
@@ -167,7 +167,7 @@ class StarNetwork(Closing):
 
     def __init__(self, hosts: int, *, mtu_bytes: int = MTU_BYTES, congestion_control: str = CONGESTION_CONTROL) -> None:
         if not 1 <= hosts <= 250:
-            raise NamespaceError(f"{hosts} hosts; a star has 1 to 250")
+            raise NamespaceError(f"{hosts} hosts; a star network must have 1 to 250")
         check_congestion_control(congestion_control)
         self._made: list[Namespace] = []
         self.hosts: list[NetworkHost] = []
@@ -183,7 +183,7 @@ class StarNetwork(Closing):
             raise
 
     def close(self) -> None:
-        """Let all namespaces go; they vanish with the last process in them."""
+        """Release all namespaces; each is deleted with the last process in it."""
         while self._made:
             self._made.pop().close()
 
@@ -201,8 +201,8 @@ class StarNetwork(Closing):
             f"address {mac} netns {namespace.path}",
             f"link set {interface} up",
         )
-        # The route chooses the congestion control: the sysctl of a namespace takes only those that the machine's
-        # administrator allows to everyone (tcp_allowed_congestion_control), which may leave out cubic.
+        # The route sets the congestion control: a namespace's sysctl accepts only the algorithms that the machine's
+        # administrator allows to all users (tcp_allowed_congestion_control), which may exclude cubic.
         namespace.ip(
             f"addr add {address}/24 dev {HOST_INTERFACE} noprefixroute",
             f"link set {HOST_INTERFACE} up",
@@ -220,7 +220,7 @@ class StarNetwork(Closing):
 
 
 def enter(path: str) -> None:
-    """Move this process, which must have one thread only, into the namespace at ``path`` (:attr:`Namespace.path`)."""
+    """Move the calling thread into the namespace at ``path`` (:attr:`Namespace.path`)."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _set_namespace(fd)
@@ -229,9 +229,9 @@ def enter(path: str) -> None:
 
 
 def available() -> tuple[bool, str]:
-    """Say whether this process can make namespaces and links, and if not, why not."""
+    """Return whether this process can create namespaces and links, and the reason if not."""
     if sys.platform != "linux":
-        return False, f"network namespaces are a thing of Linux, not {sys.platform}"
+        return False, f"network namespaces require Linux, not {sys.platform}"
     if shutil.which("ip") is None:
         return False, "the command `ip` is missing; install iproute2"
     try:
@@ -250,19 +250,19 @@ def available() -> tuple[bool, str]:
 
 
 def become_root(argv: Sequence[str] | None = None) -> None:
-    """Run this program again as root of a user namespace of its own, unless it can make namespaces already.
+    """Re-execute this program as root of its own user namespace, unless it can already create namespaces.
 
-    Does not return when the program is run again. Call it first thing, before threads and files.
+    Does not return if the program is re-executed. Call it first, before starting threads or opening files.
 
     Parameters
     ----------
     argv
-        The command to run again; this process's own unless given.
+        The command to execute; this process's own unless given.
 
     Raises
     ------
     NamespaceError
-        Neither root nor user namespaces are to be had.
+        This process is not root, and user namespaces are not allowed.
     """
     works, reason = available()
     if works:
@@ -273,26 +273,26 @@ def become_root(argv: Sequence[str] | None = None) -> None:
     isolate = [unshare, "--user", "--map-root-user", "--net", "--mount"]
     trial = subprocess.run([*isolate, "true"], capture_output=True, text=True, check=False)
     if trial.returncode:
-        raise NamespaceError(f"{reason}; and user namespaces are not allowed here: {trial.stderr.strip()}; run as root")
+        raise NamespaceError(f"{reason}; user namespaces are not allowed here: {trial.stderr.strip()}; run as root")
     command = list(argv) if argv is not None else [sys.executable, *sys.orig_argv[1:]]
     os.execve(unshare, [*isolate, *command], {**os.environ, _RE_EXECUTED: "1"})
 
 
 def check_congestion_control(name: str) -> None:
-    """Refuse a TCP congestion control that this kernel has not got.
+    """Refuse a TCP congestion control that this kernel lacks.
 
     Raises
     ------
     NamespaceError
-        With the names that it has.
+        The kernel lacks it; the message lists the available ones.
     """
     known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text(encoding="ascii").split()
     if name not in known:
-        raise NamespaceError(f"this kernel has no TCP congestion control {name!r}, only {', '.join(known)}")
+        raise NamespaceError(f"this kernel has no TCP congestion control {name!r}; it has {', '.join(known)}")
 
 
 def turn_off_offloads(interface: str) -> None:
-    """Turn off what the kernel would leave to hardware, on an interface of the caller's namespace.
+    """Turn off the offloads of an interface of the caller's namespace.
 
     Raises
     ------
@@ -312,7 +312,7 @@ def turn_off_offloads(interface: str) -> None:
             request = struct.pack(f"=II{2 * words}I", _ETHTOOL_SFEATURES, words, *blocks)
             _ethtool(sock, interface, bytearray(request))
         except OSError as error:
-            raise NamespaceError(f"cannot turn the offloads of {interface} off: {error.strerror}") from error
+            raise NamespaceError(f"cannot turn off the offloads of {interface}: {error.strerror}") from error
 
 
 def _feature_names(sock: socket.socket, interface: str) -> list[str]:
@@ -327,7 +327,7 @@ def _feature_names(sock: socket.socket, interface: str) -> list[str]:
 
 
 def _changeable_features(sock: socket.socket, interface: str, words: int) -> list[int]:
-    """Return the features that may be changed: available without never_changed of ethtool_get_features_block."""
+    """Return the features that may be changed: ``available`` less ``never_changed`` (ethtool_get_features_block)."""
     request = bytearray(struct.pack("=II", _ETHTOOL_GFEATURES, words)) + bytes(16 * words)
     _ethtool(sock, interface, request)
     blocks = struct.unpack_from(f"={4 * words}I", request, 8)
@@ -335,7 +335,7 @@ def _changeable_features(sock: socket.socket, interface: str, words: int) -> lis
 
 
 def _ethtool(sock: socket.socket, interface: str, request: bytearray) -> None:
-    """Pass a request to the interface's driver; the answer overwrites it."""
+    """Pass a request to the interface's driver, which overwrites it with the answer."""
     buffer = array.array("B", request)
     address, _ = buffer.buffer_info()
     fcntl.ioctl(sock.fileno(), _SIOCETHTOOL, struct.pack("16sP16x", interface.encode(), address))
@@ -343,7 +343,7 @@ def _ethtool(sock: socket.socket, interface: str, request: bytearray) -> None:
 
 
 def _prepare() -> None:
-    # Before any interface comes up, so that no address is ever announced.
+    # Before any interface comes up, so that IPv6 never announces an address.
     for path in Path("/proc/sys/net/ipv6/conf").glob("*/disable_ipv6"):
         path.write_text("1", encoding="ascii")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -355,7 +355,7 @@ def _new_namespace_fd() -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET):
         number = ctypes.get_errno()
-        raise NamespaceError(f"cannot make a network namespace: {os.strerror(number)}; it takes root")
+        raise NamespaceError(f"cannot create a network namespace: {os.strerror(number)}; this needs root")
     return os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -367,7 +367,7 @@ def _set_namespace(fd: int) -> None:
 
 
 def _in_thread(function: Callable[[], _T]) -> _T:
-    """Call a function in a thread of its own, whose namespace goes with it."""
+    """Call a function in a new thread: a thread's namespace ends with the thread."""
     results: list[_T] = []
     errors: list[BaseException] = []
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of this machine: those of a job (``dlcp launch``), and functions that run in forks with PyTorch loaded.
 
-The processes of a job start together, and one that fails ends all. A :class:`Fork` calls a function of ours, in a
-network namespace if need be, and talks with its parent over a channel: demo and benchmarks run on it.
+The processes of a job start together, and if one fails, all are ended. A :class:`Fork` calls a function, optionally in
+a network namespace, and communicates with its parent over a channel; the demo and the benchmarks use it.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from dlcp.closing import Closing
 from dlcp.namespace import enter
 
 _STOP_DEADLINE_S: Final = 10.0
-"""How long processes have to end after a signal, before they are killed. Chosen by us."""
+"""Time for processes to exit after a signal, before they are killed. Not tuned."""
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _context = multiprocessing.get_context("forkserver")
-# Ranks need these, and they take seconds to import: a server that has them forks all processes.
+# Ranks need these modules, which take seconds to import: a server that has imported them forks all processes.
 _PRELOADED: Final = ["torch", "torch._dynamo", "torch.nn.parallel", "dlcp.torch", "sklearn.datasets"]
 _context.set_forkserver_preload(_PRELOADED)
 
@@ -42,15 +42,15 @@ _SAFE_PATH: Final = {"PYTHONSAFEPATH": "1"}
 
 
 def _start_server() -> None:
-    """Start the server of forks, if it does not run, so that it loads the DLCP that this process has.
+    """Start the fork server, unless it runs, so that it imports the same DLCP as this process.
 
     Raises
     ------
     ValueError
-        Its socket cannot be made where temporary files are.
+        Its socket cannot be created in the folder for temporary files.
     """
     if sys.version_info < (3, 11) and Path("dlcp").is_dir():
-        # There the server looks in the working directory first. Forks have this process's path, and load it then.
+        # The server would import dlcp from the working directory. Forks import it later, with this process's sys.path.
         _context.set_forkserver_preload([name for name in _PRELOADED if not name.startswith("dlcp")])
     before = {name: os.environ.get(name) for name in _SAFE_PATH}
     os.environ.update(_SAFE_PATH)
@@ -58,7 +58,7 @@ def _start_server() -> None:
         forkserver.ensure_running()
     except OSError as error:
         raise ValueError(
-            f"processes cannot be started through a socket in the folder for temporary files: {error}; if the path "
+            f"cannot create the fork server's socket in the folder for temporary files: {error}; if the path "
             f"{tempfile.gettempdir()} is long, set TMPDIR to a shorter one"
         ) from error
     finally:
@@ -77,7 +77,7 @@ class Fork(Closing):
     name
         For messages.
     function, arguments
-        Have to be importable, and picklable.
+        An importable function, and picklable arguments.
     namespace
         Path of the network namespace to run in; None for this process's own.
     environment
@@ -86,7 +86,7 @@ class Fork(Closing):
     Attributes
     ----------
     channel
-        Our end.
+        The parent's end of the channel.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class Fork(Closing):
         theirs.close()
 
     def status(self) -> int | None:
-        """Return its exit status, None while it runs."""
+        """Return its exit status; None while it runs."""
         return self._process.exitcode
 
     def join(self, timeout_s: float) -> int | None:
-        """Wait for its end, at most so long; return its exit status, None if it runs on."""
+        """Wait up to ``timeout_s`` seconds for its end; return its exit status, or None if it still runs."""
         self._process.join(max(0.0, timeout_s))
         return self._process.exitcode
 
@@ -120,7 +120,7 @@ class Fork(Closing):
         self._process.terminate()
 
     def close(self) -> None:
-        """Hang up, and kill it if it still runs: what is to end in its own way has to be asked and joined before."""
+        """Close the channel, and kill the process if it still runs. For a clean exit, terminate and join it before."""
         self.channel.close()
         self._process.kill()
         self._process.join()
@@ -133,27 +133,27 @@ def _call(
     environment: Mapping[str, str],
     channel: Connection,
 ) -> None:
-    """Call a function in this process, which has just been forked and has one thread."""
+    """Call a function in this newly forked process, which has one thread."""
     if namespace is not None:
         enter(namespace)
     children.end_with_parent()
     for name, value in _SAFE_PATH.items():
         if os.environ.get(name) == value and name not in environment:
-            del os.environ[name]  # it was for the server; a script of the user's has its folder on the path
+            del os.environ[name]  # set for the server only: a user's script needs its own folder on sys.path
     os.environ.update(environment)
     function(channel, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class JobLayout:
-    """Where a job runs.
+    """The placement of a job on machines.
 
     Parameters
     ----------
     here, nodes, node
-        How many processes each machine runs, how many machines there are, and the index of this one.
+        Number of processes per machine, number of machines, and index of this machine.
     host, port
-        Where rank 0 serves the store.
+        Address of the store, which rank 0 serves.
     """
 
     here: int
@@ -163,7 +163,7 @@ class JobLayout:
     port: int
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """Return the variables that tell a process its rank and where to meet, as other launchers name them."""
+        """Return the variables with a process's rank and rendezvous address, under torchrun's names."""
         return {
             "RANK": str(self.node * self.here + local_rank),
             "LOCAL_RANK": str(local_rank),
@@ -175,16 +175,16 @@ class JobLayout:
 
 
 class Processes:
-    """The processes of this machine; a context manager that leaves none behind.
+    """A job's processes on this machine; a context manager that leaves none behind.
 
     Parameters
     ----------
     layout
-        Where the job runs.
+        The placement of the job.
     command
-        What each process runs.
+        The command of each process.
     environment
-        Their environment, but for what tells them their layout.
+        Their environment, to which the variables of the layout are added.
     """
 
     def __init__(self, layout: JobLayout, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -195,7 +195,7 @@ class Processes:
         try:
             for local_rank in range(layout.here):
                 variables = {**environment, **layout.environment(local_rank)}
-                # In a session of its own, so that what it starts can be ended with it.
+                # In a session of its own, so that its descendants can be ended with it.
                 child = subprocess.Popen(
                     list(command), env=variables, start_new_session=True, preexec_fn=children.killed_with_parent()
                 )
@@ -207,7 +207,7 @@ class Processes:
             raise
 
     def _await(self, local_rank: int, pid: int) -> None:
-        # It stays a zombie until the end: stop() kills its process group by number, which nobody else must get before.
+        # WNOWAIT keeps it a zombie: stop() kills its process group by number, which must not be reused before.
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         status = 0 if end is None else end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         self._over[local_rank].set()
@@ -222,7 +222,7 @@ class Processes:
         self.stop(signal.SIGTERM)
 
     def run(self) -> int:
-        """Wait until all have ended, or one has failed, or a signal comes; return the exit status of the job."""
+        """Wait until all have ended, one has failed, or a signal arrives; return the exit status of the job."""
         with _signals(self._ended):
             for _ in self._children:
                 local_rank, status = self._ended.get()
@@ -237,7 +237,7 @@ class Processes:
         return 0
 
     def stop(self, first: signal.Signals) -> None:
-        """End what still runs, and what that has started: with a signal first, and by force after a while."""
+        """End the running processes and their descendants: with ``first``, and after a deadline with SIGKILL."""
         for number in (first, signal.SIGKILL):
             for child in self._children:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -254,7 +254,7 @@ class Processes:
 
 @contextlib.contextmanager
 def _signals(queue: "SimpleQueue[tuple[int, int]]") -> Iterator[None]:
-    """Put signals that ask this process to end into a queue, as ``(-1, number)``."""
+    """Put termination signals of this process into a queue, as ``(-1, number)``."""
 
     def note(number: int, _: FrameType | None) -> None:
         queue.put((-1, number))
@@ -268,4 +268,4 @@ def _signals(queue: "SimpleQueue[tuple[int, int]]") -> Iterator[None]:
 
 
 def _words(status: int) -> str:
-    return f"ended with status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"

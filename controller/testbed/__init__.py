@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A testbed on one machine: Mininet's hosts and links, with BMv2 or the built-in switch between them. It takes root."""
+"""A testbed on one machine: Mininet's hosts and links, with BMv2 or the built-in switch between them. Needs root."""
 
 import time
 from collections.abc import Callable
@@ -9,13 +9,13 @@ _POLL_S: Final = 0.05
 
 
 class TestbedError(RuntimeError):
-    """Something of the testbed could not be made, reached or removed; the message says what, and what to do."""
+    """A part of the testbed could not be created, reached or removed; the message names it and says what to do."""
 
-    __test__ = False  # pytest takes what begins with Test for tests
+    __test__ = False  # or pytest would collect it, for its name
 
 
 def came_true(condition: Callable[[], object], deadline_s: float) -> bool:
-    """Wait until ``condition()`` is true; return whether that was within ``deadline_s``."""
+    """Wait up to ``deadline_s`` seconds for ``condition()`` to be true; return whether it was."""
     give_up_s = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > give_up_s:

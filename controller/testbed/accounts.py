@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was counted: by the switch program, by the queues of the built-in switch, by the kernels of the hosts.
+"""Packet counts of the switch program, of the built-in switch's queues, and of the hosts' kernels.
 
-Also whether a port sends at its rate, and whether the machine had time to spare: without it, a testbed's figures are
-the processors' and not the network's.
+This module also measures whether a port sends at its rate, and whether the machine had idle time: without any, a
+testbed measures the processors and not the network.
 """
 
 import socket
@@ -22,15 +22,15 @@ from dlcp.switch import QUEUES, EventCount
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType
 
 SETTLE_S: Final = 0.4
-"""How long nothing may have been counted for everything to count as having arrived: longer than a full port takes to
-drain (64 packets of 1514 bytes in eight queues, 0.2 s at 32 Mbit/s)."""
+"""All packets have arrived once counters have not changed for this long. A full port drains faster: 64 packets of 1514
+bytes in each of eight queues take 0.2 s at 32 Mbit/s."""
 SETTLE_DEADLINE_S: Final = 15.0
 RATE_WINDOW_S: Final = 1.0
-"""Over how long a port's rate is taken. Chosen by us: a burst of two frames is far below a percent of that."""
+"""Window over which a port's rate is measured: a burst of two frames is far below one percent of it."""
 
 
 class Place(NamedTuple):
-    """Where an event of the switch program happened."""
+    """An event of the switch program, and where it happened."""
 
     event: str
     port: int
@@ -39,20 +39,20 @@ class Place(NamedTuple):
 
 
 class NicCount(NamedTuple):
-    """What a host's interface has sent and received."""
+    """Frames that a host's interface has sent and received, and the bytes received."""
 
     sent: int
     received: int
     received_bytes: int
 
     def since(self, before: "NicCount") -> "NicCount":
-        """Return what was counted after ``before`` was taken."""
+        """Return the counts since ``before``."""
         return NicCount(*(count - earlier for count, earlier in zip(self, before, strict=True)))
 
 
 @dataclass(frozen=True)
 class SwitchAccount:
-    """What one switch has counted, in packets.
+    """The counters of one switch, in packets.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class SwitchAccount:
     octets
         The same in bytes.
     tail_drops
-        Packets that found their queue full, by port and queue; None if the switch does not count them.
+        Packets dropped at a full queue, by port and queue; None if the switch does not count them.
     """
 
     events: Counter[Place]
@@ -80,7 +80,7 @@ class SwitchAccount:
         return cls(packets, octets, None if tail_drops is None else Counter(tail_drops))
 
     def since(self, before: "SwitchAccount") -> "SwitchAccount":
-        """Return what was counted after ``before`` was taken; all of it, if the switch was started again since."""
+        """Return the counts since ``before``; all of them, if the switch has restarted since."""
         if any(count > self.events[place] for place, count in before.events.items()):
             return self
         tails = self.tail_drops
@@ -89,7 +89,7 @@ class SwitchAccount:
         return SwitchAccount(self.events - before.events, self.octets - before.octets, tails)
 
     def count(self, event: str, *, ports: Collection[int] | None = None, queues: Collection[int] | None = None) -> int:
-        """Return the packets of an event at these ports and queues; all ports or queues if none are given."""
+        """Return the packets of an event at these ports and queues; at all ports or queues if None."""
         return sum(
             packets
             for place, packets in self.events.items()
@@ -99,7 +99,7 @@ class SwitchAccount:
         )
 
     def tails(self, *, ports: Collection[int] | None = None, queues: Collection[int] | None = None) -> int | None:
-        """Return the packets that found these queues full; None if the switch does not count them."""
+        """Return the tail drops of these queues; None if the switch does not count them."""
         if self.tail_drops is None:
             return None
         return sum(
@@ -111,7 +111,7 @@ class SwitchAccount:
 
 @dataclass(frozen=True)
 class Accounts:
-    """What was counted during a run.
+    """The counts of a run.
 
     Parameters
     ----------
@@ -120,14 +120,14 @@ class Accounts:
     nics
         By host.
     busiest_bps
-        The highest rate at which each host received frames, over ``RATE_WINDOW_S``.
+        The highest rate at which each host received frames, over ``RATE_WINDOW_S``, in bit/s.
     restarts
-        How many switches were started again meanwhile; their counters began anew.
+        Number of switch restarts during the run, each of which resets the switch's counters.
     late_s
-        How late a built-in switch was at worst since it started, in seconds. It makes up for that: what should have
-        left meanwhile leaves at once.
+        Largest delay of a built-in switch's scheduler since it started, in seconds. The switch catches up: it sends at
+        once the packets that were due meanwhile.
     idle
-        The share of the machine's time that nobody used.
+        The fraction of the machine's processor time that was idle.
     """
 
     switches: dict[str, SwitchAccount]
@@ -139,19 +139,21 @@ class Accounts:
 
 
 def nic_counts(host: HostPlan) -> NicCount:
-    """Return what the kernel has counted at a host's interface."""
-    # /proc/net is that of the process; a thread in another namespace has its own.
+    """Return the kernel's counters of a host's interface."""
+    # /proc/net shows the namespace of the process's main thread; /proc/thread-self/net that of this thread.
     text = NamedNamespace(host.namespace).call(lambda: Path("/proc/thread-self/net/dev").read_text(encoding="ascii"))
     for line in text.splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == HOST_INTERFACE:
             values = [int(number) for number in numbers.split()]
             return NicCount(sent=values[9], received=values[1], received_bytes=values[0])
-    raise TestbedError(f"host {host.name} has no interface {HOST_INTERFACE}")
+    raise TestbedError(
+        f"host {host.name} has no interface {HOST_INTERFACE}; run `dlcp testbed down` and build the testbed again"
+    )
 
 
 def tail_drops(counters: Mapping[str, Any]) -> dict[tuple[int, int], int]:
-    """Return the packets that found a queue full, by port and queue, from the built-in switch's own counters."""
+    """Return the tail drops by port and queue, from the built-in switch's own counters."""
     return {
         (port["port"], queue["queue"]): queue["tail_drops"]
         for port in counters["ports"]
@@ -161,12 +163,12 @@ def tail_drops(counters: Mapping[str, Any]) -> dict[tuple[int, int], int]:
 
 
 def settle(hosts: Iterable[HostPlan]) -> dict[str, NicCount]:
-    """Wait until hosts receive nothing more, and return what they have counted then, by name.
+    """Wait until the hosts' counters stop changing, and return them by the name of the host.
 
     Raises
     ------
     TestbedError
-        Something goes on sending.
+        The hosts still receive packets after ``SETTLE_DEADLINE_S``.
     """
     deadline_s = time.monotonic() + SETTLE_DEADLINE_S
     chosen = list(hosts)
@@ -177,11 +179,13 @@ def settle(hosts: Iterable[HostPlan]) -> dict[str, NicCount]:
         if now == before:
             return now
         before = now
-    raise TestbedError(f"hosts still receive packets {SETTLE_DEADLINE_S:.0f} s after the run")
+    raise TestbedError(
+        f"hosts still receive packets {SETTLE_DEADLINE_S:.0f} s after the run; stop what else sends in the testbed"
+    )
 
 
 class RateWatch:
-    """Looks in a thread at how fast hosts receive; a context manager."""
+    """Samples in a thread the rates at which hosts receive; a context manager."""
 
     def __init__(self, hosts: tuple[HostPlan, ...]) -> None:
         self._hosts = hosts
@@ -197,7 +201,7 @@ class RateWatch:
         self.stop()
 
     def stop(self) -> dict[str, float]:
-        """Stop looking; return the highest rate of each host, in bit/s of whole frames."""
+        """Stop sampling; return the highest rate of each host, in bit/s of whole frames."""
         self._stopped.set()
         self._thread.join()
         return {host.name: float(self._busiest[host.name]) for host in self._hosts}
@@ -207,7 +211,7 @@ class RateWatch:
         while not self._stopped.wait(RATE_WINDOW_S):
             now = self._look()
             for name, look in now.items():
-                # Over the longest time that may lie between the two: a busy machine may stop us while we look.
+                # Divide by the longest time between the samples: a busy machine may preempt this thread in one.
                 rate = 8 * (look.octets - before[name].octets) / (look.ended_s - before[name].began_s)
                 self._busiest[name] = max(self._busiest[name], round(rate))
             before = now
@@ -217,7 +221,7 @@ class RateWatch:
 
 
 class _Look(NamedTuple):
-    """What a host had received at some moment between two times."""
+    """The bytes that a host had received at some moment between two times."""
 
     began_s: float
     ended_s: float
@@ -231,9 +235,9 @@ class _Look(NamedTuple):
 
 
 FRAME_BYTES: Final = 1_442
-"""Length of the frames of the trial, Ethernet header and all."""
+"""Length of the trial's frames, including the Ethernet header."""
 OVERLOAD: Final = 1.5
-"""How many times the port's rate is sent to it. Chosen by us: enough to keep its queues filled."""
+"""Offered load of the trial, relative to the port's rate: enough to keep its queues filled."""
 WARM_UP_S: Final = 0.3
 MEASURED_S: Final = 1.0
 _TICK_S: Final = 0.002
@@ -241,7 +245,7 @@ _HEADERS_BYTES: Final = 14 + 20 + 8
 
 
 class PortRate(NamedTuple):
-    """What a port carried while more was sent to it, in bit/s of whole frames."""
+    """The rate that an overloaded port carried, in bit/s of whole frames."""
 
     queues: int
     asked_bps: int
@@ -249,9 +253,10 @@ class PortRate(NamedTuple):
 
 
 def port_rates(layout: Layout, mixes: Sequence[int] = (1, QUEUES)) -> list[PortRate]:
-    """Overload the last host's port from the first host, over so many queues at once, and return what it carries.
+    """Overload the last host's port from the first host, and return the rate it carries.
 
-    All traffic takes one queue, or is spread evenly over several; a port with a rate of its own carries the same.
+    One trial runs for each number of queues in ``mixes``, over which its traffic is spread evenly. A port with a rate
+    of its own carries the same in all trials.
     """
     return [_carried(layout, queues) for queues in mixes]
 
@@ -260,7 +265,7 @@ def _carried(layout: Layout, queues: int) -> PortRate:
     sender, receiver = layout.hosts[0], layout.hosts[-1]
     port = next(port for port in layout.switch(receiver.switch).ports if port.number == receiver.port)
     stopped = threading.Event()
-    # Somebody has to be there, or the receiver would answer each packet that nobody is.
+    # Without a bound socket, the receiver would answer each packet with an ICMP error.
     sink = NamedNamespace(receiver.namespace).call(lambda: _bound(receiver))
     source = NamedNamespace(sender.namespace).call(lambda: _bound(sender))
     flood = threading.Thread(target=_flood, args=(source, receiver, queues, OVERLOAD * port.rate_bps, stopped))
@@ -285,7 +290,7 @@ def _bound(host: HostPlan) -> socket.socket:
 
 
 def _flood(source: socket.socket, to: HostPlan, queues: int, rate_bps: float, stopped: threading.Event) -> None:
-    """Send at a rate until told to stop, each packet into the next of the lowest ``queues`` queues."""
+    """Send at a rate until stopped, the packets in turn into the lowest ``queues`` queues."""
     packets = [_packet(queue) for queue in range(queues)]
     per_s = rate_bps / (8 * FRAME_BYTES)
     began_s, sent = time.monotonic(), 0
@@ -298,31 +303,31 @@ def _flood(source: socket.socket, to: HostPlan, queues: int, rate_bps: float, st
 
 
 def _packet(queue: int) -> bytes:
-    """Return a packet of data that asks for a queue and may not be dropped by choice."""
+    """Return a data packet for a queue, of drop class 0, which the policy never drops."""
     header = Header(PacketType.DATA, 0, queue, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0).encode()
     return header.ljust(FRAME_BYTES - _HEADERS_BYTES, b"\0")
 
 
 IDLE_MIN: Final = 0.1
-"""With less of its time idle, a machine was the limit. Chosen by us: BMv2 cannot use all cores, so a switch that is too
-slow leaves some idle; one that has to wait for a core does not."""
+"""If less than this fraction of its time was idle, the machine was the bottleneck. BMv2 cannot use all cores, so a
+switch that is merely too slow leaves more time idle; one that waits for a core does not."""
 _STAT: Final = Path("/proc/stat")
 _IDLE, _WAITING, _FIELDS = 3, 4, 8
 
 
 class ProcessorTime(NamedTuple):
-    """Time of all processors since the machine started, in the kernel's ticks: idle, and in all."""
+    """Time of all processors since boot, in the kernel's ticks: idle and total."""
 
     idle: int
     total: int
 
     @classmethod
     def now(cls, stat: Path = _STAT) -> "ProcessorTime":
-        """Read it."""
+        """Read the current times."""
         ticks = [int(word) for word in stat.read_text(encoding="ascii").splitlines()[0].split()[1 : 1 + _FIELDS]]
         return cls(ticks[_IDLE] + ticks[_WAITING], sum(ticks))
 
     def idle_share_since(self, before: "ProcessorTime") -> float:
-        """Return the share of the time since then in which processors were idle; 1 if no time has passed."""
+        """Return the idle fraction of the time since ``before``; 1 if no time has passed."""
         passed = self.total - before.total
         return (self.idle - before.idle) / passed if passed > 0 else 1.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what the hosts say they sent, received and lost is what the switches say they forwarded and dropped."""
+"""Check that the hosts' counts of packets sent, received and lost agree with the switches' counts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,9 +10,9 @@ from dlcp.controller.testbed.layout import HostPlan, Layout
 from dlcp.wire import Queue
 
 GRADIENT_QUEUES: Final = (Queue.EXCESS, *range(Queue.FIRST_GRADIENT, Queue.LAST_GRADIENT + 1))
-"""Where data of a job with tags can be: its own queues, and the lowest, for what exceeds the job's share."""
+"""Queues that can hold a tagged job's data: the gradient queues, and the lowest for packets beyond the job's share."""
 RATE_TOLERANCE: Final = 0.01
-"""How far above its rate a port may seem to be: the clock is read a moment before or after the counters."""
+"""Relative error of a measured rate: the clock is not read at the same moment as the counters."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Comparison:
     Parameters
     ----------
     what
-        What is compared.
+        The quantity that is compared.
     hosts, switches
-        What either side counted; numbers, written out.
+        The counts of either side, as text.
     agree
-        Whether they agree; None if the switches do not count what it would take.
+        Whether they agree; None if the switches lack the counters to decide.
     note
-        What follows, or what does not.
+        An explanation.
     """
 
     what: str
@@ -41,22 +41,23 @@ class Comparison:
 def compare(
     layout: Layout, accounts: Accounts, ledgers: Sequence[Mapping[str, Any]], *, tagged: bool
 ) -> list[dict[str, Any]]:
-    """Return the findings of a run, as dicts that JSON can hold.
+    """Return the comparisons of a run, as dicts that JSON can hold.
 
     Parameters
     ----------
     layout
         The testbed.
     accounts
-        What was counted during the run.
+        The counts of the run.
     ledgers
-        Of all who sent gradients, or sums of them: the workers, and a parameter server; none if the run had none.
+        Ledgers of all senders of gradients (workers and parameter server), or their sums; empty for a run without
+        DLCP.
     tagged
-        Whether its packets carried tags; without, gradients look like other traffic to a switch.
+        Whether its packets carried tags; without tags, a switch cannot tell gradients from other traffic.
     """
     if accounts.restarts:
         what = "Counters of the switches"
-        note = "A switch was started again during the run, so its counters began anew and cannot be compared."
+        note = "A switch restarted during the run, which reset its counters, so they cannot be compared."
         return [asdict(Comparison(what, "-", "-", None, note))]
     by_name = {host.name: host for host in layout.hosts}
     hosts = [by_name[name] for name in accounts.nics]
@@ -68,9 +69,9 @@ def compare(
 
 
 def uncounted_tails(layout: Layout, accounts: Accounts) -> int | None:
-    """Return how many packets were lost between the hosts without any switch counting them; None if all are counted.
+    """Return how many packets were lost without any switch counting them; None if the switches count all drops.
 
-    BMv2 says nothing of a packet that finds its queue full: it is what the hosts sent, less what is accounted for.
+    BMv2 does not count packets dropped at a full queue: they are the packets the hosts sent, less all counted ones.
     """
     if all(account.tail_drops is not None for account in accounts.switches.values()):
         return None
@@ -80,12 +81,12 @@ def uncounted_tails(layout: Layout, accounts: Accounts) -> int | None:
 
 
 def _received(hosts: list[HostPlan], accounts: Accounts) -> Comparison:
-    """Compare host by host what arrived with what the program let out of the host's port."""
+    """Compare for each host the frames received with those that the program forwarded to its port."""
     received = {host.name: accounts.nics[host.name].received for host in hosts}
     forwarded = {host.name: accounts.switches[host.switch].count("FORWARDED", ports=[host.port]) for host in hosts}
     differing = [name for name in received if received[name] != forwarded[name]]
     note = (
-        f"Each of the {len(hosts)} hosts alone agrees, too."
+        f"They also agree for each of the {len(hosts)} hosts."
         if not differing
         else _difference(differing, received, forwarded)
     )
@@ -99,18 +100,18 @@ def _received(hosts: list[HostPlan], accounts: Accounts) -> Comparison:
 
 
 def _sent(hosts: list[HostPlan], accounts: Accounts) -> Comparison:
-    """Compare what hosts sent with what came out at hosts or was dropped on the way."""
+    """Compare the frames that hosts sent with those forwarded to hosts or dropped on the way."""
     sent = sum(accounts.nics[host.name].sent for host in hosts)
     forwarded = _at_hosts(hosts, accounts, "FORWARDED")
     dropped = _dropped(accounts.switches.values())
     tails = [account.tails() for account in accounts.switches.values()]
     counted = f"{forwarded:,} forwarded, {dropped:,} dropped by the program"
-    what = "Frames sent by hosts, and what became of them"
+    what = "Frames sent by hosts, and their fate"
     if None in tails:
         rest = sent - forwarded - dropped
-        note = f"The other {rest:,} found a queue full; BMv2 does not count those."
+        note = f"The other {rest:,} were dropped at a full queue, which BMv2 does not count."
         return Comparison(
-            what, f"{sent:,}", counted, None if rest >= 0 else False, note if rest >= 0 else "More than was sent."
+            what, f"{sent:,}", counted, None if rest >= 0 else False, note if rest >= 0 else "More than were sent."
         )
     full = sum(tail for tail in tails if tail is not None)
     return Comparison(what, f"{sent:,}", f"{counted}, {full:,} at a full queue", sent == forwarded + dropped + full)
@@ -119,9 +120,9 @@ def _sent(hosts: list[HostPlan], accounts: Accounts) -> Comparison:
 def _gradients(hosts: list[HostPlan], accounts: Accounts, ledgers: Sequence[Mapping[str, Any]]) -> Comparison:
     """Compare the data packets of the ledgers with those of the switches.
 
-    A packet is forwarded to a host once, and dropped or lost at a full queue once, wherever on its way. A switch tells
-    data from control by the queue that the packet asks for: control asks for the most urgent, which data never does.
-    What exceeds a share is moved to the lowest queue, and counted under the queue that it asked for.
+    Each packet is counted once: as forwarded to a host, or as dropped by policy or at a full queue anywhere on its way.
+    A switch tells data from control packets by the queue in their tag: only control packets use the most urgent one.
+    A packet beyond its job's share is moved to the lowest queue, and OVER_SHARE is counted under its tagged queue.
     """
     at: dict[str, list[int]] = {}
     for host in hosts:
@@ -135,26 +136,26 @@ def _gradients(hosts: list[HostPlan], accounts: Accounts, ledgers: Sequence[Mapp
         seen -= account.count("OVER_SHARE", ports=ports, queues=[Queue.CONTROL])
         doubtful += _moved_between_switches(account, ports)
     sent = sum(ledger["sent"] for ledger in ledgers)
-    what = "Gradient packets, sent by the ledgers and seen by the switches"
+    what = "Gradient packets, sent by hosts and seen by switches"
     if None in tails:
         rest = sent - seen
-        note = "None was lost at a full queue." if not rest else f"The other {rest:,} found a queue full, uncounted."
+        note = "None was dropped at a full queue." if not rest else f"The other {rest:,} were dropped, uncounted."
         return Comparison(
             what, f"{sent:,}", f"{seen:,}", rest == 0 or (None if rest > 0 else False), note if rest >= 0 else ""
         )
     full = sum(tail for tail in tails if tail is not None)
     seen += full
-    note = f"{full:,} of them found a queue full."
+    note = f"{full:,} of them were dropped at a full queue."
     if 0 < seen - sent <= doubtful:
-        note += f" As many as {doubtful:,} of those may have been control packets over the job's share."
+        note += f" Up to {doubtful:,} of those may have been control packets beyond the job's share."
         return Comparison(what, f"{sent:,}", f"{seen:,}", None, note)
     return Comparison(what, f"{sent:,}", f"{seen:,}", sent == seen, note)
 
 
 def _moved_between_switches(account: SwitchAccount, host_ports: Sequence[int]) -> int:
-    """Return how many packets that found the lowest queue full on their way to another switch may have been control.
+    """Return how many packets dropped at a full lowest queue toward another switch may have been control packets.
 
-    At a host's port those are known: what was moved there is counted, and was forwarded or lost there.
+    At a host's port their number is exact: each moved packet is counted there, and was forwarded or dropped there.
     """
     ports = {place.port for place in account.events} - set(host_ports)
     moved = account.count("OVER_SHARE", ports=ports, queues=[Queue.CONTROL])
@@ -162,7 +163,7 @@ def _moved_between_switches(account: SwitchAccount, host_ports: Sequence[int]) -
 
 
 def _policy(accounts: Accounts, ledgers: Sequence[Mapping[str, Any]]) -> Comparison:
-    """Check that the hosts know of everything that was dropped by choice, and that nothing protected was."""
+    """Check that the hosts' ledgers cover all packets dropped by policy, and that none of these was of class 0."""
     dropped = sum(account.count("POLICY_DROP") for account in accounts.switches.values())
     never = sum(
         packets
@@ -171,9 +172,9 @@ def _policy(accounts: Accounts, ledgers: Sequence[Mapping[str, Any]]) -> Compari
         if place.event == "POLICY_DROP" and place.drop_class == 0
     )
     known = sum(ledger["lost"] + ledger["retransmitted"] for ledger in ledgers)
-    note = f"Of class 0, never to be dropped: {never:,}. A packet may be sent again without need."
+    note = f"{never:,} of class 0, which must never be dropped. Packets may be retransmitted without need."
     return Comparison(
-        "Lost or sent again, and dropped by choice (at most as many)",
+        "Packets lost or retransmitted, and packets dropped by policy (at most as many)",
         f"{known:,}",
         f"{dropped:,}",
         dropped <= known and not never,
@@ -190,7 +191,7 @@ def _rate(layout: Layout, hosts: list[HostPlan], accounts: Accounts) -> Comparis
     name = max(asked, key=lambda name: accounts.busiest_bps[name] / asked[name])
     busiest = accounts.busiest_bps[name]
     allowed = asked[name] * (1 + RATE_TOLERANCE + accounts.late_s / RATE_WINDOW_S)
-    late = f" A switch was up to {1e3 * accounts.late_s:.0f} ms late, and made up for it." if accounts.late_s else ""
+    late = f" A switch was up to {1e3 * accounts.late_s:.0f} ms late and caught up." if accounts.late_s else ""
     return Comparison(
         "Busiest second of any port, and its rate",
         f"{busiest / 1e6:.2f} Mbit/s",
@@ -205,7 +206,7 @@ def _at_hosts(hosts: Iterable[HostPlan], accounts: Accounts, event: str) -> int:
 
 
 def _dropped(switches: Iterable[SwitchAccount]) -> int:
-    """Return the packets that the program has dropped: by policy, for want of a route, or as no router may forward."""
+    """Return the packets that the program has dropped: by policy, without a route, or as invalid (TTL, checksum)."""
     return sum(account.count(event) for account in switches for event in ("POLICY_DROP", "NO_ROUTE", "REFUSED"))
 
 

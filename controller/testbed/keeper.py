@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that holds a testbed while it is up: Mininet's namespaces live as long as the shells it keeps in them.
 
-``python -m dlcp.controller.testbed.keeper`` reads a layout from its standard input, builds it, says that it is ready,
-starts again each switch that ends, and removes everything when it is told to end.
+``python -m dlcp.controller.testbed.keeper`` reads a layout from standard input, builds it, prints that it is ready,
+restarts each switch that exits, and removes everything on SIGTERM, SIGINT or SIGHUP.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ from dlcp.controller.testbed.layout import KEEPER_READY, Layout, ProcessId, Stat
 from dlcp.controller.testbed.network import Network
 
 SUPERVISE_S: Final = 0.2
-"""How often it looks whether all switches run. Chosen by us: a switch is away for longer than this anyway."""
+"""Interval at which it checks that all switches run: short beside the time that a restart takes."""
 
 
 def keep(layout: Layout) -> None:
-    """Hold a testbed until a signal says stop.
+    """Build a testbed and hold it until a signal.
 
     Raises
     ------
     TestbedError
-        A part could not be made.
+        A part could not be created.
     """
     files = StateFile(layout.name)
     files.write(TestbedState(layout, ProcessId.of(os.getpid()), tuple(layout.namespaces)))
@@ -51,7 +51,7 @@ def keep(layout: Layout) -> None:
 
 
 def main() -> int:
-    """Hold the testbed that standard input lays out; return the exit status."""
+    """Hold the testbed whose layout is on standard input; return the exit status."""
     try:
         keep(msgspec.json.decode(sys.stdin.buffer.read(), type=Layout))
     except (TestbedError, OSError) as error:

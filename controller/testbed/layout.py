@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a testbed is built of, and what it leaves on disk while it is up.
+"""The parts of a testbed, and its state on disk while it is up.
 
-With its state on disk, any later command finds a testbed, and can remove it after a crash.
+From the state on disk, any later command can find a testbed, and remove it after a crash.
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ from dlcp.controller.testbed.namespaces import NamedNamespace, free_ports
 from dlcp.controller.testbed.requirements import SwitchKind
 
 RUN_FOLDER: Final = Path("/run/dlcp")
+"""Folder of logs and states; a reboot empties it, and removes the namespaces."""
 KEEPER_READY: Final = "testbed ready"
-"""What a testbed's keeper prints once everything is built."""
-"""Where logs and the state are; emptied by every start of the machine, as the namespaces are."""
+"""The line that a testbed's keeper prints once everything is built."""
 INTERFACE_NAME_MAX: Final = 15
-"""Longest name the kernel takes for an interface (IFNAMSIZ without its final zero)."""
+"""Longest interface name that the kernel allows (IFNAMSIZ without its final zero)."""
 
 
 @dataclass(frozen=True)
 class PortPlan:
-    """One port of a switch: its interface in the switch's namespace, its rate, and how deep its queues are."""
+    """One port of a switch: its interface in the switch's namespace, its rate, and the depth of its queues."""
 
     number: int
     interface: str
@@ -39,7 +39,7 @@ class PortPlan:
 
 @dataclass(frozen=True)
 class SwitchPlan:
-    """One switch: its namespace, its ports, and where on this machine's loopback it answers P4Runtime and Thrift."""
+    """One switch: its namespace, its ports, and the ports of this machine's loopback for its P4Runtime and Thrift."""
 
     name: str
     device_id: int
@@ -51,7 +51,7 @@ class SwitchPlan:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """One host: its namespace, addresses, and the switch port it is at."""
+    """One host: its namespace, its addresses, and its switch port."""
 
     name: str
     namespace: str
@@ -70,7 +70,7 @@ class Layout:
     name
         Prefix of its namespaces and files.
     kind
-        Which switches it has.
+        The kind of its switches.
     trunks
         Links between switches, by their two ends.
     mtu_bytes
@@ -94,7 +94,7 @@ class Layout:
         return next(switch for switch in self.switches if switch.name == name)
 
     def spread(self, count: int) -> tuple[HostPlan, ...]:
-        """Return so many hosts, of each switch in turn, so that what they say to one another crosses the fabric."""
+        """Return ``count`` hosts, taken from each switch in turn, so that their traffic crosses the fabric."""
         by_switch: dict[str, list[HostPlan]] = {}
         for host in self.hosts:
             by_switch.setdefault(host.switch, []).append(host)
@@ -103,12 +103,12 @@ class Layout:
 
 
 def lay_out(fabric: Fabric, kind: SwitchKind, name: str) -> Layout:
-    """Return how to build a fabric with switches of one kind, whatever kinds the fabric has.
+    """Return the layout of a fabric whose switches are all of one kind, whatever kinds the fabric names.
 
     Raises
     ------
     TestbedError
-        The fabric asks for what a testbed cannot do, or names are too long.
+        A testbed cannot provide a port's rate or queue depths, or a name is too long.
     """
     free = iter(free_ports(2 * len(fabric.switches)))
     switches = tuple(
@@ -139,12 +139,12 @@ def _port(fabric: Fabric, port: Port, interface: str) -> PortPlan:
     queueing = fabric.queueing_at(port)
     if len(interface) > INTERFACE_NAME_MAX:
         raise TestbedError(
-            f"{port}: {interface!r} is longer than the {INTERFACE_NAME_MAX} letters of an interface's name"
+            f"{port}: interface name {interface!r} is longer than {INTERFACE_NAME_MAX} characters; give a shorter one"
         )
     if not queueing.rate_bps:
-        raise TestbedError(f"{port} has no rate, so nothing would ever queue there; give its link a rate_bps")
+        raise TestbedError(f"{port} has no rate, so no packet would ever queue there; give its link a rate_bps")
     if len(set(queueing.depths())) > 1:
-        raise TestbedError(f"{port}: a testbed's queues are equally deep; give one depth_packets")
+        raise TestbedError(f"{port}: a testbed's queues must be equally deep; give a single depth_packets")
     return PortPlan(port.number, interface, queueing.rate_bps, queueing.depths()[0])
 
 
@@ -155,19 +155,19 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process that can be told from a later one with the same number: by when it started, in ticks since boot."""
+    """A process, identified by its id and its start time in ticks since boot: ids are reused."""
 
     pid: int
     started: int
 
     @classmethod
     def of(cls, pid: int) -> "ProcessId":
-        """Return the identity of a process that runs now.
+        """Return the identity of a running process.
 
         Raises
         ------
         ProcessLookupError
-            There is none.
+            No process has this id.
         """
         started = _started(pid)
         if started is None:
@@ -180,7 +180,7 @@ class ProcessId:
         return _started(self.pid) == self.started
 
     def end(self, deadline_s: float = KEEPER_DEADLINE_S) -> None:
-        """End it, politely first, if it runs."""
+        """End it if it runs: with SIGTERM, and with SIGKILL after ``deadline_s`` seconds."""
         for number, patience_s in ((signal.SIGTERM, deadline_s), (signal.SIGKILL, 5.0)):
             if self.alive:
                 os.kill(self.pid, number)
@@ -189,7 +189,7 @@ class ProcessId:
 
 @dataclass(frozen=True)
 class StartedSwitch:
-    """A switch that was started, and how often it had to be started again."""
+    """A started switch, and how often it has been restarted."""
 
     process: ProcessId
     restarts: int = 0
@@ -197,18 +197,18 @@ class StartedSwitch:
 
 @dataclass(frozen=True)
 class TestbedState:
-    """A testbed, whole or half made.
+    """A testbed, complete or partly built.
 
     Parameters
     ----------
     layout
-        Everything it consists of. It is on disk before the first part is made.
+        All of its parts. It is on disk before the first part is created.
     keeper
         The process that holds it.
     namespaces
         The names of its network namespaces.
     ready
-        Whether all of it was made.
+        Whether it is complete.
     switches
         The switches that have been started, by name.
     """
@@ -229,7 +229,7 @@ class TestbedState:
 
 @dataclass(frozen=True)
 class Traces:
-    """The part of a testbed's state that it takes to remove it; any version's, for it has to go whoever made it."""
+    """The part of a testbed's state that is needed to remove it, even one that another version of DLCP created."""
 
     keeper: ProcessId
     namespaces: tuple[str, ...]
@@ -238,7 +238,7 @@ class Traces:
 
 @dataclass(frozen=True)
 class StateFile:
-    """The file and the other traces of the testbed of one name."""
+    """The state file of the testbed of one name, and its other files."""
 
     name: str = "dlcp"
 
@@ -247,35 +247,35 @@ class StateFile:
         return RUN_FOLDER / f"{self.name}{suffix}"
 
     def read(self) -> TestbedState | None:
-        """Return what is on disk, None if there is no testbed.
+        """Return the state on disk; None if there is no testbed.
 
         Raises
         ------
         TestbedError
-            The file is not what :meth:`write` wrote.
+            The file is not one that :meth:`write` wrote.
         """
         return self._decode(TestbedState)
 
     def write(self, state: TestbedState) -> None:
-        """Put a state in place of the one on disk, at once."""
+        """Replace the state on disk atomically."""
         RUN_FOLDER.mkdir(parents=True, exist_ok=True)
         partial = self.path(f".json.{os.getpid()}")
         partial.write_bytes(msgspec.json.encode(state))
         partial.replace(self.path(".json"))
 
     def update_switch(self, name: str, switch: StartedSwitch) -> None:
-        """Note that a switch runs as this process now."""
+        """Record the current process of a switch."""
         state = self.read()
         assert state is not None
         self.write(dataclasses.replace(state, switches={**state.switches, name: switch}))
 
     def remove(self) -> int:
-        """Take down the testbed that is on disk, whole or half made; return how many processes had to be ended.
+        """Take down the testbed on disk, complete or partly built; return the number of processes ended.
 
         Raises
         ------
         TestbedError
-            A process does not end, or a namespace cannot be removed; the state stays, so it can be tried again.
+            A process does not end, or a namespace cannot be removed. The state stays, so that it can be retried.
         """
         state = self._decode(Traces)
         if state is None:
@@ -299,12 +299,12 @@ class StateFile:
             return None
         except msgspec.DecodeError as error:
             raise TestbedError(
-                f"{self.path('.json')} is no testbed's state: {error}; remove it, and what `ip netns list` shows of it"
+                f"{self.path('.json')} is not a testbed's state: {error}; remove it, and its namespaces in `ip netns`"
             ) from None
 
 
 def _started(pid: int) -> int | None:
-    """Return when a process started, None if it has ended; one that only waits to be reaped has."""
+    """Return a process's start time in ticks since boot; None if it has ended. A zombie has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Testbeds come and go: up, found again by a later command, and down, also after a crash."""
+"""Bring a testbed up, find it from a later command, and take it down, even after a crash."""
 
 import dataclasses
 import json
 import os
 import subprocess
 import time
-from multiprocessing.connection import wait  # select.select knows no descriptors from 1024 on
+from multiprocessing.connection import wait  # select.select does not support descriptors above 1023
 from typing import IO, Final
 
 import msgspec
@@ -20,41 +20,41 @@ from dlcp.controller.testbed.programming import Controller, with_addresses
 from dlcp.controller.testbed.requirements import SwitchKind, missing
 
 UP_DEADLINE_S: Final = 120.0
-"""Building takes some 0.2 s a node; Numba's first compilation in a switch takes the most."""
+"""Building takes about 0.2 s per node. Numba's first compilation in a switch takes the longest."""
 FABRIC: Final = ".fabric.json"
-"""Which file has the fabric of a testbed that is up; ``dlcp fabric`` takes it."""
+"""Suffix of the file with the fabric of a testbed that is up; ``dlcp fabric`` accepts that file."""
 
 
 def up(fabric: Fabric, kind: SwitchKind, name: str) -> TestbedState:
-    """Bring a testbed up, leave it to a process of its own, and program its switches.
+    """Bring a testbed up in a process of its own, and program its switches.
 
     Parameters
     ----------
     fabric
-        What to build. Its switches' kinds and addresses do not count: they are the testbed's.
+        The fabric to build. The testbed replaces the kinds and addresses of its switches.
     kind
-        Which switches to build it with.
+        The kind of its switches.
     name
         Prefix of its namespaces and files.
 
     Raises
     ------
     TestbedError
-        Something it needs is missing, one of this name is up, or it could not be made; then nothing is left of it.
+        A requirement is missing, a testbed of this name is up, or it could not be created; then nothing is left of it.
     """
     layout = lay_out(fabric, kind, name)
     lacking = missing(layout.kind)
     if lacking:
-        raise TestbedError("a testbed needs\n" + "\n".join(f"  {line}" for line in lacking))
+        raise TestbedError("a testbed needs the following:\n" + "\n".join(f"  {line}" for line in lacking))
     files = StateFile(layout.name)
     state = files.read()
     if state is not None and state.alive:
-        raise TestbedError(f"testbed {layout.name!r} is up already; `dlcp testbed down` first")
+        raise TestbedError(f"testbed {layout.name!r} is already up; run `dlcp testbed down` first")
     files.remove()
     taken = [name for name in layout.namespaces if NamedNamespace(name).exists]
     if taken:
         raise TestbedError(
-            f"network namespace {taken[0]} exists and is not ours: `ip netns delete {taken[0]}`, or --name"
+            f"network namespace {taken[0]} already exists; run `ip netns delete {taken[0]}`, or choose another --name"
         )
     try:
         _start_keeper(layout, files)
@@ -73,23 +73,23 @@ def fabric_of(name: str) -> Fabric:
 
 
 def find(name: str) -> TestbedState:
-    """Return the testbed of a name.
+    """Return the testbed of that name.
 
     Raises
     ------
     TestbedError
-        There is none, or it has crashed.
+        It is not up, or has crashed.
     """
     state = StateFile(name).read()
     if state is None:
-        raise TestbedError(f"no testbed {name!r} is up; `dlcp testbed up` makes one")
+        raise TestbedError(f"testbed {name!r} is not up; run `dlcp testbed up`")
     if not (state.alive and state.ready):
-        raise TestbedError(f"testbed {name!r} has crashed; `dlcp testbed down` removes what it left")
+        raise TestbedError(f"testbed {name!r} has crashed; `dlcp testbed down` removes its remains")
     return state
 
 
 def down(name: str) -> int:
-    """Take a testbed down, whatever state it is in; return how many processes had to be ended.
+    """Take a testbed down in any state; return the number of processes ended.
 
     Raises
     ------
@@ -100,11 +100,11 @@ def down(name: str) -> int:
 
 
 def _start_keeper(layout: Layout, files: StateFile) -> None:
-    """Start the process that holds the testbed, and wait until it says that all is made."""
+    """Start the process that holds the testbed, and wait until it reports that the testbed is ready."""
     log_path = files.path(".keeper.log")
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
-        # In a session of its own, so that it stays when the terminal goes.
+        # In a session of its own, so that it outlives the terminal.
         keeper = subprocess.Popen(
             python_command("dlcp.controller.testbed.keeper"),
             stdin=subprocess.PIPE,
@@ -119,11 +119,11 @@ def _start_keeper(layout: Layout, files: StateFile) -> None:
         keeper.stdin.close()
         if not _says_ready(keeper.stdout):
             said = log_path.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
-            raise TestbedError(f"testbed {layout.name!r} was not made: {said or 'it did not say why'}")
+            raise TestbedError(f"cannot build testbed {layout.name!r}: {said or 'its log is empty'}")
 
 
 def _says_ready(output: IO[bytes]) -> bool:
-    """Read lines until the one that says ready; say whether it came, and in time."""
+    """Read until the ready line; return whether it came within ``UP_DEADLINE_S``."""
     deadline_s = time.monotonic() + UP_DEADLINE_S
     pending = b""
     while wait([output.fileno()], max(0.0, deadline_s - time.monotonic())):

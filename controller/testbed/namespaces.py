@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Network namespaces with names, which outlive the process that made them: what ``ip netns`` shows.
+"""Named network namespaces, as ``ip netns`` shows them, which outlive the process that created them.
 
-A name keeps a namespace in being, so no other can take its place, and whatever runs in it can be found and ended, also
-after a crash. A switch answers P4Runtime (and BMv2 Thrift, on all addresses, to anyone) only within its own namespace:
-controllers are outside, and reach it at an address of this machine's loopback that leads in.
+The name keeps the namespace alive, so that the processes in it can be found and ended, even after a crash. A switch
+serves P4Runtime (and BMv2 also Thrift, on all addresses and without authentication) only within its own namespace.
+Controllers run outside, and reach it through a proxy on this machine's loopback.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.namespace import enter
 
 _FOLDER: Final = Path("/run/netns")
-"""Where iproute2 keeps the names."""
+"""iproute2's folder of named namespaces."""
 END_DEADLINE_S: Final = 5.0
 
 _T = TypeVar("_T")
 
 
 class NamedNamespace:
-    """A network namespace that has a name.
+    """A named network namespace.
 
     Parameters
     ----------
@@ -43,12 +43,12 @@ class NamedNamespace:
 
     @property
     def path(self) -> str:
-        """The file that stands for it."""
+        """The file that represents it."""
         return str(_FOLDER / self.name)
 
     @property
     def exists(self) -> bool:
-        """Whether there is a namespace of this name."""
+        """Whether a namespace of this name exists."""
         return Path(self.path).exists()
 
     def attach(self, pid: int) -> None:
@@ -57,12 +57,12 @@ class NamedNamespace:
         Raises
         ------
         TestbedError
-            The name is taken, or namespaces cannot be given names here.
+            The name is taken, or this system does not allow named namespaces.
         """
         ip("netns", "attach", self.name, str(pid))
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Call a function in a thread that is in this namespace; sockets it makes stay in there."""
+        """Call a function in a thread in this namespace. Sockets that it opens stay in the namespace."""
         results: list[_T] = []
         errors: list[BaseException] = []
 
@@ -85,16 +85,16 @@ class NamedNamespace:
         return self.call(lambda: subprocess.Popen(argv, **options))
 
     def pids(self) -> list[int]:
-        """Return the processes that are in this namespace."""
+        """Return the ids of the processes in this namespace."""
         return [int(pid) for pid in ip("netns", "pids", self.name).split()] if self.exists else []
 
     def clear(self) -> int:
-        """End all processes in this namespace, politely first, and return how many there were.
+        """End all processes in this namespace, first with SIGTERM, then with SIGKILL; return how many there were.
 
         Raises
         ------
         TestbedError
-            Some did not end.
+            A process does not end.
         """
         began = self.pids()
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -103,23 +103,23 @@ class NamedNamespace:
             came_true(lambda: not self.pids(), END_DEADLINE_S)
         left = self.pids()
         if left:
-            raise TestbedError(f"namespace {self.name}: processes {left} do not end; they wait in the kernel")
+            raise TestbedError(f"namespace {self.name}: processes {left} do not end: they are blocked in the kernel")
         return len(began)
 
     def remove(self) -> None:
-        """End what runs in it, and let it and its interfaces go."""
+        """End its processes, and delete it with its interfaces."""
         if self.exists:
             self.clear()
             ip("netns", "delete", self.name)
 
 
 def run_in(namespace: NamedNamespace, *argv: str) -> str:
-    """Run a program to its end in a namespace and return what it prints.
+    """Run a program in a namespace, wait for it, and return its output.
 
     Raises
     ------
     TestbedError
-        With what it said.
+        It failed; the message has its error output.
     """
     done = namespace.call(lambda: subprocess.run(argv, capture_output=True, text=True, check=False))
     if done.returncode:
@@ -128,12 +128,12 @@ def run_in(namespace: NamedNamespace, *argv: str) -> str:
 
 
 def ip(*arguments: str) -> str:
-    """Run ``ip`` of iproute2 and return what it prints.
+    """Run iproute2's ``ip`` and return its output.
 
     Raises
     ------
     TestbedError
-        With what it said.
+        It failed; the message has its error output.
     """
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -155,7 +155,7 @@ _CHUNK_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True)
 class Way:
-    """A port of this machine's loopback that leads to one of a namespace's."""
+    """A port of this machine's loopback that is forwarded to a port of a namespace's loopback."""
 
     outside: int
     namespace: str
@@ -163,12 +163,12 @@ class Way:
 
 
 class Doorways(Closing):
-    """Carries connections along ways, in a thread; a context manager.
+    """Forwards connections into namespaces, in a thread; a context manager.
 
     Parameters
     ----------
     ways
-        From where to where.
+        The ports to forward.
 
     Raises
     ------
@@ -184,10 +184,10 @@ class Doorways(Closing):
             asyncio.run_coroutine_threadsafe(self._open(ways), self._loop).result(_START_DEADLINE_S)
         except OSError as error:
             self.close()
-            raise TestbedError(f"no way in to the switches: {error.strerror}") from error
+            raise TestbedError(f"cannot listen for connections to the switches: {error.strerror}") from error
 
     def close(self) -> None:
-        """Let no more connections in; those there are end with this process."""
+        """Accept no more connections; open ones end with this process."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_START_DEADLINE_S)
 
@@ -206,26 +206,26 @@ def connect(namespace: str, port: int) -> socket.socket:
     Raises
     ------
     OSError
-        Nobody answers.
+        No server answers.
     """
     return NamedNamespace(namespace).call(lambda: socket.create_connection((LOOPBACK, port), timeout=5))
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of this machine's loopback that nobody uses now."""
+    """Return ports of this machine's loopback that are free now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
         return [sock.getsockname()[1] for sock in sockets]
 
 
 async def _carry(way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Carry one connection, until either end closes it."""
+    """Forward one connection until either end closes it."""
     try:
         inside = await asyncio.to_thread(connect, way.namespace, way.inside)
         inside.setblocking(False)
         far_reader, far_writer = await asyncio.open_connection(sock=inside)
     except OSError:
-        writer.close()  # the switch is away; the controller tries again
+        writer.close()  # the switch is down; the controller retries
         return
     await asyncio.gather(_pass_on(reader, far_writer), _pass_on(far_reader, writer))
 

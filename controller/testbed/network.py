@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mininet's nodes and links for a layout, with switches that are programs of ours."""
+"""Mininet's nodes and links for a layout, with switches that run as separate programs."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from dlcp.namespace import CONGESTION_CONTROL, HOST_INTERFACE, turn_off_offloads
 if TYPE_CHECKING:
 
     class _Switch:
-        """What we use of ``mininet.node.Switch``; Mininet has no types."""
+        """The parts of ``mininet.node.Switch`` used here; Mininet has no type hints."""
 
         def __init__(self, name: str, **params: Any) -> None: ...
         def stop(self, *args: Any, **options: Any) -> None: ...
@@ -30,7 +30,7 @@ class ProgramSwitch(_Switch):
     name
         Mininet's name for it.
     program
-        What plays it.
+        The program that implements it.
     """
 
     def __init__(self, name: str, *, program: SwitchProgram, **params: Any) -> None:
@@ -42,24 +42,24 @@ class ProgramSwitch(_Switch):
         self.program.start()
 
     def stop(self, *args: Any, **options: Any) -> None:
-        """End the program; the rest, interfaces and shell, goes as Mininet is told."""
+        """End the program; Mininet removes the interfaces and the shell."""
         self.program.stop()
         super().stop(*args, **options)
 
     def connected(self) -> bool:
-        """Say whether the program runs."""
+        """Return whether the program runs."""
         return self.program.running
 
 
 class Network:
-    """A layout as a running Mininet.
+    """A running Mininet network.
 
     Parameters
     ----------
     layout
-        What to build.
+        The network to build.
     files
-        Where the switches' processes are noted, and their logs go.
+        Files for the state, where the switches' processes are recorded, and for the logs.
     """
 
     def __init__(self, layout: Layout, files: StateFile) -> None:
@@ -76,7 +76,7 @@ class Network:
         Raises
         ------
         TestbedError
-            A part could not be made.
+            A part could not be created.
         """
         nodes = {plan.name: self._add_switch(plan) for plan in self._layout.switches}
         nodes |= {plan.name: self._add_host(plan) for plan in self._layout.hosts}
@@ -97,7 +97,7 @@ class Network:
         self._doorways = Doorways([way for program in self._programs.values() for way in program.ways])
 
     def supervise(self) -> None:
-        """Start again each switch that has ended: empty, as a switch that was switched off and on."""
+        """Restart each switch that has exited. It starts empty, as after a power cycle."""
         for name, program in self._programs.items():
             if not program.running:
                 self._restarts[name] += 1
@@ -123,7 +123,7 @@ class Network:
         return self._named(node, plan.namespace)
 
     def _add_host(self, plan: HostPlan) -> Any:
-        # Without an address here, for Mininet would set it through ifconfig, which cannot choose the route.
+        # No address here: Mininet would set it with ifconfig, which cannot choose the route.
         return self._named(self._mininet.addHost(plan.name, ip=None), plan.namespace)
 
     def _named(self, node: Any, name: str) -> Any:
@@ -143,7 +143,7 @@ class Network:
         return next(plan.interface for plan in self._layout.switch(switch).ports if plan.number == port)
 
     def _introduce(self, host: HostPlan) -> None:
-        """Give a host its address, its route, and all its neighbours: no address resolution crosses the switches."""
+        """Set a host's address, routes and neighbours, so that no ARP crosses the switches."""
         namespace = NamedNamespace(host.namespace)
         mtu = str(self._layout.mtu_bytes)
         run_in(namespace, "ip", "link", "set", HOST_INTERFACE, "down")
@@ -170,6 +170,6 @@ class Network:
 
 
 def _disable_ipv6() -> None:
-    """Keep IPv6 off all interfaces of the caller's namespace, those still to come too: the switches route IPv4."""
+    """Disable IPv6 on all current and future interfaces of the caller's namespace: the switches route only IPv4."""
     for which in ("all", "default"):
         Path(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6").write_text("1", encoding="ascii")

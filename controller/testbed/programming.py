@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller of a testbed for as long as something runs over it, in a thread."""
+"""The controller of a testbed, which runs in a thread while the testbed is in use."""
 
 import asyncio
 import dataclasses
@@ -21,13 +21,13 @@ from dlcp.switch import EventCount
 PROGRAM_DEADLINE_S: Final = 30.0
 READ_DEADLINE_S: Final = 20.0
 _EVERY_S: Final = 5.0
-"""How often the switches' state is compared with what it should be. A lost connection is noticed at once."""
+"""Interval between comparisons of the switches with the wanted state. A lost connection is noticed at once."""
 
 _T = TypeVar("_T")
 
 
 def with_addresses(fabric: Fabric, layout: Layout) -> Fabric:
-    """Return a fabric with the kind and the addresses that its switches have in a testbed."""
+    """Return a fabric with the switch kind and the addresses of a testbed."""
     switches = tuple(
         dataclasses.replace(
             switch,
@@ -45,17 +45,17 @@ def with_addresses(fabric: Fabric, layout: Layout) -> Fabric:
 
 
 class Controller(Closing):
-    """Keeps the switches of a testbed as a fabric wants them; a context manager. When made, they are so.
+    """Programs the switches of a testbed and keeps them so; a context manager. The constructor waits until they are.
 
     Parameters
     ----------
     fabric
-        What should be, with the testbed's addresses.
+        The wanted state, with the testbed's addresses.
 
     Raises
     ------
     TestbedError
-        A switch was not reached, or did not take its entries, in time.
+        A switch was not reached or programmed in time.
     """
 
     def __init__(self, fabric: Fabric) -> None:
@@ -74,29 +74,29 @@ class Controller(Closing):
 
     @property
     def installs(self) -> int:
-        """How often a switch had to be given the program: once each, and again after every restart."""
+        """Number of program installations: one for each switch, and one for each restart."""
         return sum(state.installs for state in self._watcher.states.values())
 
     def events(self, name: str) -> tuple[EventCount, ...]:
-        """Return what the program of a switch has counted until now.
+        """Return the event counters of a switch.
 
         Raises
         ------
         TestbedError
-            It does not answer.
+            The switch does not answer.
         """
         try:
             return self._call(self._read(name)).events
         except (ControlError, FutureTimeoutError) as error:
-            raise TestbedError(f"switch {name} does not tell its counters: {error}") from error
+            raise TestbedError(f"cannot read the counters of switch {name}: {error}") from error
 
     def close(self) -> None:
-        """Leave the switches as they are.
+        """Disconnect from the switches, which keep their state.
 
         Raises
         ------
         TestbedError
-            A connection to a switch does not end.
+            A connection to a switch does not close.
         """
         self._task.cancel()
         try:
@@ -127,6 +127,6 @@ class Controller(Closing):
 
 
 async def _settle() -> None:
-    """Let cancelled tasks end."""
+    """Wait for the cancelled tasks to end."""
     current = asyncio.current_task()
     await asyncio.gather(*(task for task in asyncio.all_tasks() if task is not current), return_exceptions=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a testbed needs on the machine, which package brings what is missing, and Mininet, wherever it is installed.
+"""Check a testbed's requirements, name the packages that provide missing ones, and load Mininet.
 
-Debian installs Mininet for the system's Python only. It is plain Python that imports only the standard library, so it
-is loaded from its own folder: adding that folder to the path would let every other package of the system in.
+Debian installs Mininet for the system's Python only. It is pure Python that imports only the standard library, so it is
+loaded directly from its folder: adding the parent folder to ``sys.path`` would expose all other system packages.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from dlcp.controller.testbed import TestbedError
 SwitchKind = Literal["builtin", "bmv2"]
 
 MININET_FOLDERS: Final = (Path("/usr/lib/python3/dist-packages/mininet"), Path("/usr/local/lib/python3/mininet"))
-"""Where Debian's and Ubuntu's package, or Mininet's own installer, put its Python package."""
+"""Mininet's Python package, as installed by Debian's or Ubuntu's package, or by Mininet's own installer."""
 _PROGRAMS: Final = {
     "ip": "Debian's package iproute2",
     "tc": "Debian's package iproute2",
@@ -30,17 +30,17 @@ _BMV2: Final = "p4lang's package p4lang-bmv2 (https://build.opensuse.org/package
 
 
 def mininet_folder() -> Path | None:
-    """Return the folder of Mininet's Python package, None if there is none."""
+    """Return the folder of Mininet's Python package; None if it is not installed."""
     found = importlib.util.find_spec("mininet")
     places = [Path(place) for place in found.submodule_search_locations or ()] if found else []
     return next((place for place in (*places, *MININET_FOLDERS) if (place / "net.py").exists()), None)
 
 
 def missing(switch: SwitchKind) -> list[str]:
-    """Return what a testbed with this kind of switch lacks here, each with what brings it; empty if nothing."""
+    """Return the missing requirements of a testbed with this kind of switch, each with the package that provides it."""
     if sys.platform != "linux":
-        return [f"Linux: network namespaces are not a thing of {sys.platform}"]
-    lacking = [] if os.geteuid() == 0 else ["root: it makes network namespaces and opens packet sockets"]
+        return [f"Linux: {sys.platform} has no network namespaces"]
+    lacking = [] if os.geteuid() == 0 else ["root: it creates network namespaces and opens packet sockets"]
     lacking += [f"`{name}`: {source}" for name, source in _PROGRAMS.items() if shutil.which(name) is None]
     if mininet_folder() is None:
         lacking.append("Mininet's Python package: Debian's package mininet")
@@ -67,14 +67,14 @@ def load_mininet(module: str) -> Any:
     try:
         return importlib.import_module(f"mininet.{module}")
     finally:
-        logging.setLoggerClass(loggers)  # Mininet's, which it sets for all of the process, end no lines
+        logging.setLoggerClass(loggers)  # Mininet sets its own, whose loggers end no lines, for the whole process
 
 
 def mininet_network() -> Any:
     """Return an empty ``mininet.net.Mininet`` without controllers.
 
-    Mininet would raise the machine's own limits (buffers, file handles, neighbour tables) for networks of hundreds of
-    nodes, and leave them so. Ours is small, and the machine stays as it is.
+    By default, Mininet raises the machine's limits (buffers, file handles, neighbour tables) for networks of hundreds
+    of nodes, and does not restore them. A testbed is small, so the limits are left unchanged.
     """
     mininet = load_mininet("net").Mininet
     mininet.inited = True
@@ -86,7 +86,7 @@ def _load_package() -> None:
     if folder is None:
         raise TestbedError("Mininet's Python package is missing: install Debian's package mininet")
     if sys.version_info >= (3, 12):
-        importlib.import_module("setuptools")  # brings distutils, which Mininet 2.3 compares versions with
+        importlib.import_module("setuptools")  # provides distutils, which Mininet 2.3 imports
     spec = importlib.util.spec_from_file_location(
         "mininet", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )

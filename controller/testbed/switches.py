@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs that play the switches of a testbed: how each is started, and made to send at a port's rate.
+"""Start the switch programs of a testbed, and make them send at their ports' rates.
 
-BMv2's own rate is per priority queue: a port with k busy queues would send k times the rate, and strict priority would
-never bite. Instead, its egress interface has a token bucket (``tbf``) and its packet sockets have small send buffers.
-Then a send blocks while the interface is busy, and packets wait in BMv2's queues, as on a link of that rate.
+BMv2's own rate is per priority queue: a port with k busy queues would send at k times the rate, and strict priority
+would have no effect. Instead, its egress interfaces have a token bucket (``tbf``) and its packet sockets have small
+send buffers. Then a send blocks while the interface is busy, and packets wait in BMv2's queues, as on a link of that
+rate.
 """
 
 import contextlib
@@ -24,17 +25,17 @@ from dlcp.controller.testbed.namespaces import LOOPBACK, NamedNamespace, Way, co
 from dlcp.controller.testbed.requirements import SwitchKind
 
 _BURST_BYTES: Final = 3_028
-"""Two full frames: what may leave at once after a pause. Ours: less would cost rate whenever a timer is late."""
+"""Largest burst after a pause: two full frames. With less, the rate would fall whenever a timer is late."""
 _LIMIT_BYTES: Final = 262_144
 """More than a socket's send buffer holds, so that the token bucket itself never drops."""
 SEND_BUFFER_BYTES: Final = 8_192
-"""What a packet socket may hold, before the kernel doubles it: some seven full frames with their bookkeeping."""
+"""Send buffer of a packet socket, before the kernel doubles it: about seven full frames with their overhead."""
 _PIDFD_GETFD: Final = 438
 """Number of the system call, the same on every architecture."""
 
 
 def limit_rate(namespace: NamedNamespace, interface: str, rate_bps: int) -> None:
-    """Let an interface send ``rate_bps`` and no more, counted in Ethernet frames.
+    """Limit an interface to ``rate_bps``, counted in Ethernet frames.
 
     Raises
     ------
@@ -49,15 +50,15 @@ def limit_rate(namespace: NamedNamespace, interface: str, rate_bps: int) -> None
 
 
 def shrink_packet_buffers(pid: int) -> None:
-    """Make the send buffers of all packet sockets of a process small.
+    """Shrink the send buffers of all packet sockets of a process.
 
-    The sockets are reached from outside (``pidfd_getfd``): libpcap opens them with the machine's default, and has no
-    option for it; changing the default would be for every program of the machine.
+    The sockets are duplicated from outside (``pidfd_getfd``): libpcap opens them with the system default and has no
+    option for their size, and changing the default would affect every program of the machine.
 
     Raises
     ------
     TestbedError
-        The process cannot be reached into, or has no packet socket.
+        The process's sockets cannot be duplicated, or none is a packet socket.
     """
     pidfd = os.pidfd_open(pid)
     try:
@@ -78,14 +79,16 @@ def _sockets(pid: int) -> list[int]:
 
 
 def _shrink(pidfd: int, fd: int) -> bool:
-    """Make the send buffer of one socket of a process small; say whether it is a packet socket."""
+    """Shrink the send buffer of one socket of a process if it is a packet socket; return whether it is."""
     libc = ctypes.CDLL(None, use_errno=True)
     copy = libc.syscall(_PIDFD_GETFD, pidfd, fd, 0)
     if copy < 0:
         number = ctypes.get_errno()
         if number == errno.EBADF:  # closed since
             return False
-        raise TestbedError(f"cannot reach the switch's sockets: {os.strerror(number)}; it takes root and Linux 5.6")
+        raise TestbedError(
+            f"cannot duplicate the switch's sockets: {os.strerror(number)}; this needs root and Linux 5.6 or newer"
+        )
     with socket.socket(fileno=copy) as sock:
         if sock.family != socket.AF_PACKET:
             return False
@@ -97,19 +100,19 @@ _START_DEADLINE_S: Final = 60.0
 _STOP_DEADLINE_S: Final = 10.0
 CONTROL_PORT: Final = 9559
 THRIFT_PORT: Final = 9090
-"""The same in every switch's namespace, whose addresses are the switch's own."""
+"""These ports are the same for all switches: each has a namespace of its own."""
 PRIORITY_QUEUES: Final = 8
 
 
 class SwitchProgram(ABC):
-    """A switch as a process in its namespace. It starts empty: what it does, a controller tells it by P4Runtime.
+    """A switch as a process in its namespace. It starts without a program, which a controller installs over P4Runtime.
 
     Parameters
     ----------
     plan
-        Its ports and its socket.
+        Its namespace and its ports.
     files
-        Where its log goes.
+        The testbed's files, for its log.
     """
 
     kind: SwitchKind
@@ -127,7 +130,7 @@ class SwitchProgram(ABC):
 
     @property
     def ways(self) -> list[Way]:
-        """The ways in to its servers."""
+        """The forwarded ports of its servers."""
         return [Way(self.plan.control_port, self.plan.namespace, CONTROL_PORT)]
 
     @property
@@ -137,23 +140,23 @@ class SwitchProgram(ABC):
 
     @property
     def running(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start it, and return when it answers on its socket.
+        """Start the process, and wait until it accepts connections.
 
         Raises
         ------
         TestbedError
-            It ended, or did not answer in time; the message has what it said.
+            It exited, or did not answer in time; the message has the end of its log.
         """
         with self.log.open("ab") as log:
             self._process = self._popen(log)
         self._await_answer(self._process)
 
     def stop(self) -> None:
-        """End it, politely first."""
+        """End the process, first with SIGTERM, then by force."""
         if self._process is not None:
             end(self._process, _STOP_DEADLINE_S)
 
@@ -162,21 +165,21 @@ class SwitchProgram(ABC):
         return self.log.read_text(encoding="utf-8", errors="replace")[-1500:].strip() or "it printed nothing"
 
     def _popen(self, log: IO[bytes]) -> "subprocess.Popen[Any]":
-        # This way /sys shows it the interfaces of its namespace, where BMv2 looks for the state of its ports.
+        # `ip netns exec` remounts /sys for the namespace, where BMv2 reads the state of its ports.
         argv = ["ip", "netns", "exec", self.plan.namespace, *self.argv]
         return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def _await_answer(self, process: "subprocess.Popen[Any]") -> None:
         in_time = came_true(lambda: process.poll() is not None or self._answers(), _START_DEADLINE_S)
         if process.poll() is not None:
-            raise TestbedError(f"switch {self.plan.name} ended with status {process.returncode}: {self.said()}")
+            raise TestbedError(f"switch {self.plan.name} exited with status {process.returncode}: {self.said()}")
         if not in_time:
             raise TestbedError(
                 f"switch {self.plan.name} does not answer after {_START_DEADLINE_S:.0f} s: {self.said()}"
             )
 
     def _answers(self) -> bool:
-        """Say whether it listens for a controller."""
+        """Return whether it accepts connections of a controller."""
         try:
             connect(self.plan.namespace, CONTROL_PORT).close()
         except OSError:
@@ -185,7 +188,7 @@ class SwitchProgram(ABC):
 
 
 class Bmv2(SwitchProgram):
-    """``simple_switch_grpc``. Its ports are shaped by the interfaces behind them (see ``shaping``)."""
+    """``simple_switch_grpc``. The interfaces behind its ports shape them (:func:`limit_rate`)."""
 
     kind = "bmv2"
 
@@ -203,23 +206,23 @@ class Bmv2(SwitchProgram):
 
     @property
     def ways(self) -> list[Way]:
-        """The ways in to its servers, Thrift's among them."""
+        """The forwarded ports of its servers, including Thrift's."""
         return [*super().ways, Way(self.plan.thrift_port, self.plan.namespace, THRIFT_PORT)]
 
     def start(self) -> None:
-        """Start it, and make its sockets hold as little as they can, so that what waits, waits in its queues."""
+        """Start it and shrink its sockets' send buffers, so that waiting packets are in its queues."""
         super().start()
         shrink_packet_buffers(self.pid)
 
 
 class Builtin(SwitchProgram):
-    """``dlcp switch``, whose ports have a rate of their own."""
+    """``dlcp switch``, whose ports limit their own rate."""
 
     kind = "builtin"
 
     @property
     def counters(self) -> Path:
-        """The file into which it writes its counters."""
+        """The file of its counters."""
         return self._files.path(f".{self.plan.name}.counters.json")
 
     @property
@@ -237,5 +240,5 @@ class Builtin(SwitchProgram):
 
 
 def make(kind: SwitchKind, plan: SwitchPlan, files: StateFile) -> SwitchProgram:
-    """Return the program that plays a switch."""
+    """Return the program for a switch."""
     return Bmv2(plan, files) if kind == "bmv2" else Builtin(plan, files)

@@ -91,13 +91,17 @@ def test_certificates_are_beside_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ('a: h3, b: "leaf2:1"', 'a: h33, b: "leaf2:1"', r":20: links\[2\]\.a: there is no host 'h33'.*mean h3\b"),
-        ('"leaf1:3", b:', '"leef1:3", b:', r":22: links\[4\]\.a: there is no switch 'leef1'.*mean leaf1\b"),
-        ('"leaf1:3", b:', '"leaf1:64", b:', r":22: links\[4\]\.a: port 64 is not one of 1\.\.63"),
+        ('a: h3, b: "leaf2:1"', 'a: h33, b: "leaf2:1"', r":20: links\[2\]\.a: unknown host 'h33'.*mean h3\b"),
+        ('"leaf1:3", b:', '"leef1:3", b:', r":22: links\[4\]\.a: unknown switch 'leef1'.*mean leaf1\b"),
+        ('"leaf1:3", b:', '"leaf1:64", b:', r":22: links\[4\]\.a: port 64 is not in 1\.\.63"),
         ('"leaf1:3", b:', '"leaf1:x", b:', r":22: links\[4\]\.a: port x is not"),
-        ('"leaf1:3", b:', '"leaf1", b:', r":22: links\[4\]\.a: say which port of leaf1, as in leaf1:1"),
-        ('"leaf1:3", b:', '"leaf1:2", b:', r":22: links\[4\]\.a: leaf1:2 has a link already, links\[1\]"),
-        ('a: h2, b: "leaf1:2"', 'a: h1, b: "leaf1:2"', r":19: links\[1\]\.a: h1 has a link already, links\[0\]"),
+        (
+            '"leaf1:3", b:',
+            '"leaf1", b:',
+            r":22: links\[4\]\.a: leaf1 is a switch; name one of its ports, as in leaf1:1",
+        ),
+        ('"leaf1:3", b:', '"leaf1:2", b:', r":22: links\[4\]\.a: leaf1:2 already has a link, links\[1\]"),
+        ('a: h2, b: "leaf1:2"', 'a: h1, b: "leaf1:2"', r":19: links\[1\]\.a: h1 already has a link, links\[0\]"),
         ('a: h1, b: "leaf1:1"', "a: h1, b: h2", r":18: links\[0\]: h1 and h2 are both hosts"),
         ('- {a: h2, b: "leaf1:2"}\n', "", r":13: hosts\[1\]: host 'h2' has no link"),
         (LAST_LINKS, "", r":14: hosts\[2\]: host 'h3' cannot be reached"),
@@ -107,38 +111,54 @@ def test_certificates_are_beside_the_file(tmp_path):
             "share: 0.96",
             r":31: jobs: the jobs' shares of port leaf1:1 \(h1\) add up to 1.01, more than 1",
         ),
-        ("share: 0.9", "share: 9", r":33: jobs\[0\]\.share: job 1: a share lies above 0 and up to 1, not 9"),
-        ("shares: {h4: 0.5}", "shares: {h44: 0.5}", r":35: jobs\[0\]\.shares\.h44: no port or host 'h44' .*mean h4"),
-        ("id: 1\n", "id: 70000\n", r":32: jobs\[0\]\.id: a job is numbered"),
-        ("0.2, 0.1, 0.05]", "0.2, 0.1]", r":39: policy\.by_queue\.2\.drop_at: drop_at has 6 values; it takes 7"),
+        ("share: 0.9", "share: 9", r":33: jobs\[0\]\.share: job 1: a share must be in \(0, 1\], not 9"),
+        (
+            "shares: {h4: 0.5}",
+            "shares: {h44: 0.5}",
+            r":35: jobs\[0\]\.shares\.h44: no linked port or host is named 'h44'.*mean h4",
+        ),
+        ("id: 1\n", "id: 70000\n", r":32: jobs\[0\]\.id: a job id must be in"),
+        ("0.2, 0.1, 0.05]", "0.2, 0.1]", r":39: policy\.by_queue\.2\.drop_at: drop_at has 6 values; it needs 7"),
         ("0.2, 0.1, 0.05]", "0.2, 0.1, 0.3]", r":39: policy\.by_queue\.2\.drop_at: .*class 6 would be dropped first"),
-        ("    2: {", "    8: {", r":39: policy\.by_queue\.8: a queue is one of 0\.\.7, not 8"),
-        ("to_queue: 2", "to_queue: 9", r":41: policy\.remap\[0\]\.to_queue: to_queue is one of 0\.\.7, not 9"),
+        ("    2: {", "    8: {", r":39: policy\.by_queue\.8: a queue must be in 0\.\.7, not 8"),
+        ("to_queue: 2", "to_queue: 9", r":41: policy\.remap\[0\]\.to_queue: to_queue must be in 0\.\.7, not 9"),
         (", to_queue: 2", "", r":41: policy\.remap\[0\]: a remap without"),
         (
             "name: leaf2, grpc: 127.0.0.1:9562",
             "name: leaf2, grpc: 127.0.0.1:9561",
             r":7: switches\[1\]\.grpc: .*already",
         ),
-        ("insecure: true, device_id: 3", "device_id: 3", r":8: switches\[2\]\.grpc: a control connection takes"),
+        ("insecure: true, device_id: 3", "device_id: 3", r":8: switches\[2\]\.grpc: a control connection needs"),
         (
             "name: leaf2, grpc: 127.0.0.1:9562",
             "name: leaf2, grpc: here",
-            r":7: switches\[1\]\.grpc: 'here' is no address",
+            r":7: switches\[1\]\.grpc: 'here' is not an address",
         ),
-        ("name: leaf2, g", "name: leaf1, g", r":7: switches\[1\]\.name: name leaf1 belongs to switches\[0\] already"),
+        ("name: leaf2, g", "name: leaf1, g", r":7: switches\[1\]\.name: name leaf1 is already used by switches\[0\]"),
         ("name: leaf2, g", "name: leaf2, kind: bmv3, g", r":7: switches\[1\]\.kind: .*bmv3.*did you mean bmv2"),
-        ("name: leaf2, g", "name: leaf2, thrift: 'a:1', g", r":7: switches\[1\]\.thrift: only bmv2 answers Thrift"),
-        ("name: leaf2, g", "name: leaf2, ports: loopback, g", r":2[0-9]: links\[6\]\.a: loopback ports lead to hosts"),
+        (
+            "name: leaf2, g",
+            "name: leaf2, thrift: 'a:1', g",
+            r":7: switches\[1\]\.thrift: only bmv2 has a Thrift server",
+        ),
+        (
+            "name: leaf2, g",
+            "name: leaf2, ports: loopback, g",
+            r":2[0-9]: links\[6\]\.a: loopback ports lead only to hosts",
+        ),
         (
             "name: h2, address: 10.0.0.2",
             "name: h2, address: 10.0.0.1",
-            r":13: hosts\[1\]\.address: .*hosts\[0\] already",
+            r":13: hosts\[1\]\.address: .*already used by hosts\[0\]",
         ),
-        ("name: h2, address: 10.0.0.2", "name: h2, address: 10.0.0", r":13: hosts\[1\]\.address: '10.0.0' is no IPv4"),
-        ('00:04"', '0004"', r":15: hosts\[3\]\.mac: '02:00:00:00:0004' is no Ethernet address"),
-        ("name: h2, address", "name: leaf1, address", r":13: hosts\[1\]\.name: 'leaf1' is the name of a switch"),
-        ("name: h2, address", "name: h/2, address", r":13: hosts\[1\]\.name: 'h/2' is no name"),
+        (
+            "name: h2, address: 10.0.0.2",
+            "name: h2, address: 10.0.0",
+            r":13: hosts\[1\]\.address: '10.0.0' is not an IPv4",
+        ),
+        ('00:04"', '0004"', r":15: hosts\[3\]\.mac: '02:00:00:00:0004' is not a unicast Ethernet"),
+        ("name: h2, address", "name: leaf1, address", r":13: hosts\[1\]\.name: 'leaf1' is also the name of a switch"),
+        ("name: h2, address", "name: h/2, address", r":13: hosts\[1\]\.name: 'h/2' is not a valid name"),
         ("depth_packets", "depth_packet", r":29: queueing\.depth_packet: .*did you mean depth_packets"),
     ],
 )
@@ -153,7 +173,7 @@ def test_file_errors_point_at_the_line(tmp_path, old, new, says):
 def test_two_bmv2_switches_must_not_share_a_device_id():
     switches = (FabricSwitch("a", "bmv2"), FabricSwitch("b", "bmv2"))
     links = (Link("a:1", "host0"), Link("b:1", "a:2"))
-    with pytest.raises(FabricError, match="device_id 1 belongs to"):
+    with pytest.raises(FabricError, match="device_id 1 is already used by"):
         Fabric(switches, (Host.numbered(0),), links)
     Fabric((switches[0], replace(switches[1], device_id=2)), (Host.numbered(0),), links)
 
@@ -161,13 +181,13 @@ def test_two_bmv2_switches_must_not_share_a_device_id():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"hosts": ()}, "without hosts"),
-        ({"switches": ()}, "without switches"),
+        ({"hosts": ()}, "needs at least one host"),
+        ({"switches": ()}, "needs at least one switch"),
         ({"links": ()}, "host 'host0' has no link"),
-        ({"jobs": (Job(1), Job(1))}, r"id 1 belongs to jobs\[0\]"),
+        ({"jobs": (Job(1), Job(1))}, r"id 1 is already used by jobs\[0\]"),
         ({"jobs": (Job(1, share=0.6), Job(2, share=0.5))}, r"port switch:1 \(host0\) add up to 1.2, more than 1"),
-        ({"jobs": (Job(1, share=0.0),)}, "job 1: a share lies above 0"),
-        ({"jobs": (Job(1, burst_s=0),)}, "burst_s lies above 0"),
+        ({"jobs": (Job(1, share=0.0),)}, "job 1: a share must be in"),
+        ({"jobs": (Job(1, burst_s=0),)}, "burst_s must be above 0"),
         ({"jobs": (Job(1),), "queueing": PortQueueing()}, "has no rate, so no job can have a share"),
         ({"switches": (FabricSwitch("switch", tls=Tls("a", "b", "c"), insecure=True),)}, "tls and insecure contradict"),
         ({"switches": (FabricSwitch("switch", "bmv2", "loopback"),)}, "bmv2 has packet ports only"),
@@ -183,11 +203,11 @@ def test_fabric_that_cannot_be_is_refused(changes, says):
 
 
 def test_shape_that_cannot_be_is_refused():
-    with pytest.raises(FabricError, match="without hosts"):
+    with pytest.raises(FabricError, match="needs at least one host"):
         star(0)
-    with pytest.raises(FabricError, match="port 64 is not one of"):
+    with pytest.raises(FabricError, match="port 64 is not in"):
         star(64)
-    with pytest.raises(FabricError, match="each takes 1 or more"):
+    with pytest.raises(FabricError, match="each must be 1 or more"):
         leaf_spine(2, 0, 2)
 
 
@@ -197,5 +217,5 @@ def test_hosts_over_one_number_of_an_address_are_numbered_on():
 
 
 def test_unknown_switch_is_named_with_those_there_are():
-    with pytest.raises(FabricError, match="there is no switch 'x'; there are leaf1, spine1"):
+    with pytest.raises(FabricError, match="unknown switch 'x'; the fabric has leaf1, spine1"):
         leaf_spine(1, 1, 1).switch("x")

@@ -45,7 +45,7 @@ def test_a_wrong_description_is_one_line_that_says_where(file, capsys):
     for command in ("check", "plan", "apply", "watch", "status"):
         assert main(["fabric", command, str(file)]) == 2
         [line] = capsys.readouterr().err.splitlines()
-        assert "star.yaml:19: links[1].a: there is no host 'h22'; did you mean h2" in line
+        assert "star.yaml:19: links[1].a: unknown host 'h22'; did you mean h2" in line
 
 
 def test_plan_apply_and_status_in_turn(builtin, file, capsys):
@@ -55,12 +55,12 @@ def test_plan_apply_and_status_in_turn(builtin, file, capsys):
     assert "install program" in planned
     assert "insert ipv4_route ipv4_dst=10.0.0.3 -> group 3" in planned
     assert main(["fabric", "apply", str(file)]) == 0
-    assert "s1: program installed, 93 inserted, 0 right already; 3 requests" in capsys.readouterr().out
+    assert "s1: program installed, 93 inserted, 0 unchanged; 3 requests" in capsys.readouterr().out
     assert main(["fabric", "apply", str(file)]) == 0
-    assert capsys.readouterr().out == "s1: nothing to do, 93 entries are right\n"
+    assert capsys.readouterr().out == "s1: nothing to do, 93 entries are correct\n"
     file.write_text(file.read_text().replace("ecn_at: 0.27", "ecn_at: 0.5"))
     assert main(["fabric", "plan", str(file)]) == 0
-    assert "s1: 7 to modify, 86 right already" in capsys.readouterr().out
+    assert "s1: 7 to modify, 86 unchanged" in capsys.readouterr().out
     assert main(["fabric", "status", str(file)]) == 0
     assert "7 changes due" in capsys.readouterr().out
 

@@ -189,9 +189,9 @@ def test_entries_of_every_switch_of_the_examples_fit_the_program():
     ("policy", "says"),
     [
         ({"drop_at": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)}, "the more valuable class 1 would be dropped first"),
-        ({"drop_at": (0.5,)}, "1 values; it takes 7"),
-        ({"ecn_at": 1.2}, "shares of a queue's depth"),
-        ({"by_queue": {9: Thresholds()}}, "a queue is one of"),
+        ({"drop_at": (0.5,)}, "1 values; it needs 7"),
+        ({"ecn_at": 1.2}, "fractions of a queue's depth"),
+        ({"by_queue": {9: Thresholds()}}, "a queue must be in"),
     ],
 )
 def test_policy_that_contradicts_itself_is_refused(policy, says):

@@ -205,7 +205,7 @@ def test_a_higher_bid_takes_over_and_the_lower_one_takes_its_place_again(switch,
         async with Session(described(switch), pipeline, election_id=10) as first:
             await first.become_primary()
             async with Session(described(switch), pipeline, election_id=9) as lower:
-                with pytest.raises(ControlError, match="with election id 10, and ours is 9; stop it, or bid more"):
+                with pytest.raises(ControlError, match="with election id 10; ours is 9; stop it, or give a higher"):
                     await lower.become_primary()
             async with Session(described(switch), pipeline, election_id=20) as second:
                 await second.become_primary()
@@ -235,7 +235,7 @@ def test_who_bids_the_same_waits_a_moment_for_the_one_before_to_be_gone(switch, 
                 await asyncio.wait_for(waiting, 10)
                 await reconcile(second, should(fabric(), pipeline))
                 async with Session(described(switch), pipeline) as third:
-                    with pytest.raises(ControlError, match="another controller has the election id 10 already"):
+                    with pytest.raises(ControlError, match="another controller already uses election id 10"):
                         await third.become_primary()
 
     run(work())
@@ -258,7 +258,7 @@ def test_nobody_there_is_an_error_that_names_the_switch(pipeline):
         async with Session(nowhere, pipeline) as session:
             with pytest.raises(ControlError, match=r"switch s7 at 127.0.0.1:\d+: no connection: .*refused"):
                 await session.become_primary()
-        with pytest.raises(ControlError, match="switch s8 has no address"):
+        with pytest.raises(ControlError, match="switch s8 has no control address"):
             Session(FabricSwitch("s8"), pipeline)
 
     run(work())

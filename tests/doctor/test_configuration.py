@@ -52,7 +52,7 @@ def test_a_variable_names_another_file(toml, tmp_path):
     (tmp_path / "dlcp.toml").write_text("job = 1")
     (tmp_path / "other.toml").write_text("job = 9")
     assert chosen({"DLCP_CONFIG": "other.toml"}) == {"job": (9, "other.toml")}
-    with pytest.raises(ValueError, match=r"DLCP_CONFIG names nowhere\.toml, and there is no such file"):
+    with pytest.raises(ValueError, match=r"DLCP_CONFIG names nowhere\.toml, which does not exist"):
         settings(Choices, {"DLCP_CONFIG": "nowhere.toml"})
 
 

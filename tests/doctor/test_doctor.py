@@ -79,7 +79,7 @@ def test_json_is_for_programs_and_keeps_the_token_secret(capsys, monkeypatch, he
     [
         ({"DLCP_JOB": "many"}, 1, ["missing", "DLCP_JOB must be int, got 'many'", "correct or remove it"]),
         ({"DLCP_COLLECTIVE": "server"}, 1, ["missing", "needs the server's address"]),
-        ({"DLCP_CONFIG": "gone.toml"}, 1, ["missing", "there is no such file"]),
+        ({"DLCP_CONFIG": "gone.toml"}, 1, ["missing", "which does not exist"]),
         ({"DLCP_LOSSBOUND": "0.1"}, 0, ["note", "DLCP_LOSSBOUND", "did you mean DLCP_LOSS_BOUND?"]),
     ],
 )

@@ -89,7 +89,7 @@ def test_a_killed_process_is_told(tmp_path):
     os.kill(pids(tmp_path, 2)[2], signal.SIGKILL)
     _, errors = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 128 + signal.SIGKILL
-    assert "rank 1 was ended by SIGKILL" in errors
+    assert "rank 1 was killed by SIGKILL" in errors
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_it_comes_up_carries_its_rate_over_any_mix_of_queues_and_leaves_nothing(
         carried = [rate.carried_bps / RATE_BPS for rate in mix]
         assert max(carried) < 1.02, mix
         assert max(carried) > 0.9, mix
-    with pytest.raises(TestbedError, match="is up already"):
+    with pytest.raises(TestbedError, match="is already up"):
         up(small_star(), kind, name)
     pids = [state.keeper, *(switch.process for switch in state.switches.values())]
     assert down(name) >= 2
@@ -107,7 +107,7 @@ def test_names_that_others_have_given_are_left_alone(needs, name):
     foreign = NamedNamespace(f"{name}-host1")
     foreign.attach(os.getpid())
     try:
-        with pytest.raises(TestbedError, match="exists and is not ours"):
+        with pytest.raises(TestbedError, match="already exists; run"):
             up(small_star(), "bmv2", name)
         assert foreign.exists
     finally:

@@ -296,4 +296,4 @@ def test_from_the_command_line_to_the_device(monkeypatch, info, capsys):
     assert set_up.main(arguments) == 0
     assert f"leaf1: {len(shown.splitlines())} entries written" in capsys.readouterr().out
     assert set_up.main([arguments[0], "leaf9"]) == 1
-    assert "there is no switch 'leaf9'" in capsys.readouterr().err
+    assert "unknown switch 'leaf9'" in capsys.readouterr().err
