@@ -54,9 +54,7 @@ def select(variants: Sequence[Variant], only: Sequence[str] | None, folder: Path
     if only:
         unknown = set(only) - {variant.name for variant in variants}
         if unknown:
-            raise ValueError(
-                f"--only: unknown run {min(unknown)!r}; choose from {', '.join(v.name for v in variants)}"
-            )
+            raise ValueError(f"--only: unknown run {min(unknown)!r}; choose from {', '.join(v.name for v in variants)}")
         return [variant for variant in variants if variant.name in only]
     for old in (folder / "runs").glob("*.json"):
         old.unlink()

@@ -63,8 +63,8 @@ class BalancedBatches:
     def __init__(self, size: int, sizes: Sequence[int], rank: int, *, seed: int = 0, drop_last: bool = False) -> None:
         if not 0 <= rank < len(sizes) or min(sizes) < 1 or size < len(sizes):
             raise ValueError(
-                f"rank {rank}, batches {list(sizes)}, {size} samples: the rank needs a batch size, all sizes must be at "
-                "least 1, and there must be a sample per rank"
+                f"rank {rank}, batches {list(sizes)}, {size} samples: the rank needs a batch size, all sizes must be "
+                "at least 1, and there must be a sample per rank"
             )
         self.size, self.sizes, self.rank, self.seed, self.drop_last = size, list(sizes), rank, seed, drop_last
         self.epoch = 0
