@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank does and when: notes of events, written to a file while training runs.
+"""Timeline of one rank: notes of events, written to a file while training runs.
 
-A note is taken where an event happens, in one or two microseconds; a thread writes notes down a few times a
-second. So the file of a process that was killed ends a moment before its death, and a page can follow it while it
-grows. :mod:`dlcp.train.trace` makes one trace of the files of all ranks.
+A note takes one or two microseconds where the event happens; a thread writes notes a few times a second. The file of a
+killed process therefore ends a moment before its death, and a page can follow the file as it grows.
+:mod:`dlcp.train.trace` merges the files of all ranks into one trace.
 
-The first line of a file says in JSON whose it is. Every other line is a note: nanoseconds, event, step, number, and
-what the event's entry below says, the last of which is text and may hold commas.
+The first line of a file describes the rank, as JSON. Every other line is a note: nanoseconds, event, step, number, and
+the values listed for the event below. The last value may be text with commas.
 """
 
 import json
@@ -25,7 +25,7 @@ from typing import Any, Final
 SUFFIX: Final = ".timeline"
 WRITE_EVERY_S: Final = 0.25
 BYTES_MAX: Final = 256 << 20
-"""No more is written than this: some million notes, more than a page of a trace can show. Chosen by us."""
+"""Largest file: some million notes, more than a trace viewer can show."""
 EVENTS: Final = {
     "joined": ("session",),
     "ready": ("layers",),
@@ -41,12 +41,14 @@ EVENTS: Final = {
     "done": (),
     "left": ("reason",),
 }
-"""What is noted of each event. Of a bucket, by step and its number: it is ``ready``, its packets are ``tagged``, this
-rank's shard is ``contributed`` to by all, of whom a rank was the ``last``, and ``summed``; all shards are ``gathered``;
-the bucket is ``averaged``, and ``applied`` when whoever waited has it. Of a message, by step and its own number: a peer
-has confirmed it (``sent``), or it is here (``arrived``); ``window`` is in packets, 0 through memory. A collective of a
-process group, by its number, is ``issued`` and ``done``. DLCP was ``left``. A note of a message is taken when it ends;
-``began_ns`` says when it was sent, or its receive posted."""
+"""Values of each event's note.
+
+Of a bucket, by step and its number: it is ``ready``; its packets are ``tagged``; all ranks have ``contributed`` to this
+rank's shard, and ``last`` was the last of them; the shard is ``summed``; all shards are ``gathered``; the bucket is
+``averaged``, and ``applied`` when its waiter has it. Of a message, by step and its own number: a peer has confirmed it
+(``sent``), or it has ``arrived``. Its note is taken when it ends; ``began_ns`` is when it was sent, or its receive
+posted; ``window`` is in packets, 0 through memory. A collective of a process group, by its number, is ``issued`` and
+``done``. ``left`` means that the session stopped using DLCP."""
 TEXTS: Final = frozenset({"session", "layers", "what", "reason"})
 _FORMATS: Final = {
     event: ",".join(["%d,%s,%d,%d", *("%s" if name in TEXTS else "%d" for name in names)]) + "\n"
@@ -57,28 +59,28 @@ _serial = count()
 
 
 class Timeline:
-    """Takes notes; from any thread.
+    """Takes notes and writes them to a file. Thread-safe.
 
     Parameters
     ----------
     folder
-        Where the file is made; the folder is, too.
+        Folder of the file; created if missing.
     rank
-        This rank within its session, which "joined" names.
+        This rank within its session, which the event ``joined`` names.
     process_rank
-        This process among all of the job.
+        This process's rank in the job.
 
     Raises
     ------
     OSError
-        There is no writing there.
+        The file cannot be written.
     """
 
     def __init__(self, folder: Path, rank: int, process_rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank-{process_rank}-{os.getpid()}-{next(_serial)}{SUFFIX}"
         self._notes: deque[tuple[Any, ...]] = deque()
-        self._file = self.path.open("wb", buffering=0)  # a fork must not hold half a line
+        self._file = self.path.open("wb", buffering=0)  # unbuffered, or a fork could write half a line again
         about = {
             "rank": rank,
             "process_rank": process_rank,
@@ -96,26 +98,26 @@ class Timeline:
 
     @classmethod
     def open(cls, folder: str, rank: int) -> "Timeline | None":
-        """Return a timeline in a folder; None, with a warning, if there is no writing there."""
+        """Return a timeline in a folder; None, with a warning, if it cannot be written."""
         try:
             return cls(Path(folder), rank, int(os.environ.get("RANK", rank)))
         except OSError as error:
-            log.warning("DLCP: rank %d leaves no timeline: %s", rank, error)
+            log.warning("DLCP: rank %d cannot write a timeline: %s", rank, error)
             return None
 
     def note(self, event: str, step: int, number: int, *values: int | str) -> None:
-        """Note that an event of :data:`EVENTS` has happened just now."""
+        """Take a note of an event of :data:`EVENTS`, at the present time."""
         self._notes.append((time.monotonic_ns(), event, step, number, *values))
 
     def note_message(
         self, event: str, step: int, number: int, peer: int, span_s: tuple[float, float], *values: int | str
     ) -> None:
-        """Note a message that began and ended at these times of the monotonic clock, in seconds."""
+        """Take a note of a message that began and ended at these times of the monotonic clock, in seconds."""
         began_s, ended_s = span_s
         self._notes.append((int(1e9 * ended_s), event, step, number, peer, int(1e9 * began_s), *values))
 
     def close(self) -> None:
-        """Write the last notes; those that come later are not written."""
+        """Write the remaining notes; later ones are discarded."""
         self._closing.set()
         if threading.current_thread() is not self._writer:
             self._writer.join()
@@ -140,19 +142,19 @@ class Timeline:
             view = view[self._file.write(view) :]
         self._left -= len(lines)
         if self._left <= 0:
-            log.warning("DLCP: the timeline %s ends here: it has %d MB", self.path, BYTES_MAX >> 20)
+            log.warning("DLCP: the timeline %s ends here: it has reached %d MB", self.path, BYTES_MAX >> 20)
 
 
 def _lines(notes: list[tuple[Any, ...]]) -> bytes:
     lines = [_FORMATS[note[1]] % note for note in notes]
     text = "".join(lines)
-    if text.count("\n") > len(lines):  # a reason may have several
+    if text.count("\n") > len(lines):  # a reason may span several lines
         text = "".join(line[:-1].replace("\n", " ") + "\n" for line in lines)
     return text.encode()
 
 
 def clock_name() -> str:
-    """Return what tells this machine's monotonic clock from another's: it is the same for all until the next boot."""
+    """Return an identifier of this machine's monotonic clock, the same for all its processes until the next boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -161,7 +163,7 @@ def clock_name() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """An event, when it happened, and what was noted of it, by the names in :data:`EVENTS`."""
+    """A note of an event: its time, and its values by the names in :data:`EVENTS`."""
 
     time_ns: int
     event: str
@@ -177,7 +179,7 @@ class TimelineReader:
     Attributes
     ----------
     about
-        Whose it is; empty until the first line is there.
+        The first line, which describes the rank; empty until it has been read.
     """
 
     path: Path
@@ -185,12 +187,12 @@ class TimelineReader:
     _offset: int = 0
 
     def read(self) -> Iterator[Note]:
-        """Return the notes that were written since the last call; a half line is left for the next one.
+        """Yield the notes written since the last call; an incomplete line is left for the next call.
 
         Raises
         ------
         ValueError
-            The file is no timeline; the message says where.
+            The file is not a valid timeline; the message says where.
         """
         with self.path.open("rb") as file:
             file.seek(self._offset)
@@ -210,7 +212,7 @@ class TimelineReader:
 def _parsed_first(line: bytes) -> dict[str, Any]:
     about = json.loads(line)
     if not isinstance(about, dict):
-        raise ValueError("the first line is no object")
+        raise ValueError("the first line is not a JSON object")
     return about
 
 
@@ -223,8 +225,8 @@ def _parsed(line: str) -> Note:
 
 
 def _whole(text: str) -> int:
-    """Return a whole number of at most 64 bits: readers compute with floats, too, which end at 1e308."""
+    """Return an integer of at most 64 bits; readers convert to float, which overflows beyond 1e308."""
     value = int(text)
     if abs(value) >> 64:
-        raise ValueError("a number of more than 64 bits")
+        raise ValueError("a number exceeds 64 bits")
     return value

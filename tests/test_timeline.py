@@ -88,4 +88,4 @@ def test_a_full_timeline_ends_with_a_warning_and_harms_nothing(tmp_path, monkeyp
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert Timeline.open(str(tmp_path / "file"), 2) is None
-    assert "rank 2 leaves no timeline" in caplog.text
+    assert "rank 2 cannot write a timeline" in caplog.text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compression of gradients: one small interface, and what the literature has behind it. README.md has a table."""
+"""Gradient compression: one small interface, and compressors from the literature. README.md has a table."""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressors by name: ``topk:0.01`` is the 1 % largest values."""
+"""Compressors by name: ``topk:0.01`` keeps the largest 1 % of values."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -15,32 +15,32 @@ COMPRESSORS: Final[Mapping[str, type[Compressor]]] = {
     for kind in (Float16, BFloat16, TopK, RandomK, Qsgd, TernGrad, SignSgd, ScaledSigns, Atomo, PowerSgd)
 }
 RATIO: Final = 0.01
-"""Top-k's and random-k's share if none is named: what Deep Gradient Compression (Lin et al., ICLR 2018) begins with."""
+"""Default share for top-k and random-k: the starting point of Deep Gradient Compression (Lin et al., ICLR 2018)."""
 _ARGUMENTS: Final[Mapping[str, tuple[str, Callable[[str], float]]]] = {
     TopK.name: ("a share of values, as in topk:0.01", float),
     RandomK.name: ("a share of values, as in randomk:0.01", float),
-    Qsgd.name: ("bits a value, as in qsgd:4", int),
+    Qsgd.name: ("bits per value, as in qsgd:4", int),
     Atomo.name: ("a number of atoms, as in atomo:3", int),
     PowerSgd.name: ("a rank, as in powersgd:2", int),
 }
 
 
 def make_compressor(text: str, *, error_feedback: bool = True, whole_below: int = 0) -> Compressor:
-    """Return the compressor of that name.
+    """Return a compressor by name.
 
     Parameters
     ----------
     text
         A name of ``COMPRESSORS``, for some with an argument after a colon.
     error_feedback
-        Whether what is left out will be sent with the next step. Without, random-k is scaled to be right on average.
+        Whether values left out are sent with the next step. If not, random-k is scaled to be unbiased.
     whole_below
         Top-k and random-k send layers of fewer values whole.
 
     Raises
     ------
     ValueError
-        There is no such compressor, or its argument makes no sense; the message says what does.
+        Unknown name or invalid argument; the message says what is valid.
     """
     name, _, argument = text.partition(":")
     if name not in COMPRESSORS:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every compressor is: a way to make a bucket of gradients smaller, and back.
+"""The interface of compressors, which encode a bucket of gradients into fewer bytes, and decode it.
 
-A compressor knows nothing of the network. It says whether sums of what it makes mean anything, for then they go through
-an all-reduce, and else each rank's go to all ranks; and what error feedback has to make up for.
+A compressor is independent of the network. It declares whether its output can be summed, and what error feedback has to
+make up for. Output that can be summed goes through an all-reduce; other output is sent from each rank to all ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -22,30 +22,30 @@ Values = NDArray[np.floating[Any]]
 Content = NDArray[np.generic]
 
 _SHARED = 0xFFFFFFFF
-"""In the place of a rank, where all ranks draw alike."""
+"""Used instead of a rank for draws that are the same on all ranks."""
 
 
 class Feedback(Enum):
-    """What is sent with the next step, if error feedback is on."""
+    """Content that error feedback sends with the next step."""
 
     NOTHING = "nothing"
-    """The result is no average, as with a vote: nothing that could be made up for."""
+    """Nothing: the result is not an average but, for example, a vote."""
     LOST = "lost"
-    """What the network lost. What coding changes is right on average over the draws."""
+    """Losses in the network. The coding itself is unbiased."""
     ALL = "all"
-    """What the network lost and what coding left out."""
+    """Losses in the network, and values that the coding left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Occasion:
-    """When and where a bucket is compressed: all that random choices follow from.
+    """The step and rank of a compression, which seed its random choices.
 
     Parameters
     ----------
     step, rank
         Training step, and the rank that compresses.
     seed
-        The same on all ranks.
+        Seed, the same on all ranks.
     """
 
     step: int
@@ -53,11 +53,11 @@ class Occasion:
     seed: int = 0
 
     def own(self, name: str) -> np.random.Generator:
-        """Return draws for a layer that are this rank's own."""
+        """Return a generator for a layer that differs between ranks."""
         return np.random.Generator(np.random.PCG64(self._sequence(name, self.rank)))
 
     def shared(self, name: str) -> np.random.Generator:
-        """Return draws for a layer that are the same on all ranks."""
+        """Return a generator for a layer that is the same on all ranks."""
         return np.random.Generator(np.random.PCG64(self._sequence(name, _SHARED)))
 
     def _sequence(self, name: str, rank: int) -> np.random.SeedSequence:
@@ -66,24 +66,24 @@ class Occasion:
 
 @dataclass(slots=True)
 class Encoded:
-    """A bucket as it travels.
+    """An encoded bucket.
 
     Parameters
     ----------
     content
-        What is sent, flat: in the storage of ``value_type`` where it is to be added up, else bytes.
+        The data to send, flat: in the storage of ``value_type`` if it is to be summed, else bytes.
     segments
-        Whose units lie where in it: ascending, without gaps. A unit is the least that means something by itself;
-        packets hold whole ones.
+        The layers' units in it: ascending, without gaps. A unit is the smallest part that can be decoded by itself;
+        packets hold whole units.
     unit_bits
         Bits of a unit.
     value_type
-        How ``content`` is added up; None where it cannot be.
+        Type in which ``content`` is summed; None if it cannot be.
     worth
-        How much it matters that each unit arrives, in the measure of a gradient's values, shape (units,), float32;
-        infinity: it must. Drop classes follow from it. None where the units are gradient values themselves.
+        Importance of each unit, on the scale of gradient values, shape (units,), float32; infinity if it must arrive.
+        Determines drop classes. None if the units are gradient values themselves.
     memory
-        What the compressor needs to decode it, the same on all ranks.
+        The compressor's state for decoding, the same on all ranks.
     """
 
     content: Content
@@ -95,23 +95,23 @@ class Encoded:
 
     @property
     def units(self) -> int:
-        """How many units there are."""
+        """Number of units."""
         return self.segments[-1].stop
 
 
 class Compressor(ABC):
-    """One way to make buckets smaller. It may remember something of each layer, by name.
+    """A way to compress buckets. It may keep state for each layer, by name.
 
     Attributes
     ----------
     name
-        What it is asked for by.
+        Its name in the option ``compression``.
     reduces
-        The average of what ranks send decodes to the average of what each of them sent.
+        Whether the average of encoded contents decodes to the average of the gradients that they stand for.
     rounds
-        How many averages it takes; more than one only where it ``reduces``.
+        Number of averages; more than one only if it ``reduces``.
     feedback
-        What error feedback sends again.
+        What error feedback sends with the next step.
     """
 
     name: ClassVar[str]
@@ -121,42 +121,42 @@ class Compressor(ABC):
 
     @abstractmethod
     def encode(self, values: Values, segments: Sequence[Segment], occasion: Occasion) -> Encoded:
-        """Return what is sent of a bucket; its layout is the same on all ranks.
+        """Encode a bucket; the result's layout must be the same on all ranks.
 
         Parameters
         ----------
         values
-            Gradients, shape (m,), float32 or float64; not changed. All are NaN where a rank's gradients are not finite:
-            so everybody's result must be.
+            Gradients, shape (m,), float32 or float64; not changed. If a rank's gradients are not finite, all its values
+            are NaN, and every rank's result must be NaN.
         segments
-            The layers in it: ascending, without gaps, from 0 to m.
+            The bucket's layers: ascending, without gaps, from 0 to m.
         """
 
     @abstractmethod
     def decode(self, encoded: Encoded, content: Content, present: NDArray[np.bool_] | None = None) -> Values:
-        """Return the gradients that a content stands for, shape (m,), bit by bit the same on all ranks.
+        """Return the decoded gradients, shape (m,), with the same bits on all ranks.
 
         Parameters
         ----------
         encoded
             Any rank's, for the layout.
         content
-            Some rank's, or where the compressor ``reduces``, an average or other sum of contents, widened.
+            A rank's content; if the compressor ``reduces``, also an average or other sum of contents, widened.
         present
-            Which units of it are there, shape (units,); what is not counts as 0. None: all.
+            Mask of the units that have arrived, shape (units,); missing units count as 0. None if all have.
         """
 
     def refine(self, encoded: Encoded, mean: Content) -> Encoded | None:
-        """Return what is to be averaged next, now that the ``mean`` of ``encoded`` is known; None: that was all."""
+        """Return the content to average in the next round, given this round's ``mean``; None after the last round."""
         return None
 
     def combine(self, parts: Iterable[Values]) -> Values | None:
-        """Return the result of all ranks' gradients, in the order of ranks; None: it is their average."""
+        """Combine the ranks' decoded gradients, in rank order, and return the result; None means their average."""
         return None
 
 
 def average(parts: Iterable[Values]) -> Values:
-    """Return the mean of arrays, added up in the order given."""
+    """Return the mean of arrays, summed in the given order."""
     total: Values | None = None
     count = 0
     for part in parts:

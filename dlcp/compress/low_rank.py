@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low rank: PowerSGD and ATOMO, which send a layer as products of narrow matrices, and the arithmetic that they need.
+"""Low rank: PowerSGD and ATOMO, which send a layer as products of narrow matrices, and their arithmetic.
 
 PowerSGD (Vogels, Karimireddy and Jaggi, NeurIPS 2019) sends the average gradient as a product of two narrow matrices.
-With M the gradient of a layer as a matrix, on every rank, and Q what was found at the last step:
+With M the gradient of a layer as a matrix, on every rank, and Q the result of the last step:
 
     P = orthonormal(average of M Q),    Q = average of M^T P,    result P Q^T
 
 which is one step of a power iteration for the average of all ranks' M. Both averages are all-reduces. It is exact for
-matrices of the rank asked for, or less. Each rank owes M - P (M^T P)^T (their algorithm 2).
+matrices of the chosen rank or less. Each rank's residual is M - P (M^T P)^T (their algorithm 2).
 
 Spectral ATOMO (Wang et al., NeurIPS 2018) sends a few singular vectors of each layer, drawn so that they are unbiased.
-A layer's matrix is the sum of l_i u_i v_i^T. Atom i is sent with probability p_i, as (l_i / p_i) u_i v_i^T; those p_i
-that add up to the number of atoms wanted and make the variance least are their algorithm 1. Where they draw each atom
-for itself, here exactly as many are drawn as are wanted, each still with its p_i (systematic sampling, Madow 1949): the
-expectation is the same, and as atoms are orthogonal so is the variance, sum of l_i^2 (1/p_i - 1); and every message has
-the same size. For small matrices: it takes a singular value decomposition; large ones are cut into bands of rows.
+A layer's matrix is the sum of l_i u_i v_i^T. Atom i is sent with probability p_i, as (l_i / p_i) u_i v_i^T. Their
+algorithm 1 gives the p_i that add up to the wanted number of atoms and minimise the variance. They draw each atom
+independently; here exactly the wanted number is drawn, each atom still with its p_i (systematic sampling, Madow 1949).
+The expectation is the same and, as atoms are orthogonal, so is the variance, sum of l_i^2 (1/p_i - 1); and every
+message has the same size. It needs a singular value decomposition, so large matrices are cut into bands of rows.
 
-A rank that decodes must find what all others find, or replicas drift apart. Matrix products of a BLAS are summed in an
-order that depends on the processor; in :func:`product`, :func:`folded_sum` and :func:`orthonormal` every sum has one
-order, of operations that IEEE 754 defines to the bit.
+All ranks must decode to the same bits, or replicas drift apart. A BLAS sums matrix products in an order that depends on
+the processor. In :func:`product`, :func:`folded_sum` and :func:`orthonormal` every sum has a fixed order, of operations
+that IEEE 754 defines to the bit.
 """
 
 import math
@@ -34,26 +34,26 @@ from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
 
 DEPENDENT = 1e-6
-"""A column that keeps less than this of its length depends on those before it. Chosen by us, above float32's error."""
+"""A column left with less than this part of its length depends on those before it. Above float32's rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A matrix that a layer is laid out as, with zeros in what is too much."""
+    """Shape of a layer as a matrix, padded with zeros."""
 
     rows: int
     columns: int
 
     def matrix(self, values: Values) -> Values:
-        """Return a layer's values as a matrix; a view where it fits."""
+        """Return a layer's values as a matrix; a view if no padding is needed."""
         missing = self.rows * self.columns - len(values)
         return (np.pad(values, (0, missing)) if missing else values).reshape(self.rows, self.columns)
 
 
 def shape_of(segment: Segment) -> Shape | None:
-    """Return the matrix that a layer is: its first dimension by all the others; None for a vector.
+    """Return a layer's shape as a matrix: its first dimension by all the others; None for a vector.
 
-    Where the layer's shape is not known, or is not that of the segment, it is about as wide as high.
+    If the layer's shape is unknown, or does not match the segment, the matrix is roughly square.
     """
     size, shape = segment.stop - segment.start, segment.layer.shape
     if math.prod(shape) == size and shape:
@@ -72,7 +72,7 @@ def product(left: Values, right: Values) -> Values:
 
 
 def folded_sum(values: Values) -> Values:
-    """Return the sum over the first axis, formed by adding halves to each other; the same bits everywhere."""
+    """Return the sum over the first axis by adding halves to each other; the same bits everywhere."""
     while len(values) > 1:
         half = (len(values) + 1) // 2
         upper = values[half:]
@@ -82,9 +82,9 @@ def folded_sum(values: Values) -> Values:
 
 
 def orthonormal(matrix: Values) -> Values:
-    """Return columns of length 1, orthogonal to each other, that span the same; 0 for those that depend on others.
+    """Return orthonormal columns that span the same space; 0 for columns that depend on earlier ones.
 
-    By Gram and Schmidt, twice, which is enough (Giraud, Langou and Rozloznik, 2005); in float64.
+    Gram-Schmidt in float64, applied twice, which is enough (Giraud, Langou and Rozloznik, 2005).
     """
     columns: Values = np.array(matrix, np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -100,11 +100,11 @@ def orthonormal(matrix: Values) -> Values:
 
 
 SAVING = 2
-"""Layers that would not become smaller by this factor are sent whole, as PyTorch's hook has it."""
+"""Layers that would not become smaller by this factor are sent whole, as in PyTorch's hook."""
 
 
 class _Stage(NamedTuple):
-    """What is known of a bucket: its layers' matrices, its values in the first round, P by layer in the second."""
+    """A bucket's state: its layers' matrix shapes; in the first round its values; in the second P by layer."""
 
     segments: tuple[Segment, ...]
     shapes: dict[str, Shape]
@@ -113,12 +113,12 @@ class _Stage(NamedTuple):
 
 
 class PowerSgd(Compressor):
-    """Low rank, by power iteration. What is found for a layer is where the next step begins.
+    """Low rank by power iteration. Each step starts from the layer's Q of the last one.
 
     Parameters
     ----------
     rank
-        Columns of P and Q; 1 and more.
+        Columns of P and Q; at least 1.
     """
 
     name = "powersgd"
@@ -127,12 +127,12 @@ class PowerSgd(Compressor):
 
     def __init__(self, rank: int = 2) -> None:
         if rank < 1:
-            raise ValueError(f"powersgd takes the rank of what is sent, 1 or more, got {rank}")
+            raise ValueError(f"powersgd takes a rank of 1 or more, got {rank}")
         self.rank = rank
         self._right: dict[str, Values] = {}
 
     def encode(self, values: Values, segments: Sequence[Segment], occasion: Occasion) -> Encoded:
-        """Return M Q of those layers that are matrices worth it; if none is, all values, and there is no next round."""
+        """Return M Q of the layers worth compressing. If there are none, return all values, in the only round."""
         shapes = {segment.layer.name: shape for segment in segments if (shape := self._shape(segment))}
         stage = _Stage(tuple(segments), shapes, values, {})
         if not shapes:
@@ -149,7 +149,7 @@ class PowerSgd(Compressor):
         return _joined(parts, layers, stage)
 
     def refine(self, encoded: Encoded, mean: Content) -> Encoded | None:
-        """Return M^T P, and the values of all other layers; after that, remember Q."""
+        """Return M^T P, and the values of all other layers; after the second round store Q, and return None."""
         stage: _Stage = encoded.memory
         if stage.values is None:
             self._remember(encoded, mean)
@@ -162,7 +162,7 @@ class PowerSgd(Compressor):
         return self._last(stage._replace(left=left))
 
     def decode(self, encoded: Encoded, content: Content, present: NDArray[np.bool_] | None = None) -> Values:
-        """Return P Q^T; of the first round, nothing."""
+        """Return P Q^T; zeros for the first round."""
         stage: _Stage = encoded.memory
         values: Values = np.zeros(stage.segments[-1].stop, np.float32)
         if stage.values is not None:
@@ -184,20 +184,20 @@ class PowerSgd(Compressor):
         return None
 
     def _start(self, name: str, shape: Shape, occasion: Occasion) -> Values:
-        """Return the Q that the last step has left, with new columns, the same on all ranks, for those that were 0."""
+        """Return the last step's Q. Columns that were 0 are drawn anew, the same on all ranks."""
         right = self._right.get(name)
         if right is None or right.shape != (shape.columns, self.rank):
             right = np.zeros((shape.columns, self.rank), np.float32)
         lost = ~right.any(axis=0)
         if lost.any():
             raw = occasion.shared(name).bit_generator.random_raw(shape.columns * self.rank)
-            # Any directions will do that are not orthogonal to what is looked for; raw bits are the same everywhere.
+            # Any directions not orthogonal to the result will do; the generator's raw bits are the same everywhere.
             fresh = ((raw >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23) - 1).reshape(right.shape)
             right = np.where(lost, fresh, right)
         return right
 
     def _last(self, stage: _Stage) -> Encoded:
-        """Return what the last round averages."""
+        """Return the content of the last round."""
         assert stage.values is not None
         parts = []
         with np.errstate(all="ignore"):
@@ -227,12 +227,12 @@ def _joined(parts: Sequence[Values], layers: Sequence[Layer], stage: _Stage) -> 
 
 
 BAND_ROWS = 128
-"""Matrices of more rows and columns than this are cut. Chosen by us: a decomposition then takes some milliseconds."""
+"""Matrices with more rows and columns than this are cut, so that a decomposition takes only some milliseconds."""
 FLOAT = np.dtype("<f4")
 
 
 class _Band(NamedTuple):
-    """Rows of a layer's matrix: where they lie in the bucket, and how they travel; of 0 atoms, as they are."""
+    """A band of rows of a layer's matrix: its place in the bucket, and its number of atoms; 0 sends it uncompressed."""
 
     layer: Layer
     start: int
@@ -255,7 +255,7 @@ class Atomo(Compressor):
     Parameters
     ----------
     atoms
-        How many are sent of each layer, or of each 128 rows of a large one.
+        Atoms sent per layer, or per 128 rows of a large one.
     """
 
     name = "atomo"
@@ -263,11 +263,11 @@ class Atomo(Compressor):
 
     def __init__(self, atoms: int = 3) -> None:
         if atoms < 1:
-            raise ValueError(f"atomo takes the number of atoms to send, 1 or more, got {atoms}")
+            raise ValueError(f"atomo takes a number of atoms, 1 or more, got {atoms}")
         self.atoms = atoms
 
     def encode(self, values: Values, segments: Sequence[Segment], occasion: Occasion) -> Encoded:
-        """Return the atoms drawn of each band, u and v each times the root of the atom's size."""
+        """Return the atoms drawn for each band: u and v, each scaled by the square root of the atom's size."""
         bands = [band for segment in segments for band in self._bands(segment)]
         parts, worths = [], []
         draws = occasion.own(segments[0].layer.name)
@@ -276,7 +276,7 @@ class Atomo(Compressor):
             if band.atoms:
                 left, right = self._drawn(band, part, draws)
                 sent = np.concatenate([left.T, right.T], axis=1)
-                # What an entry of u does to the gradient is it times the length of v: the root once more.
+                # An entry of u changes the gradient by its value times the length of v, which is that root again.
                 worths.append((np.abs(sent) * np.linalg.norm(right, axis=0)[:, None]).ravel())
                 parts.append(sent.ravel())
             else:
@@ -315,7 +315,7 @@ class Atomo(Compressor):
             yield band._replace(atoms=0) if whole else band
 
     def _drawn(self, band: _Band, values: Values, draws: np.random.Generator) -> tuple[Values, Values]:
-        """Return the drawn atoms' u and v, shapes (rows, atoms) and (columns, atoms); 0 for missing ones."""
+        """Draw atoms; return their u and v, shapes (rows, atoms) and (columns, atoms), with 0 for missing atoms."""
         left: Values = np.zeros((band.rows, band.atoms))
         right: Values = np.zeros((band.columns, band.atoms))
         if not np.isfinite(values).all():
@@ -332,14 +332,14 @@ class Atomo(Compressor):
 
 
 def probabilities(sizes: NDArray[np.floating], atoms: int) -> NDArray[np.float64]:
-    """Return the chance of each atom with which the variance is least (algorithm 1 of ATOMO).
+    """Return the probability of each atom that minimises the variance (algorithm 1 of ATOMO).
 
     Parameters
     ----------
     sizes
-        Of the atoms, at least 0 and descending.
+        Sizes of the atoms, at least 0 and descending.
     atoms
-        What the chances add up to, unless fewer have a size.
+        Sum of the probabilities, unless fewer atoms have a size above 0.
     """
     chances = np.zeros(len(sizes))
     sizes = np.where(sizes > 1e-12 * sizes[0], sizes, 0) if len(sizes) else sizes
@@ -355,7 +355,7 @@ def probabilities(sizes: NDArray[np.floating], atoms: int) -> NDArray[np.float64
 
 
 def systematic(chances: NDArray[np.float64], start: float) -> NDArray[np.int64]:
-    """Draw as many as the chances add up to, each with its own chance, from one ``start`` drawn evenly from [0, 1)."""
+    """Draw as many indices as the probabilities add up to, given one ``start`` drawn uniformly from [0, 1)."""
     ends = np.cumsum(chances)
     ends[ends >= np.rint(ends[-1]) - 1e-9] = np.rint(ends[-1])
     passed = np.floor(ends - start)
@@ -363,7 +363,7 @@ def systematic(chances: NDArray[np.float64], start: float) -> NDArray[np.int64]:
 
 
 def _layout(bands: Sequence[_Band]) -> Iterator[Segment]:
-    """Return whose floats lie where."""
+    """Yield the segment of each layer's floats."""
     stop = 0
     for place, band in enumerate(bands):
         start, stop = stop, stop + band.floats

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few bits for each value: half precision, and codes with a scale for each group: QSGD, TernGrad, and signs.
+"""A few bits per value: half precision, and codes with a scale per group (QSGD, TernGrad, signs).
 
-Scales go first and must arrive; of the rest every packet can be read without the others.
+Scales are sent first and must arrive; every other packet can be decoded by itself.
 """
 
 from abc import abstractmethod
@@ -17,11 +17,10 @@ from dlcp.tags import Layer, Segment
 
 
 class Cast(Compressor):
-    """Half precision: rounds every value to 16 bits, to nearest. Sums are formed in 32 and rounded once.
+    """Half precision: rounds every value to the nearest 16-bit float. Sums are computed in 32 bits and rounded once.
 
-    What rounding leaves out is sent with the next step, as error feedback does for any compressor (Seide et al.,
-    Interspeech 2014). Values beyond 65504 become infinite in float16; bfloat16 has float32's range and 8 bits of
-    precision.
+    Error feedback sends rounding errors with the next step, as for any compressor (Seide et al., Interspeech 2014).
+    Values beyond 65504 become infinite in float16; bfloat16 has float32's range and 8 bits of precision.
     """
 
     reduces = True
@@ -55,29 +54,29 @@ class BFloat16(Cast):
 
 SCALE = np.dtype("<f4")
 GROUP_VALUES = 512
-"""Values that share a norm in QSGD: the bucket size that its authors used with 4 bits (section 5 of their paper)."""
+"""Values per norm in QSGD: the bucket size that its authors used with 4 bits (section 5 of their paper)."""
 Codes = NDArray[np.uint8]
 
 
 class ScaledCodes(Compressor):
-    """Codes of ``bits`` bits, 1, 2, 4 or 8. Code 0 is what is missing.
+    """Values as codes of 1, 2, 4 or 8 bits, times a scale per group. Missing values decode to 0.
 
     Parameters
     ----------
     bits
-        Bits for each value.
+        Bits per code.
     group
-        The most values that share a scale; None: a layer's. Groups never cross layers.
+        Largest number of values that share a scale; None for a whole layer. Groups never cross layers.
     """
 
     def __init__(self, bits: int, group: int | None) -> None:
         if bits not in (1, 2, 4, 8):
-            raise ValueError(f"{self.name} takes 1, 2, 4 or 8 bits a value, got {bits}")
+            raise ValueError(f"{self.name} takes 1, 2, 4 or 8 bits per value, got {bits}")
         self.bits, self.group = bits, group
 
     @abstractmethod
     def scales(self, values: NDArray[np.float32], starts: NDArray[np.int64]) -> NDArray[np.floating]:
-        """Return the scale of each group, where groups begin at ``starts``."""
+        """Return the scale of each group; groups begin at ``starts``."""
 
     @abstractmethod
     def codes(self, values: NDArray[np.float32], scales: NDArray[np.float32], draws: np.random.Generator) -> Codes:
@@ -85,7 +84,7 @@ class ScaledCodes(Compressor):
 
     @abstractmethod
     def levels(self, codes: Codes) -> NDArray[np.float32]:
-        """Return what codes stand for, in units of the scale."""
+        """Return the values of codes, in units of the scale."""
 
     def encode(self, values: Values, segments: Sequence[Segment], occasion: Occasion) -> Encoded:
         """Return scales and codes."""
@@ -104,7 +103,7 @@ class ScaledCodes(Compressor):
         return Encoded(content, layout, self.bits, worth=worth, memory=lengths)
 
     def decode(self, encoded: Encoded, content: Content, present: NDArray[np.bool_] | None = None) -> Values:
-        """Return the values that scales and codes stand for."""
+        """Return the values of scales and codes."""
         lengths = encoded.memory
         header = len(lengths) * SCALE.itemsize
         raw = content.view(np.uint8)
@@ -118,13 +117,13 @@ class ScaledCodes(Compressor):
 
 
 def group_starts(segments: Sequence[Segment], longest: int | None) -> NDArray[np.int64]:
-    """Return where groups of at most ``longest`` values begin, none of which crosses a layer's border."""
+    """Return the starts of groups of at most ``longest`` values that do not cross layers."""
     starts = [np.arange(s.start, s.stop, longest or max(1, s.stop - s.start)) for s in segments]
     return np.concatenate(starts).astype(np.int64)
 
 
 def pack(codes: Codes, bits: int) -> Codes:
-    """Put codes of a few bits into bytes, the first into the lowest bits."""
+    """Pack codes of a few bits into bytes, the first code into the lowest bits."""
     each = 8 // bits
     padded = np.zeros(-(-len(codes) // each) * each, np.uint8)
     padded[: len(codes)] = codes
@@ -135,7 +134,7 @@ def pack(codes: Codes, bits: int) -> Codes:
 
 
 def unpack(packed: Codes, bits: int) -> Codes:
-    """Undo :func:`pack`; codes of 0 may follow."""
+    """Undo :func:`pack`; the result may end in additional codes of 0."""
     each = 8 // bits
     codes = np.empty((len(packed), each), np.uint8)
     for place in range(each):
@@ -144,12 +143,12 @@ def unpack(packed: Codes, bits: int) -> Codes:
 
 
 class Qsgd(ScaledCodes):
-    """QSGD (Alistarh et al., NeurIPS 2017): the norm of a group, and of each value its sign and a level of s + 1.
+    """QSGD (Alistarh et al., NeurIPS 2017): a norm per group, and per value its sign and one of s + 1 levels.
 
     Value v of a group of d with norm N becomes N sgn(v) l/s, where l is |v| s / N rounded up or down at random so that
     its expectation is kept. The squared error is at most min(d/s^2, sqrt(d)/s) times the squared norm (Lemma 3.1).
 
-    Codes have a fixed length, where the authors follow with Elias coding: so every packet can be read by itself.
+    Unlike the authors' Elias codes, codes here have a fixed length, so that every packet can be decoded by itself.
 
     Parameters
     ----------
@@ -162,7 +161,7 @@ class Qsgd(ScaledCodes):
 
     def __init__(self, bits: int = 4) -> None:
         if bits not in (2, 4, 8):
-            raise ValueError(f"qsgd takes 2, 4 or 8 bits a value, sign and level, got {bits}")
+            raise ValueError(f"qsgd takes 2, 4 or 8 bits per value, for sign and level, got {bits}")
         super().__init__(bits, GROUP_VALUES)
         self.top = (1 << bits - 1) - 1
 
@@ -172,7 +171,7 @@ class Qsgd(ScaledCodes):
         return np.asarray(np.sqrt(np.add.reduceat(squares, starts)))
 
     def codes(self, values: NDArray[np.float32], scales: NDArray[np.float32], draws: np.random.Generator) -> Codes:
-        """Return signs in the highest bit, and levels."""
+        """Return codes with the sign in the highest bit and the level below."""
         exact = np.nan_to_num(np.abs(values) / scales, nan=0.0, posinf=0.0) * np.float32(self.top)
         levels: Codes = np.minimum(_round_at_random(exact, draws), self.top).astype(np.uint8)
         negative = (np.signbit(values) & (levels > 0)).astype(np.uint8)
@@ -187,10 +186,10 @@ class Qsgd(ScaledCodes):
 
 
 class TernGrad(ScaledCodes):
-    """TernGrad (Wen et al., NeurIPS 2017): -1, 0 or 1 times the largest value of the layer.
+    """TernGrad (Wen et al., NeurIPS 2017): -1, 0 or 1 times the largest absolute value of the layer.
 
-    Value v of a layer whose largest is s becomes s sgn(v) with probability |v| / s, else 0. Its authors clip gradients
-    at 2.5 standard deviations before; that is left to the optimizer, for it makes a bias.
+    Value v of a layer with largest absolute value s becomes s sgn(v) with probability |v| / s, else 0. Its authors
+    first clip gradients at 2.5 standard deviations; that is left to the optimizer, because it causes a bias.
     """
 
     name = "terngrad"
@@ -215,7 +214,7 @@ class TernGrad(ScaledCodes):
 
 
 def _round_at_random(exact: NDArray[np.floating], draws: np.random.Generator) -> NDArray[np.floating]:
-    """Round to one of the two integers next to each number, so that the expectation is the number."""
+    """Round each number up or down at random, so that its expectation is the number."""
     below: NDArray[np.floating] = np.floor(exact)
     below += draws.random(len(exact), np.float32) < exact - below
     return below
@@ -226,7 +225,7 @@ class _Signs(ScaledCodes):
         super().__init__(1, None)
 
     def codes(self, values: NDArray[np.float32], scales: NDArray[np.float32], draws: np.random.Generator) -> Codes:
-        """Return 1 for negative values; of those that are 0, as of a unit that is dead, for a half that is drawn."""
+        """Return 1 for negative values, and for values of 0, as from a dead unit, 0 or 1 at random."""
         codes = (values < 0).astype(np.uint8)
         zeros = np.flatnonzero(values == 0)
         codes[zeros] = draws.integers(0, 2, len(zeros), np.uint8)
@@ -238,11 +237,11 @@ class _Signs(ScaledCodes):
 
 
 class SignSgd(_Signs):
-    """signSGD with majority vote (Bernstein et al., ICML 2018 and ICLR 2019): the sign that most ranks have.
+    """signSGD with majority vote (Bernstein et al., ICML 2018 and ICLR 2019): the sign of most ranks.
 
-    The result is 1, -1, or 0 where as many say one as the other, whatever the size of the gradients: the learning rate
-    has to suit that. Ranks whose packet was lost abstain. Nothing is fed back, for a vote is no average. Its authors
-    prove convergence with large batches or noise that is unimodal and symmetric; else it may fail to converge at all
+    The result is 1, -1, or 0 for a tie, whatever the size of the gradients; the learning rate must suit that. Ranks
+    whose packet was lost abstain. There is no error feedback, because a vote is not an average. Its authors prove
+    convergence with large batches, or with unimodal and symmetric noise; otherwise it may not converge at all
     (Karimireddy et al., ICML 2019).
     """
 
@@ -250,7 +249,7 @@ class SignSgd(_Signs):
     feedback = Feedback.NOTHING
 
     def scales(self, values: NDArray[np.float32], starts: NDArray[np.int64]) -> NDArray[np.floating]:
-        """Return 1, or NaN where a gradient is."""
+        """Return 1, or NaN if a gradient of the layer is NaN."""
         return np.where(np.isnan(np.add.reduceat(values, starts)), np.nan, 1.0)
 
     def combine(self, parts: Iterable[Values]) -> Values:
@@ -263,10 +262,9 @@ class SignSgd(_Signs):
 
 
 class ScaledSigns(_Signs):
-    """EF-signSGD (Karimireddy et al., ICML 2019): the sign of each value times the mean size of its layer's.
+    """EF-signSGD (Karimireddy et al., ICML 2019): the sign of each value times the mean absolute value of its layer.
 
-    It keeps at least ||v||_1^2 / (d ||v||_2^2) of the squared norm, so that with error feedback it converges as SGD
-    does.
+    It keeps at least ||v||_1^2 / (d ||v||_2^2) of the squared norm, so with error feedback it converges like SGD.
     """
 
     name = "efsignsgd"

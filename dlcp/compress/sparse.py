@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few values of each layer: the largest ones (top-k), or some that all ranks have drawn alike (random-k).
+"""A few values of each layer: the largest ones (top-k), or a random draw that all ranks share (random-k).
 
-Both are k-contractions: what they leave out is at most (1 - k/d) of the squared norm (Stich, Cordonnier and Jaggi,
-NeurIPS 2018), so that with error feedback SGD converges as fast as without, up to a term of higher order. Top-k without
-it need not converge at all (Karimireddy et al., ICML 2019).
+Both are k-contractions: they leave out at most (1 - k/d) of the squared norm (Stich, Cordonnier and Jaggi, NeurIPS
+2018). With error feedback SGD then converges as fast as without compression, up to a term of higher order. Without it
+top-k may not converge at all (Karimireddy et al., ICML 2019).
 """
 
 import math
@@ -17,7 +17,7 @@ from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
 
 PAIR = np.dtype([("place", "<u4"), ("value", "<f4")])
-"""A value and its place in the bucket; a packet holds whole pairs, for its payload is a multiple of 8 bytes."""
+"""A value and its index in the bucket. Packets hold whole pairs, because payloads are multiples of 8 bytes."""
 
 
 class _Sparse(Compressor):
@@ -26,18 +26,18 @@ class _Sparse(Compressor):
     Parameters
     ----------
     ratio
-        The share, more than 0 and at most 1; at least one value.
+        The share, more than 0 and at most 1; at least one value is sent.
     whole_below
-        Layers of fewer values are sent whole: they are cheap and matter.
+        Layers with fewer values are sent whole: they are small and important.
     """
 
     def __init__(self, ratio: float, whole_below: int = 0) -> None:
         if not 0 < ratio <= 1:
-            raise ValueError(f"{self.name} takes the share of values to send, more than 0 and at most 1, got {ratio:g}")
+            raise ValueError(f"{self.name} takes a share of values, more than 0 and at most 1, got {ratio:g}")
         self.ratio, self.whole_below = ratio, whole_below
 
     def count(self, size: int) -> int:
-        """Return how many of a layer's values are sent."""
+        """Return the number of values sent from a layer of ``size`` values."""
         return size if size < self.whole_below else max(1, math.ceil(self.ratio * size))
 
     def _layout(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
@@ -47,15 +47,15 @@ class _Sparse(Compressor):
 
 
 class TopK(_Sparse):
-    """The largest values of each layer, with their places; the largest first, so that packets hold values of a size.
+    """The largest values of each layer, with their indices; largest first, so that packets hold similar values.
 
-    Ranks choose different places, so each rank's go to all.
+    Ranks choose different indices, so each rank sends its values to all.
     """
 
     name = "topk"
 
     def encode(self, values: Values, segments: Sequence[Segment], occasion: Occasion) -> Encoded:
-        """Return places and values."""
+        """Return indices and values."""
         layout = self._layout(segments)
         pairs = np.empty(layout[-1].stop, PAIR)
         for segment, chosen in zip([s for s in segments if s.stop > s.start], layout, strict=True):
@@ -66,7 +66,7 @@ class TopK(_Sparse):
         return Encoded(pairs.view(np.uint8), layout, 64, worth=np.abs(pairs["value"]), memory=len(values))
 
     def decode(self, encoded: Encoded, content: Content, present: NDArray[np.bool_] | None = None) -> Values:
-        """Return the values at their places, and 0 elsewhere."""
+        """Return the values at their indices, and 0 elsewhere."""
         pairs = content.view(PAIR)
         if present is not None:
             pairs = pairs[present]
@@ -76,13 +76,13 @@ class TopK(_Sparse):
 
 
 class RandomK(_Sparse):
-    """Values of each layer that a seed chooses, other ones at each step; places need not be sent.
+    """Values of each layer drawn from a shared seed, different ones at each step; indices need not be sent.
 
     Parameters
     ----------
     unbiased
-        Multiply by d/k, so that the expectation is the gradient; for use without error feedback, which does not bear
-        it: the variance grows by d/k, and what is owed with it.
+        Multiply by d/k, so that the expectation is the gradient. Not for use with error feedback: the variance grows by
+        d/k, and the residual with it.
     """
 
     name = "randomk"
@@ -94,7 +94,7 @@ class RandomK(_Sparse):
         self.feedback = Feedback.LOST if unbiased else Feedback.ALL
 
     def encode(self, values: Values, segments: Sequence[Segment], occasion: Occasion) -> Encoded:
-        """Return the chosen values, in the order of their places."""
+        """Return the drawn values, in the order of their indices."""
         layout = self._layout(segments)
         places = np.empty(layout[-1].stop, np.int64)
         factors = np.ones(layout[-1].stop, np.float32)
@@ -108,7 +108,7 @@ class RandomK(_Sparse):
         return Encoded(content, layout, 32, ValueType.FLOAT32, memory=(len(values), places))
 
     def decode(self, encoded: Encoded, content: Content, present: NDArray[np.bool_] | None = None) -> Values:
-        """Return the values at their places, and 0 elsewhere."""
+        """Return the values at their indices, and 0 elsewhere."""
         size, places = encoded.memory
         values: Values = np.zeros(size, np.float32)
         values[places] = content if present is None else np.where(present, content, 0)
@@ -116,15 +116,15 @@ class RandomK(_Sparse):
 
 
 def largest(sizes: NDArray[np.floating], count: int) -> NDArray[np.int64]:
-    """Return the places of the ``count`` largest of ``sizes``, the largest first; NaN counts as the largest."""
+    """Return the indices of the ``count`` largest of ``sizes``, the largest first; NaN counts as the largest."""
     places = np.argpartition(sizes, len(sizes) - count)[len(sizes) - count :]
     return places[np.argsort(sizes[places], kind="stable")[::-1]]
 
 
 def _draw(size: int, count: int, draws: np.random.Generator) -> NDArray[np.int64]:
-    """Draw ``count`` of ``size`` places, each as likely as the other, ascending.
+    """Draw ``count`` of ``size`` indices uniformly; return them in ascending order.
 
-    Made of the generator's raw bits only, which do not change between versions of NumPy, as all ranks must draw alike.
+    Uses only the generator's raw bits, which do not change between versions of NumPy, so that all ranks draw alike.
     """
     if count == size:
         return np.arange(size)

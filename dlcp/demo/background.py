@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Background traffic: flows of other jobs that send in bursts into one worker's port at a time.
+"""Background traffic: flows of other jobs that send bursts into one worker's port at a time.
 
-Where hosts have network namespaces it is real TCP. On loopback, where TCP cannot cross the switch, DLCP's transport
-stands in for it: reliable, with the window of one TCP flow. :func:`sink` and :func:`source` are the two ends, each a
-process of its own.
+With network namespaces it is real TCP. TCP cannot cross the switch on loopback; there DLCP's transport stands in for
+it, in reliable mode and with the window of one TCP flow. :func:`sink` and :func:`source` are the two ends; each runs in
+its own process.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait  # select.select knows no descriptors from 1024 on
+from multiprocessing.connection import Connection, wait  # select.select fails on descriptors above 1023
 from typing import Final
 
 import numpy as np
@@ -36,16 +36,16 @@ from dlcp.transport import (
 
 SINK_PORT: Final = 53711
 BURST_S: Final = 8.0
-"""How long a burst lasts, in the mean, unless told otherwise."""
+"""Default mean length of a burst."""
 SAMPLE_S: Final = 0.1
-"""Interval at which a sink counts what arrives."""
+"""Interval over which a sink adds up the bytes that arrive."""
 _MESSAGES_IN_FLIGHT: Final = 4
 _TOKEN: Final = 0x6261636B67726F75
 _CHUNK: Final = bytes(1 << 16)
 _SEND_BUFFER_BYTES: Final = 1 << 16
-"""Small, so that a burst ends when it should instead of draining for long."""
+"""Small, so that little is left to drain when a burst ends."""
 _Count = Callable[[int], None]
-"""Called with how many bytes have arrived."""
+"""Called with the number of bytes that have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class BackgroundBurst:
 def schedule(
     seed: int, workers: int, seconds: float, *, on_s: float = BURST_S, off_s: float = 0.5
 ) -> list[BackgroundBurst]:
-    """Return bursts of about ``on_s`` seconds with pauses of about ``off_s``, each into another worker's port."""
+    """Return bursts of about ``on_s`` seconds with pauses of about ``off_s``; no two in a row hit the same port."""
     generator = np.random.default_rng([seed, 2])
     bursts: list[BackgroundBurst] = []
     now_s = 0.0
@@ -73,12 +73,12 @@ def schedule(
 
 
 def delivered_bps(samples: Sequence[tuple[float, float]], bursts: Sequence[BackgroundBurst], stop_s: float) -> float:
-    """Return the bits per second that arrived while bursts were on, up to ``stop_s``.
+    """Return the mean rate of arrivals during bursts, in bits per second, up to ``stop_s``.
 
     Parameters
     ----------
     samples
-        Pairs of time and bytes that arrived within the ``SAMPLE_S`` before it.
+        Pairs of a time and the bytes that arrived in the :data:`SAMPLE_S` before it.
     """
     on_s = sum(max(0.0, min(burst.stop_s, stop_s) - burst.start_s) for burst in bursts)
     return 8 * sum(count for when_s, count in samples if when_s <= stop_s) / on_s if on_s else 0.0
@@ -91,9 +91,9 @@ class BackgroundEnd:
     Parameters
     ----------
     over
-        ``tcp``, the kernel's, or ``udp``, DLCP's transport.
+        ``tcp`` for the kernel's TCP, ``udp`` for DLCP's transport.
     rank, bind
-        Number of this host, and the address of this end.
+        Number of this host, and the address it binds to.
     peers
         Addresses of the other ends, by host.
     """
@@ -104,13 +104,13 @@ class BackgroundEnd:
     peers: dict[int, Address]
 
     def endpoint(self) -> Endpoint:
-        """Return this end of DLCP's transport."""
+        """Open this end with DLCP's transport."""
         options = TransportOptions(tagged=False, congestion="cubic", flow_weight=1.0)
         return Endpoint(self.rank, bind_socket(self.bind[0], [self.bind[1]]), self.peers, token=_TOKEN, options=options)
 
 
 def sink(channel: Connection, end: BackgroundEnd) -> None:
-    """Receive until terminated, and report what arrived when: pairs of time and bytes, for each :data:`SAMPLE_S`."""
+    """Receive until terminated, then report the bytes that arrived in each :data:`SAMPLE_S`, as (time, bytes) pairs."""
     counts: Counter[int] = Counter()
 
     def count(size: int) -> None:
@@ -125,7 +125,7 @@ def sink(channel: Connection, end: BackgroundEnd) -> None:
 
 
 def source(channel: Connection, end: BackgroundEnd, bursts: Sequence[BackgroundBurst]) -> None:
-    """Send the bursts, whose times count from the start that the channel tells; until terminated."""
+    """Send the bursts until terminated. Their times count from the start time received on the channel."""
     with _until_terminated():
         send_fact(channel, {"ready": True})
         start_s: float = channel.recv()
@@ -152,7 +152,7 @@ def _until_terminated() -> Iterator[None]:
 
 
 def tcp_sink(bind: Address, count: _Count, channel: Connection) -> None:
-    """Receive until interrupted."""
+    """Receive over TCP until interrupted."""
     server = socket.create_server(bind)
     send_fact(channel, {"ready": True})
     open_sockets = [server]
@@ -184,7 +184,7 @@ def udp_sink(endpoint: Endpoint, count: _Count, channel: Connection) -> None:
 def tcp_send(
     peers: dict[int, Address], bursts: Iterable[BackgroundBurst], stop: Callable[[BackgroundBurst], float]
 ) -> None:
-    """Send as much as TCP lets through to the target of each burst, as long as it lasts."""
+    """Send to each burst's target while the burst lasts, as fast as TCP allows."""
     flows = {}
     for peer, address in peers.items():
         flows[peer] = sock = socket.create_connection(address, timeout=10)
@@ -201,7 +201,7 @@ def tcp_send(
 
 
 def udp_send(endpoint: Endpoint, bursts: Iterable[BackgroundBurst], stop: Callable[[BackgroundBurst], float]) -> None:
-    """Send as much as DLCP's reliable transport lets through, with the window of one TCP flow (CUBIC)."""
+    """Send as fast as DLCP's reliable transport allows with the window of one TCP flow (CUBIC)."""
     endpoint.greet()
     packets = -(-len(_CHUNK) // endpoint.options.payload_bytes)
     nothing = np.zeros(packets, np.uint8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network of a run: hosts around a switch, in network namespaces or, without privilege, on loopback addresses."""
+"""The network of a run: hosts around a switch, in network namespaces or, without privileges, on loopback addresses."""
 
 import json
 import tempfile
@@ -22,16 +22,16 @@ from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 @dataclass(frozen=True)
 class Shares:
-    """The parts of a port's rate that a job may use.
+    """A job's shares of a port's rate.
 
     Parameters
     ----------
     data, control
-        For gradients, and for control packets.
+        Shares for gradients and for control packets.
     burst_s
-        How long a burst at the port's rate may last before the switch counts it as excess.
+        Longest burst at the port's rate that does not yet exceed the share.
     at
-        Data shares of the ports that lead to particular hosts, by host number, where they differ.
+        Data shares of ports that differ, by the number of the host behind the port.
     """
 
     data: float
@@ -40,18 +40,18 @@ class Shares:
     at: dict[int, float] = field(default_factory=dict)
 
     def job(self, number: int, hosts: Sequence[str]) -> Job:
-        """Return a fabric's job with these shares, for hosts of these names."""
+        """Return job ``number`` of a fabric with these shares; ``hosts`` are the names of its hosts."""
         shares = {hosts[host]: share for host, share in self.at.items()}
         return Job(number, self.data, self.control, shares, self.burst_s)
 
 
 class DemoNetwork(Closing):
-    """Hosts joined by switches; a context manager. A run asks it where to start processes and how they reach others."""
+    """Hosts joined by switches, with the namespace and addresses of each host; a context manager."""
 
     kind = ""
-    """What the record of the run calls it."""
+    """Its name in the run's record."""
     over = ""
-    """What carries the background traffic: ``tcp`` or ``udp``."""
+    """Transport of the background traffic: ``tcp`` or ``udp``."""
     interface = ""
     """The name of every host's interface."""
 
@@ -59,27 +59,27 @@ class DemoNetwork(Closing):
         self._stack = ExitStack()
 
     def close(self) -> None:
-        """Take the network down."""
+        """Tear the network down."""
         self._stack.close()
 
     @abstractmethod
     def bind_of(self, host: int, port: int) -> str:
-        """Return where a process on a host binds its socket, ``address:port``."""
+        """Return the ``address:port`` to which a process on a host binds its socket."""
 
     def address_of(self, host: int, port: int) -> str:
-        """Return where others reach that socket, ``address:port``."""
+        """Return the ``address:port`` at which others reach that socket."""
         return self.bind_of(host, port)
 
     @abstractmethod
     def namespace(self, host: int) -> str | None:
-        """Return the path of a host's network namespace; None if it has none of its own."""
+        """Return the path of a host's own network namespace, or None."""
 
     @abstractmethod
     def counters(self) -> dict[str, Any]:
-        """Wait for packets under way, and return what the switches have counted."""
+        """Wait until no packets are in flight, and return the switches' counters."""
 
     def background_end(self, host: int, peers: Sequence[int]) -> BackgroundEnd:
-        """Return a host's end of the background traffic, and how it reaches its peers."""
+        """Return a host's end of the background traffic, with the addresses of its peers."""
         addresses = {peer: parse_address(self.address_of(peer, SINK_PORT)) for peer in peers}
         return BackgroundEnd(self.over, host, parse_address(self.bind_of(host, SINK_PORT)), addresses)
 
@@ -92,7 +92,7 @@ class SwitchNetwork(DemoNetwork):
     setup
         Hosts, rates and depths.
     shares
-        The job's share of each port; None: no limit.
+        The job's share of each port; None for no limit.
     job
         Job number.
     """
@@ -122,7 +122,7 @@ class SwitchNetwork(DemoNetwork):
 
 
 class NamespaceNetwork(SwitchNetwork):
-    """Every host has a network namespace of its own, so that any program's traffic crosses the switch."""
+    """Hosts in their own network namespaces, so that all traffic crosses the switch, TCP included."""
 
     kind = "namespaces"
     over = "tcp"
@@ -143,7 +143,7 @@ class NamespaceNetwork(SwitchNetwork):
 
 
 class LoopbackNetwork(SwitchNetwork):
-    """Processes of this machine, each with a loopback address; needs no privilege. TCP cannot cross this switch."""
+    """Processes of this machine, each with a loopback address. Needs no privileges; TCP cannot cross the switch."""
 
     kind = "loopback"
     over = "udp"
@@ -155,7 +155,7 @@ class LoopbackNetwork(SwitchNetwork):
         self._start_switch()
 
     def namespace(self, host: int) -> str | None:
-        """Return None: all hosts are in this one."""
+        """Return None: all hosts share this process's namespace."""
         return None
 
     def bind_of(self, host: int, port: int) -> str:

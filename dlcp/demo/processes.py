@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a run: functions in forks, which report facts to the process that started them."""
+"""The processes of a run: forks that report facts to their parent process."""
 
 import contextlib
 import importlib
@@ -16,29 +16,29 @@ from dlcp.processes import Fork
 _STOP_DEADLINE_S: Final = 5.0
 
 Fact = dict[str, Any]
-"""What a process reports: plain values, that JSON can hold. ``error`` and ``report`` are kept, others passed on."""
+"""A report to the parent, as JSON. The parent keeps the keys ``error`` and ``report``, and passes every fact on."""
 
 
 def send_fact(channel: Connection, fact: Fact) -> None:
-    """Report a fact to the process that started this one.
+    """Report a fact to the parent process, as JSON.
 
-    It travels as JSON: a pickle may hold what takes PyTorch to read (its version is a class of its own), and loading
-    that holds up the reader of all reports for seconds on a busy machine.
+    A pickle could make the parent import PyTorch (whose version is a class of its own). On a busy machine that import
+    blocks the thread that reads the reports for seconds.
     """
     channel.send_bytes(json.dumps(fact).encode())
 
 
 class DemoProcess(Fork):
-    """A process of a run. ``ready`` is set once it has reported for the first time.
+    """A process of a run. Its first report sets ``ready``.
 
     Parameters
     ----------
     name
-        For messages.
+        Its name in messages.
     function, arguments, namespace, environment
-        As of :class:`dlcp.processes.Fork`.
+        As for :class:`dlcp.processes.Fork`.
     on_fact
-        Called with everything it reports, in a thread of its own.
+        Called with each fact that it reports, on a reader thread.
     """
 
     def __init__(
@@ -70,40 +70,40 @@ class DemoProcess(Fork):
                     self._on_fact(fact)
 
     def start_at(self, start_s: float) -> None:
-        """Let the run begin for it, at a time of the monotonic clock."""
+        """Send it the start time of the run, by the monotonic clock."""
         self.channel.send(start_s)
 
     def errors(self) -> str:
-        """Return what it reported as wrong."""
+        """Return the errors it reported; the last 2000 characters."""
         return self._errors[-2000:].strip()
 
     def finish(self, timeout_s: float) -> Any:
-        """Wait for its end and return its report; None if there is none."""
+        """Wait for the process to end; return its report, or None."""
         self.join(timeout_s)
         self._thread.join(_STOP_DEADLINE_S)
         return self._report
 
     def stop(self) -> Any:
-        """Let it end, and return what it reports."""
+        """Terminate it, and return its report or None."""
         self.terminate()
         return self.finish(_STOP_DEADLINE_S)
 
     def close(self) -> None:
-        """Let it end; kill it if it does not."""
+        """Terminate it; kill it if it does not end."""
         self.stop()
         super().close()
 
 
 def command(channel: Connection, argv: Sequence[str]) -> None:
-    """Run what a person would type after ``dlcp``; what it prints is a fact, and what it complains of an error."""
-    # By name: the command line stands above the demo, which here uses it as any other program would.
+    """Run a ``dlcp`` command line; report its standard output as ``said`` facts and its standard error as errors."""
+    # Imported by name: the command line is a higher layer than the demo.
     main = importlib.import_module("dlcp.cli").main
     with contextlib.redirect_stdout(_Facts(channel, "said")), contextlib.redirect_stderr(_Facts(channel, "error")):
         raise SystemExit(main(argv))
 
 
 def _reporting(channel: Connection, function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function, and report what goes wrong."""
+    """Call a function; report its exception as an error, and exit with status 1."""
     try:
         function(channel, *arguments)
     except Exception:
@@ -112,7 +112,7 @@ def _reporting(channel: Connection, function: Callable[..., None], *arguments: A
 
 
 class _Facts(io.TextIOBase):
-    """A stream whose text becomes facts of one name."""
+    """A stream that reports its text as facts of one name."""
 
     def __init__(self, channel: Connection, name: str) -> None:
         self._channel, self._name = channel, name

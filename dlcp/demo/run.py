@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of the demo: training over a congested switch, beside background traffic, and its record."""
+"""One run of the demo: train over a congested switch beside background traffic, and record it."""
 
 import json
 import os
@@ -25,12 +25,12 @@ from dlcp.wire import DROP_CLASSES
 
 _JOB: Final = 1
 _PAYLOAD_BYTES: Final = 1440
-"""Fills the MTU of 1500 that the demo's network has; loopback would take more."""
+"""Fills an MTU of 1500 bytes, also on loopback, whose MTU is larger."""
 _CONTROL_SHARE: Final = 0.015
-"""Part of a port for acknowledgements and the like; taken from the job's share, not added to it. Chosen by us."""
+"""Part of a port for acknowledgements and other control packets, taken from the job's share. Not tuned."""
 _READY_DEADLINE_S: Final = 90.0
 _TCP_PAYLOAD_BYTES, _TCP_FRAME_BYTES = 1448, 1514
-"""A full TCP segment and its frame at an MTU of 1500; rates of ports count frames, the background counts payload."""
+"""A full TCP segment and its frame at an MTU of 1500. Port rates count frames; the background counts payload."""
 _SERVER_REPORT: Final = "server.json"
 _TOKEN_FILE: Final = "token"
 _SERVER_OPTIONS: Final = {
@@ -38,20 +38,20 @@ _SERVER_OPTIONS: Final = {
     "DLCP_TAGGED": "--tagged",
     "DLCP_CONGESTION": "--congestion",
 }
-"""What a parameter server has to be told of a worker's environment, if it says anything."""
+"""Worker environment variables that the parameter server needs as options, where they are set."""
 
 Progress = Callable[[int], None]
-"""Called with the number of steps that are done."""
+"""Called with the number of finished steps."""
 MakeNetwork = Callable[[DemoSetup, Shares | None, int], DemoNetwork]
 """Called with the setup, the job's shares of the ports, and the job number."""
 
 
 class DemoError(RuntimeError):
-    """A run did not finish; the message has what its processes reported."""
+    """A run did not finish; the message holds the errors of its processes."""
 
 
 def execute(make_network: MakeNetwork, setup: DemoSetup, variant: Variant, *, progress: Progress) -> dict[str, Any]:
-    """Run one variant and return its record, in the form that :mod:`dlcp.report.runs` reads.
+    """Run one variant and return its record, in the format of :mod:`dlcp.report.runs`.
 
     Parameters
     ----------
@@ -128,12 +128,12 @@ def execute(make_network: MakeNetwork, setup: DemoSetup, variant: Variant, *, pr
 
 
 def _shares(setup: DemoSetup, variant: Variant) -> Shares | None:
-    """Return the job's shares of the ports, None if it is not held to any."""
+    """Return the job's shares of the ports, or None if it is not limited."""
     if not variant.held:
         return None
     data = {host: setup.fair_share(host) - _CONTROL_SHARE for host in range(setup.workers + 1)}
     usual = data[0]
-    # A burst may be as long as a queue is deep. With less, packets that fit the queue would go behind everybody else's.
+    # Allow bursts of one full queue. With shorter ones, packets that fit the queue would be demoted behind all others.
     burst_s = setup.depth_packets * _TCP_FRAME_BYTES * 8 / setup.rate_bps
     return Shares(usual, _CONTROL_SHARE, burst_s, {host: share for host, share in data.items() if share != usual})
 
@@ -141,7 +141,7 @@ def _shares(setup: DemoSetup, variant: Variant) -> Shares | None:
 def _background(
     setup: DemoSetup, network: DemoNetwork, bursts: Sequence[BackgroundBurst], stack: ExitStack
 ) -> tuple[list[DemoProcess], list[DemoProcess]]:
-    """Start the background traffic; return its sinks, which are ready, and its sources."""
+    """Start the background traffic; return its sinks, once they are ready, and its sources."""
     sinks = [
         _start(stack, network, "sink", host, sink, [network.background_end(host, setup.sources)])
         for host in setup.targets
@@ -171,7 +171,7 @@ def _start(
 def _ranks(
     setup: DemoSetup, variant: Variant, network: DemoNetwork, folder: Path, stack: ExitStack, progress: Progress
 ) -> tuple[list[DemoProcess], list[DemoProcess]]:
-    """Start the parameter server, if it is DLCP's, and the ranks: the workers first, then Gloo's server if any."""
+    """Start DLCP's parameter server, if any, and the ranks: the workers, then Gloo's server if any."""
     token = secrets.randbits(63) | 1
     servers = []
     ranks = setup.workers
@@ -193,7 +193,7 @@ def _ranks(
             "DLCP_JOB": str(_JOB),
             "DLCP_PAYLOAD_BYTES": str(_PAYLOAD_BYTES),
             "DLCP_TOKEN": str(token),
-            # A run must not measure something else under this name.
+            # Falling back to PyTorch's all-reduce would be measured as DLCP.
             "DLCP_FALLBACK": "0",
             "DLCP_COLLECTIVE": setup.collective,
             "DLCP_SWITCH_HOPS": str(setup.hops),
@@ -201,7 +201,7 @@ def _ranks(
             **variant.environment,
         }
         if setup.server is not None:
-            # Each worker's flow into the server's port counts as much as one of TCP.
+            # Each worker's flow into the server's port gets the weight of one TCP flow.
             environment["DLCP_FLOW_WEIGHT"] = "1"
         common = setup.workers, setup.collective, setup.steps, setup.seed, setup.fp16, setup.optimizer
         task = RankTask(rank, ranks, variant.mode, *common, str(folder / "store"))
@@ -212,7 +212,7 @@ def _ranks(
 
 
 def _work(channel: Connection, task: RankTask) -> None:
-    from dlcp.demo import worker  # PyTorch, which the forks have loaded already
+    from dlcp.demo import worker  # needs PyTorch, which forks have already loaded
 
     worker.main(channel, task)
 
@@ -254,14 +254,14 @@ def _collect(workers: Sequence[DemoProcess], everybody: Sequence[DemoProcess]) -
     _check(everybody)
     found = [report for worker in workers if (report := worker.finish(_READY_DEADLINE_S)) is not None]
     if len(found) < len(workers):
-        raise DemoError("a worker ended without a report")
+        raise DemoError("a worker ended with status 0, but sent no report")
     return found
 
 
 def _check(processes: Sequence[DemoProcess]) -> None:
     failed = [process for process in processes if process.status() not in (None, 0)]
     if failed:
-        time.sleep(0.5)  # the others notice, and report why
+        time.sleep(0.5)  # until the others have noticed and reported their errors
         errors = [f"{process.name}: {text}" for process in processes if (text := process.errors())]
         raise DemoError("\n".join(errors) or f"{failed[0].name} ended with status {failed[0].status()}")
 
@@ -272,7 +272,7 @@ def _report_progress(progress: Progress, fact: Fact) -> None:
 
 
 def _samples(logs: Sequence[Sequence[tuple[float, int]] | None], start_s: float) -> list[tuple[float, float]]:
-    """Return when how many bytes of background arrived, in seconds of the run, over all sinks."""
+    """Return background arrivals, summed over all sinks, as (seconds of the run, bytes) pairs."""
     total: Counter[float] = Counter()
     for log in logs:
         total.update(dict(log or ()))
@@ -293,13 +293,13 @@ def _background_record(
 
 
 def _processor() -> str:
-    """Return the name of the processor, from /proc/cpuinfo."""
+    """Return the processor's name from /proc/cpuinfo."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _switch_totals(counters: dict[str, Any]) -> dict[str, Any]:
-    """Return the switch's counters in short."""
+    """Return totals of the switch's counters."""
     ingress, egress = counters["program"]["ingress_events"], counters["program"]["egress_events"]
     by_class = [0] * DROP_CLASSES
     for event in ingress["by_queue"]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one after the other, with their files, progress bars on the terminal, and the report on all of them."""
+"""A series of runs: their files, progress bars on the terminal, and the report on all of them."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from dlcp.report.runs import RUN_NAMES, Run, RunFileError, load_runs, summarize,
 def run_series(
     console: Console, folder: Path, variants: Sequence[Variant], steps: int, run: Callable[..., dict[str, Any]]
 ) -> None:
-    """Make the runs and write each as ``folder/runs/NAME.json``.
+    """Run each variant and write its record to ``folder/runs/NAME.json``.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def run_series(
     with Progress(*columns, console=console) as bars:
         for number, variant in enumerate(variants, 1):
             bar = bars.add_task(variant.title, total=steps)
-            if not console.is_terminal:  # where bars are drawn at the end only
+            if not console.is_terminal:  # rich then draws bars only at the end
                 console.print(f"run {number} of {len(variants)}, {steps} steps: {variant.title}")
             try:
                 record = run(variant, progress=lambda done, bar=bar: bars.update(bar, completed=done))
@@ -44,19 +44,17 @@ def run_series(
 
 
 def select(variants: Sequence[Variant], only: Sequence[str] | None, folder: Path) -> list[Variant]:
-    """Return the variants that ``only`` names; without it all of them, and remove earlier runs from the folder.
+    """Return the variants named in ``only``. Without it, return all, and remove earlier runs from the folder.
 
     Raises
     ------
     ValueError
-        There is no variant of that name.
+        No variant has that name.
     """
     if only:
         unknown = set(only) - {variant.name for variant in variants}
         if unknown:
-            raise ValueError(
-                f"--only: there is no run {min(unknown)!r}; there are {', '.join(v.name for v in variants)}"
-            )
+            raise ValueError(f"--only: unknown run {min(unknown)!r}; choose from {', '.join(v.name for v in variants)}")
         return [variant for variant in variants if variant.name in only]
     for old in (folder / "runs").glob("*.json"):
         old.unlink()
@@ -64,12 +62,12 @@ def select(variants: Sequence[Variant], only: Sequence[str] | None, folder: Path
 
 
 def report(console: Console, folder: Path, *, complete: bool) -> dict[str, Run]:
-    """Write summary and page of the runs in a folder, print the result in a few lines, and return the runs.
+    """Write summary and report page of the runs in a folder, print a short result, and return the runs.
 
     Parameters
     ----------
     complete
-        Whether all runs should be there. If not, and one is missing, there is no page yet.
+        Whether all runs must be there. Otherwise a missing run means no page yet.
 
     Raises
     ------
@@ -96,13 +94,13 @@ def report(console: Console, folder: Path, *, complete: bool) -> dict[str, Run]:
 def _print_summary(console: Console, summary: dict[str, Any]) -> None:
     accuracy = summary["target_accuracy"]
     if accuracy is None:
-        console.print("  No accuracy was held by every run: train longer (--steps).")
+        console.print("  The runs have no accuracy in common that each one held: train longer (--steps).")
         return
     for name in RUN_NAMES:
         if result := summary.get(name):
             console.print(
                 f"  {name:<14} {result['seconds_to_target']:6.1f} s to {accuracy:.1%}, "
-                f"{result['step_seconds']['mean']:.2f} s a step, final accuracy {result['final_accuracy']:.1%}"
+                f"{result['step_seconds']['mean']:.2f} s per step, final accuracy {result['final_accuracy']:.1%}"
             )
     console.print()
     peers = [(peer, summary[f"speedup_over_{peer}"]) for peer in ("gloo", "plain")]
@@ -113,7 +111,7 @@ def _print_summary(console: Console, summary: dict[str, Any]) -> None:
     console.print(f"  a message lost at most {loss['max_message_ratio']:.1%}; the bound is {loss['bound']:.0%}, {kept}")
     deferral = summary["dlcp"]["deferral"]
     console.print(
-        f"  {deferral['share']:.1%} of the packets were put off to a later step, of a message at most "
-        f"{deferral['max_message_ratio']:.1%}; the bound is {deferral['bound']:.0%}"
+        f"  {deferral['share']:.1%} of the packets were deferred to a later step, at most "
+        f"{deferral['max_message_ratio']:.1%} of a message; the bound is {deferral['bound']:.0%}"
     )
-    console.print(f"  replicas are {'identical, bit by bit' if summary['replicas_identical'] else 'NOT identical'}")
+    console.print(f"  replicas are {'bit-identical' if summary['replicas_identical'] else 'NOT identical'}")

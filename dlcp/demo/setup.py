@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo compares: a setup that all runs have in common, and the variants, which differ in who averages."""
+"""The demo's comparison: one setup for all runs, and variants that average gradients in different ways."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,28 +12,28 @@ BACKGROUND_FLOWS: Final = 2
 OPTIMIZERS: Final = ("adamw", "sgd")
 RUN_DEADLINE_S: Final = 600.0
 _ORDINARY_PORT: Final = UDP_PORT_BASE + UDP_PORT_COUNT
-"""The first UDP port that switches do not take for DLCP."""
+"""The first UDP port above those that switches treat as DLCP."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoSetup:
-    """What all runs of a demo have in common.
+    """Settings common to all runs of a demo.
 
     Parameters
     ----------
     fp16
-        Whether all send gradients as 16-bit floats: Gloo with PyTorch's own hook, the others with DLCP's compressor.
+        Send gradients as 16-bit floats: Gloo with PyTorch's own hook, the others with DLCP's compressor.
     optimizer
         One of :data:`OPTIMIZERS`.
     hops
-        The switches that a message may cross.
+        Largest number of switches on a message's path.
     burst_s
-        How long a burst of the background lasts, in the mean.
+        Mean length of a background burst.
 
     Raises
     ------
     ValueError
-        There is no such optimizer, bursts have no length, or the collective does not go together with 16-bit floats.
+        Unknown optimizer, no positive burst length, or 16-bit floats with a parameter server.
     """
 
     seed: int = 1
@@ -53,13 +53,13 @@ class DemoSetup:
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
         if not self.burst_s > 0:
-            raise ValueError(f"a burst of the background must last longer than 0 seconds, got {self.burst_s:g}")
+            raise ValueError(f"the length of background bursts must be above 0 seconds, got {self.burst_s:g}")
         if self.fp16 and self.server is not None:
-            raise ValueError("a parameter server adds up gradients as they are: fp16 takes the collective direct")
+            raise ValueError("a parameter server cannot add up 16-bit gradients: use fp16 with the direct collective")
 
     @property
     def command(self) -> str:
-        """The command that makes the same runs."""
+        """The command that repeats the runs."""
         collective = "ps" if self.server is not None else self.collective
         return (
             f"dlcp demo --seed {self.seed} --collective {collective} --steps {self.steps} "
@@ -75,37 +75,37 @@ class DemoSetup:
 
     @property
     def targets(self) -> list[int]:
-        """The hosts that train, and so the hosts that background traffic goes to."""
+        """The hosts of the training, which background traffic is sent to."""
         return list(range(self.workers + (self.server is not None)))
 
     @property
     def sources(self) -> list[int]:
-        """The hosts that background traffic comes from."""
+        """The hosts that send background traffic."""
         first = len(self.targets)
         return list(range(first, first + BACKGROUND_FLOWS))
 
     @property
     def hosts(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts."""
         return self.sources[-1] + 1
 
     def fair_share(self, host: int) -> float:
-        """Return the share of a host's port that the job may have: its flows beside the background's.
+        """Return the job's fair share of a host's port: its flows divided by all flows.
 
-        Over TCP the training has a flow from each worker into the server's port, and one into any other, for Gloo sums
-        around a ring.
+        Over TCP the training has one flow from each worker into the server's port, and one flow into any other port,
+        because Gloo sums around a ring.
         """
         flows = self.workers if host == self.server else 1
         return flows / (flows + BACKGROUND_FLOWS)
 
     def background_share(self, bursts: Sequence[BackgroundBurst], stop_s: float) -> float:
-        """Return the share of a port that is fair to the background, over all bursts up to ``stop_s``."""
+        """Return the background's fair share of a port, as the mean over all bursts up to ``stop_s``."""
         lasted = [(max(0.0, min(burst.stop_s, stop_s) - burst.start_s), burst.target) for burst in bursts]
         on_s = sum(seconds for seconds, _ in lasted)
         return sum(seconds * (1 - self.fair_share(target)) for seconds, target in lasted) / on_s if on_s else 0.0
 
     def bursts(self) -> list[BackgroundBurst]:
-        """Return the background's schedule, the same in every run."""
+        """Return the bursts of the background, which are the same in every run."""
         return schedule(self.seed, len(self.targets), RUN_DEADLINE_S, on_s=self.burst_s)
 
 
@@ -116,9 +116,9 @@ class Variant:
     Parameters
     ----------
     held
-        Whether switches hold the job to its fair share.
+        Whether switches limit the job to its fair share.
     environment
-        For :class:`dlcp.torch.Options`.
+        Variables that set :class:`dlcp.torch.Options`.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Variant:
 
 
 def variants(setup: DemoSetup) -> list[Variant]:
-    """Return the ways that the demo compares."""
+    """Return the variants that the demo compares."""
     bound = {"DLCP_LOSS_BOUND": str(setup.loss_bound), "DLCP_DEFERRAL_BOUND": str(setup.deferral_bound)}
     plain = {"DLCP_LOSS_BOUND": "0", "DLCP_TAGGED": "0", "DLCP_ADAPTIVE_SHARDS": "0", "DLCP_CONGESTION": "cubic"}
     if setup.fp16:
@@ -147,18 +147,18 @@ def variants(setup: DemoSetup) -> list[Variant]:
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """What one rank of a run is to do: train, or with Gloo and a number beyond the workers', be the parameter server.
+    """The task of one rank: train, or be Gloo's parameter server, whose rank follows the workers'.
 
     Parameters
     ----------
     rank, ranks
-        Its number, and how many there are: the workers, and with Gloo a parameter server's.
+        Its rank, and the number of ranks: the workers, and Gloo's parameter server if any.
     mode
-        Who averages: ``gloo`` or ``dlcp``.
+        What averages the gradients: ``gloo`` or ``dlcp``.
     workers, collective, steps, seed, fp16, optimizer
         As in the setup.
     store
-        Path of the file over which the process group meets.
+        Path of the process group's rendezvous file.
     """
 
     rank: int

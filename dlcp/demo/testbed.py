@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of the demo over a testbed, with what hosts and switches counted compared."""
+"""Runs of the demo over a testbed, with a comparison of the hosts' and the switches' counters."""
 
 import dataclasses
 import hashlib
@@ -36,9 +36,9 @@ from dlcp.switch import PROGRAM_PATH
 from dlcp.wire import Queue
 
 _BMV2_ENVIRONMENT: Final = {"DLCP_CONGESTION": "ecn"}
-"""Options for DLCP over BMv2. What has left BMv2's queues waits, first in first out, in a buffer of 128 packets before
-its transmit thread. TCP keeps that full, so every packet is some 50 ms late at 32 Mbit/s however little DLCP sends;
-control by delay would take that for a queue of its own making and all but stop. Marks tell of its own queue."""
+"""Options for DLCP over BMv2. Behind its queues BMv2 has a FIFO buffer of 128 packets before the transmit thread. TCP
+keeps it full, so every packet is some 50 ms late at 32 Mbit/s, however little DLCP sends. Delay-based control would
+take that for its own queue and almost stop; ECN marks come from DLCP's own queue only."""
 
 _COUNTERS_DEADLINE_S: Final = 15.0
 _COUNTERS_POLL_S: Final = 0.02
@@ -46,17 +46,17 @@ _COUNTERS_POLL_S: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class TestbedSetup(DemoSetup):
-    """What all runs on a testbed have in common.
+    """Settings common to all runs on a testbed.
 
     Parameters
     ----------
     switch
-        What the switches are.
+        Kind of the switches.
     shape
-        What the fabric is, for people.
+        Name of the fabric, as on the command line.
     one_port
-        Whether all bursts of the background go into the parameter server's port. BMv2 has one transmit thread, so a
-        congested port blocks the others: with one congested port it does what a switch would.
+        Send all background bursts into the parameter server's port. In BMv2 all ports share a transmit thread, so a
+        congested port blocks the others; only with one congested port does it behave like a real switch.
     """
 
     __test__ = False
@@ -67,7 +67,7 @@ class TestbedSetup(DemoSetup):
 
     @property
     def command(self) -> str:
-        """The command that makes the same runs."""
+        """The command that repeats the runs."""
         collective = "ps" if self.server is not None else self.collective
         return (
             f"dlcp testbed run --switch {self.switch} --fabric {self.shape} --collective {collective} "
@@ -76,8 +76,8 @@ class TestbedSetup(DemoSetup):
         )
 
     def bursts(self) -> list[BackgroundBurst]:
-        """Return the background's schedule, the same in every run."""
-        # slots=True makes the class anew, so that super() without arguments would not find it.
+        """Return the bursts of the background, which are the same in every run."""
+        # slots=True creates the class anew, which breaks super() without arguments.
         bursts = DemoSetup.bursts(self)
         if not self.one_port or self.server is None:
             return bursts
@@ -85,7 +85,7 @@ class TestbedSetup(DemoSetup):
 
 
 class TestbedNetwork(DemoNetwork):
-    """Mininet's hosts, and the switches between them, programmed for one run.
+    """A testbed's Mininet hosts and switches, programmed for one run.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class TestbedNetwork(DemoNetwork):
     fabric
         Its fabric, without jobs.
     setup, shares, job
-        As for every network of the demo.
+        As for :class:`~dlcp.demo.network.SwitchNetwork`.
     """
 
     __test__ = False
@@ -124,7 +124,7 @@ class TestbedNetwork(DemoNetwork):
         return f"{self._hosts[host].address}:{port}"
 
     def counters(self) -> dict[str, Any]:
-        """Wait until the last packet has arrived, and return what the switches have counted since the run began."""
+        """Wait until the last packet has arrived, and return the switches' counts since the run began."""
         idle = ProcessorTime.now().idle_share_since(self._began)
         busiest = self._watch.stop()
         settle(self._hosts)
@@ -148,7 +148,7 @@ class TestbedNetwork(DemoNetwork):
         return switches, nics, sum(switch.restarts for switch in state.switches.values())
 
     def _account(self, name: str) -> SwitchAccount:
-        """Return what a switch has counted; the built-in one counts what finds a queue full, too."""
+        """Return a switch's counts; only those of the built-in switch include tail drops."""
         tails = tail_drops(self._counters(name)) if self._builtin else None
         return SwitchAccount.of(self._controller.events(name), tails)
 
@@ -157,37 +157,39 @@ class TestbedNetwork(DemoNetwork):
         return self._layout.kind == "builtin"
 
     def _counters(self, name: str) -> dict[str, Any]:
-        """Return the counters of the built-in switch as of now: it writes them every now and then.
+        """Wait until the built-in switch next writes its counters, and return them.
 
         Raises
         ------
         TestbedError
-            It writes them no more.
+            It has not written them within ``_COUNTERS_DEADLINE_S``.
         """
         path = self._files.path(f".{name}.counters.json")
         asked_s = time.time()
         while path.stat().st_mtime <= asked_s:
             if time.time() > asked_s + _COUNTERS_DEADLINE_S:
-                raise TestbedError(f"switch {name} has not written {path} for {_COUNTERS_DEADLINE_S:g} s: is it alive?")
+                raise TestbedError(
+                    f"switch {name} has not updated {path} for {_COUNTERS_DEADLINE_S:g} s; check that it still runs"
+                )
             time.sleep(_COUNTERS_POLL_S)
         counters: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return counters
 
 
 def check(setup: TestbedSetup, state: TestbedState) -> None:
-    """Refuse runs that the testbed cannot make.
+    """Reject runs that the testbed cannot carry out.
 
     Raises
     ------
     TestbedError
-        Too few hosts, or a pattern that the switches cannot carry as a switch would.
+        The testbed has too few hosts, or BMv2 cannot carry the traffic pattern realistically.
     """
     hosts = len(state.layout.hosts)
     if hosts < setup.hosts:
-        raise TestbedError(f"the training takes {setup.hosts} hosts, the testbed has {hosts}; choose another fabric")
+        raise TestbedError(f"the training needs {setup.hosts} hosts, the testbed has {hosts}; choose another fabric")
     if state.layout.kind == "bmv2" and setup.server is None:
         raise TestbedError(
-            "all-reduce congests several ports at once, and BMv2's one transmit thread makes them block one another: "
+            "all-reduce congests several ports at once, and these block one another in BMv2's single transmit thread: "
             "choose --collective ps, or the built-in switch"
         )
 
@@ -195,7 +197,7 @@ def check(setup: TestbedSetup, state: TestbedState) -> None:
 def train(
     state: TestbedState, fabric: Fabric, setup: TestbedSetup, variant: Variant, *, progress: Progress
 ) -> dict[str, Any]:
-    """Run one variant, and return its record with a part ``agreement``.
+    """Run one variant, and return its record; its ``agreement`` compares the hosts' and the switches' counts.
 
     Raises
     ------
@@ -222,7 +224,7 @@ def train(
     record["fabric"]["idle"] = accounts.idle
     uncounted = uncounted_tails(state.layout, accounts)
     if uncounted is not None and not accounts.restarts:
-        # Gradients among them are known from the ledgers, and said there; here they count as ordinary traffic.
+        # The ledgers record lost gradients among them; here all count as ordinary traffic.
         record["switch"]["tail_drops"] += uncounted
         ordinary = record["switch"]["by_queue"].setdefault(str(int(Queue.ORDINARY)), {"packets": 0, "bytes": 0})
         ordinary["tail_drops"] = ordinary.get("tail_drops", 0) + uncounted
@@ -230,7 +232,7 @@ def train(
 
 
 def as_counters(switches: Mapping[str, SwitchAccount]) -> dict[str, Any]:
-    """Return accounts in the form of the built-in switch's counters, which the demo reads; switches added up."""
+    """Return the accounts of all switches in the format of the built-in switch's counters."""
     ingress: Counter[tuple[str, int]] = Counter()
     totals: dict[str, Counter[str]] = {"ingress_events": Counter(), "egress_events": Counter()}
     ports = []
@@ -262,7 +264,7 @@ def as_counters(switches: Mapping[str, SwitchAccount]) -> dict[str, Any]:
 
 
 def disagreements(runs: Mapping[str, Run]) -> list[str]:
-    """Return a line for each comparison in which hosts and switches counted differently."""
+    """Return a line for each comparison in which the hosts' and the switches' counts differ."""
     return [
         f"{name}: {finding['what']}: {finding['hosts']} and {finding['switches']}. {finding['note']}"
         for name, run in runs.items()

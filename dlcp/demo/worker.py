@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the demo: a worker that trains with ordinary DDP, or a parameter server over Gloo to compare DLCP's with.
+"""One rank of the demo: a worker that trains with ordinary DDP, or Gloo's parameter server.
 
-Its task says who averages the gradients. The server receives and sends message by message, as DLCP's does and as
-servers do. Gloo's own reduce to a rank is a ring that ends in a gather: of four workers' gradients less than half would
-enter the server's port, which is another pattern.
+The Gloo server is the baseline for DLCP's, and like it receives and sends message by message. Gloo's own reduce would
+be another traffic pattern: a ring that ends in a gather, where less than half of four workers' gradients enter the
+server's port.
 """
 
 import math
@@ -34,15 +34,15 @@ _MAKE_OPTIMIZER: Final[dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.002),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
 }
-"""With the learning rate that takes the fewest steps without loss and deferral, of a few that were tried."""
+"""Learning rates: of a few that were tried, those that need the fewest steps without loss and deferral."""
 _LEARNING_RATE_STEPS: Final = 4
-"""Steps until the learning rate is reached; from then on it falls as a cosine."""
+"""Steps of linear warm-up; the cosine decay runs over all steps."""
 _BUCKET_MB: Final = 0.5
 _WARM_UP_STEPS: Final = 6
 
 
 def train(task: RankTask, channel: Connection) -> Fact:
-    """Train, and return what happened on this rank."""
+    """Train, and return this rank's report."""
     rank, workers = task.rank, task.workers
     digits = demo.load(task.seed)
     network = demo.network(task.seed)
@@ -95,17 +95,17 @@ def train(task: RankTask, channel: Connection) -> Fact:
     }
     if state:
         state.close()
-        # Only now: the last results are on their way to others until then, and not entered yet.
+        # Only after close(): until then the last results are in flight, and not in the ledger.
         report["ledger"] = state.ledger.summary()
     elif task.collective == "server":
-        dist.send(torch.zeros(1, dtype=torch.int64), _server())  # this worker's training is over
+        dist.send(torch.zeros(1, dtype=torch.int64), _server())  # length 0: this worker has finished
     return report
 
 
 def _warm_up(network: nn.Module, digits: demo.DigitTensors) -> list[float]:
-    """Let PyTorch load its kernels before the clock starts; return how long steps take without communication.
+    """Load PyTorch's kernels before the clock starts; return the compute times of steps without communication.
 
-    All workers do it at about the same time, so that they are in each other's way as in training.
+    All workers do this at about the same time, so they compete for the CPU as in training.
     """
     seconds = []
     for _ in range(_WARM_UP_STEPS):
@@ -120,7 +120,7 @@ def _warm_up(network: nn.Module, digits: demo.DigitTensors) -> list[float]:
 
 
 def _tcp_counters() -> dict[str, int]:
-    """Return how many segments TCP has sent, and sent again, in this network namespace."""
+    """Return the numbers of sent and of retransmitted TCP segments in this network namespace."""
     lines = [
         line.split()[1:] for line in Path("/proc/self/net/snmp").read_text().splitlines() if line.startswith("Tcp:")
     ]
@@ -135,7 +135,7 @@ def _copy(network: nn.Module) -> dict[str, torch.Tensor]:
 def _curve(
     snapshots: list[tuple[int, float, dict[str, torch.Tensor]]], digits: demo.DigitTensors
 ) -> list[dict[str, float]]:
-    """Evaluate what was kept during training, after it, so that it costs no training time."""
+    """Evaluate the snapshots after training, so that it costs no training time."""
     network = demo.network(0)
     curve = []
     for step, seconds, parameters in snapshots:
@@ -151,19 +151,19 @@ def _layer_names(network: nn.Module) -> dict[str, str]:
 
 
 class GlooServerClient:
-    """A worker's side of the server: one thread sends buckets and one receives, so several can be under way."""
+    """A worker's side of Gloo's server: one thread sends and one receives, so several buckets can be in flight."""
 
     def __init__(self) -> None:
         self._sending, self._receiving = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     def start(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Average a tensor over the workers, by way of the server; the future's result is the tensor."""
+        """Average a tensor in place over the workers, through the server; the future's result is the tensor."""
         answer: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         sent = self._sending.submit(_send, tensor, _server())
 
         def receive() -> None:
             try:
-                # The server answers only once it has the whole tensor, so this does not overwrite what is being sent.
+                # The server answers once it has the whole tensor, so this does not overwrite data still being sent.
                 dist.recv(tensor, _server())
                 sent.result()
                 answer.set_result(tensor)
@@ -180,7 +180,7 @@ def average_at_server(client: GlooServerClient, bucket: GradBucket) -> torch.fut
 
 
 class GlooServer:
-    """Adds up what the workers send, bucket by bucket, and sends each the average, until all have said goodbye."""
+    """Averages the workers' gradients bucket by bucket and sends each worker the mean, until all have finished."""
 
     def __init__(self, workers: int) -> None:
         self._workers = range(workers)
@@ -189,12 +189,12 @@ class GlooServer:
         self._sending = [ThreadPoolExecutor(1) for _ in self._workers]
 
     def run(self) -> None:
-        """Serve, with a thread each way for every worker.
+        """Serve all workers, with a thread per worker and direction.
 
         Raises
         ------
         RuntimeError
-            A worker has left without a goodbye.
+            A worker left before it announced its end.
         """
         with ThreadPoolExecutor(len(self._workers)) as receiving:
             streams = [receiving.submit(self._receive, worker) for worker in self._workers]
@@ -216,14 +216,14 @@ class GlooServer:
             number += 1
 
     def _add(self, number: int, worker: int, tensor: torch.Tensor) -> None:
-        """Keep a worker's part of a bucket; send the average when it is the last."""
+        """Store a worker's part of a bucket; once all parts are there, send the mean."""
         with self._lock:
             parts = self._arrived.setdefault(number, {})
             parts[worker] = tensor
             if len(parts) < len(self._workers):
                 return
             del self._arrived[number]
-        # Added in the order of ranks, not of arrival, so that a run gives the same bits each time.
+        # Added in rank order, not in order of arrival, so that runs are bit-reproducible.
         mean = reduce(torch.add, [parts[each] for each in self._workers]).div_(len(parts))
         for each in self._workers:
             self._sending[each].submit(dist.send, mean, each)
@@ -240,9 +240,9 @@ def _server() -> int:
 
 
 def main(channel: Connection, task: RankTask) -> None:
-    """Be one rank.
+    """Run one rank.
 
-    It sends that it is ready, receives when to start, and sends each step it has done, its report, or its error.
+    It reports that it is ready, receives the start time, and reports each finished step, then its report or its error.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{task.store}", rank=task.rank, world_size=task.ranks)
@@ -255,6 +255,6 @@ def main(channel: Connection, task: RankTask) -> None:
         report = train(task, channel)
     except Exception as error:
         send_fact(channel, {"error": f"rank {task.rank}: {error}"})
-        os._exit(1)  # a process group whose peers are gone does not end by itself
+        os._exit(1)  # a process group hangs on exit when its peers are gone
     send_fact(channel, {"report": report})
     dist.destroy_process_group()

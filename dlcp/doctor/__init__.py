@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dlcp doctor``: what works on this machine, what is in force, and what to do about the rest."""
+"""``dlcp doctor``: examine this machine, the options in force and the paths to others, and suggest fixes."""

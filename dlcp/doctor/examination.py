@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole examination: this machine, the options in force and who chose them, and the paths to other machines."""
+"""The whole examination: this machine, the options in force with their origin, and the paths to other machines."""
 
 import os
 import socket
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from dlcp.session.options import Options
 
 _OTHER_VARIABLES: Final = frozenset({FILE_VARIABLE, "DLCP_SECRET"})
-"""Variables that mean something, but are no options of training."""
+"""Variables that have a meaning but are not training options."""
 _JUMBO_MTU_BYTES: Final = 9000
 _INTERNAL: Final = ("DLCP_IN_", "DLCP_TRAIN_")
 
 
 def examine(peers: Sequence[str], packets: int = PROBES) -> tuple[list[Section], list[Setting]]:
-    """Examine this machine, the options, and the paths to ``peers``; return what was found, and all options."""
+    """Examine this machine, the options, and the paths to ``peers``; return the findings and all options."""
     here = (machine.examine_kernel, machine.examine_namespaces, machine.examine_shared_memory)
     python = (machine.examine_python, machine.examine_torch, machine.examine_extras)
     udp = (machine.examine_segmentation, machine.examine_coalescing)
@@ -85,12 +85,12 @@ def examine_path(text: str, packets: int, settings: Sequence[Setting]) -> Sectio
 
 
 def parse_peer(text: str) -> Address:
-    """Return the address that ``HOST[:PORT]`` means.
+    """Parse ``HOST[:PORT]``.
 
     Raises
     ------
     ValueError
-        It means none.
+        The port is not a number in 1..65535.
     """
     host, _, port = text.partition(":")
     if not port:
@@ -101,12 +101,12 @@ def parse_peer(text: str) -> Address:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's message, without the number that operating systems give it."""
+    """Return an error's message without its errno."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def safely(look: Callable[[], Diagnosis]) -> Diagnosis:
-    """Examine one thing; where that fails in a way nobody thought of, the rest is still reported."""
+    """Run one examination; report an unexpected error as a note, so that the others still run."""
     try:
         return look()
     except (OSError, AttributeError) as error:
@@ -115,7 +115,7 @@ def safely(look: Callable[[], Diagnosis]) -> Diagnosis:
 
 
 def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Section, list[Setting]]:
-    """Return what was found about the options, and all of them."""
+    """Return the findings about the options, and all options."""
     environment = os.environ if environment is None else environment
     section = Section("Options", [])
     from dlcp.session.options import Options
@@ -128,7 +128,7 @@ def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Secti
         section.findings.append(Diagnosis("options", Status.MISSING, str(error), "correct or remove it"))
         return section, []
     chosen = [setting for setting in found if not setting.is_default]
-    where = f"file {path}" if path else f"no file (dlcp.toml here, or the one that {FILE_VARIABLE} names)"
+    where = f"file {path}" if path else f"no file (neither ./dlcp.toml nor {FILE_VARIABLE})"
     text = f"{len(chosen)} set, {len(found) - len(chosen)} at their defaults; {where}"
     section.findings.append(Diagnosis("origin", Status.OK, text, data={"file": str(path) if path else None}))
     section.findings.extend([examine_own_address(options, environment), examine_secret(options)])
@@ -137,7 +137,7 @@ def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Secti
 
 
 def examine_own_address(options: "Options", environment: Mapping[str, str]) -> Diagnosis:
-    """Say which address, and so which interface, a rank on this machine would take, and why."""
+    """Report the address and interface that a rank on this machine would use, and why."""
     from dlcp.session.addresses import own_place
 
     subject, master = "own address", environment.get("MASTER_ADDR")
@@ -151,27 +151,27 @@ def examine_own_address(options: "Options", environment: Mapping[str, str]) -> D
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tried:
                 tried.bind((place.address, 0))
         except (OSError, UnicodeError) as error:
-            text = f"bind {options.bind!r} is no address of this machine: {reason_of(error)}"
+            text = f"bind {options.bind!r} is not an address of this machine: {reason_of(error)}"
             return Diagnosis(subject, Status.MISSING, text, "set DLCP_BIND to one that `ip address` shows, or unset it")
         why = "as bind says"
     elif master and place.at_meeting:
-        why = f"for MASTER_ADDR={master} is this machine; on two networks it goes by the routes to the other ranks"
+        why = f"as MASTER_ADDR={master} is this machine; on two networks the routes to the other ranks decide"
     elif master:
         why = f"by the route to MASTER_ADDR={master}"
     else:
-        why = "for ranks of this machine; between machines by the route to MASTER_ADDR, which is not set"
+        why = "for ranks on this machine; between machines the route to MASTER_ADDR decides, which is not set"
     return _examine_choice(subject, place.address, why, None if place.settled or place.at_meeting else master)
 
 
 def examine_route(host: str) -> Diagnosis:
-    """Say from which address, and so over which interface, packets go to a host."""
+    """Report the source address and interface of packets to a host."""
     from dlcp.session.addresses import source_toward
 
     return _examine_choice("route", source_toward(host, ""), f"by the route to {host}", host)
 
 
 def _examine_choice(subject: str, address: str, why: str, host: str | None) -> Diagnosis:
-    """Say which interface an address is of, and whether another would be better, where ``host`` is to be reached."""
+    """Report the interface of an address, and whether another would be better for reaching ``host``."""
     used = interface_of(address)
     if used is None:
         return Diagnosis(subject, Status.OK, f"{address}, {why}", data={"own_address": address, "interface": None})
@@ -187,32 +187,32 @@ def _examine_choice(subject: str, address: str, why: str, host: str | None) -> D
         fix = f"give that route the smaller metric (ip route), or set DLCP_BIND={better.address}:0 here"
     else:
         bind = f"DLCP_BIND={better.address}:0"
-        fix = f"if the other machines have addresses there, meet at one of them (--rdzv-endpoint), or set {bind}"
+        fix = f"if the other machines are on that network, meet at an address there (--rdzv-endpoint), or set {bind}"
     return Diagnosis(subject, Status.NOTE, text, fix, data)
 
 
 def _better(used: NetworkInterface) -> NetworkInterface | None:
-    """Return the fastest interface, if that one in use is slower or virtual."""
+    """Return the fastest interface if the one in use is slower or virtual, else None."""
     others = [each for each in interfaces() if each.name != used.name and not each.loopback]
     return max((each for each in others if used.slower_than(each)), key=lambda each: each.speed_mbps, default=None)
 
 
 def examine_secret(options: "Options") -> Diagnosis:
-    """Say whether ranks know each other by a secret when they meet."""
+    """Report whether ranks authenticate each other by a secret when they meet."""
     from dlcp.session.secret import configured_secret
 
     try:
         given = configured_secret(options) is not None
     except (OSError, ValueError) as error:
         return Diagnosis("job's secret", Status.MISSING, reason_of(error), "see docs/security.md")
-    text = f"{options.secret_file or 'DLCP_SECRET'}: ranks prove that they know it when they meet"
+    text = f"{options.secret_file or 'DLCP_SECRET'}: ranks prove that they have it when they meet"
     if not given:
-        text = "none: with PyTorch whoever reaches MASTER_PORT can take part; without, who has this user's key"
+        text = "none: with PyTorch anyone who reaches MASTER_PORT can join; without PyTorch anyone with this user's key"
     return Diagnosis("job's secret", Status.OK, text, data={"secret": given})
 
 
 def examine_payload(found: Sequence[Setting], mtu_bytes: int, where: str) -> list[Diagnosis]:
-    """Compare the packet size that was chosen with the MTU of ``where``."""
+    """Compare the chosen packet size with the MTU of ``where``."""
     setting = next((setting for setting in found if setting.name == "payload_bytes"), None)
     if setting is None or not isinstance(setting.value, int) or not mtu_bytes:
         return []
@@ -222,7 +222,7 @@ def examine_payload(found: Sequence[Setting], mtu_bytes: int, where: str) -> lis
         return [Diagnosis("packet size", Status.OK, f"determined at the start: {fits} bytes of values here", data=data)]
     variable = f"{PREFIX}PAYLOAD_BYTES"
     if chosen > fits:
-        text = f"{chosen} bytes of values ({setting.origin}) make packets larger than {where} carries"
+        text = f"{chosen} bytes of values ({setting.origin}) make packets too large for {where}"
         return [
             Diagnosis(
                 "packet size", Status.NOTE, text, f"unset {variable}, or set {variable}={fits} on every rank", data
@@ -235,7 +235,7 @@ def examine_payload(found: Sequence[Setting], mtu_bytes: int, where: str) -> lis
 
 
 def _unknown_variables(environment: Mapping[str, str], known: list[str]) -> list[Diagnosis]:
-    """Find variables that look like options and are none, such as misspelt ones."""
+    """Report variables that look like options but are not, such as misspelt ones."""
     names = [PREFIX + name.upper() for name in known]
     return [
         Diagnosis(variable, Status.NOTE, "is set, but there is no such option", f"unset it{hint}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an examination found, and how it is printed: in colour where rich is installed, as plain lines elsewhere."""
+"""Findings of an examination, and their output: in colour if rich is installed, else as plain lines."""
 
 import importlib.util
 import json
@@ -14,31 +14,31 @@ from dlcp.configuration import Setting
 
 
 class Status(Enum):
-    """How serious it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     NOTE = "note"
     """It works, and could work better."""
     MISSING = "missing"
-    """Something that is needed is not there; the exit status is 1."""
+    """Something required is missing; the exit status is 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One thing that was examined.
+    """One finding.
 
     Parameters
     ----------
     subject
-        What it is, in a few words.
+        The thing examined, in a few words.
     status
-        How serious it is.
+        Its severity.
     text
-        What was found, in a line.
+        The finding, in one line.
     fix
-        What to do about it; empty if there is nothing to do.
+        The remedy; empty if none is needed.
     data
-        The same for programs, with units in the names.
+        The finding for programs, with units in the names.
     """
 
     subject: str
@@ -48,7 +48,7 @@ class Diagnosis:
     data: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the finding as plain values."""
         return {
             "subject": self.subject,
             "status": self.status.value,
@@ -60,14 +60,14 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Diagnoses that belong together."""
+    """A titled group of findings."""
 
     title: str
     findings: list[Diagnosis]
 
 
 def anything_missing(sections: Iterable[Section]) -> bool:
-    """Return whether something that is needed is not there."""
+    """Return whether something required is missing."""
     return any(finding.status is Status.MISSING for section in sections for finding in section.findings)
 
 
@@ -76,7 +76,7 @@ _INDENT = 2
 
 
 def show(sections: Sequence[Section], settings: Sequence[Setting], *, every_option: bool, to: TextIO) -> None:
-    """Print sections and the options in force: only the chosen options unless ``every_option``."""
+    """Print sections and options; only options not at their default, unless ``every_option``."""
     text = as_text(sections, settings, every_option=every_option)
     if importlib.util.find_spec("rich"):
         _print_coloured(text, to)
@@ -85,7 +85,7 @@ def show(sections: Sequence[Section], settings: Sequence[Setting], *, every_opti
 
 
 def is_secret(setting: Setting) -> bool:
-    """Return whether only that an option is set may be printed, not its value."""
+    """Return whether an option's value must not be printed."""
     return setting.name == "token" and bool(setting.value)
 
 
@@ -98,10 +98,10 @@ def verdict(sections: Sequence[Section]) -> str:
     missing, notes = counts[Status.MISSING], counts[Status.NOTE]
     if missing:
         what = "thing that DLCP needs is" if missing == 1 else "things that DLCP needs are"
-        return f"{missing} {what} missing: the lines marked -> say what to do."
+        return f"{missing} {what} missing: see the lines marked ->."
     if notes:
         return f"DLCP works here; {notes} thing{'s' * (notes != 1)} could be better."
-    return "DLCP works here, as well as it can."
+    return "DLCP works here; nothing to improve."
 
 
 def as_text(sections: Sequence[Section], settings: Sequence[Setting], *, every_option: bool, width: int = 0) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine, its Python, and the kernel's UDP have to offer.
+"""Examine the machine, its Python, and the kernel's UDP.
 
-UDP is tried on real sockets: a version number does not show what a container allows.
+UDP is tested on real sockets, because version numbers do not show what a container allows.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ OLDEST_KERNEL: Final = (5, 0)
 
 
 def examine_kernel() -> Diagnosis:
-    """Name the operating system."""
+    """Report the operating system."""
     release = platform.release()
     data = {"system": platform.system(), "release": release, "machine": platform.machine()}
     if sys.platform != "linux":
@@ -40,25 +40,25 @@ def examine_kernel() -> Diagnosis:
         return Diagnosis("system", Status.MISSING, f"{platform.system()} {release}: DLCP needs Linux", fix, data)
     text = f"Linux {release}, {platform.machine()}, {len(os.sched_getaffinity(0))} CPUs for this process"
     if version_of(release) < OLDEST_KERNEL:
-        return Diagnosis("system", Status.NOTE, text, "a kernel of 5.0 or newer moves whole bursts of packets", data)
+        return Diagnosis("system", Status.NOTE, text, "use kernel 5.0 or newer, which moves bursts of packets", data)
     return Diagnosis("system", Status.OK, text, data=data)
 
 
 def examine_python() -> Diagnosis:
-    """Name DLCP's version and Python's, and as data DLCP's compiled library."""
+    """Report the versions of DLCP and of Python; the data include DLCP's compiled library."""
     found = platform.python_version()
     text = f"DLCP {__version__} on Python {found}, {sys.executable}"
     data = {"dlcp": __version__, "library": str(native.LIBRARY), "python": found}
     if sys.version_info < OLDEST_PYTHON:
-        return Diagnosis("Python", Status.MISSING, text, "Python 3.10 or newer", data)
+        return Diagnosis("Python", Status.MISSING, text, "use Python 3.10 or newer", data)
     return Diagnosis("Python", Status.OK, text, data=data)
 
 
 def examine_torch() -> Diagnosis:
-    """Examine PyTorch: whether it is installed, and can communicate."""
+    """Examine whether PyTorch is installed and has torch.distributed."""
     found = _version("torch")
     data: dict[str, Any] = {"torch": found}
-    install = "pip install 'dlcp[torch]' (a machine that only switches or serves parameters needs none)"
+    install = "pip install 'dlcp[torch]' (not needed for a switch or a parameter server)"
     if found is None:
         return Diagnosis("PyTorch", Status.MISSING, "not installed", install, data)
     try:
@@ -67,9 +67,9 @@ def examine_torch() -> Diagnosis:
     except Exception as error:
         return Diagnosis("PyTorch", Status.MISSING, f"{found} does not load: {error}", install, data)
     if version_of(found) < OLDEST_TORCH:
-        return Diagnosis("PyTorch", Status.MISSING, f"{found} is too old", "PyTorch 2.4 or newer", data)
+        return Diagnosis("PyTorch", Status.MISSING, f"{found} is too old", "install PyTorch 2.4 or newer", data)
     if not dist.is_available():
-        fix = "a build of PyTorch with USE_DISTRIBUTED=1"
+        fix = "install a build of PyTorch with USE_DISTRIBUTED=1"
         return Diagnosis("PyTorch", Status.MISSING, f"{found} was built without torch.distributed", fix, data)
     data["cuda_devices"] = devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()]
@@ -79,7 +79,7 @@ def examine_torch() -> Diagnosis:
 
 
 def examine_extras() -> Diagnosis:
-    """Name the optional packages that are there."""
+    """Report which optional packages are installed."""
     found = {name: _version(name) for name in ("numpy", "numba", "rich", "msgspec", "scikit-learn")}
     there = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     absent = ", ".join(name for name, version in found.items() if not version)
@@ -94,7 +94,7 @@ def examine_shared_memory() -> Diagnosis:
         if not shared_memory.supported():
             why, fix = (
                 "this Python has no memfd_create, eventfd or seals",
-                "a Python that was built on a recent Linux",
+                "use a Python that was built on a recent Linux",
             )
         elif _two_meet():
             text = "ranks in one network namespace exchange packets through memory"
@@ -103,8 +103,8 @@ def examine_shared_memory() -> Diagnosis:
             why = "two ranks could not connect"
     except OSError as error:
         why = str(error)
-        fix = "in a container, one whose seccomp profile lets memfd_create and Unix sockets through"
-    text = f"{why}: ranks of this machine exchange packets through their sockets"
+        fix = "in a container, use a seccomp profile that permits memfd_create and Unix sockets"
+    text = f"{why}: ranks of this machine exchange packets through sockets"
     return Diagnosis(subject, Status.NOTE, text, fix, {"shared_memory": False})
 
 
@@ -137,7 +137,7 @@ def examine_namespaces() -> Diagnosis:
     text = f"{who}; no network namespaces ({reason})"
     if allowed:
         text += "; the demo tries a user namespace of its own"
-    return Diagnosis("namespaces", Status.OK, f"{text}; only the demo uses them, and goes on without", data=data)
+    return Diagnosis("namespaces", Status.OK, f"{text}; only the demo uses them, and can run without", data=data)
 
 
 def version_of(text: str) -> tuple[int, int]:
@@ -157,19 +157,19 @@ SOL_UDP: Final = 17
 SO_SNDBUFFORCE: Final = 32
 
 WANTED_BUFFER_BYTES: Final = 8 << 20
-"""What DLCP requests; chosen to hold some milliseconds at 10 Gbit/s. It works with less, with smaller windows."""
+"""The buffer that DLCP requests: some milliseconds at 10 Gbit/s. With less it works with smaller windows."""
 ENOUGH_BUFFER_BYTES: Final = 425_984
-"""Twice 212,992, the distributions' usual maximum, which the kernel doubles when it grants it."""
+"""Twice 212,992, the distributions' usual maximum, because the kernel grants double the amount."""
 _SEGMENT_BYTES: Final = 1000
 _SEGMENTS: Final = 8
 _TIMEOUT_S: Final = 2.0
 _NOWHERE: Final = ("224.0.0.1", 9)
-"""The group that every host belongs to, and the discard port. To a group of its own the kernel sends nothing with a TTL
-of 0; to another it would."""
+"""The multicast group of all hosts, and the discard port. With a TTL of 0 the kernel transmits nothing to a group that
+the host belongs to, but would to another."""
 
 
 def examine_segmentation() -> Diagnosis:
-    """Send a burst with one call (UDP_SEGMENT) over the loopback interface, and count what arrives."""
+    """Send a burst with one call (UDP_SEGMENT) over the loopback interface, and check the packets that arrive."""
     subject = "bursts out"
     with _udp() as receiver, _udp() as sender:
         try:
@@ -180,8 +180,8 @@ def examine_segmentation() -> Diagnosis:
             return Diagnosis(
                 subject,
                 Status.NOTE,
-                f"UDP_SEGMENT does not work here ({error}): one system call a packet, three to ten times slower",
-                "a Linux kernel of 4.18 or newer; in a container, one whose seccomp profile lets setsockopt through",
+                f"UDP_SEGMENT does not work here ({error}): one system call per packet, three to ten times slower",
+                "use a Linux kernel of 4.18 or newer; in a container, a seccomp profile that permits setsockopt",
                 {"udp_segment": False},
             )
     whole = sizes == [_SEGMENT_BYTES] * _SEGMENTS
@@ -207,27 +207,27 @@ def examine_coalescing() -> Diagnosis:
             return Diagnosis(
                 subject,
                 Status.NOTE,
-                f"UDP_GRO does not work here ({error}): one system call a packet",
-                "a Linux kernel of 5.0 or newer",
+                f"UDP_GRO does not work here ({error}): one system call per packet",
+                "use a Linux kernel of 5.0 or newer",
                 {"udp_gro": False},
             )
     segment = next((struct.unpack_from("i", value)[0] for level, kind, value in ancillary if kind == UDP_GRO), 0)
     whole = size == _SEGMENT_BYTES * _SEGMENTS and segment == _SEGMENT_BYTES
-    text = "UDP_GRO works" if whole else f"UDP_GRO is accepted, and {size} bytes came of {_SEGMENT_BYTES * _SEGMENTS}"
+    text = "UDP_GRO works" if whole else f"UDP_GRO is accepted, but {size} of {_SEGMENT_BYTES * _SEGMENTS} bytes came"
     return Diagnosis(subject, Status.OK if whole else Status.NOTE, text, data={"udp_gro": whole})
 
 
 def described(interface: NetworkInterface) -> str:
-    """Say how large packets and how fast an interface is."""
+    """Describe an interface's speed and MTU."""
     kind = "virtual, " * (interface.virtual and not interface.loopback)
     return f"{kind}{interface.speed + ', ' if interface.speed else ''}MTU {interface.mtu_bytes}"
 
 
 def examine_interface(interface: NetworkInterface) -> Diagnosis:
-    """Examine what an interface carries, and whether it takes bursts: without checksum offload some kernels answer EIO.
+    """Report an interface's speed and MTU, and whether it takes bursts; without checksum offload some kernels give EIO.
 
-    The burst goes to a multicast address with a TTL of 0. The kernel handles it up to the point where it would give it
-    to the interface, so nothing leaves the machine.
+    The burst goes to a multicast address with a TTL of 0. The kernel processes it up to the point of transmission, so
+    nothing leaves the machine.
     """
     subject = f"interface {interface.name}"
     text = f"{interface.address}, {described(interface)}"
@@ -256,7 +256,7 @@ def examine_interface(interface: NetworkInterface) -> Diagnosis:
 
 
 def examine_buffers() -> list[Diagnosis]:
-    """Ask for the buffers that DLCP asks for, and say what is granted."""
+    """Request socket buffers as DLCP does, and report the sizes that the kernel grants."""
     return [
         _examine_buffer("receive buffer", socket.SO_RCVBUF, SO_RCVBUFFORCE, "net.core.rmem_max", ENOUGH_BUFFER_BYTES),
         _examine_buffer("send buffer", socket.SO_SNDBUF, SO_SNDBUFFORCE, "net.core.wmem_max", ENOUGH_BUFFER_BYTES),
@@ -264,7 +264,7 @@ def examine_buffers() -> list[Diagnosis]:
 
 
 def examine_ports() -> Diagnosis:
-    """Examine which of DLCP's UDP ports are free; every rank on this machine takes one."""
+    """Examine which of DLCP's UDP ports are free; every rank on this machine needs one."""
     ports = range(wire.UDP_PORT_BASE, wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT)
     taken = [port for port in ports if not _is_free(port)]
     subject, data = "UDP ports", {"ports": [ports[0], ports[-1]], "ports_taken": taken}
@@ -287,7 +287,7 @@ def _examine_buffer(subject: str, option: int, force: int, sysctl: str, enough: 
         except PermissionError:
             forced = False
             sock.setsockopt(socket.SOL_SOCKET, option, WANTED_BUFFER_BYTES)
-        granted = sock.getsockopt(socket.SOL_SOCKET, option) // 2  # the kernel doubles what it grants, and says so
+        granted = sock.getsockopt(socket.SOL_SOCKET, option) // 2  # the kernel reports double the amount
     name = subject.replace(" ", "_")
     data = {f"{name}_granted_bytes": granted, f"{name}_asked_bytes": WANTED_BUFFER_BYTES}
     text = f"{_mebibytes(granted)} of {_mebibytes(WANTED_BUFFER_BYTES)} requested"
@@ -301,7 +301,7 @@ def _examine_buffer(subject: str, option: int, force: int, sysctl: str, enough: 
 
 
 def _takes_bursts(interface: NetworkInterface) -> bool | None:
-    """Try a burst on an interface; None where that cannot be tried."""
+    """Return whether an interface takes a burst; None if that cannot be tested."""
     with _udp(interface.address) as sock:
         try:
             sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 0)

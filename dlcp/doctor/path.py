@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path to a peer, tried with packets like DLCP's: round trip, loss, largest packet, what becomes of the tags.
+"""Probe the path to a peer with packets like DLCP's: round trip, loss, largest packet, and preserved tags.
 
-A probe travels as DLCP's own packets do: a HELLO to a port of DLCP's block, so that firewalls and switches treat it so.
-After the header come what the answer should be like and zeros up to the size that is tried. Don't-fragment is set. The
-answer is never larger than the question, so nobody can use a listening doctor to flood a third.
+A probe is a HELLO to a port of DLCP's block, so that firewalls and switches treat it like DLCP's own packets. After the
+header come the requested properties of the answer, and zeros up to the probed size. Don't-fragment is set. An answer is
+never larger than its question, so a listening doctor cannot be used to flood a third machine.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait  # select.select knows no descriptors from 1024 on
+from multiprocessing.connection import wait  # select.select fails on descriptors above 1023
 from typing import Final
 
 from dlcp import wire
@@ -27,7 +27,7 @@ from dlcp.transport.path_mtu import IPV4_UDP_BYTES
 from dlcp.transport.sockets import IP_RECVTOS
 
 DOCTOR_PORT: Final = wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT - 1
-"""The last port of DLCP's block; ranks take the first ones."""
+"""The last port of DLCP's block; ranks take ports from the first on."""
 
 _BODY = struct.Struct(">8sHBBII")
 _MAGIC: Final = b"DLCPDOC1"
@@ -35,12 +35,12 @@ SMALLEST_BYTES: Final = wire.HEADER_BYTES + _BODY.size
 _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3
 _IP_PKTINFO: Final = 8
 _SESSIONS: Final = 1024
-"""How many sessions a listener counts packets of; the oldest is forgotten first."""
+"""Number of sessions for which a listener counts packets; it forgets the oldest first."""
 PROBES: Final = 200
-"""Packets for loss and round trip; one in 200 shows from 0.5 % loss on."""
+"""Packets for loss and round trip; enough to show a loss of 0.5 %."""
 INTERVAL_S: Final = 0.002
 GREET_S: Final = 3.0
-"""How long a peer may take to answer at all."""
+"""Timeout for a peer's first answer."""
 _TRIES: Final = 3
 _SHORT_BYTES: Final = SMALLEST_BYTES + IPV4_UDP_BYTES
 _LOWEST_MTU: Final = 576
@@ -49,11 +49,11 @@ _PROBES_OF_TAGS: Final = tuple(
 )
 ECN_NAMES: Final = {1: "ECT(1)", 2: "ECT(0)", 3: "CE"}
 BAD_LOSS: float = 0.2
-"""A share of lost packets at which something is broken rather than busy. Chosen by us."""
+"""Share of lost packets from which the path counts as broken rather than busy. Not tuned."""
 
 
 class PeerError(RuntimeError):
-    """The peer does not answer; ``fix`` says what to do."""
+    """The peer does not answer; ``fix`` is the remedy."""
 
     def __init__(self, message: str, fix: str) -> None:
         super().__init__(message)
@@ -67,17 +67,17 @@ class Probe:
     Parameters
     ----------
     token
-        Session; drawn by who asks.
+        Session, drawn by the asking side.
     sequence
-        Number of the probe; the answer bears it too.
+        Number of the question; its answer has the same.
     size_bytes
-        In a question how large the answer should be, in an answer how large the question was: whole IP packets.
+        In a question the wanted size of the answer, in an answer the size of the question; of whole IP packets.
     wanted_tos
-        TOS byte (DSCP and ECN) that the answer should bear.
+        TOS byte (DSCP and ECN) wanted for the answer.
     seen_tos
-        In an answer: the TOS byte that the question arrived with.
+        In an answer: the TOS byte with which the question arrived.
     arrived
-        In an answer: how many questions of this session have arrived.
+        In an answer: number of questions of this session that have arrived.
     """
 
     token: int
@@ -88,7 +88,7 @@ class Probe:
     arrived: int = 0
 
     def encode(self, *, answer: bool, packet_bytes: int) -> bytes:
-        """Return a UDP payload that makes an IP packet of ``packet_bytes``, or the smallest that holds the probe."""
+        """Return a UDP payload for an IP packet of ``packet_bytes``, or of the size of the probe if that is larger."""
         kind = wire.PacketType.HELLO_ACK if answer else wire.PacketType.HELLO
         header = wire.Header(kind, 0, wire.Queue.CONTROL, 0, 0, 0, 0, 0, 0, 0, 0, 1, self.token).encode()
         body = _BODY.pack(_MAGIC, self.size_bytes, self.wanted_tos, self.seen_tos, self.sequence, self.arrived)
@@ -96,7 +96,7 @@ class Probe:
 
 
 def decode(datagram: bytes | memoryview, *, answer: bool) -> Probe | None:
-    """Return the probe in a datagram; None if it is none."""
+    """Return the probe in a datagram; None if it holds none."""
     if len(datagram) < SMALLEST_BYTES:
         return None
     try:
@@ -111,7 +111,7 @@ def decode(datagram: bytes | memoryview, *, answer: bool) -> Probe | None:
 
 
 def open_socket(host: str = "", ports: Iterable[int] = (0,)) -> socket.socket:
-    """Return a UDP socket that sets don't-fragment and reports the TOS byte and address of what arrives.
+    """Return a UDP socket that sets don't-fragment and reports the TOS byte and local address of received packets.
 
     Raises
     ------
@@ -148,7 +148,7 @@ class ProbeListener:
         self.address: Address = sock.getsockname()
 
     def serve(self, seconds: float) -> list[Address]:
-        """Answer for so long; return who asked for the first time."""
+        """Answer probes for ``seconds``; return the addresses that asked for the first time."""
         end_s = time.monotonic() + seconds
         fresh = []
         while (left_s := end_s - time.monotonic()) > 0:
@@ -179,12 +179,12 @@ class ProbeListener:
         answer = Probe(question.token, question.sequence, size, question.wanted_tos, tos_of(ancillary), arrived)
         reply = answer.encode(answer=True, packet_bytes=min(question.size_bytes, size))
         extras = [(socket.IPPROTO_IP, socket.IP_TOS, struct.pack("i", question.wanted_tos))]
-        extras += [  # the answer has to come from the address that was asked
+        extras += [  # answer from the address to which the question was sent
             (socket.IPPROTO_IP, _IP_PKTINFO, struct.pack("i4s4s", 0, value[8:12], bytes(4)))
             for level, kind, value in ancillary
             if (level, kind) == (socket.IPPROTO_IP, _IP_PKTINFO)
         ]
-        with contextlib.suppress(OSError):  # too large for the way back: silence is the answer
+        with contextlib.suppress(OSError):  # too large for the way back: counts as lost
             self._sock.sendmsg([reply], extras, 0, source)
 
 
@@ -197,7 +197,7 @@ def tos_of(ancillary: list[tuple[int, int, bytes]]) -> int:
 
 @dataclass
 class PathReport:
-    """What a path is like. Sizes are of whole IP packets; ``there`` means to the peer, ``back`` from it."""
+    """Results of probing a path. Sizes are of whole IP packets; ``there`` means to the peer, ``back`` from it."""
 
     peer: Address
     interface_mtu_bytes: int
@@ -224,19 +224,19 @@ class PathReport:
 
     @property
     def rtt_median_s(self) -> float:
-        """The median round trip, in seconds."""
+        """Median round-trip time, in seconds; NaN if no probe was answered."""
         return statistics.median(self.rtts_s) if self.rtts_s else math.nan
 
 
 def try_path(peer: Address, count: int = PROBES) -> PathReport:
-    """Try the path to a peer at which ``dlcp doctor --listen`` runs; takes some seconds.
+    """Probe the path to a peer that runs ``dlcp doctor --listen``; takes some seconds.
 
     Raises
     ------
     PeerError
-        There is no answer.
+        The peer does not answer.
     OSError
-        There is no route, or the name is unknown.
+        There is no route, or the host name is unknown.
     """
     with Conversation(peer) as conversation:
         conversation.greet()
@@ -249,7 +249,7 @@ def try_path(peer: Address, count: int = PROBES) -> PathReport:
 
 
 class Conversation:
-    """Probes to a listening doctor, and its answers; a context manager."""
+    """Sends probes to a listening doctor and receives its answers; a context manager."""
 
     def __init__(self, peer: Address) -> None:
         self.peer = peer
@@ -266,7 +266,13 @@ class Conversation:
         self.sock.close()
 
     def greet(self) -> None:
-        """Wait for a first answer."""
+        """Send probes until the first answer.
+
+        Raises
+        ------
+        PeerError
+            The peer does not answer within :data:`GREET_S`.
+        """
         host, port = self.peer
         listen = f"run there: dlcp doctor --listen{'' if port == DOCTOR_PORT else f' {host}:{port}'}"
         end_s = time.monotonic() + GREET_S
@@ -275,7 +281,7 @@ class Conversation:
                 if self.ask(_SHORT_BYTES, _SHORT_BYTES):
                     return
             except ConnectionRefusedError:
-                raise PeerError(f"{host} is there, and nothing listens at its UDP port {port}", listen) from None
+                raise PeerError(f"{host} answers, but nothing listens at its UDP port {port}", listen) from None
         fix = f"{listen}; if it runs, open UDP port {port} between the two"
         raise PeerError(f"no answer from {host}, UDP port {port}, within {GREET_S:.0f} s", fix)
 
@@ -285,7 +291,7 @@ class Conversation:
         Raises
         ------
         ConnectionRefusedError
-            The peer's kernel says that nobody listens.
+            Nothing listens at the peer's port.
         """
         number = self.send(size, answer_size, tos, wanted_tos)
         end_s = time.monotonic() + self.wait_s
@@ -296,7 +302,7 @@ class Conversation:
         return None
 
     def send(self, size: int, answer_size: int, tos: int = 0, wanted_tos: int = 0) -> int | None:
-        """Send a question in an IP packet of ``size`` bytes; return its number, None if it is too large to be sent."""
+        """Send a question in an IP packet of ``size`` bytes; return its number, or None if it is too large to send."""
         self.sequence += 1
         probe = Probe(self.token, self.sequence, answer_size, wanted_tos)
         extras = [(socket.IPPROTO_IP, socket.IP_TOS, struct.pack("i", tos))]
@@ -309,7 +315,7 @@ class Conversation:
         return self.sequence
 
     def answers(self, wait_s: float) -> list[tuple[Probe, int]]:
-        """Return the answers that are there, after waiting for the first one."""
+        """Wait up to ``wait_s`` for an answer; return all that have arrived."""
         found = []
         while wait([self.sock], wait_s):
             wait_s = 0.0
@@ -317,7 +323,7 @@ class Conversation:
                 datagram, ancillary, _, _ = self.sock.recvmsg(65536, 128)
             except ConnectionRefusedError:
                 raise
-            except OSError:  # an ICMP error, such as "too large": the question is lost like any other
+            except OSError:  # an ICMP error, such as "too large": the question counts as lost
                 continue
             answer = decode(datagram, answer=True)
             if answer and answer.token == self.token:
@@ -326,7 +332,7 @@ class Conversation:
 
 
 def _try_loss(conversation: Conversation, report: PathReport, count: int) -> None:
-    """Send packets at an even pace, and count them at both ends."""
+    """Send packets at a constant rate, and count them at both ends."""
     before = conversation.ask(_SHORT_BYTES, _SHORT_BYTES)
     first_arrived = before[0].arrived if before else 0
     sent_at: dict[int, float] = {}
@@ -347,7 +353,7 @@ def _try_loss(conversation: Conversation, report: PathReport, count: int) -> Non
                 report.rtts_s.append(time.monotonic() - sent_at[answer.sequence])
                 answered.add(answer.sequence)
                 arrived = max(arrived, answer.arrived - first_arrived)
-    # The last answers may be lost: ask once more how many arrived.
+    # The last answers may be lost, so ask again for the number of arrivals.
     for _ in range(_TRIES):
         after = conversation.ask(_SHORT_BYTES, _SHORT_BYTES)
         if after:
@@ -358,7 +364,7 @@ def _try_loss(conversation: Conversation, report: PathReport, count: int) -> Non
 
 
 def _try_sizes(conversation: Conversation, report: PathReport) -> None:
-    """Find the largest packets that pass both ways, and to the peer alone."""
+    """Find the largest packet that passes both ways, and the largest to the peer alone."""
 
     def passes(size: int, answer_size: int) -> bool:
         return any(conversation.ask(size, answer_size) for _ in range(_TRIES))
@@ -376,7 +382,7 @@ def _largest(passes: Callable[[int], bool], top: int) -> int:
     if not passes(low):
         return 0
     while high - low > 1:
-        # Most paths have one of a few MTUs: with 1500 known to pass and 1501 not to, one is done.
+        # Most paths have a usual MTU: once 1500 has passed and 1501 has not, the search ends.
         usual = [size for mtu in (1500, 9000) for size in (mtu, mtu + 1) if low < size < high]
         middle = usual[0] if usual else (low + high) // 2
         low, high = (middle, high) if passes(middle) else (low, middle)
@@ -384,7 +390,7 @@ def _largest(passes: Callable[[int], bool], top: int) -> int:
 
 
 def _try_tags(conversation: Conversation, report: PathReport) -> None:
-    """Send each tag there and ask for it back, and see what arrives."""
+    """Send packets with each tag in both directions, and record the tags that arrive."""
     for tos in _PROBES_OF_TAGS:
         answer = _ask_often(conversation, tos)
         if answer:
@@ -406,7 +412,7 @@ def _interface_mtu(sock: socket.socket) -> int:
 
 
 def describe(report: PathReport) -> Section:
-    """Return what was found on the path to a peer."""
+    """Return the findings about the path to a peer."""
     host, port = report.peer
     findings = [
         _round_trip_finding(report),
@@ -441,7 +447,7 @@ def _loss_finding(report: PathReport) -> Diagnosis:
     if max(report.loss_there, report.loss_back) >= BAD_LOSS:
         fix = "look for a broken cable, a duplex mismatch, or a rate limit on UDP on the way"
         return Diagnosis("loss", Status.MISSING, text, fix, data)
-    return Diagnosis("loss", Status.NOTE, f"{text}; DLCP tolerates that, TCP slows down", data=data)
+    return Diagnosis("loss", Status.NOTE, f"{text}; DLCP tolerates that, TCP would slow down", data=data)
 
 
 def _largest_finding(report: PathReport) -> Diagnosis:
@@ -449,7 +455,7 @@ def _largest_finding(report: PathReport) -> Diagnosis:
     data = {"mtu_bytes": mtu, "mtu_there_bytes": there, "interface_mtu_bytes": report.interface_mtu_bytes}
     subject = "largest packet"
     if not mtu:
-        fix = "look for a firewall that lets small packets through only"
+        fix = "look for a firewall that passes small packets only"
         return Diagnosis(subject, Status.MISSING, "not even 576 bytes pass both ways", fix, data)
     text = f"{mtu} bytes both ways, don't-fragment set"
     if mtu == report.interface_mtu_bytes:
@@ -458,7 +464,7 @@ def _largest_finding(report: PathReport) -> Diagnosis:
     return Diagnosis(
         subject,
         Status.NOTE,
-        f"{text}{only}; the interface would take {report.interface_mtu_bytes}",
+        f"{text}{only}; the interface allows {report.interface_mtu_bytes}",
         "look for a hop with a smaller MTU, unless a tunnel explains it",
         data,
     )
@@ -469,13 +475,13 @@ def _dscp_finding(report: PathReport) -> Diagnosis:
     data = {"dscp_there": _as_json(report.dscp_there), "dscp_back": _as_json(report.dscp_back)}
     subject = "DSCP"
     if not report.dscp_there:
-        fix = "look for a firewall that refuses unknown DSCP values, or set DLCP_TAGGED=0"
+        fix = "look for a firewall that drops unknown DSCP values, or set DLCP_TAGGED=0"
         return Diagnosis(subject, Status.MISSING, "packets with DLCP's tags do not arrive", fix, data)
     if not there and not back:
         return Diagnosis(subject, Status.OK, "tags survive both ways", data=data)
     ways = " and ".join(way for way, lost in (("there", there), ("back", back)) if lost)
     text = f"tags are changed on the way {ways} ({_example(there or back)})"
-    fix = "trust DSCP at the switch ports of the ranks, if switches without P4 should help; DLCP also works without"
+    fix = "if switches without P4 are to use the tags, trust DSCP at the ranks' ports; DLCP also works without"
     return Diagnosis(subject, Status.NOTE, text, fix, data)
 
 
@@ -486,15 +492,15 @@ def _ecn_finding(report: PathReport) -> Diagnosis:
     absent = [name for code, name in ECN_NAMES.items() if code not in report.ecn_there]
     if absent:
         text = f"packets marked {', '.join(absent)} do not arrive"
-        return Diagnosis(subject, Status.NOTE, text, "look for a firewall that refuses ECN", data)
+        return Diagnosis(subject, Status.NOTE, text, "look for a firewall that drops ECN", data)
     if not there and not back:
         return Diagnosis(subject, Status.OK, "marks survive both ways", data=data)
     congested = all(after == 3 for changes in (there, back) for after in changes.values())
     if congested:
         return Diagnosis(subject, Status.OK, "works: the path marked these packets as congested", data=data)
     ways = " and ".join(way for way, lost in (("there", there), ("back", back)) if lost)
-    fix = "let the routers keep ECN bits; until then only loss and delay slow DLCP down"
-    return Diagnosis(subject, Status.NOTE, f"marks are bleached on the way {ways}", fix, data)
+    fix = "configure the routers to keep ECN bits; until then DLCP reacts to loss and delay only"
+    return Diagnosis(subject, Status.NOTE, f"marks are cleared on the way {ways}", fix, data)
 
 
 def _changed(seen: dict[int, int]) -> dict[int, int]:

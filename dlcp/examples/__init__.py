@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training scripts as people write them, which know nothing of DLCP: see README.md beside this file."""
+"""Ordinary training scripts, most of them without DLCP: see README.md beside this file."""

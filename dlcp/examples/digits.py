@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo, and the simulator's measurement of convergence, train: a convolutional network on handwritten digits.
+"""The task of the demo and of the simulator's convergence measurement: a convolutional network on handwritten digits.
 
 The digits ship with scikit-learn.
 """
@@ -18,7 +18,7 @@ BATCH_PER_WORKER: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class DigitTensors:
-    """Images of shape (n, 1, 8, 8), of mean 0 and deviation 1, with their labels, for training and for testing."""
+    """Images of shape (n, 1, 8, 8), normalised to mean 0 and deviation 1, with labels, for training and for testing."""
 
     train_images: torch.Tensor
     train_labels: torch.Tensor
@@ -27,7 +27,7 @@ class DigitTensors:
 
 
 def load(seed: int) -> DigitTensors:
-    """Return the 1,797 digits, 360 of them, chosen by the seed, for testing."""
+    """Return the 1,797 digits; the seed chooses 360 of them for testing."""
     data = load_digits()
     order = np.random.default_rng(seed).permutation(len(data.target))
     images = torch.tensor(data.images[order], dtype=torch.float32).unsqueeze(1)
@@ -66,7 +66,7 @@ def network(seed: int) -> nn.Module:
 
 
 def batches(digits: DigitTensors, steps: int, rank: int, workers: int, seed: int) -> list[torch.Tensor]:
-    """Return the indices of each step's batch on one rank; ranks share every epoch's permutation, so none overlap."""
+    """Return the indices of each step's batch on one rank. Batches of different ranks do not overlap in an epoch."""
     generator = np.random.default_rng([seed, 1])
     per_step = BATCH_PER_WORKER * workers
     chosen: list[torch.Tensor] = []
@@ -79,7 +79,7 @@ def batches(digits: DigitTensors, steps: int, rank: int, workers: int, seed: int
 
 
 def accuracy(model: nn.Module, digits: DigitTensors) -> tuple[float, float]:
-    """Return the share of test images that ``model`` gets right, and its loss on them."""
+    """Return the share of test images that ``model`` classifies correctly, and its loss on them."""
     with torch.no_grad():
         scores = model(digits.test_images)
         right = (scores.argmax(1) == digits.test_labels).float().mean()

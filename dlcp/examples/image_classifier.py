@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small convolutional network on scikit-learn's handwritten digits, on one process or on many.
+"""Train a small convolutional network on scikit-learn's handwritten digits, in one process or several.
 
-The structure is that of PyTorch's published MNIST and ImageNet examples: ``train``, ``test``, a checkpoint to resume
+The structure follows PyTorch's published MNIST and ImageNet examples: ``train``, ``test``, a checkpoint to resume
 from, ``main``. Run it with ``python image_classifier.py`` or ``torchrun --nproc-per-node 2 image_classifier.py``.
 """
 
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Return training and test data, split alike in every process."""
+    """Return training and test data, split in the same way in every process."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = torch.from_numpy(digits.images[order]).float().unsqueeze(1) / 16
@@ -75,7 +75,7 @@ def train(
 
 
 def test(model: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]]) -> float:
-    """Return the share of test images that are recognised, and print it."""
+    """Return the share of test images that are classified correctly, and print it."""
     model.eval()
     loss, correct, count = 0.0, 0, 0
     with torch.no_grad():
@@ -96,11 +96,11 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--gamma", type=float, default=0.7, help="the learning rate's factor after each epoch")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--dry-run", action="store_true", help="one batch an epoch")
+    parser.add_argument("--dry-run", action="store_true", help="one batch per epoch")
     parser.add_argument("--log-interval", type=int, default=10)
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write a checkpoint there after each epoch")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on from that checkpoint")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="resume from that checkpoint")
     args = parser.parse_args()
     distributed = "RANK" in os.environ
     args.rank = int(os.environ.get("RANK", "0"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small recurrent language model, word by word, on the language reference that comes with Python.
 
-The structure is that of PyTorch's published word-level language model: a corpus, ``batchify``, ``get_batch``,
+The structure follows PyTorch's published word-level language model: a corpus, ``batchify``, ``get_batch``,
 ``evaluate``, ``train`` with clipped gradients, a learning rate that falls when validation stops improving, and the best
 model kept. Run it with ``python language_model.py`` or ``torchrun --nproc-per-node 2 language_model.py``.
 """
@@ -62,19 +62,19 @@ class RNNModel(nn.Module):
 
 
 def batchify(text: torch.Tensor, batch: int) -> torch.Tensor:
-    """Lay a text into ``batch`` columns, shape (words, batch); what does not fit is cut off."""
+    """Lay a text into ``batch`` columns, shape (words, batch); the rest is cut off."""
     length = len(text) // batch
     return text[: length * batch].view(batch, length).t().contiguous()
 
 
 def get_batch(source: torch.Tensor, start: int, bptt: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``bptt`` rows, and the words that follow each of theirs."""
+    """Return at most ``bptt`` rows of words, and each word's successor, flat."""
     length = min(bptt, len(source) - 1 - start)
     return source[start : start + length], source[start + 1 : start + 1 + length].reshape(-1)
 
 
 def repackage_hidden(hidden: Hidden) -> Hidden:
-    """Cut a state off from its history."""
+    """Detach a state from its history."""
     return hidden[0].detach(), hidden[1].detach()
 
 
@@ -114,7 +114,7 @@ def train(args: argparse.Namespace, model: nn.Module, plain: RNNModel, source: t
         if args.rank == 0 and (batch + 1) % args.log_interval == 0:
             mean, pace = total / args.log_interval, (time.time() - began) * 1000 / args.log_interval
             print(
-                f"epoch {epoch}, batch {batch + 1}, lr {args.lr:.2f}, {pace:.0f} ms a batch, "
+                f"epoch {epoch}, batch {batch + 1}, lr {args.lr:.2f}, {pace:.0f} ms per batch, "
                 f"loss {mean:.3f}, perplexity {math.exp(mean):.1f}",
                 flush=True,
             )
@@ -125,14 +125,14 @@ def main() -> None:
     """Read the arguments, train and validate."""
     parser = argparse.ArgumentParser(description="Word-level language model")
     parser.add_argument("--vocabulary", type=int, default=3000, help="size of the vocabulary, in words")
-    parser.add_argument("--width", type=int, default=96, help="of the embedding and of the LSTM")
+    parser.add_argument("--width", type=int, default=96, help="width of the embedding and of the LSTM")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=5.0)
     parser.add_argument("--clip", type=float, default=0.5, help="largest norm of the gradients")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=0, help="batches an epoch; 0 takes all")
+    parser.add_argument("--steps", type=int, default=0, help="batches per epoch; 0 for all")
     parser.add_argument("--batch-size", type=int, default=16, help="columns per process")
-    parser.add_argument("--bptt", type=int, default=24, help="words that a gradient reaches back")
+    parser.add_argument("--bptt", type=int, default=24, help="words through which gradients are propagated back")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log-interval", type=int, default=20)
@@ -166,7 +166,7 @@ def main() -> None:
         if loss < best:
             best = loss
         else:
-            args.lr /= 4  # all processes hold the same model, so all come to the same decision
+            args.lr /= 4  # all processes have the same model, so all decide alike
 
     if distributed:
         dist.destroy_process_group()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a classifier on processes of unequal speed: batches in proportion to speed, every sample counting the same.
+"""Train a classifier on processes of unequal speed, with batches in proportion to speed and equally weighted samples.
 
-Run it with ``torchrun --nproc-per-node 2 -m dlcp.examples.mixed_speeds``. The last process is slowed down, as
-``--slowness`` says, by doing its work several times over; ``--equal`` gives all the same batch for comparison.
+Run it with ``torchrun --nproc-per-node 2 -m dlcp.examples.mixed_speeds``. The last process simulates a slow machine: it
+repeats its work ``--slowness`` times. ``--equal`` gives all processes the same batch, for comparison.
 """
 
 import argparse
@@ -23,16 +23,16 @@ from dlcp.examples.image_classifier import Net, load_data
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What all processes do alike.
+    """Settings common to all processes.
 
     Parameters
     ----------
     global_batch
         Images of all processes in a step.
     epochs, seed, rate
-        How long to train, what the order of images and the first weights follow from, and how large steps are.
+        Number of epochs; seed of the images' order and of the initial weights; learning rate.
     slowness
-        How many times each process does its work, by rank.
+        Number of times that each process does its work, by rank.
     """
 
     global_batch: int = 96
@@ -44,7 +44,7 @@ class TrainingSetup:
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """What came of it: batch sizes by rank, seconds of training alone, accuracy, and a digest of the model."""
+    """Results: batch sizes by rank, seconds of training, steps, accuracy, a digest of the model, and lost packets."""
 
     sizes: list[int]
     seconds: float
@@ -55,7 +55,7 @@ class TrainingOutcome:
 
 
 def backward(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, times: int) -> None:
-    """Find gradients; do so ``times`` over, as a machine that is that much slower would be busy."""
+    """Compute gradients ``times`` times, to simulate a machine that is slower by this factor."""
     plain = model.module if isinstance(model, DistributedDataParallel) else model
     for _ in range(times - 1):
         torch.autograd.grad(functional.nll_loss(plain(images), labels), list(plain.parameters()))
@@ -63,7 +63,7 @@ def backward(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, times
 
 
 def measured_sizes(setup: TrainingSetup, training: TensorDataset) -> list[int]:
-    """Return each process's batch size, in proportion to the speeds that are measured now."""
+    """Measure the speed of each process, and return batch sizes in proportion."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     probe = setup.global_batch // ranks
     images, labels = training.tensors[0][:probe], training.tensors[1][:probe]
@@ -74,7 +74,7 @@ def measured_sizes(setup: TrainingSetup, training: TensorDataset) -> list[int]:
 
 
 def train(setup: TrainingSetup, sizes: Sequence[int], options: dlcp.torch.Options) -> TrainingOutcome:
-    """Train with these batch sizes on all processes, which have a process group; the same global batches either way."""
+    """Train with these batch sizes by rank, in a process group. Global batches do not depend on the sizes."""
     rank = dist.get_rank()
     training, testing = load_data()
     torch.manual_seed(setup.seed)
@@ -103,7 +103,7 @@ def train(setup: TrainingSetup, sizes: Sequence[int], options: dlcp.torch.Option
 
 
 def main() -> None:
-    """Read the arguments, train and tell."""
+    """Read the arguments, train, and print the results."""
     parser = argparse.ArgumentParser(description="Training on processes of unequal speed")
     parser.add_argument("--batch-size", type=int, default=96, help="images of all processes in a step")
     parser.add_argument("--epochs", type=int, default=8)

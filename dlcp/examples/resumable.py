@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train on handwritten digits, and go on from the last checkpoint after whatever has ended the training.
+"""Train on handwritten digits, and resume from the last checkpoint after any interruption.
 
-It may go on with another number of processes: a step's images follow from the step alone, and the processes divide
-them. ``torchrun --nproc-per-node 2 --max-restarts 3 resumable.py --checkpoint digits.pt`` starts all processes again
-when one of them fails; started again by hand, it goes on as well.
+It can resume with another number of processes, because a step's images depend on the step only, and the processes
+divide them. ``torchrun --nproc-per-node 2 --max-restarts 3 resumable.py --checkpoint digits.pt`` restarts all processes
+when one of them fails. It also resumes when started again by hand.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def batch_of(step: int, size: int, images: torch.Tensor, labels: torch.Tensor) -
 
 
 def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write a checkpoint, whole or not at all: a process may be killed while it writes."""
+    """Write a checkpoint atomically, because a process may be killed while it writes."""
     part = path.with_suffix(".part")
     torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, part)
     part.replace(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of a pytree's leaves, and the order in which the forward pass is likely to need them."""
+"""Names of a pytree's leaves, and their likely order in the forward pass."""
 
 import re
 from collections.abc import Sequence
@@ -9,33 +9,33 @@ _PARTS = re.compile(r"(\d+)")
 
 
 def name_of(path: Sequence[Any]) -> str:
-    """Return a leaf's name: the keys on the way to it, ``layers.0.kernel``. ``path`` is of ``jax.tree_util``'s keys."""
+    """Return a leaf's name, such as ``layers.0.kernel``: the keys of its path, which are ``jax.tree_util``'s."""
     return ".".join(str(_key(entry)) for entry in path) or "value"
 
 
 def forward_order(paths: Sequence[Sequence[Any]], layers: Sequence[str] = ()) -> list[int]:
-    """Return the places of leaves in the order of the forward pass.
+    """Return the indices of leaves in the order of the forward pass.
 
-    JAX sorts the keys of dictionaries by letters; here numbers in them count as such, so that ``Dense_2`` comes before
-    ``Dense_10``. Lists, tuples and fields keep their order. Where names do not tell, ``layers`` does: leaves whose name
-    begins with the first of them come first, and so on, then all others.
+    JAX sorts dictionary keys alphabetically. Here numbers in keys are compared as numbers, so that ``Dense_2`` comes
+    before ``Dense_10``. Lists, tuples and fields keep their order. ``layers`` overrides the order of names: leaves
+    whose name begins with its first entry come first, and so on, then all others.
 
     Parameters
     ----------
     paths
         The leaves' paths, in JAX's order.
     layers
-        Names or beginnings of names, up to a dot.
+        Names, or prefixes of names that end before a dot.
 
     Raises
     ------
     ValueError
-        No leaf's name begins so.
+        No leaf's name begins with an entry of ``layers``.
     """
     names = [name_of(path) for path in paths]
     for layer in layers:
         if not any(_begins(name, layer) for name in names):
-            raise ValueError(f"no parameter's name begins with {layer!r}; there are {', '.join(names)}")
+            raise ValueError(f"no parameter's name begins with {layer!r}; the names are {', '.join(names)}")
     places: dict[tuple[Any, ...], int] = {}
     for path in paths:
         for depth in range(1, len(path) + 1):
@@ -54,7 +54,7 @@ def forward_order(paths: Sequence[Sequence[Any]], layers: Sequence[str] = ()) ->
 
 
 def _key(entry: Any) -> Any:
-    """Return what a key of a path holds: of a dictionary, of a field, or of a sequence."""
+    """Return the value of a path's key, for a dictionary, a field, or a sequence."""
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
             return getattr(entry, attribute)

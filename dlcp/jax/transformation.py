@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Averaging gradients inside a jitted step: a callback for each gradient hands it over, one more waits for all."""
+"""Average gradients inside a jitted step: a callback per gradient hands it over, and a last one waits for all."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,13 +23,13 @@ class _Averaging(GraphAverager):
         self.layers = layers
 
     def learn(self, paths: Sequence[Any]) -> tuple[list[str], list[int]]:
-        """Return the leaves' names and their forward order; register them the first time."""
+        """Return the leaves' names and their forward order, and register them with the group."""
         names, order = [name_of(path) for path in paths], forward_order(paths, self.layers)
         self.register([names[leaf] for leaf in order])
         return names, order
 
     def average(self, tree: Any) -> Any:
-        """Return a tree of gradients, averaged; see :func:`average_gradients`."""
+        """Return the averages of a tree of gradients; see :func:`average_gradients`."""
         found, structure = jax.tree_util.tree_flatten_with_path(tree)
         names, order = self.learn([path for path, _ in found])
         leaves = [leaf for _, leaf in found]
@@ -46,25 +46,26 @@ class _Averaging(GraphAverager):
 def average_gradients(group: Group, layers: Sequence[str] = ()) -> optax.GradientTransformation:
     """Return a transformation that averages gradients over all ranks; put it first in ``optax.chain``.
 
-    It works inside ``jax.jit``: each gradient is handed over as soon as backward has found it, the last layer's
-    first, so they travel while backward still runs. A process computes on one device. What decides by gradients,
-    such as ``optax.apply_if_finite`` or clipping, has to come behind, so that all ranks decide alike; and so has
-    ``optax.MultiSteps``, which would exchange what it accumulates anew at each of its steps. A group serves one model.
+    It works inside ``jax.jit``. Each gradient is handed over as soon as backward has computed it, the last layer's
+    first, so communication overlaps with backward. A process must compute on one device. Transformations that decide by
+    gradients, such as ``optax.apply_if_finite`` or clipping, must come after this one, so that all ranks decide alike.
+    So must ``optax.MultiSteps``, or it would exchange its accumulated gradients at each of its steps. A group serves
+    one model.
 
     Parameters
     ----------
     group
-        The ranks, see :func:`dlcp.session.join`. In a group of one, gradients stay as they are.
+        The ranks, see :func:`dlcp.session.join`. A group of one leaves gradients unchanged.
     layers
-        Beginnings of parameters' names, such as ``params.embed``, in the order of the forward pass, where the names
-        alone do not tell it; see :func:`dlcp.jax.forward_order`.
+        Prefixes of parameters' names, such as ``params.embed``, in the order of the forward pass, if the names alone
+        do not give it; see :func:`dlcp.jax.forward_order`.
 
     Raises
     ------
     TypeError
         At the first step: a gradient is not float32, float64, float16 or bfloat16.
     jax.errors.JaxRuntimeError
-        At a step: ranks were not reached; the message has the cause, with rank, step and layer.
+        At any step: ranks were not reached; the message has the cause, with rank, step and layer.
     """
     averaging = _Averaging(group, layers)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watching a training while it runs: a page, and metrics for Prometheus, of the snapshots that ranks leave."""
+"""Live view of a training: a page and Prometheus metrics, made from the snapshots that ranks write."""

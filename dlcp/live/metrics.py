@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do, as metrics for Prometheus; those of switches are in :mod:`dlcp.controller.watch`.
+"""Prometheus metrics of ranks; those of switches are in :mod:`dlcp.controller.watch`.
 
-Labels are bounded: a session's ranks, and their peers. A session's name tells one run from the next.
+Labels are bounded: a session's ranks, and their peers. The session's name is unique to each run.
 """
 
 import math
@@ -19,26 +19,26 @@ from dlcp.session.snapshots import STEP_EDGES_S, UNKNOWN, RankSnapshot
 
 _RANK: Final = ["session", "rank"]
 SESSION_PHASES: Final = tuple(phase for phase in SessionPhase if phase is not SessionPhase.CLOSED)
-"""What a session may be at; one that is closed tells what it was at before."""
+"""Phases of a session. A closed session reports its last phase before."""
 _PACKETS: Final = {
     "sent": "Packets sent, each transmission counted",
     "delivered": "Packets that arrived",
-    "lost": "Packets that never arrived and were not sent again, within the loss bound",
+    "lost": "Packets that never arrived and were not retransmitted, within the loss bound",
     "retransmitted": "Transmissions after a packet's first",
-    "deferred": "Packets put off to a later step",
+    "deferred": "Packets deferred to a later step",
 }
 _OF_PEERS: Final = {
     "rate_bytes_per_second": (
         "rate_bps",
         1 / 8,
-        "Rate at which the peer takes in what waits for it, where it is known",
+        "Rate at which the peer receives queued packets, where it is known",
     ),
-    "window_packets": ("window_packets", 1, "Packets that may be on their way to the peer"),
+    "window_packets": ("window_packets", 1, "Packets that may be in flight to the peer"),
     "round_trip_seconds": ("rtt_s", 1, "Smoothed round-trip time to the peer, where it is known"),
     "paths": ("paths", 1, "Paths on which packets have been sent to the peer"),
-    "paths_left": ("paths_left", 1, "Paths to the peer that were left because others are better"),
+    "paths_left": ("paths_left", 1, "Paths to the peer that were abandoned because others are better"),
 }
-"""Of each peer that is reached over the network: its name in a snapshot, and what to multiply by."""
+"""Metrics of peers reached over the network: the name in a snapshot, the factor, and the help text."""
 _UNKNOWN_IF_ZERO: Final = ("rate_bps", "rtt_s")
 
 
@@ -50,7 +50,7 @@ class RankCollector(Collector):
     snapshots
         The latest of each rank.
     refused
-        How many files are left out, because they are no snapshots.
+        Number of files left out because they are not valid snapshots.
     """
 
     def __init__(self, snapshots: Sequence[RankSnapshot], refused: int = 0) -> None:
@@ -59,9 +59,7 @@ class RankCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return all metrics."""
         if self._refused:
-            yield GaugeMetricFamily(
-                "dlcp_rank_refused_snapshots", "Files left out, which are no snapshots", self._refused
-            )
+            yield GaugeMetricFamily("dlcp_rank_refused_snapshots", "Files that are not valid snapshots", self._refused)
         yield self._about()
         yield self._steps()
         yield from self._times()
@@ -82,7 +80,7 @@ class RankCollector(Collector):
 
     def _about(self) -> Metric:
         labels = [*_RANK, "process_rank", "host"]
-        metric = GaugeMetricFamily("dlcp_rank_info", "1, with where the rank runs", labels=labels)
+        metric = GaugeMetricFamily("dlcp_rank_info", "1, with the place where the rank runs as labels", labels=labels)
         for each in self._snapshots:
             metric.add_metric([*_rank(each), str(each["process_rank"]), each["host"]], 1)
         return metric
@@ -97,11 +95,11 @@ class RankCollector(Collector):
 
     def _times(self) -> Iterable[Metric]:
         computing = CounterMetricFamily(
-            "dlcp_rank_compute_seconds", "Time in which steps did not wait for averages", labels=_RANK
+            "dlcp_rank_compute_seconds", "Time that steps did not spend waiting for averages", labels=_RANK
         )
         waiting = CounterMetricFamily(
             "dlcp_rank_waiting_seconds",
-            "Time in which steps waited for averages, by whose came next",
+            "Time that steps waited for averages, by the peer whose message ended the wait",
             labels=[*_RANK, "peer"],
         )
         for each in self._snapshots:
@@ -113,18 +111,18 @@ class RankCollector(Collector):
         yield waiting
 
     def _states(self) -> Iterable[Metric]:
-        phase = GaugeMetricFamily("dlcp_rank_phase", "1 for what the rank's session is at", labels=[*_RANK, "phase"])
+        phase = GaugeMetricFamily("dlcp_rank_phase", "1 for the rank's current phase", labels=[*_RANK, "phase"])
         ended = GaugeMetricFamily("dlcp_rank_ended", "1 if the rank has left the session", labels=_RANK)
         exceeded = CounterMetricFamily(
-            "dlcp_rank_bound_exceeded_messages", "Messages that lost more than they may", labels=_RANK
+            "dlcp_rank_bound_exceeded_messages", "Messages that lost more than the loss bound allows", labels=_RANK
         )
         waited = GaugeMetricFamily(
             "dlcp_rank_waited_steps",
-            "The most steps in a row that a packet waited since it was put off",
+            "Largest number of consecutive steps for which a packet was deferred",
             labels=_RANK,
         )
         written = GaugeMetricFamily(
-            "dlcp_rank_snapshot_timestamp_seconds", "When the rank last told of itself, in Unix time", labels=_RANK
+            "dlcp_rank_snapshot_timestamp_seconds", "Unix time of the rank's latest snapshot", labels=_RANK
         )
         for each in self._snapshots:
             rank = _rank(each)

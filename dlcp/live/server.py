@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves the page and the metrics of a training. Whatever happens to it or its readers, no rank notices.
+"""Serve the page and the metrics of a training. Failures of the server or its clients do not affect the ranks.
 
 ====================  =================================================================================
-``/``                 the page; it needs nothing but ``/events``
-``/state``            what it shows, as JSON (:meth:`dlcp.live.training.Training.document`)
-``/events``           the same whenever it changes, as server-sent events
+``/``                 the page; it loads only ``/events``
+``/state``            the page's content as JSON (:meth:`dlcp.live.training.Training.document`)
+``/events``           the same as server-sent events, whenever it changes
 ``/metrics``          metrics for Prometheus (:class:`dlcp.live.metrics.RankCollector`)
 ====================  =================================================================================
 """
@@ -35,32 +35,32 @@ from dlcp.session.snapshots import RankSnapshot
 
 _LOOPBACK: Final = "127.0.0.1"
 REFRESH_S: Final = 0.5
-"""How often files are looked at. Chosen by us: ranks write every second."""
+"""Interval at which files are read; short against the second between two snapshots of a rank."""
 QUIET_S: Final = 2.0
-"""How often pages hear of ranks that say nothing new, for how long that is. Chosen by us."""
+"""Interval of updates to pages when no rank has written, so that they show how long ranks are silent. Not tuned."""
 CLIENTS_MAX: Final = 32
-"""So many are served at a time; more are hung up on. Chosen by us: each has a thread."""
+"""Most clients served at a time; further connections are closed. Bounds the threads, one per client. Not tuned."""
 CLIENT_S: Final = 10.0
-"""A client that reads or says nothing for so long is hung up on. Chosen by us."""
+"""Timeout after which an idle client is disconnected. Not tuned."""
 HEARTBEAT_S: Final = 5.0
-"""A page is written to so often at least: else nobody notices that it is gone. Chosen by us."""
+"""Longest time without a write to a page, so that a closed connection is noticed. Not tuned."""
 GOODBYE_S: Final = 1.0
-"""How long pages have to hear of the end. Chosen by us: a training's exit waits for it."""
+"""Longest wait for pages to receive the last state; short, because the training's exit waits for it."""
 _TEMPLATE: Final = Path(__file__).with_name("page.html")
 log = logging.getLogger("dlcp")
 
 
 class AddressError(ValueError):
-    """The page cannot be served there; the message says why."""
+    """The page cannot be served at an address; the message says why."""
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """Return host and port of ``PORT`` or ``HOST:PORT``; an IPv6 address stands in brackets.
+    """Return host and port of ``PORT`` or ``HOST:PORT``, with IPv6 addresses in brackets.
 
     Raises
     ------
     AddressError
-        It is neither.
+        The text is neither.
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if text.startswith("[") else host
@@ -76,19 +76,19 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 class LiveServer(ThreadingHTTPServer):
-    """The page of a training. A context manager; before its end pages get the last state.
+    """The HTTP server of a training's page. A context manager; on exit it sends pages the last state.
 
     Parameters
     ----------
     folders
-        Where ranks leave snapshots.
+        Folders in which ranks write snapshots.
     address
-        Where to listen, see :func:`parse_listen`; port 0 takes a free one.
+        Address to listen on, see :func:`parse_listen`; port 0 takes a free one.
 
     Raises
     ------
     AddressError
-        It is no address, or nobody can listen there; the message says why.
+        The address is malformed, or cannot be listened on; the message says why.
     """
 
     daemon_threads = True
@@ -122,18 +122,18 @@ class LiveServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where a browser on this machine finds the page."""
+        """The page's URL for a browser on this machine."""
         host, port = self.server_address[:2]
         name = {"0.0.0.0": _LOOPBACK, "::": "::1"}.get(str(host), str(host))
         return f"http://{f'[{name}]' if ':' in name else name}:{port}/"
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches it."""
+        """Whether the server listens on a loopback address only."""
         return ipaddress.ip_address(str(self.server_address[0]).partition("%")[0]).is_loopback
 
     def wait_for(self, version: int) -> tuple[int, bytes | None, bool]:
-        """Return the version of the state once it is another one, the state, and whether that was the last.
+        """Wait for another version of the state; return the version, the state, and whether it is final.
 
         After :data:`HEARTBEAT_S` without a change the state is None.
         """
@@ -142,13 +142,13 @@ class LiveServer(ThreadingHTTPServer):
             return self._version, self.state if new else None, self._last
 
     def follow(self, by: int) -> None:
-        """Count one more page that follows, or one less."""
+        """Add ``by`` to the number of connected pages."""
         with self._changed:
             self._followers += by
             self._changed.notify_all()
 
     def training_is_over(self) -> None:
-        """Let the page say, from its next state on, that no rank runs any more."""
+        """Show on the page, from its next state on, that all ranks have ended."""
         self._training.over = True
 
     def __enter__(self) -> "LiveServer":
@@ -172,14 +172,14 @@ class LiveServer(ThreadingHTTPServer):
                 if self._training.refresh() or over or time.monotonic() >= due_s:
                     due_s = time.monotonic() + QUIET_S
                     self._publish()
-            except Exception:  # a page that does not go on must not end the training
-                log.exception("DLCP: the live page misses something")
+            except Exception:  # page errors must not stop training
+                log.exception("DLCP: the live page could not be updated; it shows the previous state")
         with self._changed:
             self._last = True
             self._changed.notify_all()
 
     def _publish(self) -> None:
-        """Let everybody have the state as it is."""
+        """Store the current state and metrics for clients, and wake them."""
         state = json.dumps(self._training.document(), separators=(",", ":"), allow_nan=False).encode()
         with self._changed:
             self.state, self.snapshots = state, self._training.snapshots
@@ -187,15 +187,15 @@ class LiveServer(ThreadingHTTPServer):
             self._version += 1
             self._changed.notify_all()
 
-    # What the base class leaves open ----------------------------------------------------------------------------------
+    # Methods of the base class ----------------------------------------------------------------------------------------
 
     def server_bind(self) -> None:
-        """Bind, without the base class's question to the name service."""
+        """Bind without the base class's name lookup."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = map(str, self.server_address[:2])  # type: ignore[assignment]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread, or hang up if there are too many."""
+        """Serve a connection in a thread, or close it if there are too many."""
         if self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
@@ -209,7 +209,7 @@ class LiveServer(ThreadingHTTPServer):
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say what went wrong with a client to nobody but those who look for it."""
+        """Log a client's error at debug level."""
         log.debug("the live page: %s", client_address, exc_info=True)
 
 
@@ -223,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer."""
         if not self._may_ask():
-            self.send_error(HTTPStatus.FORBIDDEN, "this page is asked for by localhost or an address")
+            self.send_error(HTTPStatus.FORBIDDEN, "use localhost or an IP address in the URL, not a host name")
             return
         match self.path.partition("?")[0]:
             case "/":
@@ -238,10 +238,10 @@ class _Handler(BaseHTTPRequestHandler):
                 encode, kind = choose_encoder(self.headers.get("Accept", ""))
                 self._answer(kind, encode(registry))
             case _:
-                self.send_error(HTTPStatus.NOT_FOUND, "there are /, /state, /events and /metrics")
+                self.send_error(HTTPStatus.NOT_FOUND, "use /, /state, /events or /metrics")
 
     def _may_ask(self) -> bool:
-        """Whether the request names this machine as such: else a page from elsewhere asks, by a name of its own."""
+        """Whether the Host header is localhost or an IP address; another name may be a DNS rebinding attack."""
         if not self.server.is_local:
             return True
         try:
@@ -266,7 +266,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _follow(self) -> None:
-        """Send the state whenever it changes, until the end or until the page is gone."""
+        """Send the state whenever it changes, until it is final or the client has gone."""
         self._head("text/event-stream")
         self.end_headers()
         version, last = -1, False

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks of a training are at, by the snapshots that they leave (:mod:`dlcp.session.snapshots`).
+"""The state of all ranks of a training, from the snapshots that they write (:mod:`dlcp.session.snapshots`).
 
-A snapshot holds sums since the rank's beginning. What a rank does at present is the difference of two of them, and a
-session's history is a row of such differences, so that one that is missed is no loss.
+A snapshot holds sums since the rank started. A rank's present activity is the difference of two snapshots, and a
+session's history is a series of such differences, so a missed snapshot loses nothing.
 """
 
 import logging
@@ -19,15 +19,14 @@ from dlcp.ledger import COUNTS
 from dlcp.session.snapshots import SNAPSHOT_SUFFIX, RankSnapshot, parse_snapshot
 
 PRESENT_SNAPSHOTS: Final = 12
-"""So many of the latest snapshots in which steps were made count as the present: ten seconds or, where steps are longer
-than snapshots are apart, some steps. Chosen by us."""
+"""Number of latest snapshots with new steps that form the present: about ten seconds, or a few steps where a step takes
+longer than the interval of snapshots. Not tuned."""
 SILENT_SNAPSHOTS: Final = 6
-"""A rank that has left out so many snapshots is silent. Chosen by us: a busy host delays some."""
+"""A rank is silent after this many missed snapshots; fewer may be due to a busy host."""
 HISTORY_POINTS: Final = 240
-"""So many points at most has a session's history; when there are more, every two become one. Chosen by us: more than a
-plot of this width can show apart."""
+"""Longest history of a session; beyond that, pairs of points are merged. The plot has no room to show more."""
 SNAPSHOT_BYTES_MAX: Final = 1 << 24
-"""The longest snapshot that is read. Chosen by us: of a thousand layers and ranks it has some 500 kB."""
+"""Largest snapshot that is read. With a thousand layers and ranks a snapshot has some 500 kB."""
 _SHOWN: Final = frozenset(
     [
         "rank",
@@ -46,21 +45,21 @@ _SHOWN: Final = frozenset(
         "worst_loss",
     ]
 )
-"""What a page shows of a snapshot as it is."""
+"""Fields of a snapshot that a page shows unchanged."""
 log = logging.getLogger("dlcp")
 
 
 class HistoryPoint(NamedTuple):
-    """What the ranks of a session did between two moments. Times are in seconds; of a step, its mean.
+    """The activity of a session's ranks in one interval. Times are in seconds and, but for ``time_s``, means per step.
 
     Attributes
     ----------
     time_s
-        When that was over, since the session began.
+        End of the interval, since the session began.
     step_s
-        How long a step took.
+        Duration of a step.
     computing_least_s, computing_most_s
-        What of it the rank that waited most, and the one that waited least, did not wait.
+        Time per step without waiting, of the rank that waited most and of the one that waited least.
     lost, deferred, retransmitted
         Shares of the packets sent.
     """
@@ -74,7 +73,7 @@ class HistoryPoint(NamedTuple):
     retransmitted: float
 
     def merged(self, later: "HistoryPoint") -> "HistoryPoint":
-        """Return this point and the next as one."""
+        """Return one point for this interval and the next."""
         means = [(ours + theirs) / 2 for ours, theirs in zip(self, later, strict=True)]
         return HistoryPoint(*means)._replace(
             time_s=later.time_s,
@@ -85,16 +84,16 @@ class HistoryPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """What a rank did between two of its snapshots. Times are in seconds and of a step, counts in packets.
+    """A rank's activity between two of its snapshots. Times are in seconds per step, counts in packets.
 
     Attributes
     ----------
     steps
-        How many steps that were.
+        Number of steps.
     step_s, waiting_s
-        How long one took, and what of it was waiting, by rank (as text).
+        Duration of a step, and its waiting time by the rank waited for (as text).
     packets
-        What became of packets, by the names of :data:`dlcp.ledger.COUNTS`.
+        Packet counts, by the names of :data:`dlcp.ledger.COUNTS`.
     """
 
     steps: int
@@ -104,7 +103,7 @@ class RankProgress:
 
     @classmethod
     def between(cls, before: RankSnapshot | None, after: RankSnapshot) -> "RankProgress":
-        """Return what was done from one snapshot to another; None, or one of another process: from the beginning."""
+        """Return the activity between two snapshots; since the start if ``before`` is None or of another process."""
         if before and before["began_unix_s"] != after["began_unix_s"]:
             before = None
         steps = sum(after["steps"]) - (sum(before["steps"]) if before else 0)
@@ -119,38 +118,38 @@ class RankProgress:
 
     @property
     def computing_s(self) -> float:
-        """What of a step was not waiting."""
+        """Time per step without waiting, in seconds."""
         return max(0.0, self.step_s - sum(self.waiting_s.values()))
 
 
 def packets_of(snapshot: RankSnapshot) -> dict[str, int]:
-    """Return what became of a rank's packets, to all peers together."""
+    """Return a rank's packet counts, summed over all peers."""
     return {name: sum(int(counts[name]) for counts in snapshot["packets"].values()) for name in COUNTS}
 
 
 @dataclass(slots=True)
 class WatchedRank:
-    """A rank, by its file.
+    """A rank, identified by its snapshot file.
 
     Attributes
     ----------
     latest
         Its latest snapshot.
     changed_s
-        When that was found, on the clock of whoever watches: hosts' clocks differ.
+        When that was read, by this process's monotonic clock, because hosts' clocks differ.
     """
 
     latest: RankSnapshot
     changed_s: float
     _advances: deque[RankSnapshot] = field(default_factory=lambda: deque(maxlen=PRESENT_SNAPSHOTS))
-    """The latest snapshots in each of which more steps were over than in the one before."""
+    """The latest snapshots, only those with more finished steps than the one before."""
 
     def __post_init__(self) -> None:
         self._advances.append(self.latest)
 
     def take(self, snapshot: RankSnapshot, now_s: float) -> None:
-        """Take in its next snapshot."""
-        if snapshot["began_unix_s"] != self.latest["began_unix_s"]:  # another process has its place now
+        """Add the rank's next snapshot."""
+        if snapshot["began_unix_s"] != self.latest["began_unix_s"]:  # from a new process of the same rank
             self._advances.clear()
         self.latest, self.changed_s = snapshot, now_s
         if not self._advances or sum(snapshot["steps"]) > sum(self._advances[-1]["steps"]):
@@ -158,12 +157,12 @@ class WatchedRank:
 
     @property
     def present(self) -> RankProgress:
-        """What it does at present."""
+        """The rank's present activity."""
         first, last = self._advances[0], self._advances[-1]
         return RankProgress.between(first if last is not first else None, last)
 
     def shown(self, now_s: float, over: bool) -> dict[str, Any]:
-        """Return what a page shows of it, as plain values."""
+        """Return the rank's part of the page, as plain values."""
         latest, present = self.latest, self.present
         silent_s = now_s - self.changed_s
         silent = silent_s > SILENT_SNAPSHOTS * latest["every_s"] or over
@@ -187,14 +186,14 @@ class WatchedRank:
 
 @dataclass(slots=True)
 class History:
-    """How a session's steps went, as far back as it goes."""
+    """The history of a session's steps since it began."""
 
     began_s: float
     points: list[HistoryPoint] = field(default_factory=list)
     _last: dict[Path, RankSnapshot] = field(default_factory=dict)
 
     def sample(self, ranks: Mapping[Path, WatchedRank], now_s: float) -> None:
-        """Add a point, if all ranks that are still there have made steps since the last one."""
+        """Add a point if all ranks that have not ended have finished steps since the last one."""
         latest = {path: rank.latest for path, rank in ranks.items() if not rank.latest["ended"]}
         done = [RankProgress.between(self._last.get(path), snapshot) for path, snapshot in latest.items()]
         if not done or not all(progress.steps for progress in done):
@@ -218,19 +217,19 @@ class History:
 
 
 class Training:
-    """All ranks whose snapshots are in some folders. For one thread.
+    """All ranks whose snapshots are in the given folders. Not thread-safe.
 
     Parameters
     ----------
     folders
-        Where ranks leave snapshots.
+        Folders in which ranks write snapshots.
 
     Attributes
     ----------
     over
-        Whether it is known that no rank runs any more.
+        Whether all ranks are known to have ended.
     refused
-        Files whose latest content is no snapshot. Of a rank that has left one before, that one counts.
+        Files whose latest content is not a valid snapshot. The rank's last valid one, if any, stays in use.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -242,7 +241,7 @@ class Training:
         self._histories: dict[str, History] = {}
 
     def refresh(self) -> bool:
-        """Read what ranks have written since the last time; return whether that was anything."""
+        """Read the snapshots written since the last call; return whether there were any."""
         now_s = time.monotonic()
         changed = False
         for path in (path for folder in self._folders for path in folder.glob(f"*{SNAPSHOT_SUFFIX}")):
@@ -258,7 +257,7 @@ class Training:
         return [rank.latest for rank in self._ranks.values()]
 
     def document(self) -> dict[str, Any]:
-        """Return what a page shows, as plain values: the latest session first."""
+        """Return the content of the page as plain values, the latest session first."""
         now_s = time.monotonic()
         sessions = sorted(self._sessions().items(), key=lambda each: -_began(each[1].values()))
         return {
@@ -287,15 +286,15 @@ class Training:
                 return False
             self._stamps[path] = stamp
             if status.st_size > SNAPSHOT_BYTES_MAX:
-                raise ValueError(f"it has {status.st_size} bytes")
+                raise ValueError(f"{status.st_size} bytes exceed {SNAPSHOT_BYTES_MAX}")
             snapshot = parse_snapshot(path.read_bytes())
             alone = WatchedRank(snapshot, now_s)
-            alone.shown(now_s, self.over)  # so that nothing of it fails later, among the others
+            alone.shown(now_s, self.over)  # fails here if anything is invalid, and not later together with other ranks
             _layers([snapshot])
         except FileNotFoundError:
             return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            log.warning("%s is left out: it is no snapshot of this version of DLCP (%r)", path, error)
+            log.warning("%s is left out: it is not a snapshot by this version of DLCP (%r)", path, error)
             self.refused.add(path)
             return True
         self.refused.discard(path)
@@ -306,7 +305,7 @@ class Training:
         return True
 
     def _sessions(self) -> dict[str, dict[Path, WatchedRank]]:
-        """Return the ranks of each session. Those that have not told its name yet are where others miss them."""
+        """Return the ranks of each session. A rank with no session name yet is added to a session that lacks it."""
         found: dict[str, dict[Path, WatchedRank]] = defaultdict(dict)
         for path, rank in sorted(self._ranks.items(), key=lambda each: not each[1].latest["session"]):
             name = rank.latest["session"] or next((name for name in found if name and _lacks(found[name], rank)), "")
@@ -315,7 +314,7 @@ class Training:
 
 
 def _lacks(ranks: Mapping[Path, WatchedRank], newcomer: WatchedRank) -> bool:
-    """Return whether a session is of the same ranks as a newcomer's, and this one is not among those that are there."""
+    """Return whether a session has the same list of ranks as a newcomer's, and the newcomer's is missing from it."""
     there = {rank.latest["rank"] for rank in ranks.values()}
     alike = next(iter(ranks.values())).latest["ranks"] == newcomer.latest["ranks"]
     return alike and newcomer.latest["rank"] not in there
@@ -326,7 +325,7 @@ def _began(ranks: Iterable[WatchedRank]) -> float:
 
 
 def _layers(snapshots: Sequence[RankSnapshot]) -> list[dict[str, Any]]:
-    """Return what became of each layer's packets on all ranks together, from the model's input to its output."""
+    """Return each layer's packet counts, summed over the ranks, in order from the model's input to its output."""
     names: dict[int, list[str]] = {}
     totals: dict[int, list[int]] = {}
     for position, layer_names, *counts in (row for snapshot in snapshots for row in snapshot["layers"]):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work of ours among MXNet's own: its engine runs it when the arrays are ready, and holds back what depends on it.
+"""Run DLCP's work on MXNet's engine, which starts it when its arrays are ready, and then operations that depend on it.
 
-MXNet 1.9.1, the last release, has this in its C interface (``include/mxnet/c_api.h`` in its package), which its own
-Python calls in the same way. Operations are asynchronous: they are over when we say so, from any thread.
+MXNet 1.9.1, the last release, offers this in its C interface (``include/mxnet/c_api.h`` in its package), which its own
+Python package uses in the same way. Operations are asynchronous: DLCP reports their completion, from any thread.
 """
 
 import ctypes
@@ -15,11 +15,11 @@ from mxnet.base import _LIB, NDArrayHandle, check_call
 from numpy.typing import NDArray
 
 Work = Callable[[Callable[[], None]], None]
-"""Called in a thread of the engine, with what is to be called when the work is done."""
+"""Called on a thread of the engine, with a function to call when the work is done."""
 
 _CPU: Final = 1
 _PRIORITIZED: Final = 3
-"""``FnProperty::kCPUPrioritized``: threads of their own, so that no computation keeps us."""
+"""``FnProperty::kCPUPrioritized``: separate threads, so that computations do not delay DLCP."""
 
 
 class _Completion(ctypes.Structure):
@@ -40,7 +40,7 @@ _numbers = itertools.count(1)
 
 
 def push(work: Work, *, reads: Sequence[Any], writes: Sequence[Any], priority: int = 0) -> None:
-    """Let the engine do some work once nobody writes ``reads`` any more and nobody uses ``writes``.
+    """Make the engine run some work once no operation writes ``reads`` or uses ``writes`` any more.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def push(work: Work, *, reads: Sequence[Any], writes: Sequence[Any], priority: i
     reads, writes
         MXNet arrays; none may be in both.
     priority
-        What is higher is done first.
+        Higher priorities run first.
     """
     number = next(_numbers)
     _pushed[number] = work
@@ -72,7 +72,7 @@ def push(work: Work, *, reads: Sequence[Any], writes: Sequence[Any], priority: i
 
 
 def memory(array: Any) -> NDArray[Any]:
-    """Return the memory of an MXNet array on the CPU, in MXNet's ordinary layout; valid as long as the array is."""
+    """Return a view of an MXNet array on the CPU, in MXNet's ordinary layout; valid as long as the array exists."""
     array.wait_to_read()
     pointer = ctypes.c_void_p()
     check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(pointer)))

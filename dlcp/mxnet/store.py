@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KVStore ``dist_dlcp``: sums over all workers, each layer as soon as the engine has its gradients."""
+"""The KVStore ``dist_dlcp``: sums gradients over all workers, each layer's as soon as the engine has computed them."""
 
 import os
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ from dlcp.session import Group, Options
 from dlcp.session.session import reason_of_exit
 
 NAME: Final = "dist_dlcp"
-"""What to ask MXNet for; trainers leave a store out that has no ``dist`` in its name."""
+"""The store's name for MXNet. It needs ``dist``: trainers ignore other stores."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A key: its name in the group, the array that is exchanged, that array's memory, and how urgent it is."""
+    """A key: its name in the group, the exchanged array, a view of that array's memory, and its priority."""
 
     name: str
     held: Any
@@ -34,11 +34,11 @@ class _Entry:
 
 
 class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not annotated, and registers the class's name
-    """Sums gradients with DLCP. Updating is left to the trainer, as with ``update_on_kvstore=False``.
+    """Sums gradients with DLCP. The trainer updates the parameters, as with ``update_on_kvstore=False``.
 
-    ``pushpull`` returns at once. The engine waits for each gradient by itself, and whatever uses the sum waits for
-    that. If an exchange fails, the gradients concerned are NaN, and the next call raises why: the engine has no way to
-    take an error from outside.
+    ``pushpull`` returns at once. The engine waits for each gradient separately, and operations on a sum wait for that
+    sum. If an exchange fails, its gradients become NaN and the next call raises the error, because the engine cannot
+    accept errors from outside.
 
     Parameters
     ----------
@@ -50,28 +50,28 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
     Raises
     ------
     RuntimeError
-        MXNet runs its ``NaiveEngine``, which cannot wait for anything.
+        MXNet runs its ``NaiveEngine``, which does not support asynchronous operations.
     """
 
     def __init__(self, options: Options | None = None, *, group: Group | None = None) -> None:
         if os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
             raise RuntimeError(
-                "dist_dlcp needs an engine that does several things at a time: unset MXNET_ENGINE_TYPE=NaiveEngine"
+                "dist_dlcp needs an engine that runs operations concurrently: unset MXNET_ENGINE_TYPE=NaiveEngine"
             )
         self.group = group or dlcp.session.join(options)
         self._entries: dict[str, _Entry] = {}
         self._order: list[str] = []
-        """Names in the order in which the group has them; empty until the first push."""
+        """Names in the order registered with the group; empty until the first push."""
         self._step: dict[str, _Entry] = {}
-        """What has been pushed since the step began."""
+        """Entries pushed since the step began."""
         self._turn = mx.nd.zeros((1,), ctx=mx.cpu())
-        """Written when a step ends, and read by all that belongs to a step."""
+        """Written when a step ends, and read by all operations of a step."""
         self._error: BaseException | None = None
         self._factor = 1 if self.group.options.combine == SUM else self.group.size
-        """A KVStore sums, a group averages unless its options say otherwise."""
+        """From the group's result to the sum: a KVStore sums, a group averages unless its options say otherwise."""
         self._exit = ExitCallback(self._at_exit)
 
-    # What MXNet asks --------------------------------------------------------------------------------------------------
+    # MXNet's interface ------------------------------------------------------------------------------------------------
 
     @property
     def type(self) -> str:
@@ -80,17 +80,17 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
 
     @property
     def rank(self) -> int:
-        """The number of this worker."""
+        """Rank of this worker."""
         return self.group.rank
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return self.group.size
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Say what the store can do; of what MXNet asks for, updating parameters, it cannot."""
+        """Return False: the store does not update parameters, the only capability that MXNet asks for."""
         return False
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
@@ -111,12 +111,12 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
         self.broadcast(key, value, out=[])
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-        """Sum values over all workers, into ``out`` or else into themselves; the higher the priority, the sooner.
+        """Sum values over all workers, into ``out`` or in place; higher priorities are exchanged first.
 
         Raises
         ------
         TransportError
-            An exchange has failed before.
+            An earlier exchange has failed.
         """
         for one, values, outs in _pairs(key, value, value if out is None else out):
             self._push(self._entry(one, values[0]), values, priority)
@@ -128,28 +128,28 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
             self._push(self._entry(one, values[0]), values, priority)
 
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
-        """Write what was summed last, or else was broadcast, into ``out``."""
+        """Write the last sum, or before the first one the broadcast values, into ``out``."""
         for one, _, outs in _pairs(key, out, out):
             self._pull(one, outs)
 
     def barrier(self) -> None:
-        """Return when all workers have come this far, and all is done that they have pushed."""
+        """Wait until all workers have called this, and all pushed work is done."""
         mx.nd.waitall()
         self.group.barrier()
         self._check()
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Refuse: there is no server that could update."""
+        """Raise NotImplementedError: no server updates parameters."""
         raise NotImplementedError(
             "dist_dlcp sums gradients and leaves updating to the workers: set update_on_kvstore=False"
         )
 
     def set_gradient_compression(self, compression_params: Any) -> None:
-        """Refuse: what MXNet has is for its own stores."""
-        raise NotImplementedError("dist_dlcp has no MXNet compression: leave compression_params out")
+        """Raise NotImplementedError: MXNet's compression works with its own stores only."""
+        raise NotImplementedError("dist_dlcp does not support MXNet's compression: leave out compression_params")
 
     def close(self) -> None:
-        """Leave the other workers, once all is done that has been pushed."""
+        """Wait until all pushed work is done, and leave the group."""
         if self._exit.is_fork:
             return
         self._exit.cancel()
@@ -158,10 +158,10 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
 
     def _at_exit(self) -> None:
         if reason := reason_of_exit(self.rank):
-            self.group.close(reason)  # first, for what has been pushed may wait for what this process will not give
+            self.group.close(reason)  # first, because the pushed work may block on this process
         self.close()
 
-    # How it is done ---------------------------------------------------------------------------------------------------
+    # Implementation ---------------------------------------------------------------------------------------------------
 
     def _entry(self, key: Any, like: Any) -> _Entry:
         name = f"parameter {key}"
@@ -209,7 +209,7 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
         done()
 
     def _end_step(self) -> None:
-        """Let the step end when all that was pushed in it is done: it begins anew, or something else is wanted."""
+        """Schedule the end of the step, after all work pushed in it; called when another step or operation begins."""
         if self._step:
             entries, self._step = self._step, {}
             work = partial(self._on_step_done, list(entries.values()))
@@ -220,7 +220,7 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
             self.group.end_step()
             urgent = [entry.name for entry in sorted(entries, key=lambda entry: -entry.priority)]
             if urgent != [name for name in self._order if name in urgent]:
-                # Priorities are known from here on; until now the order was that in which keys were initialised.
+                # The first step shows the priorities; until then the order is that of the keys' initialisation.
                 self._order = urgent
                 self.group.register(urgent)
         except Exception as error:
@@ -237,7 +237,7 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
 
 
 def _pairs(key: Any, value: Any, out: Any) -> Iterator[tuple[Any, list[Any], list[Any]]]:
-    """Yield each key with its values and where they go, both by device; MXNet takes one key or a list of them."""
+    """Yield each key with its values and outputs, both as lists by device; MXNet passes one key or a list of keys."""
     if isinstance(key, list | tuple):
         for number, one in enumerate(key):
             yield one, _listed(value[number]), _listed(out[number]) if out else []
@@ -249,4 +249,4 @@ def _listed(arrays: Any) -> list[Any]:
     return list(arrays) if isinstance(arrays, list | tuple) else [arrays]
 
 
-KVStoreBase.register(Dist_DLCP)  # as its class is called, in small letters
+KVStoreBase.register(Dist_DLCP)  # MXNet uses the lower-case class name

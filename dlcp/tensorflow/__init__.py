@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DLCP for TensorFlow: Keras 3 optimizers that average gradients over the ranks, in ``model.fit`` or in any other loop.
 
-The lines that a training script needs, named as Horovod's users know them::
+The lines that a training script needs, with names as in Horovod::
 
     import dlcp.tensorflow as dlcp
 
@@ -9,7 +9,7 @@ The lines that a training script needs, named as Horovod's users know them::
     model.compile(dlcp.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss)
     model.fit(x[dlcp.rank() :: dlcp.size()], y[dlcp.rank() :: dlcp.size()], callbacks=[
         dlcp.BroadcastGlobalVariablesCallback(0),
-        dlcp.StatisticsAverageCallback(),  # if there is a BatchNormalization
+        dlcp.StatisticsAverageCallback(),  # with BatchNormalization
         dlcp.MetricAverageCallback(),
     ])
 

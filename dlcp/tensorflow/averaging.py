@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Averaging gradients inside a TensorFlow graph: a callback for each gradient hands it over, one more waits for all."""
+"""Average gradients inside a TensorFlow graph: a callback per gradient hands it over, and a last one waits for all."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from dlcp.session import Group
 from dlcp.session.graph import GraphAverager
 
 FINITE: Final = "finite"
-"""Travels with scaled gradients as if it were a parameter: 1 from a rank whose gradients are all finite, else 0."""
+"""Name of a flag that is averaged like a parameter with scaled gradients: 1 if a rank's are finite, else 0."""
 
 
 class Averaging(GraphAverager):
@@ -30,36 +30,38 @@ class Averaging(GraphAverager):
         self.names: list[str] | None = None
 
     def learn(self, variables: Sequence[Any], *extra: str) -> None:
-        """Tell the group the trainable variables, in forward order, and ``extra`` names behind them.
+        """Register the trainable variables with the group, in forward order, and ``extra`` names after them.
 
         Raises
         ------
         ValueError
-            A variable takes its "gradient" as its value, as float8 scales do: that cannot be averaged with the others.
-            Or the group has the variables of another model.
+            A variable is overwritten by its "gradient", as float8 scales are, which cannot be averaged; or the group
+            already has the variables of another model.
         """
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
-                raise ValueError(f"{variable.path} is overwritten by its gradient, which DLCP does not average")
+                raise ValueError(
+                    f"{variable.path} is overwritten by its gradient, as float8 scales are; DLCP cannot average that"
+                )
         self.register([*names_of(variables), *extra])
 
     def average(self, names: Sequence[str], gradients: Sequence[Any]) -> list[Any]:
-        """Return the gradients, averaged over the ranks; all ranks must give those of the same parameters.
+        """Return the gradients averaged over the ranks; all ranks must pass gradients of the same parameters.
 
-        In a graph, a gradient is handed over as soon as backward has found it, in the order of backward: the last
-        parameter's first. So they travel while backward still runs.
+        In a graph, each gradient is handed over as soon as backward has computed it, the last parameter's first, so
+        communication overlaps with backward.
 
         Parameters
         ----------
         names
-            Their parameters, in forward order.
+            Names of the parameters, in forward order.
         gradients
             Tensors; ``tf.IndexedSlices`` (of embeddings) are made dense.
         """
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
         if self.group.size == 1:
             return dense
-        token = tf.constant(0)  # what one callback returns and the next one takes: that fixes their order
+        token = tf.constant(0)  # passed from one callback to the next, to fix their order
         for name, gradient in reversed(list(zip(names, dense, strict=True))):
             token = tf.numpy_function(partial(self._hand_over, name), [gradient, token], tf.int32)
         kinds = [gradient.dtype for gradient in dense]
@@ -69,11 +71,11 @@ class Averaging(GraphAverager):
         return list(averaged)
 
     def average_scaled(self, names: Sequence[str], gradients: Sequence[Any], scale: Any) -> list[Any]:
-        """Do so with gradients that have been multiplied by a loss scale, the same on all ranks.
+        """Return averages of gradients that were multiplied by a loss scale, the same on all ranks.
 
-        If any rank's are not finite, all ranks get gradients that are not: so all skip the step and lower the scale
-        alike. What travels is unscaled and finite, so that neither a packet that is lost here and sent with the
-        next step, where the scale may be another, nor the residual of a step that is skipped, does any harm.
+        If any rank's gradients are not finite, all ranks get infinite ones, so all skip the step and lower the scale.
+        Packets hold unscaled, finite values. Residual therefore stays valid in the next step, where the scale may
+        differ, and after a skipped step.
         """
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in dense])
@@ -91,10 +93,10 @@ class Averaging(GraphAverager):
 
 
 def names_of(variables: Sequence[Any]) -> list[str]:
-    """Return the variables' paths, ``block.dense.kernel``: those of a layer have all but the last part in common.
+    """Return the variables' paths, such as ``block.dense.kernel``; variables of a layer differ in the last part only.
 
-    The model's own name is left out, for Keras numbers models, and a rank may have made more of them than another. Of
-    variables with the same path, the second and the later ones get a number.
+    The model's own name is left out, because Keras numbers models and ranks may have created different numbers of them.
+    Repeated paths get a number from the second on.
     """
     paths = [variable.path.split("/") for variable in variables]
     if len({path[0] for path in paths}) == 1 and all(len(path) > 2 for path in paths):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks for ``model.fit``: all ranks begin alike, and report what holds for all of them."""
+"""Callbacks for ``model.fit``: equal initial weights on all ranks, and averages of metrics and statistics."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ log = logging.getLogger("dlcp")
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, group: Group | None = None) -> None:
-    """Give every rank the root's values; all ranks must call it with the same variables in the same order."""
+    """Assign the root's values on every rank; all ranks must call it with the same variables in the same order."""
     group = group or current()
     for variable in variables:
         values = np.array(keras.ops.convert_to_numpy(variable))
@@ -31,15 +31,15 @@ def average_metrics(metrics: Mapping[str, float], group: Group | None = None) ->
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-    """Gives every rank the root's weights and optimizer state when training begins.
+    """Broadcasts the root's weights and optimizer state to every rank when training begins.
 
-    A model whose shapes are not known yet gets them after the first batch. If Keras means to compile the model with
-    XLA, as it does where there is a GPU, that is switched off: XLA cannot call out to DLCP.
+    If the model is not built yet, this happens after the first batch. The callback also switches off ``jit_compile``,
+    which Keras sets on machines with a GPU: XLA cannot call DLCP.
 
     Parameters
     ----------
     root_rank
-        Whose; a checkpoint needs to be loaded there only.
+        The rank with the initial weights; a checkpoint needs to be loaded there only.
     group
         By default the one that :func:`dlcp.tensorflow.init` has joined.
     """
@@ -51,24 +51,24 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._done = False
 
     def set_model(self, model: Any) -> None:
-        """Take the model that is going to be trained."""
+        """Set the model, and switch off its ``jit_compile`` if its optimizer averages."""
         super().set_model(model)
         if averages(model.optimizer) and model.jit_compile:
-            log.info("DLCP: jit_compile is switched off")
+            log.info("DLCP: jit_compile is switched off, as XLA cannot call DLCP")
             model.jit_compile = False
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Broadcast, if the model has its weights.
+        """Broadcast, if the model is built.
 
         Raises
         ------
         ValueError
-            ``compile`` has wrapped the optimizer to scale losses: ranks would not agree when to skip a step.
+            ``compile`` has wrapped the optimizer to scale losses, so ranks would not agree when to skip a step.
         """
         optimizer = self.model.optimizer
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not averages(optimizer):
             raise ValueError(
-                "model.compile has wrapped the optimizer in a LossScaleOptimizer; do that before: "
+                "model.compile has wrapped the optimizer in a LossScaleOptimizer; wrap it before: "
                 "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
             )
         self._done = False
@@ -78,7 +78,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Broadcast after the first batch, if it could not be done before."""
+        """Broadcast after the first batch, if the model was not built before."""
         if not self._done:
             self._broadcast()
 
@@ -88,7 +88,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-    """Replaces each epoch's metrics by their mean over all ranks; put it before callbacks that look at them."""
+    """Replaces each epoch's metrics by their mean over all ranks; put it before callbacks that use them."""
 
     def __init__(self, group: Group | None = None) -> None:
         super().__init__()
@@ -101,10 +101,10 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # 
 
 
 class StatisticsAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-    """Gives all ranks the mean of what layers have noted of their data, as BatchNormalization does for inference.
+    """Averages layers' statistics over all ranks, such as BatchNormalization's moving means and variances.
 
-    Such moving means and variances are each rank's own, for they have no gradients. They are averaged when an epoch
-    ends, before its validation if it has one; put this before callbacks that save the model.
+    These have no gradients, so they differ between ranks. They are averaged at the end of each epoch, or before its
+    validation if there is one. Put this callback before those that save the model.
     """
 
     def __init__(self, group: Group | None = None) -> None:
@@ -113,23 +113,23 @@ class StatisticsAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._due = False
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Note that statistics are about to change."""
+        """Record that statistics are about to change."""
         self._due = True
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Average before a validation."""
+        """Average before validation."""
         self._average()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Average, if no validation was the occasion."""
+        """Average, unless validation already did."""
         self._average()
 
     def _average(self) -> None:
         if not self._due:
             return
         self._due = False
-        # Private, because Keras' public lists of what is not trained hold the weights of frozen layers, too, and
-        # `model.layers` leaves out layers within layers.
+        # Private attributes, because Keras' public lists of non-trainable variables include weights of frozen layers,
+        # and `model.layers` leaves out nested layers.
         layers = [layer for layer in self.model._flatten_layers() if layer.trainable]
         noted = [variable for layer in layers for variable in layer._non_trainable_variables]
         for variable in noted:

@@ -12,10 +12,10 @@ from dlcp.tensorflow.averaging import FINITE, Averaging, names_of
 
 
 class _Averages:
-    """What an optimizer's class is extended by.
+    """Mixin for an optimizer's class that averages gradients.
 
-    Gradients are averaged where Keras clips them: after it has accumulated them over several steps, if it was asked to,
-    and before the update, so that clipping and all that follows is the same on all ranks.
+    It averages where Keras clips gradients: after accumulation over several steps, if enabled, and before the update.
+    Clipping and everything after it is therefore the same on all ranks.
     """
 
     _dlcp: Averaging
@@ -43,7 +43,7 @@ class _Averages:
 
 
 class _AveragesScaled:
-    """What :class:`keras.optimizers.LossScaleOptimizer` is extended by: ranks agree whether gradients are finite."""
+    """Mixin for :class:`keras.optimizers.LossScaleOptimizer`: ranks agree whether gradients are finite."""
 
     _dlcp: Averaging
 
@@ -67,51 +67,50 @@ class _AveragesScaled:
 
 def _unknown_keras() -> RuntimeError:
     return RuntimeError(
-        f"Keras {keras.__version__} applies gradients in a way that DLCP does not know; it knows 3.5-3.15"
+        f"Keras {keras.__version__} applies gradients in a way that DLCP does not support; install Keras 3.5-3.15"
     )
 
 
 @cache
 def _extended(kind: Any) -> Any:
-    """Return a class of optimizers that average.
+    """Return a subclass of an optimizer's class that averages gradients.
 
-    An optimizer of it says that it is of its plain class: so a model is saved with the plain optimizer, and can be
-    loaded where there is no DLCP.
+    Its instances report the original class as ``__class__``, so a saved model can be loaded without DLCP.
     """
     extension = _AveragesScaled if issubclass(kind, keras.optimizers.LossScaleOptimizer) else _Averages
     return type(kind.__name__, (extension, kind), {"__class__": property(lambda _: kind), "__doc__": kind.__doc__})
 
 
 def DistributedOptimizer(optimizer: Any, group: Group | None = None) -> Any:  # noqa: N802  # as Horovod calls it
-    """Let an optimizer average gradients over all ranks before it applies them; all ranks must call it.
+    """Make an optimizer average gradients over all ranks before it applies them; all ranks must call this.
 
-    It works in ``model.fit`` and in loops of one's own, eagerly and in graphs, but XLA cannot compile it: say
-    ``jit_compile=False``, or use :class:`dlcp.tensorflow.BroadcastGlobalVariablesCallback`, which does.
+    It works in ``model.fit`` and in custom loops, eagerly and in graphs, but not under XLA: set ``jit_compile=False``,
+    or use :class:`dlcp.tensorflow.BroadcastGlobalVariablesCallback`, which does so.
 
-    With ``gradient_accumulation_steps`` gradients travel once for each update. Under the policy ``mixed_float16`` Keras
-    scales the loss: the optimizer is then wrapped in a ``LossScaleOptimizer`` here, unless it is one, so that all ranks
-    agree when to skip a step.
+    With ``gradient_accumulation_steps`` gradients are exchanged once per update. Under the policy ``mixed_float16``
+    Keras scales the loss. The optimizer is then wrapped in a ``LossScaleOptimizer``, unless it is one, so that all
+    ranks agree when to skip a step.
 
     Parameters
     ----------
     optimizer
-        An optimizer of Keras 3.5 or newer, as it is or used already; it is changed, and keeps its state.
+        An optimizer of Keras 3.5 or newer, new or already in use; it is changed in place, and keeps its state.
     group
         By default the one that :func:`dlcp.tensorflow.init` has joined. It serves one optimizer at a time.
 
     Returns
     -------
-    The same optimizer, or the one that wraps it.
+    The same optimizer, or a ``LossScaleOptimizer`` around it.
 
     Raises
     ------
     ValueError
-        It averages already, or Keras runs on another backend than TensorFlow.
+        It already averages gradients, or Keras does not run on TensorFlow.
     """
     if keras.backend.backend() != "tensorflow":
         raise ValueError(f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow for dlcp.tensorflow")
     if averages(optimizer):
-        raise ValueError(f"{optimizer.name} averages gradients already")
+        raise ValueError(f"{optimizer.name} averages gradients already; call DistributedOptimizer only once")
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if keras.config.dtype_policy().name == "mixed_float16" and not scales:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
@@ -125,12 +124,12 @@ def DistributedOptimizer(optimizer: Any, group: Group | None = None) -> Any:  # 
 
 
 def averages(optimizer: Any) -> bool:
-    """Tell whether an optimizer averages gradients over ranks."""
+    """Return whether an optimizer averages gradients over ranks."""
     return issubclass(type(optimizer), _Averages | _AveragesScaled)
 
 
 def load_model(filepath: Any, group: Group | None = None, **options: Any) -> Any:
-    """Load a model with its optimizer, which then averages over all ranks; see ``keras.saving.load_model``.
+    """Load a model, and make its optimizer average over all ranks; see ``keras.saving.load_model``.
 
     Raises
     ------

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dlcp train``: an unchanged training script, run as torchrun would, with DLCP switched on."""
+"""``dlcp train``: run an unchanged training script as torchrun would, with DLCP switched on."""

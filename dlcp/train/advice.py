@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The advice of ``dlcp advise``: what to set, the figures that it rests on, and how a trial of it went."""
+"""The advice of ``dlcp advise``: settings, the figures they are based on, and the result of a trial."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,20 +13,20 @@ from dlcp.train.launcher import Report
 from dlcp.tuning.rules import Advice, Figures, Settings, decide
 
 SLOWER: Final = 0.98
-"""Settings that take this much longer are not advised. Chosen by us: steps vary by as much on a quiet machine."""
+"""Smallest speed-up at which advice still stands; step times vary by 2 % even on a quiet machine."""
 
 
 class NothingMeasuredError(RuntimeError):
-    """The ranks reported nothing that advice could rest on; the message says why."""
+    """The ranks' reports hold no measurement; the message says why."""
 
 
 def from_reports(reports: Sequence[Report]) -> dict[str, Any]:
-    """Return the advice that follows from a measurement, as :func:`judge` does.
+    """Return the advice from a measurement, in the format of :func:`judge`.
 
     Raises
     ------
     NothingMeasuredError
-        Nothing was measured, or DLCP could not be.
+        Nothing was measured, or not with DLCP.
     """
     if headroom.evaluate(reports) is None:
         raise NothingMeasuredError(headroom.nothing_measured(reports))
@@ -42,14 +42,14 @@ def from_reports(reports: Sequence[Report]) -> dict[str, Any]:
 
 
 def from_file(file: Path) -> dict[str, Any]:
-    """Return the advice on the figures of a document that ``dlcp advise --save`` has written.
+    """Return the advice from the figures in a file written by ``dlcp advise --save``.
 
     Raises
     ------
     ValueError
-        It is no such document.
+        The file is not such a document.
     """
-    # Only the options are needed, and no PyTorch.
+    # Imports the options only, without PyTorch.
     from dlcp.session.options import Options
 
     try:
@@ -68,14 +68,14 @@ def judge(advice: Advice, default_s: Sequence[float] = (), advised_s: Sequence[f
     Parameters
     ----------
     default_s, advised_s
-        How long steps took, in turn, with the settings in force and with the advised ones; none if these are the same,
-        or were not tried.
+        Durations of alternating steps with the current and with the advised settings, in seconds; empty if these are
+        the same or were not tried.
 
     Returns
     -------
-    ``figures``, ``choices`` and what they cost in steps; ``tried``, or None: with the median of the ratios of steps
-    next to each other, and with that of times to the same accuracy, for which both are charged with their steps;
-    ``settings``, what to set: nothing if the trial went against the advice.
+    ``figures``, ``choices`` and their cost in steps; ``tried``, or None: among others the median ratio of neighbouring
+    steps, and the ratio of times to the same accuracy, which accounts for the numbers of steps; ``settings``, the
+    changes to make, empty if the trial went against the advice.
     """
     pairs = list(zip(default_s, advised_s, strict=False))
     tried = None
@@ -111,19 +111,19 @@ def as_lines(found: Mapping[str, Any]) -> list[str]:
     if tried:
         lines.append(
             f"  In a trial of {tried['steps']} steps each, in turn, a step took {1e3 * tried['default_step_s']:.1f} ms "
-            f"as it was, {1e3 * tried['advised_step_s']:.1f} ms as advised: {tried['ratio']:.2f} times as fast."
+            f"as before, {1e3 * tried['advised_step_s']:.1f} ms as advised: {tried['ratio']:.2f} times as fast."
         )
         if tried["accuracy_ratio"] != tried["ratio"]:
             lines.append(
-                "  It takes more steps or fewer to the same accuracy, as was measured on small models: so it is there "
-                f"{tried['accuracy_ratio']:.2f} times as soon."
+                "  The number of steps to the same accuracy changes too, as measured on small models: training "
+                f"reaches it {tried['accuracy_ratio']:.2f} times as fast."
             )
     if found["settings"]:
         words = ", ".join(f"{name} = {_quoted(value)}" for name, value in found["settings"].items())
         options = " ".join(f"--option {name}={_bare(value)}" for name, value in found["settings"].items())
         lines += [f"  To apply it, put in dlcp.toml: {words}", f"  or run: dlcp train {options} ..."]
     elif tried:
-        lines.append("  That takes longer: leave everything as it is.")
+        lines.append("  That is slower: leave everything as it is.")
     else:
         lines.append("  Nothing needs to change.")
     return lines

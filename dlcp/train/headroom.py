@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a measurement shows: how much of a step is communication, what DLCP gains, and what it could gain at most."""
+"""Result of a measurement: the share of communication in a step, DLCP's gain, and its largest possible gain."""
 
 from collections.abc import Sequence
 from statistics import median, quantiles
@@ -13,20 +13,20 @@ DLCP: Final = "dlcp"
 ADVISED: Final = "advised"
 """DLCP with the settings that ``dlcp advise`` has chosen."""
 WARM_UP_ROUNDS: Final = 3
-"""Rounds that do not count: DDP arranges its buckets anew after the first step, and rate control finds its rate."""
+"""Rounds that do not count: DDP rearranges its buckets after the first step, and rate control has to find its rate."""
 MEASURED_STEPS: Final = 60
 FEWEST_STEPS: Final = 9
 LITTLE: Final = 0.05
-"""A share of a step too small to be worth gaining. Chosen by us."""
+"""A smaller share of a step is not worth saving. Not tuned."""
 
 
 def checked_steps(steps: int) -> int:
-    """Return the number of steps to measure, if it is large enough.
+    """Return the number of steps to measure, checked.
 
     Raises
     ------
     ValueError
-        It is not.
+        There are fewer than :data:`FEWEST_STEPS`.
     """
     if steps < FEWEST_STEPS:
         raise ValueError(f"--steps must be at least {FEWEST_STEPS}, got {steps}")
@@ -34,10 +34,10 @@ def checked_steps(steps: int) -> int:
 
 
 def evaluate(reports: Sequence[Report]) -> dict[str, Any] | None:
-    """Return what was measured, in seconds and shares; None if nothing was.
+    """Return the results, in seconds and shares; None if nothing was measured.
 
-    A step is over when its slowest rank is through, so each step counts with the longest time among the ranks of this
-    machine. Values are medians over steps; ``spread_s`` is the distance of the quartiles.
+    A step ends when its slowest rank ends it, so its time is the longest among the ranks of this machine. Values are
+    medians over steps; ``spread_s`` is the interquartile range.
     """
     measured = [report["measured"] for report in reports if report["measured"]]
     steps = slowest_steps(reports)
@@ -66,7 +66,7 @@ def evaluate(reports: Sequence[Report]) -> dict[str, Any] | None:
 
 
 def slowest_steps(reports: Sequence[Report]) -> dict[str, list[float]]:
-    """Return how long each step took on its slowest rank, in seconds, by way."""
+    """Return the duration of each step on its slowest rank, in seconds, by the way of averaging."""
     measured = [report["measured"] for report in reports if report["measured"]]
     ways = (NONE, FRAMEWORK, DLCP, ADVISED)
     return {way: _slowest([each["seconds"].get(way, []) for each in measured]) for way in ways}
@@ -80,7 +80,7 @@ def as_lines(found: dict[str, Any]) -> list[str]:
     lines = [
         "",
         f"DLCP measured {found['model']}, {found['gradient_bytes'] / 1e6:,.1f} MB of gradients, "
-        f"{found['ranks']} ranks, {framework['steps']} steps each way, in turn; ms a step",
+        f"{found['ranks']} ranks, {framework['steps']} steps each way, in turn; ms per step",
         _line("no communication", floor, "the floor: nothing can be faster"),
         _line(f"{backend}, unchanged", framework, f"{found['communication_share']:.0%} of a step is communication"),
     ]
@@ -123,7 +123,7 @@ def _gain(speedup: float, gained_s: float, possible_s: float) -> str:
 
 
 def _slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Return the longest time of each step; a rank that ended early cuts the rest off."""
+    """Return the longest time of each step, up to the last step that all ranks have."""
     return [max(step) for step in zip(*ranks, strict=False)]
 
 

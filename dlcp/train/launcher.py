@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an unchanged training script under torchrun, with DLCP switched on from within each rank.
+"""Run an unchanged training script under torchrun, with DLCP switched on from within each rank.
 
-A plan passes to the ranks as a variable of the environment; they leave their reports as files.
+The launcher passes its plan to the ranks in an environment variable; they write their reports to files.
 """
 
 import contextlib
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 Report = dict[str, Any]
-"""``rank``, ``local_rank``, ``ranks``, ``restarts`` (how often torchrun has started this machine's ranks again),
-``error`` (None, or the last line of what went wrong), ``backend`` (None without ``--backend``), ``models`` (a list),
-and ``measured`` (None without ``--measure``)."""
+"""``rank``, ``local_rank``, ``ranks``, ``restarts`` (number of times torchrun has restarted this machine's ranks),
+``error`` (one line, or None), ``backend`` (None without ``--backend``), ``models`` (a list), and ``measured`` (None
+without ``--measure``)."""
 _VARIABLE: Final = "DLCP_TRAIN_PLAN"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainPlan:
-    """What a worker is to do beside running the script.
+    """A worker's task beyond running the script.
 
     Parameters
     ----------
     backend
         Make ``init_process_group`` use DLCP's backend.
     measure_steps
-        How many steps to measure, instead of training; 0 trains.
+        Number of steps to measure, instead of training; 0 trains.
     advise
-        Choose settings by what is measured, and try them.
+        Choose settings from the measurement, and try them.
     reports
-        The folder where a worker leaves its report; empty: nowhere.
+        Folder for the worker's report; empty for no report.
     """
 
     backend: bool = False
@@ -52,23 +52,23 @@ class TrainPlan:
     reports: str = ""
 
     def as_environment(self) -> dict[str, str]:
-        """Return the variable that tells a worker of this plan."""
+        """Return the environment variable that passes this plan to a worker."""
         return {_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "TrainPlan":
-        """Return the plan that the launcher wrote down; without a launcher, the default one."""
+        """Return the launcher's plan; without a launcher, the default one."""
         environment = os.environ if environment is None else environment
         return cls(**json.loads(environment.get(_VARIABLE, "{}")))
 
 
 def report_path(folder: Path, local_rank: int) -> Path:
-    """Return where a rank reports: at its place on this machine, for ranks have other numbers after a restart."""
+    """Return the path of a rank's report, by its local rank, because ranks may change in a restart."""
     return folder / f"{local_rank}.json"
 
 
 def write_report(folder: Path, report: Report) -> None:
-    """Write one rank's report, whole or not at all, in the place of any that an earlier start of it has left."""
+    """Write one rank's report atomically; it replaces that of an earlier start."""
     path = report_path(folder, report["local_rank"])
     part = path.with_suffix(f".part{os.getpid()}")
     try:
@@ -81,36 +81,36 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def temporary_folder(prefix: str) -> "tempfile.TemporaryDirectory[str]":
-    """Return a folder for a context manager; what is left of it in the end is no reason to fail.
+    """Return a temporary folder, as a context manager that ignores errors when it removes the folder.
 
     Raises
     ------
     UsageError
-        None can be made.
+        The folder cannot be created.
     """
     try:
         return tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
     except OSError as error:
-        raise UsageError(f"no temporary folder can be made: {error}; set TMPDIR to a folder with room") from None
+        raise UsageError(f"cannot create a temporary folder: {error}; set TMPDIR to a folder with free space") from None
 
 
 def read_reports(folder: Path) -> list[Report]:
-    """Return the reports of this machine's ranks as they were last started, by rank."""
+    """Return the latest reports of this machine's ranks, by rank; warn of unreadable ones."""
     reports = []
     for path in folder.glob("*.json"):
         try:
             reports.append(json.loads(path.read_text()))
         except (OSError, ValueError) as error:
-            print(f"dlcp: warning: {path.name} is no report of a rank: {error}", file=sys.stderr)
+            print(f"dlcp: warning: cannot read a rank's report, {path.name}: {error}", file=sys.stderr)
     return sorted(reports, key=lambda report: int(report["rank"]))
 
 
 _ONE_MACHINE: Final = ("--standalone", "--local-addr", "127.0.0.1")
-"""Options for torchrun when the user gives none about a rendezvous: one machine, and a free port."""
+"""Options for torchrun when the user chooses no rendezvous: one machine, and a free port."""
 _RENDEZVOUS: Final = ("nnodes", "node-rank", "rdzv", "master", "standalone", "local-addr")
 _FRESH_STORE: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Has rank 0 serve a new store at every start. By default torchrun keeps one over restarts, where ranks find what those
-have written that were killed: Gloo's ranks then try to connect to these."""
+"""Makes rank 0 serve a new store at every start. By default torchrun keeps one store over restarts, and Gloo's ranks
+then try to connect to killed ranks whose entries they find there."""
 _GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 _MODULE: Final = ("-m", "--module")
 _REFUSED: Final = {
@@ -120,33 +120,33 @@ _REFUSED: Final = {
 
 
 class UsageError(ValueError):
-    """The command line is wrong; the message says how."""
+    """The command line is wrong; the message says what to change."""
 
 
 def launch(
     torchrun: Sequence[str], script: Sequence[str], options: Sequence[str], plan: TrainPlan
 ) -> tuple[int, list[Report]]:
-    """Run a script and return its exit status, as a shell would, and the reports of this machine's ranks.
+    """Run a script; return its exit status, as a shell would, and the reports of this machine's ranks.
 
     Parameters
     ----------
     torchrun
         Options of torchrun.
     script
-        The script and its arguments; ``-m`` and a module's name will do.
+        The script, or ``-m`` and a module, and its arguments.
     options
-        Options of DLCP, ``NAME=VALUE`` each.
+        Options of DLCP, as ``NAME=VALUE``.
     plan
-        What the ranks do beside running the script.
+        The ranks' task beyond running the script.
 
     Raises
     ------
     UsageError
-        Something of this cannot be run.
+        The arguments are invalid, or PyTorch is missing.
     """
     target = target_of(torchrun, script)
     if importlib.util.find_spec("torch") is None:
-        raise UsageError("PyTorch is not installed; pip install 'dlcp[torch]'")
+        raise UsageError("PyTorch is not installed: pip install 'dlcp[torch]'")
     _set_options(options)
     passed = [word for word in torchrun if word not in _MODULE]
     passed = [*(_by_route(passed) if has_rendezvous(passed) else _ONE_MACHINE), *passed]
@@ -164,26 +164,26 @@ def launch(
         except ChildFailedError as error:
             print(error, file=sys.stderr)
             status = _status_of(error)
-        except SignalException as signal:  # Ctrl-C, or a scheduler that wants its machine back
+        except SignalException as signal:  # Ctrl-C, or a scheduler's signal
             status = 128 + signal.sigval
         return status, read_reports(Path(folder))
 
 
 def _worker() -> list[str]:
-    """Return what torchrun starts for each rank, but for the script."""
+    """Return the part of torchrun's command line before the script, which starts the worker."""
     if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
-        return ["-m", "dlcp.train.worker"]  # the user chose another Python, which has a path of its own
-    # torchrun's own `-m` would look for it in the working directory first.
+        return ["-m", "dlcp.train.worker"]  # the user chose another Python, which has its own sys.path
+    # torchrun's own `-m` would search the working directory first.
     return ["--no-python", *python_command("dlcp.train.worker")]
 
 
 def target_of(torchrun: Sequence[str], script: Sequence[str]) -> list[str]:
-    """Return what the ranks run: ``script.py arguments`` or ``-m module arguments``.
+    """Return the ranks' script and its arguments: ``script.py arguments`` or ``-m module arguments``.
 
     Raises
     ------
     UsageError
-        There is no script, or torchrun has an option that cannot be combined with DLCP.
+        There is no script, or an option of torchrun cannot be combined with DLCP.
     """
     if not script:
         raise UsageError("no script: dlcp train [options] -- script.py [the script's arguments]")
@@ -194,24 +194,25 @@ def target_of(torchrun: Sequence[str], script: Sequence[str]) -> list[str]:
         return ["-m", *script]
     if script[0] == "-m":
         if len(script) == 1:
-            raise UsageError("-m without a module's name")
+            raise UsageError("-m without a module's name: dlcp train [options] -- -m module [arguments]")
     elif not Path(script[0]).is_file():
-        raise UsageError(f"there is no script {script[0]}")
+        raise UsageError(f"there is no script {script[0]}; give a file, or -m and a module")
     return list(script)
 
 
 def has_rendezvous(torchrun: Sequence[str]) -> bool:
-    """Say whether the user chose how the machines meet, as an option or as torchrun's ``PET_*`` variables."""
+    """Return whether the user chose a rendezvous, by an option or by torchrun's ``PET_*`` variables."""
     words = [word.lstrip("-").replace("_", "-") for word in torchrun if word.startswith("--")]
     words += [name[4:].lower().replace("_", "-") for name in os.environ if name.startswith("PET_")]
     return any(word.startswith(_RENDEZVOUS) for word in words)
 
 
 def _by_route(torchrun: Sequence[str]) -> list[str]:
-    """Let torchrun and Gloo take the address that leads to the rendezvous, and not what this host's name leads to.
+    """Make torchrun and Gloo use the address that routes to the rendezvous, instead of the one of this host's name.
 
-    What the user has chosen stays. On the machine of the rendezvous its name may lead to loopback, which tells nothing:
-    then it is the one interface that leads out, if it is one.
+    Returns options for torchrun, and sets Gloo's environment variable. Does not override the user's choice. On the
+    machine of the rendezvous its name may resolve to loopback; the address is then that of the only interface with a
+    route out, if there is exactly one.
     """
     from torch.distributed.run import get_args_parser
 
@@ -219,11 +220,11 @@ def _by_route(torchrun: Sequence[str]) -> list[str]:
     from dlcp.session.options import Options
 
     given, _ = get_args_parser().parse_known_args([*torchrun, "script"])
-    # PyTorch's static rendezvous has its host in options of its own.
+    # PyTorch's static rendezvous has separate options for its host.
     host = given.rdzv_endpoint.rpartition(":")[0] or given.rdzv_endpoint or given.master_addr
     try:
         place = own_place(Options(), host)
-    except OSError:  # torchrun says what is wrong with it
+    except OSError:  # torchrun reports this error
         return []
     named = listening_host(host) != host
     interface = only_way_out() if named else interface_of(place.address)
@@ -235,7 +236,7 @@ def _by_route(torchrun: Sequence[str]) -> list[str]:
 
 
 def _set_options(words: Sequence[str]) -> None:
-    """Pass ``NAME=VALUE`` words on to the ranks, and refuse here what they would refuse."""
+    """Pass ``NAME=VALUE`` options to the ranks through the environment; check them as the ranks do."""
     from dlcp.session.options import Options
 
     known = configuration.simple_options(Options)

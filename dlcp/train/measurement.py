@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times the steps of an unchanged script with three ways to average gradients in turn: the framework's, DLCP's, none.
+"""Time the steps of an unchanged script, averaging gradients in turn with the framework, with DLCP, and not at all.
 
-Steps without averaging let every rank keep its own gradients, so the replicas drift apart: this is a measurement and no
-training, and it ends the script after the last step. :class:`AdvisedMeasurement` goes on to choose settings by what it
-measured, and times steps with them too: rules say what to try, the trial decides.
+Without averaging every rank keeps its own gradients, so the replicas drift apart. This is therefore no training, and
+the script ends after the last step. :class:`AdvisedMeasurement` then chooses settings from the measurement, and times
+steps with them too: rules say what to try, the trial decides.
 """
 
 import random
@@ -37,7 +37,7 @@ class Measurement:
     model
         A model without a communication hook.
     steps
-        How many steps to time, a third of them each way.
+        Number of steps to time, a third of them each way.
     """
 
     def __init__(self, model: DistributedDataParallel, steps: int) -> None:
@@ -54,12 +54,12 @@ class Measurement:
         model.register_comm_hook(None, self._average)
 
     def before_step(self, model: DistributedDataParallel) -> None:
-        """End one step and begin the next; a synchronised forward pass is about to begin.
+        """End one step and begin the next; called before each synchronised forward pass.
 
         Raises
         ------
         MeasurementDoneError
-            That was the last.
+            The last step has ended.
         """
         if model is not self.model:
             return
@@ -70,24 +70,24 @@ class Measurement:
         if following is None:
             raise MeasurementDoneError(0)
         self._way, self._counts = following
-        # Without averaging ranks run ahead of each other; the next step must not pay for that.
+        # Without averaging ranks run ahead of each other; the next step must not include that.
         dist.barrier(model.process_group)
         self._began_s = self._now_s()
 
     def close(self, reason: str | None) -> None:
         """Leave the other ranks."""
         for way, state in self._states.items():
-            if not state.active:  # it fell back on the way, on all ranks: those times are not DLCP's
+            if not state.active:  # all ranks fell back during the measurement: the times are not DLCP's
                 self.why_not = state.reason
                 self.seconds.pop(way, None)
             state.close(reason)
 
     def order(self, steps: int) -> Iterator[tuple[str, bool]]:
-        """Yield the way of each step and whether it counts; what is done in between, all ranks do."""
+        """Yield the way of each step and whether it counts; all ranks advance the iterator together."""
         yield from in_turn([NONE, FRAMEWORK, *self._states], steps)
 
     def join(self, way: str, options: dlcp.torch.Options) -> dlcp.torch.State | None:
-        """Let DLCP be a way, with some options; None, and why not in :attr:`why_not`, where it cannot be measured."""
+        """Add DLCP with these options as a way. Return its state; on failure return None and set :attr:`why_not`."""
         state = dlcp.torch.State(options)
         try:
             state.attach(self.model)
@@ -103,7 +103,7 @@ class Measurement:
 
     @property
     def gradient_bytes(self) -> int:
-        """What a rank contributes in a step."""
+        """Size of a rank's gradients in a step."""
         return sum(p.numel() * p.element_size() for p in self.model.module.parameters() if p.requires_grad)
 
     def report(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Measurement:
 
 
 def in_turn(ways: list[str], steps: int) -> Iterator[tuple[str, bool]]:
-    """Yield the way of each step and whether it counts: in rounds of all ways, shuffled alike on all ranks."""
+    """Yield the way of each step and whether it counts: rounds of all ways, shuffled in the same way on all ranks."""
     rng = random.Random(0)
     rounds = max(1, steps // len(ways))
     for number in range(WARM_UP_ROUNDS + rounds):
@@ -139,12 +139,12 @@ def in_turn(ways: list[str], steps: int) -> Iterator[tuple[str, bool]]:
 
 
 class AdvisedMeasurement(Measurement):
-    """The measurement of one model, and of the settings that follow from it; all ranks make one.
+    """The measurement of one model, and a trial of the settings chosen from it; all ranks make one.
 
     Attributes
     ----------
     advice
-        What was chosen; None before, and where DLCP could not be used.
+        The advice; None until it is made, and where DLCP could not be used.
     """
 
     advice: Advice | None = None
@@ -184,6 +184,6 @@ class AdvisedMeasurement(Measurement):
 
 
 def with_settings(options: dlcp.torch.Options, settings: Settings) -> dlcp.torch.Options:
-    """Return options with the chosen settings; the socket takes another port, for the first State holds its own."""
+    """Return options with the chosen settings, and with a free port, because the first State still holds its own."""
     host = options.bind.rpartition(":")[0]
     return replace(options, **asdict(settings), bind=f"{host}:0" if host else "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launcher says when training is over: the ledgers of all ranks of this machine in one."""
+"""The launcher's summary after training: the ledgers of all ranks of this machine, added up."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from dlcp.ledger import add_up
 from dlcp.train.launcher import Report
 
 OF_OTHERS: Final = ("token", "job", "sender")
-"""Causes for which packets are refused that belong to another job, or to an earlier start of this one."""
+"""Causes of refusal for packets of another job, or of an earlier start of this one."""
 
 TO_FLUSH: Final = "a script that calls flush() before its last step leaves nothing"
 
@@ -17,7 +17,7 @@ TO_FLUSH: Final = "a script that calls flush() before its last step leaves nothi
 def summarize(reports: Sequence[Report]) -> dict[str, Any]:
     """Return the totals of the ranks of this machine; counts are in packets.
 
-    ``models`` holds one entry for each model that was trained, in the order in which the script first trained them.
+    ``models`` has one entry per trained model, in the order in which the script first trained them.
     """
     ranks = reports[0]["ranks"] if reports else 0
     count = max((len(report["models"]) for report in reports), default=0)
@@ -37,7 +37,7 @@ def summarize(reports: Sequence[Report]) -> dict[str, Any]:
 
 
 def as_lines(found: dict[str, Any]) -> list[str]:
-    """Say it in a few lines; nothing where no rank has reported."""
+    """Return the summary as lines of text; none if no rank has reported."""
     if not found["ranks_here"]:
         return []
     lines = [""]
@@ -48,7 +48,7 @@ def as_lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"DLCP  {about}; the script trained no DistributedDataParallel model")
     if found["restarts"]:
         times = "once" if found["restarts"] == 1 else f"{found['restarts']} times"
-        lines.append(f"  restarted          {times}; what is said here is of the last start")
+        lines.append(f"  restarted          {times}; this summary covers the last start")
     lines += [f"  rank {rank} ended with {error}" for rank, error in found["errors"].items()]
     return lines
 
@@ -62,15 +62,15 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
     if ranks == 1:
         return [f"{head} (torchrun's --nproc-per-node says how many)"]
     exceeded = f"{model['bound_exceeded']} TIMES" if model["bound_exceeded"] else "never"
-    put_off = f"of one message at most {model['most_deferred']:.1%}, allowed {model['deferral_bound']:.1%}"
+    deferred = f"at most {model['most_deferred']:.1%} of one message, {model['deferral_bound']:.1%} allowed"
     strange = sum(model["refused"].get(cause, 0) for cause in OF_OTHERS)
     lost = "0" if not model["lost"] else f"{model['lost']:,} ({model['lost'] / model['sent']:.3%})"
     return [
         head,
         f"  packets sent       {model['sent']:,}, through {model['through']}",
         f"  delivered          {model['delivered']:,}",
-        f"  lost for this step {lost}; of one message at most {model['worst']:.1%}, allowed {model['loss_bound']:.1%}",
-        f"  put off            {model['deferred']:,} to a later step; {put_off}",
+        f"  lost for this step {lost}; at most {model['worst']:.1%} of one message, {model['loss_bound']:.1%} allowed",
+        f"  deferred           {model['deferred']:,} to a later step; {deferred}",
         *([f"  waited             {model['waited_steps']} steps at most"] if model["deferred"] else []),
         f"  retransmitted      {model['retransmitted']:,}",
         f"  bound exceeded     {exceeded}",
@@ -79,13 +79,13 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
             if model["left_over"]
             else []
         ),
-        *([f"  refused            {strange:,} packets of an earlier start, or of others"] if strange else []),
+        *([f"  refused            {strange:,} packets of an earlier start, or of other jobs"] if strange else []),
         f"  fallback           {model['fallback'] or 'none, all steps went over DLCP'}",
     ]
 
 
 def _way(parts: Sequence[dict[str, Any]], ranks: int) -> str:
-    """Say which way packets took, from how many local peers each rank had."""
+    """Describe the way that packets took, from each rank's number of local peers."""
     local_peers = {part["local_peers"] for part in parts}
     if local_peers == {0}:
         return "sockets"
@@ -98,7 +98,7 @@ def _share(last_steps: Sequence[dict[str, int]]) -> float:
 
 
 def _merge(parts: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
-    """Add up what the ranks say of one model."""
+    """Add up the ranks' reports on one model."""
     ledger = add_up([part["ledger"] for part in parts if part["ledger"]])
     return {
         **{name: parts[0][name] for name in ("model", "parameters", "note", "on", "loss_bound", "deferral_bound")},

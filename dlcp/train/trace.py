@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One trace of the timelines of all ranks, as Chrome trace events, which Perfetto opens (https://ui.perfetto.dev).
+"""Merge the timelines of all ranks into one trace of Chrome trace events, for Perfetto (https://ui.perfetto.dev).
 
-Each rank is a process. It has a thread for each bucket of a step, with the phases that the bucket goes through, and
-tracks beside them: messages to and from each peer, steps with what of them was waiting, collectives of process groups,
-and counters. A phase that ends with what a rank sends says which rank was the ``last``.
+Each rank is a process. It has a thread for each bucket of a step, with the bucket's phases, and further tracks:
+messages to and from each peer, steps with their waiting time, collectives of process groups, and counters. A phase that
+a rank's message ends names that rank as ``last``.
 
-Hosts have clocks of their own. A message is at its receiver before the sender knows it, by as long as a confirmation
-takes, and confirmations are the smallest and most urgent of packets. So the shortest such time in either direction,
-over all messages between two hosts, says how far their clocks are apart: half the difference.
+Hosts' clocks differ. Between a message's arrival and the sender's note of it lies the delay of a confirmation, and
+confirmations are the smallest and most urgent of packets. The clock offset of two hosts is therefore half the
+difference of the shortest such times in the two directions, over all their messages.
 """
 
 import json
@@ -29,21 +29,21 @@ PHASES: Final = {
     "averaged": "confirm",
     "applied": "apply",
 }
-"""A bucket's phases, by the event that ends them. A ring and compressed buckets know fewer events."""
+"""A bucket's phases, by the event that ends them. Rings and compressed buckets have fewer events."""
 THREADS: Final = 100_000
-"""So many numbers of threads a session has, for its buckets. Chosen by us: beyond processes' own, which come first."""
+"""Thread numbers per session, for its buckets. The numbers below it belong to the processes."""
 Event = dict[str, Any]
 _ABOUT: Final = {"rank": int, "process_rank": int, "host": str, "clock": str, "began_unix_ns": int, "began_ns": int}
-"""What is used of the first line of a timeline."""
+"""Fields of a timeline's first line that are used here, and their types."""
 
 
 class TraceError(ValueError):
-    """There is nothing to make a trace of; the message says where."""
+    """No timeline was found, or a timeline is invalid; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTimeline:
-    """What one endpoint of a rank has noted.
+    """The notes of one endpoint of a rank.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class RankTimeline:
     about
         Its first line.
     session
-        What the ranks that it exchanged messages with have in common; ``""`` if it did not come to that.
+        Name of the session, which its ranks have in common; ``""`` if the rank joined none.
     """
 
     path: Path
@@ -69,17 +69,17 @@ class RankTimeline:
         for name, kind in _ABOUT.items():
             value = reader.about.get(name)
             if type(value) is not kind or (isinstance(value, int) and abs(value) >> 64):
-                raise TraceError(f"{path}, line 1: {name} must be {kind.__name__}, got {short(value)}; leave it out")
+                raise TraceError(f"{path}, line 1: {name} must be {kind.__name__}, got {short(value)}; remove the file")
         return cls(path, reader.about, first.values["session"] if first and first.event == "joined" else "")
 
     def notes(self) -> Iterator[Note]:
-        """Return all notes, by and by."""
+        """Yield all notes."""
         return TimelineReader(self.path).read()
 
 
 @dataclass(slots=True)
 class Step:
-    """A training step on a rank, as its buckets tell. Times are in nanoseconds of the rank's clock."""
+    """A training step on a rank, derived from its buckets. Times are in nanoseconds of the rank's clock."""
 
     number: int
     first_ready_ns: int
@@ -89,18 +89,18 @@ class Step:
 
     @property
     def waited_ns(self) -> int:
-        """How long the step waited for averages when the last gradient was there."""
+        """Time that the step waited for averages after its last gradient was ready."""
         return max(0, self.last_applied_ns - self.last_ready_ns)
 
 
 @dataclass(slots=True)
 class Steps:
-    """Makes steps of the notes of one timeline."""
+    """Derives steps from the notes of one timeline."""
 
     _open: dict[int, Step] = field(default_factory=dict)
 
     def take(self, note: Note) -> list[Step]:
-        """Return the steps that this note shows to be over: their buckets are applied, and a later one has begun."""
+        """Add a note; return the steps that it ends: all their buckets are applied, and a later step begins."""
         if note.event == "ready":
             over = [number for number, step in self._open.items() if number < note.step and not step.open]
             found = [self._open.pop(number) for number in over]
@@ -112,28 +112,28 @@ class Steps:
         return []
 
     def rest(self) -> list[Step]:
-        """Return the steps that are over, although no later one has begun."""
+        """Return the finished steps that no later one has ended."""
         return [step for step in self._open.values() if not step.open]
 
 
 def find(folders: Sequence[Path]) -> list[RankTimeline]:
-    """Return the timelines in some folders, by rank.
+    """Return the timelines in some folders, sorted by rank.
 
     Raises
     ------
     TraceError
-        There are none.
+        The folders hold none.
     """
     paths = [path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))]
     found = [timeline for path in paths if (timeline := RankTimeline.of(path))]
     if not found:
         where = ", ".join(map(str, folders))
-        raise TraceError(f"no rank has left a timeline in {where}: did the script use DLCP, with the option trace?")
+        raise TraceError(f"no rank has left a timeline in {where}: check that the script uses DLCP's option trace")
     return sorted(found, key=lambda each: (each.about["process_rank"], each.about["began_unix_ns"]))
 
 
 def write(file: Path, timelines: Sequence[RankTimeline]) -> int:
-    """Write the trace of all ranks to a file, and return how many events it has."""
+    """Write the trace of all ranks to a file, and return its number of events."""
     written = 0
     with file.open("w") as out:
         out.write('{"displayTimeUnit":"ms","traceEvents":[')
@@ -169,14 +169,14 @@ class _RankEvents:
     ) -> None:
         self._timeline, self._ranks, self._session = timeline, ranks, session
         self._shift_ns, self._serial = shift_ns, serial
-        self._pid = 1 + timeline.about["process_rank"]  # Perfetto takes process and thread 0 for the idle ones
+        self._pid = 1 + timeline.about["process_rank"]  # Perfetto reserves process and thread 0 for idle time
         self._threads: set[int] = set()
         self._buckets: dict[tuple[int, int], list[Note]] = {}
         self._issued: dict[int, Note] = {}
         self._totals = {"lost": 0, "retransmitted": 0}
 
     def all(self) -> Iterator[Event]:
-        """Return them."""
+        """Yield them."""
         about = self._timeline.about
         name = f"rank {about['process_rank']} on {about['host']}"
         yield self._metadata("process_name", self._pid, name=name)
@@ -201,11 +201,11 @@ class _RankEvents:
         if note.event == "ready":
             self._buckets[which] = [note]
         elif note.event in PHASES:
-            if which in self._buckets:  # else the note is of metadata, or of one hop of something larger
+            if which in self._buckets:  # other notes are of metadata, or of single hops
                 notes = self._buckets[which]
                 if note.event == "applied":
                     del self._buckets[which]
-                    # Whoever waited for it may begin the next step before this is noted.
+                    # The thread that waited for it may begin the next step before this is noted.
                     later = [open_[0].time_ns for open_ in self._buckets.values() if open_[0].number == note.number]
                     note = replace(note, time_ns=min([note.time_ns, *later]))
                     yield from self._bucket([*notes, note], note.time_ns)
@@ -264,7 +264,7 @@ class _RankEvents:
                 yield self._counter(f"{name} to rank {peer}, {unit}", note.time_ns, value)
 
     def _rank(self, rank: int) -> int:
-        """Return what a rank of the session is among all of the job; a parameter server's stays as it is."""
+        """Return the rank in the job of a rank in the session; a parameter server's number stays unchanged."""
         return self._ranks.get((self._timeline.session, rank), rank)
 
     def _us(self, time_ns: int) -> float:
@@ -282,7 +282,7 @@ class _RankEvents:
         return {"ph": "X", "cat": "bucket", "name": name, **where, "args": arguments}
 
     def _aside(self, kind: str, name: str, began_ns: int, end_ns: int, arguments: Event) -> Iterator[Event]:
-        """Return a slice that others of its name may overlap."""
+        """Yield a slice that may overlap others of the same name."""
         common = {"cat": kind, "name": name, "id2": {"local": hex(next(self._serial))}}
         common |= {"pid": self._pid, "tid": self._pid}
         yield {"ph": "b", **common, "ts": self._us(began_ns), "args": arguments}
@@ -297,9 +297,9 @@ def _state(unfinished: bool) -> Event:
 
 
 def clock_offsets(timelines: Sequence[RankTimeline]) -> dict[str, int]:
-    """Return what to add to the times of each clock, in nanoseconds, so that they are those of the first one.
+    """Return the nanoseconds to add to each clock's times to convert them to the first clock's.
 
-    Clocks between which no messages went are aligned by the hosts' time of day.
+    Clocks of hosts that exchanged no messages are aligned by the hosts' time of day.
     """
     days = {each.about["clock"]: each.about["began_unix_ns"] - each.about["began_ns"] for each in timelines}
     first, *others = dict.fromkeys(each.about["clock"] for each in timelines)
@@ -318,7 +318,7 @@ def clock_offsets(timelines: Sequence[RankTimeline]) -> dict[str, int]:
 
 
 def _leads(timelines: Iterable[RankTimeline]) -> dict[tuple[str, str], int]:
-    """Return by sender's and receiver's clock the least nanoseconds from a message's arrival to its confirmation."""
+    """Return the shortest time from arrival to confirmation, in nanoseconds, by (sender's clock, receiver's clock)."""
     arrived: dict[tuple[Any, ...], tuple[str, int]] = {}
     confirmed: dict[tuple[Any, ...], tuple[str, int]] = {}
     for each in timelines:

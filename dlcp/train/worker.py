@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of ``dlcp train``: runs the script as if it had been started by itself, with DLCP switched on.
+"""One rank of ``dlcp train``: run the script as if it had been started directly, with DLCP switched on.
 
-``dlcp.train.worker script.py ARGUMENTS`` or ``... -m module ARGUMENTS``; started by torchrun. At the end it
-reports to the launcher.
+torchrun starts it as ``dlcp.train.worker script.py ARGUMENTS`` or ``... -m module ARGUMENTS``. At the end it reports to
+the launcher.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ KILLED: Final = "no report of its own: its process was killed"
 
 
 class Model:
-    """A model that the script trains, and who averages its gradients.
+    """A model that the script trains, with DLCP's state.
 
     Parameters
     ----------
     model
         The wrapped or sharded model.
     state
-        DLCP's state; None while, or because, DLCP does not average its gradients.
+        DLCP's state; None if DLCP does not average its gradients.
     note
-        Who switched DLCP on, or why it stays off.
+        What switched DLCP on, or why it stays off.
     """
 
     def __init__(self, model: torch.nn.Module, state: dlcp.torch.State | None, note: str) -> None:
@@ -52,7 +52,7 @@ class Model:
         self.parameters = sum(parameter.numel() for parameter in plain.parameters())
 
     def close(self, reason: str | None) -> None:
-        """Leave the other ranks, if the script has not; with a ``reason``, tell them that this rank gives up."""
+        """Leave the session, if the script has not; with a ``reason``, report to the others that this rank gives up."""
         if self.state:
             self.state.close(reason)
 
@@ -76,7 +76,7 @@ class Model:
 
 
 def _last_step(state: dlcp.torch.State) -> dict[str, int]:
-    """Return how many packets the last step had, and how many of these no step is left to send."""
+    """Return the last step's packets, and how many of them were lost or deferred, with no later step to send them."""
     records = state.ledger.of_step(state.step - 1)
     left_over = sum(record.lost + record.deferred for record in records)
     return {"packets": sum(record.packets for record in records), "left_over": left_over}
@@ -88,7 +88,7 @@ class ScriptSession:
     Parameters
     ----------
     plan
-        What the launcher asks for.
+        The launcher's plan.
     """
 
     def __init__(self, plan: TrainPlan) -> None:
@@ -97,7 +97,7 @@ class ScriptSession:
         self._process = os.getpid()
         self._measurement: Measurement | None = None
         self._not_measured: set[str] = set()
-        """Why models are left alone where one is to be measured."""
+        """The reasons why models are not measured."""
         self._hooking = False
         self._restarts = 0
         self._watch = Watch(self.ready, self.hooked, dlcp.torch.BACKEND if plan.backend else None)
@@ -114,7 +114,7 @@ class ScriptSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._watch.__exit__()
-        if os.getpid() != self._process:  # a fork of the script has ended: the rank goes on, and reports itself
+        if os.getpid() != self._process:  # a fork of the script has ended, not the rank, which reports later
             return
         failure = _failure(error)
         if self._measurement:
@@ -124,34 +124,34 @@ class ScriptSession:
         self._write_report(failure)
 
     def _write_report(self, failure: str | None) -> None:
-        """Leave the report. Training is over, or about to begin: a full disk is no reason to fail either."""
+        """Write the report. A full disk must not fail the training, so errors are only warnings."""
         if not self.plan.reports:
             return
         folder = Path(self.plan.reports)
         try:
             write_report(folder, self._report(failure))
         except OSError as error:
-            print(f"dlcp: warning: rank {_rank()} leaves no report: {error}", file=sys.stderr, flush=True)
+            print(f"dlcp: warning: rank {_rank()} cannot write its report: {error}", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
-                report_path(folder, _local_rank()).unlink()  # an earlier one would say something else
+                report_path(folder, _local_rank()).unlink()  # an earlier one is out of date
 
     def _begin_report(self, folder: Path) -> None:
-        """Report what holds until this rank reports itself: a process that is killed does not come to it."""
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # there is none, or none that is whole
+        """Write the report that stays if this process is killed before it can write its own."""
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no earlier report, or a damaged one
             self._restarts = json.loads(report_path(folder, _local_rank()).read_text())["restarts"] + 1
         self._write_report(KILLED)
 
     def ready(self, model: DistributedDataParallel) -> None:
-        """Switch DLCP on, or measure a step; a synchronised forward pass is about to begin, on all ranks."""
+        """Switch DLCP on, or measure a step; called on all ranks before each synchronised forward pass."""
         known = next((entry for entry in self.models if entry.wrapped is model), None)
         if self.plan.measure_steps:
             if known and known.note in self._not_measured:
                 return
             if known:
-                raise SystemExit("dlcp: the script registers a communication hook of its own: nothing can be measured")
+                raise SystemExit("dlcp: cannot measure: the script registers its own communication hook; remove it")
             if self._measurement is None:
                 try:
-                    refuse_sparse(model.module)  # which the hook that measures does not take either
+                    refuse_sparse(model.module)  # the measuring hook does not support sparse gradients either
                 except ValueError as error:
                     self._not_measured.add(str(error))
                     self._enter(Model(model, None, str(error)))
@@ -164,7 +164,7 @@ class ScriptSession:
             self._switch_on(model)
 
     def hooked(self, model: torch.nn.Module, state: object) -> None:
-        """Note who averages a model's gradients: a communication hook is about to be registered, or FSDP2 is told."""
+        """Record what averages a model's gradients; called before a hook is registered, or when FSDP2 uses DLCP."""
         if self._hooking:
             return
         if isinstance(state, dlcp.torch.State):
@@ -180,14 +180,14 @@ class ScriptSession:
         try:
             with self._own_hook():
                 state = dlcp.torch.enable(model, options)
-        except ValueError as error:  # the same on all ranks: the model has what DLCP does not exchange
+        except ValueError as error:  # the same on all ranks: DLCP does not support the model
             self._enter(Model(model, None, str(error)))
         else:
             self._enter(Model(model, state, "switched on by dlcp train"))
 
     @contextlib.contextmanager
     def _own_hook(self) -> Iterator[None]:
-        """Register a hook that is not the script's."""
+        """Mark hooks registered inside as DLCP's, not the script's."""
         self._hooking = True
         try:
             yield
@@ -225,13 +225,13 @@ def _local_rank() -> int:
 
 
 def _say(text: str) -> None:
-    """Say it once, not once a rank."""
+    """Print a line on rank 0 only."""
     if _rank() == 0:
         print(f"dlcp: {text}", file=sys.stderr, flush=True)
 
 
 def _failure(error: BaseException | None) -> str | None:
-    """Say in a line what ended the script; None if it ended well."""
+    """Return what ended the script, in one line; None if it succeeded."""
     if error is None or isinstance(error, MeasurementDoneError):
         return None
     if isinstance(error, SystemExit):
@@ -244,12 +244,12 @@ WhenHooked = Callable[[torch.nn.Module, object], None]
 
 
 class Watch:
-    """Watches what a script does with DistributedDataParallel and ``init_process_group``, without a change to it.
+    """Intercepts an unchanged script's use of DistributedDataParallel and ``init_process_group``; a context manager.
 
-    FSDP2 models are noticed where the script itself calls :func:`dlcp.torch.enable`.
+    It detects FSDP2 models when the script itself calls :func:`dlcp.torch.enable`.
 
-    A context manager. DLCP is not switched on when a model is wrapped, but at its first synchronised forward pass:
-    until then the script may register a hook of its own. Every rank takes part in that pass, so every rank switches on.
+    DLCP is not switched on when a model is wrapped, but at its first synchronised forward pass: until then the script
+    may register its own hook. All ranks take part in that pass, so all switch DLCP on.
 
     Parameters
     ----------
@@ -259,7 +259,7 @@ class Watch:
         Called before a communication hook is registered, with the model and the hook's state; and when DLCP has been
         switched on in an FSDP2 model.
     backend
-        If given, the name of the backend that ``init_process_group`` is to use, whatever the script says.
+        If given, the backend for ``init_process_group``, which overrides the script's.
     """
 
     def __init__(self, ready: WhenReady, hooked: WhenHooked, backend: str | None = None) -> None:
@@ -292,7 +292,7 @@ class Watch:
         def init(model: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
             original(model, *arguments, **named)
             before = functools.partial(_before_forward, self._ready)
-            # The compiler, which is not annotated, is to leave this alone: it does collective work, once.
+            # Not to be compiled, because it does collective work, once. The compiler's API has no annotations.
             model.register_forward_pre_hook(torch.compiler.disable(before))  # type: ignore[no-untyped-call]
 
         return init
@@ -327,14 +327,14 @@ class Watch:
 
 
 def _before_forward(ready: WhenReady, model: DistributedDataParallel, arguments: object) -> None:
-    """Tell of a forward pass if its backward will be synchronised, as DistributedDataParallel itself decides it."""
+    """Call ``ready`` if the pass's backward will be synchronised, by DistributedDataParallel's own criterion."""
     if torch.is_grad_enabled() and model.require_backward_grad_sync:
         ready(model)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run a script or a module to its end; what it raises, ``SystemExit`` too, goes on to the caller."""
-    if not faulthandler.is_enabled():  # so that a rank that crashes, or hangs in C, says where
+    """Run a script or a module to its end. Its exceptions, including ``SystemExit``, propagate."""
+    if not faulthandler.is_enabled():  # prints the stacks of a rank that crashes, or hangs in C
         faulthandler.enable()
     with ScriptSession(TrainPlan.from_environment()):
         if argv[0] == "-m":

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that follow from what ranks measure."""
+"""Choice of settings from the ranks' measurements."""

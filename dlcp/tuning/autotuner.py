@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses one rank's settings while it trains: by how many samples ranks have, and by what they have measured.
+"""Choose a rank's settings during training, from the ranks' sample counts and measurements.
 
-A step begins with a bucket of metadata (:mod:`dlcp.collectives.step_metadata`): after it all ranks know what each has
-published, and choose alike from the same step on. The training session sends that bucket, and follows the choices.
+A step begins with a bucket of metadata (:mod:`dlcp.collectives.step_metadata`). After it all ranks have the same data
+and make the same choice from the same step on. The training session sends that bucket, and applies the choices.
 
-Training can bear less loss in its critical regimes, in which errors of gradients cannot be made good later. The rule is
+Training tolerates less loss in critical regimes, in which gradient errors cannot be made up for later. The rule is
 Accordion's (Agarwal et al., MLSys 2021, arXiv 2010.16248): a regime is critical while the norm of the gradient changes
-by half or more from one window to the next; so are the first windows. Accordion's windows are epochs, for which it adds
-gradients up. DLCP knows the norm of a step, and no epochs: here a window is some steps, and its norm the root of the
-mean of their squares, which a single odd batch moves little.
+by half or more from one window to the next; so are the first windows. Accordion's windows are epochs, over which it
+adds up gradients. DLCP sees norms of steps but no epochs, so its window is a number of steps, and the window's norm is
+the root mean square of theirs, which a single outlier moves little.
 """
 
 import math
@@ -27,22 +27,22 @@ from dlcp.transport import Endpoint, LossBound
 from dlcp.tuning.rules import Advice, Settings, decide, figures_of_steps, losses
 
 WARM_UP_STEPS: Final = 5
-"""Steps that say little: frameworks arrange their buckets anew, rate control finds its rate. Chosen by us."""
+"""Steps that are ignored: frameworks still rearrange their buckets, and rate control has yet to find its rate."""
 WINDOW_STEPS: Final = 10
-"""Steps that a choice rests on. Chosen by us: the median of so many is steady, and training has thousands."""
+"""Steps per choice: the median over ten is stable, and training has thousands."""
 NORM_VALUES: Final = 1 << 16
-"""So many values of a bucket give its norm, in evenly spaced runs: their share in it is known to about 1 %."""
+"""Values sampled from a bucket, in evenly spaced runs, to estimate its norm to about 1 %."""
 _RUN_VALUES: Final = 1 << 10
 PHASE_STEPS: Final = 20
-"""Steps of a window of norms. Chosen by us: the norm of so many batches varies by a few percent as training goes on."""
+"""Steps in a window of norms: over 20 batches the norm varies by only a few percent in steady training."""
 JUMP: Final = 0.5
-"""By what share the norm changes in a critical regime: Accordion's threshold."""
+"""Relative change of the norm that makes a regime critical: Accordion's threshold."""
 TIGHT_RATIO: Final = 0.006
-"""The loss bound of a critical regime: the least that any of ten models was found to bear (DLCP, arXiv 2008.08445)."""
+"""Loss bound in a critical regime: the lowest tolerance found among ten models (DLCP, arXiv 2008.08445)."""
 
 
 class Phases:
-    """Tells by the norms of average gradients whether training is in a critical regime.
+    """Detects critical regimes of training from the norms of average gradients.
 
     Parameters
     ----------
@@ -52,9 +52,9 @@ class Phases:
     Attributes
     ----------
     critical
-        Whether the step to come is.
+        Whether the next step is in a critical regime.
     changes
-        How many windows were of another kind than the one before.
+        Number of changes between critical and not critical so far.
     """
 
     def __init__(self, window_steps: int = PHASE_STEPS, jump: float = JUMP) -> None:
@@ -68,7 +68,7 @@ class Phases:
         self._last_norm: float | None = None
 
     def add(self, norm: float) -> None:
-        """Take in the norm of one step's average gradient; a step without one, 0 or not finite, is left out."""
+        """Add the norm of a step's average gradient. Norms that are 0 or not finite are ignored."""
         if not math.isfinite(norm) or norm <= 0:
             return
         self._squares += norm * norm
@@ -85,18 +85,18 @@ class Phases:
 
 
 class Autotuner:
-    """What one rank publishes and what it chooses. For one thread, but for :meth:`on_averaged`.
+    """Makes a rank's metadata and chooses its settings. For one thread, except :meth:`on_averaged`.
 
     Parameters
     ----------
     given
-        The settings that the user has set, the same on all ranks.
+        The user's settings, the same on all ranks.
     bound
-        The bound that goes with them; its ``immediate`` is kept.
+        The user's loss bound; its ``immediate`` is kept.
     rank, contributors
-        This rank, and all whose gradients are averaged.
+        This rank, and all ranks whose gradients are averaged.
     samples
-        How many samples this rank has in a step; 0: all ranks count the same.
+        This rank's samples per step; 0 gives all ranks equal weight.
 
     Attributes
     ----------
@@ -105,11 +105,11 @@ class Autotuner:
     advice
         The latest choice; None before the first one.
     metadata
-        What each rank published at the beginning of this step.
+        Metadata that each rank published at the beginning of this step.
     samples_here
-        How many samples this rank has from the next step on.
+        This rank's samples per step, from the next step on.
     gradient_bytes
-        What a rank contributes in a step.
+        Size of a rank's gradients in a step.
     """
 
     def __init__(
@@ -145,20 +145,20 @@ class Autotuner:
         gradient_bytes: int = 0,
         inbound_rates_bps: Mapping[int, float] | None = None,
     ) -> None:
-        """Measure from now on, and choose by it.
+        """Start measuring, and choosing by the measurements.
 
         Parameters
         ----------
         ledger, endpoint
-            What to report of.
+            Sources of the measurements.
         adapt
-            Choose settings anew by what is measured.
+            Adapt the settings to the measurements.
         phases
-            Hold the bound down in critical regimes.
+            Tighten the bound in critical regimes.
         hosts, gradient_bytes
-            On how many hosts the ranks are, and what a rank contributes in a step.
+            Number of hosts, and size of a rank's gradients in a step.
         inbound_rates_bps
-            How fast each rank received in the last step, wherever that is kept up to date, the same on all ranks.
+            Each rank's receive rate in the last step, the same on all ranks. The caller updates the mapping.
         """
         self._inbound_rates_bps = {} if inbound_rates_bps is None else inbound_rates_bps
         self._ledger, self._endpoint = ledger, endpoint
@@ -170,10 +170,10 @@ class Autotuner:
         """Whether steps begin with metadata."""
         return len(self._contributors) > 1 and (self.weighted or self._adapt or self.phases is not None)
 
-    # What all ranks choose --------------------------------------------------------------------------------------------
+    # Choices, the same on all ranks -----------------------------------------------------------------------------------
 
     def table(self, step: int) -> NDArray[np.float32]:
-        """Return this rank's metadata, to be averaged over all ranks: it begins the step."""
+        """Return this rank's metadata for the step's first bucket, which is averaged over all ranks."""
         now_s = time.monotonic()
         found: dict[str, float] = {}
         if self._ledger:
@@ -192,7 +192,7 @@ class Autotuner:
         return table_of(own, self._contributors.index(self._rank), len(self._contributors))
 
     def read(self, average: NDArray[np.floating]) -> None:
-        """Take in what all ranks have published, and choose by it."""
+        """Read the metadata of all ranks, and choose settings by it."""
         self.metadata = read_table(average, self._contributors)
         self._steps += 1
         if self.phases and self._steps > 1:
@@ -209,38 +209,38 @@ class Autotuner:
 
     @property
     def weight(self) -> float:
-        """What this rank's mean gradient is to be multiplied by in this step."""
+        """Factor for this rank's mean gradient in this step."""
         return weight_of(samples_of(self.metadata), self._rank) if self.weighted else 1.0
 
     @property
     def samples(self) -> dict[int, int] | None:
-        """How many samples each rank has in this step; None if all ranks count the same."""
+        """Samples of each rank in this step; None if all ranks have equal weight."""
         return samples_of(self.metadata) if self.weighted else None
 
     @property
     def bound(self) -> LossBound:
-        """What a bucket of this step may lose."""
+        """The loss bound for this step's buckets."""
         ratio = self.settings.loss_bound
         if self.phases and self.phases.critical:
             ratio = min(ratio, TIGHT_RATIO)
         return LossBound(ratio, self._bound.immediate)
 
     def reducer_changed(self) -> bool:
-        """Tell, once for each change, whether the settings in force ask for another reducer."""
+        """Return whether the settings have changed since the last call in a way that needs another reducer."""
         before, self._in_force = self._in_force, self.settings
         names = ("collective", "compression", "protected_share", "deferral_bound")
         return any(getattr(before, name) != getattr(self.settings, name) for name in names)
 
-    # What is measured -------------------------------------------------------------------------------------------------
+    # Measurements -----------------------------------------------------------------------------------------------------
 
     def on_gradients_ready(self) -> None:
-        """Note that the last gradients of the step are ready."""
+        """Record that the last gradients of the step are ready."""
         self._ready_s = time.monotonic()
         self._backward_s = self._ready_s - self._began_s
         self._waited_s = 0.0
 
     def on_averaged(self, bucket: Bucket) -> None:
-        """Note that a bucket has been averaged; from any thread."""
+        """Record that a bucket has been averaged; from any thread."""
         if math.isfinite(self._ready_s) and self._ready_s >= self._began_s:
             self._waited_s = time.monotonic() - self._ready_s
         if self.phases:
@@ -253,7 +253,7 @@ class Autotuner:
 
 
 def squares_of(bucket: Bucket) -> float:
-    """Return the sum of the squares of a bucket, estimated from :data:`NORM_VALUES` of it if it has more."""
+    """Return a bucket's sum of squares, estimated from a sample if it has more than :data:`NORM_VALUES` values."""
     values, count = bucket.values, len(bucket.values)
     if count > NORM_VALUES:
         starts = np.linspace(0, count - _RUN_VALUES, NORM_VALUES // _RUN_VALUES).astype(np.int64)

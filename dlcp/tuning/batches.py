@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches in proportion to speed: ranks that are unequally fast are done at the same time."""
+"""Batch sizes in proportion to speed, so that ranks of different speeds finish at the same time."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,15 +9,15 @@ import numpy as np
 def divide_batch(samples: int, speeds: Sequence[float]) -> list[int]:
     """Divide a global batch among ranks in proportion to their speeds.
 
-    Each rank has at least one sample. What is left after rounding down goes to those who lose most by it (the method of
-    the largest remainders), of equals to the first. So all ranks that know the same speeds divide alike.
+    Each rank gets at least one sample. After rounding down, the rest goes to the largest remainders, ties to lower
+    ranks. The result depends on the arguments only, so all ranks can compute it by themselves.
 
     Parameters
     ----------
     samples
         Samples of all ranks in a step.
     speeds
-        Of each rank, in samples a second or any other unit.
+        Speed of each rank, in samples per second or any other unit.
 
     Raises
     ------
@@ -40,38 +40,41 @@ def divide_batch(samples: int, speeds: Sequence[float]) -> list[int]:
 
 
 class BalancedBatches:
-    """The indices of one rank's batches where ranks have batches of different sizes: a batch sampler of PyTorch's kind.
+    """A batch sampler for PyTorch with a different batch size on each rank; yields the indices of one rank's batches.
 
-    All ranks have the same number of batches. Each epoch goes through the data in an order of its own, in global
-    batches of which each rank takes its part; what is left in the end, less than a global batch, is divided likewise.
+    All ranks have the same number of batches. Each epoch shuffles the data anew and cuts it into global batches, of
+    which each rank takes its part. A smaller rest at the end is divided in the same proportions.
 
     Parameters
     ----------
     size
-        How many samples there are.
+        Number of samples in the data.
     sizes
         Each rank's batch size, the same list on all ranks, as :func:`divide_batch` returns it.
     rank
         This rank.
     seed
-        Of the order, the same on all ranks.
+        Seed of the order, the same on all ranks.
     drop_last
-        Leave out what is less than a global batch. Else a rank may have an empty batch in the last step, if there are
-        fewer samples than ranks left; then those are left out anyway.
+        Leave out the rest that is less than a global batch. A rest with fewer samples than ranks is always left out,
+        because some rank's batch would be empty.
     """
 
     def __init__(self, size: int, sizes: Sequence[int], rank: int, *, seed: int = 0, drop_last: bool = False) -> None:
         if not 0 <= rank < len(sizes) or min(sizes) < 1 or size < len(sizes):
-            raise ValueError(f"rank {rank} of batches {list(sizes)} of {size} samples: not possible")
+            raise ValueError(
+                f"rank {rank}, batches {list(sizes)}, {size} samples: the rank needs a batch size, all sizes must be "
+                "at least 1, and there must be a sample per rank"
+            )
         self.size, self.sizes, self.rank, self.seed, self.drop_last = size, list(sizes), rank, seed, drop_last
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the epoch to come, as with PyTorch's ``DistributedSampler``."""
+        """Set the epoch, which determines the order, as with PyTorch's ``DistributedSampler``."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Return how many batches an epoch has."""
+        """Return the number of batches in an epoch."""
         whole, left = divmod(self.size, sum(self.sizes))
         return whole + (left >= len(self.sizes) and not self.drop_last)
 

@@ -172,11 +172,11 @@ def test_it_is_deferred_only_while_that_brings_the_accuracy_sooner(monkeypatch, 
         last_of[phase] = chosen[-1], sum(deferred[-3:]) > 0, why, float(np.median(seconds[-5:]))
     assert [found[:2] for found in last_of.values()] == [(bound, bound > 0), (0.0, False), (bound, bound > 0)]
     # Three times more slowly, or what is left of the others' packets for a port to which half is not sent.
-    assert all(re.match(r"rank 2 takes in [345]\.", why) for _, _, why, _ in last_of.values()), last_of
+    assert all(re.match(r"rank 2 receives [345]\.", why) for _, _, why, _ in last_of.values()), last_of
     if not bound:
         assert all("deferral has not been allowed" in why for _, _, why, _ in last_of.values())
         return
-    assert "times as long, so nothing is to be won" in last_of["computing"][2]
+    assert "times as long, so deferral gains nothing" in last_of["computing"][2]
     whole_s = last_of["computing"][3]
     for phase in ("waiting", "waiting again"):
         _, _, why, cut_s = last_of[phase]

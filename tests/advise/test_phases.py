@@ -139,5 +139,5 @@ def test_ranks_share_each_global_batch_and_see_all_samples_once(drop_last):
         assert len(seen) == len(set(seen)) == (100 if drop_last else 103)
         epochs.append(batches)
     assert epochs[0] != epochs[1]
-    with pytest.raises(ValueError, match="not possible"):
+    with pytest.raises(ValueError, match="needs a batch size"):
         BalancedBatches(10, [4, 4], 2)

@@ -45,7 +45,7 @@ def test_a_congested_network_is_given_a_bound_and_fewer_bytes():
     assert settings == Settings(loss_bound=0.1, compression=COMPRESSION, collective=settings.collective)
     assert "2.00% of 100,000 packets" in why(CONGESTED, "loss_bound")
     assert "half the bytes save 900.0 ms" in why(CONGESTED, "compression")
-    assert "drops what matters least" in why(CONGESTED, "protected_share")
+    assert "drops the least important packets" in why(CONGESTED, "protected_share")
 
 
 def test_classes_follow_from_whom_the_network_spares():
@@ -82,9 +82,9 @@ def test_what_has_been_cured_is_not_taken_back():
     ("change", "reason"),
     [
         ({"hosts": 1}, "through memory"),
-        ({"rates_bps": {}}, "no path was found to be full"),
-        ({"wanting": 0.0}, "no path was found to be full"),
-        ({"rates_bps": dict.fromkeys(range(4), 1e11)}, "it is not bytes that steps wait for"),
+        ({"rates_bps": {}}, "no path was full"),
+        ({"wanting": 0.0}, "no path was full"),
+        ({"rates_bps": dict.fromkeys(range(4), 1e11)}, "steps wait for something else"),
         ({"waited_s": 0.15, "step_s": 0.4, "gradient_bytes": 40_000_000, "rates_bps": {0: 5e9}}, "casting them takes"),
     ],
 )
@@ -101,7 +101,7 @@ def test_many_ranks_on_few_hosts_go_around_a_ring():
     assert chosen(replace(CLEAN, ranks=2, hosts=2)).collective == "direct"
     close = replace(CLEAN, ranks=4, hosts=4, rates_bps={0: 9e7, 1: 8.7e7, 2: 9.1e7, 3: 8.8e7})
     assert chosen(close).collective == "direct"
-    assert "it has to win by more than" in why(close, "collective"), "a ring that is a little faster is no reason"
+    assert "it must be faster by more than" in why(close, "collective"), "a ring that is a little faster is no reason"
 
 
 def test_figures_that_cannot_be_are_refused():
@@ -122,22 +122,22 @@ def test_deferral_is_advised_where_the_accuracy_comes_sooner_and_by_how_much():
     factor = steps_factor(COST_OF_DEFERRAL, 0.5)
     assert (advice_found.steps_factor, advice_found.given_steps_factor) == (pytest.approx(factor), 1)
     said = why(SLOW, "deferral_bound", FP16)
-    assert "rank 3 takes in 3.0 times more slowly" in said
-    assert "to put off 50% of a step's packets shortens it from 2000.0 to 1100.0 ms" in said
+    assert "rank 3 receives 3.0 times more slowly" in said
+    assert "deferring 50% of a step's packets shortens it from 2000.0 to 1100.0 ms" in said
     assert f"up to {factor:.2f} times as many steps" in said
-    assert f"{2.0 / (1.1 * factor):.2f} times as soon" in said
+    assert f"{2.0 / (1.1 * factor):.2f} times as fast overall" in said
 
 
 @pytest.mark.parametrize(
     ("change", "given", "reason"),
     [
-        ({"waited_s": 0.3}, FP16, "times as long, so nothing is to be won"),
-        ({"gradient_bytes": 500_000}, FP16, "times as long, so nothing is to be won"),
+        ({"waited_s": 0.3}, FP16, "times as long, so deferral gains nothing"),
+        ({"gradient_bytes": 500_000}, FP16, "times as long, so deferral gains nothing"),
         ({"rates_bps": dict.fromkeys(range(4), 1e8)}, FP16, "no rank's port was found to be far slower"),
         ({"rates_bps": {0: 9e7, 3: 3e7}}, FP16, "no rank's port was found to be far slower"),
-        ({}, Settings(compression="topk:0.01"), "what topk:0.01 leaves out is not sent either"),
+        ({}, Settings(compression="topk:0.01"), "topk:0.01 already leaves values out"),
         ({}, replace(FP16, collective="server"), "2.0 / 1"),
-        ({"wanting": 0.0}, replace(FP16, collective="server"), "not congested: nothing would be put off"),
+        ({"wanting": 0.0}, replace(FP16, collective="server"), "not congested: nothing would be deferred"),
         ({"ranks": 1}, FP16, "one rank exchanges nothing"),
     ],
 )
@@ -146,7 +146,7 @@ def test_where_no_deferral_is_advised_it_is_said_why(change, given, reason):
     assert chosen(figures, given).deferral_bound == 0
     if reason == "2.0 / 1":  # a server defers half in both directions; but it has to be started so
         factor = steps_factor(COST_OF_DEFERRAL_TO_ALL, 0.5)
-        reason = f"{2.0 / (1.1 * factor):.2f} times as soon, with 0.75 here, and `dlcp server --deferral-bound 0.75`"
+        reason = f"{2.0 / (1.1 * factor):.2f} times as fast overall, with 0.75 here, and `dlcp server --deferral-bound"
     assert reason in why(figures, "deferral_bound", given)
 
 
@@ -192,7 +192,7 @@ def test_a_trial_is_judged_by_the_time_to_accuracy():
     assert lost["settings"] == {}, "steps are shorter, but not by as much as there are more of them"
     said = "\n".join(advice.as_lines(lost))
     assert "1.25 times as fast" in said
-    assert f"so it is there {1.25 / found.steps_factor:.2f} times as soon" in said
+    assert f"reaches it {1.25 / found.steps_factor:.2f} times as fast" in said
     assert "leave everything as it is" in said
 
 

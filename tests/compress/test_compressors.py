@@ -335,7 +335,7 @@ def test_layers_get_their_shapes_by_name():
     ("text", "words"),
     [
         ("topq", "compression must be one of fp16, .*did you mean topk"),
-        ("topk:0", "share of values to send, more than 0 and at most 1, got 0"),
+        ("topk:0", "share of values, more than 0 and at most 1, got 0"),
         ("topk:many", "takes a share of values, as in topk:0.01, got 'topk:many'"),
         ("fp16:3", "takes no argument"),
         ("qsgd:3", "2, 4 or 8 bits"),

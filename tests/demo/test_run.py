@@ -94,7 +94,7 @@ def test_all_can_send_16_bit_floats(name):
 
 
 def test_a_server_takes_no_16_bit_floats():
-    with pytest.raises(ValueError, match="takes the collective direct"):
+    with pytest.raises(ValueError, match="use fp16 with the direct collective"):
         DemoSetup(collective="server", fp16=True)
 
 

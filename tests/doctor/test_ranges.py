@@ -68,7 +68,7 @@ def test_the_doctor_says_which_variable_is_senseless(name, text):
 def test_the_doctor_says_that_bind_is_no_address_of_this_machine():
     section, _ = examine_options({"DLCP_BIND": "203.0.113.7:0"})
     (finding,) = [each for each in section.findings if each.status is Status.MISSING]
-    assert "bind '203.0.113.7:0' is no address of this machine" in finding.text
+    assert "bind '203.0.113.7:0' is not an address of this machine" in finding.text
     assert "DLCP_BIND" in finding.fix
 
 

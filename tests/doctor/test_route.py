@@ -82,7 +82,7 @@ def test_a_faster_interface_of_another_network_is_a_note_with_a_condition(host, 
     found = host.call(lambda: examine_own_address(Options(), {"MASTER_ADDR": "10.71.0.9"}))
     assert found.status is Status.NOTE
     assert "interface slow (virtual, MTU 1500)" in found.text
-    assert found.fix.startswith("if the other machines have addresses there, meet at one")
+    assert found.fix.startswith("if the other machines are on that network, meet at an address there")
     bound = host.call(lambda: examine_own_address(Options(bind="10.71.0.1:0"), {}))
     assert (bound.status, "as bind says" in bound.text) == (Status.NOTE, True)
 

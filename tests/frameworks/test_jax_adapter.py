@@ -126,7 +126,7 @@ def test_layers_tell_the_order_where_names_do_not(adapter):
     names = [adapter.name_of(path) for path in paths]
     told = [names[leaf] for leaf in adapter.forward_order(paths, ["embed", "middle"])]
     assert told == ["embed.table", "middle.0.w", "middle.1.w", "embedding", "head"]
-    with pytest.raises(ValueError, match="begins with 'tail'; there are embed"):
+    with pytest.raises(ValueError, match="begins with 'tail'; the names are embed"):
         adapter.forward_order(paths, ["tail"])
 
 

@@ -144,7 +144,7 @@ def test_an_optimizer_that_would_bypass_it_is_noticed(adapter):
             self.build(trainable_variables)
 
     optimizer = adapter.DistributedOptimizer(OfAnotherKeras(), MirrorGroup())
-    with pytest.raises(RuntimeError, match="Keras fake applies gradients in a way that DLCP does not know"):
+    with pytest.raises(RuntimeError, match="Keras fake applies gradients in a way that DLCP does not support"):
         optimizer.apply(GRADIENTS, variables())
     optimizer.apply([None] * 3, variables())
 

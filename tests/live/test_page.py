@@ -47,7 +47,7 @@ def watched(tmp_path, browser, monkeypatch):
         stack.callback(server.training_is_over)
         browser.look_like(*SIZES["wide"], dark=False)
         browser.open(server.url)
-        until(lambda: "No rank has told of itself yet" in text(browser, "headline"))
+        until(lambda: "Waiting for the first rank to report" in text(browser, "headline"))
         yield Watched(server, tmp_path, browser, stack)
         assert browser.complaints == []
         assert {url for url in browser.requests if not url.startswith("data:")} == {server.url, f"{server.url}events"}
@@ -97,13 +97,13 @@ def test_it_shows_training_and_fits(watched, browser, tmp_path, size, dark):
     browser.look_like(*SIZES[size], dark)
     watched.train()
     browser.evaluate("draw()")
-    assert re.search(r"Step \d: 100 ms a step, 20 % of it waiting", text(browser, "headline"))
-    assert re.search(r"Rank \d waits longest: 20 ms a step, 18 ms of it for rank \d\.", text(browser, "second"))
+    assert re.search(r"Step \d: 100 ms per step, 20 % of it waiting", text(browser, "headline"))
+    assert re.search(r"Rank \d waits longest: 20 ms per step, 18 ms of it for rank \d\.", text(browser, "second"))
     assert text(browser, "kicker").startswith("DLCP, live · 4 ranks on node0 · as of ")
     cards = text(browser, "cards")
     for word in (
         "80 ms computing, 20 ms waiting",
-        "of one message at most 8 %, allowed 10 %",
+        "at most 8 % of one message, 10 % allowed",
         "80 Mbit/s",
     ):
         assert word in cards
@@ -139,7 +139,7 @@ def test_it_follows_training_to_its_end(watched, browser):
 
 def test_it_says_why_dlcp_is_off_who_gave_up_and_who_is_silent(watched, browser):
     off = {"phase": "fallback", "reason": "rank 2 has been silent; is the path up?", "peers": {}}
-    why = "DLCP is off: rank 2 has been silent; is the path up? Training goes on over the framework's own all-reduce."
+    why = "DLCP is off: rank 2 has been silent; is the path up? Training continues with the framework's own all-reduce."
     watched.tell(*(snapshot(rank, ranks=4, steps=5, **off) for rank in range(4)))
     until(lambda: text(browser, "note") == why)
     until(lambda: text(browser, "ranks").count("DLCP is off") == 4)
@@ -148,7 +148,7 @@ def test_it_says_why_dlcp_is_off_who_gave_up_and_who_is_silent(watched, browser)
     watched.tell(*(snapshot(rank, ranks=4, steps=7, **off) for rank in range(3)), every_s=0.1)
     until(lambda: "Ranks 0, 1 and 2 have been silent for " in text(browser, "note"))
     watched.stack.close()
-    until(lambda: "Ranks 0, 1 and 2 ended without a word." in text(browser, "note"))
+    until(lambda: "Ranks 0, 1 and 2 ended without a report." in text(browser, "note"))
 
 
 def test_what_ranks_say_is_text_whatever_it_is(watched, browser):
@@ -173,7 +173,7 @@ def test_many_ranks_and_layers_are_cut_to_what_matters(watched, browser):
     watched.train(ranks=40, points=2, layers=layers)
     browser.evaluate("draw()")
     assert browser.evaluate("document.querySelectorAll('#waiting svg').length") == 0
-    assert "The 32 of 200 layers of which most was lost or put off." in text(browser, "layers")
+    assert "The 32 of 200 layers with the most packets lost or deferred." in text(browser, "layers")
     assert "The 32 slowest of 1,560." in text(browser, "paths")
     assert browser.evaluate("document.documentElement.scrollWidth") <= SIZES["wide"][0]
 
@@ -183,5 +183,5 @@ def test_when_the_server_is_gone_it_says_so(watched, browser):
     watched.server.training_is_over = lambda: None
     watched.stack.pop_all()
     watched.server.__exit__(None, None, None)
-    until(lambda: "what served this page has ended" in text(browser, "note"))
+    until(lambda: "this page's server has ended" in text(browser, "note"))
     assert text(browser, "headline").startswith("Step 3"), "what was known stays"

@@ -200,7 +200,7 @@ def test_the_end_does_not_wait_for_a_client_that_hangs(tmp_path):
 def test_a_state_that_cannot_be_made_is_logged_and_the_next_one_comes(server, tmp_path, monkeypatch, caplog):
     with monkeypatch.context() as patch:
         patch.setattr(server._training, "refresh", lambda: 1 / 0)
-        until(lambda: "the live page misses something" in caplog.text)
+        until(lambda: "the live page could not be updated" in caplog.text)
     write(tmp_path, snapshot(0, steps=20))
     until(lambda: 20 in {each["step"] for each in server.snapshots})
 

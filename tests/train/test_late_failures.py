@@ -101,4 +101,4 @@ def test_a_disk_that_fills_while_a_rank_reports_leaves_no_report_and_no_error(mo
         assert len(read_reports(tmp_path)) == 1
     assert read_reports(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
-    assert "warning: rank 0 leaves no report: [Errno 28]" in capsys.readouterr().err
+    assert "warning: rank 0 cannot write its report: [Errno 28]" in capsys.readouterr().err

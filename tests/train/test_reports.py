@@ -59,8 +59,8 @@ def test_the_summary_adds_up_what_the_ranks_counted():
     text = "\n".join(summary.as_lines(found))
     assert "DLCP  Net, 10 steps, 2 ranks" in text
     assert "packets sent       1,500, through sockets" in text
-    assert "21 (1.400%); of one message at most 8.0%, allowed 10.0%" in text
-    assert "put off            6 to a later step; of one message at most 4.0%, allowed 50.0%" in text
+    assert "21 (1.400%); at most 8.0% of one message, 10.0% allowed" in text
+    assert "deferred           6 to a later step; at most 4.0% of one message, 50.0% allowed" in text
     assert "waited             1 steps at most" in text
     assert "left over" not in text
     assert "bound exceeded     never" in text
@@ -112,8 +112,8 @@ def test_restarts_and_what_an_earlier_start_still_sends_are_told():
     found = summary.summarize(reports)
     assert (found["restarts"], found["models"][0]["refused"]) == (2, {"token": 4, "stale": 9, "job": 1})
     text = "\n".join(summary.as_lines(found))
-    assert "refused            5 packets of an earlier start, or of others" in text
-    assert "restarted          2 times; what is said here is of the last start" in text
+    assert "refused            5 packets of an earlier start, or of other jobs" in text
+    assert "restarted          2 times; this summary covers the last start" in text
     quiet = "\n".join(summary.as_lines(summary.summarize([report(0), report(1)])))
     assert "refused" not in quiet
     assert "restarted" not in quiet

@@ -240,5 +240,5 @@ def test_a_step_that_begins_before_the_last_one_is_noted_as_applied_follows_it(t
 
 
 def test_a_folder_without_timelines_is_refused(tmp_path):
-    with pytest.raises(trace.TraceError, match=r"no rank has left a timeline in .*: did the script use DLCP"):
+    with pytest.raises(trace.TraceError, match=r"no rank has left a timeline in .*: check that the script uses"):
         trace.find([tmp_path])

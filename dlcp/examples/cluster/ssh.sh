@@ -1,9 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Trains on hosts that ssh reaches: ssh.sh "HOST HOST ..." RANKS_PER_HOST script.py [ARGUMENTS]
+# Trains on hosts over ssh: ssh.sh "HOST HOST ..." RANKS_PER_HOST script.py [ARGUMENTS]
 #
-# Ranks meet on the first host, by the name or address given here. DLCP is installed on every host, and this folder is
-# there at the same path. The run ends when a host's part of it fails, and with Ctrl-C. MASTER_PORT chooses another port.
+# Ranks meet on the first host, by the name or address given here. Every host must have DLCP installed, and this folder
+# at the same path. The run ends when any host fails, and on Ctrl-C. MASTER_PORT chooses another port.
 set -eu
 
 if [ $# -lt 3 ]; then
@@ -20,10 +20,10 @@ quoted() { # the arguments as words of a remote shell
 }
 
 job=$(date +%s)-$$
-secret=.dlcp-secret-$job # in each home, for a file and standard input are seen by nobody else
+secret=.dlcp-secret-$job # a file in each home, sent over standard input: unlike arguments, not visible to others
 
-run_on() { # a host, a command; a failure ends the script
-    # With a terminal (-tt) what runs there ends with the connection.
+run_on() { # arguments: host, command; a failure ends the script
+    # With a terminal (-tt) the remote command ends with the connection.
     ssh -tt -o BatchMode=yes "$1" "$2" < /dev/null &
     connection=$!
     trap 'kill "$connection" 2> /dev/null' TERM
@@ -33,7 +33,7 @@ run_on() { # a host, a command; a failure ends the script
 end() {
     trap - EXIT
     trap '' INT TERM
-    # shellcheck disable=SC2086  # they are words
+    # shellcheck disable=SC2086  # split into words on purpose
     kill $running 2> /dev/null || true
     for host in $hosts; do ssh -o BatchMode=yes "$host" "rm -f $secret" < /dev/null || true; done
 }

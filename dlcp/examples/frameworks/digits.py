@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scikit-learn's handwritten digits, as the examples of this folder take them."""
+"""scikit-learn's handwritten digits, for the examples in this folder."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Digits:
     labels: NDArray[np.int32]
 
     def shard(self, rank: int, size: int) -> "Digits":
-        """Return a rank's part; all parts are of one size."""
+        """Return a rank's part; all parts have the same size."""
         count = len(self.labels) // size * size
         return Digits(self.images[rank:count:size], self.labels[rank:count:size])
 

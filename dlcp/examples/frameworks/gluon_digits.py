@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small convolutional network on handwritten digits with MXNet's Gluon, on as many ranks as it is started on.
+"""Train a small convolutional network on handwritten digits with MXNet's Gluon, on any number of ranks.
 
-What DLCP adds to an ordinary Gluon script is marked. Run it with ``python -m dlcp.examples.frameworks.gluon_digits``,
-or on two ranks with ``dlcp launch -n 2 -- python -m dlcp.examples.frameworks.gluon_digits``.
+Comments mark the lines for DLCP. Run it with ``python -m dlcp.examples.frameworks.gluon_digits``, or on two ranks with
+``dlcp launch -n 2 -- python -m dlcp.examples.frameworks.gluon_digits``.
 """
 
 import argparse
@@ -63,12 +63,12 @@ def train(training: Digits, store: Any, args: argparse.Namespace) -> Any:
 
 
 def as_arrays(digits: Digits) -> tuple[Any, Any]:
-    """Return images, shape (n, 1, 8, 8), and labels as MXNet has them."""
+    """Return images, shape (n, 1, 8, 8), and labels as MXNet arrays."""
     return mx.nd.array(digits.images.transpose(0, 3, 1, 2)), mx.nd.array(digits.labels)
 
 
 def predict(model: Any, digits: Digits) -> NDArray[np.int64]:
-    """Return the digits that the images show, as far as the network can tell."""
+    """Return the network's predictions for the images."""
     guesses: NDArray[np.int64] = model(as_arrays(digits)[0]).asnumpy().argmax(1)
     return guesses
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small convolutional network on handwritten digits with JAX and optax, on as many ranks as it is started on.
+"""Train a small convolutional network on handwritten digits with JAX and optax, on any number of ranks.
 
-What DLCP adds to an ordinary script is marked. Run it with ``python -m dlcp.examples.frameworks.jax_digits``, or on two
-ranks with ``dlcp launch -n 2 -- python -m dlcp.examples.frameworks.jax_digits``.
+Comments mark the lines for DLCP. Run it with ``python -m dlcp.examples.frameworks.jax_digits``, or on two ranks with
+``dlcp launch -n 2 -- python -m dlcp.examples.frameworks.jax_digits``.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def loss(params: Params, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def accuracy(params: Params, digits: Digits) -> float:
-    """Return the share of images that are recognised."""
+    """Return the share of images that are classified correctly."""
     return float((jax.jit(scores)(params, digits.images).argmax(1) == digits.labels).mean())
 
 
@@ -62,7 +62,7 @@ def train(training: Digits, testing: Digits, args: argparse.Namespace, group: dl
     mine = training.shard(group.rank, group.size)  # DLCP: every rank has its own part of the data
     batches = len(mine.labels) // args.batch_size
     params: Params = network(args.seed)
-    params = dlcp.jax.broadcast(params, group)  # DLCP: all begin with the parameters of rank 0
+    params = dlcp.jax.broadcast(params, group)  # DLCP: all ranks start with rank 0's parameters
     optimizer: Any = optax.sgd(optax.cosine_decay_schedule(args.lr, args.epochs * batches), momentum=0.9)
     optimizer = optax.chain(dlcp.jax.average_gradients(group), optimizer)  # DLCP: average gradients over the ranks
     state = optimizer.init(params)
@@ -79,7 +79,7 @@ def train(training: Digits, testing: Digits, args: argparse.Namespace, group: dl
         for chosen in np.split(order[: batches * args.batch_size], batches):
             params, state, cost = jitted_step(params, state, mine.images[chosen], mine.labels[chosen])
             costs.append(float(cost))
-        mean = dlcp.jax.average_metrics({"loss": np.mean(costs)}, group)  # DLCP: the loss of all ranks
+        mean = dlcp.jax.average_metrics({"loss": np.mean(costs)}, group)  # DLCP: mean over the ranks
         if group.rank == 0:  # DLCP: one rank prints
             print(f"epoch {epoch + 1}: loss {mean['loss']:.4f}, accuracy {accuracy(params, testing):.4f}", flush=True)
     return params

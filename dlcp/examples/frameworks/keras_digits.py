@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small convolutional network on handwritten digits with Keras, on as many ranks as it is started on.
+"""Train a small convolutional network on handwritten digits with Keras, on any number of ranks.
 
-What DLCP adds to an ordinary Keras script is marked. Run it with ``python -m dlcp.examples.frameworks.keras_digits``,
-or on two ranks with ``dlcp launch -n 2 -- python -m dlcp.examples.frameworks.keras_digits``.
+Comments mark the lines for DLCP. Run it with ``python -m dlcp.examples.frameworks.keras_digits``, or on two ranks with
+``dlcp launch -n 2 -- python -m dlcp.examples.frameworks.keras_digits``.
 """
 
 import argparse
@@ -52,8 +52,8 @@ def train(training: Digits, testing: Digits, args: argparse.Namespace) -> Any:
         validation_freq=args.epochs,
         verbose=2 if dlcp.rank() == 0 else 0,  # DLCP: one rank prints
         callbacks=[
-            dlcp.BroadcastGlobalVariablesCallback(0),  # DLCP: all begin with the weights of rank 0
-            dlcp.MetricAverageCallback(),  # DLCP: loss and accuracy are those of all ranks
+            dlcp.BroadcastGlobalVariablesCallback(0),  # DLCP: all ranks start with rank 0's weights
+            dlcp.MetricAverageCallback(),  # DLCP: average loss and accuracy over the ranks
         ],
     )
     return model
@@ -75,7 +75,7 @@ def main() -> None:
     args = arguments()
     dlcp.init()  # DLCP: join the other ranks
     model = train(*load(), args)
-    if args.save and dlcp.rank() == 0:  # DLCP: they all have the same model
+    if args.save and dlcp.rank() == 0:  # DLCP: all ranks have the same model
         model.save(args.save)
     dlcp.shutdown()  # DLCP
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small convolutional network on handwritten digits with PyTorch's DDP, on as many ranks as it is started on.
+"""Train a small convolutional network on handwritten digits with PyTorch's DDP, on any number of ranks.
 
-What DLCP adds to an ordinary DDP script is marked. Run it on two ranks with
+Comments mark the lines for DLCP. Run it on two ranks with
 ``dlcp launch -n 2 -- python -m dlcp.examples.frameworks.torch_digits``, or with torchrun.
 """
 
@@ -37,12 +37,12 @@ def network(seed: int) -> nn.Module:
 
 
 def as_tensors(digits: Digits) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return images, shape (n, 1, 8, 8), and labels as PyTorch has them."""
+    """Return images, shape (n, 1, 8, 8), and labels as tensors."""
     return torch.from_numpy(digits.images.transpose(0, 3, 1, 2).copy()), torch.from_numpy(digits.labels).long()
 
 
 def accuracy(model: nn.Module, digits: Digits) -> float:
-    """Return the share of images that are recognised."""
+    """Return the share of images that are classified correctly."""
     images, labels = as_tensors(digits)
     with torch.no_grad():
         return float((model(images).argmax(1) == labels).float().mean())
@@ -83,7 +83,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     training, testing = load()
     model = DistributedDataParallel(network(args.seed))
-    state = dlcp.torch.enable(model)  # DLCP: it averages gradients from here on
+    state = dlcp.torch.enable(model)  # DLCP: averages gradients from here on
     train(model, training, args)
     if dist.get_rank() == 0:
         print(f"accuracy {accuracy(model.module, testing):.1%}")

@@ -76,7 +76,7 @@ def test_an_optimizer_that_compile_has_wrapped_is_refused():
     model = network(keras.Input((4,)))
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1), group)
     model.compile(keras.optimizers.LossScaleOptimizer(optimizer), "mse")
-    with pytest.raises(ValueError, match="do that before"):
+    with pytest.raises(ValueError, match="wrap it before"):
         model.fit(IMAGES, LABELS, verbose=0, callbacks=[BroadcastGlobalVariablesCallback(0, group)])
 
 
