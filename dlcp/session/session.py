@@ -382,7 +382,7 @@ class TrainingSession:
         if self.options.weighted:
             self.autotuner = self._make_autotuner(None)
         if agreement.speaker():
-            log.warning("DLCP is off: %s. Training goes on over %s.", problem, self.fallback.name)
+            log.warning("DLCP is off: %s. Training continues with %s.", problem, self.fallback.name)
 
     def _watch_steps(self, folder: str) -> None:
         """Leave snapshots in a folder, if there is writing there."""
@@ -686,7 +686,7 @@ class TrainingSession:
             self.phase, self.reason = SessionPhase.FALLBACK, reason
         if self.rank == self.ranks[0]:
             log.warning(
-                "DLCP is off after step %d: %s. Training goes on over %s, with the gradients of that step.",
+                "DLCP is off after step %d: %s. Training continues with %s, with the gradients of that step.",
                 table.step,
                 reason,
                 self.fallback.name,

@@ -2,9 +2,9 @@
 """Runs a training script one rank of which fails: ``python -m tests.cluster.fail HOW RANK STEP FOLDER script.py ...``.
 
 In backward of the given step (of this start, from 0), when some of its gradients have gone out, the rank is killed, is
-stopped, or sleeps: HOW is ``kill``, ``stop`` or ``sleep``. It happens once: then FOLDER holds a file ``failed``. Before
-a rank is killed, it leaves a ghost, whose number that file holds: a process that goes on sending what the network may
-still deliver of this start. When a rank starts again, it writes what is left of the dead into ``left-over``.
+stopped, or sleeps: HOW is ``kill``, ``stop`` or ``sleep``. It happens once: then FOLDER holds a file ``failed`` with
+the sockets that were open. A rank that is killed leaves a ghost: a process that keeps sending what the network may
+still deliver of this start. When the rank starts again, it writes what is left of the dead into ``left-over``.
 """
 
 import gc
@@ -47,8 +47,8 @@ def haunt(folder, rank):
     subprocess.Popen(command, start_new_session=True, **nowhere)
 
 
-def left_over():
-    """Return the UDP sockets at the ranks' address, and the names by which ranks find each other's memory."""
+def open_here():
+    """Return the UDP sockets at the ranks' address, and the names by which any job's ranks find each other's memory."""
     hexadecimal = "".join(f"{int(part):02X}" for part in reversed(HOST.split(".")))
     udp = [line.split()[1] for line in Path("/proc/net/udp").read_text().splitlines() if hexadecimal in line]
     unix = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
@@ -63,7 +63,8 @@ def main(how, rank, step, folder, script, *arguments):
     folder, seen = Path(folder), 0
     failed, fails = folder / "failed", os.environ["RANK"] == rank
     if failed.exists() and fails:
-        (folder / "left-over").write_text("\n".join(left_over()))
+        # Names of another job's ranks may be there now, but they were not when the rank failed.
+        (folder / "left-over").write_text("\n".join(sorted({*open_here()} & {*failed.read_text().split()})))
 
     def fail(module, gradient):
         nonlocal seen
@@ -71,7 +72,7 @@ def main(how, rank, step, folder, script, *arguments):
         seen += isinstance(module, nn.Linear) and module.in_features == 64
         if seen != int(step) + 1 or failed.exists() or not fails:
             return
-        failed.touch()
+        failed.write_text("\n".join(open_here()))
         if how == "kill":
             haunt(folder, int(rank))
             os.kill(os.getpid(), signal.SIGKILL)

@@ -125,7 +125,7 @@ def test_the_path_to_a_peer_is_part_of_the_page(capsys, monkeypatch, healthy):
     assert status == 0
     assert re.search(rf"^Path to {host}:{port}$", text, re.MULTILINE)
     assert re.search(r"largest packet: +1400 bytes both ways", text)
-    assert re.search(r"note +packet size: +1440 bytes of values \(DLCP_PAYLOAD_BYTES\) make packets larger", text)
+    assert re.search(r"note +packet size: +1440 bytes of values \(DLCP_PAYLOAD_BYTES\) make packets too large", text)
     assert "DLCP_PAYLOAD_BYTES=1336 on every rank" in re.sub(r"\s+", " ", text)
 
 
@@ -134,7 +134,7 @@ def test_the_path_to_a_peer_is_part_of_the_page(capsys, monkeypatch, healthy):
     [
         (0, Status.OK, "determined at the start: 1440 bytes"),
         (1440, Status.OK, "fit this path"),
-        (8936, Status.NOTE, "larger than this path carries"),
+        (8936, Status.NOTE, "make packets too large for this path"),
         (512, Status.NOTE, "this path carries 1440"),
     ],
 )

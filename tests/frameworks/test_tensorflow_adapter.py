@@ -152,7 +152,7 @@ def test_an_optimizer_that_would_bypass_it_is_noticed(adapter):
         def apply(self, grads, trainable_variables=None):
             self._clip_gradients(grads)
 
-    with pytest.raises(RuntimeError, match=r"it knows 3\.5"):
+    with pytest.raises(RuntimeError, match=r"install Keras 3\.5"):
         adapter.DistributedOptimizer(OfAnOlderKeras(), MirrorGroup()).apply(GRADIENTS, variables())
 
 

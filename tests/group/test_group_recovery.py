@@ -284,4 +284,4 @@ def test_rank_0_says_it_once(caplog):
         assert all(fallen_back(session) for session in sessions)
         until(lambda: caplog.messages, "nobody said why")
     (message,) = caplog.messages
-    assert "the cable is out. Training goes on over a list" in message
+    assert "the cable is out. Training continues with a list" in message

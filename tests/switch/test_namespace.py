@@ -68,7 +68,7 @@ def test_tcp_of_the_hosts_uses_the_congestion_control_asked_for(namespaces, name
 
 
 def test_unknown_congestion_control_is_refused_with_those_there_are(namespaces):
-    with pytest.raises(namespaces.NamespaceError, match=r"'hybrid-8', only .*reno"):
+    with pytest.raises(namespaces.NamespaceError, match=r"'hybrid-8'; it has .*reno"):
         namespaces.StarNetwork(1, congestion_control="hybrid-8")
 
 
