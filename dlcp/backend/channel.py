@@ -24,6 +24,7 @@ from dlcp.transport import (
     Endpoint,
     LossBound,
     MessageKey,
+    Outcome,
     ReceiveRequest,
     SendRequest,
     TransportError,
@@ -82,8 +83,8 @@ class Channel:
     def __init__(self, endpoint: Endpoint, ranks: int, name: str) -> None:
         if ranks > RANKS_MAX:
             raise ValueError(f"group {name} has {ranks} ranks; messages can be numbered for {RANKS_MAX}")
-        self.endpoint = endpoint
-        self.rank, self.ranks, self.name = endpoint.rank, ranks, name
+        self.endpoint, self.connection = endpoint, endpoint.connection
+        self.rank, self.ranks, self.name = self.connection.rank, ranks, name
         self.peers = [rank for rank in range(ranks) if rank != self.rank]
         self._lock = threading.RLock()
         self._next = 0
@@ -94,7 +95,7 @@ class Channel:
         """Parts that peers have not confirmed."""
         self._adder = ThreadPoolExecutor(1, f"dlcp-{name}-add")
         where = f"group {name}, rank {self.rank}"
-        self.point_to_point = PointToPoint(endpoint, where, self._fail, self.peers, lambda: self._next)
+        self.point_to_point = PointToPoint(self.connection, where, self._fail, self.peers, lambda: self._next)
 
     @property
     def busy(self) -> bool:
@@ -103,7 +104,7 @@ class Channel:
 
     def close(self, reason: str | None = None) -> None:
         """End; without a ``reason`` once the peers have what they wait for, with one after telling them of it."""
-        end_s = time.monotonic() + self.endpoint.options.silence_s
+        end_s = time.monotonic() + self.connection.options.silence_s
         while reason is None and self._unconfirmed and not self._failure and time.monotonic() < end_s:
             time.sleep(0.002)
         self.endpoint.close(reason)
@@ -127,8 +128,8 @@ class Channel:
             if self._failure:
                 operation.fail(self._failure)
             else:
-                if self.endpoint.timeline is not None:
-                    self.endpoint.timeline.note("issued", number, 0, what)
+                if self.connection.timeline is not None:
+                    self.connection.timeline.note("issued", number, 0, what)
                 self._under_way[number] = operation
                 operation.done.add_done_callback(lambda _: self._end(number))
         if number % HORIZON_EVERY == HORIZON_EVERY - 1:
@@ -204,9 +205,6 @@ class Channel:
             if lossy and collective.loss
             else (None, RELIABLE)
         )
-        sending = self.endpoint.send(
-            SendRequest(peer, key, data, tags or self._plain_tags(size), bound, collective.label)
-        )
         self._unconfirmed += 1
 
         def on_delivery(delivery: Delivery) -> None:
@@ -216,12 +214,18 @@ class Channel:
                 then()
 
         if tags or then:
-            operation.wait_for(sending, on_delivery)
+            part = operation.part(on_delivery)
         elif own or copied:
-            operation.watch(sending)
+            part = operation.part_in_copy()
         else:
-            operation.send_in_place(sending, size, partial(self.endpoint.detach, peer, key))
-        sending.add_done_callback(self._on_confirmed)
+            part = operation.part_in_place(size, partial(self.connection.detach, peer, key))
+
+        def on_outcome(outcome: Outcome[Delivery]) -> None:
+            part(outcome)
+            self._unconfirmed -= 1
+
+        request = SendRequest(peer, key, data, tags or self._plain_tags(size), bound, collective.label)
+        self.connection.send(request, on_outcome)
 
     def receive_part(
         self, collective: Collective, peer: int, phase: int, data: memoryview, then: Callable[[], None] | None = None
@@ -237,20 +241,17 @@ class Channel:
     def post_receive(self, collective: Collective, request: ReceiveRequest, then: Callable[[Arrival], None]) -> None:
         """Post a receive for a part of a collective, and call ``then`` with what arrived of it."""
         if not collective.operation.done.done():
-            collective.operation.wait_for(self.endpoint.receive(request), then)
+            self.connection.receive(request, collective.operation.part(then))
 
     def key(self, collective: Collective, phase: int, receiver: int) -> MessageKey:
         """Return the key of a message."""
         return MessageKey(collective.number, collective_number(phase, receiver, self.ranks))
 
-    def _on_confirmed(self, _: object) -> None:
-        self._unconfirmed -= 1
-
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
-        self.call(partial(self.endpoint.call_later, delay_s, action))
+        self.call(partial(self.connection.call_later, delay_s, action))
 
     def _plain_tags(self, size: int) -> PacketTags:
-        return plain_tags(-(-size // self.endpoint.options.payload_bytes))
+        return plain_tags(-(-size // self.connection.options.payload_bytes))
 
     def _lossy_tags(self, collective: Collective, data: memoryview) -> PacketTags:
         assert collective.loss
@@ -260,7 +261,7 @@ class Channel:
         # Buffers of one size are taken for one kind, of which the magnitudes are comparable.
         layer = Layer(f"{collective.operation.where.rsplit(' number', 1)[0]}, {len(values)} values", 128)
         segment = Segment(layer, 0, len(values))
-        packet = self.endpoint.options.payload_bytes // value_type.storage.itemsize
+        packet = self.connection.options.payload_bytes // value_type.storage.itemsize
         return collective.loss.tagger.tag(values, value_type, [segment], packet)
 
     # What is over -----------------------------------------------------------------------------------------------------
@@ -278,21 +279,19 @@ class Channel:
             with self._lock:
                 self._floors[peer] = int(arrival.payload.view(">u4")[0])
                 horizon = min([*self._floors.values(), *self._under_way, self._next])
-            self.call(partial(self.endpoint.begin_step, horizon))
+            self.call(partial(self.connection.begin_step, horizon))
 
         with operation:
             for peer in self.peers:
                 floor = np.array([self.point_to_point.lowest_step(peer)], ">u4").tobytes()
-                operation.wait_for(
-                    self.endpoint.send(SendRequest(peer, key, memoryview(floor), self._plain_tags(4), RELIABLE, label))
-                )
-                operation.wait_for(
-                    self.endpoint.receive(ReceiveRequest(peer, key, 4, RELIABLE, label)), partial(learn, peer)
-                )
+                request = SendRequest(peer, key, memoryview(floor), self._plain_tags(4), RELIABLE, label)
+                self.connection.send(request, operation.part())
+                posted = ReceiveRequest(peer, key, 4, RELIABLE, label)
+                self.connection.receive(posted, operation.part(partial(learn, peer)))
 
     def _end(self, number: int) -> None:
-        if self.endpoint.timeline is not None:
-            self.endpoint.timeline.note("done", number, 0)
+        if self.connection.timeline is not None:
+            self.connection.timeline.note("done", number, 0)
         with self._lock:
             del self._under_way[number]
 
@@ -304,8 +303,8 @@ class Channel:
             under_way = list(self._under_way.values())
 
         def tell() -> None:
-            self.endpoint.abort(str(error))
-            self.endpoint.fail(error)
+            self.connection.abort(str(error))
+            self.connection.fail(error)
 
         self.call(tell)
         cause = error.__cause__ or error

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from dlcp.collectives.bucket import guard
 from dlcp.collectives.shards import COPY_BYTES_PER_S, PATIENCE_S
-from dlcp.transport import TransportError
+from dlcp.transport import Then, TransportError
 
 Later = Callable[[float, Callable[[], None]], None]
 
@@ -53,48 +54,40 @@ class Operation:
             self._open += 1
         return self
 
-    def wait_for(self, part: "Future[Any]", then: Callable[[Any], None] | None = None) -> None:
-        """Stay open until ``part`` is done and ``then`` has been called with its result."""
+    def part(self, action: Callable[[Any], None] | None = None) -> Then[Any]:
+        """Stay open until the returned callback has a message, which it gives to ``action``."""
         self.hold()
 
-        def on_done(future: "Future[Any]") -> None:
-            try:
-                result = future.result()
-                if then:
-                    then(result)
-            except BaseException as error:  # a cancelled future among them: whoever waits must hear of everything
-                self.fail(error)
-            else:
-                self._close_one()
+        def conclude(result: Any) -> None:
+            if action:
+                action(result)
+            self._close_one()
 
-        part.add_done_callback(on_done)
+        return guard(conclude, self.fail)
 
-    def send_in_place(self, sending: "Future[Any]", size: int, detach: Callable[[], None]) -> None:
-        """Stay open until ``sending`` is done or, if it takes longer than all else, memory of ``size`` bytes is copied.
+    def part_in_place(self, size: int, detach: Callable[[], None]) -> Then[Any]:
+        """Stay open until a message is sent or, if it takes longest, its memory of ``size`` bytes is copied.
 
-        ``detach`` lets what is left be sent from a copy. It is called in the endpoint's thread.
+        ``detach`` lets what is left be sent from a copy. It is called in the endpoint's thread. The returned callback
+        is to hear what became of the message.
         """
         with self._lock:
             self._serial += 1
             serial = self._serial
             self._sent_in_place[serial] = size, detach
 
-        def on_done(future: "Future[Any]") -> None:
-            error = future.exception()
-            if error:
-                self.fail(error)
-                return
+        def conclude(_: object) -> None:
             with self._lock:
                 self._sent_in_place.pop(serial, None)
                 over = self._is_over()
             if over:
                 self.done.set_result(None)
 
-        sending.add_done_callback(on_done)
+        return guard(conclude, self.fail)
 
-    def watch(self, sending: "Future[Any]") -> None:
-        """Fail if ``sending`` does, even after the end; but wait for nothing: what it sends is nobody else's."""
-        sending.add_done_callback(self._watched)
+    def part_in_copy(self) -> Then[Any]:
+        """Return a callback that fails this if a message fails, even after the end, which does not wait for it."""
+        return guard(lambda _: None, self.fail)
 
     def fail(self, error: BaseException) -> None:
         """End with an error that says where it happened; only the first one counts."""
@@ -107,11 +100,6 @@ class Operation:
         if over:
             self.done.set_exception(failure)
         self._on_failure(failure)
-
-    def _watched(self, sending: "Future[Any]") -> None:
-        error = sending.exception()
-        if error:
-            self.fail(error)
 
     def _close_one(self) -> None:
         with self._lock:

@@ -23,8 +23,8 @@ from dlcp.tags import plain_tags
 from dlcp.transport import (
     RELIABLE,
     Arrival,
+    Connection,
     DeadlineError,
-    Endpoint,
     MessageKey,
     MessageMismatchError,
     ReceiveRequest,
@@ -94,8 +94,8 @@ class PointToPoint:
 
     Parameters
     ----------
-    endpoint
-        This rank's endpoint.
+    connection
+        This rank's connection.
     where
         Group and rank, for error messages.
     on_failure
@@ -108,13 +108,13 @@ class PointToPoint:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        connection: Connection,
         where: str,
         on_failure: Callable[[TransportError], None],
         peers: Sequence[int],
         step: Callable[[], int],
     ) -> None:
-        self._endpoint, self._where, self._on_failure = endpoint, where, on_failure
+        self._connection, self._where, self._on_failure = connection, where, on_failure
         self._peers, self._step = peers, step
         self._lock = threading.Lock()
         self._send_states: dict[int, _SendState] = {}
@@ -128,7 +128,7 @@ class PointToPoint:
         self._under_way: set[Operation] = set()
         self._probing = False
         self._failure: TransportError | None = None
-        endpoint.call(partial(setattr, endpoint, "on_unexpected", self._on_unexpected))
+        connection.call(partial(setattr, connection, "on_unexpected", self._on_unexpected))
 
     def send(self, data: memoryview, peer: int, tag: int) -> "Future[None]":
         """Send a message; done when the other has received it. Until then ``data`` must not change."""
@@ -141,7 +141,7 @@ class PointToPoint:
         """Wait for the oldest unexpected message of this tag, from one rank or any; done with the rank it is from."""
         sender = "any rank" if peer is None else f"rank {peer}"
         operation = Operation(f"{self._where}: message from {sender} with tag {tag}", self._on_failure)
-        deadline_s = time.monotonic() + self._endpoint.options.deadline_s
+        deadline_s = time.monotonic() + self._connection.options.deadline_s
         posted = _PostedReceive(peer, tag, data, operation, Future(), deadline_s)
         operation.done.add_done_callback(partial(_pass_error, posted.answer))
         self._begin(operation, partial(self._post_receive, posted))
@@ -176,7 +176,7 @@ class PointToPoint:
                     action()
 
         try:
-            self._endpoint.call(act)
+            self._connection.call(act)
         except TransportError as error:
             operation.fail(error)
 
@@ -186,7 +186,7 @@ class PointToPoint:
         state = self._send_states.setdefault(peer, _SendState())
         order, state.order = state.order, state.order + 1
         packed = _HEADER.pack(_Kind.CONTENT, order, tag, len(data))
-        inside = len(packed) + len(data) <= self._endpoint.options.payload_bytes
+        inside = len(packed) + len(data) <= self._connection.options.payload_bytes
         stamp = self._send_header(peer, state, operation, packed + (bytes(data) if inside else b""), label)
         if not inside:
             self._send_message(peer, state, operation, stamp, 1, data, label)
@@ -213,18 +213,19 @@ class PointToPoint:
                 del state.unconfirmed[stamp]
 
         key = MessageKey(stamp.step, point_to_point_number(stamp.slot, part))
-        tags = plain_tags(-(-len(data) // self._endpoint.options.payload_bytes))
-        operation.wait_for(self._endpoint.send(SendRequest(peer, key, data, tags, RELIABLE, label)), on_confirmed)
+        tags = plain_tags(-(-len(data) // self._connection.options.payload_bytes))
+        request = SendRequest(peer, key, data, tags, RELIABLE, label)
+        self._connection.send(request, operation.part(on_confirmed))
 
     # Receiving --------------------------------------------------------------------------------------------------------
 
     def _on_unexpected(self, source: int, key: MessageKey) -> None:
         if key.message < POINT_TO_POINT.first or key.message % 2:
             return
-        arriving = self._endpoint.receive(ReceiveRequest(source, key, None, RELIABLE, f"header from rank {source}"))
+        request = ReceiveRequest(source, key, None, RELIABLE, f"header from rank {source}")
         operation = Operation(f"{self._where}: packed from rank {source}", self._on_failure)
         with operation:
-            operation.wait_for(arriving, partial(self._on_header, source, key))
+            self._connection.receive(request, operation.part(partial(self._on_header, source, key)))
 
     def _on_header(self, source: int, key: MessageKey, arrival: Arrival) -> None:
         self._note_complete(source, key)
@@ -271,10 +272,8 @@ class PointToPoint:
                 posted.data[:] = header.content
             else:
                 content = ReceiveRequest(header.source, header.key, header.size, RELIABLE, label, into=posted.data)
-                posted.operation.wait_for(
-                    self._endpoint.receive(content),
-                    lambda _: self._note_complete(header.source, header.key),
-                )
+                on_content = posted.operation.part(lambda _: self._note_complete(header.source, header.key))
+                self._connection.receive(content, on_content)
 
     def _note_complete(self, source: int, key: MessageKey) -> None:
         """Let the endpoint forget what was complete long ago: without collectives no horizon would ever do so."""
@@ -282,14 +281,14 @@ class PointToPoint:
         self._complete.append((now_s, source, key))
         while self._complete and self._complete[0][0] < now_s - FORGET_AFTER_S:
             _, peer, old = self._complete.popleft()
-            self._endpoint.forget(peer, old)
+            self._connection.forget(peer, old)
 
     # Waiting ----------------------------------------------------------------------------------------------------------
 
     def _schedule_probe(self) -> None:
         if not self._probing:
             self._probing = True
-            self._endpoint.call_later(PROBE_EVERY_S, self._probe)
+            self._connection.call_later(PROBE_EVERY_S, self._probe)
 
     def _probe(self) -> None:
         """Ask those who are waited for whether they live: one who does not confirm it is found to be silent."""
@@ -305,7 +304,7 @@ class PointToPoint:
             self._probe_peer(peer)
         self._schedule_probe()
         for posted in late:
-            posted.operation.fail(DeadlineError(f"nothing came in {self._endpoint.options.deadline_s:.1f} s"))
+            posted.operation.fail(DeadlineError(f"nothing came in {self._connection.options.deadline_s:.1f} s"))
 
     def _probe_peer(self, peer: int) -> None:
         state = self._send_states.setdefault(peer, _SendState())

@@ -68,7 +68,7 @@ class Collectives(Channel):
             pass_on()
 
     def _broadcast_in_parts(self, collective: Collective, data: memoryview, root: int) -> None:
-        shards = shard_bounds(len(data), self.endpoint.options.payload_bytes, dict.fromkeys(range(self.ranks), 1.0))
+        shards = shard_bounds(len(data), self.connection.options.payload_bytes, dict.fromkeys(range(self.ranks), 1.0))
         parts = {rank: data[start:stop] for rank, (start, stop) in shards.items()}
 
         def pass_on() -> None:

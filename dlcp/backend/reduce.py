@@ -67,7 +67,7 @@ class Reduction:
         if rank == root:
             self._accumulate(shards[rank], shards[rank], [])
         elif len(shards[rank]):
-            buffers = self.channel.endpoint.buffers
+            buffers = self.channel.connection.buffers
             buffer = buffers.take(len(shards[rank]))
             self._accumulate(shards[rank], buffer.data, [root])
             # By then all that was sent from there is confirmed, or has been copied.
@@ -90,13 +90,13 @@ class Reduction:
         if self._is_small(data):
             only = self.collective.number % ranks  # one after the other, so that none is busier than the rest
             return [data if rank == only else data[:0] for rank in range(ranks)]
-        per_packet = self.channel.endpoint.options.payload_bytes // size
+        per_packet = self.channel.connection.options.payload_bytes // size
         shards = shard_bounds(len(data) // size, per_packet, dict.fromkeys(range(ranks), 1.0))
         return [data[start * size : stop * size] for start, stop in shards.values()]
 
     def _one_hop(self, data: memoryview) -> None:
         """Send everything to everybody; each reduces by itself, in the order of ranks."""
-        channel, buffers = self.channel, self.channel.endpoint.buffers
+        channel, buffers = self.channel, self.channel.connection.buffers
         own = memoryview(bytes(data))
         received = {peer: buffers.take(len(data)) for peer in channel.peers}
         missing = len(received)
@@ -133,7 +133,7 @@ class Reduction:
     def _cut(self, shard: memoryview) -> list[memoryview]:
         """Cut a shard into chunks at packet borders, into no more than can be numbered."""
         most = max(1, NUMBERS.stop // (2 * self.channel.ranks) - 1)
-        packet = self.channel.endpoint.options.payload_bytes
+        packet = self.channel.connection.options.payload_bytes
         packets = max(_CHUNK_BYTES // packet, -(-len(shard) // (packet * most)), 1)
         packets += packets % 2  # a packet need not hold whole values of 16 bytes, two do
         return [shard[start : start + packets * packet] for start in range(0, len(shard), packets * packet)]
@@ -194,7 +194,7 @@ class ChunkAccumulator:
         own = np.frombuffer(self.out, np.float32) if self.streaming else np.frombuffer(self.own, np.uint8)
         divisor = channel.ranks if self.op.kind is ReduceOp.MEAN else 1
         accumulator = self.accumulator = ShardAccumulator(
-            channel.endpoint, channel.peers, own, streaming=self.streaming, divisor=divisor
+            channel.connection, channel.peers, own, streaming=self.streaming, divisor=divisor
         )
         bound = collective.loss.bound if collective.loss else RELIABLE
         key = channel.key(collective, self.phase, channel.rank)
@@ -222,7 +222,7 @@ class ChunkAccumulator:
         if accumulator.whole or self.op.kind is ReduceOp.MEAN:
             return
         held, values = self._held(), np.frombuffer(self.out, np.float32)
-        per_packet = self.channel.endpoint.options.payload_bytes // values.itemsize
+        per_packet = self.channel.connection.options.payload_bytes // values.itemsize
         ranks = np.float32(self.channel.ranks)
         with np.errstate(all="ignore"):
             for packet in np.flatnonzero(held < self.channel.ranks).tolist():
@@ -234,7 +234,7 @@ class ChunkAccumulator:
         delivered = None
         if not self.accumulator.whole:
             size = self.op.storage.itemsize
-            per_packet = self.channel.endpoint.options.payload_bytes // size
+            per_packet = self.channel.connection.options.payload_bytes // size
             delivered = np.repeat(self._held(), per_packet)[: len(self.own) // size].astype(np.float32)
         received = self.accumulator.contributions
         self.op.reduce(

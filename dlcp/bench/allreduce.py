@@ -201,7 +201,7 @@ class AllReduceRank:
             if contender.bound is not None:
                 self._reducers[contender.name] = DirectAllReduce(
                     RankContext(
-                        self._endpoints[contender.memory],
+                        self._endpoints[contender.memory].connection,
                         range(self.plan.ranks),
                         ReduceOptions(LossBound(contender.bound), deferral_bound=contender.deferral),
                     )

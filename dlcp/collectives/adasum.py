@@ -76,7 +76,7 @@ class AdasumRun(BucketRun):
 
     def __init__(self, reducer: Adasum, step: int, sequence: int, bucket: Bucket) -> None:
         super().__init__(reducer.context, step, sequence, bucket, reducer.work)
-        self.endpoint, self.rank, self.ranks = self.context.endpoint, self.context.rank, self.context.contributors
+        self.connection, self.rank, self.ranks = self.context.connection, self.context.rank, self.context.contributors
         options, per_packet = self.context.options, self.values_per_packet
         self.values, self.value_type = bucket.values, bucket.value_type
         if options.error_feedback:
@@ -132,11 +132,11 @@ class AdasumRun(BucketRun):
         products = np.zeros((len(self.bucket.segments), *[len(self.ranks)] * 2))
         if len(self.contributions) == len(self.ranks):
             products = scalar_products(self._parts(), self._borders())
-        self.endpoint.call(partial(self._send_products, products.astype(PRODUCT)))
+        self.connection.call(partial(self._send_products, products.astype(PRODUCT)))
 
     def _send_products(self, products: NDArray[np.float64]) -> None:
         content = products.ravel().view(np.uint8)
-        tags = plain_tags(-(-len(content) // self.endpoint.options.payload_bytes))
+        tags = plain_tags(-(-len(content) // self.connection.options.payload_bytes))
         for peer in self.context.peers:
             self._send(peer, Kind.PRODUCTS, content, tags, RELIABLE)
         self.products[self.rank] = products.ravel()
@@ -160,7 +160,7 @@ class AdasumRun(BucketRun):
             factors = np.array([coefficients(products) for products in total])
             combined = combine_with(self._parts(), self._borders(), factors)
             result = np.ascontiguousarray(self.value_type.narrow(combined))
-        self.endpoint.call(partial(self._send_result, result))
+        self.connection.call(partial(self._send_result, result))
 
     def _send_result(self, result: NDArray[np.generic]) -> None:
         start, stop = self.shards[self.rank]
@@ -226,12 +226,12 @@ class AdasumRun(BucketRun):
                 then(delivery)
             self._look_whether_done()
 
-        sending = self.endpoint.send(SendRequest(peer, key, content.data, tags, bound, self.label))
-        sending.add_done_callback(self.guard(on_sent))
+        request = SendRequest(peer, key, content.data, tags, bound, self.label)
+        self.connection.send(request, self.guard(on_sent))
 
     def _receive(self, peer: int, kind: Kind, size: int, bound: LossBound, then: "partial[None]") -> None:
-        arriving = self.endpoint.receive(ReceiveRequest(peer, self._key(kind, self.rank), size, bound, self.label))
-        arriving.add_done_callback(self.guard(then))
+        request = ReceiveRequest(peer, self._key(kind, self.rank), size, bound, self.label)
+        self.connection.receive(request, self.guard(then))
 
     def _key(self, kind: Kind, receiver: int) -> MessageKey:
         number, phase = kind.value

@@ -26,7 +26,7 @@ from dlcp.collectives.residual import Residual
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, Segment, Tagger
-from dlcp.transport import RELIABLE, Endpoint, LossBound, MessageKey, TransportError
+from dlcp.transport import RELIABLE, Connection, LossBound, MessageKey, Outcome, Then, TransportError
 from dlcp.transport.messages import SHARE
 
 RATE: Final = np.dtype(">f4")
@@ -45,8 +45,8 @@ class Bucket:
         Those of its packets, shape (packets,), if they are known: as :func:`dlcp.magnitudes.packet_magnitudes` finds
         them.
     exported
-        ``values`` lie in exported memory (``Endpoint.exported``), which local peers read in place: the caller gets them
-        back only when none of those reads them any more.
+        ``values`` lie in exported memory (``Connection.exported``), which local peers read in place: the caller gets
+        them back only when none of those reads them any more.
     bound
         What this bucket may lose, if not what ``ReduceOptions`` say. The same on all ranks, as all that follows.
     exact
@@ -263,8 +263,8 @@ class RankContext:
 
     Parameters
     ----------
-    endpoint
-        This rank's endpoint.
+    connection
+        This rank's connection.
     contributors
         The ranks that contribute and get the result, this one among them.
     options, tagger, ledger, residual
@@ -281,7 +281,7 @@ class RankContext:
         session's, as parts of them have.
     """
 
-    endpoint: Endpoint
+    connection: Connection
     contributors: Sequence[int]
     options: ReduceOptions = field(default_factory=ReduceOptions)
     tagger: Tagger = field(default_factory=Tagger)
@@ -301,8 +301,8 @@ class RankContext:
     def __post_init__(self) -> None:
         contributors = sorted(self.contributors)
         object.__setattr__(self, "contributors", contributors)
-        object.__setattr__(self, "rank", self.endpoint.rank)
-        object.__setattr__(self, "peers", [rank for rank in contributors if rank != self.endpoint.rank])
+        object.__setattr__(self, "rank", self.connection.rank)
+        object.__setattr__(self, "peers", [rank for rank in contributors if rank != self.connection.rank])
         object.__setattr__(self, "ranks", max(contributors[-1], -1 if self.server is None else self.server) + 1)
 
     def key(self, step: int, sequence: int, phase: int, receiver: int) -> MessageKey:
@@ -349,6 +349,21 @@ class Reducer(Strategy, Protocol):
         """Refuse packets of steps before ``step`` from now on; all averages of the last one are in."""
 
 
+def guard(action: Callable[[Any], None], fail: Callable[[Exception], None]) -> Then[Any]:
+    """Return a callback that gives ``action`` what became of a message, and ``fail`` the error of either."""
+
+    def then(outcome: Outcome[Any]) -> None:
+        if isinstance(outcome, Exception):
+            fail(outcome)
+            return
+        try:
+            action(outcome)
+        except Exception as error:
+            fail(error)
+
+    return then
+
+
 class BucketRun(ABC):
     """One bucket on its way through an algorithm, from :meth:`start` to the future ``done``.
 
@@ -371,18 +386,24 @@ class BucketRun(ABC):
         if not bucket.values.flags.c_contiguous or not bucket.values.flags.writeable:
             raise ValueError(f"step {step}, bucket {sequence}: values must be contiguous and writable")
         self.context, self.step, self.sequence, self.bucket = context, step, sequence, bucket
-        self.timeline = context.endpoint.timeline if context.noted else None
-        self.values_per_packet = context.endpoint.options.payload_bytes // bucket.values.itemsize
+        self.timeline = context.connection.timeline if context.noted else None
+        self.values_per_packet = context.connection.options.payload_bytes // bucket.values.itemsize
         self.done: Future[NDArray[np.generic]] = Future()
         self._work = work
 
     def start(self) -> "Future[NDArray[np.generic]]":
         """Have the endpoint's thread begin."""
         try:
-            self.context.endpoint.call(lambda: self.guard(lambda _: self.begin())(None))
+            self.context.connection.call(self._begin)
         except TransportError as error:
             self.done.set_exception(error)
         return self.done
+
+    def _begin(self) -> None:
+        try:
+            self.begin()
+        except Exception as error:
+            self.fail(error)
 
     @abstractmethod
     def begin(self) -> None:
@@ -403,22 +424,15 @@ class BucketRun(ABC):
         positions = (first + np.arange(self.values_per_packet)).ravel()
         return positions[positions < count]
 
-    def guard(self, action: Callable[[Any], None]) -> "Callable[[Future[Any] | None], None]":
-        """Return a callback that passes a future's result to ``action``; the bucket fails if either fails."""
-
-        def on_done(future: "Future[Any] | None") -> None:
-            try:
-                action(future.result() if future else None)
-            except Exception as error:
-                self.fail(error)
-
-        return on_done
+    def guard(self, action: Callable[[Any], None]) -> Then[Any]:
+        """Return a callback that gives ``action`` what became of a message; the bucket fails if either fails."""
+        return guard(action, self.fail)
 
     def aside(self, action: Callable[[], None]) -> None:
         """Do what takes long in the thread for it."""
         assert self._work
         try:
-            self._work.submit(lambda: self.guard(lambda _: action())(None))
+            self._work.submit(guard(lambda _: action(), self.fail), None)
         except RuntimeError as error:  # the interpreter is ending
             self.fail(error)
 

@@ -65,9 +65,9 @@ class AllGatherRun(CompressedRun):
 
     def __init__(self, reducer: CompressedAllGather, step: int, sequence: int, bucket: Bucket) -> None:
         super().__init__(reducer, step, sequence, bucket)
-        self.endpoint, self.rank, self.ranks = self.context.endpoint, self.context.rank, self.context.contributors
+        self.connection, self.rank, self.ranks = self.context.connection, self.context.rank, self.context.contributors
         self.peers = self.context.peers
-        payload_bytes = self.endpoint.options.payload_bytes
+        payload_bytes = self.connection.options.payload_bytes
         self.content = np.ascontiguousarray(self.encoded.content).view(np.uint8)
         self.units_per_packet = payload_bytes * 8 // self.encoded.unit_bits
         self.packets = -(-len(self.content) // payload_bytes)
@@ -89,8 +89,8 @@ class AllGatherRun(CompressedRun):
             if self.bound.ratio:
                 self._receive(peer, VERDICT, -(-self.packets // 8), RELIABLE, self._on_verdict)
             key = self._key(CONTENT, peer)
-            sending = self.endpoint.send(SendRequest(peer, key, self.content.data, self.tags, self.bound, self.label))
-            sending.add_done_callback(self.guard(partial(self._on_sent, peer)))
+            request = SendRequest(peer, key, self.content.data, self.tags, self.bound, self.label)
+            self.connection.send(request, self.guard(partial(self._on_sent, peer)))
         if not self.peers:
             self._judge()
 
@@ -141,11 +141,11 @@ class AllGatherRun(CompressedRun):
         self.verdicts[self.rank] = self.everywhere
         if self.bound.ratio:
             bits = np.packbits(self.everywhere)
-            tags = plain_tags(-(-len(bits) // self.endpoint.options.payload_bytes))
+            tags = plain_tags(-(-len(bits) // self.connection.options.payload_bytes))
             for peer in self.peers:
                 key = self._key(VERDICT, peer)
-                sending = self.endpoint.send(SendRequest(peer, key, bits.data, tags, RELIABLE, self.label))
-                sending.add_done_callback(self.guard(lambda _: None))
+                request = SendRequest(peer, key, bits.data, tags, RELIABLE, self.label)
+                self.connection.send(request, self.guard(lambda _: None))
         else:
             self.verdicts.update(dict.fromkeys(self.peers, self.everywhere))
         self._look_whether_all_is_here()
@@ -169,7 +169,7 @@ class AllGatherRun(CompressedRun):
         self, peer: int, phase: int, size: int, bound: LossBound, then: Callable[[int, Arrival], None]
     ) -> None:
         request = ReceiveRequest(peer, self._key(phase, self.rank), size, bound, self.label)
-        self.endpoint.receive(request).add_done_callback(self.guard(partial(then, peer)))
+        self.connection.receive(request, self.guard(partial(then, peer)))
 
     def _key(self, phase: int, receiver: int) -> MessageKey:
         return self.context.key(self.step, self.sequence, phase, receiver)

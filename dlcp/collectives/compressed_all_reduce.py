@@ -87,7 +87,8 @@ class AllReduceRun(CompressedRun):
         kind, segments = encoded.value_type, encoded.segments
         sent = replace(bucket, values=content, value_type=kind, segments=segments, magnitudes=None, exported=False)
         averaged = self.reducer.inner.start(self.step, self.sequence * self.compressor.rounds + self.number, sent)
-        averaged.add_done_callback(self.guard(lambda mean: self.aside(lambda: self._on_mean(sent, mean))))
+        then = self.guard(lambda mean: self.aside(lambda: self._on_mean(sent, mean)))
+        averaged.add_done_callback(lambda done: then(done.exception() or done.result()))
 
     def residual(self) -> Values | None:
         """Return what coding has left out, and what the network has lost."""

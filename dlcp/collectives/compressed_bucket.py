@@ -123,7 +123,7 @@ class CompressedRun(BucketRun):
         residual = self.residual() if self.context.options.error_feedback else None
         narrow = self.bucket.value_type.narrow(result)
         try:
-            self.context.endpoint.call(partial(self._write, narrow, residual, decode))
+            self.context.connection.call(partial(self._write, narrow, residual, decode))
         except TransportError as error:
             self.fail(error)
 

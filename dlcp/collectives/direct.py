@@ -117,8 +117,8 @@ class DirectAllReduce:
             self.deferral.begin_step(rates, self._slow, self.weights)
         self.rates_bps, self._reported_with = {}, {}
         self.turn = step if self._has_server else self.turn + 1
-        endpoint = self.context.endpoint
-        endpoint.call(lambda: endpoint.begin_step(step))
+        connection = self.context.connection
+        connection.call(lambda: connection.begin_step(step))
 
     def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
         """See :class:`dlcp.collectives.pipeline.MeasuringReducer`."""
@@ -181,20 +181,20 @@ class DirectAllReduce:
 
         They are 0 where it does not know, and negative where nothing says that the path is congested.
         """
-        endpoint, reached = self.context.endpoint, self._reached_bps
-        known = {peer: endpoint.rate_to(peer) or reached.get(peer, 0.0) for peer in self.context.peers}
-        signed = {peer: rate if endpoint.is_congested(peer) else -rate for peer, rate in known.items()}
+        connection, reached = self.context.connection, self._reached_bps
+        known = {peer: connection.rate_to(peer) or reached.get(peer, 0.0) for peer in self.context.peers}
+        signed = {peer: rate if connection.is_congested(peer) else -rate for peer, rate in known.items()}
         return np.array([signed.get(rank, 0.0) for rank in self.context.contributors], RATE)
 
     def rates_to_tell(self) -> NDArray[np.generic]:
         """Return these rates, and in this rank's own place the fastest that data has come here."""
         told = self.rates()
-        told[self.context.contributors.index(self.context.rank)] = self.context.endpoint.inbound_bps
+        told[self.context.contributors.index(self.context.rank)] = self.context.connection.inbound_bps
         return told
 
     def note_reached(self, peer: int) -> None:
         """Keep the rate at which a peer got what nothing follows: until the next bucket it grows too old to be told."""
-        self._reached_bps[peer] = self.context.endpoint.rate_to(peer)
+        self._reached_bps[peer] = self.context.connection.rate_to(peer)
 
     def note_rates(self, rank: int, sequence: int, rates_bps: NDArray[np.generic]) -> None:
         """Note the rates that a rank reported with a bucket, unless those of a later one are known."""
@@ -224,7 +224,7 @@ class DirectPlan:
 
     def __init__(self, context: RankContext, sequence: int, bucket: Bucket, weights: Mapping[int, float]) -> None:
         self._fits = self._what_it_fits(bucket, weights)
-        per_packet, options = context.endpoint.options.payload_bytes // bucket.values.itemsize, context.options
+        per_packet, options = context.connection.options.payload_bytes // bucket.values.itemsize, context.options
         self.bounds = shard_bounds(len(bucket.values), per_packet, weights)
         self.packets = {
             owner: slice(start // per_packet, -(-stop // per_packet)) for owner, (start, stop) in self.bounds.items()
@@ -262,11 +262,11 @@ class DirectPlan:
         """Return the tags of a bucket's packets: by magnitude where some may be lost on the way."""
         bound, per_packet = (
             context.options.bound_of(bucket),
-            context.endpoint.options.payload_bytes // bucket.values.itemsize,
+            context.connection.options.payload_bytes // bucket.values.itemsize,
         )
         layers, count = context.options.layers, len(bucket.values)
         # Magnitudes cost a tenth of a fast network's time: they wait for the first sign that packets may be lost.
-        clear = context.endpoint.is_clear
+        clear = context.connection.is_clear
         at_risk = [owner for owner in self.bounds if owner != context.rank and (bound.immediate or not clear(owner))]
         if not at_risk or (not bound.ratio and (bucket.whole or not layers)):
             return self.whole
@@ -342,7 +342,7 @@ class DirectRun(BucketRun):
         self.copy: NDArray[np.generic] | None = None
         """The own averaged shard apart from the bucket: from the beginning for local peers to read, else from when the
         caller has the bucket back although a peer has not confirmed it."""
-        self.copy_of: ExportedMemory | BufferPool = self.context.endpoint.exported
+        self.copy_of: ExportedMemory | BufferPool = self.context.connection.exported
         """What the memory of the copy belongs to."""
         self.latest = self.rank
         """Whose average came last."""
@@ -368,18 +368,19 @@ class DirectRun(BucketRun):
 
     def _accumulate(self) -> None:
         start, stop = self.bounds[self.rank]
-        endpoint, own, peers, plan = self.context.endpoint, self.values[start:stop], self.context.peers, self.plan
+        connection, own, peers, plan = self.context.connection, self.values[start:stop], self.context.peers, self.plan
         key, bound, label = self._key(REDUCE_SCATTER, self.rank), plan.loss_bounds[self.rank], plan.labels[self.rank]
         streaming = self.bucket.value_type is ValueType.FLOAT32
-        accumulator = self.accumulator = ShardAccumulator(endpoint, peers, own, streaming=streaming, key=key)
-        if accumulator.reduction is not None and not self.bucket.exported and endpoint.local_peers.intersection(peers):
-            memory = endpoint.exported.take(own.nbytes)
+        accumulator = self.accumulator = ShardAccumulator(connection, peers, own, streaming=streaming, key=key)
+        readers = connection.local_peers.intersection(peers)
+        if readers and accumulator.reduction is not None and not self.bucket.exported:
+            memory = connection.exported.take(own.nbytes)
             if memory is not None:  # one copy for all local peers, made while it is in the caches
                 self.copy = copy = memory.view(np.float32)
                 accumulator.reduction.copy_into(copy)
         for position, peer in enumerate(peers):
-            arriving = endpoint.receive(accumulator.request(position, key, bound, label))
-            arriving.add_done_callback(self.guard(partial(self._on_contribution, peer)))
+            request = accumulator.request(position, key, bound, label)
+            connection.receive(request, self.guard(partial(self._on_contribution, peer)))
         if not peers:
             self._average(accumulator)
 
@@ -466,7 +467,7 @@ class DirectRun(BucketRun):
         assert deferral
         if owner in context.contributors:
             return deferral.shares(np.abs(self.reducer.rates()), scattered=self.bucket.scattered).get(owner, 0.0)
-        return deferral.share_through_server(context.endpoint.is_clear(owner))
+        return deferral.share_through_server(context.connection.is_clear(owner))
 
     def _choose_deferred(self, phase: int, owner: int, share: float, tags: PacketTags) -> NDArray[np.bool_] | None:
         """Return which packets of a shard's message are put off to a later step; None if all are sent."""
@@ -516,8 +517,7 @@ class DirectRun(BucketRun):
             tags = tags._replace(protected=tags.protected & ~deferred)
         key, label, order = self._key(REDUCE_SCATTER, owner), plan.labels[owner], plan.orders[owner]
         request = SendRequest(owner, key, self._bytes(owner).data, tags, bound, label, EMPTY, order, deferred)
-        sending = context.endpoint.send(request)
-        sending.add_done_callback(self.guard(partial(self._on_contributed, owner, tags)))
+        context.connection.send(request, self.guard(partial(self._on_contributed, owner, tags)))
 
     def _on_contributed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
         start, stop = self.bounds[owner]
@@ -538,8 +538,8 @@ class DirectRun(BucketRun):
         into = self._bytes(owner)
         key, size = self._key(ALL_GATHER, self.rank), len(into) + len(tail)
         bound = self.average_bound
-        arriving = context.endpoint.receive(ReceiveRequest(owner, key, size, bound, label, into=into, tail=tail))
-        arriving.add_done_callback(self.guard(partial(self._on_average, owner, tail, delivery.delivered)))
+        request = ReceiveRequest(owner, key, size, bound, label, into=into, tail=tail)
+        context.connection.receive(request, self.guard(partial(self._on_average, owner, tail, delivery.delivered)))
         if self.shards.get(self.rank) is Shard.AVERAGED and owner in self.unconfirmed:
             self._send_average(owner)
 
@@ -571,8 +571,7 @@ class DirectRun(BucketRun):
         payload = (self._bytes(self.rank) if self.copy is None else self.copy.view(np.uint8)).data
         bound, deferred = self.average_bound, self.average_deferred
         request = SendRequest(peer, key, payload, tags, bound, label, self.rates, deferred=deferred)
-        sending = self.context.endpoint.send(request)
-        sending.add_done_callback(self.guard(partial(self._on_average_sent, key, peer, tags)))
+        self.context.connection.send(request, self.guard(partial(self._on_average_sent, key, peer, tags)))
 
     def _on_average_sent(self, key: MessageKey, peer: int, tags: PacketTags, delivery: Delivery) -> None:
         self.context.ledger.record(key, peer, self.plan.labels[self.rank], tags, self.average_bound, delivery)
@@ -583,17 +582,18 @@ class DirectRun(BucketRun):
 
     def _exchange_rates(self) -> None:
         """Tell the others at which rates this rank reaches them, as averages do in the other buckets."""
-        endpoint, rates_bps = self.context.endpoint, self.reducer.rates_to_tell()
+        connection, rates_bps = self.context.connection, self.reducer.rates_to_tell()
         self.reducer.note_rates(self.rank, self.sequence, rates_bps)
         for peer in self.context.peers:
             payload, into = rates_bps.view(np.uint8).data, np.zeros(rates_bps.nbytes, np.uint8)
-            tags = plain_tags(-(-len(into) // endpoint.options.payload_bytes))
+            tags = plain_tags(-(-len(into) // connection.options.payload_bytes))
             label = f"the rates beside {self.label}"
             self.awaited += 1
             key = self._key(ALL_GATHER, self.rank)
-            arriving = endpoint.receive(ReceiveRequest(peer, key, len(into), RELIABLE, label, into=into))
-            arriving.add_done_callback(self.guard(partial(self._on_rates, peer)))
-            endpoint.send(SendRequest(peer, self._key(ALL_GATHER, peer), payload, tags, RELIABLE, label))
+            request = ReceiveRequest(peer, key, len(into), RELIABLE, label, into=into)
+            connection.receive(request, self.guard(partial(self._on_rates, peer)))
+            rates = SendRequest(peer, self._key(ALL_GATHER, peer), payload, tags, RELIABLE, label)
+            connection.send(rates, self.guard(lambda _: None))
 
     def _on_rates(self, peer: int, arrival: Arrival) -> None:
         self.reducer.note_rates(peer, self.sequence, arrival.payload.view(RATE))
@@ -611,7 +611,7 @@ class DirectRun(BucketRun):
             self._note("gathered", self.latest)
             if self.unconfirmed and self.copy is None:
                 copying_s = len(self._bytes(self.rank)) / COPY_BYTES_PER_S
-                self.context.endpoint.call_later(PATIENCE_S + copying_s, self._on_overdue)
+                self.context.connection.call_later(PATIENCE_S + copying_s, self._on_overdue)
         if self.phase is BucketPhase.OVERDUE and self.unconfirmed and not self._local_peers_read():
             self._detach()
         confirmed = not self.unconfirmed or self.copy is not None
@@ -627,17 +627,17 @@ class DirectRun(BucketRun):
 
     def _local_peers_read(self) -> bool:
         """Return whether a local peer may be reading the own averaged shard where it lies in the bucket."""
-        return self.bucket.exported and bool(self.unconfirmed & self.context.endpoint.local_peers)
+        return self.bucket.exported and bool(self.unconfirmed & self.context.connection.local_peers)
 
     def _detach(self) -> None:
         """Let what is not confirmed be sent from a copy."""
         start, stop = self.bounds[self.rank]
-        endpoint = self.context.endpoint
-        self.copy_of, buffer = endpoint.buffers, endpoint.buffers.take((stop - start) * self.values.itemsize)
+        connection = self.context.connection
+        self.copy_of, buffer = connection.buffers, connection.buffers.take((stop - start) * self.values.itemsize)
         self.copy = buffer.view(self.values.dtype)
         self.copy[:] = self.values[start:stop]
         for peer in self.unconfirmed:
-            endpoint.detach(peer, self._key(ALL_GATHER, peer), buffer)
+            connection.detach(peer, self._key(ALL_GATHER, peer), buffer)
 
     def _return(self) -> None:
         """Give the caller the bucket back."""
@@ -709,7 +709,7 @@ class DirectRun(BucketRun):
         if tail_bytes:
             (start, stop), packets = self.bounds[owner], self.plan.packets[owner]
             size = (stop - start) * self.values.itemsize + tail_bytes
-            more = -(-size // self.context.endpoint.options.payload_bytes) - (packets.stop - packets.start)
+            more = -(-size // self.context.connection.options.payload_bytes) - (packets.stop - packets.start)
         return self.plan.tags_of(owner, self.tags, more)
 
     def _lose(self, owner: int, positions: NDArray[np.int64], values: NDArray[np.floating]) -> None:

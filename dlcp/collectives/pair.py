@@ -49,15 +49,12 @@ class PairRun(BucketRun):
 
     def begin(self) -> None:
         """Post the receive, and contribute."""
-        peer, plan, endpoint = self.peer, self.plan, self.context.endpoint
+        peer, plan, connection = self.peer, self.plan, self.context.connection
         contribution, bound, label = self.bucket.values.view(np.uint8), plan.loss_bounds[peer], plan.labels[peer]
-        arriving = endpoint.receive(ReceiveRequest(peer, self._key(self.rank), len(contribution), bound, label))
-        arriving.add_done_callback(self.guard(self._on_contribution))
-        order = plan.orders[peer]
-        sending = endpoint.send(
-            SendRequest(peer, self._key(peer), contribution.data, self.tags, bound, label, EMPTY, order)
-        )
-        sending.add_done_callback(self.guard(self._on_contributed))
+        theirs = ReceiveRequest(peer, self._key(self.rank), len(contribution), bound, label)
+        connection.receive(theirs, self.guard(self._on_contribution))
+        ours = SendRequest(peer, self._key(peer), contribution.data, self.tags, bound, label, EMPTY, plan.orders[peer])
+        connection.send(ours, self.guard(self._on_contributed))
 
     def _key(self, receiver: int) -> MessageKey:
         return self.context.key(self.step, self.sequence, REDUCE_SCATTER, receiver)

@@ -4,7 +4,7 @@
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import RATE, ReduceOptions
+from dlcp.collectives.bucket import RATE, ReduceOptions, guard
 from dlcp.collectives.deferral import Deferral
 from dlcp.collectives.message_numbers import ALL_GATHER, two_hop_number
 from dlcp.collectives.reduction_rules import average
@@ -26,13 +26,14 @@ from dlcp.magnitudes import packet_magnitudes
 from dlcp.tags import PacketTags, queue_of_layer
 from dlcp.transport import (
     Arrival,
+    Connection,
     Delivery,
-    Endpoint,
     LossBound,
     MessageKey,
     PeerSilentError,
     ReceiveRequest,
     SendRequest,
+    Then,
 )
 
 log = logging.getLogger("dlcp")
@@ -136,7 +137,7 @@ def worker_terms(options: ReduceOptions, *, weighted: bool = False, float32: str
     }
 
 
-def agree_with_server(endpoint: Endpoint, server: int, terms: Mapping[str, Any], limit_s: float) -> str:
+def agree_with_server(connection: Connection, server: int, terms: Mapping[str, Any], limit_s: float) -> str:
     """Ask a server whether it has the same terms; return in what they differ, or an empty string.
 
     Raises
@@ -150,24 +151,24 @@ def agree_with_server(endpoint: Endpoint, server: int, terms: Mapping[str, Any],
         if peer == server and not answer.done():
             answer.set_result(content.decode(errors="replace"))
 
-    endpoint.call(partial(setattr, endpoint, "on_notice", on_notice))
+    connection.call(partial(setattr, connection, "on_notice", on_notice))
     # Without names: a notice has to fit the smallest packets.
     question = json.dumps([terms[name] for name in SERVER_TERMS], separators=(",", ":")).encode()
     end_s = time.monotonic() + limit_s
     while time.monotonic() < end_s:
-        endpoint.call(partial(endpoint.notify, server, question))
+        connection.call(partial(connection.notify, server, question))
         with suppress(FutureTimeoutError):
             return answer.result(ASK_AGAIN_S)
     raise PeerSilentError(f"the parameter server has not said in {limit_s:.0f} s how it was started")
 
 
 class ParameterServer:
-    """Serves the buckets of all steps until its endpoint is closed. It learns their sizes from the workers' packets.
+    """Serves the buckets of all steps until its connection is closed. It learns their sizes from the workers' packets.
 
     Parameters
     ----------
-    endpoint
-        The server's endpoint; the workers are its peers.
+    connection
+        The server's connection; the workers are its peers.
     workers
         Ranks of the workers.
     options
@@ -183,28 +184,28 @@ class ParameterServer:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        connection: Connection,
         workers: Sequence[int],
         *,
         options: ServerOptions | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        self.endpoint = endpoint
+        self.connection = connection
         self.workers = sorted(workers)
         self.options = options or ServerOptions()
         self.ledger = ledger or Ledger()
         self.failed: Future[None] = Future()
         self._bound = self.options.contribution_bound
         self._average_bound = LossBound(deferral=self.options.deferral_bound)
-        self._deferral = Deferral(endpoint.rank, self.workers, self.options.deferral_bound)
+        self._deferral = Deferral(connection.rank, self.workers, self.options.deferral_bound)
         self._step = -1
-        self._ranks = max([*self.workers, endpoint.rank]) + 1
+        self._ranks = max([*self.workers, connection.rank]) + 1
         self._buckets: dict[MessageKey, dict[int, Arrival]] = {}
         """Contributions by the key of their messages and by worker."""
         self._samples: tuple[int, dict[int, int]] = (-1, {})
         """The latest step of which samples are known, and how many each worker has."""
-        endpoint.call(partial(setattr, endpoint, "on_unexpected", self._receive))
-        endpoint.call(partial(setattr, endpoint, "on_notice", self._on_terms))
+        connection.call(partial(setattr, connection, "on_unexpected", self._receive))
+        connection.call(partial(setattr, connection, "on_notice", self._on_terms))
 
     def _on_terms(self, worker: int, content: bytes) -> None:
         """Answer a worker that asks whether this server was started as it has to be."""
@@ -212,31 +213,28 @@ class ParameterServer:
             differing = self.options.differing(dict(zip(SERVER_TERMS, json.loads(content), strict=True)))
             if differing:
                 log.warning("DLCP: %s", differing)
-            self.endpoint.notify(worker, differing.encode()[: self.endpoint.options.payload_bytes - 1])
+            self.connection.notify(worker, differing.encode()[: self.connection.options.payload_bytes - 1])
         except Exception as error:  # of a worker of another version, say: this server has others
             log.warning("worker %d has terms that are not understood: %r", worker, error)
 
     def _receive(self, worker: int, key: MessageKey) -> None:
         """Post a receive for a contribution whose first packet has come."""
-        arriving = self.endpoint.receive(ReceiveRequest(worker, key, None, self._bound, self._label(key)))
-        arriving.add_done_callback(partial(self._on_contribution, worker, key))
+        request = ReceiveRequest(worker, key, None, self._bound, self._label(key))
+        self.connection.receive(request, self._guard(partial(self._on_contribution, worker, key)))
 
-    def _on_contribution(self, worker: int, key: MessageKey, contribution: "Future[Arrival]") -> None:
-        try:
-            bucket = self._buckets.setdefault(key, {})
-            bucket[worker] = contribution.result()
-            if len(bucket) == len(self.workers):
-                del self._buckets[key]
-                self._send_average(key, bucket)
-                # A worker is at most one step ahead of another: it cannot start the next without this one's average.
-                self.endpoint.begin_step(key.step - 1)
-        except Exception as error:
-            self._fail(error)
+    def _on_contribution(self, worker: int, key: MessageKey, contribution: Arrival) -> None:
+        bucket = self._buckets.setdefault(key, {})
+        bucket[worker] = contribution
+        if len(bucket) == len(self.workers):
+            del self._buckets[key]
+            self._send_average(key, bucket)
+            # A worker is at most one step ahead of another: it cannot start the next without this one's average.
+            self.connection.begin_step(key.step - 1)
 
     def _send_average(self, key: MessageKey, bucket: dict[int, Arrival]) -> None:
         value_type, sequence = self.options.value_type, self._sequence(key)
         sizes = {worker: len(arrival.payload) for worker, arrival in bucket.items()}
-        if len(set(sizes.values())) > 1 or key.message % self._ranks != self.endpoint.rank:
+        if len(set(sizes.values())) > 1 or key.message % self._ranks != self.connection.rank:
             raise ValueError(
                 f"step {key.step}, {self._label(key)}: workers sent {sizes} bytes; do all run the same model?"
             )
@@ -244,7 +242,7 @@ class ParameterServer:
             {worker: arrival.payload.view(value_type.storage) for worker, arrival in bucket.items()},
             {worker: arrival.delivered for worker, arrival in bucket.items()},
             value_type,
-            self.endpoint.options.payload_bytes // value_type.storage.itemsize,
+            self.connection.options.payload_bytes // value_type.storage.itemsize,
             rescale=self.options.rescale,
             samples=self._samples[1] if self._samples[0] == key.step else None,
         )
@@ -252,7 +250,7 @@ class ParameterServer:
             self._samples = key.step, samples_of(read_table(mean, self.workers))
         no_rates = bytes(len(self.workers) * RATE.itemsize)
         payload = memoryview(np.ascontiguousarray(value_type.narrow(mean)).tobytes() + no_rates)
-        tags = _tags_of(bucket, -(-len(payload) // self.endpoint.options.payload_bytes))
+        tags = _tags_of(bucket, -(-len(payload) // self.connection.options.payload_bytes))
         deferred = None
         if self._bound.deferral:
             deferred = self._choose_deferred(key, mean, bucket, tags)
@@ -262,7 +260,7 @@ class ParameterServer:
             request = SendRequest(
                 worker, reply, payload, tags, self._average_bound, self._label(key), deferred=deferred
             )
-            self.endpoint.send(request).add_done_callback(partial(self._on_sent, worker, reply, tags))
+            self.connection.send(request, self._guard(partial(self._on_sent, worker, reply, tags)))
 
     def _choose_deferred(
         self, key: MessageKey, mean: NDArray[np.floating], bucket: dict[int, Arrival], tags: PacketTags
@@ -276,7 +274,7 @@ class ParameterServer:
         if not share:
             return None
         value_type = self.options.value_type
-        per_packet = self.endpoint.options.payload_bytes // value_type.storage.itemsize
+        per_packet = self.connection.options.payload_bytes // value_type.storage.itemsize
         magnitudes = packet_magnitudes(value_type.narrow(mean), value_type, per_packet)
         packets = len(magnitudes)
         of_layer = np.bincount(tags.layer[:packets], minlength=256)[tags.layer[:packets]]
@@ -286,11 +284,11 @@ class ParameterServer:
         deferred = self._deferral.choose((ALL_GATHER, self._sequence(key)), magnitudes, ~matters, share, limit)
         return None if deferred is None else np.append(deferred, np.zeros(len(tags.queue) - packets, np.bool_))
 
-    def _on_sent(self, worker: int, key: MessageKey, tags: PacketTags, sending: "Future[Delivery]") -> None:
-        try:
-            self.ledger.record(key, worker, self._label(key), tags, self._average_bound, sending.result())
-        except Exception as error:
-            self._fail(error)
+    def _on_sent(self, worker: int, key: MessageKey, tags: PacketTags, delivery: Delivery) -> None:
+        self.ledger.record(key, worker, self._label(key), tags, self._average_bound, delivery)
+
+    def _guard(self, action: Callable[[Any], None]) -> Then[Any]:
+        return guard(action, self._fail)
 
     def _fail(self, error: Exception) -> None:
         if not self.failed.done():

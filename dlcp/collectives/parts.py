@@ -67,7 +67,7 @@ class AllReduceInParts:
         if context.options.error_feedback:  # a layer's residual is added at once, and some lie in several parts
             context.residual.apply(bucket.values, bucket.segments, bucket.value_type)
         averaged: Future[NDArray[np.generic]] = Future()
-        timeline, left = context.endpoint.timeline, set(range(len(parts)))
+        timeline, left = context.connection.timeline, set(range(len(parts)))
 
         def on_done(index: int, future: "Future[NDArray[np.generic]]") -> None:
             left.discard(index)  # all in the endpoint's thread
@@ -134,7 +134,7 @@ class AllReduceInParts:
         return PartialResult(*name, values, per_packet, final, included, residual, unconfirmed)
 
     def _per_packet(self, bucket: Bucket) -> int:
-        return self.plain.context.endpoint.options.payload_bytes // bucket.values.itemsize
+        return self.plain.context.connection.options.payload_bytes // bucket.values.itemsize
 
     def _parts(self, sequence: int, bucket: Bucket) -> list[_Part]:
         """Divide a bucket at borders of packets."""

@@ -48,8 +48,10 @@ from dlcp.transport import (
     Delivery,
     LossBound,
     MessageKey,
+    Outcome,
     ReceiveRequest,
     SendRequest,
+    Then,
 )
 
 PIECE_BYTES = 1 << 22
@@ -146,8 +148,8 @@ class RingAllReduce:
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on."""
         self.rates_bps, self._told_with = {}, {}
-        endpoint = self.context.endpoint
-        endpoint.call(lambda: endpoint.begin_step(step))
+        connection = self.context.connection
+        connection.call(lambda: connection.begin_step(step))
 
     def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
         """See :class:`dlcp.collectives.pipeline.MeasuringReducer`."""
@@ -192,7 +194,7 @@ class RingAllReduce:
         """Tell the other ranks, once: most are not next to the one that failed, and would wait out their deadline."""
         if not self._aborted:
             self._aborted = True
-            self.context.endpoint.abort(reason)
+            self.context.connection.abort(reason)
 
     def end(self, run: "RingRun") -> None:
         """Forget a bucket that is done."""
@@ -209,9 +211,9 @@ class RingRun(BucketRun):
     def __init__(self, reducer: RingAllReduce, step: int, sequence: int, bucket: Bucket) -> None:
         super().__init__(reducer.context, step, sequence, bucket)
         context, options = reducer.context, reducer.context.options
-        self.reducer, self.endpoint = reducer, context.endpoint
+        self.reducer, self.connection = reducer, context.connection
         self.value_type = bucket.value_type
-        self.packet_bytes = self.endpoint.options.payload_bytes
+        self.packet_bytes = self.connection.options.payload_bytes
         self.pieces = cut_in_pieces(
             len(bucket.values), self.values_per_packet, self.packet_bytes, reducer.ranks, sequence
         )
@@ -239,7 +241,7 @@ class RingRun(BucketRun):
         bucket, values, per_packet = self.bucket, len(self.bucket.values), self.values_per_packet
         tagger, options = self.context.tagger, self.context.options
         hops, bound = max(1, self.reducer.ranks - 1), options.bound_of(bucket)
-        if bucket.whole or (self.endpoint.is_clear(self.reducer.next) and not bound.immediate):
+        if bucket.whole or (self.connection.is_clear(self.reducer.next) and not bound.immediate):
             return tagger.tag_whole(values, bucket.segments, per_packet)
         if bucket.magnitudes is None:
             tags = tagger.tag(bucket.values, self.value_type, bucket.segments, per_packet)
@@ -260,7 +262,7 @@ class RingRun(BucketRun):
                 self._send_partial(piece, self._bytes(piece))
                 continue
             packets, size = self._packets(piece), self._value_bytes(piece)
-            sum_bytes = self.endpoint.buffers.take(size + packets * self.count.itemsize * self.counted)
+            sum_bytes = self.connection.buffers.take(size + packets * self.count.itemsize * self.counted)
             expected = sum_bytes if hop else sum_bytes[:size]
             self._receive(piece, REDUCE_SCATTER, hop, expected, partial(self._on_partial, piece, sum_bytes))
         self._look_whether_done()
@@ -286,9 +288,9 @@ class RingRun(BucketRun):
             return
         mean = divide(total, counts, self.reducer.ranks, self.values_per_packet, self.bucket.samples)
         own[:] = self.value_type.narrow(mean)
-        self.endpoint.buffers.give(sum_bytes)
+        self.connection.buffers.give(sum_bytes)
         self._note_final(piece)
-        rate = np.array([self.endpoint.rate_to(self.reducer.next)], RATE).view(np.uint8)
+        rate = np.array([self.connection.rate_to(self.reducer.next)], RATE).view(np.uint8)
         self._note_rate(piece, rate)
         self._send_average(piece, 0, rate)
 
@@ -312,7 +314,7 @@ class RingRun(BucketRun):
         if distance == 0:
             self._receive_average(piece)  # not before: what was sent lay where the average goes
         else:
-            self.endpoint.buffers.give(sum_bytes)
+            self.connection.buffers.give(sum_bytes)
 
     # The second way around: results -----------------------------------------------------------------------------------
 
@@ -321,10 +323,9 @@ class RingRun(BucketRun):
         then = partial(self._on_average, piece, rate)
         self._receive(piece, ALL_GATHER, self._distance(piece), self._bytes(piece), then, self._told(rate))
 
-    def _note_final(self, piece: Piece, arriving: "Future[Arrival] | None" = None) -> None:
-        if arriving is None or not arriving.exception():
-            first = piece.start // self.values_per_packet
-            self.final[first : first + self._packets(piece)] = True
+    def _note_final(self, piece: Piece) -> None:
+        first = piece.start // self.values_per_packet
+        self.final[first : first + self._packets(piece)] = True
 
     def _on_average(self, piece: Piece, rate: Bytes, _: Arrival) -> None:
         self._note_rate(piece, rate)
@@ -370,8 +371,8 @@ class RingRun(BucketRun):
             then(delivery)
 
         self.under_way.add((True, key))
-        sending = self.endpoint.send(SendRequest(peer, key, payload.data, tags, bound, label, tail))
-        sending.add_done_callback(self._unless_failed((True, key), on_sent))
+        request = SendRequest(peer, key, payload.data, tags, bound, label, tail)
+        self.connection.send(request, self._unless_failed((True, key), on_sent))
 
     def _receive(
         self,
@@ -386,27 +387,26 @@ class RingRun(BucketRun):
         self.under_way.add((False, key))
         size, bound = len(into) + len(tail), self._bound(piece, phase)
         request = ReceiveRequest(peer, key, size, bound, label, into=into, tail=tail)
-        arriving = self.endpoint.receive(request)
-        if phase == ALL_GATHER:
-            arriving.add_done_callback(partial(self._note_final, piece))  # even if the bucket has failed by now
-        arriving.add_done_callback(self._unless_failed((False, key), then))
 
-    def _unless_failed(
-        self, message: tuple[bool, MessageKey], action: Callable[[Any], None]
-    ) -> Callable[["Future[Any]"], None]:
+        go_on = self._unless_failed((False, key), then)
+
+        def on_outcome(outcome: Outcome[Arrival]) -> None:
+            if phase == ALL_GATHER and isinstance(outcome, Arrival):  # even if the bucket has failed by now
+                self._note_final(piece)
+            go_on(outcome)
+
+        self.connection.receive(request, on_outcome)
+
+    def _unless_failed(self, message: tuple[bool, MessageKey], action: Callable[[Any], None]) -> Then[Any]:
         """Return what to do when a message is there or confirmed; if it fails, so does the bucket, on all ranks."""
 
-        def on_done(future: "Future[Any]") -> None:
-            if self.done.done():
-                return
-            try:
-                action(future.result())
-                self.under_way.discard(message)
-                self._look_whether_done()
-            except Exception as error:
-                self.fail(error)
+        def act(result: Any) -> None:
+            action(result)
+            self.under_way.discard(message)
+            self._look_whether_done()
 
-        return on_done
+        guarded = self.guard(act)
+        return lambda outcome: None if self.done.done() else guarded(outcome)
 
     def fail(self, error: Exception) -> None:
         """End with an error, and tell the other ranks."""

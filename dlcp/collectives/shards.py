@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.transport import Arrival, Endpoint, LossBound, MessageKey, ReceiveRequest
+from dlcp.transport import Arrival, Connection, LossBound, MessageKey, ReceiveRequest
 
 PATIENCE_S: Final = 0.002
 """How long the last confirmations are awaited before what peers may still read is copied. Chosen by us."""
@@ -141,8 +141,8 @@ class ShardAccumulator:
 
     Parameters
     ----------
-    endpoint, peers
-        This rank's endpoint, and the other contributors, ascending.
+    connection, peers
+        This rank's connection, and the other contributors, ascending.
     own
         This rank's contribution, flat; with ``streaming`` the result is formed in it.
     streaming
@@ -162,7 +162,7 @@ class ShardAccumulator:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        connection: Connection,
         peers: Sequence[int],
         own: NDArray[np.generic],
         *,
@@ -170,11 +170,11 @@ class ShardAccumulator:
         divisor: float | None = None,
         key: MessageKey | None = None,
     ) -> None:
-        self.endpoint, self.peers, self.own = endpoint, peers, own
+        self.connection, self.peers, self.own = connection, peers, own
         self.delivered: dict[int, NDArray[np.bool_]] = {}
         self.whole = True
         self.reduction = (
-            endpoint.reduction(cast("NDArray[np.float32]", own), len(peers), divisor, key)
+            connection.reduction(cast("NDArray[np.float32]", own), len(peers), divisor, key)
             if streaming and peers
             else None
         )
@@ -185,12 +185,12 @@ class ShardAccumulator:
         peer, size = self.peers[position], self.own.nbytes
         if self.reduction is not None:
             return ReceiveRequest(peer, key, size, bound, label, reduction=self.reduction, position=position)
-        return ReceiveRequest(peer, key, size, bound, label, into=self.endpoint.buffers.take(size))
+        return ReceiveRequest(peer, key, size, bound, label, into=self.connection.buffers.take(size))
 
     def take(self, peer: int, arrival: Arrival) -> bool:
         """Take a contribution; return whether it was the last."""
         if self.reduction is None:  # a packet that is missing counts as zeros
-            packet_bytes = self.endpoint.options.payload_bytes
+            packet_bytes = self.connection.options.payload_bytes
             for index in np.flatnonzero(~arrival.delivered).tolist():
                 arrival.payload[index * packet_bytes : (index + 1) * packet_bytes] = 0
         self.delivered[peer], self._received[peer] = arrival.delivered, arrival.payload
@@ -211,5 +211,5 @@ class ShardAccumulator:
     def release(self) -> None:
         """Give the memory of the contributions back."""
         for buffer in self._received.values():
-            self.endpoint.buffers.give(buffer)
+            self.connection.buffers.give(buffer)
         self._received.clear()

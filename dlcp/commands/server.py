@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         endpoint, workers, options = _open(arguments)
     except (OSError, ValueError) as problem:
         return refuse("server", problem)
-    server = ParameterServer(endpoint, list(range(len(workers))), options=options)
+    server = ParameterServer(endpoint.connection, list(range(len(workers))), options=options)
     stopped = threading.Event()
     server.failed.add_done_callback(lambda _: stopped.set())
     for number in (signal.SIGTERM, signal.SIGINT):

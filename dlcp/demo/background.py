@@ -174,7 +174,7 @@ def udp_sink(endpoint: Endpoint, count: _Count, channel: Connection) -> None:
     def on_message(peer: int, key: MessageKey) -> None:
         arrival = endpoint.receive(ReceiveRequest(peer, key, None, RELIABLE, "background"))
         arrival.add_done_callback(lambda done: count(len(done.result().payload)))
-        endpoint.begin_step(key.step - _MESSAGES_IN_FLIGHT)
+        endpoint.connection.begin_step(key.step - _MESSAGES_IN_FLIGHT)
 
     endpoint.call(lambda: setattr(endpoint, "on_unexpected", on_message))
     send_fact(channel, {"ready": True})
@@ -203,7 +203,7 @@ def tcp_send(
 def udp_send(endpoint: Endpoint, bursts: Iterable[BackgroundBurst], stop: Callable[[BackgroundBurst], float]) -> None:
     """Send as fast as DLCP's reliable transport allows with the window of one TCP flow (CUBIC)."""
     endpoint.greet()
-    packets = -(-len(_CHUNK) // endpoint.options.payload_bytes)
+    packets = -(-len(_CHUNK) // endpoint.connection.options.payload_bytes)
     nothing = np.zeros(packets, np.uint8)
     tags = PacketTags(nothing, nothing, nothing, np.ones(packets, np.bool_))
     sending: deque[Future[Delivery]] = deque()

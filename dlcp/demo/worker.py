@@ -89,7 +89,7 @@ def train(task: RankTask, channel: Connection) -> Fact:
         "curve": _curve(snapshots, digits) if rank == 0 else [],
         "ledger": None,
         "layer_seconds": state.layer_seconds() if state else None,
-        "refused": dict(state.endpoint.refused) if state and state.endpoint else {},
+        "refused": dict(state.endpoint.connection.refused) if state and state.endpoint else {},
         "tcp": _tcp_counters(),
         "torch": torch.__version__,
     }

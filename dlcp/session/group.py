@@ -537,7 +537,7 @@ def broadcast(endpoint: Endpoint, size: int, step: int, data: NDArray[np.uint8],
     TransportError
         A rank did not answer, or not in time; the message names it.
     """
-    parent, children = binomial_tree(endpoint.rank, root, size)
+    parent, children = binomial_tree(endpoint.connection.rank, root, size)
     label = f"broadcast of rank {root}"
     parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
     if parts:
@@ -551,7 +551,7 @@ def broadcast(endpoint: Endpoint, size: int, step: int, data: NDArray[np.uint8],
     for index, part in enumerate(parts):
         if parent is not None:
             _await(arriving[index], step, f"rank {parent.rank}", label, deadline_s)
-        tags = plain_tags(-(-len(part) // endpoint.options.payload_bytes))
+        tags = plain_tags(-(-len(part) // endpoint.connection.options.payload_bytes))
         for child in children:
             key = MessageKey(step, broadcast_number(index, child.hop, size))
             request = SendRequest(child.rank, key, memoryview(part.data), tags, RELIABLE, label)

@@ -301,8 +301,8 @@ def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int
         if verdict == USE_DLCP:
             undo.pop_all()
             if timeline is not None:
-                timeline.note("joined", 0, 0, label_of(options.job, joined.endpoint.token))
-                joined.endpoint.timeline = timeline
+                timeline.note("joined", 0, 0, label_of(options.job, joined.endpoint.connection.token))
+                joined.endpoint.connection.timeline = timeline
             return joined
         if timeline is not None:
             timeline.note("left", 0, 0, verdict)
@@ -383,7 +383,7 @@ def _agree_with_server(endpoint: Endpoint, options: Options, server: int, limit_
     whole = {"samples": options.weighted, "adapt": options.adapt, "phases": options.phases}
     float32 = next((name for name in whole if whole[name]), "compression" if options.compression else "")
     terms = worker_terms(options.reduction(), weighted=options.weighted, float32=float32)
-    differing = agree_with_server(endpoint, server, terms, limit_s)
+    differing = agree_with_server(endpoint.connection, server, terms, limit_s)
     if differing:
         raise NotJoinedError(differing)
 

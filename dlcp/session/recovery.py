@@ -77,7 +77,7 @@ class Recovery:
         assert session.endpoint
         values = bucket.value_type.widen(bucket.values).copy()
         session.feedback.apply(values, pending.segments)
-        per_packet = session.endpoint.options.payload_bytes // bucket.values.itemsize
+        per_packet = session.endpoint.connection.options.payload_bytes // bucket.values.itemsize
         return PartialResult.untouched(session.rank, *pending.id, values, per_packet)
 
     def _wait_for_all(self, which: "BucketId") -> "PendingBucket | None":

@@ -358,7 +358,7 @@ class TrainingSession:
         self.options, self._joined = joined.options, joined
         self.hosts = len(joined.topology.ranks_by_host(self.ranks))
         if self._snapshots:
-            self._snapshots.label = label_of(joined.options.job, joined.endpoint.token)
+            self._snapshots.label = label_of(joined.options.job, joined.endpoint.connection.token)
         self.autotuner = self._make_autotuner(joined.endpoint)
         self.use(joined.endpoint, self._make_reducer)
 
@@ -366,7 +366,7 @@ class TrainingSession:
         """Average with DLCP from now on, by what ``make`` returns for an autotuner's settings, or None without one."""
         self.endpoint, self._make = endpoint, make
         if self.table.meter is not None:
-            endpoint.on_message = self.table.meter.on_message
+            endpoint.connection.on_message = self.table.meter.on_message
         self._reducer = make(self.autotuner.settings if self.autotuner else None)
         self._recoverable = self.fallback.recovers and self.options.fallback and self.fallback.prepare()
         self.phase = SessionPhase.READY
@@ -402,7 +402,7 @@ class TrainingSession:
         if endpoint is not None:
             tuner.measure(
                 self.ledger,
-                endpoint,
+                endpoint.connection,
                 adapt=options.adapt,
                 phases=options.phases,
                 hosts=self.hosts,
@@ -421,11 +421,11 @@ class TrainingSession:
             compression = settings.compression
             self.tagger.policy = options.classes()
             weight = options.transport(len(self.ranks), joined.topology).flow_weight
-            joined.endpoint.call(partial(joined.endpoint.set_flow_weight, weight))
+            joined.endpoint.call(partial(joined.endpoint.connection.set_flow_weight, weight))
         return make_reducer(
             options.collective,
             RankContext(
-                joined.endpoint,
+                joined.endpoint.connection,
                 self.ranks,
                 options.reduction(),
                 self.tagger,
@@ -446,12 +446,12 @@ class TrainingSession:
     @property
     def timeline(self) -> "Timeline | None":
         """Where this rank notes what it does, if anywhere."""
-        return self.endpoint.timeline if self.endpoint else None
+        return self.endpoint.connection.timeline if self.endpoint else None
 
     @property
     def local_peers(self) -> int:
         """With how many other ranks this one exchanges packets through memory."""
-        return len(self.endpoint.local_peers) if self.endpoint else 0
+        return len(self.endpoint.connection.local_peers) if self.endpoint else 0
 
     # A step's metadata ------------------------------------------------------------------------------------------------
 
@@ -557,7 +557,8 @@ class TrainingSession:
             pending.reducing = self.phase is SessionPhase.READY
         if pending.reducing:
             try:
-                self._reduce(pending, pending.bucket)
+                averaged = self._reducer_for(pending).start(pending.step, pending.sequence, self._bucket_of(pending))
+                averaged.add_done_callback(partial(self._on_averaged, pending))
             except Exception as error:
                 pending.reducing = False
                 self._on_failure(pending, error)
@@ -568,32 +569,41 @@ class TrainingSession:
         if failure:
             pending.fail(failure)
 
-    def _reduce(self, pending: PendingBucket, bucket: Bucket) -> None:
-        tuner, step = self.autotuner, pending.step
+    def _reducer_for(self, pending: PendingBucket) -> Reducer:
+        """Return what reduces a bucket, once it knows that the bucket's step has begun."""
         assert self._reducer
-        if step > self._reducer_step:
-            self._reducer_step = step
+        if pending.step > self._reducer_step:
+            self._reducer_step = pending.step
             if self._replaced:
                 self._replaced.close()
                 self._replaced = None
-            self._reducer.begin_step(step)
-        tuned = tuner is not None and not bucket.exact
-        if tuner and tuned:
-            if tuner.reducer_changed():
-                self._replaced, self._reducer = self._reducer, self._make(tuner.settings)
-                self._reducer.begin_step(step)
-            bucket = replace(bucket, bound=tuner.bound, samples=tuner.samples)
-        if step == self._flush_step and not bucket.exact:
-            bucket = replace(bucket, flush=True)
-        averaged = self._reducer.start(step, pending.sequence, bucket)
-        averaged.add_done_callback(partial(self._on_averaged, pending, tuner if tuned else None))
+            self._reducer.begin_step(pending.step)
+        tuner = self._tuner_of(pending)
+        if tuner and tuner.reducer_changed():
+            self._replaced, self._reducer = self._reducer, self._make(tuner.settings)
+            self._reducer.begin_step(pending.step)
+        return self._reducer
 
-    def _on_averaged(self, pending: PendingBucket, tuner: "Autotuner | None", done: "Future[Any]") -> None:
+    def _tuner_of(self, pending: PendingBucket) -> "Autotuner | None":
+        """Return the autotuner, if it has a say in a bucket."""
+        return None if pending.bucket is None or pending.bucket.exact else self.autotuner
+
+    def _bucket_of(self, pending: PendingBucket) -> Bucket:
+        """Return a bucket as the options of its step have it."""
+        assert pending.bucket
+        bucket, tuner = pending.bucket, self._tuner_of(pending)
+        if tuner:
+            bucket = replace(bucket, bound=tuner.bound, samples=tuner.samples)
+        if pending.step == self._flush_step and not bucket.exact:
+            bucket = replace(bucket, flush=True)
+        return bucket
+
+    def _on_averaged(self, pending: PendingBucket, done: "Future[Any]") -> None:
         error = done.exception()
         if error is not None:
             self._on_failure(pending, error)
             return
-        if tuner and pending.bucket:
+        if pending.bucket and (tuner := self._tuner_of(pending)):
             tuner.on_averaged(pending.bucket)
         timeline = self.timeline
         if timeline is not None:

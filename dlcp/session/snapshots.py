@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 from dlcp.closing import ExitCallback
 from dlcp.ledger import COUNTS
 from dlcp.tags import Segment
-from dlcp.transport import Endpoint, TransportError
+from dlcp.transport import Connection, TransportError
 
 if TYPE_CHECKING:
     from dlcp.session.session import TrainingSession
@@ -382,29 +382,29 @@ class SnapshotWriter:
         elif session.endpoint:
             answer: Future[dict[str, Any]] = Future()
             with suppress(TransportError, FutureTimeoutError):
-                session.endpoint.call(partial(_describe_peers, session.endpoint, answer))
+                session.endpoint.call(partial(_describe_peers, session.endpoint.connection, answer))
                 self._peers = answer.result(ASKING_S)
         return self._peers
 
 
-def _describe_peers(endpoint: Endpoint, answer: "Future[dict[str, Any]]") -> None:
+def _describe_peers(connection: Connection, answer: "Future[dict[str, Any]]") -> None:
     """Answer with rate, window, round trip and paths to each peer, by rank; in the endpoint's thread."""
     try:
-        answer.set_result({str(peer): describe_peer(endpoint, peer) for peer in endpoint.peers})
+        answer.set_result({str(peer): describe_peer(connection, peer) for peer in connection.peers})
     except Exception as error:  # which must not end the thread that it comes from
         answer.set_exception(error)
 
 
-def describe_peer(endpoint: Endpoint, peer: int) -> dict[str, Any]:
-    """Return what an endpoint knows of the way to a peer; of one that memory leads to, that this is so."""
-    if peer in endpoint.local_peers:
+def describe_peer(connection: Connection, peer: int) -> dict[str, Any]:
+    """Return what a connection knows of the way to a peer; of one that memory leads to, that this is so."""
+    if peer in connection.local_peers:
         return {"local": True}
-    paths = endpoint.paths_to(peer)
+    paths = connection.paths_to(peer)
     return {
         "local": False,
-        "rate_bps": endpoint.rate_to(peer),
-        "window_packets": endpoint.window_to(peer),
-        "rtt_s": endpoint.rtt_to(peer),
+        "rate_bps": connection.rate_to(peer),
+        "window_packets": connection.window_to(peer),
+        "rtt_s": connection.rtt_to(peer),
         "paths": len(paths),
         "paths_left": sum(path.weight == 0 for path in paths),
         "worst_path_loss": max((path.loss for path in paths), default=0.0),

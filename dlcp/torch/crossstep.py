@@ -500,7 +500,7 @@ class LayerAverager:
         traffic.adopt(self._session)
         if endpoint := self._session.endpoint:
             for layers in groups:
-                memory = endpoint.exported.take(layers.host_bytes)
+                memory = endpoint.connection.exported.take(layers.host_bytes)
                 if memory is not None:
                     layers.move_to(memory)
 
@@ -519,7 +519,7 @@ class LayerAverager:
         layers.sent = Future()
         if layers.flat.device not in self._stagers:
             self._stagers[layers.flat.device] = stager_for(layers.flat.device)
-        packet_bytes = self.endpoint.options.payload_bytes if self.endpoint else PAYLOAD_UNKNOWN
+        packet_bytes = self.endpoint.connection.options.payload_bytes if self.endpoint else PAYLOAD_UNKNOWN
         per_packet = packet_bytes // layers.flat.element_size()
         self._stagers[layers.flat.device].stage(layers.flat, per_packet, partial(self._on_host, step, layers))
 

@@ -177,7 +177,9 @@ class ShardedGradients:
             raise RuntimeError(f"gradients are reduced as {tensor.dtype}; set another reduce_dtype")
         if self._sequence == 0:
             Variable._execution_engine.queue_callback(self._end_step)
-        per_packet = session.endpoint.options.payload_bytes // tensor.element_size() if session.endpoint else 1
+        per_packet = (
+            session.endpoint.connection.options.payload_bytes // tensor.element_size() if session.endpoint else 1
+        )
         layout, whole = group.layout(tensor.numel(), self._ranks, per_packet)
         pending = ScatteredBucket(self._state.step, self._sequence, layout.segments)
         self._sequence += 1

@@ -302,7 +302,19 @@ class State:
         segments = segments_of(bucket, self._layers)
         on_averaged = partial(self._note_time, segments, self._step_began_s)
         number = session.first_sequence + self._sequence
-        averaged = self.submit(tensor, TimedBucket(self.step, number, segments, on_averaged=on_averaged))
+        pending = TimedBucket(self.step, number, segments, on_averaged=on_averaged)
+        try:
+            admitted = session.admit(pending)
+        except TransportError as error:
+            averaged = _failed(error)
+        else:
+            if admitted:
+                assert session.endpoint
+                assert self._stager
+                per_packet = session.endpoint.connection.options.payload_bytes // tensor.element_size()
+                averaged = self._stager.stage(tensor, per_packet, partial(self._on_host, pending)).answer
+            else:
+                averaged = self._by_framework(tensor, pending)
         self._sequence += 1
         if bucket.is_last():
             if session.autotuner:
@@ -311,34 +323,23 @@ class State:
             self._sequence = 0
         return averaged
 
-    def submit(self, tensor: torch.Tensor, pending: "TimedBucket") -> TensorFuture:
-        """Average a flat tensor over all ranks: bring it to the host, and let the session average it there."""
-        session, fallback, stager = self._session, self._fallback, self._stager
-        assert session
-        assert fallback
-        assert stager
-        try:
-            admitted = session.admit(pending)
-        except TransportError as error:
-            failed: TensorFuture = torch.futures.Future()
-            failed.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
-            return failed
-        if not admitted:
-            averaged = fallback.average_tensor(pending.segments, tensor)
-            meter = session.table.meter
-            if meter is not None:
-                meter.on_ready(pending.step, pending.segments)
-                averaged.add_done_callback(lambda _: meter.on_averaged(pending.step))
-            return averaged
-        assert session.endpoint
-        per_packet = session.endpoint.options.payload_bytes // tensor.element_size()
+    def _by_framework(self, tensor: torch.Tensor, pending: "TimedBucket") -> TensorFuture:
+        """Let the framework average a flat tensor."""
+        assert self._session
+        assert self._fallback
+        averaged = self._fallback.average_tensor(pending.segments, tensor)
+        meter = self._session.table.meter
+        if meter is not None:
+            meter.on_ready(pending.step, pending.segments)
+            averaged.add_done_callback(lambda _: meter.on_averaged(pending.step))
+        return averaged
 
-        def on_host(staged: Staged) -> None:
-            pending.staged = staged
-            pending.bucket = Bucket(staged.array, staged.value_type, pending.segments, staged.magnitudes)
-            session.start(pending)
-
-        return stager.stage(tensor, per_packet, on_host).answer
+    def _on_host(self, pending: "TimedBucket", staged: Staged) -> None:
+        """Average what the session has admitted, and what is on the host now."""
+        assert self._session
+        pending.staged = staged
+        pending.bucket = Bucket(staged.array, staged.value_type, pending.segments, staged.magnitudes)
+        self._session.start(pending)
 
     def layer_seconds(self) -> dict[str, list[float]]:
         """Return when each layer's gradients were averaged, by layer position.
@@ -351,6 +352,12 @@ class State:
         seconds = time.monotonic() - began_s
         for position in {segment.layer.position for segment in segments}:
             self._layer_seconds.setdefault(position, deque(maxlen=STEPS_KEPT)).append(seconds)
+
+
+def _failed(error: Exception) -> TensorFuture:
+    answer: TensorFuture = torch.futures.Future()
+    answer.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
+    return answer
 
 
 def _resolved(tensor: torch.Tensor) -> TensorFuture:

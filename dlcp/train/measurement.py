@@ -167,7 +167,7 @@ class AdvisedMeasurement(Measurement):
         group = self.model.process_group
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         assert state.endpoint
-        mine = Survey.of(rank, ranks, state.ledger, state.endpoint)
+        mine = Survey.of(rank, ranks, state.ledger, state.endpoint.connection)
         surveyed: list[Any] = [None] * ranks
         dist.all_gather_object(surveyed, (mine, self.seconds[DLCP], self.seconds[NONE]), group=group)
         step_s, floor_s = (

@@ -69,7 +69,7 @@ class Model:
             "deferral_bound": state.options.deferral_bound if state else None,
             "fallback": (state.reason or None) if state else None,
             "local_peers": state.local_peers if state else 0,
-            "refused": dict(state.endpoint.refused) if state and state.endpoint else {},
+            "refused": dict(state.endpoint.connection.refused) if state and state.endpoint else {},
             "ledger": state.ledger.summary() if state else None,
             "last_step": _last_step(state) if state else None,
         }

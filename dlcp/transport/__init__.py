@@ -2,6 +2,7 @@
 """Messages between ranks of which a bounded share may be lost."""
 
 from dlcp.transport.buffers import BufferPool, ExportedMemory
+from dlcp.transport.connection import Connection
 from dlcp.transport.endpoint import Endpoint
 from dlcp.transport.errors import (
     BoundExceededError,
@@ -27,6 +28,7 @@ from dlcp.transport.messages import (
 )
 from dlcp.transport.native_engine import StreamingReduction
 from dlcp.transport.options import CONGESTION, TransportOptions
+from dlcp.transport.peer import Outcome, Then
 from dlcp.transport.sockets import bind_socket, parse_address
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "BoundExceededError",
     "BufferPool",
     "Bytes",
+    "Connection",
     "DeadlineError",
     "Delivery",
     "Endpoint",
@@ -45,6 +48,7 @@ __all__ = [
     "LossBound",
     "MessageKey",
     "MessageMismatchError",
+    "Outcome",
     "PeerAbortedError",
     "PeerHangsError",
     "PeerLeftError",
@@ -52,6 +56,7 @@ __all__ = [
     "ReceiveRequest",
     "SendRequest",
     "StreamingReduction",
+    "Then",
     "TransportError",
     "TransportOptions",
     "bind_socket",

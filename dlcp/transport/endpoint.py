@@ -1,707 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's end of all its conversations: messages in and out, over the engine, with a thread of its own.
-
-:class:`Protocol` is that without a thread and without a clock; :class:`Endpoint` adds both, and the socket.
-"""
+"""A rank's connection to its peers over a socket, in a thread of its own."""
 
 import contextlib
-import heapq
-import math
 import socket
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Final, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dlcp import wire
-from dlcp.transport.buffers import BufferPool, ExportedMemory
-from dlcp.transport.congestion import NoWindow
-from dlcp.transport.engine import (
-    MESSAGE_PACKETS_MAX,
-    Arrived,
-    ControlPacket,
-    Datagram,
-    Mismatch,
-    PathState,
-    Reported,
-    Sent,
-    Unanswered,
-    Unexpected,
-    first_block,
-)
-from dlcp.transport.errors import (
-    DeadlineError,
-    MessageMismatchError,
-    PeerAbortedError,
-    PeerLeftError,
-    PeerSilentError,
-    TransportError,
-    at_step,
-)
-from dlcp.transport.messages import (
-    EMPTY,
-    RELIABLE,
-    Address,
-    Arrival,
-    Bytes,
-    Delivery,
-    LossBound,
-    MessageKey,
-    ReceiveRequest,
-    SendRequest,
-)
-from dlcp.transport.native_engine import Engine, StreamingReduction
-from dlcp.transport.options import PATHS_MAX, TransportOptions, weight_of
-from dlcp.transport.peer import Peer
-from dlcp.transport.promise import Receiving, Sending
+from dlcp.transport.connection import Connection
+from dlcp.transport.errors import PeerSilentError, TransportError
+from dlcp.transport.messages import Address, Arrival, Delivery, ReceiveRequest, SendRequest
+from dlcp.transport.options import TransportOptions
+from dlcp.transport.peer import Outcome, Then
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.transport.sockets import UDP_GRO, bind_further, packets_held
-from dlcp.wire import GREETING, GREETING_PORT, PacketType
 
-if TYPE_CHECKING:  # loaded when options ask for it
-    from dlcp.timeline import Timeline
-
-HELLO_REPEAT_S: Final = 0.1
-"""Time between greetings that nobody answers, when no round trip is known yet. At 0.1 ms a lost greeting delays the
-start by this much; at 100 ms each rank sends one or two greetings too many."""
-KEEPALIVE_S: Final = 0.5
-"""A peer that owes an answer and is silent for this long is greeted, to see whether it lives. It only has to be well
-below ``silence_s``."""
-QUEUED_MEMORY_S: Final = 10.0
-"""For how long a path on which packets waited in a queue counts as congested, as long as its idle round trip is
-remembered."""
 CLOSE_LINGER_S: Final = 1.0
 """How long an endpoint that closes waits for the last confirmations; several round trips of a long path."""
-_POLL_S: Final = 0.005
-ABORT_BYTES_MAX: Final = 1000
-FAREWELL: Final = b"\0"
-"""How the reason of a rank begins that leaves in order: nobody has to give up for that."""
-NOTICE: Final = b"\1"
-"""How what is no reason begins: something that a rank has to say beside all messages."""
-LAST_PACKETS_S: Final = 0.25
-"""How long after a farewell what a rank sent before may still come. Chosen by us: many queues' delay."""
 FAREWELLS: Final = 3
-"""How often it says so, for nobody confirms that. Chosen by us: where one packet in ten is lost, one rank in a thousand
-hears none of them, and waits for ``silence_s`` if it wants something."""
+"""How often a rank says that it leaves, for nobody confirms that: where one packet in ten is lost, one rank in a
+thousand hears none of them, and waits for ``silence_s`` if it wants something."""
+_POLL_S: Final = 0.005
 
-_Request = TypeVar("_Request")
-_Answer = TypeVar("_Answer")
-Emit = Callable[[int, bytes, int, int], object]
-"""Takes what leaves without a socket: rank, datagram, IPv4 type of service, path."""
+T = TypeVar("T")
 
 
-class Protocol:
-    """All messages of one rank, without a thread. Whoever drives it gives it packets and time.
+class Endpoint:
+    """A rank's connection, with a socket and a thread of its own; any thread may call its methods.
 
     Attributes
     ----------
-    local_peers
-        Ranks to and from which packets go through memory: nothing gets lost there.
-    buffers
-        Memory for what arrives out of turn.
-    exported
-        Memory from which local peers read what is sent to them.
-    on_unexpected
-        Called with sender and key of a message that arrives before its receive is posted.
-    on_message
-        Called with a peer, and the time, whenever a message of its is here or it has confirmed one.
-    on_notice
-        Called with a peer, and what it says by :meth:`notify`.
-    first_step
-        The step of the last :meth:`begin_step`; packets of earlier ones are refused.
-    due_s
-        When to call :meth:`on_time` next.
-    timeline
-        Where it is noted what becomes of messages; None: nowhere. Closed with the endpoint.
-
-    Parameters
-    ----------
-    rank, peers
-        This rank, and the address of every other.
-    job, token
-        Job number, and the session token that all ranks share; packets without it are refused.
-    options
-        See :class:`TransportOptions`.
-    receive_packets
-        How many packets the socket's receive buffer holds; peers divide it among themselves.
-    clock
-        The clock of whoever drives it.
-    sock
-        The socket, if the engine is to use it.
-    emit
-        How packets leave otherwise.
-    shared
-        Memory through which packets go to and come from ranks of this host.
-    ports
-        From which packets leave on all paths but the first, in the order of the paths.
-    further
-        The sockets that have these ports, if the engine is to use a socket.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        peers: dict[int, Address],
-        *,
-        job: int,
-        token: int,
-        options: TransportOptions,
-        receive_packets: int,
-        clock: Callable[[], float] = time.monotonic,
-        sock: socket.socket | None = None,
-        emit: Emit | None = None,
-        shared: SharedMemory | None = None,
-        ports: Sequence[int] = (),
-        further: Sequence[socket.socket] = (),
-    ) -> None:
-        self.rank, self.job, self.token, self.options = rank, job, token, options
-        self._ports = ports
-        self.local_peers = shared.ranks if shared else frozenset[int]()
-        self.buffers = BufferPool()
-        self.exported = ExportedMemory(shared.exported if shared else EMPTY)
-        self.on_unexpected: Callable[[int, MessageKey], None] | None = None
-        self.on_message: Callable[[int, float], None] | None = None
-        self.on_notice: Callable[[int, bytes], None] | None = None
-        self.timeline: Timeline | None = None
-        self.first_step = 0
-        self._clock, self._emit = clock, emit
-        self._looked_s = self.due_s = now_s = clock()
-        self._refused: Counter[str] = Counter()
-        self._later: list[tuple[float, int, Callable[[], None]]] = []
-        self._later_serial = 0
-        self._failure: TransportError | None = None
-        self._inbound_before = 0.0
-        self._window = max(1, receive_packets // max(1, len(peers) - len(self.local_peers)))
-        controls = {
-            peer: NoWindow() if peer in self.local_peers else options.rate_control(len(peers)) for peer in peers
-        }
-        self._engine = Engine(
-            rank,
-            peers,
-            {peer: control.ecn_capable for peer, control in controls.items()},
-            job=job,
-            token=token,
-            options=options,
-            sock=sock,
-            now_s=now_s,
-            shared=shared,
-            further=further,
-        )
-        self._peers = {
-            peer: Peer(
-                *(peer, self._engine.flows[peer], control, options.payload_bytes),
-                *(self._window, peer in self.local_peers),
-            )
-            for peer, control in controls.items()
-        }
-
-    # Messages ---------------------------------------------------------------------------------------------------------
-
-    def send(self, request: SendRequest) -> Future[Delivery]:
-        """Send a message; the future resolves once the receiver has confirmed it."""
-        size, packets = len(request.payload) + len(request.tail), len(request.tags.queue)
-        if packets != self._packets(size) or not 0 < packets <= MESSAGE_PACKETS_MAX:
-            raise ValueError(f"{size} bytes need other than {packets} packets of {self.options.payload_bytes}")
-        if request.deferred is not None:
-            request.check_deferred(request.deferred)
-        now_s, bound = self._clock(), self._bound(request.peer, request.bound)
-        sending = Sending(request, bound, now_s, now_s + self.options.deadline_s)
-        if self._failure:
-            sending.done.set_exception(self._failure)
-            return sending.done
-        peer = self._peers[request.peer]
-        peer.on_send(now_s)
-        self._engine.send(request, bound, now_s)
-        unconfirmed = peer.sending
-        unconfirmed.pop(request.key, None)  # they stay in the order of their deadlines
-        unconfirmed[request.key] = sending
-        if peer.left:
-            self.call_later(0.0, partial(self._without, peer))
-        return sending.done
-
-    def detach(self, peer: int, key: MessageKey, copy: Bytes | None = None) -> None:
-        """Go on sending a message from a copy, so that its payload may change although it is not confirmed.
-
-        Without a ``copy`` one is made, if anything of it may still have to be sent.
-        """
-        sending = self._peers[peer].sending.get(key)
-        if sending is None or not self._engine.detach(peer, key, copy):
-            return
-        sending.copy = np.frombuffer(sending.request.payload, np.uint8).copy() if copy is None else copy
-        if copy is None:
-            self._engine.detach(peer, key, sending.copy)
-
-    def receive(self, request: ReceiveRequest) -> Future[Arrival]:
-        """Receive a message; the future resolves when its bound is met."""
-        now_s, bound, into = self._clock(), self._bound(request.peer, request.bound), request.checked_into()
-        receiving = Receiving(request, bound, now_s, now_s + self.options.deadline_s, EMPTY, False)
-        if self._failure:
-            receiving.done.set_exception(self._failure)
-            return receiving.done
-        peer, reduction = request.peer, request.reduction
-        if request.message_bytes is None:
-            packets = self._engine.receiving(peer, request.key)[1]
-            size = packets * self.options.payload_bytes
-            if not packets:
-                raise ValueError(
-                    f"{at_step(self.job, request.key.step)}: nothing of {request.label} has come from rank {peer}: "
-                    "size unknown"
-                )
-        else:
-            size = request.message_bytes
-            packets = self._packets(size)
-        if into is None and reduction is None:
-            into, receiving.clear = np.empty(size - len(request.tail), np.uint8), True
-        elif reduction is not None and reduction.needs_buffer(request.position):
-            into = self.buffers.take(size)
-        receiving.payload = EMPTY if into is None else into
-        posted = self._peers[peer].receiving
-        posted.pop(request.key, None)
-        posted[request.key] = receiving
-        theirs = self._engine.receive(request, packets, into, bound, now_s)
-        if theirs:
-            self._on_mismatch(Mismatch(peer, request.key, theirs))
-        if self._peers[peer].left:
-            self.call_later(0.0, partial(self._without, self._peers[peer]))
-        return receiving.done
-
-    def reduction(
-        self,
-        values: NDArray[np.float32],
-        members: int,
-        divisor: float | None = None,
-        key: MessageKey | None = None,
-    ) -> StreamingReduction:
-        """Return a reduction of ``values`` with what ``members`` others send, for their :class:`ReceiveRequest`.
-
-        The sum is divided by ``divisor``: by default the number of ranks, which gives the average. Others that begin
-        with different chunks all send it as ``key``; the one at position k then has the order
-        ``ChunkOrder(-k % members, members)``.
-        """
-        per_packet = self.options.payload_bytes // values.itemsize
-        first = -1 if key is None else first_block(key, len(values), per_packet)
-        divisor = members + 1 if divisor is None else divisor
-        return self._engine.reduction(values, per_packet, members, divisor, first)
-
-    def begin_step(self, step: int) -> None:
-        """Refuse packets of steps before ``step`` from now on; receives that are still posted for them fail."""
-        if step > self.first_step:
-            self.first_step = step
-            self._inbound_before, self._engine.inbound_peak = self._engine.inbound_peak, 0.0
-        self._engine.begin_step(step, self._clock())
-        for peer in self._peers.values():
-            for key in [key for key in peer.receiving if key.step < step]:
-                receiving = peer.receiving.pop(key)
-                receiving.done.set_exception(
-                    TransportError(
-                        f"{at_step(self.job, key.step)} is over: {receiving.request.label} of rank {peer.rank} is not "
-                        "waited for any more"
-                    )
-                )
-
-    def forget(self, peer: int, key: MessageKey) -> None:
-        """Forget a complete message, of which no packets will come any more."""
-        self._engine.forget(peer, key)
-
-    def remind(self) -> None:
-        """Tell senders again which messages came whole, until they confirm it: soon this rank cannot be asked."""
-        self._engine.remind(self._clock())
-
-    def _packets(self, size: int) -> int:
-        return -(-size // self.options.payload_bytes)
-
-    def _bound(self, peer: int, bound: LossBound) -> LossBound:
-        """Return what a message may lose, where it may lose ``bound`` in the network; what is deferred is not lost."""
-        if peer not in self.local_peers:
-            return bound
-        return LossBound(deferral=bound.deferral) if bound.deferral else RELIABLE
-
-    # Calls, and the end -----------------------------------------------------------------------------------------------
-
-    def call(self, function: Callable[[], None]) -> None:
-        """Run a function where the protocol runs: at once."""
-        function()
-
-    def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
-        """Run a function about ``delay_s`` from now."""
-        self._later_serial += 1
-        due_s = self._clock() + delay_s
-        self.due_s = min(self.due_s, due_s)
-        heapq.heappush(self._later, (due_s, self._later_serial, function))
-
-    def abort(self, reason: str) -> None:
-        """Tell all peers that this rank gives up."""
-        payload = reason.encode()[: min(ABORT_BYTES_MAX, self.options.payload_bytes)]
-        for peer in self._peers:
-            self._engine.send_control(peer, PacketType.ABORT, payload)
-
-    def bid_farewell(self, reason: str) -> None:
-        """Tell all peers that this rank leaves, and has all that it needs."""
-        payload = FAREWELL + reason.encode()[: min(ABORT_BYTES_MAX, self.options.payload_bytes) - len(FAREWELL)]
-        for peer in self._peers:
-            self._engine.send_control(peer, PacketType.ABORT, payload)
-
-    def notify(self, peer: int, content: bytes) -> None:
-        """Say something to a peer, in one packet, which may be lost: whoever needs an answer repeats it.
-
-        Raises
-        ------
-        ValueError
-            It is too long.
-        """
-        if len(content) >= self.options.payload_bytes:
-            raise ValueError(f"a notice of {len(content)} bytes is too long for a packet")
-        self._engine.send_control(peer, PacketType.ABORT, NOTICE + content)
-
-    def _without(self, peer: Peer) -> None:
-        """Go on without a peer that has left: what was sent to it, it had no need of; what it did not send is missed.
-
-        What has come from it but is not looked at yet counts as there: this runs after events were taken in.
-        """
-        if peer.receiving:
-            key, receiving = min(peer.receiving.items(), key=lambda item: item[0].step)
-            self.fail(
-                PeerLeftError(
-                    f"{at_step(self.job, key.step)}: rank {peer.rank} has left ({peer.left}) while rank {self.rank} "
-                    f"waited for {receiving.request.label}; do all ranks take the same number of steps?"
-                )
-            )
-            return
-        now_s = self._clock()
-        for key, sending in list(peer.sending.items()):
-            self.detach(peer.rank, key)
-            peer.kept.append(sending)
-            del peer.sending[key]
-            deferred = sending.request.deferred
-            delivered = np.ones(len(sending.request.tags.queue), np.bool_) if deferred is None else ~deferred
-            sending.done.set_result(Delivery(delivered, 0, 0, now_s - sending.started_s, deferred))
-
-    def fail(self, error: TransportError) -> None:
-        """Give up: everything that waits, and everything asked for from now on, gets ``error``."""
-        self._failure = self._failure or error
-        self._engine.stop()
-        failed: list[Sending | Receiving] = []
-        for peer in self._peers.values():
-            failed += [*peer.sending.values(), *peer.receiving.values()]
-            peer.sending.clear()
-            peer.receiving.clear()
-        for message in failed:
-            if not message.done.done():
-                message.done.set_exception(error)
-
-    def greet_all(self) -> None:
-        """Announce this rank to all peers."""
-        for peer in self._peers.values():
-            self._greet(peer, self._clock())
-
-    # What is known ----------------------------------------------------------------------------------------------------
-
-    @property
-    def peers(self) -> list[int]:
-        """All other ranks."""
-        return list(self._peers)
-
-    @property
-    def strangers(self) -> list[int]:
-        """Ranks that have not answered a greeting yet."""
-        return [rank for rank, peer in self._peers.items() if not peer.greeted]
-
-    @property
-    def all_confirmed(self) -> bool:
-        """Whether peers have confirmed all that was sent to them."""
-        return not any(peer.sending for peer in self._peers.values())
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing is on its way and every peer knows it."""
-        return self.all_confirmed and not self._engine.stopping
-
-    @property
-    def refused(self) -> Counter[str]:
-        """Packets refused, by reason."""
-        counted = self._engine.counters().items()
-        return self._refused + Counter({n.removeprefix("refused_"): v for n, v in counted if n.startswith("refused_")})
-
-    def counters(self) -> Counter[str]:
-        """Return what else was counted, by name."""
-        return Counter({n: v for n, v in self._engine.counters().items() if not n.startswith("refused_")})
-
-    def rate_to(self, rank: int) -> float:
-        """Return how fast a rank has taken in lately what waited to be sent to it, in bit/s; 0 if that is not known.
-
-        It is not known of local peers: a rank's rate is that of its port.
-        """
-        if rank in self.local_peers or rank not in self._peers:
-            return 0.0
-        return self._peers[rank].rate.packets_per_s(self._looked_s) * self.options.payload_bytes * 8
-
-    @property
-    def inbound_bps(self) -> float:
-        """The fastest that data has come in this step or the last one, in bit/s; 0 if that is not known.
-
-        No more than the port in front of this rank lets through, nor than what was sent.
-        """
-        return max(self._inbound_before, self._engine.inbound_peak) * self.options.payload_bytes * 8
-
-    def is_clear(self, rank: int) -> bool:
-        """Return whether nothing that was sent to a rank has been lost or marked lately, or ever; from any thread.
-
-        It is always so of local peers, and never where ``TransportOptions.clear_after_s`` is infinite.
-        """
-        if rank in self.local_peers or rank not in self._peers:
-            return True
-        clear_after_s = self.options.clear_after_s
-        return clear_after_s < math.inf and self._clock() - self._peers[rank].congested_s > clear_after_s
-
-    def is_congested(self, rank: int) -> bool:
-        """Return whether the path to a rank is not clear, or packets to it have waited in a queue lately.
-
-        It is never so of local peers.
-        """
-        if self.is_clear(rank):
-            return self._clock() - self._peers[rank].queued_s <= QUEUED_MEMORY_S if rank in self._peers else False
-        return True
-
-    def rtt_to(self, rank: int) -> float:
-        """Return the smoothed round-trip time to a rank in seconds; 0 if it is not known."""
-        return self._peers[rank].smoothed_rtt_s if rank in self._peers else 0.0
-
-    def window_to(self, rank: int) -> float:
-        """Return how many packets may be on their way to a rank; 0 for local peers, to whom memory leads."""
-        peer = self._peers[rank]
-        return 0.0 if peer.local else peer.control.window
-
-    def paths_to(self, rank: int) -> list[PathState]:
-        """Return what is known of the paths to a rank on which packets have been sent."""
-        return self._engine.paths_to(rank)
-
-    def set_flow_weight(self, flow_weight: float | None) -> None:
-        """Let each flow count as another share of one from now on; see ``TransportOptions.flow_weight``."""
-        for peer in self._peers.values():
-            peer.control.weight = weight_of(flow_weight, len(self._peers))
-
-    # Events -----------------------------------------------------------------------------------------------------------
-
-    def take_events(self) -> None:
-        """Take in what the engine has to say; callbacks run here."""
-        while events := self._engine.take_events():
-            for event in events:
-                match event:
-                    case Sent():
-                        self._on_sent(event)
-                    case Arrived():
-                        self._on_arrived(event)
-                    case Reported():
-                        self._peers[event.peer].on_report(event)
-                    case Unexpected():
-                        if self.on_unexpected:
-                            self.on_unexpected(event.peer, event.key)
-                    case ControlPacket():
-                        self._on_control(event)
-                    case Unanswered():
-                        self._peers[event.peer].on_timeout()
-                    case Mismatch():
-                        self._on_mismatch(event)
-                    case Datagram():
-                        assert self._emit
-                        self._emit(*event)
-
-    def _on_sent(self, event: Sent) -> None:
-        sending = self._peers[event.peer].sending.pop(event.key, None)
-        if sending is not None:
-            if self.on_message is not None:
-                self.on_message(event.peer, event.now_s)
-            seconds = event.now_s - sending.started_s
-            delivery = Delivery(event.delivered, event.sent, event.resent, seconds, sending.request.deferred)
-            if self.timeline is not None:
-                self._note_sent(self.timeline, event, sending, delivery)
-            sending.done.set_result(delivery)
-
-    def _note_sent(self, timeline: "Timeline", event: Sent, sending: Sending, delivery: Delivery) -> None:
-        peer = self._peers[event.peer]
-        path = int(self.window_to(event.peer)), int(self.rate_to(event.peer)), int(1e6 * peer.smoothed_rtt_s)
-        counts, label = (len(delivery.delivered), delivery.lost, delivery.resent), sending.request.label
-        span_s = sending.started_s, event.now_s
-        timeline.note_message("sent", event.key.step, event.key.message, event.peer, span_s, *counts, *path, label)
-
-    def _on_arrived(self, event: Arrived) -> None:
-        receiving = self._peers[event.peer].receiving.pop(event.key, None)
-        if receiving is None:
-            return
-        if self.on_message is not None:
-            self.on_message(event.peer, event.now_s)
-        payload, packet_bytes = receiving.payload, self.options.payload_bytes
-        if receiving.request.message_bytes is None:
-            payload = payload[: (len(event.delivered) - 1) * packet_bytes + event.last_bytes]
-        if receiving.clear:
-            for index in np.flatnonzero(~event.delivered).tolist():
-                payload[index * packet_bytes : (index + 1) * packet_bytes] = 0
-        if self.timeline is not None:
-            packets, span_s = len(event.delivered), (receiving.started_s, event.now_s)
-            counts, label = (packets, packets - int(np.count_nonzero(event.delivered))), receiving.request.label
-            self.timeline.note_message("arrived", event.key.step, event.key.message, event.peer, span_s, *counts, label)
-        seconds = event.now_s - receiving.started_s
-        receiving.done.set_result(Arrival(payload, event.delivered, event.layer, seconds, event.deferred))
-
-    def _on_mismatch(self, event: Mismatch) -> None:
-        receiving = self._peers[event.peer].receiving.pop(event.key, None)
-        if receiving is not None:
-            receiving.done.set_exception(
-                MessageMismatchError(
-                    f"{at_step(self.job, event.key.step)}: rank {event.peer} sends {receiving.request.label} in "
-                    f"{event.packets} packets, but {receiving.request.message_bytes} bytes were expected; do all ranks "
-                    "run the same model and options?"
-                )
-            )
-
-    def _on_control(self, event: ControlPacket) -> None:
-        header, payload = wire.decode(event.datagram), event.datagram[wire.HEADER_BYTES :]
-        if header.type is PacketType.ABORT:
-            peer = self._peers[event.peer]
-            reason = payload[:ABORT_BYTES_MAX].decode(errors="replace")
-            if payload.startswith(NOTICE):
-                if self.on_notice is not None:
-                    self.on_notice(event.peer, bytes(payload[len(NOTICE) :]))
-                return
-            if payload.startswith(FAREWELL):
-                if not peer.left:
-                    peer.left = reason[len(FAREWELL) :]
-                    # Its last packets may be behind: on another path, or in another queue.
-                    self.call_later(LAST_PACKETS_S, partial(self._without, peer))
-                return
-            self.fail(PeerAbortedError(f"job {self.job}: rank {event.peer} gave up: {reason}"))
-        elif header.index:
-            self._refused["stale"] += 1  # a late probe of the path's MTU, which says its size there
-        elif len(payload) - GREETING.size not in range(0, PATHS_MAX * GREETING_PORT.size, GREETING_PORT.size):
-            self._refused["malformed"] += 1
-        else:
-            self._on_hello(self._peers[event.peer], header.type, payload, event.now_s)
-
-    def _on_hello(self, peer: Peer, kind: PacketType, payload: bytes, now_s: float) -> None:
-        payload_bytes, window = GREETING.unpack_from(payload)
-        ports = [port for (port,) in GREETING_PORT.iter_unpack(payload[GREETING.size :])]
-        if payload_bytes != self.options.payload_bytes:
-            self.fail(
-                MessageMismatchError(
-                    f"job {self.job}: rank {peer.rank} sends {payload_bytes} bytes a packet and rank {self.rank} "
-                    f"{self.options.payload_bytes}; give all ranks the same payload_bytes"
-                )
-            )
-            return
-        peer.greeted = True
-        peer.room_packets = max(1, window)
-        peer.limit_window()
-        self._engine.accept(peer.rank, ports)
-        if kind is PacketType.HELLO:
-            self._greet(peer, now_s, PacketType.HELLO_ACK)
-            if self._ports and not peer.answered:  # it was not there when it was greeted
-                self._greet(peer, now_s)
-        else:
-            peer.answered = True
-            self._engine.spread(peer.rank, 1 + len(self._ports))
-
-    def _greet(self, peer: Peer, now_s: float, kind: PacketType = PacketType.HELLO) -> None:
-        peer.hello_due_s = now_s + HELLO_REPEAT_S
-        ports = b"".join(map(GREETING_PORT.pack, self._ports))
-        self._engine.send_control(peer.rank, kind, GREETING.pack(self.options.payload_bytes, self._window) + ports)
-
-    # Packets and time, for whoever drives it --------------------------------------------------------------------------
-
-    def on_datagram(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
-        """Take in one datagram; whatever is wrong with it is counted in ``refused``. For use without a socket."""
-        self._engine.take_in(datagram, tos, source, now_s)
-        self.take_events()
-
-    def tick(self, now_s: float) -> None:
-        """Do what is due, in the engine and here. For use without a socket."""
-        self._engine.tick(now_s)
-        self.take_events()
-        self.on_time(now_s)
-        self.take_events()
-
-    def pump(self, now_s: float) -> bool:
-        """Send what the windows admit, a burst to each peer; return whether anything was sent."""
-        sent = self._engine.pump(now_s) > 0
-        self.take_events()
-        return sent
-
-    def on_time(self, now_s: float) -> None:
-        """Call what was to be called later, and look for peers and messages that are overdue; find :attr:`due_s`."""
-        # This process may not have run for so long: what peers sent meanwhile is still to be read.
-        paused_s = now_s - self._looked_s - HELLO_REPEAT_S
-        if paused_s > KEEPALIVE_S:
-            for peer in self._peers.values():
-                peer.flow.heard_s += paused_s
-        self._looked_s = now_s
-        self.due_s = now_s + HELLO_REPEAT_S
-        while self._later and self._later[0][0] <= now_s:
-            heapq.heappop(self._later)[2]()
-        if self._later:
-            self.due_s = min(self.due_s, self._later[0][0])
-        overdue: list[tuple[float, TransportError]] = []
-        for peer in self._peers.values():
-            error = self._silence(peer, now_s)
-            if error:
-                self.fail(error)
-            overdue += self._overdue(peer, now_s)
-        if overdue:  # what has waited longest explains the others, which wait for a rank that waits for it
-            self.fail(min(overdue, key=itemgetter(0))[1])
-
-    def _silence(self, peer: Peer, now_s: float) -> TransportError | None:
-        """Ask a peer for a sign of life where something hangs on it; return the error if it is silent for too long."""
-        silent_s = now_s - peer.flow.heard_s
-        if not peer.sending and not peer.receiving:
-            peer.flow.heard_s = max(peer.flow.heard_s, now_s - self.options.silence_s / 2)
-        elif silent_s > self.options.silence_s:
-            # What somebody waits for tells more than what was sent and may be in, and only its confirmation lost.
-            waiting: dict[MessageKey, Any] = peer.receiving or peer.sending
-            step, label = min((key.step, message.request.label) for key, message in waiting.items())
-            return PeerSilentError(
-                f"{at_step(self.job, step)}: rank {peer.rank} has been silent for {silent_s:.1f} s "
-                f"while rank {self.rank} waited for {label}; is its process alive and the path up?"
-            )
-        elif now_s >= peer.hello_due_s and (silent_s > KEEPALIVE_S or (self._ports and not peer.answered)):
-            self._greet(peer, now_s)
-        return None
-
-    def _overdue(self, peer: Peer, now_s: float) -> Iterator[tuple[float, TransportError]]:
-        """Return the errors of messages that are not complete by their deadlines, with these."""
-        for key, sending in peer.sending.items():
-            if now_s < sending.deadline_s:
-                break  # the others are due later
-            delivered, _, _, packets = self._engine.sending(peer.rank, key)
-            text = (
-                f"{at_step(self.job, key.step)}: rank {peer.rank} confirmed {delivered / packets:.0%} of "
-                f"{sending.request.label} (bound {sending.bound.required(packets) / packets:.0%}) "
-                f"in {now_s - sending.started_s:.1f} s"
-            )
-            yield sending.deadline_s, DeadlineError(text)
-        for key, receiving in peer.receiving.items():
-            if now_s < receiving.deadline_s:
-                break
-            arrived, packets = self._engine.receiving(peer.rank, key)
-            text = (
-                f"{at_step(self.job, key.step)}: rank {peer.rank} delivered {arrived / packets:.0%} of "
-                f"{receiving.request.label} (bound {receiving.bound.required(packets) / packets:.0%}) "
-                f"in {self.options.deadline_s:.1f} s"
-            )
-            yield receiving.deadline_s, DeadlineError(text)
-
-
-class Endpoint(Protocol):
-    """One rank's end of all its conversations, over a socket, with a thread of its own.
-
-    Any thread may call :meth:`send`, :meth:`receive`, :meth:`call`, :meth:`greet`, :meth:`flush` and :meth:`close`, and
-    read rates and counters. The other methods are for functions given to :meth:`call` and for callbacks, which all run
-    in the endpoint's thread.
+    connection
+        The messages. Other threads may read its rates and counters; its methods are for functions given to
+        :meth:`call` and for callbacks, which all run in the endpoint's thread.
 
     Parameters
     ----------
@@ -744,7 +80,7 @@ class Endpoint(Protocol):
         self._further = bind_further(sock, options.paths - 1 if spread else 0)
         with contextlib.suppress(OSError):  # an older kernel hands over datagrams one by one
             sock.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
-        super().__init__(
+        self.connection = Connection(
             rank,
             peers,
             job=job,
@@ -755,18 +91,20 @@ class Endpoint(Protocol):
             shared=shared,
             ports=[each.getsockname()[1] for each in self._further],
             further=self._further,
+            call=self.call,
         )
+        self._engine = self.connection.engine
         self._thread_id = 0
         self._thread = threading.Thread(target=self._run, name=f"dlcp-rank{rank}", daemon=True)
         self._thread.start()
 
     def send(self, request: SendRequest) -> Future[Delivery]:
         """Send a message; the future resolves once the receiver has confirmed it."""
-        return self._ask(Protocol.send, request)
+        return self._ask(partial(self.connection.send, request))
 
     def receive(self, request: ReceiveRequest) -> Future[Arrival]:
         """Receive a message; the future resolves when its bound is met."""
-        return self._ask(Protocol.receive, request)
+        return self._ask(partial(self.connection.receive, request))
 
     def call(self, function: Callable[[], None]) -> None:
         """Run a function in the endpoint's thread, in the order of the calls.
@@ -794,16 +132,16 @@ class Endpoint(Protocol):
             Some have not within ``timeout_s``; the message names them and their addresses.
         """
         end_s = time.monotonic() + timeout_s
-        while strangers := self.strangers:
+        while strangers := self.connection.strangers:
             if time.monotonic() > end_s:
                 where = ", ".join(
                     f"rank {peer} at {self._addresses[peer][0]}:{self._addresses[peer][1]}" for peer in strangers
                 )
                 raise PeerSilentError(
-                    f"job {self.job}: no answer within {timeout_s:.0f} s from {where}; "
+                    f"job {self.connection.job}: no answer within {timeout_s:.0f} s from {where}; "
                     "is it started, is the port open, and does the session token agree?"
                 )
-            self.call(self.greet_all)
+            self.call(self.connection.greet_all)
             time.sleep(0.05)
 
     def flush(self, timeout_s: float) -> bool:
@@ -835,7 +173,7 @@ class Endpoint(Protocol):
             self._linger()
         with contextlib.suppress(TransportError):  # it has ended before, or failed and told the peers
             if reason is not None:
-                self.call(partial(self.abort, reason))
+                self.call(partial(self.connection.abort, reason))
             self.call(self._stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
@@ -843,37 +181,40 @@ class Endpoint(Protocol):
     def _linger(self) -> None:
         """Wait until peers have what was sent to them, and for a moment until they know that it is confirmed."""
         with contextlib.suppress(TransportError):
-            if not self.flush(self.options.silence_s):
+            if not self.flush(self.connection.options.silence_s):
                 return
-            self.call(self.remind)
+            self.call(self.connection.remind)
             self.flush(CLOSE_LINGER_S)  # which asks after that was done
             end_s = time.monotonic() + CLOSE_LINGER_S
-            while not self._ended and not self.settled and time.monotonic() < end_s:
+            while not self._ended and not self.connection.settled and time.monotonic() < end_s:
                 time.sleep(_POLL_S)
             for _ in range(FAREWELLS):
-                self.call(partial(self.bid_farewell, "its script has ended, or has closed its session"))
+                self.call(partial(self.connection.bid_farewell, "its script has ended, or has closed its session"))
                 time.sleep(_POLL_S)
 
     def _report_confirmed(self, answer: "Future[bool]") -> None:
-        answer.set_result(self.all_confirmed)
+        answer.set_result(self.connection.all_confirmed)
 
     def _stop(self) -> None:
         self._closing = True
-        self.fail(TransportError(self._closed_words))
+        self.connection.fail(TransportError(self._closed_words))
 
     @property
     def _closed_words(self) -> str:
-        return f"rank {self.rank} has closed its endpoint"
+        return f"rank {self.connection.rank} has closed its endpoint"
 
-    def _ask(self, question: "Callable[[Endpoint, _Request], Future[_Answer]]", request: _Request) -> "Future[_Answer]":
-        """Return a future that the caller may wait for; in the endpoint's own thread, which may not wait, a promise."""
-        if threading.get_ident() == self._thread_id:
-            return question(self, request)
-        answer: Future[_Answer] = Future()
+    def _ask(self, question: Callable[[Then[T]], None]) -> Future[T]:
+        answer: Future[T] = Future()
+
+        def then(outcome: Outcome[T]) -> None:
+            if isinstance(outcome, Exception):
+                answer.set_exception(outcome)
+            else:
+                answer.set_result(outcome)
 
         def ask() -> None:
             try:
-                question(self, request).add_done_callback(lambda inner: _copy(inner, answer))
+                question(then)
             except Exception as error:
                 answer.set_exception(error)
 
@@ -889,12 +230,12 @@ class Endpoint(Protocol):
             while not self._closing:
                 self._turn()
         except Exception as error:
-            failure = TransportError(f"rank {self.rank}: the endpoint failed: {error!r}")
+            failure = TransportError(f"rank {self.connection.rank}: the endpoint failed: {error!r}")
             failure.__cause__ = error
             why = str(failure)
             with contextlib.suppress(Exception):  # it may be what has failed
-                self.abort(why)
-            self.fail(failure)
+                self.connection.abort(why)
+            self.connection.fail(failure)
             raise
         finally:
             self._end(why)
@@ -902,8 +243,8 @@ class Endpoint(Protocol):
             self._engine.release()
             for each in (self._socket, *self._further):
                 each.close()
-            if self.timeline is not None:
-                self.timeline.close()
+            if self.connection.timeline is not None:
+                self.connection.timeline.close()
 
     def _end(self, why: str) -> None:
         """Take no more commands, and answer those that came meanwhile: with the error that the protocol has by now."""
@@ -915,18 +256,10 @@ class Endpoint(Protocol):
 
     def _turn(self) -> None:
         now_s = time.monotonic()
-        if now_s >= self.due_s:
-            self.on_time(now_s)
+        if now_s >= self.connection.due_s:
+            self.connection.on_time(now_s)
         while self._commands:  # last, for callbacks give commands, too, and nobody wakes the engine for them
             self._commands.popleft()()
         if not self._closing:
-            self._engine.turn(self.due_s)
-            self.take_events()
-
-
-def _copy(source: Future[Any], target: Future[Any]) -> None:
-    error = source.exception()
-    if error:
-        target.set_exception(error)
-    else:
-        target.set_result(source.result())
+            self._engine.turn(self.connection.due_s)
+            self.connection.take_events()

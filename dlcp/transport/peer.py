@@ -2,14 +2,15 @@
 """Another rank: how much may be on its way there, how fast it takes that in, and whether it is there at all."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
 
 from dlcp.transport.congestion import RateControl
 from dlcp.transport.engine import Reported
 from dlcp.transport.idle_path import QUEUE_MIN_S
-from dlcp.transport.messages import MessageKey
+from dlcp.transport.messages import Arrival, Bytes, Delivery, LossBound, MessageKey, ReceiveRequest, SendRequest
 from dlcp.transport.native_engine import Flow
-from dlcp.transport.promise import Receiving, Sending
 
 USEFUL_WINDOW_BYTES = 2 << 20
 FASTEST_BPS = 100e9
@@ -33,6 +34,11 @@ network."""
 RATE_MIN_S = 0.03
 """How long packets must have been waiting, in the average, before the rate means something."""
 RATE_STALE_S = 3.0
+
+T = TypeVar("T")
+Outcome: TypeAlias = T | Exception
+Then: TypeAlias = Callable[[Outcome[T]], object]
+"""Called with what became of a message: its delivery or arrival, or the error that ended it."""
 
 
 class DeliveryRate:
@@ -68,6 +74,35 @@ def pace_of(control: RateControl, base_rtt_s: float, smoothed_rtt_s: float) -> f
     if base_rtt_s < PACED_RTT_MIN_S:
         return math.inf
     return (PACE_SLOW_START if control.slow_start else PACE) * control.window / max(base_rtt_s, smoothed_rtt_s)
+
+
+@dataclass(slots=True)
+class Sending:
+    """A message until its receiver has confirmed it."""
+
+    request: SendRequest
+    """It holds the bytes that the engine reads."""
+    then: Then[Delivery]
+    bound: LossBound
+    started_s: float
+    deadline_s: float
+    copy: Bytes | None = None
+    """What the engine reads instead of the payload, see ``Connection.detach``."""
+
+
+@dataclass(slots=True)
+class Receiving:
+    """A posted receive until its message is complete."""
+
+    request: ReceiveRequest
+    then: Then[Arrival]
+    bound: LossBound
+    started_s: float
+    deadline_s: float
+    payload: Bytes
+    """Where the engine puts the message, without its tail."""
+    clear: bool
+    """Whether missing packets are to read as zeros."""
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from dlcp.collectives.bucket import Bucket
 from dlcp.collectives.reduction_rules import check_samples, weight_of
 from dlcp.collectives.step_metadata import StepMetadata, read_table, samples_of, table_of
 from dlcp.ledger import Ledger
-from dlcp.transport import Endpoint, LossBound
+from dlcp.transport import Connection, LossBound
 from dlcp.tuning.rules import Advice, Settings, decide, figures_of_steps, losses
 
 WARM_UP_STEPS: Final = 5
@@ -126,7 +126,7 @@ class Autotuner:
         self._adapt = False
         self._hosts = 1
         self._ledger: Ledger | None = None
-        self._endpoint: Endpoint | None = None
+        self._connection: Connection | None = None
         self._steps = 0
         self._inbound_rates_bps: Mapping[int, float] = {}
         self._window: list[tuple[dict[int, StepMetadata], dict[int, float]]] = []
@@ -137,7 +137,7 @@ class Autotuner:
     def measure(
         self,
         ledger: Ledger,
-        endpoint: Endpoint,
+        connection: Connection,
         *,
         adapt: bool = False,
         phases: bool = False,
@@ -149,7 +149,7 @@ class Autotuner:
 
         Parameters
         ----------
-        ledger, endpoint
+        ledger, connection
             Sources of the measurements.
         adapt
             Adapt the settings to the measurements.
@@ -161,7 +161,7 @@ class Autotuner:
             Each rank's receive rate in the last step, the same on all ranks. The caller updates the mapping.
         """
         self._inbound_rates_bps = {} if inbound_rates_bps is None else inbound_rates_bps
-        self._ledger, self._endpoint = ledger, endpoint
+        self._ledger, self._connection = ledger, connection
         self._adapt, self._hosts, self.gradient_bytes = adapt, hosts, gradient_bytes
         self.phases = Phases() if phases else None
 
@@ -178,8 +178,8 @@ class Autotuner:
         found: dict[str, float] = {}
         if self._ledger:
             found = losses(self._ledger.of_step(step - 1), self._ledger)
-        if self._endpoint and self._adapt:
-            found |= self._paths(self._endpoint)
+        if self._connection and self._adapt:
+            found |= self._paths(self._connection)
         own = StepMetadata(
             samples=self.samples_here if self.weighted else 1,
             step_s=now_s - self._began_s if math.isfinite(self._began_s) else 0.0,
@@ -246,10 +246,13 @@ class Autotuner:
         if self.phases:
             self._squares += squares_of(bucket)
 
-    def _paths(self, endpoint: Endpoint) -> dict[str, float]:
+    def _paths(self, connection: Connection) -> dict[str, float]:
         peers = [peer for peer in self._contributors if peer != self._rank]
-        rates_bps = [rate for rate in map(endpoint.rate_to, peers) if rate > 0]
-        return {"rtt_s": max(map(endpoint.rtt_to, peers), default=0.0), "rate_bps": min(rates_bps, default=0.0)}
+        rates_bps = [rate for rate in map(connection.rate_to, peers) if rate > 0]
+        return {
+            "rtt_s": max(map(connection.rtt_to, peers), default=0.0),
+            "rate_bps": min(rates_bps, default=0.0),
+        }
 
 
 def squares_of(bucket: Bucket) -> float:

@@ -25,7 +25,7 @@ from dlcp.configuration import Range, check
 from dlcp.convergence import COST_OF_DEFERRAL, COST_OF_DEFERRAL_TO_ALL, COST_OF_LOSS, steps_factor
 from dlcp.ledger import Ledger, MessageRecord
 from dlcp.slow_ports import SHARE_MIN, PortLoads, level, share_to_defer
-from dlcp.transport import Endpoint
+from dlcp.transport import Connection
 
 LOSS_MATTERS: Final = 0.001
 """Share of lost packets from which reliable transport suffers and bounded loss does not (MLT, NSDI'24: 0.1 %)."""
@@ -530,10 +530,10 @@ class Survey:
     rates_bps: tuple[float, ...]
 
     @classmethod
-    def of(cls, rank: int, ranks: int, ledger: Ledger, endpoint: Endpoint) -> "Survey":
+    def of(cls, rank: int, ranks: int, ledger: Ledger, connection: Connection) -> "Survey":
         """Return the survey of a rank's ledger and paths."""
-        rtt_s = max(map(endpoint.rtt_to, range(ranks)), default=0.0)
-        rates_bps = tuple(map(endpoint.rate_to, range(ranks)))
+        rtt_s = max(map(connection.rtt_to, range(ranks)), default=0.0)
+        rates_bps = tuple(map(connection.rate_to, range(ranks)))
         found: dict[str, Any] = losses(ledger.records, ledger, WORST_QUANTILE)
         return cls(rank, **found, rtt_s=rtt_s, rates_bps=rates_bps)
 

@@ -25,6 +25,7 @@ from dlcp.wire import Flag, PacketType
 from tests.collectives.test_deferral import SIZES, SlowPort
 from tests.collectives.virtual_ranks import LAYERS, NOTHING_PROTECTED, SMALL_SIZES, SmallRanks, assert_identical
 from tests.collectives.virtual_ring import RingRanks
+from tests.transport.network import endpoint_of
 
 WARM_UP_STEPS, WINDOW_STEPS = 2, 4
 FIRST_CHOICE = WARM_UP_STEPS + WINDOW_STEPS
@@ -81,13 +82,13 @@ class Autotuned(SmallRanks):
         session.autotuner = Autotuner(given, LossBound(self.allowed), rank, ranks)
         session.autotuner.measure(
             self.ledgers[rank],
-            self.endpoints[rank],
+            self.connections[rank],
             hosts=1,
             gradient_bytes=size,
             inbound_rates_bps=context.inbound_rates_bps,
             **chosen,
         )
-        session.use(self.endpoints[rank], make)
+        session.use(endpoint_of(self.connections[rank]), make)
         return session
 
     def step(self, step, gradients):

@@ -87,7 +87,7 @@ class Advisee:
         """Return what this rank has seen with the defaults."""
         state = self.states[DEFAULT]
         assert state.endpoint
-        return Survey.of(self.rank, self.ranks, state.ledger, state.endpoint)
+        return Survey.of(self.rank, self.ranks, state.ledger, state.endpoint.connection)
 
     def hosts(self) -> int:
         """Return on how many hosts the ranks are."""

@@ -136,7 +136,7 @@ class Chosen(RingRanks):
             make_reducer(
                 collective,
                 RankContext(
-                    self.endpoints[rank], range(count), ReduceOptions(LossBound(bound)), ledger=self.ledgers[rank]
+                    self.connections[rank], range(count), ReduceOptions(LossBound(bound)), ledger=self.ledgers[rank]
                 ),
                 topology=topology,
                 costs=costs,
@@ -144,7 +144,9 @@ class Chosen(RingRanks):
             for rank in range(count)
         ]
         if server:
-            self.server = ParameterServer(self.endpoints[count], range(count), options=ServerOptions(LossBound(bound)))
+            self.server = ParameterServer(
+                self.connections[count], range(count), options=ServerOptions(LossBound(bound))
+            )
 
 
 def averages_are_right(ranks, step, buckets):

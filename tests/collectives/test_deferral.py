@@ -87,7 +87,7 @@ def test_shares_stay_as_they_are_while_ports_do():
     assert max(seconds[1:]) < 1.1 * min(seconds[1:])
     assert max(seconds[1:]) < 0.8 * seconds[0]
     assert [reducer.weights[7] for reducer in ranks.reducers] == [0.0] * 8
-    seen_bps = [endpoint.inbound_bps for endpoint in ranks.endpoints]
+    seen_bps = [connection.inbound_bps for connection in ranks.connections]
     assert seen_bps == pytest.approx([32 * MBIT] * 7 + [32 * MBIT / 3], rel=0.1)
 
 
@@ -442,6 +442,6 @@ def test_what_a_server_cannot_know_must_not_be_put_off(fields):
     ranks = ManyValues(2, server=True)
     layers = fields.pop("layers", LayerBounds())
     options = ReduceOptions(deferral_bound=BOUND, layers=layers)
-    context = RankContext(ranks.endpoints[0], [0, 1], options)
+    context = RankContext(ranks.connections[0], [0, 1], options)
     with pytest.raises(ValueError, match="deferral_bound=0, on the server too"):
         make_reducer("server", context, topology=Topology(server=2), **fields)

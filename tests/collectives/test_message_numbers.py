@@ -3,6 +3,7 @@
 
 import itertools
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -109,7 +110,7 @@ def test_a_gigabyte_reaches_a_thousand_ranks_and_what_does_not_fit_is_refused_in
     keys = []
 
     class Endpoint:
-        rank, options = 0, TransportOptions()
+        connection = SimpleNamespace(rank=0, options=TransportOptions())
 
         def send(self, *given):
             request = given[0]

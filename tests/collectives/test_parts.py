@@ -103,8 +103,8 @@ def test_a_bucket_that_broke_off_is_completed_from_its_parts():
 def test_timelines_show_buckets_and_not_their_parts():
     ranks = RanksWithServer()
     noted = []
-    for endpoint in ranks.endpoints[:WORKERS]:
-        endpoint.timeline = SimpleNamespace(
+    for connection in ranks.connections[:WORKERS]:
+        connection.timeline = SimpleNamespace(
             note=lambda *values: noted.append(values), note_message=lambda *values: None
         )
     ranks.reduce(0, ranks.gradients(0), THREE_BUCKETS)
@@ -117,8 +117,8 @@ def test_timelines_show_buckets_and_not_their_parts():
 def test_a_part_that_fails_fails_its_bucket():
     ranks = RanksWithServer()
     started = ranks.start(0, ranks.gradients(0))
-    for endpoint in ranks.endpoints:
-        endpoint.fail(TransportError("the path is gone"))
+    for connection in ranks.connections:
+        connection.fail(TransportError("the path is gone"))
     for (averaged,) in started:
         with pytest.raises(TransportError, match="the path is gone"):
             averaged.result(0)

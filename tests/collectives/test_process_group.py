@@ -13,7 +13,7 @@ from dlcp.backend.process_group import Collectives
 from dlcp.tags import Tagger, TagPolicy
 from dlcp.transport import LossBound, TransportError
 from tests.collectives.cycles import cycles
-from tests.transport.network import Network
+from tests.transport.network import Network, endpoint_of
 
 NOTHING_PROTECTED = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
 SUM = ElementwiseOp(ReduceOp.SUM, "float32")
@@ -30,7 +30,8 @@ class Group:
 
     def __init__(self, count, **network):
         self.network = Network(count, **network)
-        self.exchanges = [Collectives(self.network.ranks[rank], count, "test") for rank in range(count)]
+        endpoints = map(endpoint_of, self.network.ranks)
+        self.exchanges = [Collectives(endpoint, count, "test") for endpoint in endpoints]
 
     def run(self, start):
         """Start a collective on every rank and let time pass until all are done."""
@@ -165,7 +166,7 @@ def test_messages_are_found_by_tag_and_keep_their_order(size):
 def test_messages_that_have_been_taken_are_not_known_for_ever(monkeypatch):
     monkeypatch.setattr(point_to_point, "FORGET_AFTER_S", -1.0)
     group = Group(2)
-    engine, forgotten = group.network.ranks[1]._engine, []
+    engine, forgotten = group.network.ranks[1].engine, []
     monkeypatch.setattr(engine, "forget", lambda peer, key: forgotten.append(key))
     for number in range(50):
         data, room = np.full(500, number, np.int32), np.zeros(500, np.int32)

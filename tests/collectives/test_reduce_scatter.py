@@ -56,7 +56,7 @@ class ScatteringRanks(Ranks):
         return found
 
     def _laid_out(self, names, gradients):
-        per_packet = self.endpoints[0].options.payload_bytes // self.value_type.storage.itemsize
+        per_packet = self.connections[0].options.payload_bytes // self.value_type.storage.itemsize
         padded = -(-sum(SHARDS[name] for name in names) // per_packet) * per_packet
         values = np.zeros(self.count * padded, self.value_type.storage)
         segments = []

@@ -36,7 +36,7 @@ class Ranks:
         self.count, self.value_type = count, value_type
         rescale = not error_feedback if rescale is None else rescale
         self.network = network(count + server, lose or (lambda *_: False), **fields)
-        self.endpoints = self.network.ranks[:]
+        self.connections = self.network.ranks[:]
         options = ReduceOptions(
             LossBound(bound, immediate), error_feedback, rescale, adaptive_shards, deferral_bound=deferral_bound
         )
@@ -44,7 +44,7 @@ class Ranks:
         self.reducers = [
             DirectAllReduce(
                 RankContext(
-                    self.endpoints[rank],
+                    self.connections[rank],
                     range(count),
                     options,
                     Tagger(policy or TagPolicy()),
@@ -58,7 +58,7 @@ class Ranks:
         self.server = None
 
     def serve(self, options):
-        self.server = ParameterServer(self.endpoints[self.count], range(self.count), options=options)
+        self.server = ParameterServer(self.connections[self.count], range(self.count), options=options)
         return self.server
 
     def gradients(self, seed, sizes=None):

@@ -42,12 +42,12 @@ class CompressedRanks:
         self.network = network(count, **fields)
         self.ledgers = [Ledger(1) for _ in range(count)]
         self.residuals = [Residual() for _ in range(count)]
-        self.endpoints = self.network.ranks[:]
+        self.connections = self.network.ranks[:]
         self.reducers = [
             make_reducer(
                 collective,
                 RankContext(
-                    self.endpoints[rank],
+                    self.connections[rank],
                     range(count),
                     ReduceOptions(LossBound(bound), error_feedback, not error_feedback, adaptive_shards=False),
                     Tagger(policy),
@@ -83,7 +83,7 @@ class CompressedRanks:
 
     def settle(self):
         """Let all confirmations come in, without which a message is not in the ledger."""
-        self.network.run(lambda: all(endpoint.all_confirmed for endpoint in self.endpoints))
+        self.network.run(lambda: all(connection.all_confirmed for connection in self.connections))
 
     def owed(self):
         """What all ranks together owe."""

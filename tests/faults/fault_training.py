@@ -82,7 +82,7 @@ def train(worker, options, steps, *, before_step=lambda step, state: None, enabl
     state = dlcp.torch.enable(model, options) if enable else None
     result = Training()
     if state and state.endpoint:
-        result.payload_bytes = state.endpoint.options.payload_bytes
+        result.payload_bytes = state.endpoint.connection.options.payload_bytes
     taken, given = [0.0] * len(SIZES), [0.0] * len(SIZES)
     for step in range(steps):
         before_step(step, state)

@@ -40,8 +40,8 @@ class Network:
 
 class FakeEndpoint:
     def __init__(self):
-        self.options = SimpleNamespace(payload_bytes=PAYLOAD_BYTES)
-        self.timeline = None
+        options = SimpleNamespace(payload_bytes=PAYLOAD_BYTES)
+        self.connection = SimpleNamespace(options=options, timeline=None)
         self.closed = []
 
     def close(self, reason=None):

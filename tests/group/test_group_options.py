@@ -109,13 +109,13 @@ def test_another_collective_gives_flows_another_weight():
     """Around a ring one flow goes into each rank, and counts as one; else all into a rank share that."""
 
     def weights(group):
-        protocol = group.endpoint
-        found = [sorted(peer.control.weight for peer in protocol._peers.values())]
+        connection = group.endpoint.connection
+        found = [sorted(peer.control.weight for peer in connection._peers.values())]
         for collective in ("ring", "direct"):
             group._session.autotuner.settings = Settings(collective=collective)
             group.average({"w": np.ones(100, np.float32)})
             group.barrier()
-            found.append(sorted(peer.control.weight for peer in protocol._peers.values()))
+            found.append(sorted(peer.control.weight for peer in connection._peers.values()))
         assert group._session.autotuner.settings.collective == "direct"
         return found
 

@@ -27,7 +27,7 @@ def average(group, steps=3):
         }
         group.average(gradients)
         kept.append(gradients)
-    return kept, group.endpoint.local_peers, group.ledger.summary()
+    return kept, group.endpoint.connection.local_peers, group.ledger.summary()
 
 
 def assert_same(found):

@@ -177,7 +177,7 @@ def serving(options, value_type, ports):
     sock = bind_socket("127.0.0.1", [port[1]])
     endpoint = Endpoint(len(workers), sock, dict(enumerate(workers)), job=0, token=TOKEN, options=transport)
     try:
-        yield ParameterServer(endpoint, range(len(workers)), options=server_options(options, value_type))
+        yield ParameterServer(endpoint.connection, range(len(workers)), options=server_options(options, value_type))
     finally:
         endpoint.close("the test is over")
 

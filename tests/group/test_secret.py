@@ -61,7 +61,7 @@ def joined(store, secrets=(SECRET, SECRET, SECRET), deadline_s=10.0):
             return str(problem)
         meeting.wait(deadline_s)
         endpoint.close()
-        return endpoint.token
+        return endpoint.connection.token
 
     return on_ranks(len(secrets), one)
 

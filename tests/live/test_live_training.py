@@ -178,7 +178,7 @@ def unwatched(worker):
     state = dlcp.torch.enable(model, worker.options())
     model(torch.ones(4, 20)).square().mean().backward()
     threads = {thread.name for thread in threading.enumerate()}
-    found = threads & {"dlcp-snapshots"}, state.endpoint.on_message, "dlcp.session.snapshots" in sys.modules
+    found = threads & {"dlcp-snapshots"}, state.endpoint.connection.on_message, "dlcp.session.snapshots" in sys.modules
     state.close()
     return found
 

@@ -102,6 +102,8 @@ def test_a_folder_that_vanishes_is_a_warning_and_ends_the_thread_only(session, t
 
 def test_an_endpoint_that_does_not_answer_delays_nothing_but_the_snapshot(session, tmp_path, monkeypatch):
     class Stuck:
+        connection = None
+
         def call(self, function):
             """Never run it."""
 

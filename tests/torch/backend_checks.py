@@ -382,7 +382,7 @@ class Checks:
         with changed(channel, HORIZON_EVERY=8):
             for _ in range(20):
                 dist.all_reduce(torch.ones(1), group=self.group)
-            horizons.append(self.group.collectives.endpoint.first_step)
+            horizons.append(self.group.collectives.endpoint.connection.first_step)
             got = torch.zeros(MIDDLE)
             dist.recv(got, left, self.group, tag=70)
             assert (got == left).all()
@@ -390,7 +390,7 @@ class Checks:
             for _ in range(20):
                 dist.all_reduce(torch.ones(1), group=self.group)
             dist.barrier(self.group)
-            horizons.append(self.group.collectives.endpoint.first_step)
+            horizons.append(self.group.collectives.endpoint.connection.first_step)
         # It is numbered by the endpoint's thread, when the collective after it may have its number already.
         assert horizons[0] <= before + 1, "a message that nobody has taken yet must not be forgotten"
         assert horizons[1] > before, "the horizon has not moved"

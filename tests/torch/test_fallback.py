@@ -59,12 +59,12 @@ def reasons(results):
 def test_three_ranks_join_and_average(store):
     results = together(store, [LOCAL] * 3)
     joined = [results[rank][0] for rank in range(3)]
-    assert {one.endpoint.options.payload_bytes for one in joined} == {8936}, "loopback passes jumbo frames"
-    assert len({one.endpoint.token for one in joined}) == 1
+    assert {one.endpoint.connection.options.payload_bytes for one in joined} == {8936}, "loopback passes jumbo frames"
+    assert len({one.endpoint.connection.token for one in joined}) == 1
     assert [one.remark for one in joined] == [""] * 3
     buffers = [np.full(5000, rank, np.float32) for rank in range(3)]
     running = [
-        DirectAllReduce(RankContext(one.endpoint, range(3))).start(
+        DirectAllReduce(RankContext(one.endpoint.connection, range(3))).start(
             0, 0, Bucket(buffers[rank], ValueType.FLOAT32, [Segment(Layer("w", 0), 0, 5000)])
         )
         for rank, one in enumerate(joined)
@@ -100,7 +100,7 @@ def test_a_stranger_who_writes_and_deletes_in_the_store_of_ranks_with_a_secret_h
         done.set()
         disturbing.join(LIMIT_S)
     joined = [results[rank][0] for rank in range(3)]
-    assert len({one.endpoint.token for one in joined}) == 1
+    assert len({one.endpoint.connection.token for one in joined}) == 1
     for one in joined:
         one.endpoint.close()
     assert len(wanted) < 8, "the stranger was there"
@@ -182,7 +182,7 @@ def test_options_that_differ_are_named(store, field):
 def test_a_configured_payload_is_used(store):
     results = together(store, [LOCAL.with_(payload_bytes=64)] * 2)
     for joined, _ in results.values():
-        assert joined.options.payload_bytes == joined.endpoint.options.payload_bytes == 64
+        assert joined.options.payload_bytes == joined.endpoint.connection.options.payload_bytes == 64
         joined.endpoint.close()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from dlcp import wire
 from dlcp.transport import RELIABLE, MessageKey, ReceiveRequest, SendRequest
 from dlcp.wire import Header, PacketType
-from tests.transport.network import TOKEN, Network, all_done, packets_of, plain_tags
+from tests.transport.network import TOKEN, Network, all_done, outcome_of, packets_of, plain_tags
 
 KEY = MessageKey(3, 1)
 
@@ -30,14 +30,14 @@ def payload_of(size, seed=0):
 
 
 def send(network, payload, *, source=0, target=1, key=KEY, bound=RELIABLE, tags=None, label="conv1.weight"):
-    protocol = network.ranks[source]
+    connection = network.ranks[source]
     if tags is None:
-        tags = plain_tags(packets_of(len(payload), protocol.options))
-    return protocol.send(SendRequest(target, key, memoryview(payload), tags, bound, label))
+        tags = plain_tags(packets_of(len(payload), connection.options))
+    return outcome_of(connection.send, SendRequest(target, key, memoryview(payload), tags, bound, label))
 
 
 def receive(network, size, *, source=0, target=1, key=KEY, bound=RELIABLE, label="conv1.weight", **place):
-    return network.ranks[target].receive(ReceiveRequest(source, key, size, bound, label, **place))
+    return outcome_of(network.ranks[target].receive, ReceiveRequest(source, key, size, bound, label, **place))
 
 
 def exchange(network, size, *, bound=RELIABLE, tags=None, key=KEY, seed=0, limit_s=60.0):

@@ -76,13 +76,13 @@ def neighbours(count, *, silence_s=10.0, apart=(), export_bytes=0):
 def start(sender, receiver, key, payload, bound=RELIABLE):
     tags = plain_tags(-(-len(payload) // 1440))
     return (
-        receiver.receive(ReceiveRequest(sender.rank, key, len(payload), bound, "layer")),
-        sender.send(SendRequest(receiver.rank, key, memoryview(payload), tags, bound, "layer")),
+        receiver.receive(ReceiveRequest(sender.connection.rank, key, len(payload), bound, "layer")),
+        sender.send(SendRequest(receiver.connection.rank, key, memoryview(payload), tags, bound, "layer")),
     )
 
 
 def ring_from(end, peer):
-    return end._engine._shared.inward[peer]
+    return end.connection.engine._shared.inward[peer]
 
 
 def greeted(end, peer):

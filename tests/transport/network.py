@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network in virtual time for testing the protocol: links with a rate and queues, loss, delay and disorder."""
+"""A network in virtual time for testing connections: links with a rate and queues, loss, delay and disorder."""
 
 import heapq
 import math
@@ -7,11 +7,12 @@ import random
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 
 from dlcp.tags import PacketTags
-from dlcp.transport.endpoint import Protocol
+from dlcp.transport.connection import Connection
 from dlcp.transport.options import TransportOptions
 
 TOKEN = 0x1122334455667788
@@ -38,7 +39,7 @@ class Network:
         self.arrived: list = []
         self.sent: list = []
         self.ranks = [
-            Protocol(
+            Connection(
                 rank,
                 {peer: (f"10.0.0.{peer}", 53696) for peer in range(ranks) if peer != rank},
                 job=1,
@@ -136,12 +137,31 @@ class Network:
                 self.now, _, action, arguments = heapq.heappop(self.events)
                 action(*arguments)
             self.now = turn
-            for rank, protocol in enumerate(self.ranks):
+            for rank, connection in enumerate(self.ranks):
                 if rank not in self.dead:
-                    protocol.tick(self.now)
-                    while protocol.pump(self.now):
+                    connection.tick(self.now)
+                    while connection.pump(self.now):
                         pass
         assert until(), f"not done after {self.now:.2f} s of virtual time"
+
+
+def endpoint_of(connection):
+    """Return what stands for an endpoint in virtual time, where functions run at once."""
+    return SimpleNamespace(connection=connection, call=connection.call, close=lambda reason=None: None)
+
+
+def outcome_of(question, request) -> Future:
+    """Send or receive a message: ``question`` is a connection's method. Return what becomes of it."""
+    future: Future = Future()
+
+    def then(outcome):
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    question(request, then)
+    return future
 
 
 def plain_tags(packets, *, queue=4, drop_class=7, protected=0, layer=100):

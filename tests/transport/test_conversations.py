@@ -70,7 +70,7 @@ def test_every_message_arrives_as_its_bound_and_its_place_ask(fields, options):
         check(payload, tags, bound, delivery, arrival, options.payload_bytes)
     for protocol in network.ranks:
         assert protocol.refused.keys() <= {"stale"}, "late answers about messages that are over, at the most"
-        assert all(flow.flying == 0 for flow in protocol._engine.flows.values())
+        assert all(flow.flying == 0 for flow in protocol.engine.flows.values())
 
 
 def test_the_same_conversation_sends_the_same_packets_at_the_same_times():

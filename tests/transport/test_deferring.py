@@ -20,6 +20,7 @@ from tests.transport.exchanges import (
     receive,
     send,
 )
+from tests.transport.network import outcome_of
 
 SIZE = 300_000
 PACKETS = packets_of(SIZE)
@@ -41,8 +42,8 @@ def request(deferred, *, bound=HALF, tags=None, size=SIZE):
 
 def exchange(network, deferred, *, bound=HALF, tags=None, limit_s=60.0):
     into = np.full(SIZE, 0xEE, np.uint8)
-    arrival = network.ranks[1].receive(ReceiveRequest(0, KEY, SIZE, bound, "fc", into=into))
-    delivery = network.ranks[0].send(request(deferred, bound=bound, tags=tags))
+    arrival = outcome_of(network.ranks[1].receive, ReceiveRequest(0, KEY, SIZE, bound, "fc", into=into))
+    delivery = outcome_of(network.ranks[0].send, request(deferred, bound=bound, tags=tags))
     network.run(all_done(arrival, delivery), limit_s=limit_s)
     network.run(lambda: all(protocol.settled for protocol in network.ranks))
     return delivery.result(), arrival.result(), into
@@ -89,7 +90,7 @@ def test_a_question_that_is_lost_is_asked_again():
 
 def test_a_message_of_which_something_is_deferred_may_arrive_before_its_receive():
     network, deferred = Network(2, depth=10_000), every_third()
-    delivery = network.ranks[0].send(request(deferred))
+    delivery = outcome_of(network.ranks[0].send, request(deferred))
     network.run(lambda: network.now > 0.2)
     arrival = receive(network, SIZE, bound=HALF)
     network.run(all_done(arrival, delivery))
@@ -152,7 +153,7 @@ def protected_first():
 def test_what_cannot_be_deferred_is_refused_by_name(deferred, tags, wrong):
     network = Network(2)
     with pytest.raises(ValueError, match=wrong) as raised:
-        network.ranks[0].send(request(deferred, tags=tags))
+        outcome_of(network.ranks[0].send, request(deferred, tags=tags))
     assert "fc" in str(raised.value)
     payload = payload_of(SIZE)
     delivery, arrival = send(network, payload), receive(network, SIZE)

@@ -60,8 +60,8 @@ def bytes_of(size, seed=0):
 def start(sender, receiver, key, payload, bound=RELIABLE):
     tags = plain_tags(-(-len(payload) // 1440))
     return (
-        receiver.receive(ReceiveRequest(sender.rank, key, len(payload), bound, "layer")),
-        sender.send(SendRequest(receiver.rank, key, memoryview(payload), tags, bound, "layer")),
+        receiver.receive(ReceiveRequest(sender.connection.rank, key, len(payload), bound, "layer")),
+        sender.send(SendRequest(receiver.connection.rank, key, memoryview(payload), tags, bound, "layer")),
     )
 
 
@@ -72,7 +72,7 @@ def test_a_message_arrives_as_it_was_sent(pair):
     arrival, delivery = start(*pair, MessageKey(0, 0), payload)
     np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
     assert delivery.result(LIMIT_S).delivered.all()
-    assert not pair[1].refused
+    assert not pair[1].connection.refused
 
 
 def test_who_closes_first_stays_until_the_other_has_all(pair):
@@ -113,8 +113,8 @@ def test_noise_on_the_port_is_refused_and_counted(pair):
             stranger.sendto(noise, target)
     arrival, _ = start(*pair, MessageKey(0, 0), bytes_of(5000))
     arrival.result(LIMIT_S)
-    until(lambda: pair[1].refused["malformed"] >= 4)
-    assert dict(pair[1].refused) == {"malformed": 4}
+    until(lambda: pair[1].connection.refused["malformed"] >= 4)
+    assert dict(pair[1].connection.refused) == {"malformed": 4}
 
 
 def test_who_does_not_answer_a_greeting_is_named_with_its_address():
@@ -131,7 +131,7 @@ def test_sessions_with_different_tokens_do_not_meet():
     with closing(one), closing(other):
         with pytest.raises(PeerSilentError, match="session token"):
             one.greet(0.3)
-        assert other.refused["token"] > 0
+        assert other.connection.refused["token"] > 0
 
 
 def test_a_peer_that_closes_with_a_reason_ends_the_wait(pair):
@@ -165,7 +165,7 @@ def test_who_waits_for_a_rank_that_has_left_hears_it_at_once():
         with pytest.raises(PeerLeftError, match=left):
             before.result(LIMIT_S / 2)
         # Whoever wants nothing of it goes on; what is sent to it is nobody's loss.
-        until(lambda: one._peers[1].left)
+        until(lambda: one.connection._peers[1].left)
         payload = np.zeros(5000, np.uint8)
         sent = one.send(SendRequest(1, MessageKey(5, 1), payload.data, plain_tags(4), RELIABLE, "fc.bias"))
         assert sent.result(LIMIT_S / 2).lost == 0
@@ -197,7 +197,7 @@ def test_what_is_called_from_the_endpoint_s_own_thread_runs_at_once(pair):
 
     for _ in range(5):
         done.clear()
-        pair[0].call(lambda: pair[0].call_later(0.01, from_a_callback))
+        pair[0].call(lambda: pair[0].connection.call_later(0.01, from_a_callback))
         assert done.wait(LIMIT_S)
     assert min(took_s) < 0.02, "not only when the engine wakes up by itself"
 
@@ -220,7 +220,7 @@ def test_several_threads_may_close_at_once(lingering):
         assert not any(thread.is_alive() for thread in threads)
         assert not one._thread.is_alive()
         assert one._socket.fileno() == -1 != fileno
-        assert isinstance(one.counters(), dict), "what was counted can still be read"
+        assert isinstance(one.connection.counters(), dict), "what was counted can still be read"
         other.close("over")
 
 
@@ -267,7 +267,7 @@ def test_a_question_that_cannot_be_answered_is_the_asker_s_error(pair):
 def test_an_endpoint_that_breaks_tells_its_peers_and_its_owner(pair):
     waiting = pair[1].receive(ReceiveRequest(0, MessageKey(0, 0), 5000, RELIABLE, "layer"))
     mine = pair[0].receive(ReceiveRequest(1, MessageKey(0, 1), 5000, RELIABLE, "layer"))
-    pair[0].on_time = None
+    pair[0].connection.on_time = None
     with pytest.raises(TransportError, match="rank 0: the endpoint failed"):
         mine.result(LIMIT_S)
     with pytest.raises(PeerAbortedError, match="rank 0 gave up"):

@@ -74,7 +74,7 @@ def test_packets_leave_with_their_type_of_service(pair):
     assert {tos for _, tos in packets(bare, PacketType.DATA, 4)} == {0b10011110}
     # A probe is behind what it asks about, and must not be dropped.
     assert {tos for _, tos in packets(bare, PacketType.PROBE)} == {wire.dscp(4, False) << 2 | 2}
-    endpoint.call(endpoint.greet_all)
+    endpoint.call(endpoint.connection.greet_all)
     assert {tos for _, tos in packets(bare, PacketType.HELLO)} == {wire.dscp(7, False) << 2}
 
 
@@ -101,8 +101,8 @@ def test_marks_on_the_way_are_counted_and_echoed(pair):
 def start(sender, receiver, payload):
     tags = plain_tags(-(-len(payload) // 1440))
     return (
-        receiver.receive(ReceiveRequest(sender.rank, KEY, len(payload), RELIABLE, "layer")),
-        sender.send(SendRequest(receiver.rank, KEY, memoryview(payload), tags, RELIABLE, "layer")),
+        receiver.receive(ReceiveRequest(sender.connection.rank, KEY, len(payload), RELIABLE, "layer")),
+        sender.send(SendRequest(receiver.connection.rank, KEY, memoryview(payload), tags, RELIABLE, "layer")),
     )
 
 
@@ -122,12 +122,12 @@ def test_a_kernel_that_refuses_bursts_gets_packets_one_by_one(refused):
         arrival, delivery = start(*ends, payload)
         np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
         sent = delivery.result(LIMIT_S).sent
-        engine = ends[0]._engine
+        engine = ends[0].connection.engine
         assert engine.offload == (not refused)
-        assert not ends[0].counters()["send_errors"]
+        assert not ends[0].connection.counters()["send_errors"]
         if not refused:
             assert engine.counters()["sent_bursts"] < sent / 2
-            assert ends[1].counters()["received_bursts"] < sent
+            assert ends[1].connection.counters()["received_bursts"] < sent
 
 
 def segments_go(sender, receiver):
@@ -171,22 +171,22 @@ def test_bursts_that_the_kernel_joined_are_taken_apart(pair, seed):
         segment = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("H", 1472))] if len(burst[0]) == 1472 else []
         bare.sendmsg([b"".join(burst)], segment, 0, endpoint._socket.getsockname())
         time.sleep(0.002)  # a pace: the socket's buffer is small
-    until(lambda: endpoint.counters()["data"] == 80)
+    until(lambda: endpoint.connection.counters()["data"] == 80)
     arrivals.append(endpoint.receive(ReceiveRequest(1, MessageKey(0, 2), len(payloads[2]), RELIABLE, "layer")))
     for arrival, payload in zip(arrivals, payloads, strict=True):
         got = arrival.result(LIMIT_S)
         assert got.payload.tobytes() == payload.tobytes()
         assert (got.layer == 7).all()
-    counted = endpoint.counters()
+    counted = endpoint.connection.counters()
     assert counted["data"] == 80
     assert counted["duplicate"] + counted["late"] == 25
-    assert dict(endpoint.refused) == {"malformed": 2, "token": 12}, "two are of the trial with segments"
+    assert dict(endpoint.connection.refused) == {"malformed": 2, "token": 12}, "two are of the trial with segments"
 
 
 def test_an_empty_datagram_is_only_malformed(pair):
     endpoint, bare = pair
     bare.sendto(b"", endpoint._socket.getsockname())
-    until(lambda: endpoint.refused["malformed"] == 1)
+    until(lambda: endpoint.connection.refused["malformed"] == 1)
 
 
 @pytest.mark.parametrize(

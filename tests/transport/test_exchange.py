@@ -23,6 +23,7 @@ from tests.transport.exchanges import (
     receive,
     send,
 )
+from tests.transport.network import outcome_of
 
 SIZE = 300_000
 
@@ -184,7 +185,7 @@ def test_it_is_enough_to_look_when_something_is_due(bound):
 
     network = Network(2, loss=0.1, seed=4)
     for protocol in network.ranks:
-        only_when_due(protocol._engine)
+        only_when_due(protocol.engine)
     for number in range(3):
         delivery, _ = exchange(network, 100_000, bound=bound, key=MessageKey(0, number))
         assert delivery.seconds < (0.05 if number else 0.2)
@@ -389,8 +390,8 @@ def test_a_full_stash_loses_nothing_for_good():
 @pytest.mark.parametrize("burst", [1, 64])
 def test_a_socket_that_is_full_delays_and_loses_nothing(burst):
     network = Network(2, depth=10_000)
-    network.ranks[0]._engine.flows[1].burst = burst
-    engine = network.ranks[0]._engine
+    network.ranks[0].engine.flows[1].burst = burst
+    engine = network.ranks[0].engine
     refusals, pumping = [0], engine.pump
 
     def pump_sometimes(now_s):
@@ -416,7 +417,7 @@ def test_a_parameter_server_learns_the_size_from_the_sender():
 
     def on_unexpected(peer, key):
         heard.append((peer, key))
-        arrivals.append(network.ranks[1].receive(ReceiveRequest(peer, key, None, LossBound(0.3), "bucket")))
+        arrivals.append(outcome_of(network.ranks[1].receive, ReceiveRequest(peer, key, None, LossBound(0.3), "bucket")))
 
     network.ranks[1].on_unexpected = on_unexpected
     payload = payload_of(100_001)

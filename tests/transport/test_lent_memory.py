@@ -61,16 +61,18 @@ def test_lent_memory_is_given_out_in_pieces_that_do_not_overlap():
 def exchange(sender, receiver, key, payload, tail=b""):
     tail = np.frombuffer(tail, np.uint8)
     size = len(payload) + len(tail)
-    arrival = receiver.receive(ReceiveRequest(sender.rank, key, size, RELIABLE, "layer"))
+    arrival = receiver.receive(ReceiveRequest(sender.connection.rank, key, size, RELIABLE, "layer"))
     tags = plain_tags(-(-size // 1440))
-    delivery = sender.send(SendRequest(receiver.rank, key, memoryview(payload), tags, RELIABLE, "layer", tail))
+    delivery = sender.send(
+        SendRequest(receiver.connection.rank, key, memoryview(payload), tags, RELIABLE, "layer", tail)
+    )
     np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, np.concatenate([payload, tail]))
     assert delivery.result(LIMIT_S).delivered.all()
 
 
 def ring_bytes_for(sender, receiver, action):
     """Return how many bytes of the ring between two ranks an action takes."""
-    written = ring_from(receiver, sender.rank).marks[:8].view(np.uint64)
+    written = ring_from(receiver, sender.connection.rank).marks[:8].view(np.uint64)
     before = int(written[0])
     action()
     return int(written[0]) - before
@@ -80,14 +82,14 @@ def ring_bytes_for(sender, receiver, action):
 def test_lent_bytes_arrive_and_are_not_copied_into_the_ring(size):
     with neighbours(2, export_bytes=LENT_BYTES) as (first, second):
         greeted(first, 1)
-        for number, place in enumerate([0, 7, len(first.exported.memory) - size]):
-            payload = first.exported.memory[place : place + size]
+        for number, place in enumerate([0, 7, len(first.connection.exported.memory) - size]):
+            payload = first.connection.exported.memory[place : place + size]
             payload[:] = bytes_of(size, number)
             taken = ring_bytes_for(
                 first, second, lambda n=number, p=payload: exchange(first, second, MessageKey(0, n), p)
             )
             assert taken <= (size // BURST_BYTES + 2) * (LENT_ROOM + 64)
-        assert not first.refused + second.refused
+        assert not first.connection.refused + second.connection.refused
 
 
 def test_other_bytes_are_copied_also_where_memory_is_lent():
@@ -95,7 +97,7 @@ def test_other_bytes_are_copied_also_where_memory_is_lent():
         size = 1_000_000
         beside = bytes_of(size)
         assert ring_bytes_for(first, second, lambda: exchange(first, second, MessageKey(0, 0), beside)) > size
-        assert len(second.exported.memory) >= LENT_BYTES
+        assert len(second.connection.exported.memory) >= LENT_BYTES
         assert ring_bytes_for(second, first, lambda: exchange(second, first, MessageKey(0, 1), beside)) > size
 
 
@@ -103,14 +105,14 @@ def test_other_bytes_are_copied_also_where_memory_is_lent():
 @pytest.mark.parametrize("size", [1, 1439, 1440, 200_000])
 def test_what_follows_the_lent_bytes_arrives_behind_them(size, tail):
     with neighbours(2, export_bytes=LENT_BYTES) as (first, second):
-        payload = first.exported.memory[:size]
+        payload = first.connection.exported.memory[:size]
         payload[:] = bytes_of(size, 1)
         exchange(first, second, MessageKey(0, 0), payload, bytes_of(tail, 2).tobytes())
 
 
 def test_lent_bytes_go_to_others_through_sockets():
     with neighbours(3, apart=[{0, 2}], export_bytes=LENT_BYTES) as (first, second, third):
-        payload = first.exported.memory[:1_000_003]
+        payload = first.connection.exported.memory[:1_000_003]
         payload[:] = bytes_of(len(payload), 3)
         exchange(first, second, MessageKey(0, 0), payload)
         exchange(first, third, MessageKey(0, 1), payload)
@@ -134,7 +136,7 @@ def test_a_header_of_lent_bytes_is_refused_for_what_it_would_be_in_the_network(c
     with neighbours(2, export_bytes=LENT_BYTES) as (first, _):
         greeted(first, 1)
         put_record(ring_from(first, 1), 32, 32, data_packet(**changes)[:32], message_bytes=100)
-        until(lambda: first.refused[reason] == 1)
+        until(lambda: first.connection.refused[reason] == 1)
 
 
 def test_lent_bytes_that_do_not_fit_their_message_are_refused():
@@ -145,7 +147,7 @@ def test_lent_bytes_that_do_not_fit_their_message_are_refused():
         put_record(ring_from(first, 1), 32, 32, data_packet(packets=5)[:32], message_bytes=7200)
         with pytest.raises(TransportError, match="layer"):
             arrival.result(LIMIT_S)
-        assert first.refused["malformed"] == 1
+        assert first.connection.refused["malformed"] == 1
 
 
 @pytest.mark.parametrize(
@@ -167,22 +169,22 @@ def test_a_record_of_bytes_that_are_not_lent_is_refused_and_its_ring_read_no_mor
     place, message_bytes, index, segment, size
 ):
     with neighbours(2, silence_s=1.0, export_bytes=LENT_BYTES) as (first, second):
-        assert len(second.exported.memory) == LENT_BYTES
+        assert len(second.connection.exported.memory) == LENT_BYTES
         greeted(first, 1)
         first.receive(ReceiveRequest(1, MessageKey(0, 0), 1440 * 5, RELIABLE, "layer"))
         header = data_packet(index, max(5, index))[:32]
         put_record(ring_from(first, 1), size, segment, header, place, message_bytes)
-        until(lambda: first.refused["malformed"] == 1)
+        until(lambda: first.connection.refused["malformed"] == 1)
         with pytest.raises(TransportError):
             exchange(second, first, MessageKey(0, 1), bytes_of(5000))
-        assert first.refused["malformed"] == 1
+        assert first.connection.refused["malformed"] == 1
 
 
 def test_a_rank_that_lent_nothing_is_not_read_from():
     with neighbours(2, silence_s=1.0) as (first, _):
         greeted(first, 1)
         put_record(ring_from(first, 1), 32, 32, data_packet()[:32], message_bytes=100)
-        until(lambda: first.refused["malformed"] == 1)
+        until(lambda: first.connection.refused["malformed"] == 1)
 
 
 def reduce_and_spoil(ends, steps, *, value_type=ValueType.FLOAT32, lent=False, count=200_000, settle=lambda: None):
@@ -233,7 +235,7 @@ def test_neighbours_read_one_copy_of_a_result_which_is_used_again(apart):
 
         def settle():
             for end in ends:
-                until(lambda end=end: end.all_confirmed and not end.exported._taken)
+                until(lambda end=end: end.connection.all_confirmed and not end.connection.exported._taken)
 
         reduce_and_spoil(ends, 12, settle=settle)
         for end in ends:

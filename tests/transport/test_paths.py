@@ -133,10 +133,10 @@ def test_what_is_lost_where_nobody_stays_does_not_shrink_the_window():
     while network.now < 1:
         exchange(network, number)
         number += 1
-    window = network.ranks[0]._engine.flows[1].window
+    window = network.ranks[0].engine.flows[1].window
     for more in range(10):
         exchange(network, number + more)
-    assert network.ranks[0]._engine.flows[1].window > window / 2
+    assert network.ranks[0].engine.flows[1].window > window / 2
 
 
 def test_routes_that_all_lose_alike_are_all_kept_in_use():

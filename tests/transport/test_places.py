@@ -17,6 +17,7 @@ from tests.transport.exchanges import (
     receive,
     send,
 )
+from tests.transport.network import outcome_of
 
 SIZE = 50_000
 
@@ -28,10 +29,11 @@ def test_a_message_goes_into_the_buffer_and_its_end_into_the_tail(placed, tail_b
     network = Network(2, loss=0.05, seed=3)
     payload = payload_of(SIZE)
     tail_sent = payload[SIZE - tail_bytes :].copy()
-    delivery = network.ranks[0].send(
+    delivery = outcome_of(
+        network.ranks[0].send,
         SendRequest(
             1, KEY, memoryview(payload[: SIZE - tail_bytes]), plain_tags(packets_of(SIZE)), RELIABLE, "x", tail_sent
-        )
+        ),
     )
     network.run(lambda: network.now >= late_s)
     tail = np.zeros(tail_bytes, np.uint8)

@@ -224,7 +224,7 @@ def test_the_smallest_window_still_gets_a_message_through(control):
 
 def test_a_flow_is_in_slow_start_until_its_window_shrinks_and_after_a_silence():
     network = Network(2, rate_bps=20e6, depth=40)
-    flow, peer = network.ranks[0]._engine.flows[1], network.ranks[0]._peers[1]
+    flow, peer = network.ranks[0].engine.flows[1], network.ranks[0]._peers[1]
     assert flow.slow_start
     payload = payload_of(1_000_000)
     network.run(all_done(receive(network, len(payload)), send(network, payload)))

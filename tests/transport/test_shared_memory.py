@@ -213,7 +213,7 @@ def test_messages_go_through_memory_both_ways(size):
             np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
             assert delivery.result(LIMIT_S).delivered.all()
             assert delivery.result(LIMIT_S).resent == 0
-        assert not first.refused + second.refused
+        assert not first.connection.refused + second.connection.refused
 
 
 def test_many_messages_between_many_ranks_arrive_in_any_order():
@@ -223,7 +223,9 @@ def test_many_messages_between_many_ranks_arrive_in_any_order():
             for sender in ends:
                 for receiver in ends:
                     if sender is not receiver:
-                        payload = bytes_of(1 + (number * 7919) % 60_000, [number, sender.rank, receiver.rank])
+                        payload = bytes_of(
+                            1 + (number * 7919) % 60_000, [number, sender.connection.rank, receiver.connection.rank]
+                        )
                         waiting.append((payload, *start(sender, receiver, MessageKey(0, number), payload)))
         for payload, arrival, delivery in waiting:
             np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
@@ -235,7 +237,7 @@ def test_a_sum_is_formed_from_what_comes_through_memory():
         values = [np.random.default_rng(rank).standard_normal(700_001).astype(np.float32) for rank in range(3)]
         total = values[0].copy()
         key = MessageKey(0, 0)
-        summation = ends[0].reduction(total, 2)
+        summation = ends[0].connection.reduction(total, 2)
         arrivals = [
             ends[0].receive(
                 ReceiveRequest(peer, key, total.nbytes, RELIABLE, "layer", reduction=summation, position=peer - 1)
@@ -273,7 +275,7 @@ def test_what_may_be_lost_in_the_network_is_not_lost_in_memory():
 
 def test_others_are_reached_through_sockets_beside():
     with neighbours(3, apart=[{0, 2}]) as ends:
-        assert [end.local_peers for end in ends] == [{1}, {0, 2}, {1}]
+        assert [end.connection.local_peers for end in ends] == [{1}, {0, 2}, {1}]
         for number, (sender, receiver) in enumerate([(0, 1), (0, 2), (2, 0), (2, 1), (1, 0), (1, 2)]):
             payload = bytes_of(2_000_001, number)
             arrival, _ = start(ends[sender], ends[receiver], MessageKey(0, number), payload)
@@ -302,7 +304,7 @@ def test_a_datagram_in_memory_is_refused_for_what_it_would_be_in_the_network(con
     with neighbours(2) as (first, _):
         greeted(first, 1)
         put_record(ring_from(first, 1), len(content), len(content), content)
-        until(lambda: first.refused[reason] == 1)
+        until(lambda: first.connection.refused[reason] == 1)
 
 
 @pytest.mark.parametrize(
@@ -314,11 +316,11 @@ def test_a_record_that_cannot_be_is_refused_and_its_ring_read_no_more(size, segm
     with neighbours(2, silence_s=1.0) as (first, second):
         greeted(first, 1)
         put_record(ring_from(first, 1), size, segment, written=written)
-        until(lambda: first.refused["malformed"] == 1)
+        until(lambda: first.connection.refused["malformed"] == 1)
         arrival, _ = start(second, first, MessageKey(0, 0), bytes_of(5000))
         with pytest.raises(TransportError):
             arrival.result(LIMIT_S)
-        assert first.refused["malformed"] == 1
+        assert first.connection.refused["malformed"] == 1
 
 
 @pytest.fixture
