@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from dlcp import children
 from dlcp.closing import Closing
-from dlcp.namespace import enter
+from dlcp.netlab import enter
 
 _STOP_DEADLINE_S: Final = 10.0
 """Time for processes to exit after a signal, before they are killed. Not tuned."""

@@ -6,15 +6,11 @@ marks count for nothing, as in a wide-area network. Beside means that in each di
 share that queue, so that a fair share is a third of the rate. DLCP runs with bound 0: what moves is known then.
 """
 
-import json
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 from typing import Final
 
 from dlcp.bench import allreduce
@@ -22,7 +18,7 @@ from dlcp.bench.allreduce import LOSSLESS, contenders
 from dlcp.bench.path import BenchHosts, drop_at_random, drops_at_random
 from dlcp.bench.ranks import Ranks
 from dlcp.bench.results import BenchResult, Samples, against_best, median, result, significant
-from dlcp.namespace import Namespace, turn_off_offloads
+from dlcp.netlab import Namespace
 from dlcp.switch import SwitchProcess
 
 RIVALS: Final = 2
@@ -87,10 +83,7 @@ class DelayedPath(BenchHosts):
         members, entries = [], []
         for rank, host in enumerate(self.hosts):
             port, mac = f"port{rank}", f"02:00:00:00:00:{rank + 1:02x}"
-            switch.ip(
-                f"link add {port} type veth peer name eth0 address {mac} netns {host.path}",
-                f"link set {port} up",
-            )
+            switch.link(port, host, "eth0", peer_mac=mac)
             others = [peer for peer in range(len(self.hosts)) if peer != rank]
             everyone = [self.address(peer) for peer in others]
             everyone += [self.tcp_address(peer, name) for peer in others for name in self.controls]
@@ -99,8 +92,6 @@ class DelayedPath(BenchHosts):
                 *(command for peer in others for command in self._routes(rank, peer, "dev eth0")),
                 *(f"neigh add {address} lladdr {_SWITCH_MAC} dev eth0 nud permanent" for address in everyone),
             )
-            host.call(lambda: turn_off_offloads("eth0"))
-            switch.call(partial(turn_off_offloads, port))
             if self.loss:
                 # At the hosts: the switch's packet sockets see packets before a filter of its ports would.
                 drop_at_random(host, "eth0", self.loss)
@@ -113,11 +104,10 @@ class DelayedPath(BenchHosts):
             "entries": entries,
             "ports": {str(rank + 1): queueing for rank in range(len(self.hosts))},
         }
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-bench-")))
-        (folder / "entries.json").write_text(json.dumps(document), encoding="utf-8")
-        arguments = [*(f"--port={rank + 1}=packet:port{rank}" for rank in range(len(self.hosts))), "--entries"]
-        arguments.append(str(folder / "entries.json"))
-        self._process = self._stack.enter_context(SwitchProcess(arguments, namespace=switch))
+        ports = [f"--port={rank + 1}=packet:port{rank}" for rank in range(len(self.hosts))]
+        self._process = self._stack.enter_context(
+            SwitchProcess(ports, namespace=switch, documents={"--entries": document})
+        )
 
 
 class Rival:

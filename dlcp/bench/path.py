@@ -12,12 +12,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path as File
 from types import TracebackType
 from typing import Final
 
-from dlcp.namespace import Namespace, NamespaceError, turn_off_offloads
+from dlcp.netlab import Namespace, NamespaceError, congestion_controls
 
 _CONGESTION_CONTROLS: Final = ("cubic", "bbr")
 """What TCP is measured with where the kernel has it: Linux's default, and the one that bears random loss best."""
@@ -178,8 +177,7 @@ class VethPair(BenchHosts):
 
     def _link(self) -> None:
         first, second = self.hosts
-        mtu = f"mtu {self.mtu_bytes}"
-        first.ip(f"link add eth0 {mtu} type veth peer name eth0 {mtu} netns {second.path}")
+        first.link("eth0", second, "eth0", mtu_bytes=self.mtu_bytes, offloads=True)
         for rank, host in enumerate(self.hosts):
             host.ip(*self._addresses(rank), *self._routes(rank, 1 - rank, "dev eth0"))
 
@@ -242,14 +240,10 @@ class RoutedPath(BenchHosts):
     def _link(self) -> None:
         self.router = self._namespace("router")
         self.router.sysctl("net/ipv4/ip_forward", "1")
-        mtu = f"mtu {self.mtu_bytes}"
         for rank, host in enumerate(self.hosts):
             port, gateway = f"port{rank}", f"10.0.{rank}.1"
-            self.router.ip(
-                f"link add {port} {mtu} type veth peer name eth0 {mtu} netns {host.path}",
-                f"addr add {gateway}/24 dev {port}",
-                f"link set {port} up",
-            )
+            self.router.link(port, host, "eth0", mtu_bytes=self.mtu_bytes, offloads=self.offloads)
+            self.router.ip(f"addr add {gateway}/24 dev {port}")
             way = f"via {gateway} dev eth0"
             others = [peer for peer in range(len(self.hosts)) if peer != rank]
             host.ip(
@@ -257,16 +251,14 @@ class RoutedPath(BenchHosts):
                 f"route add {gateway} dev eth0",
                 *(command for peer in others for command in self._routes(rank, peer, way)),
             )
-            if not self.offloads:
-                self.router.call(partial(turn_off_offloads, port))
-                host.call(partial(turn_off_offloads, "eth0"))
             drop_at_random(self.router, port, self.loss)
             is_last = rank == len(self.hosts) - 1
             rate_bps = self.slowest_bps if is_last and self.slowest_bps else self.rate_bps
             if rate_bps:
-                burst = str(LINK_BURST_BYTES)
-                shaper = ["tbf", "rate", f"{rate_bps}bit", "burst", burst, "latency", f"{QUEUE_S}s"]
-                self.router.tc("qdisc", "add", "dev", port, "root", *shaper)
+                waiting = round(rate_bps * QUEUE_S / 8)
+                self.router.limit_rate(
+                    port, rate_bps, burst_bytes=LINK_BURST_BYTES, limit_bytes=waiting + LINK_BURST_BYTES
+                )
 
 
 class LinkOutages:
@@ -344,7 +336,7 @@ def loopback(ranks: int) -> BenchPath:
 
 def known_controls() -> tuple[str, ...]:
     """Return which of :data:`_CONGESTION_CONTROLS` this kernel has."""
-    known = File("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text(encoding="ascii").split()
+    known = congestion_controls()
     return tuple(control for control in _CONGESTION_CONTROLS if control in known)
 
 

@@ -9,15 +9,14 @@ one draw of ports, the ranks are started several times.
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path as File
 from typing import Final
 
 from dlcp.bench import allreduce
-from dlcp.bench.path import DROP_AT_RANDOM, QUEUE_S, BenchHosts
+from dlcp.bench.path import QUEUE_S, BenchHosts, drop_at_random
 from dlcp.bench.results import BenchResult, Samples, against_best, median, significant
-from dlcp.namespace import Namespace, turn_off_offloads
+from dlcp.netlab import Namespace
 
 SPINES: Final = 4
 SLOW_SHARE: Final = 0.1
@@ -93,24 +92,15 @@ class SpineFabric(BenchHosts):
 
     def _join(self, spine: Namespace, number: int, rank: int, host: Namespace) -> None:
         port, up = f"port{rank}", f"up{number}"
-        spine.ip(
-            f"link add {port} type veth peer name {up} netns {host.path}",
-            f"addr add 10.8.{number}.1/32 dev {port}",
-            f"link set {port} up",
-        )
+        spine.link(port, host, up)
         host.ip(f"link set {up} up")
-        spine.ip(f"route add 10.0.{rank}.0/24 dev {port}")
-        spine.call(partial(turn_off_offloads, port))
-        host.call(partial(turn_off_offloads, up))
+        spine.ip(f"addr add 10.8.{number}.1/32 dev {port}", f"route add 10.0.{rank}.0/24 dev {port}")
         odd = number == SPINES - 1
         if odd and self.lossy:
-            program = DROP_AT_RANDOM.format(threshold=round(LOSSY_SHARE * 2**32))
-            spine.tc("qdisc", "add", "dev", port, "clsact")
-            spine.tc("filter", "add", "dev", port, "ingress", "protocol", "ip", "bpf", "da", "bytecode", program)
+            drop_at_random(spine, port, LOSSY_SHARE)
         rate_bps = round(self.rate_bps * (SLOW_SHARE if odd and self.slow else 1))
         limit = round(self.rate_bps * QUEUE_S / 8) + _SHAPER_BURST_BYTES
-        shaper = ["tbf", "rate", f"{rate_bps}bit", "burst", str(_SHAPER_BURST_BYTES), "limit", str(limit)]
-        spine.tc("qdisc", "add", "dev", port, "root", *shaper)
+        spine.limit_rate(port, rate_bps, burst_bytes=_SHAPER_BURST_BYTES, limit_bytes=limit)
 
 
 class _Watch:

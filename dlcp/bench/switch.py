@@ -11,7 +11,6 @@ log where the package is one; it has a thread each for receiving, ingress and se
 threads, so with fewer cores than threads it is at its best with two ports.
 """
 
-import json
 import shutil
 import socket
 import subprocess
@@ -19,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 
 from dlcp.bench.results import BenchError, BenchResult, interleave, median, result, significant
 from dlcp.closing import Closing, end
-from dlcp.namespace import NetworkHost, StarNetwork
+from dlcp.netlab import NetworkHost, StarNetwork
 from dlcp.switch import PROGRAM_PATH, PacketPort, SwitchProcess, udp_headers
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE, Header, PacketType
 
@@ -386,12 +385,12 @@ def builtin(network: StarNetwork) -> Iterator[SwitchProcess]:
             {"table": "ipv4_route", "match": {"ipv4_dst": f"{target.address}/32"}, "group": 1},
         ],
     }
-    with ExitStack() as stack:
-        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-bench-"))) / "entries.json"
-        path.write_text(json.dumps(document), encoding="utf-8")
-        ports = [f"--port={host.port}=packet:{host.switch_interface}" for host in network.hosts]
-        arguments = [*ports, "--entries", str(path), "--depth-packets", str(_DEPTH_PACKETS)]
-        yield stack.enter_context(SwitchProcess(arguments, namespace=network.switch, counters_every_s=1.0))
+    ports = [f"--port={host.port}=packet:{host.switch_interface}" for host in network.hosts]
+    arguments = [*ports, "--depth-packets", str(_DEPTH_PACKETS)]
+    with SwitchProcess(
+        arguments, namespace=network.switch, documents={"--entries": document}, counters_every_s=1.0
+    ) as switch:
+        yield switch
 
 
 class SimpleSwitchError(BenchError):

@@ -14,7 +14,7 @@ from dlcp.bench.results import LEAST_ROUNDS, BenchError, BenchResult, mean_again
 from dlcp.bench.sweep import FailedCellsError, Sweep, SweepCell
 from dlcp.commands.common import DURATIONS, MBPS, option, real, refuse, whole
 from dlcp.configuration import Range
-from dlcp.namespace import NamespaceError, become_root
+from dlcp.netlab import NamespaceError, become_root
 
 _PERCENT: Final = Range(0.0, 100, below=True)
 _MEGABYTES: Final = Range(0.001, 100_000)

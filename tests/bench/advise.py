@@ -35,7 +35,7 @@ from dlcp.demo.background import schedule, sink, source
 from dlcp.demo.network import NamespaceNetwork
 from dlcp.demo.processes import DemoProcess
 from dlcp.demo.setup import DemoSetup
-from dlcp.namespace import NamespaceError, become_root
+from dlcp.netlab import NamespaceError, become_root
 from dlcp.train.measurement import with_settings
 from dlcp.tuning.rules import Advice, Settings, Survey, decide, figures_of_surveys
 

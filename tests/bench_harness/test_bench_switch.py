@@ -10,7 +10,7 @@ import pytest
 
 from dlcp.bench import switch as bench
 from dlcp.bench.switch import BISECTIONS, FASTEST_PPS, SLOWEST_PPS, best_paced, processor_s
-from dlcp.namespace import StarNetwork
+from dlcp.netlab import StarNetwork
 from dlcp.switch import PacketPort, PortQueueing, Switch
 from tests.waiting import until
 
