@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from dlcp.controller.testbed.layout import HostPlan, Layout, PortPlan, ProcessId, StartedSwitch, StateFile, SwitchPlan
 from dlcp.controller.testbed.proxy import NamespaceProxy
 from dlcp.controller.testbed.requirements import load_mininet, mininet_network
-from dlcp.controller.testbed.switches import BURST_BYTES, LIMIT_BYTES, SwitchProgram, make
+from dlcp.controller.testbed.switches import PORT_BURST_BYTES, PORT_LIMIT_BYTES, SwitchProgram, make
 from dlcp.netlab import CONGESTION_CONTROL, HOST_INTERFACE, NamedNamespace
 
 if TYPE_CHECKING:
@@ -163,4 +163,6 @@ class Network:
         namespace.ip(f"link set {port.interface} mtu {self._layout.mtu_bytes} up")
         namespace.turn_off_offloads(port.interface)
         if self._layout.kind == "bmv2":
-            namespace.limit_rate(port.interface, port.rate_bps, burst_bytes=BURST_BYTES, limit_bytes=LIMIT_BYTES)
+            namespace.limit_rate(
+                port.interface, port.rate_bps, burst_bytes=PORT_BURST_BYTES, limit_bytes=PORT_LIMIT_BYTES
+            )

@@ -24,9 +24,9 @@ from dlcp.controller.testbed.layout import StateFile, SwitchPlan
 from dlcp.controller.testbed.proxy import LOOPBACK, ForwardedPort, connect
 from dlcp.controller.testbed.requirements import SwitchKind
 
-BURST_BYTES: Final = 3_028
+PORT_BURST_BYTES: Final = 3_028
 """Largest burst after a pause: two full frames. With less, the rate would fall whenever a timer is late."""
-LIMIT_BYTES: Final = 262_144
+PORT_LIMIT_BYTES: Final = 262_144
 """More than a socket's send buffer holds, so that the token bucket itself never drops."""
 SEND_BUFFER_BYTES: Final = 8_192
 """Send buffer of a packet socket, before the kernel doubles it: about seven full frames with their overhead."""
@@ -173,7 +173,7 @@ class SwitchProgram(ABC):
 
 
 class Bmv2(SwitchProgram):
-    """``simple_switch_grpc``. The interfaces behind its ports shape them (``BURST_BYTES``, ``LIMIT_BYTES``)."""
+    """``simple_switch_grpc``. The interfaces behind its ports shape them (``PORT_BURST_BYTES``, ``PORT_LIMIT_BYTES``)."""
 
     kind = "bmv2"
 

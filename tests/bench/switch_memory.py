@@ -4,8 +4,6 @@
 A leaf switch: 16 hosts below, 4 equal-cost ports to the spine, 128 hosts behind them, 8 jobs of which half have a
 metered share, thresholds for every queue and drop class. Half of the packets stay in the rack, half are sprayed over
 the spine; the queues are deep enough at times that some packets are marked or dropped.
-
-Run ``python tests/bench/switch_memory.py``; it prints one JSON document.
 """
 
 import argparse
@@ -17,9 +15,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.bench.results import interleave, result, show
+from dlcp.bench.results import BenchResult, result
 from dlcp.switch import DROP_PORT, Action, GroupRef, MeterConfig, Program
 from dlcp.wire import UDP_PORT_BASE
+from tests.bench.harness import Benchmark, int_option
 
 PROGRAM = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
 HOSTS, RACKS, UPLINKS, JOBS = 16, 9, 4, 8
@@ -143,26 +142,27 @@ def run_batch(program: Program, packets: list[bytes]) -> float:
     return count / taken
 
 
-def main() -> None:
-    """Print the document."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--packets", type=int, default=20_000)
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--backend", choices=("python", "numba", "both"), default="both")
-    options = parser.parse_args()
-    packets = data_packets(options.packets)
+def _switch_memory(arguments: argparse.Namespace) -> list[BenchResult]:
+    packets = data_packets(arguments.packets)
     contenders: dict[str, Callable[[], float]] = {}
-    if options.backend in ("python", "both"):
+    if arguments.backend in ("python", "both"):
         plain = Program.load(PROGRAM)
         populate(plain)
         contenders["switch.memory.python"] = lambda: run_plain(plain, packets)
-    if options.backend in ("numba", "both"):
+    if arguments.backend in ("numba", "both"):
         compiled = Program.load(PROGRAM, backend="numba")
         populate(compiled)
         contenders["switch.memory.numba"] = lambda: run_batch(compiled, packets)
-    samples = interleave(contenders, rounds=options.runs, warm_up=1)
-    show([result(name, "packets/s", values, smaller_is_better=False) for name, values in samples.items()])
+    samples = arguments.turns.take(contenders)
+    return [result(name, "packets/s", values, smaller_is_better=False) for name, values in samples.items()]
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    _switch_memory,
+    {
+        "--packets": int_option(20_000, "of a round"),
+        "--backend": {"choices": ("python", "numba", "both"), "default": "both", "help": "(default: both)"},
+    },
+    rounds=7,
+    warm_up=1,
+)
