@@ -173,7 +173,7 @@ class SwitchProgram(ABC):
 
 
 class Bmv2(SwitchProgram):
-    """``simple_switch_grpc``. The interfaces behind its ports shape them (``PORT_BURST_BYTES``, ``PORT_LIMIT_BYTES``)."""
+    """``simple_switch_grpc``. The interfaces behind its ports limit their rate."""
 
     kind = "bmv2"
 

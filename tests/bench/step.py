@@ -7,7 +7,7 @@ without any communication shows the head-room.
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -35,7 +35,7 @@ _SYMBOLS: Final = 256
 _SEQUENCE: Final = 64
 """Symbols a rank sees in a step: few, since four ranks share few cores."""
 
-_NOTHING, _GLOO, _HOOK, _CROSS_STEP = "no communication", "gloo", "dlcp", "dlcp, cross-step"
+_WAYS = _NOTHING, _GLOO, _HOOK, _CROSS_STEP = "no communication", "gloo", "dlcp", "dlcp, cross-step"
 
 
 class ReplicasDifferError(RuntimeError):
@@ -95,7 +95,7 @@ def measure(
         )
         arguments = [hosts, path.interface, str(folder / "store"), width, depth, options]
         with Ranks(Trainee, arguments, path.namespaces) as trainees:
-            runs = {name: partial(_block_ms, trainees, name) for name in (_NOTHING, _GLOO, _HOOK, _CROSS_STEP)}
+            runs = {name: partial(_block_ms, trainees, name) for name in _WAYS}
             samples = turns.take(runs)
             for name in (_GLOO, _HOOK, _CROSS_STEP):
                 if len(set(trainees.call("digest", name))) > 1:
@@ -162,15 +162,27 @@ class LanguageModel(nn.Module):
 class TrainingWay:
     """One way to train: a model of its own, and how its gradients are averaged."""
 
-    optimizer: Any
-    ledger: Ledger | None = None
-
-    def __init__(self, width: int, depth: int) -> None:
+    def __init__(self, name: str, width: int, depth: int, options: dlcp.torch.Options) -> None:
         torch.manual_seed(7)
         self.plain = LanguageModel(width, depth)
-        self.model: nn.Module = self.plain
-        self.optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.01, momentum=0.9)
-        self.steps = 0
+        self.optimizer: Any = torch.optim.SGD(self.plain.parameters(), lr=0.01, momentum=0.9)
+        self.steps = self.local_peers = 0
+        self.ledger: Ledger | None = None
+        self.settle: Callable[[], None] = lambda: None
+        """Returns when all updates are done, which they are unless they may go on in the next step."""
+        self.close: Callable[[], None] = lambda: None
+        if name == _CROSS_STEP:
+            self.model: nn.Module = self.plain
+            self.optimizer = cross_step(self.plain, self.optimizer, options)
+            self.ledger = self.optimizer.traffic.ledger
+            self.settle, self.close = self.optimizer.synchronize, self.optimizer.close
+            return
+        self.model = ddp = DistributedDataParallel(self.plain, gradient_as_bucket_view=True)
+        if name == _NOTHING:
+            ddp.register_comm_hook(None, dlcp.torch.noop_hook)
+        elif name == _HOOK:
+            state = dlcp.torch.enable(ddp, options)
+            self.ledger, self.local_peers, self.close = state.ledger, state.local_peers, state.close
 
     def step(self, rank: int) -> None:
         """Do one step on the next batch, which is the same for all ways."""
@@ -181,58 +193,6 @@ class TrainingWay:
         torch.autograd.backward(nn.functional.cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten()))
         self.optimizer.step()
         self.steps += 1
-
-    def settle(self) -> None:
-        """Return when all updates are done, which they are unless they may go on in the next step."""
-
-    def close(self) -> None:
-        """Leave the other ranks; nothing to do where the process group is all there is."""
-
-
-class GlooTraining(TrainingWay):
-    """DDP as it is, over Gloo."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__(width, depth)
-        self.model: DistributedDataParallel = DistributedDataParallel(self.plain, gradient_as_bucket_view=True)
-
-
-class LocalTraining(GlooTraining):
-    """DDP without communication: what steps would take if it cost nothing."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__(width, depth)
-        self.model.register_comm_hook(None, dlcp.torch.noop_hook)
-
-
-class HookTraining(GlooTraining):
-    """DDP with DLCP's hook."""
-
-    def __init__(self, width: int, depth: int, options: dlcp.torch.Options) -> None:
-        super().__init__(width, depth)
-        self.state = dlcp.torch.enable(self.model, options)
-        self.ledger = self.state.ledger
-
-    def close(self) -> None:
-        """Leave the other ranks."""
-        self.state.close()
-
-
-class CrossStepTraining(TrainingWay):
-    """DLCP's cross-step scheduling, without DDP."""
-
-    def __init__(self, width: int, depth: int, options: dlcp.torch.Options) -> None:
-        super().__init__(width, depth)
-        self.optimizer = cross_step(self.plain, self.optimizer, options)
-        self.ledger = self.optimizer.traffic.ledger
-
-    def settle(self) -> None:
-        """Return when all updates are done."""
-        self.optimizer.synchronize()
-
-    def close(self) -> None:
-        """Leave the other ranks."""
-        self.optimizer.close()
 
 
 class Trainee:
@@ -265,12 +225,7 @@ class Trainee:
         self.rank = rank
         join_gloo(rank, len(hosts), store, interface)
         options = options.with_(bind=f"{hosts[rank]}:0")
-        self.ways: dict[str, TrainingWay] = {
-            _NOTHING: LocalTraining(width, depth),
-            _GLOO: GlooTraining(width, depth),
-            _HOOK: HookTraining(width, depth, options),
-            _CROSS_STEP: CrossStepTraining(width, depth, options),
-        }
+        self.ways = {name: TrainingWay(name, width, depth, options) for name in _WAYS}
 
     def parameters(self) -> int:
         """Return how many parameters the model has."""
@@ -278,9 +233,7 @@ class Trainee:
 
     def local_peers(self) -> int:
         """Return to how many other ranks DLCP's packets go through memory."""
-        hook = self.ways[_HOOK]
-        assert isinstance(hook, HookTraining)
-        return hook.state.local_peers
+        return self.ways[_HOOK].local_peers
 
     def block(self, name: str, steps: int) -> float:
         """Do some steps in one way and return the time for each, in seconds."""

@@ -16,6 +16,7 @@ from dlcp.bench.results import BenchResult, median
 from dlcp.cli import main, parse
 from dlcp.commands import bench as command
 from dlcp.processes import JobLayout
+from tests.cluster.nodes import Nodes, finished
 
 pytestmark = pytest.mark.timeout(110)
 COMMAND = [sys.executable, "-m", "dlcp.cli", "bench", "allreduce"]
@@ -51,6 +52,20 @@ def test_under_a_launcher_every_rank_is_a_member_of_its_job(tmp_path):
     assert (entry["name"], entry["details"]["through"]) == ("allreduce.n2.40000B", "sockets")
     assert "2 ranks on 1 host, tensors on cpu, DLCP through sockets" in done.stderr
     assert done.stderr.count("40 kB") == 1, "rank 0 alone prints"
+
+
+def test_ranks_of_two_hosts_meet_over_their_network(tmp_path):
+    addresses = {"node0": "10.7.0.1", "node1": "10.7.0.2"}
+    interfaces = {name: {"eth0": address} for name, address in addresses.items()}
+    launch = [sys.executable, "-m", "dlcp.cli", "launch", "-n", "2", "--nodes", "2", "--master", "10.7.0.1:29717"]
+    words = [*COMMAND, "--sizes", "40KB", "--iterations", "2"]
+    with Nodes(tmp_path, interfaces, lambda name: f"{addresses[name]} {name}\n") as nodes:
+        agents = [nodes.popen(f"node{number}", [*launch, "--node", number, "--", *words]) for number in range(2)]
+        first, second = finished(agents)
+    (entry,) = json.loads(first[first.index("{\n") : first.rindex("}") + 1])["results"]
+    details = entry["details"]
+    assert (details["ranks"], details["hosts"], details["through"]) == (4, 2, "memory and sockets")
+    assert "results" not in second
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
