@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Final
 
-from dlcp.configuration import Range, check
+from dlcp.configuration import Range, Unit, check
 from dlcp.transport.congestion import RateControl
 from dlcp.transport.cubic import CubicWindow
 from dlcp.transport.dctcp import DctcpWindow
@@ -17,7 +17,7 @@ PATHS_MAX: Final = 64
 PathCount = Annotated[int, Range(1, PATHS_MAX)]
 SECONDS: Final = Range(0, 1e9, above=True)
 """Deadlines. 30 years are the most: clocks and locks of the system overflow not far beyond."""
-Seconds = Annotated[float, SECONDS]
+Seconds = Annotated[float, SECONDS, Unit("s")]
 SwitchHops = Annotated[int, Range(1, 0xFFFF)]
 """The drop budget that is divided by it has 16 bits."""
 FlowWeight = Annotated[float, Range(0.0, 100)]

@@ -3,11 +3,12 @@
 
 import sys
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import pytest
 
 from dlcp import configuration
-from dlcp.configuration import Setting, build, settings
+from dlcp.configuration import HostPort, Range, Setting, Trait, Unit, build, settings
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,26 @@ def chosen(environment, arguments=None):
 
 
 def test_every_simple_field_is_an_option_and_others_are_not():
-    assert configuration.simple_options(Choices) == {"bound": 0.1, "job": 0, "tagged": True, "bind": "", "mtu": None}
+    defaults = {name: option.default for name, option in configuration.options_of(Choices).items()}
+    assert defaults == {"bound": 0.1, "job": 0, "tagged": True, "bind": "", "mtu": None}
     assert settings(Choices, {})[0] == Setting("bound", 0.1, "default")
+
+
+def test_a_field_declares_all_that_is_known_of_its_option():
+    @dataclass(frozen=True)
+    class Declared:
+        wait_s: Annotated[float, Range(0, 9, above=True), Unit("s"), Trait.AGREED] = 1.0
+        token: Annotated[int | None, Trait.OWN, Trait.SECRET] = None
+        where: Annotated[str, HostPort()] = ""
+
+    options = configuration.options_of(Declared)
+    assert options["wait_s"].describe() == "in (0, 9] s; the same on all ranks"
+    assert options["token"].describe() == "each rank's own; never shown"
+    assert options["where"].describe() == "`host:port`"
+    assert options["token"].optional
+    with pytest.raises(ValueError, match=r"DLCP_WAIT_S must lie in \(0, 9\], got '?0"):
+        options["wait_s"].parse("DLCP_WAIT_S", "0")
+    assert [setting.shown for setting in settings(Declared, {"DLCP_TOKEN": "7"})] == [1.0, "(set)", ""]
 
 
 def test_an_argument_beats_the_environment_which_beats_the_file_which_beats_the_default(toml, tmp_path):
