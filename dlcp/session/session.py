@@ -35,8 +35,14 @@ from dlcp.ledger import Ledger
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
 from dlcp.session.options import Options
 from dlcp.tags import Segment, Tagger
-from dlcp.transport import DeadlineError, Endpoint, PeerHangsError, PeerSilentError, TransportError
-from dlcp.transport.errors import PeerLeftError
+from dlcp.transport import (
+    DeadlineError,
+    Endpoint,
+    PeerHangsError,
+    PeerLeftError,
+    RankEndedError,
+    TransportError,
+)
 from dlcp.transport.shared_memory import EXPORT_BYTES
 
 if TYPE_CHECKING:  # loaded when options ask for it
@@ -58,10 +64,6 @@ PATIENCE: Final = 3
 
 BucketId = tuple[int, int]
 """A bucket, by its step and its number within the step."""
-
-
-class RankEndedError(PeerSilentError):
-    """A rank's process has ended, or has left the group."""
 
 
 class SessionPhase(Enum):
@@ -656,7 +658,7 @@ class TrainingSession:
         if self.timeline is not None:
             self.timeline.note("left", self.table.step, 0, describe(error))
         try:
-            self.endpoint.close(describe(error))  # nothing is written into any bucket after this
+            self._leave_peers(describe(error))  # nothing is written into any bucket after this
             if not self._recoverable or isinstance(error, RankEndedError | PeerLeftError):
                 self.fail(describe(error))
                 return
@@ -669,6 +671,11 @@ class TrainingSession:
             log.debug("recovery failed", exc_info=True)
             why, problem_text = describe(error), describe(problem)
             self.fail(f"{why}; and {self.fallback.name} cannot take over: {problem_text}")
+
+    def _leave_peers(self, reason: str | None) -> None:
+        leaving = self._joined or self.endpoint
+        if leaving:
+            leaving.close(reason)
 
     def partial_results(self) -> list[PartialResult]:
         """Return what this rank holds of buckets that the reducer has not finished."""
@@ -725,8 +732,7 @@ class TrainingSession:
             recovery = self._recovery
         if recovery:
             recovery.join(self.options.deadline_s)
-        if self.endpoint:
-            self.endpoint.close(reason)
+        self._leave_peers(reason)
         for reducer in (self._replaced, self._reducer):
             if reducer:
                 reducer.close()

@@ -11,6 +11,7 @@ from dlcp.transport.errors import (
     PeerHangsError,
     PeerLeftError,
     PeerSilentError,
+    RankEndedError,
     TransportError,
 )
 from dlcp.transport.messages import (
@@ -49,6 +50,7 @@ __all__ = [
     "PeerHangsError",
     "PeerLeftError",
     "PeerSilentError",
+    "RankEndedError",
     "ReceiveRequest",
     "SendRequest",
     "StreamingReduction",

@@ -13,7 +13,6 @@ from dlcp.collectives import (
     ParameterServer,
     RankContext,
     ReduceOptions,
-    ServerOptions,
     make_reducer,
 )
 from dlcp.collectives.choice import (
@@ -144,7 +143,7 @@ class Chosen(RingRanks):
             for rank in range(count)
         ]
         if server:
-            self.server = ParameterServer(self.endpoints[count], range(count), options=ServerOptions(LossBound(bound)))
+            self.server = ParameterServer(self.endpoints[count], range(count), options=ReduceOptions(LossBound(bound)))
 
 
 def averages_are_right(ranks, step, buckets):
