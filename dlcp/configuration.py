@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read options from arguments, the environment (``DLCP_*``), a file, and the defaults, in this order of precedence.
+"""Read options from the environment (``DLCP_*``), a file, and the defaults, in this order of precedence.
 
 The file is the one that ``DLCP_CONFIG`` names, else ``dlcp.toml`` in the working directory, if it exists. It is TOML,
 with one line for each option: ``loss_bound = 0.05``.
@@ -37,7 +37,7 @@ _EXPECTED: Final = {bool: "1 or 0", int: "int", float: "float", str: "str"}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One option: its value, and its origin (``default``, the name of a variable or file, or ``argument``)."""
+    """One option: its value, and its origin (``default``, or the name of a variable or file)."""
 
     name: str
     value: object
@@ -244,9 +244,7 @@ def options_of(cls: type) -> dict[str, Option]:
     return {name: each for name, each in _fields_of(cast(Hashable, cls)).items() if each.default is not MISSING}
 
 
-def settings(
-    cls: type, environment: Mapping[str, str] | None = None, arguments: Mapping[str, object] | None = None
-) -> list[Setting]:
+def settings(cls: type, environment: Mapping[str, str] | None = None) -> list[Setting]:
     """Return every simple option of a dataclass, with its value in force and its origin.
 
     Parameters
@@ -255,8 +253,6 @@ def settings(
         A dataclass, such as ``dlcp.torch.Options``.
     environment
         By default that of this process.
-    arguments
-        The caller's values, which take precedence over all others.
 
     Raises
     ------
@@ -272,10 +268,7 @@ def settings(
     for name, option in declared.items():
         variable = PREFIX + name.upper()
         value, origin = option.default, DEFAULT_ORIGIN
-        if arguments and name in arguments:
-            value, origin = arguments[name], "argument"
-            option.check(name, value)
-        elif variable in environment:
+        if variable in environment:
             value, origin = option.parse(variable, environment[variable]), variable
         elif name in from_file:
             value, origin = from_file[name], str(path)

@@ -20,25 +20,6 @@ class ValueType(Enum):
         """The NumPy type of a buffer in this format."""
         return np.dtype("uint16" if self is ValueType.BFLOAT16 else self.value)
 
-    @property
-    def code(self) -> NDArray[np.uint8]:
-        """The byte that follows a contribution to a parameter server: the place in this list."""
-        return np.array([list(ValueType).index(self)], np.uint8)
-
-    @classmethod
-    def of_code(cls, code: int) -> "ValueType":
-        """Return the format with this byte.
-
-        Raises
-        ------
-        ValueError
-            There is none.
-        """
-        formats = list(cls)
-        if code >= len(formats):
-            raise ValueError(f"{code} is the code of no number format; do all ranks run the same version of DLCP?")
-        return formats[code]
-
     def check_storage(self, values: NDArray[np.generic]) -> None:
         """Raise TypeError for a buffer that is not held as this format is."""
         if values.dtype != self.storage:

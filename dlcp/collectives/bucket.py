@@ -31,6 +31,8 @@ from dlcp.transport.messages import SHARE
 
 RATE: Final = np.dtype(">f4")
 """A rate that ranks tell each other behind an average, in bit/s; 0 if it is not known."""
+FORMATS: Final = tuple(ValueType)
+"""A contribution to a parameter server ends with a byte: the place of its number format here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import RATE, Bucket, BucketRun, RankContext, protect_all_but
+from dlcp.collectives.bucket import FORMATS, RATE, Bucket, BucketRun, RankContext, protect_all_but
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.pair import PAIR_BYTES_MAX, PairRun
 from dlcp.collectives.partial_result import PartialResult
@@ -508,7 +508,7 @@ class DirectRun(BucketRun):
         if owner in context.contributors:
             tags = self._tags(owner)
         else:  # a parameter server
-            tail = self.bucket.value_type.code
+            tail = np.array([FORMATS.index(self.bucket.value_type)], np.uint8)
             tags = self._tags(owner, len(tail))
             known = context.options.bound.ratio  # it knows of no layer's own bound
             if bound.ratio < known:

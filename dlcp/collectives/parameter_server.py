@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import RATE, ReduceOptions
+from dlcp.collectives.bucket import FORMATS, RATE, ReduceOptions
 from dlcp.collectives.deferral import Deferral
 from dlcp.collectives.message_numbers import ALL_GATHER, two_hop_number
 from dlcp.collectives.reduction_rules import average
@@ -19,15 +19,7 @@ from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.tags import PacketTags, queue_of_layer
-from dlcp.transport import (
-    Arrival,
-    Delivery,
-    Endpoint,
-    LossBound,
-    MessageKey,
-    ReceiveRequest,
-    SendRequest,
-)
+from dlcp.transport import Arrival, Delivery, Endpoint, LossBound, MessageKey, ReceiveRequest, SendRequest
 
 SMALL_LAYER_PACKETS: Final = 3
 """Layers of so few packets are never put off. Chosen by us: what workers take for small
@@ -102,7 +94,7 @@ class ParameterServer:
         sequence, contributions = self._sequence(key), {}
         sent: dict[int, str] = {}
         for worker, arrival in bucket.items():
-            value_type = ValueType.of_code(int(arrival.payload[-1]))
+            value_type = FORMATS[int(arrival.payload[-1])]
             contributions[worker] = arrival.payload[:-1].view(value_type.storage)
             sent[worker] = f"{len(arrival.payload) - 1} bytes of {value_type.value}"
         if len(set(sent.values())) > 1 or key.message % self._ranks != self.endpoint.rank:

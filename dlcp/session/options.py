@@ -2,7 +2,7 @@
 """The options: an argument beats the environment (``DLCP_*``), which beats a file, which beats the default."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 from dlcp import configuration
@@ -240,17 +240,13 @@ class Options:
 
     def transport(self, workers: int, topology: Topology | None = None) -> TransportOptions:
         """Return the options of a worker's endpoint, where ``workers`` take part."""
-        return TransportOptions(
-            flow_weight=self.flow_weight or flow_weight(self.collective, range(workers), topology),
-            switch_hops=self.switch_hops,
-            payload_bytes=self.payload_bytes or PAYLOAD_UNKNOWN,
-            tagged=self.tagged,
-            congestion=self.congestion,
-            # Whoever reaches this rank by another address knows other ports, too.
-            paths=1 if self.advertise else self.paths,
-            silence_s=self.silence_s,
-            deadline_s=self.deadline_s,
-        )
+        declared = configuration.options_of(Options)
+        shared = {each.name: getattr(self, each.name) for each in fields(TransportOptions) if each.name in declared}
+        shared["flow_weight"] = self.flow_weight or flow_weight(self.collective, range(workers), topology)
+        shared["payload_bytes"] = self.payload_bytes or PAYLOAD_UNKNOWN
+        if self.advertise:  # whoever reaches this rank by another address knows other ports, too
+            shared["paths"] = 1
+        return TransportOptions(**shared)
 
     def with_(self, **changes: Any) -> "Options":
         """Return a copy with some fields changed."""

@@ -15,7 +15,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 import dlcp
@@ -23,6 +24,7 @@ from dlcp.closing import Closing
 from dlcp.collectives import ParameterServer
 from dlcp.error_text import describe
 from dlcp.ledger import Ledger
+from dlcp.session.addresses import OwnAddresses, advertised
 from dlcp.session.options import Options
 from dlcp.session.secret import job_secret, proof
 from dlcp.session.store import Store, StoreError, StoreServer, ended_key
@@ -38,10 +40,6 @@ INVITE_AGAIN_S: Final = 0.02
 LOOK_S: Final = 0.25
 """How often the server looks whether it is to stop, or one of its sessions has failed. Not tuned."""
 MEET_ITSELF_S: Final = 10.0
-
-
-class ServerRefusedError(TransportError):
-    """The parameter server does not join the session; the message says why."""
 
 
 class ServerLink:
@@ -66,9 +64,7 @@ class ServerLink:
         self._options, self._end_s = options, time.monotonic() + deadline_s
         self._address, self._secret = parse_address(options.server), job_secret(options)
         self._session = secrets.token_hex(16)
-        self._store = Store(
-            self._address, deadline_s, self._secret, options.tls, owner=OWNER, named_by="dlcp server --bind"
-        )
+        self._store = Store(self._address, deadline_s, self._secret, options.tls, OWNER)
 
     def invite(self, workers: Mapping[int, Address], token: int) -> Address:
         """Return where the server's endpoint for the session is.
@@ -82,50 +78,38 @@ class ServerLink:
 
         Raises
         ------
-        ServerRefusedError, StoreError
+        TransportError
             The server refuses, or does not answer in time.
         """
         self._store.leave(ended_key(self._session), "rank 0's process or its connection is gone")
-        invitation = json.dumps(
-            {
-                "version": dlcp.__version__,
-                "session": self._session,
-                "options": self._options.of_job(),
-                "workers": [workers[rank] for rank in sorted(workers)],
-                "token": token ^ _mask(self._secret, self._session),
-            }
-        )
+        told = {
+            "version": dlcp.__version__,
+            "session": self._session,
+            "options": self._options.of_job(),
+            "workers": [workers[rank] for rank in sorted(workers)],
+            "token": token ^ _mask(self._secret, self._session),
+        }
+        invitation = json.dumps(told)
         while self._store.compare_set(INVITATION, "", invitation) != invitation.encode():
             if time.monotonic() > self._end_s:
                 raise StoreError(f"the parameter server at {self._options.server} takes no invitations; is it stopped?")
             time.sleep(INVITE_AGAIN_S)
         answer = json.loads(self._store.get(f"{ANSWER}/{self._session}", max(0.0, self._end_s - time.monotonic())))
         if answer["refused"]:
-            raise ServerRefusedError(f"the parameter server at {self._options.server} refuses: {answer['refused']}")
+            raise TransportError(f"the parameter server at {self._options.server} refuses: {answer['refused']}")
         host, port = answer["address"]
         return host or self._address[0], port
 
     def close(self, reason: str | None = None) -> None:
         """Let the server leave the session; with a ``reason``, let it know that this rank gives up."""
-        try:
+        with suppress(StoreError):  # the server has ended
             self._store.leave(ended_key(self._session), reason or "")
-        except StoreError:  # the server has ended
-            pass
-        finally:
-            self._store.close()
+        self._store.close()
 
 
 def _mask(secret: bytes, session: str) -> int:
     """Return what hides a session's token from those who read the network but do not know the secret."""
     return int.from_bytes(proof(secret, b"server", session.encode())[:8], "big")
-
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    """The server's part in a session, until rank 0 has gone. There is no ``server`` if it was refused or has ended."""
-
-    name: str
-    server: ParameterServer | None = None
 
 
 class SessionServer(Closing):
@@ -155,43 +139,47 @@ class SessionServer(Closing):
         self._options, self._report = options, report
         self._secret = job_secret(options)
         self.ledgers: list[Ledger] = []
-        self._sessions: dict[str, _Session] = {}
+        self._servers: dict[str, ParameterServer | None] = {}
+        """By session, until its rank 0 has gone; None if the session was refused, or the server has left it."""
         self._leaving: list[threading.Thread] = []
         try:
             self._door = StoreServer(parse_address(options.bind), self._secret, options.tls)
         except OSError as error:
             raise OSError(error.errno, f"cannot be met at {options.bind}: {error.strerror}") from None
         self.address = self._door.address
-        self._store = Store(self.address, MEET_ITSELF_S, self._secret, options.tls, owner=OWNER, named_by="--bind")
+        self._store = Store(self.address, MEET_ITSELF_S, self._secret, options.tls, OWNER)
 
     def serve(self, stopped: threading.Event) -> None:
         """Join sessions until ``stopped``; leave each when its ranks have gone, or when it has failed."""
         while not stopped.is_set():
-            ends = {ended_key(session): session for session in self._sessions}
+            ends = {ended_key(session): session for session in self._servers}
             found = self._store.first([*ends, INVITATION], LOOK_S)
             if found and found[0] == INVITATION:
                 self._store.delete([INVITATION])
                 self._answer(json.loads(found[1]))
             elif found:
-                self._end(ends[found[0]], found[1].decode())
-            for session in self._sessions.values():
-                error = session.server and session.server.failed.done() and session.server.failed.exception()
-                if error:
+                session = ends[found[0]]
+                self._leave(session, found[1].decode() or None)
+                del self._servers[session]
+                self._store.delete([found[0], f"{ANSWER}/{session}"])
+            for session, server in self._servers.items():
+                if server and server.failed.done() and (error := server.failed.exception()):
                     self._leave(session, describe(error))
 
     def _answer(self, invitation: dict[str, Any]) -> None:
         """Join a session, or refuse."""
-        name, address, refused = invitation["session"], ("", 0), ""
-        session = self._sessions[name] = _Session("a session")
+        session, refused = invitation["session"], ""
+        self._servers[session] = None
+        address: Address = "", 0
         try:
-            address = self._join(session, invitation)
+            self._servers[session], address = self._join(invitation)
         except (OSError, ValueError) as problem:
             refused = str(problem)
             self._report(f"refused: {refused}")
-        self._store.set(f"{ANSWER}/{name}", json.dumps({"address": address, "refused": refused}))
+        self._store.set(f"{ANSWER}/{session}", json.dumps({"address": address, "refused": refused}))
 
-    def _join(self, session: _Session, invitation: dict[str, Any]) -> Address:
-        """Open an endpoint for a session; return its address, without a host if it is that of the store."""
+    def _join(self, invitation: dict[str, Any]) -> tuple[ParameterServer, Address]:
+        """Open an endpoint for a session; return its address, too, without a host if it is that of the store."""
         if invitation["version"] != dlcp.__version__:
             raise ValueError(
                 f"it has DLCP {dlcp.__version__} and the workers {invitation['version']}; install the same everywhere"
@@ -202,36 +190,29 @@ class SessionServer(Closing):
             socket.getaddrinfo(host, None, socket.AF_INET)
         ports = self.address[1], *range(UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT), 0
         sock = bind_socket(self.address[0], ports)
-        host, port = parse_address(options.advertise) if options.advertise else ("", 0)
-        address = host, port or sock.getsockname()[1]
+        address, _ = advertised(options, OwnAddresses(""), sock.getsockname()[1])
         # To each worker goes one flow, from the server.
         transport = replace(options.transport(len(workers)), flow_weight=1.0)
         token = invitation["token"] ^ _mask(self._secret, invitation["session"])
         endpoint = Endpoint(len(workers), sock, workers, job=options.job, token=token, options=transport)
-        reduction, weighted = options.reduction(), options.weighted
-        session.server = ParameterServer(endpoint, list(workers), options=reduction, weighted=weighted)
-        session.name = f"job {options.job} with {len(workers)} workers"
-        self.ledgers.append(session.server.ledger)
-        self._report(f"{session.name} begins")
-        return address
+        server = ParameterServer(endpoint, list(workers), options=options.reduction(), weighted=options.weighted)
+        self.ledgers.append(server.ledger)
+        self._report(f"job {options.job} with {len(workers)} workers begins")
+        return server, address
 
-    def _end(self, name: str, reason: str) -> None:
-        """Forget a session whose rank 0 has gone."""
-        self._store.delete([ended_key(name), f"{ANSWER}/{name}"])
-        self._leave(self._sessions.pop(name), reason or None)
-
-    def _leave(self, session: _Session, reason: str | None) -> None:
+    def _leave(self, session: str, reason: str | None) -> None:
         """Leave the workers, in a thread of its own: without a ``reason`` it lasts until they have all averages."""
-        if session.server:
-            self._report(f"{session.name} has ended{': ' if reason else ''}{reason or ''}")
-            thread = threading.Thread(target=session.server.endpoint.close, args=(reason,), name="dlcp-session-end")
+        server, self._servers[session] = self._servers[session], None
+        if server:
+            job = f"job {server.endpoint.job} with {len(server.workers)} workers"
+            self._report(f"{job} has ended: {reason}" if reason else f"{job} has ended")
+            thread = threading.Thread(target=server.endpoint.close, args=(reason,), name="dlcp-session-end")
             thread.start()
             self._leaving.append(thread)
-            session.server = None
 
     def close(self) -> None:
         """Leave all sessions, whose workers go on without the server."""
-        for session in self._sessions.values():
+        for session in self._servers:
             self._leave(session, "the parameter server was stopped")
         for thread in self._leaving:
             thread.join()

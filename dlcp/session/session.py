@@ -35,14 +35,7 @@ from dlcp.ledger import Ledger
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
 from dlcp.session.options import Options
 from dlcp.tags import Segment, Tagger
-from dlcp.transport import (
-    DeadlineError,
-    Endpoint,
-    PeerHangsError,
-    PeerLeftError,
-    RankEndedError,
-    TransportError,
-)
+from dlcp.transport import DeadlineError, Endpoint, PeerHangsError, PeerLeftError, RankEndedError, TransportError
 from dlcp.transport.shared_memory import EXPORT_BYTES
 
 if TYPE_CHECKING:  # loaded when options ask for it

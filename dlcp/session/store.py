@@ -364,8 +364,8 @@ class Store:
         How long it may take until rank 0 does.
     secret, tls
         As for :class:`StoreServer`.
-    owner, named_by
-        Who serves it, and what names its address, for messages.
+    owner
+        Who serves it, for messages.
 
     Raises
     ------
@@ -376,16 +376,9 @@ class Store:
     """
 
     def __init__(
-        self,
-        address: Address,
-        deadline_s: float,
-        secret: bytes,
-        tls: str = "",
-        *,
-        owner: str = "rank 0",
-        named_by: str = "MASTER_ADDR and MASTER_PORT",
+        self, address: Address, deadline_s: float, secret: bytes, tls: str = "", owner: str = "rank 0"
     ) -> None:
-        self._link = _Link(address, deadline_s, secret, tls, owner, named_by)
+        self._link = _Link(address, deadline_s, secret, tls, owner)
         self._prefix = ""
 
     def under(self, prefix: str) -> "Store":
@@ -450,7 +443,7 @@ class Store:
 class _Link:
     """A rank's connection to the store: what it asks it proves, and answers it believes with proof only."""
 
-    def __init__(self, address: Address, deadline_s: float, secret: bytes, tls: str, owner: str, named_by: str) -> None:
+    def __init__(self, address: Address, deadline_s: float, secret: bytes, tls: str, owner: str) -> None:
         self._where, self._owner = f"the store of {owner} at {address[0]}:{address[1]}", owner
         options = [*_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 50), ("grpc.min_reconnect_backoff_ms", 50)]
         options += [("grpc.max_reconnect_backoff_ms", 500)]
@@ -476,8 +469,8 @@ class _Link:
                 raise self._strange() from None
             certificates = f" does it take the certificates in {tls}," if tls else ""
             raise StoreError(
-                f"no answer from {self._where} in {deadline_s:g} s ({error.details()}); is {owner} "
-                f"started,{certificates} and do all ranks have its address ({named_by})?"
+                f"no answer from {self._where} in {deadline_s:g} s ({error.details()}); is {owner} started,"
+                f"{certificates} and do all ranks have its address (MASTER_ADDR and MASTER_PORT, or DLCP_SERVER)?"
             ) from None
         if not hmac.compare_digest(answer, proof(secret, b"answer", given)):
             self.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An argument beats the environment, that a file, and that the default; what holds nonsense is named."""
+"""The environment beats a file, and that the default; what holds nonsense is named."""
 
 import sys
 from dataclasses import dataclass, field
@@ -26,8 +26,8 @@ def toml():
     pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 
-def chosen(environment, arguments=None):
-    return {s.name: (s.value, s.origin) for s in settings(Choices, environment, arguments) if not s.is_default}
+def chosen(environment):
+    return {s.name: (s.value, s.origin) for s in settings(Choices, environment) if not s.is_default}
 
 
 def test_every_simple_field_is_an_option_and_others_are_not():
@@ -53,14 +53,14 @@ def test_a_field_declares_all_that_is_known_of_its_option():
     assert [setting.shown for setting in settings(Declared, {"DLCP_TOKEN": "7"})] == [1.0, "(set)", ""]
 
 
-def test_an_argument_beats_the_environment_which_beats_the_file_which_beats_the_default(toml, tmp_path):
+def test_the_environment_beats_the_file_which_beats_the_default(toml, tmp_path):
     path = tmp_path / "dlcp.toml"
     path.write_text("bound = 0\njob = 1\nbind = 'a:1'\ntagged = false\n")
     environment = {"DLCP_JOB": "2", "DLCP_BIND": "b:2"}
-    assert chosen(environment, {"bind": "c:3"}) == {
+    assert chosen(environment) == {
         "bound": (0.0, "dlcp.toml"),
         "job": (2, "DLCP_JOB"),
-        "bind": ("c:3", "argument"),
+        "bind": ("b:2", "DLCP_BIND"),
         "tagged": (False, "dlcp.toml"),
     }
     assert build(Choices, environment) == Choices(bound=0.0, job=2, bind="b:2", tagged=False)

@@ -73,13 +73,13 @@ def test_it_takes_all_options_from_its_workers():
         def look(group):
             results = train(group)
             if group.rank == 0:
-                (session,) = server._sessions.values()
-                endpoint = session.server.endpoint
+                (own,) = server._servers.values()
+                endpoint = own.endpoint
                 mine, theirs = endpoint.options, group.endpoint.options
                 assert (endpoint.job, endpoint.token) == (7, group.endpoint.token)
                 for name in ("tagged", "congestion", "payload_bytes", "silence_s", "deadline_s"):
                     assert getattr(mine, name) == getattr(theirs, name), name
-                assert session.server.options == group.options.reduction()
+                assert own.options == group.options.reduction()
             group.barrier()
             return results
 
@@ -153,7 +153,7 @@ def test_a_server_of_another_version_refuses(monkeypatch):
     lines = []
     with serving(lines.append) as server:
         join = server._join
-        monkeypatch.setattr(server, "_join", lambda session, told: join(session, told | {"version": "0.0"}))
+        monkeypatch.setattr(server, "_join", lambda told: join(told | {"version": "0.0"}))
         said = rf"server at {named(server)} refuses: it has DLCP .* and the workers 0.0; install the same everywhere"
         with pytest.raises(NotJoinedError, match=said):
             together(2, train, options(named(server), fallback=False))
