@@ -153,6 +153,7 @@ class Trait(Enum):
     AGREED = "the same on all ranks"
     SET_ALIKE = "set on all ranks or on none"
     WHOLE_STEP = "not with `cross_step`, FSDP2 or the backend `dlcp`, which exchange no step as a whole"
+    WITHOUT_TORCH = "only where ranks meet without PyTorch"
     OWN = "each rank's own"
     """A parameter server does not get it."""
     SECRET = "never shown"

@@ -21,6 +21,7 @@ from dlcp.wire import DROP_CLASSES
 JobNumber = Annotated[int, Range(0, (1 << 16) - 1)]
 Token = Annotated[int, Range(0, (1 << 64) - 1)]
 AGREED, OWN, WHOLE_STEP = Trait.AGREED, Trait.OWN, Trait.WHOLE_STEP
+PACKETS = Unit("of a message's packets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,8 @@ class Options:
         ``dlcp live`` to show; none by default.
     """
 
-    loss_bound: Annotated[Share, AGREED] = 0.1
-    deferral_bound: Annotated[Share, AGREED] = 0.0
+    loss_bound: Annotated[Share, PACKETS, AGREED] = 0.1
+    deferral_bound: Annotated[Share, PACKETS, AGREED] = 0.0
     immediate: Annotated[bool, AGREED] = False
     error_feedback: Annotated[bool, AGREED] = True
     rescale: Annotated[bool | None, AGREED] = None
@@ -130,9 +131,9 @@ class Options:
     job: Annotated[JobNumber, AGREED] = 0
     token: Annotated[Token, OWN, Trait.SECRET] = 0
     secret_file: Annotated[str, OWN] = ""
-    tls: Annotated[str, OWN] = ""
+    tls: Annotated[str, Trait.WITHOUT_TORCH, OWN] = ""
     congestion: str = "dctcp"
-    flow_weight: FlowWeight = 0.0
+    flow_weight: Annotated[FlowWeight, Unit("flows")] = 0.0
     switch_hops: SwitchHops = 1
     tagged: bool = True
     payload_bytes: Annotated[int, Unit("bytes"), AGREED] = 0
@@ -143,7 +144,7 @@ class Options:
     meet_s: Seconds = 30.0
     fallback: Annotated[bool, AGREED] = True
     tag_policy: TagPolicy = field(default_factory=TagPolicy)
-    protected_share: Annotated[float, Range(-1.0, 1)] = -1.0
+    protected_share: Annotated[float, Range(-1.0, 1), Unit("of a layer's packets")] = -1.0
     layer_bounds: Annotated[str, AGREED] = ""
     samples: Annotated[int, Trait.SET_ALIKE, WHOLE_STEP] = 0
     adapt: Annotated[bool, AGREED, WHOLE_STEP] = False
@@ -232,11 +233,10 @@ class Options:
         declared = configuration.options_of(Options)
         return {name: getattr(self, name) for name, option in declared.items() if OWN not in option.traits}
 
-    def whole_step_options(self) -> list[str]:
-        """Return the names of what is set and has a meaning only where a step's gradients are exchanged as a whole."""
-        declared = configuration.options_of(Options)
-        whole = [option for option in declared.values() if WHOLE_STEP in option.traits]
-        return [option.name for option in whole if getattr(self, option.name) != option.default]
+    def given(self, trait: Trait) -> list[str]:
+        """Return the names of the options with a trait that are not at their defaults."""
+        having = [option for option in configuration.options_of(Options).values() if trait in option.traits]
+        return [option.name for option in having if getattr(self, option.name) != option.default]
 
     def transport(self, workers: int, topology: Topology | None = None) -> TransportOptions:
         """Return the options of a worker's endpoint, where ``workers`` take part."""

@@ -677,7 +677,9 @@ class TrainingSession:
 
     def _hand_over(self, reason: str) -> None:
         """Fall back from here on, beginning with the buckets that have come meanwhile."""
-        table, deadline_s = self.table, self.options.deadline_s
+        table, deadline_s, joined = self.table, self.options.deadline_s, self._joined
+        if joined and joined.topology.server is not None:
+            reason += f" (rank {joined.topology.server} is the parameter server)"
         with table.changed:
             if not table.changed.wait_for(lambda: all(p.decided.is_set() for p in table.pending.values()), deadline_s):
                 raise DeadlineError(f"gradients did not come from the device in {deadline_s:g} s")
