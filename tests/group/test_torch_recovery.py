@@ -2,7 +2,6 @@
 """A DDP model's session when DLCP fails: what it does beside what all sessions do; see test_group_recovery.py."""
 
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
+from dlcp.bench.allreduce import WholeBucket
 from dlcp.session.joining import Agreement
 from dlcp.session.session import LEFT, TrainingSession
-from dlcp.tags import Layer, Segment
+from dlcp.tags import Layer
 from dlcp.torch import Options, framework
 from dlcp.torch.framework import FrameworkFallback, GlooChannel
-from dlcp.torch.hook import State, TimedBucket, hook
+from dlcp.torch.hook import State, hook
 from dlcp.torch.staging import stager_for
 from dlcp.transport import DeadlineError, PeerSilentError, TransportError
 
 LIMIT_S = 20
-SEGMENTS = [Segment(Layer("w", 0), 0, 100)]
 
 
 @pytest.fixture
@@ -47,8 +46,14 @@ def state(monkeypatch):
     made.close()
 
 
-def submit(state, tensor, on_averaged=lambda: None):
-    return state.submit(tensor, TimedBucket(0, 0, SEGMENTS, on_averaged=on_averaged))
+def bucket_of(state, tensor):
+    """Return a bucket of DDP's, of one layer, that comes to the state."""
+    state.attached, state._layers = True, {id(tensor): Layer("w", 0)}
+    return WholeBucket(tensor)
+
+
+def submit(state, tensor):
+    return state.average(bucket_of(state, tensor))
 
 
 def test_closing_waits_for_a_recovery_that_is_about_to_begin(state, monkeypatch):
@@ -62,21 +67,18 @@ def test_closing_waits_for_a_recovery_that_is_about_to_begin(state, monkeypatch)
 
 def test_backward_says_what_was_wrong(state):
     """DDP reads the answer in C++, where it is the future's own error or a tensor."""
-    tensor, noted = torch.ones(100), []
-    bucket = SimpleNamespace(buffer=lambda: tensor)
-    answer = hook(SimpleNamespace(average=lambda bucket: submit(state, bucket.buffer(), noted.append)), bucket)
+    answer = hook(state, bucket_of(state, torch.ones(100)))
     state.reducer.fail(DeadlineError("rank 1 has not sent layer w"))
     with pytest.raises(RuntimeError, match="TransportError: rank 1 has not sent layer w; and the framework's own"):
         torch._C.Future.wait(answer)
-    assert noted == []
+    assert state.layer_seconds() == {}
 
 
 def test_an_average_comes_back_and_is_noted(state):
-    tensor, noted = torch.arange(100.0), []
-    answer = submit(state, tensor, lambda: noted.append(1))
+    answer = submit(state, torch.arange(100.0))
     state.reducer.finish(0, 0, np.full(100, 7))
     assert torch.equal(answer.wait(), torch.full((100,), 7.0))
-    assert noted == [1]
+    assert len(state.layer_seconds()["0"]) == 1
 
 
 def test_whoever_comes_after_a_failure_is_told_it(state):
