@@ -5,8 +5,8 @@ The file is the one that ``DLCP_CONFIG`` names, else ``dlcp.toml`` in the workin
 with one line for each option: ``loss_bound = 0.05``.
 
 Each field declares its option completely: ``Annotated[float, Range(0, 1), Unit("s"), Trait.AGREED]``. What is known of
-an option follows from that (:class:`Option`). :func:`check` validates an instance. :func:`settings` and :func:`parse`
-validate text, and their errors name the variable, file or flag.
+an option follows from that (:class:`Option`). :func:`check` validates an instance. :func:`settings` and
+:meth:`Option.parse` validate text, and their errors name the variable, file or flag.
 """
 
 import contextlib
@@ -324,24 +324,6 @@ def check(options: object) -> None:
     """
     for name, option in _fields_of(cast(Hashable, type(options))).items():
         option.check(name, getattr(options, name))
-
-
-def parse(cls: type, name: str, text: str, where: str) -> Any:
-    """Parse the value of an option.
-
-    Parameters
-    ----------
-    cls, name
-        A dataclass of options, and the option's name.
-    where
-        The origin of the text, such as ``--job``; errors begin with it.
-
-    Raises
-    ------
-    ValueError
-        The text has the wrong type, or the value is not allowed.
-    """
-    return options_of(cls)[name].parse(where, text)
 
 
 def file_in_force(environment: Mapping[str, str] | None = None) -> Path | None:
