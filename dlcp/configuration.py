@@ -5,8 +5,8 @@ The file is the one that ``DLCP_CONFIG`` names, else ``dlcp.toml`` in the workin
 with one line for each option: ``loss_bound = 0.05``.
 
 Each field declares its option completely: ``Annotated[float, Range(0, 1), Unit("s"), Trait.AGREED]``. What is known of
-an option follows from that (:class:`Option`). :func:`check` validates an instance. :func:`settings` and :func:`parse`
-validate text, and their errors name the variable, file or flag.
+an option follows from that (:class:`Option`). :func:`check` validates an instance. :func:`settings` and
+:meth:`Option.parse` validate text, and their errors name the variable, file or flag.
 """
 
 import contextlib
@@ -119,6 +119,18 @@ class HostPort:
                 raise ValueError(f"{name}: {error}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """The words that an option may hold."""
+
+    words: tuple[str, ...]
+
+    def check(self, name: str, value: object) -> None:
+        """Raise ValueError with the name if a value is none of them."""
+        if value not in self.words:
+            raise ValueError(f"{name} must be one of {', '.join(self.words)}, got {short(value)}")
+
+
 _PORTS: Final = 1 << 16
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -177,7 +189,7 @@ class Option:
     type: type[_Simple]
     default: object
     optional: bool
-    allowed: Range | HostPort | None
+    allowed: Range | HostPort | OneOf | None
     unit: str
     traits: frozenset[Trait]
 
@@ -206,9 +218,16 @@ class Option:
 
     def describe(self) -> str:
         """Return range, unit and traits in a line, for the documentation."""
-        allowed = f"in {self.allowed}" if isinstance(self.allowed, Range) else "`host:port`" if self.allowed else ""
-        traits = [trait.value for trait in Trait if trait in self.traits]
-        return "; ".join(filter(None, [" ".join(filter(None, [allowed, self.unit])), *traits]))
+        match self.allowed:
+            case Range():
+                allowed = f"in {self.allowed} {self.unit}".rstrip()
+            case OneOf(words):
+                allowed = f"one of `{'`, `'.join(words)}`"
+            case HostPort():
+                allowed = "`host:port`"
+            case None:
+                allowed = self.unit
+        return "; ".join(filter(None, [allowed, *(trait.value for trait in Trait if trait in self.traits)]))
 
 
 @functools.cache
@@ -219,7 +238,7 @@ def _fields_of(cls: Hashable) -> dict[str, Option]:
     for entry in fields(cast(Any, cls)):
         kind, marks, optional = _parts(hints[entry.name])
         if kind in _EXPECTED:
-            allowed = next((mark for mark in marks if isinstance(mark, Range | HostPort)), None)
+            allowed = next((mark for mark in marks if isinstance(mark, Range | HostPort | OneOf)), None)
             unit = next((mark.name for mark in marks if isinstance(mark, Unit)), "")
             traits = frozenset(mark for mark in marks if isinstance(mark, Trait))
             found[entry.name] = Option(entry.name, kind, entry.default, optional, allowed, unit, traits)
@@ -305,24 +324,6 @@ def check(options: object) -> None:
     """
     for name, option in _fields_of(cast(Hashable, type(options))).items():
         option.check(name, getattr(options, name))
-
-
-def parse(cls: type, name: str, text: str, where: str) -> Any:
-    """Parse the value of an option.
-
-    Parameters
-    ----------
-    cls, name
-        A dataclass of options, and the option's name.
-    where
-        The origin of the text, such as ``--job``; errors begin with it.
-
-    Raises
-    ------
-    ValueError
-        The text has the wrong type, or the value is not allowed.
-    """
-    return options_of(cls)[name].parse(where, text)
 
 
 def file_in_force(environment: Mapping[str, str] | None = None) -> Path | None:

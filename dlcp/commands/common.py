@@ -66,7 +66,7 @@ def option(name: str) -> Callable[[str], Any]:
 
     def convert(text: str) -> Any:
         try:
-            return configuration.parse(Options, name, text, name)
+            return configuration.options_of(Options)[name].parse(name, text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 

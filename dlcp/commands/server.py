@@ -14,6 +14,10 @@ from dlcp.session.options import Options
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what ``dlcp server`` takes."""
+    parser.epilog = (
+        "Workers have DLCP_COLLECTIVE=server, DLCP_SERVER with this address, and the same secret. They tell the server "
+        "all options of their job. It serves any number of jobs until a signal stops it."
+    )
     parser.add_argument(
         "--bind",
         type=option("server"),
@@ -32,7 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="holds the job's secret, as the workers have it (default: DLCP_SECRET_FILE, DLCP_SECRET, or your own key)",
     )
     parser.add_argument("--tls", metavar="FOLDER", help="certificates, if the workers have them (default: DLCP_TLS)")
+    parser.add_argument("--workers", type=_removed, help=argparse.SUPPRESS)
     parser.add_argument("--report", type=Path, metavar="FILE", help="at the end, write there what was sent, as JSON")
+
+
+def _removed(_: str) -> None:
+    raise argparse.ArgumentTypeError(
+        "workers now come to the server and tell it their options: give --bind and the job's secret alone"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

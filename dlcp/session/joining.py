@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -266,8 +266,8 @@ def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int
     """
     with agreement.guarded(), ExitStack() as undo:
         agreement.meet(call)
-        # The order of topics is the protocol: here, place, entry, server, local peers, path, ready. A rank waits for all
-        # others on a topic before it publishes the next one, and whoever fails publishes the verdict instead.
+        # The order of topics is the protocol: here, place, entry, server, local peers, path, ready. A rank waits for
+        # all others on a topic before it publishes the next one; whoever fails publishes the verdict instead.
         try:
             missing = f"has not called {call}; call it on every rank, with the same options"
             agreement.publish("place", own_place(options, meeting_host(options, agreement.host)))
@@ -348,9 +348,7 @@ def _connect(
     topology = Topology(hosts, server=size if options.collective == SERVER else None)
     remark, link = "", None
     if options.collective == SERVER:
-        workers: dict[int, Address] = {
-            peer: (entry["address"][0], entry["address"][1]) for peer, entry in entries.items()
-        }
+        workers = [entries[peer]["address"] for peer in range(size)]
         link, server = _invite_server(options, agreement, workers, token, undo)
         peers = {size: server}
     else:
@@ -371,7 +369,7 @@ def _connect(
 
 
 def _invite_server(
-    options: Options, agreement: Agreement, workers: Mapping[int, Address], token: int, undo: ExitStack
+    options: Options, agreement: Agreement, workers: Sequence[Address], token: int, undo: ExitStack
 ) -> "tuple[ServerLink | None, Address]":
     """Let rank 0 invite the parameter server; return its connection, on rank 0, and the server's address."""
     link, address = None, None

@@ -9,18 +9,18 @@ from dlcp import configuration
 from dlcp.collectives.bucket import LayerBounds, ReduceOptions
 from dlcp.collectives.choice import COLLECTIVES, SERVER, Topology, flow_weight
 from dlcp.collectives.pipeline import check_server_defers, check_stages
-from dlcp.collectives.reduction_rules import check_samples
-from dlcp.configuration import HostPort, Range, Trait, Unit
+from dlcp.collectives.reduction_rules import COMBINES, check_samples
+from dlcp.configuration import HostPort, OneOf, Range, Trait, Unit
 from dlcp.tags import TagPolicy
 from dlcp.transport import LossBound, TransportOptions
 from dlcp.transport.messages import Share
-from dlcp.transport.options import FlowWeight, PathCount, Seconds, SwitchHops
+from dlcp.transport.options import Congestion, FlowWeight, PathCount, Seconds, SwitchHops
 from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 from dlcp.wire import DROP_CLASSES
 
 JobNumber = Annotated[int, Range(0, (1 << 16) - 1)]
 Token = Annotated[int, Range(0, (1 << 64) - 1)]
-AGREED, OWN, WHOLE_STEP = Trait.AGREED, Trait.OWN, Trait.WHOLE_STEP
+AGREED, SET_ALIKE, OWN, WHOLE_STEP = Trait.AGREED, Trait.SET_ALIKE, Trait.OWN, Trait.WHOLE_STEP
 PACKETS = Unit("of a message's packets")
 
 
@@ -43,8 +43,8 @@ class Options:
     error_feedback
         Send what was lost with the next step.
     rescale
-        Divide sums by how many ranks delivered. None, the default: if ``error_feedback`` is off. Both at once are
-        refused, because they are not stable: the next step would take back what the division counts too much. Of a
+        Divide sums by how many ranks delivered. By default (None) exactly where ``error_feedback`` is off. Both at once
+        are refused, because they are not stable: the next step would take back what the division counts too much. Of a
         packet that one of four ranks delivers in every step, the average would be three times as large, with the other
         sign, in each step after.
     adaptive_shards
@@ -124,15 +124,15 @@ class Options:
     error_feedback: Annotated[bool, AGREED] = True
     rescale: Annotated[bool | None, AGREED] = None
     adaptive_shards: Annotated[bool, AGREED] = True
-    collective: Annotated[str, AGREED] = "direct"
+    collective: Annotated[str, OneOf(COLLECTIVES), AGREED] = "direct"
     bind: Annotated[str, HostPort(), OWN] = ""
     advertise: Annotated[str, HostPort(), OWN] = ""
     server: Annotated[str, HostPort(least_port=1), AGREED] = ""
     job: Annotated[JobNumber, AGREED] = 0
-    token: Annotated[Token, OWN, Trait.SECRET] = 0
+    token: Annotated[Token, Trait.SECRET] = 0
     secret_file: Annotated[str, OWN] = ""
     tls: Annotated[str, Trait.WITHOUT_TORCH, OWN] = ""
-    congestion: str = "dctcp"
+    congestion: Congestion = "dctcp"
     flow_weight: Annotated[FlowWeight, Unit("flows")] = 0.0
     switch_hops: SwitchHops = 1
     tagged: bool = True
@@ -146,18 +146,16 @@ class Options:
     tag_policy: TagPolicy = field(default_factory=TagPolicy)
     protected_share: Annotated[float, Range(-1.0, 1), Unit("of a layer's packets")] = -1.0
     layer_bounds: Annotated[str, AGREED] = ""
-    samples: Annotated[int, Trait.SET_ALIKE, WHOLE_STEP] = 0
+    samples: Annotated[int, SET_ALIKE, WHOLE_STEP] = 0
     adapt: Annotated[bool, AGREED, WHOLE_STEP] = False
     phases: Annotated[bool, AGREED, WHOLE_STEP] = False
     compression: Annotated[str, AGREED, WHOLE_STEP] = ""
-    combine: Annotated[str, AGREED, WHOLE_STEP] = "average"
+    combine: Annotated[str, OneOf(COMBINES), AGREED, WHOLE_STEP] = "average"
     trace: Annotated[str, OWN] = ""
     live: Annotated[str, OWN] = ""
 
     def __post_init__(self) -> None:
         configuration.check(self)
-        if self.collective not in COLLECTIVES:
-            raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {self.collective!r}")
         if self.collective == "server" and not self.server:
             raise ValueError("collective 'server' needs the server's address: server='host:port' or DLCP_SERVER")
         check_samples(self.samples)
@@ -219,19 +217,14 @@ class Options:
 
     def terms(self) -> dict[str, object]:
         """Return what all ranks must have alike, by option; of ``samples``, whether it is set."""
-        found: dict[str, object] = {}
-        for name, option in configuration.options_of(Options).items():
-            value = getattr(self, name)
-            if AGREED in option.traits:
-                found[name] = value
-            elif Trait.SET_ALIKE in option.traits:
-                found[name] = "set" if value else "not set"
-        return found
+        values = [(each, getattr(self, each.name)) for each in configuration.options_of(Options).values()]
+        set_alike = {each.name: "set" if value else "not set" for each, value in values if SET_ALIKE in each.traits}
+        return {each.name: value for each, value in values if AGREED in each.traits} | set_alike
 
     def of_job(self) -> dict[str, object]:
         """Return what is not a rank's own, by option: what a parameter server needs to know of its workers."""
         declared = configuration.options_of(Options)
-        return {name: getattr(self, name) for name, option in declared.items() if OWN not in option.traits}
+        return {name: getattr(self, name) for name, each in declared.items() if not each.traits & {OWN, Trait.SECRET}}
 
     def given(self, trait: Trait) -> list[str]:
         """Return the names of the options with a trait that are not at their defaults."""

@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -66,13 +66,13 @@ class ServerLink:
         self._session = secrets.token_hex(16)
         self._store = Store(self._address, deadline_s, self._secret, options.tls, OWNER)
 
-    def invite(self, workers: Mapping[int, Address], token: int) -> Address:
+    def invite(self, workers: Sequence[Address], token: int) -> Address:
         """Return where the server's endpoint for the session is.
 
         Parameters
         ----------
         workers
-            Where the server reaches each rank.
+            Where the server reaches each rank, rank 0 first.
         token
             The session token.
 
@@ -81,12 +81,12 @@ class ServerLink:
         TransportError
             The server refuses, or does not answer in time.
         """
-        self._store.leave(ended_key(self._session), "rank 0's process or its connection is gone")
+        self._store.leave(ended_key(self._session), "rank 0 gives up, or its process or connection is gone")
         told = {
             "version": dlcp.__version__,
             "session": self._session,
             "options": self._options.of_job(),
-            "workers": [workers[rank] for rank in sorted(workers)],
+            "workers": workers,
             "token": token ^ _mask(self._secret, self._session),
         }
         invitation = json.dumps(told)
@@ -101,9 +101,10 @@ class ServerLink:
         return host or self._address[0], port
 
     def close(self, reason: str | None = None) -> None:
-        """Let the server leave the session; with a ``reason``, let it know that this rank gives up."""
-        with suppress(StoreError):  # the server has ended
-            self._store.leave(ended_key(self._session), reason or "")
+        """Let the server leave the session: without a ``reason`` in order, else as if this rank had ended."""
+        if reason is None:  # else the server may be what has failed, and the other ranks wait for this one
+            with suppress(StoreError):
+                self._store.leave(ended_key(self._session), "")
         self._store.close()
 
 

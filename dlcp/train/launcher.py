@@ -247,7 +247,7 @@ def set_options(words: Sequence[str]) -> None:
         if name not in known:
             raise UsageError(f"there is no option {name!r}{closest(name, known)}")
         try:
-            configuration.parse(Options, name, value, f"--option {name}")
+            known[name].parse(f"--option {name}", value)
         except ValueError as error:
             raise UsageError(str(error)) from None
         os.environ[configuration.PREFIX + name.upper()] = value

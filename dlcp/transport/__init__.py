@@ -28,12 +28,11 @@ from dlcp.transport.messages import (
     SendRequest,
 )
 from dlcp.transport.native_engine import StreamingReduction
-from dlcp.transport.options import CONGESTION, TransportOptions
+from dlcp.transport.options import TransportOptions
 from dlcp.transport.peer import Outcome, Then
 from dlcp.transport.sockets import bind_socket, parse_address
 
 __all__ = [
-    "CONGESTION",
     "EMPTY",
     "RELIABLE",
     "Address",

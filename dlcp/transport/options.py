@@ -5,12 +5,12 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Final
 
-from dlcp.configuration import Range, Unit, check
+from dlcp.configuration import OneOf, Range, Unit, check
 from dlcp.transport.congestion import RateControl
 from dlcp.transport.cubic import CubicWindow
 from dlcp.transport.dctcp import DctcpWindow
 
-CONGESTION: Final = ("dctcp", "ecn", "cubic")
+Congestion = Annotated[str, OneOf(("dctcp", "ecn", "cubic"))]
 """How a rank may react to congestion."""
 PATHS_MAX: Final = 64
 """The most paths to a peer."""
@@ -64,7 +64,7 @@ class TransportOptions:
 
     payload_bytes: int = 1440
     tagged: bool = True
-    congestion: str = "dctcp"
+    congestion: Congestion = "dctcp"
     flow_weight: FlowWeight | None = None
     switch_hops: SwitchHops = 1
     silence_s: Seconds = 10.0
@@ -75,8 +75,6 @@ class TransportOptions:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.congestion not in CONGESTION:
-            raise ValueError(f"congestion must be one of {', '.join(CONGESTION)}, got {self.congestion!r}")
         if not 64 <= self.payload_bytes <= 65000 or self.payload_bytes % 8:
             raise ValueError(f"payload_bytes must be a multiple of 8 from 64 to 65000, got {self.payload_bytes}")
 

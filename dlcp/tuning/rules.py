@@ -473,15 +473,15 @@ def _deferral(estimate: DeferralEstimate, given: Settings, now: Settings, most: 
         return given.deferral_bound, estimate.seen
     if not most:
         return 0.0, f"{estimate.seen}, but deferral has not been allowed"
-    bounds = sorted({most, *(bound for bound in DEFERRAL_BOUNDS if bound < most)})
+    # A parameter server keeps the bound that it began with: its workers defer so much, or nothing.
+    others = () if given.collective == SERVER and given.deferral_bound else DEFERRAL_BOUNDS
+    bounds = sorted({most, *(bound for bound in others if bound < most)})
     best = min(bounds, key=estimate.accuracy_factor)
     factor, told = estimate.accuracy_factor(best), estimate.told(best)
     if factor == math.inf:
         return 0.0, f"{estimate.seen}, but the cost of deferral in steps was not measured that far"
     if factor > (1.0 if now.deferral_bound else 1 - WAITING_MATTERS):
         return 0.0, f"{told}: that takes {factor:.2f} times as long, so deferral gains nothing"
-    if given.collective == SERVER and best > given.deferral_bound:
-        return given.deferral_bound, f"{told}: {1 / factor:.2f} times as fast overall, with deferral_bound={best:g}"
     return best, f"{told}: {1 / factor:.2f} times as fast overall"
 
 

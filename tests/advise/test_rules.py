@@ -128,6 +128,15 @@ def test_deferral_is_advised_where_the_accuracy_comes_sooner_and_by_how_much():
     assert f"{2.0 / (1.1 * factor):.2f} times as fast overall" in said
 
 
+def test_through_a_server_deferral_shortens_both_directions():
+    through_server = replace(FP16, collective="server")
+    assert chosen(SLOW, through_server).deferral_bound == 0.75
+    factor = steps_factor(COST_OF_DEFERRAL_TO_ALL, 0.5)
+    assert f"{2.0 / (1.1 * factor):.2f} times as fast overall" in why(SLOW, "deferral_bound", through_server)
+    begun = replace(through_server, deferral_bound=0.9)
+    assert decide(SLOW, begun, begun, most_deferred=0.9).settings.deferral_bound in (0, 0.9), "which the server has"
+
+
 @pytest.mark.parametrize(
     ("change", "given", "reason"),
     [
@@ -136,7 +145,6 @@ def test_deferral_is_advised_where_the_accuracy_comes_sooner_and_by_how_much():
         ({"rates_bps": dict.fromkeys(range(4), 1e8)}, FP16, "no rank's port was found to be far slower"),
         ({"rates_bps": {0: 9e7, 3: 3e7}}, FP16, "no rank's port was found to be far slower"),
         ({}, Settings(compression="topk:0.01"), "topk:0.01 already leaves values out"),
-        ({}, replace(FP16, collective="server"), "2.0 / 1"),
         ({"wanting": 0.0}, replace(FP16, collective="server"), "not congested: nothing would be deferred"),
         ({"ranks": 1}, FP16, "one rank exchanges nothing"),
     ],
@@ -144,9 +152,6 @@ def test_deferral_is_advised_where_the_accuracy_comes_sooner_and_by_how_much():
 def test_where_no_deferral_is_advised_it_is_said_why(change, given, reason):
     figures = replace(SLOW, **change)
     assert chosen(figures, given).deferral_bound == 0
-    if reason == "2.0 / 1":  # a server defers half in both directions; but it has to be started so
-        factor = steps_factor(COST_OF_DEFERRAL_TO_ALL, 0.5)
-        reason = f"{2.0 / (1.1 * factor):.2f} times as fast overall, with 0.75 here, and `dlcp server --deferral-bound"
     assert reason in why(figures, "deferral_bound", given)
 
 

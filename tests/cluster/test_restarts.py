@@ -14,6 +14,7 @@ pytest.importorskip("sklearn")
 
 from tests.cluster.fail import HOST
 from tests.cluster.nodes import ROOT, kill, started
+from tests.group.group_ranks import serving
 from tests.transport.free_ports import free_port
 from tests.waiting import until
 
@@ -61,6 +62,20 @@ def test_a_rank_is_killed_in_mid_step_and_training_goes_on_over_dlcp_from_the_ch
     assert model["refused"]["token"] > 0, "what the start before had on its way is refused, and counted"
     assert "packets of an earlier start, or of other jobs" in err
     assert "restarted          once; this summary covers the last start" in err
+
+
+def test_a_parameter_server_serves_the_next_start_too(tmp_path):
+    lines = []
+    with serving(lines.append) as server:
+        options = ["collective=server", f"server={server.address[0]}:{server.address[1]}", "fallback=0"]
+        status, out, err = run(command(tmp_path, "--max-restarts", 1, how="kill", options=options))
+    assert status == 0, out + err
+    (model,) = json.loads((tmp_path / "summary.json").read_text())["models"]
+    assert (model["steps"], model["fallback"], model["bound_exceeded"]) == (40, None, 0), "of the last start"
+    begun, ended, *again = lines
+    assert begun == "job 0 with 2 workers begins"
+    assert ended.startswith("job 0 with 2 workers has ended: ")
+    assert again == ["job 0 with 2 workers begins", "job 0 with 2 workers has ended"]
 
 
 def test_training_goes_on_with_another_number_of_ranks(tmp_path):

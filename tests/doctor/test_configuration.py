@@ -8,7 +8,7 @@ from typing import Annotated
 import pytest
 
 from dlcp import configuration
-from dlcp.configuration import HostPort, Range, Setting, Trait, Unit, build, settings
+from dlcp.configuration import HostPort, OneOf, Range, Setting, Trait, Unit, build, settings
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,19 @@ def test_a_field_declares_all_that_is_known_of_its_option():
         wait_s: Annotated[float, Range(0, 9, above=True), Unit("s"), Trait.AGREED] = 1.0
         token: Annotated[int | None, Trait.OWN, Trait.SECRET] = None
         where: Annotated[str, HostPort()] = ""
+        how: Annotated[str, OneOf(("fast", "slow"))] = "fast"
 
     options = configuration.options_of(Declared)
     assert options["wait_s"].describe() == "in (0, 9] s; the same on all ranks"
     assert options["token"].describe() == "each rank's own; never shown"
     assert options["where"].describe() == "`host:port`"
+    assert options["how"].describe() == "one of `fast`, `slow`"
     assert options["token"].optional
+    with pytest.raises(ValueError, match="DLCP_HOW must be one of fast, slow, got 'soon'"):
+        settings(Declared, {"DLCP_HOW": "soon"})
     with pytest.raises(ValueError, match=r"DLCP_WAIT_S must lie in \(0, 9\], got '?0"):
         options["wait_s"].parse("DLCP_WAIT_S", "0")
-    assert [setting.shown for setting in settings(Declared, {"DLCP_TOKEN": "7"})] == [1.0, "(set)", ""]
+    assert [setting.shown for setting in settings(Declared, {"DLCP_TOKEN": "7"})] == [1.0, "(set)", "", "fast"]
 
 
 def test_the_environment_beats_the_file_which_beats_the_default(toml, tmp_path):

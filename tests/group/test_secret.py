@@ -14,7 +14,7 @@ from dlcp.session import Options
 from dlcp.session.joining import Agreement, NotJoinedError, join
 from dlcp.session.secret import DISTURBED, SealedStore, configured_secret, job_secret, proof, session_token
 from dlcp.session.store import Store, StoreError, StoreServer
-from tests.group.group_ranks import on_ranks, together
+from tests.group.group_ranks import on_ranks, serving, together
 
 SECRET = b"known to the ranks of the job"
 LOCAL = Options(bind="127.0.0.1:0", shared_memory=False)
@@ -191,6 +191,10 @@ def test_ranks_meet_over_tls_and_average(certificates, monkeypatch):
         return group.active, values[0]
 
     assert together(2, one, Options(shared_memory=False, tls=certificates[0])) == [(True, 0.5)] * 2
+    with serving(tls=certificates[0]) as server:
+        address = f"{server.address[0]}:{server.address[1]}"
+        options = Options(collective="server", server=address, tls=certificates[0])
+        assert together(2, one, options) == [(True, 0.5)] * 2
 
 
 def test_whoever_has_no_certificate_of_the_job_does_not_even_come_to_its_secret(certificates):

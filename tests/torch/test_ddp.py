@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DDP with DLCP's hook, in real processes over 127.0.0.1, against DDP without."""
 
+import contextlib
 import copy
 import ctypes
 import faulthandler
@@ -160,20 +161,52 @@ def by_server(worker):
     return dict(plain.named_parameters()), dict(net.named_parameters()), identical
 
 
-def test_a_parameter_server_averages_as_well():
+def without_its_server(worker, server):
+    net = make()
+    model = DistributedDataParallel(net, bucket_cap_mb=BUCKET_MB)
+    state = dlcp.torch.enable(model, dlcp.torch.Options.from_environment())
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    train(model, optimizer, worker.rank, 2)
+    before = state.reason
+    if worker.rank == 0:
+        os.kill(server, signal.SIGKILL)
+    train(model, optimizer, worker.rank, 3)
+    reason, identical = state.reason, dlcp.torch.replicas_identical(net)
+    state.close()
+    return before, reason, identical
+
+
+@contextlib.contextmanager
+def parameter_server():
+    """A server as a process, and the environment of its workers."""
     address = f"127.0.0.1:{free_port()}"
     server = subprocess.Popen(
         [sys.executable, "-m", "dlcp.cli", "server", "--bind", address], stdout=subprocess.PIPE, text=True
     )
     try:
         assert "server ready" in server.stdout.readline()
-        environment = {"DLCP_COLLECTIVE": "server", "DLCP_SERVER": address, "DLCP_LOSS_BOUND": "0"}
+        yield server, {"DLCP_COLLECTIVE": "server", "DLCP_SERVER": address, "DLCP_LOSS_BOUND": "0"}
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def test_a_parameter_server_averages_as_well():
+    with parameter_server() as (server, environment):
         for plain, ours, identical in values(launch(2, by_server, environment=environment)):
             assert identical
             assert_same_bits(plain, ours)
-    finally:
-        server.terminate()
-        assert server.wait(10) == 0
+    assert server.returncode == 0
+
+
+def test_training_goes_on_without_its_server_and_says_why():
+    with parameter_server() as (server, environment):
+        environment |= {"DLCP_SILENCE_S": "1.5", "DLCP_DEADLINE_S": "10"}
+        for before, reason, identical in values(launch(2, without_its_server, server.pid, environment=environment)):
+            assert before == ""
+            assert "rank 2 has been silent" in reason
+            assert reason.endswith("(rank 2 is the parameter server)")
+            assert identical
 
 
 SILENCE_S = 1.5

@@ -77,7 +77,7 @@ def _run(worker, store, function, arguments, pipe):
     os._exit(0)  # a process group whose peers are gone does not end by itself
 
 
-def launch(count, function, *arguments, limit_s=LIMIT_S, environment=None, lost=(), ports=None):
+def launch(count, function, *arguments, limit_s=LIMIT_S, ports=None, environment=None, lost=()):
     """Run ``function(worker, *arguments)`` on every rank; return their outcomes, or fail after ``limit_s``.
 
     Ranks in ``lost`` are not waited for. ``ports`` are those of their sockets, by default free ones.
