@@ -10,8 +10,9 @@ from dlcp.transport.congestion import RateControl
 from dlcp.transport.cubic import CubicWindow
 from dlcp.transport.dctcp import DctcpWindow
 
-Congestion = Annotated[str, OneOf(("dctcp", "ecn", "cubic"))]
+CONGESTION: Final = ("dctcp", "ecn", "cubic")
 """How a rank may react to congestion."""
+Congestion = Annotated[str, OneOf(CONGESTION)]
 PATHS_MAX: Final = 64
 """The most paths to a peer."""
 PathCount = Annotated[int, Range(1, PATHS_MAX)]
