@@ -202,7 +202,7 @@ class AllReduceRank:
                     RankContext(
                         self._endpoints[contender.memory].connection,
                         range(self.plan.ranks),
-                        ReduceOptions(LossBound(contender.bound), deferral_bound=contender.deferral),
+                        ReduceOptions(LossBound(contender.bound, deferral=contender.deferral)),
                     )
                 )
 
