@@ -41,6 +41,11 @@ def test_members_take_actions_of_their_tables_only(control):
     assert control.read(p4r.Entity(action_profile_member=p4r.ActionProfileMember())) == []
 
 
+def test_what_is_a_default_only_is_no_member(kinds):
+    nothing = kinds.words.member("plain_profile", 1, kinds.words.action("NoAction"))
+    kinds.refuses(INSERT, nothing, Code.PERMISSION_DENIED, saying="NoAction cannot be a member")
+
+
 def test_groups_have_weights(members):
     words = members.words
     group = words.group("route_selector", 3, {1: 2, 4: 1, 2: 5}, max_size=9)
