@@ -33,7 +33,7 @@ const bit<32> SLOT_OWNED = 0x80000000; // set in every owner, so that 0 is a slo
 
 // What ingress_events and egress_events count, the low bits of their index.
 const bit<3> EVENT_NO_ROUTE = 0;
-const bit<3> EVENT_REFUSED = 1;      // not a packet a router may forward: version, options, checksum, TTL
+const bit<3> EVENT_REFUSED = 1;      // not a packet a router may forward: cut short, version, options, checksum, TTL
 const bit<3> EVENT_UNTRUSTED = 2;    // tags cleared
 const bit<3> EVENT_OVER_SHARE = 3;   // moved to QUEUE_EXCESS
 const bit<3> EVENT_POLICY_DROP = 4;

@@ -37,7 +37,8 @@ control DlcpIngress(
         if (hdr.report.isValid()) {
             meta.refused = 1;
         } else {
-            if (hdr.dlcp.isValid()) {
+            // A parser that failed may have left a header valid that is not all there.
+            if (hdr.dlcp.isValid() && hdr.dlcp.version == DLCP_VERSION && from_parser.parser_err == PARSER_ERROR_OK) {
                 trust.apply(hdr, meta);
                 if (hdr.dlcp.type != DLCP_DATA) {
                     meta.is_control = 1;
@@ -48,7 +49,7 @@ control DlcpIngress(
                     meta.entropy = ~(hdr.dlcp.index ^ hdr.dlcp.step);
                 }
             }
-            route.apply(hdr, meta);
+            route.apply(hdr, meta, from_parser);
             if (meta.tagged == 1 && meta.refused == 0) {
                 classify.apply(hdr, meta);
                 share.apply(hdr, meta);
@@ -109,7 +110,7 @@ control DlcpEgress(
 
     table ecn_threshold {
         key = { hdr.bridge.queue: exact @name("queue"); }
-        actions = { mark_above; NoAction; }
+        actions = { mark_above; @defaultonly NoAction; }
         const default_action = NoAction();
         size = ECN_TABLE_SIZE;
     }

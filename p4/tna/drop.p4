@@ -80,7 +80,7 @@ control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_int
             meta.queue: exact @name("queue");
             meta.drop_class: exact @name("drop_class");
         }
-        actions = { drop_above; NoAction; }
+        actions = { drop_above; @defaultonly NoAction; }
         const default_action = NoAction();
         size = THRESHOLD_TABLE_SIZE;
     }

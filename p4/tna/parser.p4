@@ -12,6 +12,8 @@ parser DlcpParser(packet_in packet, out headers_t hdr, out metadata_t meta, out 
         meta.is_control = 0;
         meta.queue = QUEUE_ORDINARY;
         meta.drop_class = CLASS_NEVER;
+        meta.src_port = 0;
+        meta.dst_port = 0;
         meta.entropy = 0;
         meta.may_drop = 0;
         meta.droppable = 0;
@@ -57,25 +59,23 @@ parser DlcpParser(packet_in packet, out headers_t hdr, out metadata_t meta, out 
 
     state parse_tcp {
         packet.extract(hdr.ports);
+        meta.src_port = hdr.ports.src_port;
+        meta.dst_port = hdr.ports.dst_port;
         transition accept;
     }
 
     state parse_udp {
         packet.extract(hdr.ports);
         packet.extract(hdr.udp);
+        meta.src_port = hdr.ports.src_port;
+        meta.dst_port = hdr.ports.dst_port;
         udp_checksum.subtract({hdr.udp.checksum});
-        // What is shorter than DLCP_UDP_LENGTH_MIN is ordinary traffic. A parser compares under a mask only.
+        // What is shorter than DLCP_UDP_LENGTH_MIN is ordinary traffic, and none of it is missing.
+        // A parser compares under a mask only.
         transition select(hdr.ports.dst_port, hdr.udp.length_) {
             (DLCP_PORT_BASE &&& DLCP_PORT_MASK, 0 &&& 0xFFE0): accept;
             (DLCP_PORT_BASE &&& DLCP_PORT_MASK, 32 &&& 0xFFF8): accept;
-            (DLCP_PORT_BASE &&& DLCP_PORT_MASK, _): parse_version;
-            default: accept;
-        }
-    }
-
-    state parse_version {
-        transition select(packet.lookahead<bit<4>>()) {
-            DLCP_VERSION: parse_dlcp;
+            (DLCP_PORT_BASE &&& DLCP_PORT_MASK, _): parse_dlcp;
             default: accept;
         }
     }

@@ -9,7 +9,7 @@ control Ports(in metadata_t meta, inout ingress_intrinsic_metadata_for_tm_t tm) 
 
     table device_port {
         key = { meta.eg_port: exact @name("eg_port"); }
-        actions = { to_device_port; NoAction; }
+        actions = { to_device_port; @defaultonly NoAction; }
         const default_action = NoAction();
         size = PORT_TABLE_SIZE;
     }

@@ -2,7 +2,8 @@
 
 // Longest-prefix routing over groups of equal-cost ports. Gradients need no order, so each of their packets picks a
 // port for itself (spraying); everything else keeps a flow on one path, for TCP takes disorder for loss.
-control Route(inout headers_t hdr, inout metadata_t meta) {
+control Route(
+    inout headers_t hdr, inout metadata_t meta, in ingress_intrinsic_metadata_from_parser_t from_parser) {
     // Not CRC16: packets that are counted up share its low bits so often that a message meets two of four equal ports.
     Hash<bit<32>>(HashAlgorithm_t.CRC32) route_hash;
     ActionProfile(ROUTE_MEMBERS_SIZE) route_members;
@@ -22,11 +23,11 @@ control Route(inout headers_t hdr, inout metadata_t meta) {
             hdr.ipv4.src_addr: selector;
             hdr.ipv4.dst_addr: selector;
             hdr.ipv4.protocol: selector;
-            hdr.ports.src_port: selector;
-            hdr.ports.dst_port: selector;
+            meta.src_port: selector;
+            meta.dst_port: selector;
             meta.entropy: selector;
         }
-        actions = { to_next_hop; NoAction; }
+        actions = { to_next_hop; @defaultonly NoAction; }
         implementation = route_selector;
         size = ROUTE_TABLE_SIZE;
     }
@@ -54,7 +55,11 @@ control Route(inout headers_t hdr, inout metadata_t meta) {
     }
 
     apply {
-        if (hdr.ipv4.isValid()) {
+        // The parser drops what it cannot read unless someone asks for its error.
+        if (from_parser.parser_err != PARSER_ERROR_OK) {
+            // It ends within a header, so its receiver could not read it either.
+            refuse(EVENT_REFUSED);
+        } else if (hdr.ipv4.isValid()) {
             if (hdr.ipv4.version != 4 || hdr.ipv4.ihl != 5 || hdr.ipv4.ttl <= 1 || meta.checksum_error) {
                 refuse(EVENT_REFUSED);
             } else if (!ipv4_route.apply().hit) {

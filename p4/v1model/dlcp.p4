@@ -49,9 +49,7 @@ control DlcpIngress(inout headers_t hdr, inout metadata_t meta, inout standard_m
 
     apply {
         meta.queue = QUEUE_ORDINARY;
-        bool gradients = hdr.dlcp.isValid() && hdr.dlcp.version == DLCP_VERSION &&
-            hdr.udp.length_ >= DLCP_UDP_LENGTH_MIN;
-        if (gradients) {
+        if (hdr.dlcp.isValid() && hdr.dlcp.version == DLCP_VERSION) {
             trust.apply(hdr, meta, std);
             if (hdr.dlcp.type == DLCP_DATA) {
                 // A packet sent again takes another path than the first time.
@@ -92,7 +90,7 @@ control DlcpEgress(inout headers_t hdr, inout metadata_t meta, inout standard_me
 
     table ecn_threshold {
         key = { meta.queue: exact @name("queue"); }
-        actions = { mark_above; NoAction; }
+        actions = { mark_above; @defaultonly NoAction; }
         const default_action = NoAction();
         size = ECN_TABLE_SIZE;
     }

@@ -19,6 +19,8 @@ struct metadata_t {
     bit<1> is_control;
     bit<3> queue;
     bit<3> drop_class;
+    bit<16> src_port;   // of TCP and UDP; zero where the parser reads no ports
+    bit<16> dst_port;
     bit<32> entropy;    // differs from packet to packet where packets of a flow may take different paths
     bit<2> color;
 }

@@ -21,14 +21,20 @@ parser DlcpParser(packet_in packet, out headers_t hdr, inout metadata_t meta, in
 
     state parse_tcp {
         packet.extract(hdr.ports);
+        meta.src_port = hdr.ports.src_port;
+        meta.dst_port = hdr.ports.dst_port;
         transition accept;
     }
 
     state parse_udp {
         packet.extract(hdr.ports);
         packet.extract(hdr.udp);
-        transition select(hdr.ports.dst_port) {
-            DLCP_PORT_BASE &&& DLCP_PORT_MASK: parse_dlcp;
+        meta.src_port = hdr.ports.src_port;
+        meta.dst_port = hdr.ports.dst_port;
+        // What is too short for the header is ordinary traffic, and none of it is missing.
+        transition select(hdr.ports.dst_port, hdr.udp.length_) {
+            (DLCP_PORT_BASE &&& DLCP_PORT_MASK, 0 .. DLCP_UDP_LENGTH_MIN - 1): accept;
+            (DLCP_PORT_BASE &&& DLCP_PORT_MASK, _): parse_dlcp;
             default: accept;
         }
     }

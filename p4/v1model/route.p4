@@ -19,11 +19,11 @@ control Route(inout headers_t hdr, inout metadata_t meta, inout standard_metadat
             hdr.ipv4.src_addr: selector;
             hdr.ipv4.dst_addr: selector;
             hdr.ipv4.protocol: selector;
-            hdr.ports.src_port: selector;
-            hdr.ports.dst_port: selector;
+            meta.src_port: selector;
+            meta.dst_port: selector;
             meta.entropy: selector;
         }
-        actions = { to_next_hop; NoAction; }
+        actions = { to_next_hop; @defaultonly NoAction; }
         implementation = route_selector;
         size = ROUTE_TABLE_SIZE;
     }
@@ -44,7 +44,11 @@ control Route(inout headers_t hdr, inout metadata_t meta, inout standard_metadat
     }
 
     apply {
-        if (hdr.ipv4.isValid()) {
+        if (std.parser_error != error.NoError) {
+            // It ends within a header, so its receiver could not read it either.
+            meta.refused = 1;
+            ingress_events.count(EVENT_INDEX(std.ingress_port, meta.queue, meta.drop_class, EVENT_REFUSED));
+        } else if (hdr.ipv4.isValid()) {
             if (hdr.ipv4.version != 4 || hdr.ipv4.ihl != 5 || hdr.ipv4.ttl <= 1 || std.checksum_error == 1) {
                 meta.refused = 1;
                 ingress_events.count(EVENT_INDEX(std.ingress_port, meta.queue, meta.drop_class, EVENT_REFUSED));

@@ -82,8 +82,6 @@ def random_site(rng: random.Random, *, thresholds: bool) -> Site:
         {"id": k + 1, "action": "to_next_hop", "params": {"port": port, "mac": mac_text(0x100 + k)}}
         for k, port in enumerate(ports)
     ]
-    if rng.random() < 0.3:
-        members.append({"id": 13, "action": "NoAction"})
     ids = [member["id"] for member in members]
     sizes = [1, 2, 3, 4, 5, 7, 8, 11]
     groups = [{"id": k + 1, "members": rng.sample(ids, size)} for k, size in enumerate(sizes)]
@@ -110,9 +108,7 @@ def random_site(rng: random.Random, *, thresholds: bool) -> Site:
     for queue, drop_class in rng.sample(list(itertools.product(range(8), range(8))), 30 * thresholds):
         match = {"queue": queue, "drop_class": drop_class}
         action: Entry = {"action": "drop_above", "params": {"depth": rng.choice([0, 1, 8, 40, 2**19 - 1])}}
-        entries.append(
-            {"table": "drop_threshold", "match": match, **(action if rng.random() < 0.9 else {"action": "NoAction"})}
-        )
+        entries.append({"table": "drop_threshold", "match": match, **action})
     for queue in rng.sample(range(8), 5):
         action = {"action": "mark_above", "params": {"depth": rng.choice([0, 5, 2**19 - 1])}}
         entries.append({"table": "ecn_threshold", "match": {"queue": queue}, **action})

@@ -41,6 +41,15 @@ def named(entries, name):
     return entry
 
 
+def test_what_does_nothing_is_a_default_only():
+    """P4Runtime refuses it in an entry and in a member then."""
+    info = P4INFO.read_text()
+    (number,) = re.findall(r"id: (\d+)\n    name: \"NoAction\"", info)
+    references = re.findall(rf"action_refs \{{\n    id: {number}\n([^}}]*)\}}", info)
+    assert len(references) > 1
+    assert all("scope: DEFAULT_ONLY" in reference for reference in references), references
+
+
 def test_the_header_is_that_of_the_wire(config):
     assert header_fields(config, "dlcp") == list(FIELD_BITS.items())
 
@@ -73,18 +82,26 @@ def test_ip_and_udp_headers_have_their_standard_layout(config):
     assert sum(bits for header in ("ports", "udp") for _, bits in header_fields(config, header)) == 8 * 8
 
 
-def test_the_parser_takes_exactly_the_dlcp_ports(config):
+def test_the_parser_takes_exactly_the_dlcp_ports_and_lengths_with_room_for_the_header(config):
     states = {state["name"]: state for parser in config["parsers"] for state in parser["parse_states"]}
-    transitions = [
-        transition
-        for state in states.values()
-        for transition in state["transitions"]
-        if (transition["next_state"] or "").endswith("parse_dlcp")
-    ]
-    (transition,) = transitions
-    value, mask = int(transition["value"], 16), int(transition["mask"], 16)
-    taken = {port for port in range(1 << 16) if port & mask == value & mask}
-    assert taken == set(range(UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT))
+    keys = [key["value"][-1] for key in states["parse_udp"]["transition_key"]]
+    assert keys == ["dst_port", "length_"]
+    (*masked, default) = states["parse_udp"]["transitions"]
+    assert default["next_state"] is None
+
+    def is_taken(port, length):
+        key = port << 16 | length
+        for transition in masked:
+            mask = int(transition["mask"], 16)
+            if key & mask == int(transition["value"], 16) & mask:
+                return transition["next_state"] == "parse_dlcp"
+        return False
+
+    room = 8 + sum(FIELD_BITS.values()) // 8
+    ports = {port for port in range(1 << 16) if is_taken(port, room)}
+    assert ports == set(range(UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT))
+    for port in ports:
+        assert {length for length in range(1 << 16) if is_taken(port, length)} == set(range(room, 1 << 16))
 
 
 @pytest.mark.parametrize(

@@ -195,22 +195,33 @@ class Control(Closing):
 
     def results(self, *updates: p4r.Update) -> list[grpc.StatusCode]:
         """Write updates and return what became of each."""
+        return [code for code, _ in self.answers(*updates)]
+
+    def answers(self, *updates: p4r.Update) -> list[tuple[grpc.StatusCode, str]]:
+        """Write updates and return what became of each, and what is said of it."""
         try:
             self.stub.Write(self.signed(p4r.WriteRequest(updates=updates)), timeout=CALL_DEADLINE_S)
         except grpc.RpcError as error:
-            return [code for code, _ in decode(error)]
-        return [Code.OK] * len(updates)
+            return list(decode(error))
+        return [(Code.OK, "")] * len(updates)
 
     def result(self, kind: int, entity: p4r.Entity) -> grpc.StatusCode:
         """Write one update and return what became of it."""
         return self.results(p4r.Update(type=kind, entity=entity))[0]
 
     def refuses(
-        self, kind: int, entity: p4r.Entity, code: grpc.StatusCode, bmv2: grpc.StatusCode = Code.UNKNOWN
+        self,
+        kind: int,
+        entity: p4r.Entity,
+        code: grpc.StatusCode,
+        bmv2: grpc.StatusCode = Code.UNKNOWN,
+        *,
+        saying: str = "",
     ) -> None:
         """Write one update that must be refused for this reason; BMv2 may give another one, which is UNKNOWN mostly."""
-        result = self.result(kind, entity)
+        ((result, said),) = self.answers(p4r.Update(type=kind, entity=entity))
         assert result is code or (not self.strict and result is bmv2), f"{result}, not {code}"
+        assert saying in said or not self.strict, said
 
     def read(self, *wanted: p4r.Entity) -> list[p4r.Entity]:
         request = p4r.ReadRequest(device_id=DEVICE_ID, entities=wanted)

@@ -131,6 +131,17 @@ def test_some_actions_are_for_entries_or_for_the_default_only(kinds):
     kinds.refuses(MODIFY, wrong, Code.PERMISSION_DENIED)
 
 
+@pytest.mark.parametrize(
+    ("table", "match"), [("drop_threshold", {"queue": 5, "drop_class": 6}), ("ecn_threshold", {"queue": 5})]
+)
+def test_no_threshold_is_left_out(control, table, match):
+    """It would be a threshold of zero."""
+    words = control.words
+    nothing = words.entry(table, match, words.action("NoAction"))
+    control.refuses(INSERT, nothing, Code.PERMISSION_DENIED, saying="NoAction cannot be an entry")
+    assert control.entries(table) == []
+
+
 def test_default_entries(kinds):
     words = kinds.words
     (initial,) = kinds.entries("optioned", is_default_action=True)

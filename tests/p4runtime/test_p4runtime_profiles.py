@@ -41,6 +41,20 @@ def test_members_take_actions_of_their_tables_only(control):
     assert control.read(p4r.Entity(action_profile_member=p4r.ActionProfileMember())) == []
 
 
+def test_what_is_a_default_only_is_no_member(kinds):
+    nothing = kinds.words.member("plain_profile", 1, kinds.words.action("NoAction"))
+    kinds.refuses(INSERT, nothing, Code.PERMISSION_DENIED, saying="NoAction cannot be a member")
+
+
+def test_no_member_does_nothing(members):
+    """It would send whatever chooses it to port 0."""
+    words = members.words
+    for kind, number in ((INSERT, 9), (MODIFY, 1)):
+        nothing = words.member("route_selector", number, words.action("NoAction"))
+        members.refuses(kind, nothing, Code.PERMISSION_DENIED, saying="NoAction cannot be a member")
+    assert len(members.read(words.member("route_selector", 0))) == 4
+
+
 def test_groups_have_weights(members):
     words = members.words
     group = words.group("route_selector", 3, {1: 2, 4: 1, 2: 5}, max_size=9)

@@ -7,6 +7,7 @@ way out of an ``if``. The entries that a packet hit are seen by looking over the
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from dlcp.switch import Action, GroupRef, MemberRef, MeterConfig, Program, ProgramDef, load_definition
@@ -24,8 +25,11 @@ from dlcp.switch.executor.model import (
 )
 from dlcp.switch.executor.tables import Table
 from dlcp.switch.stf import BuiltIn
+from tests.conformance import p4testgen
 
 COUNTER = "coverage"
+P4INFO = "dlcp.p4info.txtpb"
+"""Beside the compiled program: it tells which actions are no entry's."""
 
 
 class Covered(BuiltIn):
@@ -33,6 +37,7 @@ class Covered(BuiltIn):
 
     def __init__(self, path: str) -> None:
         definition = load_definition(path)
+        self._default_only = _default_only(Path(path).with_name(P4INFO))
         counted, self._points = _counted(definition)
         self._parser = _Parser(definition)
         self.program = Program(counted)
@@ -53,8 +58,17 @@ class Covered(BuiltIn):
 
     def everything(self) -> set[str]:
         """Return all there is to reach."""
-        kinds = {kind for table in self.program.tables.values() for kind in _kinds(table)}
-        return {*self._points, *self._parser.everything(), *kinds}
+        tables = self.program.tables.values()
+        kinds = {kind for table in tables for kind in _kinds(table, self._default_only)}
+        # A table with an action profile has no default action on BMv2, so these never run there.
+        never = {
+            f"table {table.name}: action {name}"
+            for table in tables
+            if table.definition.profile is not None
+            for where, name in self._default_only
+            if where == table.name
+        }
+        return {*self._points, *self._parser.everything(), *kinds} - never
 
     def missed(self) -> set[str]:
         """Return what no packet reached."""
@@ -149,13 +163,26 @@ class _Watched(dict[int, int]):
         self._index.clear()
 
 
-def _kinds(table: Table) -> Iterator[str]:
+def _default_only(p4info: Path) -> set[tuple[str, str]]:
+    """Return the actions that no entry or member may have, each with its table."""
+    info = p4testgen.parse(p4info.read_text(encoding="utf-8"))
+    names = {action["preamble"][0]["id"][0]: action["preamble"][0]["name"][0].decode() for action in info["actions"]}
+    return {
+        (table["preamble"][0]["name"][0].decode(), names[reference["id"][0]])
+        for table in info["tables"]
+        for reference in table["action_refs"]
+        if reference.get("scope") == ["DEFAULT_ONLY"]
+    }
+
+
+def _kinds(table: Table, default_only: set[tuple[str, str]]) -> Iterator[str]:
     """Return every kind of entry that a table can have."""
     definition, where = table.definition, f"table {table.name}"
     yield f"{where}: no entry hit"
     if definition.profile is not None:
         yield from (f"{where}: {what}" for what in ("member", "group of one", "group of several"))
-    names = [action.name.rpartition(".")[2] for action in definition.actions]
+    may = [action.name for action in definition.actions if (table.name, action.name) not in default_only]
+    names = [name.rpartition(".")[2] for name in may]
     yield from (f"{where}: entry does {name}" for name in names)
     forms = {"exact": ["exact"], "lpm": ["any", "prefix", "whole"], "ternary": ["any", "mask", "whole"]}
     for key in definition.keys:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TooShortError(Exception):
-    """The packet ends within a header: the parser drops it."""
+    """The packet ends within a header."""
 
 
 class Extern:

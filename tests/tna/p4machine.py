@@ -22,7 +22,7 @@ from tests.tna.p4externs import (
 )
 from tests.tna.p4syntax import Block, Reader, Tree
 from tests.tna.p4tokens import P4Error
-from tests.tna.p4values import WIDTHS, Scope, Struct, Value, Width, joined, to_bytes
+from tests.tna.p4values import CONSTANTS, WIDTHS, Scope, Struct, Value, Width, joined, to_bytes
 
 
 @dataclass
@@ -91,6 +91,8 @@ class Machine:
         self.mirrored: list[tuple[int, bytes]] = []
         self.matched = Entry({}, 0, ("action", ("", [])))
         self.now_ns = self.frame_bytes = 0
+        for name, (number, bits) in CONSTANTS.items():
+            self.top.declare(name, Value(number, (bits, False)), None)
         for name, tree in self.source.constants.items():
             self.top.declare(name, self.value(tree, self.top), None)
         for instance in self.source.instances:
@@ -342,11 +344,13 @@ class Machine:
         return _outcome(hit=True)
 
     def _chosen(self, members: list[int], table: dict[str, Any], scope: Scope) -> int:
-        """Return a member by the selector fields: as BMv2, which leaves out what is not there; a Tofino has its way."""
+        """Return a member by the selector fields, as BMv2 does; a Tofino has its way."""
         fields = [tree for tree, kind, _ in table["key"] if kind == "selector"]
-        owners = [self.value(tree[1], scope) for tree in fields]
-        there = [tree for tree, owner in zip(fields, owners, strict=True) if owner.valid or not owner.header]
-        selecting = [self.value(tree, scope) for tree in there]
+        for tree in fields:
+            owner = self.value(tree[1], scope)
+            if owner.header and not owner.valid:
+                raise P4Error(f"a selector reads {tree[2]} of a header that is not there")
+        selecting = [self.value(tree, scope) for tree in fields]
         return members[zlib.crc32(to_bytes(joined(selecting))) % len(members)]
 
     def _act_with(self, name: str, numbers: list[int], instance: Instance, scope: Scope) -> None:

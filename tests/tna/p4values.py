@@ -16,12 +16,15 @@ Width = tuple[int, bool]
 """Bits, and whether signed."""
 INTRINSIC = {
     "ingress_intrinsic_metadata_t": {"ingress_port": 9, "ingress_mac_tstamp": 48},
+    "ingress_intrinsic_metadata_from_parser_t": {"parser_err": 16},
     "ingress_intrinsic_metadata_for_deparser_t": {"drop_ctl": 3, "mirror_type": 3},
     "ingress_intrinsic_metadata_for_tm_t": {"ucast_egress_port": 9, "qid": 5, "packet_color": 2},
     "egress_intrinsic_metadata_t": {"deq_qdepth": 19},
     "egress_intrinsic_metadata_for_deparser_t": {"drop_ctl": 3, "mirror_type": 3},
 }
 """The fields of tna.p4 that the program reads or writes."""
+CONSTANTS = {"PARSER_ERROR_OK": (0, 16), "PARSER_ERROR_PARTIAL_HDR": (2, 16)}
+"""Of tna.p4: number and bits."""
 WIDTHS = {"bool": 1, "PortId_t": 9, "QueueId_t": 5, "MirrorId_t": 10, "MirrorType_t": 3}
 
 

@@ -73,6 +73,18 @@ def test_the_schema_has_every_table_action_and_array_of_the_sources(schema):
     assert set(sources.actions) - {"refuse"} <= actions  # no table has it
 
 
+def test_what_does_nothing_is_a_default_only(schema):
+    """A route that does nothing leads to port 0; a threshold that does nothing is one of zero."""
+    scopes = {
+        table["name"]: action["action_scope"]
+        for table in schema.values()
+        for action in table.get("action_specs", ())
+        if action["name"] == "NoAction"
+    }
+    assert len(scopes) > 1
+    assert set(scopes.values()) == {"DefaultOnly"}, scopes
+
+
 def test_a_budget_slot_is_one_access_to_each_register(schema):
     """The compiler puts a register into one stage, where a packet meets it once."""
     registers = [name for name, table in schema.items() if table["table_type"] == "Register"]

@@ -25,16 +25,13 @@ from tests.tna.tna_program import CELLS, DEPTH_MAX, SOURCE, TnaProgram
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"
-ENDS_WITHIN_A_HEADER, SENT_AGAIN = "a packet that ends within a header", "the `entropy` of a retransmitted packet"
+SENT_AGAIN = "the `entropy` of a retransmitted packet"
 NOT_HERE = {
     "depth.stf": "A burst that arrives before any packet leaves is not coloured",
     "excess.stf": "No budget is charged, and only the traffic manager counts these drops",
 }
 """Files of which not all holds here, and what p4/README.md says of it."""
-DIFFERENT = {
-    "parser.stf": (ENDS_WITHIN_A_HEADER, {"ends within a header"}),
-    "route.stf": (SENT_AGAIN, {"sent again"}),
-}
+DIFFERENT = {"route.stf": (SENT_AGAIN, {"sent again"})}
 """By file: the row of p4/README.md, and what all packets are that are answered otherwise."""
 SEQUENCES, PACKETS = 6, 320
 TAGS = 44

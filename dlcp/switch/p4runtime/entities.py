@@ -328,12 +328,16 @@ class ProfileEntries:
         self.profile: ActionProfile = _named(program.profiles, item)
         self._group_size_max = item.max_group_size
         """0 if p4info sets no limit."""
+        references = [item for table in tables if table.implementation_id == self.id for item in table.action_refs]
         self._actions = {
             reference.id: _action(actions, reference.id, self.name)
-            for table in tables
-            if table.implementation_id == self.id
-            for reference in table.action_refs
+            for reference in references
             if reference.scope != p4i.ActionRef.DEFAULT_ONLY
+        }
+        self._default_only = {
+            reference.id: _action(actions, reference.id, self.name).name
+            for reference in references
+            if reference.id not in self._actions
         }
         self._by_name = {info.name: info for info in self._actions.values()}
         self._sizes: dict[int, int] = {}
@@ -346,6 +350,9 @@ class ProfileEntries:
             raise Refused(f"{self.where}: member_id must be above 0")
         if kind == DELETE:
             return lambda: self.profile.delete_member(number)
+        barred = self._default_only.get(item.action.action_id)
+        if barred is not None:
+            raise Refused(f"{self.where}: {barred} cannot be a member", rpc_code.PERMISSION_DENIED)
         action = read_action(self._actions, item.action, self.where)
         if kind == INSERT:
             return lambda: self.profile.add_member(number, action)
