@@ -22,8 +22,8 @@ from dlcp.tags import PacketTags, queue_of_layer
 from dlcp.transport import Arrival, Connection, Delivery, LossBound, MessageKey, ReceiveRequest, SendRequest
 
 SMALL_LAYER_PACKETS: Final = 3
-"""Layers of so few packets are never put off. Chosen by us: what workers take for small
-(``TagPolicy.small_layer_values``) fits into three packets of an MTU of 1500."""
+"""Layers of so few packets are never deferred. What workers take for small (``TagPolicy.small_layer_values``) fits into
+three packets of an MTU of 1500."""
 
 
 class ParameterServer:
@@ -129,7 +129,7 @@ class ParameterServer:
         bucket: dict[int, Arrival],
         tags: PacketTags,
     ) -> NDArray[np.bool_] | None:
-        """Return which packets of an average are put off to a later step, by all workers; None if all are sent."""
+        """Return which packets of an average are deferred to a later step, by all workers; None if all are sent."""
         if key.step > self._step:
             self._step = key.step
             self._deferral.begin_step({}, set(), {})

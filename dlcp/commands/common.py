@@ -139,7 +139,7 @@ def add_training(parser: _Parser, steps: int, out: Path) -> None:
         type=option("deferral_bound"),
         default=0.75,
         metavar="SHARE",
-        help="share of a message, and two thirds of it of a step, that may be put off (default: %(default)s)",
+        help="share of a message, and two thirds of it of a step, that may be deferred (default: %(default)s)",
     )
     parser.add_argument(
         "--only",

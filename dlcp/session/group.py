@@ -305,7 +305,7 @@ class Group:
             self._session.begin_step(self.step)
 
     def flush(self) -> None:
-        """Let the coming step be whole, with what was lost or put off before. All ranks must call it.
+        """Let the coming step be whole, with what was lost or deferred before. All ranks must call it.
 
         To be called before the last step, and before one after which parameters are saved or tested.
 

@@ -34,7 +34,7 @@ class Options:
         The largest share of a message's packets that may be lost, 0 to 1. It is a ceiling, used under congestion only.
         0.1 leaves convergence unharmed (DLCP, arXiv 2008.08445); with error feedback nothing is lost for good.
     deferral_bound
-        The largest share of a message's packets that may be put off to a later step, 0 to 1: the least valuable ones,
+        The largest share of a message's packets that may be deferred to a later step, 0 to 1: the least valuable ones,
         and only for ranks behind a port far slower than the others', or through a parameter server with a congested
         port (:mod:`dlcp.collectives.deferral`). Of a whole step about two thirds of that share are at most. Only with
         ``error_feedback``, and not around a ring. 0: none.

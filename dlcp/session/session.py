@@ -504,7 +504,7 @@ class TrainingSession:
     # Averaging --------------------------------------------------------------------------------------------------------
 
     def flush(self, step: int) -> None:
-        """Let a step that has not begun be whole: all ranks' residual goes with it, and nothing is lost or put off.
+        """Let a step that has not begun be whole: all ranks' residual goes with it, and nothing is lost or deferred.
 
         All ranks must ask for the same step. Without DLCP every step is whole.
         """

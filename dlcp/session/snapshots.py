@@ -92,7 +92,7 @@ class RankSnapshot(TypedDict):
     worst_loss: float
     """The largest share that a message has lost."""
     waited_steps: int
-    """The most steps in a row that a packet has waited since it was put off."""
+    """The most steps in a row that a packet has waited since it was deferred."""
     packets: dict[str, dict[str, int]]
     """What became of packets, by receiver and the names of :data:`dlcp.ledger.COUNTS`."""
     layers: list[tuple[int, list[str], int, int, int]]
