@@ -120,7 +120,7 @@ def test_lent_bytes_go_to_others_through_sockets():
 
 def test_a_rank_without_neighbours_lends_nothing():
     with neighbours(2, apart=[{0, 1}], export_bytes=LENT_BYTES) as ends:
-        assert not any(len(end.exported.memory) for end in ends)
+        assert not any(len(end.connection.exported.memory) for end in ends)
 
 
 @pytest.mark.parametrize(
@@ -193,17 +193,17 @@ def reduce_and_spoil(ends, steps, *, value_type=ValueType.FLOAT32, lent=False, c
     ``settle`` is called after each step.
     """
     rng = np.random.default_rng(5)
-    reducers = [DirectAllReduce(RankContext(end, range(len(ends)))) for end in ends]
+    reducers = [DirectAllReduce(RankContext(end.connection, range(len(ends)))) for end in ends]
     segments = [Segment(Layer("layer", 0), 0, count)]
     for step in range(steps):
         shares = [value_type.narrow(rng.integers(-8, 9, count).astype(np.float32)) for _ in ends]
         waiting = []
         for end, reducer, share in zip(ends, reducers, shares, strict=True):
             reducer.begin_step(step)
-            mine = end.exported.memory[: share.nbytes].view(share.dtype) if lent else np.empty_like(share)
+            mine = end.connection.exported.memory[: share.nbytes].view(share.dtype) if lent else np.empty_like(share)
             mine[:] = share
             for when_s in rng.random(3) * 0.02:
-                end.call(lambda end=end, s=when_s: end.call_later(s, lambda: time.sleep(0.01)))
+                end.call(lambda end=end, s=when_s: end.connection.call_later(s, lambda: time.sleep(0.01)))
             done = reducer.start(step, 0, Bucket(mine, value_type, segments, exported=lent, exact=True))
             kept = []
 
@@ -239,7 +239,7 @@ def test_neighbours_read_one_copy_of_a_result_which_is_used_again(apart):
 
         reduce_and_spoil(ends, 12, settle=settle)
         for end in ends:
-            assert np.flatnonzero(end.exported.memory)[-1] < 1.5 * 50_000 * 4, (
+            assert np.flatnonzero(end.connection.exported.memory)[-1] < 1.5 * 50_000 * 4, (
                 "each step takes the memory of the one before"
             )
 
@@ -247,4 +247,4 @@ def test_neighbours_read_one_copy_of_a_result_which_is_used_again(apart):
 def test_where_too_little_is_lent_results_are_copied_for_each():
     with neighbours(3, export_bytes=4096) as ends:
         reduce_and_spoil(ends, 2)
-        assert not any(end.exported.memory.any() for end in ends)
+        assert not any(end.connection.exported.memory.any() for end in ends)
