@@ -17,9 +17,9 @@ PLACES = {"dlcp.controller": "controller", "dlcp.sim": "sim", "dlcp.switch.p4": 
 FOLDER = Path(__file__).parent / "dlcp" / "native"
 SOURCES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".c", ".h"))
 
-# Calls within the library stay within it, even if another library of the process has a function of that name.
-CLOSED = "-fno-semantic-interposition"
-CLOSED_TO_LINKER = "-Wl,-Bsymbolic-functions"
+# Only what engine.h marks as API can be seen from outside: calls within the library stay within it, even if another
+# library of the process has a function of that name.
+HIDDEN = "-fvisibility=hidden"
 
 
 def packages() -> list[str]:
@@ -67,8 +67,7 @@ setup(
             depends=relative(".h"),
             define_macros=[("DLCP_SOURCES", f'"{digest()}"')],
             # Sums are rounded as NumPy rounds them: no multiply-and-add in one.
-            extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", CLOSED, "-Wall", "-Wextra"],
-            extra_link_args=[CLOSED_TO_LINKER],
+            extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", HIDDEN, "-Wall", "-Wextra"],
             libraries=["m"],
             py_limited_api=True,
         )

@@ -70,14 +70,16 @@ API engine *dlcp_engine_new(const config *rules) {
     self->flows = calloc((size_t)rules->peers + 1, sizeof *self->flows);
     self->flow_of_rank = malloc((size_t)(rules->ranks + 1) * sizeof *self->flow_of_rank);
     self->buffers = malloc((size_t)BATCH * SLOT_BYTES);
-    int short_of = table_make(&self->incoming) | table_make(&self->finished);
-    if (short_of || !self->events || !self->flows || !self->flow_of_rank || !self->buffers) {
+    self->datagram = malloc(HEADER_BYTES + DATAGRAM_MAX);
+    bool short_of = table_make(&self->incoming) | table_make(&self->finished);
+    if (short_of || !self->events || !self->flows || !self->flow_of_rank || !self->buffers || !self->datagram) {
         free(self->incoming.chains);
         free(self->finished.chains);
         free(self->events);
         free(self->flows);
         free(self->flow_of_rank);
         free(self->buffers);
+        free(self->datagram);
         free(self);
         return NULL;
     }
@@ -139,7 +141,7 @@ static void free_garbage(engine *self) {
 
 /* Drop all messages and take no more; the caller has its memory back. */
 API void dlcp_engine_stop(engine *self) {
-    self->closed = 1;
+    self->closed = true;
     for (int64_t i = 0; i < self->config.peers; i++)
         while (self->flows[i].message_count)
             outgoing_free(&self->flows[i], self->flows[i].messages[0]);
@@ -166,6 +168,7 @@ API void dlcp_engine_free(engine *self) {
     free(self->flows);
     free(self->flow_of_rank);
     free(self->buffers);
+    free(self->datagram);
     free(self);
 }
 
@@ -306,7 +309,7 @@ int engine_send_datagram(engine *self, flow *to, const uint8_t *datagram, int64_
 
 static int send_one_by_one(engine *self, flow *to, outgoing *message, const uint32_t *packets, int64_t count,
                            uint8_t (*headers)[HEADER_BYTES], int64_t way) {
-    uint8_t datagram[DATAGRAM_MAX];
+    uint8_t *datagram = self->datagram;
     for (int64_t k = 0; k < count; k++) {
         struct iovec pieces[2];
         int parts = outgoing_pieces(self, message, packets[k], pieces);
@@ -316,6 +319,7 @@ static int send_one_by_one(engine *self, flow *to, outgoing *message, const uint
             memcpy(datagram + bytes, pieces[part].iov_base, pieces[part].iov_len);
             bytes += (int64_t)pieces[part].iov_len;
         }
+        assert(bytes <= HEADER_BYTES + DATAGRAM_MAX);
         /* A packet that the socket cannot take now, when earlier ones of the burst have left, is as good as lost. */
         if (engine_send_datagram(self, to, datagram, bytes, message->tags[packets[k]][3], way) < 0 && !k)
             return SOCKET_FULL;
@@ -352,7 +356,8 @@ int engine_send_burst(engine *self, flow *to, outgoing *message, const uint32_t 
 /* Send a control packet that is about a message. One that cannot leave now is as good as lost, and repeated as such. */
 void engine_send_control(engine *self, flow *to, enum packet_type type, const known *name, int64_t index, int64_t count,
                          const uint8_t *payload, int64_t bytes) {
-    uint8_t datagram[HEADER_BYTES + DATAGRAM_MAX];
+    uint8_t *datagram = self->datagram;
+    assert(bytes <= DATAGRAM_MAX);
     engine_write_header(self, datagram, type, name->step, name->message, index, count);
     if (bytes)
         memcpy(datagram + HEADER_BYTES, payload, (size_t)bytes);
@@ -372,7 +377,7 @@ API void dlcp_send_control(engine *self, int64_t peer, int64_t type, const uint8
 
 /* Count a datagram as refused if it is not of this session, or not from a peer if that is given; return whether it is.
  */
-int engine_refuses(engine *self, const flow *from, const uint8_t *datagram, int64_t bytes) {
+bool engine_refuses(engine *self, const flow *from, const uint8_t *datagram, int64_t bytes) {
     int64_t *reason = NULL;
     if (bytes < HEADER_BYTES || datagram[0] >> 4 != VERSION || !header_type(datagram) || header_type(datagram) > ABORT)
         reason = &self->refused_malformed;
@@ -539,23 +544,23 @@ static struct msghdr addressed(envelope *from, struct iovec *piece) {
                            .msg_controllen = CONTROL_MAX};
 }
 
-/* Receive one burst, always into the same buffer, which stays in the caches. Return 0 if there is none. */
-static int receive_burst(engine *self) {
+/* Receive one burst, always into the same buffer, which stays in the caches. Return whether there is one. */
+static bool receive_burst(engine *self) {
     envelope from;
     struct iovec piece = {self->buffers, DATAGRAM_MAX};
     struct msghdr header = addressed(&from, &piece);
     ssize_t bytes = recvmsg(self->socket, &header, MSG_DONTWAIT);
     if (bytes < 0)
-        return 0;
+        return false;
     int64_t segment = 0;
     int tos = 0;
     double now_s = clock_s();
     read_ancillary(self, &header, bytes, &segment, &tos, now_s);
     self->received_bursts++;
-    int single = segment == bytes && bytes >= HEADER_BYTES + self->config.payload_bytes;
+    bool single = segment == bytes && bytes >= HEADER_BYTES + self->config.payload_bytes;
     self->singles = single ? self->singles + 1 : 0;
     split(self, &header, bytes, self->buffers, segment, tos, now_s);
-    return 1;
+    return true;
 }
 
 /* Receive datagrams that come one by one, many in one call. */
@@ -652,7 +657,7 @@ static double resume_s(const engine *self, double now_s) {
 }
 
 /* Wait for packets, for a bell or to be woken; if `full`, not long, for the socket may have room again. */
-static void wait_for_news(engine *self, double until_s, int full) {
+static void wait_for_news(engine *self, double until_s, bool full) {
     double wait_s = fmax(until_s - clock_s(), 0);
     if (full)
         wait_s = sooner(wait_s, BUSY_RETRY_S);

@@ -22,7 +22,9 @@
 #ifndef DLCP_ENGINE_H
 #define DLCP_ENGINE_H
 
+#include <assert.h>
 #include <netinet/in.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <sys/uio.h>
 
@@ -36,13 +38,18 @@ enum { SEND_BLOCK_PACKETS = 256, SEGMENTS_MAX = 64, MESSAGE_PACKETS_MAX = 1 << 2
 enum { VERSION = 1 };
 enum packet_type { DATA = 1, ACK, PROBE, BITMAP, STOP, STOP_ACK, HELLO, HELLO_ACK, ABORT };
 enum { PROTECTED = 0x80, RETRANSMISSION = 0x40 };
-enum { SOCKET_FULL = -1, RING_FULL = -2 };
-enum { NO_MEMORY = -1 };
+enum { SOCKET_FULL = -1, RING_FULL = -2, NO_MEMORY = -3 };
 /* Payload of a PROBE: whether its sender has more to send (1: do not go without it yet), and in the next four bytes how
  * many packets it defers, that is, will not send. Zeros at its end are left out. */
 enum { QUESTION_BYTES = 5 };
 /* In the block of an acknowledgement's entry: the message is complete, all of it is here, nobody need ask. */
 #define ACK_WHOLE 0x80000000u
+
+static_assert(PATHS_MAX <= 64, "sets of paths are the bits of a uint64_t");
+static_assert(PATHS_MAX <= UINT8_MAX, "a packet's path is kept in a byte");
+static_assert(ACK_BLOCK_PACKETS == 64, "an acknowledgement's entry has a bit for each packet of its block");
+static_assert(MESSAGE_PACKETS_MAX <= ACK_WHOLE, "the number of a block leaves room for ACK_WHOLE");
+static_assert(SEGMENTS_MAX <= 64, "the kernel takes no more datagrams at once (UDP_MAX_SEGMENTS)");
 
 typedef struct engine engine;
 typedef struct flow flow;
@@ -150,9 +157,10 @@ struct incoming {
     int64_t required;          /* packets that meet the bound; -1: no receive is posted */
     int64_t deferred;          /* packets that will not be sent, as far as the sender has said */
     int64_t deferrable;        /* packets that may be deferred */
-    int64_t immediate, asked, last_bytes;
-    int active;     /* it takes packets: the table has it */
-    int complete;   /* its bound is met */
+    bool immediate, asked;
+    int64_t last_bytes;
+    bool active;    /* it takes packets: the table has it */
+    bool complete;  /* its bound is met */
     uint64_t *bits; /* what has arrived, as in `event` */
     uint8_t *layer; /* what each packet's header says */
     uint8_t *buffer, *tail;
@@ -173,7 +181,7 @@ typedef struct finished finished;
 struct finished {
     known name;
     finished_state state;
-    int64_t asked; /* its sender had sent all of it: what comes of it for the first time is late */
+    bool asked; /* its sender had sent all of it: what comes of it for the first time is late */
     int64_t packets;
     double completed_s;
     uint8_t *bitmap;      /* as on the wire, most significant bit first; NULL: every packet is in */
@@ -215,13 +223,16 @@ struct outgoing {
     uint32_t abandoned_first[DROP_CLASSES];
     int64_t abandoned, allowed;
     /* What is asked of the receiver. */
-    int64_t protected_packets, immediate;
+    int64_t protected_packets;
+    bool immediate;
     asked asked[QUESTIONS]; /* the latest questions, by number, which answers repeat */
     int64_t questions;      /* so many so far */
     double probed_s;        /* when the last one was asked */
     int64_t probes_unanswered, probes_without_news, delivered_seen;
     uint64_t *confirmed; /* what the parts of a STOP say */
     int64_t confirmed_packets;
+    outgoing *next_whole; /* of those that an acknowledgement being read says are whole */
+    bool whole;
 };
 
 /* Packets that were sent together into one queue. */
@@ -248,7 +259,7 @@ typedef struct {
     double weight;  /* 1: as good as the best; 0: it is left, until */
     double again_s; /* this, */
     double patience_s;
-    int64_t on_trial;            /* as it is again at first */
+    bool on_trial;               /* as it is again at first */
     double delay_s, loss, marks; /* smoothed: round trip (0: not known), shares of packets */
     int64_t samples;             /* round trips since the last report, */
     double least_s, one_way_s;   /* the shortest of them, and of the ways there, less `clocks_us` */
@@ -282,7 +293,7 @@ typedef struct {
     uint64_t capacity;
     uint64_t mine;   /* how far this side is, */
     uint64_t theirs; /* and the other, as far as is known */
-    int starving;    /* this side waits for room */
+    bool starving;   /* this side waits for room */
 } ring;
 
 struct flow {
@@ -309,7 +320,7 @@ struct flow {
     int64_t lossy_packets;                   /* for so many more packets to send, some are expected to get lost */
     double answered_s; /* the longest that a peer took to answer a question; of use until a round trip is known */
     double paced_s;    /* for how long the pace allows nothing, after what has left */
-    int64_t held;      /* packets wait for that */
+    bool held;         /* packets wait for that */
     double newest_delivered_s[QUEUES]; /* on any path */
     path *paths;
     int64_t path_count, path_last;
@@ -376,7 +387,7 @@ struct engine {
     finished *oldest_finished, *newest_finished;
     early_buffer early[EARLY_CACHED];
     double reminded_s; /* when the sender of a whole message was last told again */
-    int closed;        /* no message is taken any more */
+    bool closed;       /* no message is taken any more */
     int socket, wake, bell;
     int sockets[PATHS_MAX]; /* by path; all but the first only send */
     int64_t socket_count;
@@ -384,9 +395,10 @@ struct engine {
     int64_t shared;          /* flows whose packets come through a ring */
     const uint8_t *exported; /* what is sent from here, peers on this host read where it is */
     int64_t exported_bytes;
-    double arrived_s; /* when the kernel got the datagram that is being taken in */
-    int64_t singles;  /* how many datagrams of data have come alone, one after the other */
-    uint8_t *buffers; /* for receiving */
+    double arrived_s;  /* when the kernel got the datagram that is being taken in */
+    int64_t singles;   /* how many datagrams of data have come alone, one after the other */
+    uint8_t *buffers;  /* for receiving, */
+    uint8_t *datagram; /* and to write one in that is sent at once: HEADER_BYTES + DATAGRAM_MAX */
 };
 
 /* engine.c */
@@ -394,7 +406,7 @@ double clock_s(void);
 event *engine_event(engine *self, event_kind kind, int64_t peer, double now_s);
 void engine_discard(engine *self, void *memory);
 void engine_take(engine *self, flow *from, const uint8_t *datagram, int64_t bytes, int tos, double now_s);
-int engine_refuses(engine *self, const flow *from, const uint8_t *datagram, int64_t bytes);
+bool engine_refuses(engine *self, const flow *from, const uint8_t *datagram, int64_t bytes);
 int engine_send_burst(engine *self, flow *to, outgoing *message, const uint32_t *packets, int64_t count,
                       uint8_t (*headers)[HEADER_BYTES], int64_t way);
 int engine_send_datagram(engine *self, flow *to, const uint8_t *datagram, int64_t bytes, int tos, int64_t way);
@@ -420,7 +432,7 @@ void outgoing_take_bitmap(engine *owner, flow *to, const uint8_t *datagram, int6
 int table_make(table *self);
 known *table_find(const table *self, int64_t peer, int64_t step, int64_t message);
 incoming *incoming_find(const engine *owner, int64_t peer, int64_t step, int64_t message);
-int incoming_is_whole(const incoming *self);
+bool incoming_is_whole(const incoming *self);
 void incoming_take_data(engine *owner, flow *from, const uint8_t *header, const uint8_t *payload, int64_t size, int tos,
                         double now_s);
 void incoming_take_probe(engine *owner, flow *from, const uint8_t *datagram, int64_t bytes, double now_s);
@@ -453,16 +465,16 @@ void path_leave(const engine *owner, flow *self, path *one, double now_s);
 void path_judge_all(const engine *owner, flow *self, double now_s);
 void path_sample_delay(const engine *owner, path *self, double delay_s);
 /* reduction.c */
-int reduction_is_in_turn(const reduction *self, int64_t position, int64_t index);
+bool reduction_is_in_turn(const reduction *self, int64_t position, int64_t index);
 void reduction_add(reduction *self, int64_t position, int64_t index, const uint8_t *payload);
 /* ring.c */
 int ring_send_datagram(flow *to, const uint8_t *datagram, int64_t bytes);
 int ring_send_burst(engine *owner, flow *to, const struct iovec *pieces, int64_t parts);
-int ring_is_exported(const engine *owner, const outgoing *message, const uint32_t *packets, int64_t count);
+bool ring_is_exported(const engine *owner, const outgoing *message, const uint32_t *packets, int64_t count);
 int ring_send_exported(engine *owner, flow *to, const outgoing *message, int64_t count,
                        uint8_t (*headers)[HEADER_BYTES]);
-int64_t ring_receive(engine *owner, flow *from, int patient);
-int ring_fall_asleep(engine *owner);
+int64_t ring_receive(engine *owner, flow *from, bool patient);
+bool ring_fall_asleep(engine *owner);
 void ring_wake_up(engine *owner);
 /* tags.c */
 void dlcp_encode_tags(const uint8_t *queue, const uint8_t *drop_class, const uint8_t *layer,
@@ -518,8 +530,8 @@ static inline uint64_t header_token(const uint8_t *header) {
     return get64(header + 24);
 }
 
-static inline int has_bit(const uint64_t *bits, int64_t i) {
-    return (int)(bits[i >> 6] >> (i & 63) & 1);
+static inline bool has_bit(const uint64_t *bits, int64_t i) {
+    return bits[i >> 6] >> (i & 63) & 1;
 }
 static inline void set_bit(uint64_t *bits, int64_t i) {
     bits[i >> 6] |= 1ull << (i & 63);

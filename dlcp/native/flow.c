@@ -126,25 +126,25 @@ double flow_stalled_s(const engine *owner, const flow *self) {
 }
 
 /* Find what of packets that were sent together is lost; return whether all of them are settled. */
-static int lose_run(const engine *owner, flow *self, const run *sent, search *within) {
+static bool lose_run(const engine *owner, flow *self, const run *sent, search *within) {
     outgoing *message = sent->message;
     uint32_t count = sent->packets ? sent->packets : 1;
     for (uint32_t k = 0; k < count; k++) {
         double sent_s = sent->sent_s + k * STAMP_S;
         if (sent_s >= within->newest_s)
-            return 0;
+            return false;
         uint32_t index = sent->packets ? message->order[sent->first + k] : sent->first;
         /* One that was sent again since then has a run of its own. */
         if (message->state[index] != FLYING || message->sent_s[index] != sent_s)
             continue;
         if (sent_s >= within->until_s) {
             within->oldest_s = sent_s;
-            return 0;
+            return false;
         }
         outgoing_lost(owner, self, message, index);
         within->lost++;
     }
-    return 1;
+    return true;
 }
 
 static search lose_until(const engine *owner, flow *self, run_queue *sent, double until_s, double newest_s) {
@@ -221,7 +221,7 @@ double flow_find_overtaken(engine *owner, flow *self, double now_s) {
 static void schedule_report(const engine *owner, flow *self) {
     if (self->out.bytes || (!self->delivered && !self->lost))
         return;
-    int hurry = self->lost || self->marked || (self->limited && self->slow_start);
+    bool hurry = self->lost || self->marked || (self->limited && self->slow_start);
     double calm_s = hurry ? owner->config.report_min_s : owner->config.report_calm_s;
     self->report_due_s = self->reported_s + fmax(self->smoothed_rtt_s, calm_s);
 }
@@ -240,11 +240,11 @@ void flow_feed_back(engine *owner, flow *self, int64_t delivered, int64_t marked
     schedule_report(owner, self);
 }
 
-static int is_waiting(const flow *self) {
+static bool is_waiting(const flow *self) {
     for (int64_t k = 0; k < self->message_count; k++)
         if (self->messages[k]->unsent)
-            return 1;
-    return 0;
+            return true;
+    return false;
 }
 
 /* Report on flows once one is due; return when the next one is. Half its time before it is due is not too early: those
@@ -361,7 +361,7 @@ static void note_run(run_queue *sent, run one) {
 static void note_sent(const engine *owner, flow *self, outgoing *message, const uint32_t *packets, int64_t count,
                       int64_t way, double now_s) {
     run_queue *sent = &self->paths[way].runs[message->tags[packets[0]][1] >> 5];
-    int again = message->state[packets[0]] == RETRANSMIT;
+    bool again = message->state[packets[0]] == RETRANSMIT;
     /* Every packet has a time of its own, which also says the order in which they left. */
     double stamp_s = fmax(now_s, self->stamped_s + STAMP_S);
     if (!again)
@@ -420,7 +420,7 @@ int64_t flow_pump(engine *owner, flow *self, double now_s) {
     uint32_t packets[SEGMENTS_MAX];
     uint8_t headers[SEGMENTS_MAX][HEADER_BYTES];
     int64_t count = outgoing_gather(owner, message, limit, packets);
-    int again = message->state[packets[0]] == RETRANSMIT;
+    bool again = message->state[packets[0]] == RETRANSMIT;
     /* Before anything leaves: a packet that no run tells of would never be found lost. */
     if (reserve_runs(&self->paths[way].runs[message->tags[packets[0]][1] >> 5], again ? count : 1)) {
         owner->failed = 1;
@@ -509,7 +509,7 @@ static void note_recent(flow *self, ack_block block) {
 void flow_acknowledge(engine *owner, flow *self, double now_s) {
     if (!self->fresh_packets)
         return;
-    uint8_t datagram[HEADER_BYTES + DATAGRAM_MAX];
+    uint8_t *datagram = owner->datagram;
     int64_t limit = owner->config.payload_bytes / ACK_ENTRY_BYTES, done = 0;
     double ago_us = fmin(fmax((now_s - self->data_last_s) * 1e6, 0), 4e9);
     do {
@@ -636,8 +636,7 @@ void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagra
     int64_t marked = marked_since(&self->marked_seen, (uint32_t)header_count(datagram));
     take_late(owner, self, (uint16_t)header_message(datagram), now_s);
     uint64_t sampled = 0;
-    outgoing *taken[DATAGRAM_MAX / ACK_ENTRY_BYTES + 1];
-    int64_t taken_count = 0;
+    outgoing *whole = NULL;
     for (const uint8_t *at = datagram + HEADER_BYTES; at < datagram + bytes; at += ACK_ENTRY_BYTES) {
         if (get32(at + 6) == ACK_PATH) {
             take_marks(self, at);
@@ -666,15 +665,18 @@ void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagra
         }
         if (get32(at + 6) & ACK_WHOLE && message->next == message->packets) {
             delivered += outgoing_all_delivered(owner, self, message, now_s);
-            int known = 0;
-            for (int64_t k = 0; k < taken_count; k++)
-                known |= taken[k] == message;
-            if (!known)
-                taken[taken_count++] = message;
+            if (!message->whole) {
+                message->whole = true;
+                message->next_whole = whole;
+                whole = message;
+            }
         }
     }
     sample_paths(owner, self, sampled, datagram, now_s);
     flow_feed_back(owner, self, delivered, marked, 0, now_s);
-    for (int64_t k = 0; k < taken_count; k++)
-        outgoing_complete(owner, self, taken[k], NULL, now_s);
+    while (whole) {
+        outgoing *next = whole->next_whole; /* the message is freed */
+        outgoing_complete(owner, self, whole, NULL, now_s);
+        whole = next;
+    }
 }

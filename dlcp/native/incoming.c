@@ -150,7 +150,7 @@ incoming *incoming_find(const engine *owner, int64_t peer, int64_t step, int64_t
     return (incoming *)table_find(&owner->incoming, peer, step, message);
 }
 
-int incoming_is_whole(const incoming *self) {
+bool incoming_is_whole(const incoming *self) {
     return self->arrived == self->packets;
 }
 
@@ -167,7 +167,7 @@ static incoming *incoming_make(engine *owner, int64_t peer, int64_t step, int64_
         incoming_free(self);
         return NULL;
     }
-    self->active = 1;
+    self->active = true;
     table_add(&owner->incoming, &self->name);
     return self;
 }
@@ -182,7 +182,7 @@ void incoming_free(incoming *self) {
 static void incoming_close(engine *owner, incoming *self) {
     flow_forget_incoming(&owner->flows[self->name.peer], self); /* what is not acknowledged yet is with its STOP */
     table_remove(&owner->incoming, &self->name);
-    self->active = 0;
+    self->active = false;
     if (self->early_bytes)
         early_give(owner, self->buffer, self->early_bytes);
     self->early_bytes = 0;
@@ -416,24 +416,24 @@ void incoming_drop_all(engine *owner) {
 
 /* Completion ------------------------------------------------------------------------------------------------------- */
 
-static int meets_bound(const incoming *self) {
+static bool meets_bound(const incoming *self) {
     if (self->required < 0)
-        return 0;
+        return false;
     int64_t settled = self->arrived + self->deferred;
     if (settled >= self->packets)
-        return 1;
+        return true;
     return (self->asked || self->immediate) && self->protected_packets >= 0 && settled >= self->required &&
            self->arrived_protected >= self->protected_packets;
 }
 
 /* Report a message whose bound is met, and tell its sender; return whether it is. The message may be gone then. */
-static int complete(engine *owner, incoming *self, double now_s) {
+static bool complete(engine *owner, incoming *self, double now_s) {
     if (!meets_bound(self))
-        return 0;
+        return false;
     finish_streams();
     flow *from = &owner->flows[self->name.peer];
-    int whole = incoming_is_whole(self);
-    self->complete = 1;
+    bool whole = incoming_is_whole(self);
+    self->complete = true;
     finished *done = finished_add(owner, &self->name, self->packets, now_s);
     if (done)
         done->asked = self->asked && !whole;
@@ -461,12 +461,12 @@ static int complete(engine *owner, incoming *self, double now_s) {
         engine_discard(owner, self->layer);
         free(self);
     }
-    return 1;
+    return true;
 }
 
-static int agrees(const engine *owner, const incoming *self, const receive_request *request) {
+static bool agrees(const engine *owner, const incoming *self, const receive_request *request) {
     if (!request->last_bytes)
-        return 1;
+        return true;
     return request->packets == self->packets && (!self->last_bytes || self->last_bytes == request->last_bytes) &&
            request->last_bytes <= owner->config.payload_bytes;
 }
@@ -528,7 +528,7 @@ API void dlcp_receiving(engine *owner, int64_t peer, int64_t step, int64_t messa
 
 /* Packets ---------------------------------------------------------------------------------------------------------- */
 
-static int is_current(const engine *owner, int64_t step) {
+static bool is_current(const engine *owner, int64_t step) {
     return step >= owner->oldest_step && step <= owner->oldest_step + STEPS_AHEAD_MAX;
 }
 
@@ -680,7 +680,7 @@ void incoming_take_probe(engine *owner, flow *from, const uint8_t *datagram, int
     if (deferred)
         self->deferred = deferred;
     if (!question[0]) {
-        self->asked = 1;
+        self->asked = true;
         self->protected_packets = header_index(datagram);
     }
     if (complete(owner, self, now_s))

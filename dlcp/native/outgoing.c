@@ -100,7 +100,7 @@ static int tag_packets(const engine *owner, const flow *to, outgoing *self, cons
 
 /* Return whether a question is to follow the last packet of a message: one is expected to get lost, and none was asked
  * since that left. */
-static int question_follows(const flow *to, const outgoing *self) {
+static bool question_follows(const flow *to, const outgoing *self) {
     return to->lossy_packets && !self->unsent && self->flying && self->probed_s < self->last_sent_s;
 }
 

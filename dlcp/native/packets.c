@@ -76,7 +76,7 @@ API int64_t dlcp_packets_send(int socket, const uint8_t *rows, int64_t row_bytes
     struct iovec pieces[TOGETHER];
     memset(messages, 0, sizeof messages);
     for (int i = 0; i < TOGETHER; i++)
-        messages[i].msg_hdr.msg_iov = &pieces[i], messages[i].msg_hdr.msg_iovlen = 1;
+        messages[i].msg_hdr = (struct msghdr){.msg_iov = &pieces[i], .msg_iovlen = 1};
     int64_t sent = 0, done = 0;
     *bytes = 0;
     while (done < count) {
@@ -89,9 +89,11 @@ API int64_t dlcp_packets_send(int socket, const uint8_t *rows, int64_t row_bytes
         if (left > 0) {
             for (int i = 0; i < left; i++)
                 *bytes += lengths[done + i];
-            sent += left, done += left;
+            sent += left;
+            done += left;
         } else if (errno != EINTR) {
-            failures[kind_of(errno)]++, done++;
+            failures[kind_of(errno)]++;
+            done++;
         }
     }
     return sent;

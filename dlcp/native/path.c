@@ -62,7 +62,7 @@ static int64_t affordable(const engine *owner, const flow *self) {
 
 static void try_again(const engine *owner, path *one) {
     one->weight = owner->config.path_least;
-    one->on_trial = 1;
+    one->on_trial = true;
     one->delay_s = one->loss = one->marks = 0;
     one->judged = one->lost = one->marked = 0;
 }
@@ -109,7 +109,7 @@ void path_leave(const engine *owner, flow *self, path *one, double now_s) {
     int others = 0;
     for (int64_t i = 0; i < self->path_count && !others; i++)
         others = &self->paths[i] != one && self->paths[i].weight > 0 && !self->paths[i].on_trial;
-    one->on_trial = 0;
+    one->on_trial = false;
     if (!others) {
         one->weight = owner->config.path_least;
         return;
@@ -170,7 +170,7 @@ static void judge(const engine *owner, flow *self, path *one, double lost, doubl
     }
     one->weight = fmin(1, one->weight + rules->path_calm);
     if (one->weight == 1) {
-        one->on_trial = 0;
+        one->on_trial = false;
         one->patience_s = rules->path_again_s;
     }
 }

@@ -76,7 +76,7 @@ static incoming *member_after(const reduction *self, int64_t added, int64_t inde
     return self->from[(added + self->members - chunk_of(self, index)) % self->members];
 }
 
-int reduction_is_in_turn(const reduction *self, int64_t position, int64_t index) {
+bool reduction_is_in_turn(const reduction *self, int64_t position, int64_t index) {
     return self->added[index] == turn_of(self, position, index);
 }
 

@@ -19,9 +19,8 @@
 
 enum { RECORD_ALIGN = 64, RECORDS = 2 };
 enum { CONTROL_ROOM = 16384 }; /* what data leaves free for control packets */
-enum {
-    EXPORTED_ROOM = 16384
-}; /* what a record of exported packets takes up, so that not too many wait before what is more urgent */
+/* What a record of exported packets takes up, so that not too many wait before what is more urgent. */
+enum { EXPORTED_ROOM = 16384 };
 
 typedef struct {
     uint32_t bytes, segment;
@@ -42,7 +41,8 @@ API void dlcp_ring_in(engine *owner, int64_t peer, ring_marks *marks, uint8_t *b
     if (!from->in.bytes)
         owner->shared++;
     from->in = (ring){.marks = marks, .bytes = bytes, .capacity = (uint64_t)capacity};
-    owner->asleep = asleep, owner->bell = bell;
+    owner->asleep = asleep;
+    owner->bell = bell;
 }
 
 /* Put packets for a peer into its ring from now on, not into the socket; what it means is as above, `asleep` and `bell`
@@ -51,24 +51,28 @@ API void dlcp_ring_out(engine *owner, int64_t peer, ring_marks *marks, uint8_t *
                        uint32_t *asleep, int bell) {
     flow *to = &owner->flows[peer];
     to->out = (ring){.marks = marks, .bytes = bytes, .capacity = (uint64_t)capacity};
-    to->peer_asleep = asleep, to->peer_bell = bell;
+    to->peer_asleep = asleep;
+    to->peer_bell = bell;
 }
 
 /* Let peers on this host read what is sent from `bytes` bytes at `memory`, which they have, too, instead of copying it.
  */
 API void dlcp_export(engine *owner, const uint8_t *memory, int64_t bytes) {
-    owner->exported = memory, owner->exported_bytes = bytes;
+    owner->exported = memory;
+    owner->exported_bytes = bytes;
 }
 
 /* Know the memory that a peer has exported. */
 API void dlcp_import(engine *owner, int64_t peer, const uint8_t *memory, int64_t bytes) {
-    owner->flows[peer].imported = memory, owner->flows[peer].imported_bytes = bytes;
+    flow *from = &owner->flows[peer];
+    from->imported = memory;
+    from->imported_bytes = bytes;
 }
 
 /* Out ----------------------------------------------------------------------------------------------------------------
  */
 
-static int has_room(const ring *self, uint64_t bytes) {
+static bool has_room(const ring *self, uint64_t bytes) {
     uint64_t used = self->mine - self->theirs; /* more than there is if the reader says what cannot be */
     return used <= self->capacity && bytes <= self->capacity - used;
 }
@@ -89,7 +93,8 @@ static uint8_t *reserve(ring *self, uint64_t bytes, uint64_t free) {
     }
     if (size > left) {
         *(record_head *)(self->bytes + offset) = (record_head){0};
-        self->mine += left, offset = 0;
+        self->mine += left;
+        offset = 0;
     }
     return self->bytes + offset + RECORD_ALIGN;
 }
@@ -110,7 +115,8 @@ static uint64_t size_of(const record_head *head) {
 static void publish(flow *to, uint8_t *at, record_head head) {
     ring *self = &to->out;
     *(record_head *)(at - RECORD_ALIGN) = head;
-    self->mine += size_of(&head), self->starving = 0;
+    self->mine += size_of(&head);
+    self->starving = false;
     __atomic_store_n(&self->marks->written, self->mine, __ATOMIC_SEQ_CST);
     wake_peer(to);
 }
@@ -141,14 +147,14 @@ int ring_send_burst(engine *owner, flow *to, const struct iovec *pieces, int64_t
 }
 
 /* Tell whether packets of a message are sent from memory that has been exported. */
-int ring_is_exported(const engine *owner, const outgoing *message, const uint32_t *packets, int64_t count) {
+bool ring_is_exported(const engine *owner, const outgoing *message, const uint32_t *packets, int64_t count) {
     if (!owner->exported || message->payload < owner->exported ||
         message->payload + message->bytes > owner->exported + owner->exported_bytes)
-        return 0;
+        return false;
     for (int64_t k = 0; k < count && message->tail_bytes; k++)
         if (((int64_t)packets[k] + 1) * owner->config.payload_bytes > message->bytes)
-            return 0;
-    return 1;
+            return false;
+    return true;
 }
 
 /* Send packets for which ring_is_exported holds. */
@@ -168,26 +174,26 @@ int ring_send_exported(engine *owner, flow *to, const outgoing *message, int64_t
 /* In -----------------------------------------------------------------------------------------------------------------
  */
 
-static int has_news(flow *from) {
+static bool has_news(flow *from) {
     if (from->in.bytes && __atomic_load_n(&from->in.marks->written, __ATOMIC_SEQ_CST) != from->in.mine)
-        return 1;
+        return true;
     if (!from->out.starving || __atomic_load_n(&from->out.marks->starving, __ATOMIC_SEQ_CST))
-        return 0;
-    from->out.starving = 0; /* said once: what waited for room may have nothing to write any more */
-    return 1;
+        return false;
+    from->out.starving = false; /* said once: what waited for room may have nothing to write any more */
+    return true;
 }
 
 /* Say that the engine is about to wait; return whether it need not, for something has come or may leave. */
-int ring_fall_asleep(engine *owner) {
+bool ring_fall_asleep(engine *owner) {
     if (!owner->asleep)
-        return 0;
+        return false;
     __atomic_store_n(owner->asleep, 1, __ATOMIC_SEQ_CST);
     for (int64_t i = 0; i < owner->config.peers; i++)
         if (has_news(&owner->flows[i])) {
             ring_wake_up(owner);
-            return 1;
+            return true;
         }
-    return 0;
+    return false;
 }
 
 void ring_wake_up(engine *owner) {
@@ -196,18 +202,18 @@ void ring_wake_up(engine *owner) {
 }
 
 /* Take in packets of a message that the peer sends from memory which it has exported; return whether it has. */
-static int take_exported(engine *owner, flow *from, record_head head, const uint8_t *headers, double now_s) {
+static bool take_exported(engine *owner, flow *from, record_head head, const uint8_t *headers, double now_s) {
     int64_t place = head.place, bytes = head.message_bytes;
     if (place < 0 || bytes < 0 || place > from->imported_bytes || bytes > from->imported_bytes - place)
-        return 0;
+        return false;
     if (head.segment != HEADER_BYTES || head.bytes > EXPORTED_ROOM)
-        return 0;
+        return false;
     for (uint64_t start = 0; start + HEADER_BYTES <= head.bytes; start += HEADER_BYTES) {
         uint8_t header[HEADER_BYTES]; /* of our own: it says from where is read */
         memcpy(header, headers + start, HEADER_BYTES);
         int64_t offset = header_index(header) * owner->config.payload_bytes, left = bytes - offset;
         if (left <= 0)
-            return 0;
+            return false;
         if (engine_refuses(owner, from, header, HEADER_BYTES))
             continue;
         if (header_type(header) != DATA) {
@@ -218,7 +224,7 @@ static int take_exported(engine *owner, flow *from, record_head head, const uint
         int64_t size = smaller(left, owner->config.payload_bytes);
         incoming_take_data(owner, from, header, from->imported + place + offset, size, 0, now_s);
     }
-    return 1;
+    return true;
 }
 
 static void take_datagram(engine *owner, flow *from, const uint8_t *datagram, int64_t bytes, double now_s) {
@@ -257,12 +263,12 @@ static uint64_t take_record(engine *owner, flow *from, uint64_t left) {
 }
 
 /* Tell whether the next record begins with a packet that a sum wants only after what others send. */
-static int is_out_of_turn(const engine *owner, const flow *from) {
+static bool is_out_of_turn(const engine *owner, const flow *from) {
     uint64_t offset = from->in.mine % from->in.capacity;
     const uint8_t *at = from->in.bytes + offset, *header = at + RECORD_ALIGN;
     uint32_t bytes = ((const record_head *)at)->bytes;
     if (bytes < HEADER_BYTES || offset + RECORD_ALIGN + HEADER_BYTES > from->in.capacity || (header[0] & 15) != DATA)
-        return 0;
+        return false;
     int64_t index = header_index(header);
     const incoming *message = incoming_find(owner, from->peer, header_step(header), header_message(header));
     return message && message->reduction && index < message->packets &&
@@ -270,7 +276,7 @@ static int is_out_of_turn(const engine *owner, const flow *from) {
 }
 
 /* Take in what a peer has put into its ring, up to some records, if `patient` none that is early; return how many. */
-int64_t ring_receive(engine *owner, flow *from, int patient) {
+int64_t ring_receive(engine *owner, flow *from, bool patient) {
     ring *self = &from->in;
     int64_t count = 0;
     while (self->bytes && count < RECORDS) {
@@ -286,7 +292,8 @@ int64_t ring_receive(engine *owner, flow *from, int patient) {
             self->bytes = NULL;
             break;
         }
-        self->mine += size, count++;
+        self->mine += size;
+        count++;
         __atomic_store_n(&self->marks->taken, self->mine, __ATOMIC_SEQ_CST);
     }
     if (count && __atomic_load_n(&self->marks->starving, __ATOMIC_SEQ_CST)) {

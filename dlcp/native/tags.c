@@ -5,6 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "engine.h"
+
 /* A second version of a function for AVX2, chosen when the library is loaded; this takes the GNU C library. */
 #if defined(__x86_64__) && defined(__GLIBC__) && (!defined(__clang__) || __clang_major__ >= 14)
 #define FASTEST __attribute__((target_clones("avx2", "default")))
@@ -86,7 +88,7 @@ MAGNITUDES(float16, uint16_t, float, sqrtf)
 MAGNITUDES(bfloat16, uint16_t, float, sqrtf)
 
 /* Writes ceil(count / per_packet) magnitudes. `format` counts as dlcp.dtypes.ValueType does; unknown ones return -1. */
-int dlcp_packet_magnitudes(const void *values, int format, int64_t count, int64_t per_packet, float *result) {
+API int dlcp_packet_magnitudes(const void *values, int format, int64_t count, int64_t per_packet, float *result) {
     switch (format) {
     case 0:
         magnitudes_float32(values, count, per_packet, result);
@@ -184,9 +186,9 @@ static void move_borders(const float *magnitudes, const uint8_t *kept, const str
    magnitudes, kept, classes, protected: one per packet; the kept ones are in class 0 whatever their magnitude.
    borders: a row of 7 per layer, which layers[...].row points into; NaN before a layer was seen.
    scratch: twice `scratch_half` keys, and that is as many as the layer with the most packets has. */
-void dlcp_classify(const float *magnitudes, const uint8_t *kept, const struct layer_packets *layers, int64_t count,
-                   double memory, double *borders, uint32_t *scratch, int64_t scratch_half, uint8_t *classes,
-                   uint8_t *protected) {
+API void dlcp_classify(const float *magnitudes, const uint8_t *kept, const struct layer_packets *layers, int64_t count,
+                       double memory, double *borders, uint32_t *scratch, int64_t scratch_half, uint8_t *classes,
+                       uint8_t *protected) {
     for (const struct layer_packets *layer = layers; layer < layers + count; layer++) {
         double *row = borders + layer->row * BORDERS;
         move_borders(magnitudes, kept, layer, memory, row, scratch, scratch + scratch_half);
@@ -213,12 +215,12 @@ void dlcp_classify(const float *magnitudes, const uint8_t *kept, const struct la
 
 /* Writes bytes 1 to 3 of each packet's header and its type of service, of those that `service` has for its queue and
    for whether it may be dropped: if at least its class says so, it is not protected, and `bounded` allows for loss. */
-void dlcp_encode_tags(const uint8_t *queue, const uint8_t *drop_class, const uint8_t *layer, const uint8_t *protected,
-                      uint32_t packets, uint32_t bounded, uint32_t flag, const uint8_t service[][2],
-                      uint8_t (*encoded)[4], uint8_t *droppable) {
+API void dlcp_encode_tags(const uint8_t *queue, const uint8_t *drop_class, const uint8_t *layer,
+                          const uint8_t *is_protected, uint32_t packets, uint32_t bounded, uint32_t flag,
+                          const uint8_t service[][2], uint8_t (*encoded)[4], uint8_t *droppable) {
     for (uint32_t i = 0; i < packets; i++) {
-        uint8_t dropped = bounded && !protected[i] && drop_class[i];
-        encoded[i][0] = protected[i] ? (uint8_t)flag : 0;
+        uint8_t dropped = bounded && !is_protected[i] && drop_class[i];
+        encoded[i][0] = is_protected[i] ? (uint8_t)flag : 0;
         encoded[i][1] = (uint8_t)(queue[i] << 5 | (dropped ? drop_class[i] << 2 : 0));
         encoded[i][2] = layer[i];
         encoded[i][3] = service[queue[i] & 7][dropped];
@@ -228,8 +230,6 @@ void dlcp_encode_tags(const uint8_t *queue, const uint8_t *drop_class, const uin
 
 /* ---- the order of sending ---- */
 
-enum { QUEUES = 8, BLOCK = 256 }; /* SEND_BLOCK_PACKETS of engine.h */
-
 /* One queue's part of the order while it is being written. */
 struct queue_order {
     uint32_t *order;          /* where its packets go */
@@ -238,42 +238,43 @@ struct queue_order {
     uint32_t seen;            /* how many have been met */
     uint32_t *next;           /* where the next that is not droppable goes */
     uint32_t waiting;         /* droppable ones of this block, which follow those */
-    uint32_t droppable[BLOCK];
+    uint32_t droppable[SEND_BLOCK_PACKETS];
 };
 
 /* Where a block goes: those before `start` follow the last one, which may be short. */
 static uint32_t *place_of_block(const struct queue_order *queue, uint32_t block) {
     if (block >= queue->start)
-        return queue->order + (size_t)(block - queue->start) * BLOCK;
-    return queue->order + (queue->packets - (size_t)queue->start * BLOCK) + (size_t)block * BLOCK;
+        return queue->order + (size_t)(block - queue->start) * SEND_BLOCK_PACKETS;
+    return queue->order + (queue->packets - (size_t)queue->start * SEND_BLOCK_PACKETS) +
+           (size_t)block * SEND_BLOCK_PACKETS;
 }
 
 /* Writes the indices of packets in the order of sending: the highest queue first; in a queue by blocks of 256 of its
-   packets, beginning with block `seed` modulo their number, or `place` of `places` parts of them later; in a block
+   packets, beginning with block `seed` modulo their number, or `chunk` of `chunks` parts of them later; in a block
    those first that may not be dropped. Queues are 0 to 7. */
-void dlcp_send_order(const uint8_t *queue, const uint8_t *droppable, uint32_t packets, uint32_t seed, uint32_t place,
-                     uint32_t places, uint32_t *order) {
+API void dlcp_send_order(const uint8_t *queue, const uint8_t *droppable, uint32_t packets, uint32_t seed,
+                         uint32_t chunk, uint32_t chunks, uint32_t *order) {
     struct queue_order queues[QUEUES] = {0};
     for (uint32_t i = 0; i < packets; i++)
         queues[queue[i] & (QUEUES - 1)].packets++;
     for (int number = QUEUES - 1; number >= 0; number--) {
         struct queue_order *mine = &queues[number];
         mine->order = order;
-        mine->blocks = mine->packets / BLOCK + (mine->packets % BLOCK != 0);
+        mine->blocks = mine->packets / SEND_BLOCK_PACKETS + (mine->packets % SEND_BLOCK_PACKETS != 0);
         if (mine->blocks)
-            mine->start = (uint32_t)((seed % mine->blocks + (uint64_t)mine->blocks * place / places) % mine->blocks);
+            mine->start = (uint32_t)((seed % mine->blocks + (uint64_t)mine->blocks * chunk / chunks) % mine->blocks);
         order += mine->packets;
     }
     for (uint32_t i = 0; i < packets; i++) {
         struct queue_order *mine = &queues[queue[i] & (QUEUES - 1)];
-        if (mine->seen % BLOCK == 0)
-            mine->next = place_of_block(mine, mine->seen / BLOCK);
+        if (mine->seen % SEND_BLOCK_PACKETS == 0)
+            mine->next = place_of_block(mine, mine->seen / SEND_BLOCK_PACKETS);
         if (droppable[i])
             mine->droppable[mine->waiting++] = i;
         else
             *mine->next++ = i;
         mine->seen++;
-        if (mine->seen % BLOCK == 0 || mine->seen == mine->packets) {
+        if (mine->seen % SEND_BLOCK_PACKETS == 0 || mine->seen == mine->packets) {
             memcpy(mine->next, mine->droppable, mine->waiting * sizeof i);
             mine->waiting = 0;
         }

@@ -42,7 +42,7 @@ from dlcp.transport.shared_memory import SharedMemory
 from dlcp.wire import PacketType, Queue
 
 _ECN_CAPABLE: Final = 2
-_NO_MEMORY: Final = -1
+_NO_MEMORY: Final = -3
 _COUNTERS: Final = (
     *("refused_malformed", "refused_token", "refused_job", "refused_sender", "refused_stale"),
     *("data", "duplicate", "late", "early_full", "probe", "control_unsent"),
