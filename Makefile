@@ -70,25 +70,16 @@ lint: $(STAMP) ## check style, types and layers
 
 bench: $(STAMP) ## measure everything again, into out/bench/NAME.json
 	@mkdir -p out/bench
-	@# Where namespaces are refused there are no results of some, and the others go on.
-	@for name in allreduce compression convergence cpu delay loss paths sim slow-path step switch tags tail; do \
-		$(BIN)/dlcp bench $$name > out/bench/$$name.json.part || [ $$name = loss ] || [ $$name = paths ] || \
-			[ $$name = delay ] || [ $$name = slow-path ] || [ $$name = tail ]; \
-		mv out/bench/$$name.json.part out/bench/$$name.json; \
-		echo out/bench/$$name.json; \
-	done
-	@# A cell that fails has no result, and the others do: an hour in all.
-	@for name in allreduce loss slow-path tail "delay --rtt-ms 20 --buffers 1"; do \
-		out=out/bench/$${name%% *}-sweep.json; \
-		$(BIN)/dlcp bench $$name --sweep --rounds 20 --cell-seconds 10 > $$out.part || true; \
+	@# What cannot be measured here, and a cell that fails, has no result, and the others go on. Sweeps take an hour.
+	@measure() { \
+		out=out/bench/$$1.json; shift; \
+		$(BIN)/python -m tests.bench "$$@" > $$out.part || true; \
 		mv $$out.part $$out; \
 		echo $$out; \
-	done
-	@for bench in tests/bench/*.py; do \
-		out=out/bench/$$(basename "$$bench" .py).json; \
-		$(BIN)/python -m tests.bench.$$(basename "$$bench" .py) > "$$out.part"; \
-		mv "$$out.part" "$$out"; \
-		echo "$$out"; \
+	}; \
+	for name in $$($(BIN)/python -m tests.bench 2>&1 | sed -n 's/^  \([a-z-]*\) .*/\1/p'); do measure $$name $$name; done; \
+	for name in allreduce loss slow-path tail "delay --rtt-ms 20 --buffers 1"; do \
+		measure $${name%% *}-sweep $$name --sweep --rounds 20 --cell-seconds 10; \
 	done
 
 dist: $(STAMP) ## build the source distribution and a wheel for every Python and most Linux systems, into dist/

@@ -41,7 +41,7 @@ COMMANDS: Final = {
     ),
     "live": Command("serve a page, and metrics for Prometheus, with what each rank is doing", needs="live"),
     "trace": Command("merge the timelines of all ranks into one trace for Perfetto"),
-    "bench": Command("measure DLCP against its peers, interleaved, and print one JSON document", needs="demo,sim"),
+    "bench": Command("time all-reduces of DLCP beside the framework's own, here or on a cluster", needs="torch"),
     "demo": Command("train over a congested switch, with and without DLCP, and write a report page", needs="demo"),
     "server": Command("run a parameter server"),
     "switch": Command("run the built-in switch", needs="switch"),

@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from typing import Any, Final
 
 from dlcp import children
 from dlcp.closing import Closing
-from dlcp.namespace import enter
+from dlcp.netlab import enter
 
 _STOP_DEADLINE_S: Final = 10.0
 """Time for processes to exit after a signal, before they are killed. Not tuned."""
@@ -161,6 +162,13 @@ class JobLayout:
     node: int
     host: str
     port: int
+
+    @classmethod
+    def local(cls, ranks: int) -> "JobLayout":
+        """Return the layout of a job on this machine alone, whose store gets a port that is free now."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return cls(ranks, 1, 0, *probe.getsockname())
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Return the variables with a process's rank and rendezvous address, under torchrun's names."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws ``sweep.svg`` and writes the sweep's text into README.md and benchmarks.md, all from ``sweep.json``.
 
-``python docs/plot_sweep.py FILE...`` first makes ``sweep.json`` from documents of ``dlcp bench loss --sweep``; a cell
-that is in several is that of the last. ``python docs/plot_sweep.py -`` only prints the plot.
+``python -m docs.plot_sweep FILE...`` first makes ``sweep.json`` from documents of ``python -m tests.bench loss
+--sweep``; a cell that is in several is that of the last. ``python -m docs.plot_sweep -`` only prints the plot.
 """
 
 import io
@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from dlcp.bench.sweep import ratios, size_words, time_words
+from tests.bench.sweep import ratios, size_words, time_words
 
 HERE = Path(__file__).parent
 KEPT = HERE / "sweep.json"

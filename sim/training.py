@@ -174,7 +174,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if self.deferral.ceiling > found.reaches:
             raise ValueError(
                 f"the ceiling is {self.deferral.ceiling:.0%}, but {found.name} was measured only up to "
-                f"{found.reaches:.0%}; lower it, or measure more with `dlcp bench convergence --ceilings`"
+                f"{found.reaches:.0%}; lower it, or measure more with `python -m tests.bench convergence --ceilings`"
             )
         return found
 

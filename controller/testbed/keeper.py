@@ -17,6 +17,7 @@ import msgspec
 from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.layout import KEEPER_READY, Layout, ProcessId, StateFile, TestbedState
 from dlcp.controller.testbed.network import Network
+from dlcp.netlab import NamespaceError
 
 SUPERVISE_S: Final = 0.2
 """Interval at which it checks that all switches run: short beside the time that a restart takes."""
@@ -27,7 +28,7 @@ def keep(layout: Layout) -> None:
 
     Raises
     ------
-    TestbedError
+    TestbedError, NamespaceError
         A part could not be created.
     """
     files = StateFile(layout.name)
@@ -54,7 +55,7 @@ def main() -> int:
     """Hold the testbed whose layout is on standard input; return the exit status."""
     try:
         keep(msgspec.json.decode(sys.stdin.buffer.read(), type=Layout))
-    except (TestbedError, OSError) as error:
+    except (TestbedError, NamespaceError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -16,8 +16,9 @@ import msgspec
 
 from dlcp.controller.fabric import Fabric, Port, as_port
 from dlcp.controller.testbed import TestbedError, came_true
-from dlcp.controller.testbed.namespaces import NamedNamespace, free_ports
+from dlcp.controller.testbed.proxy import free_ports
 from dlcp.controller.testbed.requirements import SwitchKind
+from dlcp.netlab import NamedNamespace
 
 RUN_FOLDER: Final = Path("/run/dlcp")
 """Folder of logs and states; a reboot empties it, and removes the namespaces."""

@@ -15,9 +15,9 @@ from dlcp.children import python_command
 from dlcp.controller.fabric import Fabric, load
 from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.layout import KEEPER_READY, Layout, StateFile, TestbedState, lay_out
-from dlcp.controller.testbed.namespaces import NamedNamespace
 from dlcp.controller.testbed.programming import Controller, with_addresses
 from dlcp.controller.testbed.requirements import SwitchKind, missing
+from dlcp.netlab import NamedNamespace
 
 UP_DEADLINE_S: Final = 120.0
 """Building takes about 0.2 s per node. Numba's first compilation in a switch takes the longest."""

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mininet's nodes and links for a layout, with switches that run as separate programs."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlcp.controller.testbed.layout import HostPlan, Layout, PortPlan, ProcessId, StartedSwitch, StateFile, SwitchPlan
-from dlcp.controller.testbed.namespaces import Doorways, NamedNamespace, run_in
+from dlcp.controller.testbed.proxy import NamespaceProxy
 from dlcp.controller.testbed.requirements import load_mininet, mininet_network
-from dlcp.controller.testbed.switches import SwitchProgram, limit_rate, make
-from dlcp.namespace import CONGESTION_CONTROL, HOST_INTERFACE, turn_off_offloads
+from dlcp.controller.testbed.switches import PORT_BURST_BYTES, PORT_LIMIT_BYTES, SwitchProgram, make
+from dlcp.netlab import CONGESTION_CONTROL, HOST_INTERFACE, NamedNamespace
 
 if TYPE_CHECKING:
 
@@ -68,7 +67,7 @@ class Network:
         self._mininet = mininet_network()
         self._programs = {plan.name: make(layout.kind, plan, files) for plan in layout.switches}
         self._restarts = dict.fromkeys(self._programs, 0)
-        self._doorways: Doorways | None = None
+        self._proxy: NamespaceProxy | None = None
 
     def start(self) -> None:
         """Build everything and start the switches.
@@ -94,7 +93,7 @@ class Network:
         self._mininet.start()
         for name in self._programs:
             self._note(name)
-        self._doorways = Doorways([way for program in self._programs.values() for way in program.ways])
+        self._proxy = NamespaceProxy([port for program in self._programs.values() for port in program.forwarded])
 
     def supervise(self) -> None:
         """Restart each switch that has exited. It starts empty, as after a power cycle."""
@@ -106,8 +105,8 @@ class Network:
 
     def stop(self) -> None:
         """End the switches and remove everything."""
-        if self._doorways is not None:
-            self._doorways.close()
+        if self._proxy is not None:
+            self._proxy.close()
         for program in self._programs.values():
             program.stop()
         self._mininet.stop()
@@ -129,8 +128,7 @@ class Network:
     def _named(self, node: Any, name: str) -> Any:
         namespace = NamedNamespace(name)
         namespace.attach(node.pid)
-        namespace.call(_disable_ipv6)
-        run_in(namespace, "ip", "link", "set", "lo", "up")
+        namespace.prepare()
         return node
 
     def _add_link(self, first: tuple[Any, str], second: tuple[Any, str]) -> None:
@@ -145,31 +143,26 @@ class Network:
     def _introduce(self, host: HostPlan) -> None:
         """Set a host's address, routes and neighbours, so that no ARP crosses the switches."""
         namespace = NamedNamespace(host.namespace)
-        mtu = str(self._layout.mtu_bytes)
-        run_in(namespace, "ip", "link", "set", HOST_INTERFACE, "down")
-        run_in(namespace, "ip", "link", "set", HOST_INTERFACE, "address", host.mac, "mtu", mtu, "up")
-        run_in(namespace, "ip", "addr", "add", f"{host.address}/32", "dev", HOST_INTERFACE)
+        commands = [
+            f"link set {HOST_INTERFACE} down",
+            f"link set {HOST_INTERFACE} address {host.mac} mtu {self._layout.mtu_bytes} up",
+            f"addr add {host.address}/32 dev {HOST_INTERFACE}",
+        ]
         for other in self._layout.hosts:
-            if other is host:
-                continue
-            run_in(
-                namespace,
-                *("ip", "route", "replace", f"{other.address}/32", "dev", HOST_INTERFACE),
-                *("src", host.address, "congctl", CONGESTION_CONTROL),
-            )
-            neighbour = ("neigh", "replace", other.address, "lladdr", other.mac, "dev", HOST_INTERFACE)
-            run_in(namespace, "ip", *neighbour, "nud", "permanent")
-        namespace.call(lambda: turn_off_offloads(HOST_INTERFACE))
+            if other is not host:
+                commands += [
+                    f"route replace {other.address}/32 dev {HOST_INTERFACE} src {host.address} "
+                    f"congctl {CONGESTION_CONTROL}",
+                    f"neigh replace {other.address} lladdr {other.mac} dev {HOST_INTERFACE} nud permanent",
+                ]
+        namespace.ip(*commands)
+        namespace.turn_off_offloads(HOST_INTERFACE)
 
     def _prepare_port(self, switch: SwitchPlan, port: PortPlan) -> None:
         namespace = NamedNamespace(switch.namespace)
-        run_in(namespace, "ip", "link", "set", port.interface, "mtu", str(self._layout.mtu_bytes), "up")
-        namespace.call(lambda: turn_off_offloads(port.interface))
+        namespace.ip(f"link set {port.interface} mtu {self._layout.mtu_bytes} up")
+        namespace.turn_off_offloads(port.interface)
         if self._layout.kind == "bmv2":
-            limit_rate(namespace, port.interface, port.rate_bps)
-
-
-def _disable_ipv6() -> None:
-    """Disable IPv6 on all current and future interfaces of the caller's namespace: the switches route only IPv4."""
-    for which in ("all", "default"):
-        Path(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6").write_text("1", encoding="ascii")
+            namespace.limit_rate(
+                port.interface, port.rate_bps, burst_bytes=PORT_BURST_BYTES, limit_bytes=PORT_LIMIT_BYTES
+            )

@@ -14,7 +14,7 @@ from dlcp.controller.pipeline import CompiledProgram
 from dlcp.controller.session import ControlError, Readings, Session, read_counters
 from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.controller.testbed.layout import Layout
-from dlcp.controller.testbed.namespaces import LOOPBACK
+from dlcp.controller.testbed.proxy import LOOPBACK
 from dlcp.controller.watch import Watcher
 from dlcp.switch import EventCount
 

@@ -21,32 +21,17 @@ from dlcp.children import python_command
 from dlcp.closing import end
 from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.controller.testbed.layout import StateFile, SwitchPlan
-from dlcp.controller.testbed.namespaces import LOOPBACK, NamedNamespace, Way, connect, run_in
+from dlcp.controller.testbed.proxy import LOOPBACK, ForwardedPort, connect
 from dlcp.controller.testbed.requirements import SwitchKind
 
-_BURST_BYTES: Final = 3_028
+PORT_BURST_BYTES: Final = 3_028
 """Largest burst after a pause: two full frames. With less, the rate would fall whenever a timer is late."""
-_LIMIT_BYTES: Final = 262_144
+PORT_LIMIT_BYTES: Final = 262_144
 """More than a socket's send buffer holds, so that the token bucket itself never drops."""
 SEND_BUFFER_BYTES: Final = 8_192
 """Send buffer of a packet socket, before the kernel doubles it: about seven full frames with their overhead."""
 _PIDFD_GETFD: Final = 438
 """Number of the system call, the same on every architecture."""
-
-
-def limit_rate(namespace: NamedNamespace, interface: str, rate_bps: int) -> None:
-    """Limit an interface to ``rate_bps``, counted in Ethernet frames.
-
-    Raises
-    ------
-    TestbedError
-        The kernel has no token bucket filter.
-    """
-    run_in(
-        namespace,
-        *("tc", "qdisc", "replace", "dev", interface, "root", "tbf"),
-        *("rate", f"{rate_bps}bit", "burst", str(_BURST_BYTES), "limit", str(_LIMIT_BYTES)),
-    )
 
 
 def shrink_packet_buffers(pid: int) -> None:
@@ -129,9 +114,9 @@ class SwitchProgram(ABC):
         """The command line."""
 
     @property
-    def ways(self) -> list[Way]:
+    def forwarded(self) -> list[ForwardedPort]:
         """The forwarded ports of its servers."""
-        return [Way(self.plan.control_port, self.plan.namespace, CONTROL_PORT)]
+        return [ForwardedPort(self.plan.control_port, self.plan.namespace, CONTROL_PORT)]
 
     @property
     def pid(self) -> int:
@@ -188,7 +173,7 @@ class SwitchProgram(ABC):
 
 
 class Bmv2(SwitchProgram):
-    """``simple_switch_grpc``. The interfaces behind its ports shape them (:func:`limit_rate`)."""
+    """``simple_switch_grpc``. The interfaces behind its ports limit their rate."""
 
     kind = "bmv2"
 
@@ -205,9 +190,9 @@ class Bmv2(SwitchProgram):
         ]
 
     @property
-    def ways(self) -> list[Way]:
+    def forwarded(self) -> list[ForwardedPort]:
         """The forwarded ports of its servers, including Thrift's."""
-        return [*super().ways, Way(self.plan.thrift_port, self.plan.namespace, THRIFT_PORT)]
+        return [*super().forwarded, ForwardedPort(self.plan.thrift_port, self.plan.namespace, THRIFT_PORT)]
 
     def start(self) -> None:
         """Start it and shrink its sockets' send buffers, so that waiting packets are in its queues."""

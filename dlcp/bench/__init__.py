@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements: ``dlcp bench NAME`` prints one JSON document with both sides of a comparison, taken in turns."""
+"""``dlcp bench allreduce``, and the form of its results. All other measurements are in ``tests/bench``."""

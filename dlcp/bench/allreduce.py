@@ -1,482 +1,312 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce of one large buffer: DLCP's against Gloo's, by the same processes, in turns, over the same path.
+"""All-reduce of several sizes by DLCP, as its hook averages gradients, beside the framework's own, in turns.
 
-The input is whole numbers, so that every sum is exact and every result can be checked to the bit. Gloo may run as one
-operation or in buckets of the size that DDP makes, and over each TCP congestion control; its best is what counts.
+Every rank of a job calls :func:`measure`. Times are those of the slowest rank. Bandwidths are those of nccl-tests: the
+algorithm bandwidth is the size over the time, and the bus bandwidth is ``2 (n - 1) / n`` times that, which is what each
+of ``n`` ranks has to send and to receive at least.
 """
 
-import resource
-import secrets
-import tempfile
+import os
+import random
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from pathlib import Path as File
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
-from torch._C._distributed_c10d import FileStore, PrefixStore  # torch.distributed has them too, untyped
 
-from dlcp.bench.path import BenchPath
-from dlcp.bench.ranks import Ranks
-from dlcp.bench.results import BenchResult, Samples, against_best, interleave, significant
-from dlcp.collectives import Bucket, DirectAllReduce, RankContext, ReduceOptions
-from dlcp.dtypes import ValueType
-from dlcp.tags import Layer, Segment
-from dlcp.transport import (
-    Address,
-    DeadlineError,
-    Endpoint,
-    LossBound,
-    TransportError,
-    TransportOptions,
-    bind_socket,
-    shared_memory,
-)
-from dlcp.transport.path_mtu import payload_for_mtu
-from dlcp.transport.shared_memory import SharedMemory, SharedMemoryRendezvous
+from dlcp.bench.results import BenchError, BenchResult, median, result, significant, spread
+from dlcp.session.options import Options
+from dlcp.torch.hook import State
 
-_LAYERS: Final = 48
-LARGEST_VALUE: Final = 1000
-"""Of the magnitudes; small enough that sums over ranks are exact in float32."""
-_SPREAD: Final = 200
-"""Standard deviation of the last layer's values; the first has a hundredth of it, as gradients differ by layer."""
-_BUCKETS: Final = 4
-"""Into how many buckets the buffer is divided where it is: of 100 MB, each has DDP's 25."""
-_BOUND: Final = 0.1
-_RUN_DEADLINE_S: Final = 100.0
-_MEET_S: Final = 10.0
-LOSSY: Final = "dlcp"
-LOSSLESS: Final = "dlcp, bound 0"
-DIVIDED: Final = f"dlcp, {_BUCKETS} buckets"
-MEMORY: Final = "dlcp through memory"
-MEMORY_DIVIDED: Final = f"dlcp through memory, {_BUCKETS} buckets"
+_DLCP: Final = "dlcp"
+_VALUE_BYTES: Final = 4
+_PATTERN_VALUES: Final = 1 << 20
+_LARGEST_VALUE: Final = 1000
+"""Of the input's magnitudes: whole numbers so small that sums over ranks are exact in float32."""
+_BATCH_BYTES: Final = 1_000_000
+_BATCH_MAX: Final = 20
+"""Small all-reduces are timed in batches of so many bytes, at most so many: clocks of ranks differ by a latency."""
+_COUNTED: Final = ("sent", "delivered", "lost", "retransmitted", "deferred")
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduceContender:
-    """A way to do the all-reduce: by DLCP with a loss ``bound``, or by Gloo over TCP with a congestion ``control``.
-
-    DLCP's packets go through sockets, or through ``memory``; of those the share ``deferral`` may be put off.
-    """
-
-    name: str
-    buckets: int
-    bound: float | None = None
-    control: str | None = None
-    memory: bool = False
-    deferral: float = 0.0
-
-
-def contenders(controls: Sequence[str], *, memory: bool = False) -> tuple[AllReduceContender, ...]:
-    """Return DLCP with and without a loss bound, and Gloo's settings over each congestion control.
-
-    With ``memory`` also DLCP as it is between ranks that share some.
-    """
-    gloo = [
-        AllReduceContender(f"gloo, {control}, {words}", buckets, control=control)
-        for control in controls
-        for buckets, words in ((1, "one tensor"), (_BUCKETS, f"{_BUCKETS} buckets"))
-    ]
-    ours = [
-        AllReduceContender(LOSSY, 1, bound=_BOUND),
-        AllReduceContender(DIVIDED, _BUCKETS, bound=_BOUND),
-        AllReduceContender(LOSSLESS, 1, bound=0),
-    ]
-    if memory:
-        ours += [
-            AllReduceContender(MEMORY, 1, bound=_BOUND, memory=True),
-            AllReduceContender(MEMORY_DIVIDED, _BUCKETS, bound=_BOUND, memory=True),
-        ]
-    return *ours, *gloo
-
-
-@dataclass(frozen=True, slots=True)
-class AllReducePlan:
-    """What all ranks of a measurement have to know.
+class AllReduceSeries:
+    """What all ranks of a job measure; the same on all of them.
 
     Parameters
     ----------
-    ranks, values
-        How many ranks there are, and how many float32 values they average.
-    payload_bytes
-        Of a DLCP packet.
-    controls
-        The TCP congestion controls that Gloo is measured with, and each rank's address for them.
-    addresses
-        Each rank's address for DLCP.
-    store
-        Path of the file by which Gloo's ranks find each other.
-    contenders
-        What is compared.
+    sizes
+        In bytes; multiples of 4, as values are float32.
+    iterations, warm_up
+        Timed batches of each size, and batches before them.
+    device
+        ``cpu``, beside Gloo, or ``cuda``, beside NCCL.
+    seed
+        Of the values, and of the order in which the two sides take their turns.
     """
 
-    ranks: int
-    values: int
-    payload_bytes: int
-    controls: dict[str, list[str]]
-    addresses: list[str]
-    store: str
-    contenders: tuple[AllReduceContender, ...]
-
-
-class RankAddresses(NamedTuple):
-    """Where a rank is: its addresses, by whether there is memory beside, and the name of its rendezvous, or ``""``."""
-
-    addresses: dict[bool, Address]
-    rendezvous: str
+    sizes: Sequence[int]
+    iterations: int = 20
+    warm_up: int = 5
+    device: str = "cpu"
+    seed: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class RankOutcome:
-    """What a rank finds after a run: how many values are not the exact result, and a checksum of all of them."""
+class WholeBucket:
+    """A tensor that stands for a bucket of DDP's: the only one of its step, with the gradient of one parameter."""
 
+    tensor: torch.Tensor
+
+    def buffer(self) -> torch.Tensor:
+        """Return the bucket's values."""
+        return self.tensor
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters with a gradient in the bucket."""
+        return [self.tensor]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return their gradients."""
+        return [self.tensor]
+
+    def is_last(self) -> bool:
+        """Return whether it is the last bucket of its step."""
+        return True
+
+
+class _Outcome(NamedTuple):
+    """What a rank has measured of a size."""
+
+    seconds: dict[str, list[float]]
+    packets: dict[str, int]
     inexact: int
     checksum: int
-    ledger: dict[str, int]
-
-
-class RunCost(NamedTuple):
-    """What a run took on one rank: its time, and its processor's in user space and in the kernel, all in seconds."""
-
-    seconds: float
-    user_s: float
-    system_s: float
-
-
-class AllReduceRank:
-    """A rank of the measurement, in a process of its own."""
-
-    def __init__(self, rank: int, plan: AllReducePlan) -> None:
-        torch.set_num_threads(1)
-        self.rank, self.plan = rank, plan
-        self._input = whole_numbers(plan.values)
-        self._values = np.empty_like(self._input)
-        self._tensor = torch.from_numpy(self._values)
-        self._gloo = {control: self._group(control, hosts[rank]) for control, hosts in plan.controls.items()}
-        # Of the two endpoints only one has something to do at a time; the other one's thread sleeps.
-        ways = {contender.memory for contender in plan.contenders if contender.bound is not None}
-        self._sockets = {memory: bind_socket(plan.addresses[rank], [0]) for memory in sorted(ways)}
-        self._rendezvous = SharedMemoryRendezvous() if True in ways else None
-        self._endpoints: dict[bool, Endpoint] = {}
-        """By whether packets go through memory."""
-        self._reducers: dict[str, DirectAllReduce] = {}
-        self._step = 0
-
-    def where(self) -> RankAddresses:
-        """Return where the others find this rank."""
-        addresses = {memory: sock.getsockname() for memory, sock in self._sockets.items()}
-        return RankAddresses(addresses, self._rendezvous.name if self._rendezvous else "")
-
-    def join(self, places: Sequence[RankAddresses], token: int) -> None:
-        """Meet the other ranks.
-
-        Raises
-        ------
-        TransportError
-            They were to share memory, and do not.
-        """
-        peers = {rank: place for rank, place in enumerate(places) if rank != self.rank}
-        shared: SharedMemory | None = None
-        if self._rendezvous:
-            names = {rank: place.rendezvous for rank, place in peers.items()}
-            with self._rendezvous:
-                shared = self._rendezvous.connect(self.rank, names, job=0, token=token, timeout_s=_MEET_S)
-            if shared.ranks != names.keys():
-                raise TransportError(f"rank {self.rank} shares memory only with ranks {sorted(shared.ranks)}")
-        options = TransportOptions(payload_bytes=self.plan.payload_bytes)
-        for memory, sock in self._sockets.items():
-            addresses = {rank: place.addresses[memory] for rank, place in peers.items()}
-            rings = shared if memory else None
-            endpoint = Endpoint(self.rank, sock, addresses, token=token, options=options, shared=rings)
-            self._endpoints[memory] = endpoint
-            endpoint.greet()
-        for contender in self.plan.contenders:
-            if contender.bound is not None:
-                self._reducers[contender.name] = DirectAllReduce(
-                    RankContext(
-                        self._endpoints[contender.memory].connection,
-                        range(self.plan.ranks),
-                        ReduceOptions(LossBound(contender.bound), deferral_bound=contender.deferral),
-                    )
-                )
-
-    def prepare(self, contender: AllReduceContender) -> None:
-        """Write this rank's input: the common numbers times its number from 1."""
-        np.multiply(self._input, np.float32(self.rank + 1), out=self._values)
-        if contender.bound is not None:
-            # What an earlier run lost would be added to this one's input: reset, so that sums stay known.
-            self._reducers[contender.name].context.residual.reset()
-
-    def run(self, contender: AllReduceContender) -> RunCost:
-        """Do the all-reduce and return what it took."""
-        before = resource.getrusage(resource.RUSAGE_SELF)
-        seconds = self._run(contender)
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        return RunCost(seconds, after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime)
-
-    def _run(self, contender: AllReduceContender) -> float:
-        ends = bucket_bounds(self.plan.values, contender.buckets)
-        layers = [segments(self.plan.values, start, stop) for start, stop in ends]
-        began_s = time.perf_counter()
-        if contender.control is not None:
-            group = self._gloo[contender.control]
-            works = [group.allreduce([self._tensor[start:stop]], dist.AllreduceOptions()) for start, stop in ends]
-            for work in works:
-                work.wait()
-            return time.perf_counter() - began_s
-        reducer = self._reducers[contender.name]
-        self._step += 1
-        reducer.begin_step(self._step)
-        running = []
-        for sequence, (start, stop) in enumerate(ends):
-            bucket = Bucket(self._values[start:stop], ValueType.FLOAT32, layers[sequence])
-            running.append(reducer.start(self._step, sequence, bucket))
-        for future in running:
-            future.result(_RUN_DEADLINE_S)
-        return time.perf_counter() - began_s
-
-    def outcome(self, contender: AllReduceContender) -> RankOutcome:
-        """Compare the result with the exact one, once the peers have confirmed this rank's, so that it is counted."""
-        ranks = self.plan.ranks
-        for endpoint in self._endpoints.values():
-            if not endpoint.flush(_RUN_DEADLINE_S):
-                raise DeadlineError(
-                    f"rank {self.rank}: {contender.name}: a result unconfirmed for {_RUN_DEADLINE_S:.0f} s"
-                )
-        exact = np.float32(ranks * (ranks + 1) / 2 / (1 if contender.bound is None else ranks))
-        inexact = int(np.count_nonzero(self._values != self._input * exact))
-        reducer = self._reducers.get(contender.name)
-        ledger = reducer.context.ledger.summary() if reducer else {}
-        counts = {name: ledger.get(name, 0) for name in ("sent", "delivered", "lost", "retransmitted", "deferred")}
-        return RankOutcome(inexact, zlib.crc32(self._values.view(np.uint8).data), counts)
-
-    def close(self) -> None:
-        """Leave the other ranks."""
-        for endpoint in self._endpoints.values():
-            endpoint.close()
-
-    def _group(self, control: str, host: str) -> Any:
-        gloo: Any = dist.ProcessGroupGloo  # its types leave out most of what it has
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=_RUN_DEADLINE_S)
-        store = PrefixStore(control, FileStore(self.plan.store, self.plan.ranks))
-        return gloo(store, self.rank, self.plan.ranks, options)
-
-
-def whole_numbers(count: int, seed: int = 1) -> NDArray[np.float32]:
-    """Return ``count`` whole numbers, normally distributed within each layer, float32."""
-    numbers = np.random.default_rng(seed).standard_normal(count, np.float32)
-    bounds = layer_bounds(count)
-    for (start, stop), scale in zip(bounds, np.geomspace(_SPREAD / 100, _SPREAD, len(bounds)), strict=True):
-        numbers[start:stop] *= np.float32(scale)
-    np.rint(numbers, out=numbers)
-    return np.clip(numbers, -LARGEST_VALUE, LARGEST_VALUE, out=numbers)
-
-
-def layer_bounds(values: int) -> list[tuple[int, int]]:
-    """Return where the layers begin and end: all of one size, the last with what is left over.
-
-    Raises
-    ------
-    ValueError
-        There are fewer values than layers.
-    """
-    size = values // _LAYERS
-    if not size:
-        raise ValueError(f"{values} values cannot be divided into {_LAYERS} layers")
-    return [(i * size, (i + 1) * size if i < _LAYERS - 1 else values) for i in range(_LAYERS)]
-
-
-def bucket_bounds(values: int, buckets: int) -> list[tuple[int, int]]:
-    """Return where the buckets begin and end: each has as many layers, so ``buckets`` has to divide their number."""
-    layers = layer_bounds(values)
-    each = _LAYERS // buckets
-    return [(layers[i * each][0], layers[(i + 1) * each - 1][1]) for i in range(buckets)]
-
-
-def segments(values: int, start: int, stop: int) -> list[Segment]:
-    """Return the layers of the bucket from ``start`` to ``stop`` in a buffer of ``values``, in places of the bucket."""
-    return [
-        Segment(Layer(f"layer{number}.weight", round(number * 255 / (_LAYERS - 1))), first - start, last - start)
-        for number, (first, last) in enumerate(layer_bounds(values))
-        if start <= first and last <= stop
-    ]
-
-
-_VALUE_BYTES: Final = 4
-
-
-class WrongResultError(RuntimeError):
-    """An all-reduce came to a result that it should not have; the message says which and by how much."""
-
-
-@dataclass(slots=True)
-class AllReduceTimes:
-    """The times of all contenders, in ms, and what DLCP's packets came to over all runs.
-
-    ``costs`` are those of each rank, run by run, warm-ups included. ``inexact`` are values that differed from the exact
-    average, on any rank, by contender; ``path_loss`` is the share of packets that the path lost on purpose.
-    """
-
-    contenders: Sequence[AllReduceContender]
-    path: str
-    samples: Samples = field(default_factory=dict)
-    costs: dict[str, list[list[RunCost]]] = field(default_factory=dict)
-    inexact: dict[str, int] = field(default_factory=dict)
-    ledgers: dict[str, dict[str, int]] = field(default_factory=dict)
-    path_loss: float = 0.0
-
-    def results(self, name: str, controls: Sequence[str] | None = None) -> list[BenchResult]:
-        """Return ``name`` and ``name.buckets``, which are as DLCP is by default there, against the best of Gloo.
-
-        That is through memory where ranks share some; then ``name.sockets``, ``name.sockets.reliable`` and
-        ``name.sockets.buckets`` are as between hosts. Elsewhere there is ``name.reliable`` beside. Only Gloo over the
-        given congestion controls counts.
-        """
-        ours_by_name, through_sockets = {}, name
-        if MEMORY in self.samples:
-            ours_by_name = {name: MEMORY, f"{name}.buckets": MEMORY_DIVIDED}
-            through_sockets = f"{name}.sockets"
-        ours_by_name |= {
-            through_sockets: LOSSY,
-            f"{through_sockets}.reliable": LOSSLESS,
-            f"{through_sockets}.buckets": DIVIDED,
-        }
-        peers = [c.name for c in self.contenders if c.control and (controls is None or c.control in controls)]
-        return [
-            against_best(result_name, "ms", self.samples, ours, peers, self._details(ours))
-            for result_name, ours in ours_by_name.items()
-            if ours in self.samples
-        ]
-
-    def _details(self, contender: str) -> dict[str, Any]:
-        return {
-            "path": self.path,
-            "ours": contender,
-            "through": "memory" if contender in (MEMORY, MEMORY_DIVIDED) else "sockets",
-            "path_loss": significant(self.path_loss),
-            "packets": self.ledgers[contender],
-            "gradients_changed": self.inexact[contender],
-        }
 
 
 def measure(
-    path: BenchPath,
-    *,
-    values: int,
-    ways: Sequence[AllReduceContender] | None = None,
-    mtu_bytes: int = 1500,
-    rounds: int = 9,
-    warm_up: int = 2,
-    seed: int = 1,
-    progress: Callable[[str], None] | None = None,
-    beside: Mapping[str, Callable[[], float]] | None = None,
-    budget_s: float | None = None,
-    all_stay: bool = False,
-) -> AllReduceTimes:
-    """Time every contender in turns over a path.
+    series: AllReduceSeries, options: Options, report: Callable[[BenchResult], None] = lambda _: None
+) -> list[BenchResult]:
+    """Measure as the rank that ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` say.
 
     Parameters
     ----------
-    path
-        Joins as many ranks as take part.
-    values
-        How many float32 values are averaged.
-    ways
-        What is compared; by default everything, see :func:`dlcp.bench.allreduce.contenders`.
-    mtu_bytes
-        DLCP's packets are as large as fits it.
-    rounds, warm_up, seed, progress, budget_s
-        See :func:`dlcp.bench.results.interleave`. With a budget, settings of Gloo that are far behind leave, unless
-        ``all_stay``.
-    beside
-        What else takes part in the turns, by name; its samples are what it returns.
+    options
+        DLCP's. Its ``deadline_s`` is also how long the framework's collectives may take.
+    report
+        Called with the result of each size, on every rank.
+
+    Returns
+    -------
+    ``allreduce.nN.BYTES``: ms of DLCP beside those of the framework, with bandwidths in the details.
 
     Raises
     ------
-    WrongResultError
-        A result was not what it has to be.
-    RankError
-        A rank failed.
+    BenchError
+        There is no other rank, one of them failed, or a result was wrong; the message says at what size.
     """
-    count = len(path.namespaces)
-    memory = len(set(path.namespaces)) == 1 and shared_memory.supported()
-    with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder:
-        plan = AllReducePlan(
-            count,
-            values,
-            payload_for_mtu(mtu_bytes),
-            {control: [path.tcp_address(rank, control) for rank in range(count)] for control in path.controls},
-            [path.address(rank) for rank in range(count)],
-            str(File(folder) / "store"),
-            tuple(contenders(path.controls, memory=memory) if ways is None else ways),
+    rank = _JobRank(series, options)
+    try:
+        results = []
+        for size in series.sizes:
+            results.append(rank.measure(size))
+            report(results[-1])
+    except BenchError as error:
+        rank.close(str(error))
+        raise
+    rank.close(None)
+    dist.destroy_process_group()
+    return results
+
+
+class _JobRank:
+    """A rank of the job: its buffer, DLCP's state, and the framework's process groups."""
+
+    def __init__(self, series: AllReduceSeries, options: Options) -> None:
+        torch.set_num_threads(1)
+        self.number, self.ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        if self.ranks < 2:
+            raise BenchError("a job of one rank has nothing to exchange; start two ranks or more")
+        self._series, self._options = series, options
+        self._draw = random.Random(series.seed)
+        self._doing = "the start"
+        self._state = State(options.with_(fallback=False))  # it would show the framework's figures as DLCP's
+        try:
+            self._join()
+        except (RuntimeError, ValueError, OSError) as error:
+            raise self._failure(error) from error
+
+    def _join(self) -> None:
+        series, limit = self._series, timedelta(seconds=self._options.deadline_s)
+        self._device = torch.device("cpu")
+        self.framework = "gloo"
+        if series.device == "cuda":
+            if not torch.cuda.is_available():
+                raise BenchError(f"rank {self.number} has no CUDA device; leave --device out")
+            local = int(os.environ.get("LOCAL_RANK", "0"))
+            self._device, self.framework = torch.device("cuda", local % torch.cuda.device_count()), "nccl"
+            torch.cuda.set_device(self._device)
+        dist.init_process_group("gloo" if self.framework == "gloo" else "cpu:gloo,cuda:nccl", timeout=limit)
+        self._control = dist.new_group(backend="gloo", timeout=limit)
+        draw = torch.Generator().manual_seed(series.seed)
+        largest = max(series.sizes) // _VALUE_BYTES
+        pattern = torch.randn(min(_PATTERN_VALUES, largest), generator=draw).mul_(_LARGEST_VALUE / 4).round_()
+        self._pattern = pattern.clamp_(-_LARGEST_VALUE, _LARGEST_VALUE).to(self._device)
+        values = torch.empty(largest, device=self._device)
+        self._tensors = {size: values[: size // _VALUE_BYTES] for size in series.sizes}
+        self._state.attach_tensors({f"{size} bytes": tensor for size, tensor in self._tensors.items()}, None)
+
+    def close(self, reason: str | None) -> None:
+        """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
+        self._state.close(reason)
+
+    def measure(self, size: int) -> BenchResult:
+        """Measure a size on all ranks, and check what came out."""
+        try:
+            mine = self._outcome(size)
+            self._doing = f"{size_words(size)}: collecting the times"
+            outcomes: list[Any] = [None] * self.ranks
+            dist.all_gather_object(outcomes, mine, group=self._control)
+        except (RuntimeError, OSError) as error:
+            raise self._failure(error) from error
+        return self._result(size, outcomes)
+
+    def _outcome(self, size: int) -> _Outcome:
+        seconds: dict[str, list[float]] = {_DLCP: [], self.framework: []}
+        before = self._packets()
+        inexact = checksum = 0
+        for number in range(-self._series.warm_up, self._series.iterations):
+            for side in self._draw.sample(sorted(seconds), len(seconds)):
+                self._doing = f"{size_words(size)} by {side}"
+                took_s = self._time(side, size)
+                if number >= 0:
+                    seconds[side].append(took_s)
+                if side == _DLCP and number + 1 == self._series.iterations:
+                    inexact, checksum = self._check(size)
+        packets = {name: count - before[name] for name, count in self._packets().items()}
+        return _Outcome(seconds, packets, inexact, checksum)
+
+    def _time(self, side: str, size: int) -> float:
+        """Return how many seconds one all-reduce takes on this rank, in a batch that all ranks begin together."""
+        tensor, count = self._tensors[size], operations(size)
+        bucket: Any = WholeBucket(tensor)  # State.average asks for one of PyTorch's, which only DDP makes
+        for part in self._parts(tensor):
+            torch.mul(self._pattern[: len(part)], self.number + 1, out=part)
+        # What an earlier batch lost would be added to this one's input.
+        self._state.feedback.reset()
+        self._synchronize()
+        dist.barrier(group=self._control)
+        began_s = time.perf_counter()
+        for _ in range(count):
+            if side == _DLCP:
+                self._state.average(bucket).wait()
+            else:
+                dist.all_reduce(tensor)
+        self._synchronize()
+        return (time.perf_counter() - began_s) / count
+
+    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return a tensor in parts no longer than the pattern, which repeats in each."""
+        return [tensor[start : start + len(self._pattern)] for start in range(0, len(tensor), len(self._pattern))]
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _check(self, size: int) -> tuple[int, int]:
+        """Return how many values are not the exact average, and a checksum of all of them."""
+        exact, inexact, checksum = (self.ranks + 1) / 2, 0, 0
+        for part in self._parts(self._tensors[size]):
+            inexact += int(torch.count_nonzero(part != self._pattern[: len(part)] * exact))
+            checksum = zlib.crc32(part.cpu().numpy().data.cast("B"), checksum)
+        return inexact, checksum
+
+    def _packets(self) -> dict[str, int]:
+        """Return what has become of this rank's packets, once the other ranks have confirmed them."""
+        endpoint = self._state.endpoint
+        if endpoint and not endpoint.flush(self._options.deadline_s):
+            raise RuntimeError(f"packets are unconfirmed after {self._options.deadline_s:g} s")
+        summary = self._state.ledger.summary()
+        return {name: summary.get(name, 0) for name in _COUNTED}
+
+    def _result(self, size: int, outcomes: Sequence[_Outcome]) -> BenchResult:
+        packets = {name: sum(each.packets[name] for each in outcomes) for name in _COUNTED}
+        inexact = max(each.inexact for each in outcomes)
+        if len({each.checksum for each in outcomes}) > 1:
+            raise BenchError(f"{size_words(size)} by DLCP: the ranks have different results")
+        rounds = bool(self._options.whole_step_options())  # compression, or a sum that is no plain average
+        if inexact and not rounds and not packets["lost"] + packets["deferred"]:
+            raise BenchError(f"{size_words(size)} by DLCP: {inexact} values are wrong, and no packet was lost")
+        ours, theirs = (
+            [1e3 * max(times) for times in zip(*(each.seconds[side] for each in outcomes), strict=True)]
+            for side in (_DLCP, self.framework)
         )
-        found = AllReduceTimes(plan.contenders, path.words)
-        with Ranks(AllReduceRank, [plan], path.namespaces) as ranks:
-            ranks.call("join", ranks.call("where"), secrets.randbits(63) | 1)
-            runs: dict[str, Callable[[], float]] = {
-                contender.name: partial(_run_once, ranks, plan, contender, found) for contender in plan.contenders
-            }
-            runs |= beside or {}
-            before = path.dropped()
-            found.samples = interleave(
-                runs,
-                rounds=rounds,
-                warm_up=warm_up,
-                seed=seed,
-                progress=progress,
-                budget_s=budget_s,
-                may_leave=() if all_stay else [way.name for way in plan.contenders if way.control],
-            )
-            passed, lost = (now - then for now, then in zip(path.dropped(), before, strict=True))
-            found.path_loss = lost / passed if passed else 0.0
-    return found
+        local = self._state.local_peers
+        details = {
+            "peer": self.framework,
+            "bytes": size,
+            "ranks": self.ranks,
+            "hosts": self._state.hosts,
+            "device": self._device.type,
+            "through": "memory" if local == self.ranks - 1 else "memory and sockets" if local else "sockets",
+            "operations_timed_together": operations(size),
+            **self._bandwidths("", size, ours),
+            **self._bandwidths("peer_", size, theirs),
+            "peer_spread": significant(spread(theirs)),
+            "packets": packets,
+            "gradients_changed": inexact,
+        }
+        return result(f"allreduce.n{self.ranks}.{size}B", "ms", ours, theirs, details=details)
+
+    def _bandwidths(self, prefix: str, size: int, times_ms: Sequence[float]) -> dict[str, float]:
+        algorithm = size / (1e6 * median(times_ms))
+        bus = algorithm * 2 * (self.ranks - 1) / self.ranks
+        return {f"{prefix}algbw_gb_per_s": significant(algorithm), f"{prefix}busbw_gb_per_s": significant(bus)}
+
+    def _failure(self, error: BaseException) -> BenchError:
+        if isinstance(error, BenchError):
+            return error
+        first = str(error).strip().partition("\n")[0]
+        return BenchError(f"rank {self.number}: {self._doing} failed: {first}; check that every rank still runs")
 
 
-def _run_once(ranks: Ranks, plan: AllReducePlan, contender: AllReduceContender, found: AllReduceTimes) -> float:
-    """Return the time of the slowest rank in ms, once the result has been checked."""
-    ranks.call("prepare", contender)
-    costs: list[RunCost] = ranks.call("run", contender)
-    found.costs.setdefault(contender.name, []).append(costs)
-    outcomes: list[RankOutcome] = ranks.call("outcome", contender)
-    total = {name: sum(outcome.ledger[name] for outcome in outcomes) for name in outcomes[0].ledger}
-    before = found.ledgers.get(contender.name, dict.fromkeys(total, 0))
-    missing = sum(total[name] - before[name] for name in ("lost", "deferred"))
-    found.ledgers[contender.name] = total
-    inexact = check(contender.name, outcomes, missing * plan.payload_bytes // _VALUE_BYTES)
-    found.inexact[contender.name] = found.inexact.get(contender.name, 0) + inexact
-    return 1e3 * max(cost.seconds for cost in costs)
+def operations(size: int) -> int:
+    """Return how many all-reduces of a size are timed together."""
+    return max(1, min(_BATCH_MAX, _BATCH_BYTES // size))
 
 
-def check(name: str, outcomes: Sequence[RankOutcome], excused: int) -> int:
-    """Return how many values are not the exact result, on the rank that has most of them.
+# In words -------------------------------------------------------------------------------------------------------------
 
-    Parameters
-    ----------
-    name
-        Of the contender, for messages.
-    outcomes
-        What the ranks found.
-    excused
-        How many values may differ: those in packets that the ledger counts as lost or deferred.
 
-    Raises
-    ------
-    WrongResultError
-        More differ, or the ranks have not got the same.
-    """
-    inexact = max(outcome.inexact for outcome in outcomes)
-    checksums = [outcome.checksum for outcome in outcomes]
-    if inexact > excused:
-        raise WrongResultError(f"{name}: {inexact} values are inexact, and missing packets excuse {excused}")
-    if len(set(checksums)) > 1:
-        raise WrongResultError(f"{name}: the ranks have different results, their checksums are {checksums}")
-    return inexact
+def size_words(size: int) -> str:
+    """Return a size as ``8 B``, ``60 kB`` or ``1.07 GB``."""
+    for unit, words in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {words}"
+    return f"{size} B"
+
+
+def table_head(peer: str) -> str:
+    """Return the two lines above the rows of :func:`table_row`."""
+    side = f"{'time':>10} {'spread':>6} {'algbw':>6} {'busbw':>6}"
+    return f"{'':>8}  {'DLCP':>10} {'GB/s':>20}  {peer.upper():>10} {'GB/s':>20}\n{'size':>8}  {side}  {side} speed-up"
+
+
+def table_row(found: BenchResult) -> str:
+    """Return a result as a line: size, then time, spread and bandwidths (GB/s) of both sides, and the speed-up."""
+    details = found.details
+    assert found.peer is not None
+    sides = [
+        f"{_time_words(value):>10} {width:>6.0%} {details[f'{prefix}algbw_gb_per_s']:>6.2f} "
+        f"{details[f'{prefix}busbw_gb_per_s']:>6.2f}"
+        for prefix, value, width in (("", found.value, found.spread), ("peer_", found.peer, details["peer_spread"]))
+    ]
+    return f"{size_words(details['bytes']):>8}  {'  '.join(sides)}  {found.ratio:>6.2f}x"
+
+
+def _time_words(milliseconds: float) -> str:
+    return f"{1e3 * milliseconds:.4g} us" if milliseconds < 1 else f"{milliseconds:.4g} ms"

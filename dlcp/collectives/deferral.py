@@ -10,7 +10,7 @@ the others nothing is deferred. Of scattered buckets (FSDP2) there are contribut
 all ranks' gradients pass one port; there it is deferred where that port is congested.
 
 Error feedback bears it: with half of the packets deferred by value, training reaches the same accuracy, in a tenth to a
-fifth more steps, if the first ones are whole and no packet waits for too long (``dlcp bench convergence``).
+fifth more steps, if the first ones are whole and no packet waits for too long (``python -m tests.bench convergence``).
 """
 
 import math

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dlcp import namespace
+from dlcp import netlab
 from dlcp.commands.common import DURATIONS, add_link, add_training, check_folder, real, refuse
 from dlcp.demo.background import BURST_S
 from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 def try_namespaces() -> tuple[bool, str]:
     """Return whether network namespaces work, and why not. May restart this program as root of a user namespace."""
     try:
-        namespace.become_root()
-    except namespace.NamespaceError as error:
+        netlab.become_root()
+    except netlab.NamespaceError as error:
         return False, str(error)
-    return namespace.available()
+    return netlab.available()

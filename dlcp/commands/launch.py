@@ -4,14 +4,10 @@
 import argparse
 import os
 import shutil
-import socket
-from typing import Final
 
 from dlcp.commands.common import refuse, whole
 from dlcp.configuration import short
 from dlcp.processes import JobLayout, Processes
-
-_LOCALHOST: Final = "127.0.0.1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +45,7 @@ def _layout(arguments: argparse.Namespace) -> JobLayout:
     if arguments.master is None:
         if arguments.nodes > 1:
             raise ValueError("several machines need --master HOST:PORT, an address of machine 0 and a free port there")
-        return JobLayout(arguments.processes, 1, 0, _LOCALHOST, _free_port())
+        return JobLayout.local(arguments.processes)
     host, _, port = arguments.master.rpartition(":")
     if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 1 << 16:
         raise ValueError(f"--master takes HOST:PORT, got {short(arguments.master)}")
@@ -65,9 +61,3 @@ def _command(arguments: argparse.Namespace) -> list[str]:
     if shutil.which(command[0]) is None:
         raise ValueError(f"there is no program {command[0]}")
     return command
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_LOCALHOST, 0))
-        return int(probe.getsockname()[1])

@@ -22,6 +22,7 @@ from dlcp.demo.run import DemoError, Progress
 from dlcp.demo.series import report, run_series, select
 from dlcp.demo.setup import Variant, variants
 from dlcp.demo.testbed import TestbedSetup, check, disagreements, train
+from dlcp.netlab import NamespaceError
 from dlcp.switch import PortQueueing
 
 _NAME: Final = "dlcp"
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     actions = {"up": _up, "run": _run, "status": _status, "down": _down}
     try:
         return actions[arguments.action](arguments)
-    except (TestbedError, OSError, ValueError) as error:
+    except (TestbedError, NamespaceError, OSError, ValueError) as error:
         return refuse("testbed", error)
 
 

@@ -2,9 +2,9 @@
 """Steps to accuracy as a function of what is lost or deferred, from the data beside this module.
 
 ``published.json`` has what papers say of loss: bounds, of which curves were made; each names the sentence it comes
-from. ``measured.json`` has what `dlcp.sim.convergence` found, and ``shortfall.json`` what ``dlcp bench convergence
---curves`` did. The simulator turns loss and deferral into additional steps by them; the rules of ``adapt`` and ``dlcp
-advise`` (:mod:`dlcp.tuning.rules`) charge with these steps whatever makes a step shorter.
+from. ``measured.json`` has what `dlcp.sim.convergence` found, and ``shortfall.json`` what ``python -m tests.bench
+convergence --curves`` did. The simulator turns loss and deferral into additional steps by them; the rules of ``adapt``
+and ``dlcp advise`` (:mod:`dlcp.tuning.rules`) charge with these steps whatever makes a step shorter.
 """
 
 import json

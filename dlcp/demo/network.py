@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network of a run: hosts around a switch, in network namespaces or, without privileges, on loopback addresses."""
 
-import json
-import tempfile
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from dlcp.closing import Closing
 from dlcp.controller.fabric import Host, Job, star
 from dlcp.demo.background import SINK_PORT, BackgroundEnd
 from dlcp.demo.setup import DemoSetup
-from dlcp.namespace import HOST_INTERFACE, StarNetwork
+from dlcp.netlab import HOST_INTERFACE, Namespace, StarNetwork
 from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess
 from dlcp.transport import parse_address
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
@@ -108,12 +105,10 @@ class SwitchNetwork(DemoNetwork):
         )
         self._fabric = asdict(fabric)
 
-    def _start_switch(self, **options: Any) -> None:
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-fabric-")))
-        description = folder / "fabric.json"
-        description.write_text(json.dumps(self._fabric))
+    def _start_switch(self, namespace: Namespace | None = None) -> None:
+        documents = {"--fabric": self._fabric}
         self._switch = self._stack.enter_context(
-            SwitchProcess(["--fabric", str(description)], counters_every_s=5.0, **options)
+            SwitchProcess(namespace=namespace, documents=documents, counters_every_s=5.0)
         )
 
     def counters(self) -> dict[str, Any]:
@@ -131,7 +126,7 @@ class NamespaceNetwork(SwitchNetwork):
     def __init__(self, setup: DemoSetup, shares: Shares | None, job: int) -> None:
         super().__init__(setup, shares, job)
         self._network = self._stack.enter_context(StarNetwork(setup.hosts))
-        self._start_switch(namespace=self._network.switch)
+        self._start_switch(self._network.switch)
 
     def namespace(self, host: int) -> str | None:
         """Return the path of the host's namespace."""

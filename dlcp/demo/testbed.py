@@ -24,13 +24,12 @@ from dlcp.controller.testbed.accounts import (
 )
 from dlcp.controller.testbed.agreement import compare, uncounted_tails
 from dlcp.controller.testbed.layout import StateFile, TestbedState
-from dlcp.controller.testbed.namespaces import NamedNamespace
 from dlcp.controller.testbed.programming import Controller, with_addresses
 from dlcp.demo.background import BackgroundBurst
 from dlcp.demo.network import DemoNetwork, Shares
 from dlcp.demo.run import Progress, execute
 from dlcp.demo.setup import DemoSetup, Variant
-from dlcp.namespace import HOST_INTERFACE
+from dlcp.netlab import HOST_INTERFACE, NamedNamespace
 from dlcp.report.runs import Run
 from dlcp.switch import PROGRAM_PATH
 from dlcp.wire import Queue

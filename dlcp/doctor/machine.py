@@ -124,9 +124,9 @@ def _two_meet() -> bool:
 
 def examine_namespaces() -> Diagnosis:
     """Examine whether ``dlcp demo`` can give each worker a network namespace; training needs none."""
-    from dlcp import namespace
+    from dlcp import netlab
 
-    works, reason = namespace.available()
+    works, reason = netlab.available()
     root = os.geteuid() == 0
     data = {"root": root, "namespaces": works}
     who = "root" if root else "not root"

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 
 from dlcp import children
 from dlcp.closing import Closing, end
-from dlcp.namespace import Namespace
+from dlcp.netlab import NetworkNamespace
 from dlcp.switch.executor.program import DROP_PORT, CompiledMachine, Program
 from dlcp.switch.forwarding import BatchForwarding, Forwarding, PacketProgram, PlainForwarding
 from dlcp.switch.ports import PortGroup
@@ -297,6 +297,8 @@ class SwitchProcess(Closing):
         Command-line arguments of ``dlcp switch``.
     namespace
         Network namespace to run in, for packet ports; this process's own by default.
+    documents
+        What the files of further options hold, by option, such as ``{"--entries": {...}}``; JSON-serializable.
     counters_every_s
         Maximum age of a :meth:`snapshot`, in seconds.
 
@@ -307,12 +309,21 @@ class SwitchProcess(Closing):
     """
 
     def __init__(
-        self, arguments: Sequence[str], *, namespace: Namespace | None = None, counters_every_s: float = 0.2
+        self,
+        arguments: Sequence[str] = (),
+        *,
+        namespace: NetworkNamespace | None = None,
+        documents: Mapping[str, Any] | None = None,
+        counters_every_s: float = 0.2,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="dlcp-switch-")
         self._counters = Path(self._folder.name) / "counters.json"
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         argv = ["switch", *arguments]
+        for option, document in (documents or {}).items():
+            path = Path(self._folder.name, option.lstrip("-")).with_suffix(".json")
+            path.write_text(json.dumps(document), encoding="utf-8")
+            argv += [option, str(path)]
         argv += ["--counters", str(self._counters), "--counters-every", str(counters_every_s)]
         popen = subprocess.Popen if namespace is None else namespace.popen
         self._process: subprocess.Popen[bytes]

@@ -4,7 +4,7 @@
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -145,22 +145,31 @@ class State:
         fsdp.attach(self, model)
 
     def _attach_replicated(self, model: DistributedDataParallel) -> None:
-        named = list(model.module.named_parameters())
-        shapes = {name: tuple(parameter.shape) for name, parameter in named}
+        self.attach_tensors(dict(model.module.named_parameters()), model.process_group)
+
+    def attach_tensors(self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        """Join the other ranks of a group to average buckets of the gradients of these tensors; all ranks must call it.
+
+        Parameters
+        ----------
+        tensors
+            By name, those of the first layers first; all on one device.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         layers = layers_in_order(list(shapes), shapes)
-        self._layers = {id(parameter): layers[name] for name, parameter in named}
-        group, device = model.process_group, named[0][1].device
+        self._layers = {id(tensor): layers[name] for name, tensor in tensors.items()}
+        device = next(iter(tensors.values())).device
 
         def fallback(agreement: Agreement) -> Fallback:
             self._stager = stager_for(device)
             self._fallback = FrameworkFallback(group, agreement, self.feedback, device, self.options.deadline_s)
             return self._fallback
 
-        self.join(group, [parameter for _, parameter in named if parameter.requires_grad], fallback, self.options)
+        self.join(group, [tensor for tensor in tensors.values() if tensor.requires_grad], fallback, self.options)
 
     def join(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         parameters: Sequence[torch.Tensor],
         fallback: Callable[[Agreement], Fallback],
         options: Options,

@@ -147,7 +147,7 @@ def launch(
     target = target_of(torchrun, script)
     if importlib.util.find_spec("torch") is None:
         raise UsageError("PyTorch is not installed: pip install 'dlcp[torch]'")
-    _set_options(options)
+    set_options(options)
     passed = [word for word in torchrun if word not in _MODULE]
     passed = [*(_by_route(passed) if has_rendezvous(passed) else _ONE_MACHINE), *passed]
     for name, value in _FRESH_STORE.items():
@@ -235,7 +235,7 @@ def _by_route(torchrun: Sequence[str]) -> list[str]:
     return [] if given.local_addr else ["--local-addr", interface.address]
 
 
-def _set_options(words: Sequence[str]) -> None:
+def set_options(words: Sequence[str]) -> None:
     """Pass ``NAME=VALUE`` options to the ranks through the environment; check them as the ranks do."""
     from dlcp.session.options import Options
 

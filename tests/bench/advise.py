@@ -5,39 +5,31 @@ Clean: hosts with network namespaces around a router that is as fast as the mach
 loss and links of 100 Mbit/s. Congested: hosts around the built-in switch with ports of 32 Mbit/s, into which two flows
 of background TCP burst, as in ``dlcp demo``. On each, ranks train with the defaults, tell what they have seen, get
 their advice, and train on in blocks with the defaults and as advised, in turn.
-
-Run ``python tests/bench/advise.py`` as root; it prints one JSON document.
 """
 
 import argparse
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.bench.path import RoutedPath
-from dlcp.bench.ranks import Ranks
-from dlcp.bench.results import BenchResult, interleave, result, say, show
+from dlcp.bench.results import BenchResult, result, say
 from dlcp.demo.background import schedule, sink, source
 from dlcp.demo.network import NamespaceNetwork
 from dlcp.demo.processes import DemoProcess
 from dlcp.demo.setup import DemoSetup
-from dlcp.namespace import NamespaceError, become_root
 from dlcp.train.measurement import with_settings
 from dlcp.tuning.rules import Advice, Settings, Survey, decide, figures_of_surveys
+from tests.bench.harness import Benchmark, Turns, int_option, scratch
+from tests.bench.paths import RoutedPath
+from tests.bench.ranks import Ranks, join_gloo
 
 NOTHING, DEFAULT, ADVISED = "no communication", "default", "advised"
 WIDTH, BATCH = 256, 64
@@ -46,7 +38,7 @@ READY_S = 60.0
 
 
 class Advisee:
-    """A rank that trains the same model in several ways; see :class:`dlcp.bench.ranks.Ranks`.
+    """A rank that trains the same model in several ways; see :class:`tests.bench.ranks.Ranks`.
 
     Parameters
     ----------
@@ -59,10 +51,7 @@ class Advisee:
     """
 
     def __init__(self, rank: int, hosts: Sequence[str], interface: str, store: str) -> None:
-        torch.set_num_threads(1)
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-        file = dist.FileStore(store, len(hosts))
-        dist.init_process_group("gloo", store=file, rank=rank, world_size=len(hosts), timeout=timedelta(seconds=120))
+        join_gloo(rank, len(hosts), store, interface)
         self.rank, self.ranks = rank, len(hosts)
         self.models = {NOTHING: self._model()}
         self.models[NOTHING].register_comm_hook(None, dlcp.torch.noop_hook)
@@ -164,11 +153,11 @@ def _await(processes: Sequence[DemoProcess]) -> None:
             raise RuntimeError(f"{process.name} is not ready: {process.errors()}")
 
 
-def measure(name: str, where: Where, *, steps: int, rounds: int, warm_up: int) -> BenchResult:
+def measure(name: str, where: Where, steps: int, turns: Turns) -> BenchResult:
     """Let ranks train with the defaults, be advised, and train both ways in turn."""
     say(f"{name}: {where.words}")
-    with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder:
-        arguments = [where.hosts, where.interface, str(Path(folder) / "store")]
+    with scratch() as folder:
+        arguments = [where.hosts, where.interface, str(folder / "store")]
         with Ranks(Advisee, arguments, where.namespaces) as ranks:
             ranks.call("block", DEFAULT, steps)  # rate control finds its rate
             before = {way: [max(ranks.call("block", way, steps)) for _ in range(2)] for way in (NOTHING, DEFAULT)}
@@ -186,7 +175,7 @@ def measure(name: str, where: Where, *, steps: int, rounds: int, warm_up: int) -
             say(f"  {advice.changes}")
             ranks.call("follow", advice.settings)
             blocks = {way: partial(_block_ms, ranks, way, steps) for way in (DEFAULT, ADVISED)}
-            samples = interleave(blocks, rounds=rounds, warm_up=warm_up, progress=say)
+            samples = turns.take(blocks)
             for way in (DEFAULT, ADVISED):
                 if len(set(ranks.call("digest", way))) > 1:
                     raise RuntimeError(f"{way}: ranks have different parameters")
@@ -211,34 +200,26 @@ def _details(where: Where, advice: Advice, violations: int) -> dict[str, object]
     }
 
 
-def main() -> int:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3, help="of a block")
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--warm-up", type=int, default=1)
-    parser.add_argument("--networks", nargs="+", choices=("clean", "lossy", "congested"))
-    arguments = parser.parse_args()
-    try:
-        become_root()
-    except NamespaceError as error:
-        say(f"advise: {error}")
-        show([])
-        return 1
+def _advise(arguments: argparse.Namespace) -> Iterator[BenchResult]:
     networks = {
         "clean": lambda: routed(arguments.ranks, 0.0, None),
         "lossy": lambda: routed(arguments.ranks, 0.01, 100_000_000),
         "congested": lambda: congested(arguments.ranks),
     }
-    results = []
-    for name in arguments.networks or networks:
+    for name in arguments.networks:
         with networks[name]() as where:
-            found = measure(name, where, steps=arguments.steps, rounds=arguments.rounds, warm_up=arguments.warm_up)
-            results.append(found)
-    show(results)
-    return 0
+            yield measure(name, where, arguments.steps, arguments.turns)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+_NETWORKS = ("clean", "lossy", "congested")
+BENCHMARK = Benchmark(
+    _advise,
+    {
+        "--ranks": int_option(3, "that train", least=2),
+        "--steps": int_option(3, "of a block"),
+        "--networks": {"nargs": "+", "choices": _NETWORKS, "default": _NETWORKS, "help": "(default: all)"},
+    },
+    rounds=31,
+    warm_up=1,
+    root=True,
+)

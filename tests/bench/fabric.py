@@ -7,7 +7,7 @@ entries are is found out, encoded, compared with what the switch holds, and writ
 of its own with its real packet loop. BMv2 is measured in turns with it, where it is on PATH: the same controller, the
 same entries.
 
-Run ``python tests/bench/fabric.py``; it prints one JSON document. Exit status 1 if a second apply wrote anything.
+The exit status is 1 if a second apply wrote anything.
 """
 
 import argparse
@@ -15,18 +15,18 @@ import asyncio
 import shutil
 import socket
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from dlcp.bench.results import BenchResult, median, say, show, spread
+from dlcp.bench.results import BenchResult, median, say, spread
 from dlcp.controller.fabric import Fabric, FabricSwitch, Job, leaf_spine
 from dlcp.controller.pipeline import CompiledProgram
 from dlcp.controller.reconcile import reconcile, wanted
 from dlcp.controller.session import Session
+from dlcp.controller.testbed.proxy import free_ports
 from dlcp.switch import SwitchProcess
+from tests.bench.harness import Benchmark, FailedError, Turns, scratch
 
 LEAVES, SPINES, HOSTS_PER_LEAF, JOBS = 63, 2, 61, 20
 LIMIT_S = 2.0
@@ -44,7 +44,7 @@ def described() -> Fabric:
 @contextmanager
 def builtin() -> Iterator[FabricSwitch]:
     """Start a built-in switch that waits for a controller."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     with SwitchProcess(["--port", "1=loopback", "--p4runtime", address, "--insecure"], counters_every_s=5.0):
         yield FabricSwitch("leaf1", grpc=address, insecure=True)
 
@@ -52,9 +52,18 @@ def builtin() -> Iterator[FabricSwitch]:
 @contextmanager
 def bmv2() -> Iterator[FabricSwitch]:
     """Start BMv2 without interfaces."""
-    address = f"127.0.0.1:{free_port()}"
-    with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder:
-        argv = ["simple_switch_grpc", "--no-p4", "--device-id", "1", "-L", "off", "--thrift-port", str(free_port())]
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    with scratch() as folder:
+        argv = [
+            "simple_switch_grpc",
+            "--no-p4",
+            "--device-id",
+            "1",
+            "-L",
+            "off",
+            "--thrift-port",
+            str(free_ports(1)[0]),
+        ]
         argv += ["--notifications-addr", f"ipc://{folder}/notifications.ipc"]
         argv += ["--", "--grpc-server-addr", address, "--priority-queues", "8"]
         process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -108,27 +117,20 @@ class Applying:
         ]
 
 
-async def measure(switches: dict[str, FabricSwitch], rounds: int) -> dict[str, Applying]:
+async def measure(switches: dict[str, FabricSwitch], turns: Turns) -> dict[str, Applying]:
     """Apply to each switch in turns."""
     fabric, pipeline = described(), CompiledProgram()
     applying = {name: Applying(switch, fabric, pipeline) for name, switch in switches.items()}
     for each in applying.values():
         await each.open()
-    for number in range(1 + rounds):
+    for number in range(1 + turns.rounds):
         for each in applying.values():
             await each.round()
         figures = ", ".join(f"{name} {each.first_s[-1]:.2f} s" for name, each in applying.items())
-        say(f"{'warm-up' if not number else f'round {number} of {rounds}'}: {figures}")
+        say(f"{'warm-up' if not number else f'round {number} of {turns.rounds}'}: {figures}")
     for each in applying.values():
         await each.close()
     return applying
-
-
-def free_port() -> int:
-    """Return a TCP port that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def await_listener(address: str) -> None:
@@ -145,24 +147,20 @@ def await_listener(address: str) -> None:
             time.sleep(0.02)
 
 
-def main() -> int:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
+def _fabric(arguments: argparse.Namespace) -> list[BenchResult]:
     with ExitStack() as stack:
         switches = {BUILTIN: stack.enter_context(builtin())}
         if shutil.which("simple_switch_grpc"):
             switches[BMV2] = stack.enter_context(bmv2())
         else:
             say("simple_switch_grpc is not on PATH: BMv2 is left out")
-        applying = asyncio.run(measure(switches, arguments.rounds))
-    found = applying[BUILTIN].results("controller.apply.10k")
-    if BMV2 in applying:
-        found += applying[BMV2].results("controller.apply.10k.bmv2")
-    show(found)
-    return int(any(each.writes_again for each in applying.values()))
+        applying = asyncio.run(measure(switches, arguments.turns))
+    names = {BUILTIN: "controller.apply.10k", BMV2: "controller.apply.10k.bmv2"}
+    found = [entry for switch, each in applying.items() for entry in each.results(names[switch])]
+    again = {f"{names[switch]}.again": "wrote entries" for switch, each in applying.items() if each.writes_again}
+    if again:
+        raise FailedError(found, again)
+    return found
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(_fabric, rounds=7, warm_up=None)

@@ -5,24 +5,18 @@ What is measured is the time until the receiver has all sixteen messages, over t
 frames alone. The port runs at 20 Mbit/s: 1,650 data packets a second of the 25 thousand that the switch carries in
 plain Python, and 0.6 ms a packet, so that its 32 packets (two for each sender) last longer than a host takes to wake
 up. So the figure is the protocol's and not the processor's, if the machine is not overloaded.
-
-Run ``python tests/bench/incast.py``; it prints one JSON document.
 """
 
 import argparse
-import itertools
-import json
 import secrets
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from dlcp.bench.results import BenchResult, result, say, show
+from dlcp.bench.results import BenchResult, result, say
 from dlcp.controller.fabric import star
 from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess
 from dlcp.tags import PacketTags
@@ -37,6 +31,7 @@ from dlcp.transport import (
     bind_socket,
 )
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE
+from tests.bench.harness import Benchmark, Turns, int_option, rate_option
 
 SENDERS = 16
 FRAME_OVERHEAD_BYTES = 14 + 20 + 8 + HEADER_BYTES
@@ -75,10 +70,7 @@ def endpoints(setting: Incast) -> Iterator[list[Endpoint]]:
     hosts = [LoopbackHost.numbered(rank) for rank in range(SENDERS + 1)]
     token = secrets.randbits(63) | 1
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-incast-")))
-        description = folder / "fabric.json"
-        description.write_text(json.dumps(asdict(fabric)))
-        stack.enter_context(SwitchProcess(["--fabric", str(description)], counters_every_s=5.0))
+        stack.enter_context(SwitchProcess(documents={"--fabric": asdict(fabric)}, counters_every_s=5.0))
         ranks = []
         for rank, host in enumerate(hosts):
             peers = {peer: (other.alias, UDP_PORT_BASE) for peer, other in enumerate(hosts) if peer != rank}
@@ -119,16 +111,16 @@ def once(ranks: list[Endpoint], setting: Incast, step: int, payload: memoryview)
     return took_s
 
 
-def measure(name: str, setting: Incast, rounds: int, warm_up: int) -> list[BenchResult]:
+def measure(name: str, setting: Incast, turns: Turns) -> list[BenchResult]:
     """Return the median and the 99th percentile over the rounds."""
     payload_bytes = TransportOptions().payload_bytes
     payload = memoryview(np.random.default_rng(0).bytes(setting.message_packets * payload_bytes))
     bound_s = setting.line_rate_s(payload_bytes)
-    times = []
+    rounds, times = turns.rounds, []
     with endpoints(setting) as ranks:
-        for step in itertools.islice(itertools.count(1), warm_up + rounds):
+        for step in range(1, turns.warm_up + rounds + 1):
             took_s = once(ranks, setting, step, payload)
-            if step > warm_up:
+            if step > turns.warm_up:
                 times.append(took_s / bound_s)
     say(f"{name}: median {np.median(times):.3f}, worst {max(times):.3f} of {rounds}, bound {1e3 * bound_s:.1f} ms")
     details = {**asdict(setting), "bound_ms": 1e3 * bound_s, "first_round": times[0], "worst_round": max(times)}
@@ -140,25 +132,21 @@ def measure(name: str, setting: Incast, rounds: int, warm_up: int) -> list[Bench
     ]
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--rate-mbps", type=float, default=20.0)
-    parser.add_argument("--depth", type=int, default=32, help="packets that each queue of the port holds")
-    parser.add_argument("--packets", type=int, default=50, help="of a message")
-    arguments = parser.parse_args()
-    rate_bps = int(arguments.rate_mbps * 1e6)
-    reliable = Incast(rate_bps, arguments.depth, arguments.packets)
-    bounded = Incast(rate_bps, arguments.depth, arguments.packets, loss_bound=0.02)
-    show(
-        [
-            *measure(f"incast.{SENDERS}", reliable, arguments.rounds, arguments.warm_up),
-            *measure(f"incast.{SENDERS}.bounded", bounded, arguments.rounds, arguments.warm_up),
-        ]
-    )
+def _incast(arguments: argparse.Namespace) -> list[BenchResult]:
+    reliable = Incast(int(arguments.rate_mbps * 1e6), arguments.depth, arguments.packets)
+    return [
+        *measure(f"incast.{SENDERS}", reliable, arguments.turns),
+        *measure(f"incast.{SENDERS}.bounded", replace(reliable, loss_bound=0.02), arguments.turns),
+    ]
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    _incast,
+    {
+        "--rate-mbps": rate_option(20.0),
+        "--depth": int_option(32, "packets that each queue of the port holds"),
+        "--packets": int_option(50, "of a message"),
+    },
+    rounds=50,
+    warm_up=3,
+)

@@ -2,8 +2,6 @@
 """What it costs to be watched: processor time of ranks that leave snapshots, beside those that do not, and of a server.
 
 Two ranks train a small model with DDP over loopback, 200 steps at a time, watched and unwatched in turns.
-
-Run ``python -m tests.bench.live``; it prints one JSON document.
 """
 
 import argparse
@@ -11,7 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from dlcp.bench.results import median, result, show
+from dlcp.bench.results import BenchResult, median, result
+from tests.bench.harness import Benchmark
 from tests.live.snapshots import snapshot, write
 from tests.torch.workers import Worker, launch, values
 
@@ -114,11 +113,8 @@ def served_ms(rounds: int = 40) -> float:
     return 1e3 * spent_s / rounds
 
 
-def main() -> None:
-    """Print the document."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+def _live(arguments: argparse.Namespace) -> list[BenchResult]:
+    rounds = arguments.rounds
     with tempfile.TemporaryDirectory() as folder:
         found = [used for rank in values(launch(2, training, folder, rounds, limit_s=60 * rounds)) for used in rank]
     ratios = [used["watched"] / used["unwatched"] for used in found]
@@ -126,15 +122,12 @@ def main() -> None:
         "step_ms": 1e3 * median([used["step_s"] for used in found]),
         "step_cpu_ms": 1e3 * median([used["unwatched"] for used in found]) / STEPS,
     }
-    show(
-        [
-            result("live.rank", "ratio of processor time", ratios, details=details),
-            result("live.noted", "us", [noted_us() for _ in range(rounds)]),
-            result("live.snapshot", "ms", [snapshot_ms() for _ in range(rounds)]),
-            result("live.served", "ms", [served_ms() for _ in range(rounds)]),
-        ]
-    )
+    return [
+        result("live.rank", "ratio of processor time", ratios, details=details),
+        result("live.noted", "us", [noted_us() for _ in range(rounds)]),
+        result("live.snapshot", "ms", [snapshot_ms() for _ in range(rounds)]),
+        result("live.served", "ms", [served_ms() for _ in range(rounds)]),
+    ]
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(_live, rounds=9, warm_up=None)

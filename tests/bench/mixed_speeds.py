@@ -6,40 +6,28 @@ counts and not how soon a busy machine wakes a process up.
 
 Both ways train the same model on the same global batches over loopback with DLCP, an epoch of one and of the other in
 turn, in the same processes. Speeds are measured by the ranks themselves. Accuracies are of the whole training.
-
-Run ``python tests/bench/mixed_speeds.py``; it prints one JSON document.
 """
 
 import argparse
-import os
-import tempfile
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
 
 import dlcp.torch
-from dlcp.bench.path import BenchPath as Way
-from dlcp.bench.path import loopback
-from dlcp.bench.ranks import Ranks
-from dlcp.bench.results import BenchResult, interleave, result, say, show
+from dlcp.bench.results import BenchResult, result, say
 from dlcp.examples.image_classifier import load_data
 from dlcp.examples.mixed_speeds import TrainingOutcome, TrainingSetup, measured_sizes, train
+from tests.bench.harness import Benchmark, int_option, scratch
+from tests.bench.paths import loopback
+from tests.bench.ranks import Ranks, join_gloo
 
 SLOWNESS = (8, 24)
 EQUAL, BALANCED = "equal batches", "balanced batches"
 
 
 class Trainee:
-    """A rank that trains for some epochs with some batch sizes; see :class:`dlcp.bench.ranks.Ranks`."""
+    """A rank that trains for some epochs with some batch sizes; see :class:`tests.bench.ranks.Ranks`."""
 
     def __init__(self, rank: int, hosts: list[str], store: str, setup: TrainingSetup) -> None:
-        torch.set_num_threads(1)
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        file = dist.FileStore(store, len(hosts))
-        dist.init_process_group("gloo", store=file, rank=rank, world_size=len(hosts), timeout=timedelta(seconds=120))
+        join_gloo(rank, len(hosts), store, "lo")
         self.rank, self.setup = rank, setup
         self.options = dlcp.torch.Options(bind=f"{hosts[rank]}:0", fallback=False)
 
@@ -52,15 +40,14 @@ class Trainee:
         return train(self.setup, sizes, self.options)
 
 
-def measure(rounds: int, warm_up: int, epochs: int) -> list[BenchResult]:
+def measure(arguments: argparse.Namespace) -> list[BenchResult]:
     """Train in both ways in turn; return seconds of training and the accuracies."""
-    setup = TrainingSetup(epochs=epochs, slowness=SLOWNESS)
+    setup = TrainingSetup(epochs=arguments.epochs, slowness=SLOWNESS)
     ranks = len(SLOWNESS)
     outcomes: dict[str, list[TrainingOutcome]] = {EQUAL: [], BALANCED: []}
-    path: Way
-    with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder, loopback(ranks) as path:
-        arguments = [[path.address(rank) for rank in range(ranks)], str(Path(folder) / "store"), setup]
-        with Ranks(Trainee, arguments, path.namespaces) as trainees:
+    with scratch() as folder, loopback(ranks) as path:
+        hosts = [path.address(rank) for rank in range(ranks)]
+        with Ranks(Trainee, [hosts, str(folder / "store"), setup], path.namespaces) as trainees:
             sizes = {EQUAL: [setup.global_batch // ranks] * ranks, BALANCED: trainees.call("measure")[0]}
             say(f"balanced batches: {sizes[BALANCED]}")
 
@@ -71,9 +58,7 @@ def measure(rounds: int, warm_up: int, epochs: int) -> list[BenchResult]:
                 outcomes[name].append(found[0])
                 return max(outcome.seconds for outcome in found)
 
-            samples = interleave(
-                {name: partial(once, name) for name in (EQUAL, BALANCED)}, rounds=rounds, warm_up=warm_up, progress=say
-            )
+            samples = arguments.turns.take({name: partial(once, name) for name in (EQUAL, BALANCED)})
     details = {
         "path": path.words,
         "slowness": list(SLOWNESS),
@@ -87,15 +72,4 @@ def measure(rounds: int, warm_up: int, epochs: int) -> list[BenchResult]:
     return [result("mixed_speeds.training", "s", samples[BALANCED], samples[EQUAL], details=details)]
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--warm-up", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=8)
-    arguments = parser.parse_args()
-    show(measure(arguments.rounds, arguments.warm_up, arguments.epochs))
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(measure, {"--epochs": int_option(8, "of each training")}, rounds=5, warm_up=1)

@@ -4,8 +4,6 @@
 A leaf switch: 16 hosts below, 4 equal-cost ports to the spine, 128 hosts behind them, 8 jobs of which half have a
 metered share, thresholds for every queue and drop class. Half of the packets stay in the rack, half are sprayed over
 the spine; the queues are deep enough at times that some packets are marked or dropped.
-
-Run ``python tests/bench/switch_memory.py``; it prints one JSON document.
 """
 
 import argparse
@@ -17,13 +15,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.bench.results import interleave, result, show
-from dlcp.switch import DROP_PORT, Action, GroupRef, MeterConfig, Program
+from dlcp.bench.results import BenchResult, result
+from dlcp.switch import DROP_PORT, Action, GroupRef, MeterConfig, Program, udp_headers
 from dlcp.wire import UDP_PORT_BASE
+from tests.bench.harness import Benchmark, int_option
 
 PROGRAM = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
 HOSTS, RACKS, UPLINKS, JOBS = 16, 9, 4, 8
 FRAME_BYTES = 1442
+UDP_END = 42
 STRIDE = 1536
 START_US = 10_000_000
 BURST, BATCH = 64, 256
@@ -58,49 +58,33 @@ def populate(program: Program) -> None:
 
 
 def data_packets(count: int, seed: int = 1) -> list[bytes]:
-    """Make DLCP data packets from the hosts of the rack."""
+    """Make DLCP data packets from the hosts of the rack, half of them for hosts of any rack."""
     random = np.random.default_rng(seed)
+
+    def draw(least: int, most: int) -> int:
+        return int(random.integers(least, most + 1))
+
     packets = []
     for index in range(count):
-        source, rack = (
-            int(random.integers(1, HOSTS + 1)),
-            int(random.integers(0, RACKS)) if random.random() < 0.5 else 0,
+        source = draw(1, HOSTS)
+        rack = draw(0, RACKS - 1) if random.random() < 0.5 else 0
+        target = f"10.0.{rack}.{draw(1, HOSTS)}"
+        headers = udp_headers(
+            f"02:00:00:00:00:{source:02x}",
+            "02:00:00:00:00:fe",
+            f"10.0.0.{source}",
+            target,
+            40000 + source,
+            UDP_PORT_BASE,
+            2,
+            FRAME_BYTES - UDP_END,
         )
-        destination = 0x0A000000 + (rack << 8) + int(random.integers(1, HOSTS + 1))
-        queue, drop_class = int(random.integers(2, 7)), int(random.integers(0, 8))
         dlcp = struct.pack(
             ">BBBBHHIHHIIQ",
-            *(0x11, 0, queue << 5 | drop_class << 2, int(random.integers(256)), int(random.integers(1, JOBS + 1))),
-            *(40, index >> 12, int(random.integers(64)), source, index, count, 0x1234),
+            *(0x11, 0, draw(2, 6) << 5 | draw(0, 7) << 2, draw(0, 255), draw(1, JOBS)),
+            *(40, index >> 12, draw(0, 63), source, index, count, 0x1234),
         )
-        udp_bytes = FRAME_BYTES - 34
-        udp = struct.pack(">HHHH", 40000 + source, UDP_PORT_BASE, udp_bytes, 0)
-        head = struct.pack(
-            ">BBHHHBBHII",
-            0x45,
-            0x02,
-            FRAME_BYTES - 14,
-            index & 0xFFFF,
-            0x4000,
-            64,
-            17,
-            0,
-            0x0A000000 + source,
-            destination,
-        )
-        total = sum(struct.unpack(">10H", head))
-        total = (total & 0xFFFF) + (total >> 16)
-        total = 0xFFFF ^ ((total & 0xFFFF) + (total >> 16))
-        head = head[:10] + total.to_bytes(2, "big") + head[12:]
-        frame = (
-            bytes.fromhex("0200000000fe")
-            + (0x020000000000 + source).to_bytes(6, "big")
-            + b"\x08\x00"
-            + head
-            + udp
-            + dlcp
-        )
-        packets.append(frame + bytes(FRAME_BYTES - len(frame)))
+        packets.append((headers + dlcp).ljust(FRAME_BYTES, b"\0"))
     return packets
 
 
@@ -143,26 +127,27 @@ def run_batch(program: Program, packets: list[bytes]) -> float:
     return count / taken
 
 
-def main() -> None:
-    """Print the document."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--packets", type=int, default=20_000)
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--backend", choices=("python", "numba", "both"), default="both")
-    options = parser.parse_args()
-    packets = data_packets(options.packets)
+def _switch_memory(arguments: argparse.Namespace) -> list[BenchResult]:
+    packets = data_packets(arguments.packets)
     contenders: dict[str, Callable[[], float]] = {}
-    if options.backend in ("python", "both"):
+    if arguments.backend in ("python", "both"):
         plain = Program.load(PROGRAM)
         populate(plain)
         contenders["switch.memory.python"] = lambda: run_plain(plain, packets)
-    if options.backend in ("numba", "both"):
+    if arguments.backend in ("numba", "both"):
         compiled = Program.load(PROGRAM, backend="numba")
         populate(compiled)
         contenders["switch.memory.numba"] = lambda: run_batch(compiled, packets)
-    samples = interleave(contenders, rounds=options.runs, warm_up=1)
-    show([result(name, "packets/s", values, smaller_is_better=False) for name, values in samples.items()])
+    samples = arguments.turns.take(contenders)
+    return [result(name, "packets/s", values, smaller_is_better=False) for name, values in samples.items()]
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    _switch_memory,
+    {
+        "--packets": int_option(20_000, "of a round"),
+        "--backend": {"choices": ("python", "numba", "both"), "default": "both", "help": "(default: both)"},
+    },
+    rounds=7,
+    warm_up=1,
+)

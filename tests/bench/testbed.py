@@ -8,25 +8,25 @@ the same pattern would have; with priority over the background it is in ``detail
 the largest loss of a message, and how idle the machine was. The commands are those of README: ``dlcp testbed up | run
 | down``. Takes root, Mininet and, for BMv2, ``simple_switch_grpc``; what is missing is left out, and said.
 
-Run ``python tests/bench/testbed.py``; it prints one JSON document, and takes some 20 minutes a round. Exit status 1 if
-a bound was exceeded, replicas differed, or hosts and switches counted differently.
+It takes some 20 minutes a round. The exit status is 1 if a bound was exceeded, replicas differed, or hosts and switches
+counted differently.
 """
 
 import argparse
 import json
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
-from dlcp.bench.results import BenchResult, Samples, interleave, median, result, say, show, significant
+from dlcp.bench.results import BenchResult, median, result, say, significant
 from dlcp.controller.testbed.requirements import SwitchKind, missing
 from dlcp.demo.testbed import disagreements
 from dlcp.report.runs import Run, progress_to, target_accuracy
+from tests.bench.harness import SEED, Benchmark, FailedError, Samples, Turns, int_option, scratch
 
 NAME: Final = "bench"
 OURS, PEER, PRIORITY = "dlcp", "gloo", "dlcp_priority"
@@ -58,32 +58,28 @@ def up(kind: SwitchKind, shape: str, rate_mbps: float | None) -> Iterator[None]:
 
 def train(collective: str, seed: int, steps: int, contender: str, runs: dict[str, list[Run]]) -> float:
     """Train once over the testbed that is up, keep the run, and return its seconds a step."""
-    with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder:
+    with scratch() as folder:
         training = ["--collective", collective, "--seed", str(seed), "--steps", str(steps)]
-        testbed("run", *training, "--only", contender, "--out", folder)
-        run: Run = json.loads((Path(folder) / "runs" / f"{contender}.json").read_text(encoding="utf-8"))
+        testbed("run", *training, "--only", contender, "--out", str(folder))
+        run: Run = json.loads((folder / "runs" / f"{contender}.json").read_text(encoding="utf-8"))
     runs[contender].append(run)
     return float(sum(run["steps"]) / len(run["steps"]))
 
 
-def measure(
-    setting: str, *, rounds: int, seed: int, steps: int, rate_mbps: float | None
-) -> tuple[list[BenchResult], list[str]]:
+def measure(setting: str, turns: Turns, *, steps: int, rate_mbps: float | None) -> tuple[list[BenchResult], list[str]]:
     """Measure one setting; return its results, and what was wrong in any of its runs."""
     kind, shape, collective = SETTINGS[setting]
     runs: dict[str, list[Run]] = {PEER: [], OURS: [], PRIORITY: []}
     contenders: dict[str, Callable[[], float]] = {
-        name: partial(train, collective, seed, steps, name, runs) for name in runs
+        name: partial(train, collective, turns.seed, steps, name, runs) for name in runs
     }
     with up(kind, shape, rate_mbps):
-        samples = interleave(
-            contenders, rounds=rounds, warm_up=0, seed=seed, progress=lambda words: say(f"{setting}: {words}")
-        )
+        samples = turns.take(contenders)
     results = [compared(f"testbed.{setting}.step", samples, described(runs))]
     times, targets = times_to_accuracy(runs)
     if times[OURS]:
         results.append(compared(f"testbed.{setting}.accuracy", times, {"targets": targets}))
-    return results, [f"{setting}: {line}" for line in wrong(runs)]
+    return results, wrong(runs)
 
 
 def compared(name: str, samples: Samples, details: dict[str, Any]) -> BenchResult:
@@ -143,36 +139,36 @@ def wrong(runs: dict[str, list[Run]]) -> list[str]:
     return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the document and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--rate-mbps", type=float, help="of a port (default: the testbed's)")
-    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
-    options = parser.parse_args(arguments)
+def _testbed(arguments: argparse.Namespace) -> list[BenchResult]:
     results: list[BenchResult] = []
-    trouble: list[str] = []
-    for setting in options.settings:
+    failed: dict[str, str] = {}
+    for setting in arguments.settings:
         lacking = missing(SETTINGS[setting][0])
         if lacking:
             say(f"testbed.{setting}: left out: {'; '.join(lacking)}")
             continue
+        turns = replace(arguments.turns, seed=arguments.seed, progress=lambda words, at=setting: say(f"{at}: {words}"))
         try:
-            found, lines = measure(
-                setting, rounds=options.rounds, seed=options.seed, steps=options.steps, rate_mbps=options.rate_mbps
-            )
+            found, lines = measure(setting, turns, steps=arguments.steps, rate_mbps=arguments.rate_mbps)
         except subprocess.CalledProcessError as error:  # which has said why; the other settings count all the same
-            trouble.append(f"{setting}: `{' '.join(error.cmd)}` ended with status {error.returncode}")
+            failed[f"testbed.{setting}"] = f"`{' '.join(error.cmd)}` ended with status {error.returncode}"
             continue
         results += found
-        trouble += lines
-    show(results)
-    for line in trouble:
-        say(f"wrong: {line}")
-    return 1 if trouble else 0
+        if lines:
+            failed[f"testbed.{setting}"] = "; ".join(lines)
+    if failed:
+        raise FailedError(results, failed)
+    return results
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK: Final = Benchmark(
+    _testbed,
+    {
+        "--seed": int_option(SEED, "of everything", least=0),
+        "--steps": int_option(24, "of each training"),
+        "--rate-mbps": {"type": float, "help": "of a port (default: the testbed's)"},
+        "--settings": {"nargs": "+", "choices": list(SETTINGS), "default": list(SETTINGS), "help": "(default: all)"},
+    },
+    rounds=3,
+    warm_up=None,
+)

@@ -3,8 +3,6 @@
 
 Two ranks train a small model with DDP over loopback. In the middle of a step the caches hold other things, so that a
 note costs more there than in a loop of nothing but notes.
-
-Run ``python -m tests.bench.timeline``; it prints one JSON document.
 """
 
 import argparse
@@ -13,8 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dlcp.bench.results import median, result, show
+from dlcp.bench.results import BenchResult, median, result
 from dlcp.timeline import Timeline
+from tests.bench.harness import Benchmark
 from tests.torch.workers import Worker, launch, values
 
 WIDTH, BATCH = 300, 32
@@ -80,25 +79,19 @@ def written_us(notes: int = 100_000) -> float:
         return 1e6 * (time.process_time() - began_s - own_s) / notes
 
 
-def main() -> None:
-    """Print the document."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+def _timeline(arguments: argparse.Namespace) -> list[BenchResult]:
+    rounds = arguments.rounds
     with tempfile.TemporaryDirectory() as folder:
         found, *_ = values(launch(2, training, folder, rounds))
     steps_us, notes_us, counts = zip(*found, strict=True)
     written = [written_us() for _ in range(rounds)]
     cost = [count * (note_us + median(written)) for _, note_us, count in found]
     shares = [each / step_us for each, step_us in zip(cost, steps_us, strict=True)]
-    show(
-        [
-            result("timeline.taken", "us", notes_us),
-            result("timeline.written", "us", written),
-            result("timeline.step", "share", shares, details={"step_us": median(steps_us), "notes": median(counts)}),
-        ]
-    )
+    return [
+        result("timeline.taken", "us", notes_us),
+        result("timeline.written", "us", written),
+        result("timeline.step", "share", shares, details={"step_us": median(steps_us), "notes": median(counts)}),
+    ]
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(_timeline, rounds=9, warm_up=None)

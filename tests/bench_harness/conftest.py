@@ -3,12 +3,12 @@
 
 import pytest
 
-from dlcp import namespace
+from dlcp import netlab
 
 
 @pytest.fixture(scope="session")
 def bench_namespaces():
     """Skip, and say why, where network namespaces cannot be made."""
-    works, reason = namespace.available()
+    works, reason = netlab.available()
     if not works:
         pytest.skip(f"needs network namespaces: {reason}")

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from dlcp.bench import convergence, emulated_training
-from dlcp.bench.convergence import LossCurve, measure
-from dlcp.bench.emulated_training import EMULATED_RANKS, EmulatedRanks, Shortfall, TrainingRun, batches_of, train
-from dlcp.bench.learning_tasks import TASKS
 from dlcp.bench.results import BenchError
-from dlcp.cli import main
 from dlcp.collectives.deferral import REFRESH_STEPS, WHOLE_STEPS
 from dlcp.convergence import read
 from dlcp.tags import Layer, Segment
+from tests.bench import convergence, emulated_training
+from tests.bench.__main__ import main
+from tests.bench.convergence import LossCurve, measure
+from tests.bench.emulated_training import EMULATED_RANKS, EmulatedRanks, Shortfall, TrainingRun, batches_of, train
+from tests.bench.learning_tasks import TASKS
 
 SHORT = 48
 SIZES = {"conv.weight": 90_000, "conv.bias": 100, "embedding": 150_000, "fc.weight": 20_345}
@@ -249,5 +249,5 @@ def test_nonsense_is_refused(tmp_path, capsys):
     for wrong, words in (({"tasks": ["tabel"]}, "table"), ({"seeds": 0}, "seeds"), ({"ceilings": [1.0]}, "below 1")):
         with pytest.raises(BenchError, match=words):
             measure(**usual | wrong)
-    assert main(["bench", "convergence", "--tasks", "tabel", "--runs", str(tmp_path / "runs")]) == 1
+    assert main(["convergence", "--tasks", "tabel", "--runs", str(tmp_path / "runs")]) == 1
     assert "did you mean table" in capsys.readouterr().err

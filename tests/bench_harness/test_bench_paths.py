@@ -11,9 +11,17 @@ from itertools import pairwise
 
 import pytest
 
-from dlcp.bench.path import LINK_BURST_BYTES, BenchPath, NamespaceLoopback, RoutedPath, VethPair, known_controls
-from dlcp.bench.paths import SpineFabric, left_after_s
-from dlcp.bench.ranks import Ranks
+from tests.bench.disturbances import left_after_s
+from tests.bench.paths import (
+    LINK_BURST_BYTES,
+    BenchPath,
+    NamespaceLoopback,
+    RoutedPath,
+    SpineFabric,
+    VethPair,
+    known_controls,
+)
+from tests.bench.ranks import Ranks
 from tests.bench_harness.bench_rank import Rank
 
 UDP_SEGMENT, UDP_GRO = 103, 104
@@ -164,7 +172,7 @@ def test_an_impossible_loss_is_refused(loss):
 
 
 def test_bursts_are_not_to_be_lost_whole():
-    with pytest.raises(ValueError, match="a burst would be lost whole"):
+    with pytest.raises(ValueError, match="random loss drops whole bursts"):
         RoutedPath(2, 0.01, offloads=True)
 
 

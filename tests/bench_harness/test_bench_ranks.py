@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dlcp.bench.ranks import RankError, Ranks
+from tests.bench.ranks import RankError, Ranks
 from tests.bench_harness.bench_rank import Rank
 from tests.waiting import gone, until
 
@@ -45,7 +45,7 @@ def test_what_goes_wrong_is_named():
 
 CRASH = """
 from tests.bench_harness.bench_rank import Rank
-from dlcp.bench.ranks import Ranks
+from tests.bench.ranks import Ranks
 if __name__ == "__main__":
     ranks = Ranks(Rank, [""], [None] * 2)
     print(*(answer[2] for answer in ranks.call("tell", "")), flush=True)

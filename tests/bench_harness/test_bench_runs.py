@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small runs of the real benchmarks: what they print, and that enabling DLCP on a clean path changes nothing."""
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -11,12 +10,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dlcp.bench import allreduce, cpu, step
-from dlcp.bench.allreduce import DIVIDED, LOSSLESS, LOSSY, MEMORY, MEMORY_DIVIDED, AllReduceContender, RankOutcome
-from dlcp.bench.path import BenchPath, RoutedPath
 from dlcp.collectives.deferral import WHOLE_STEPS
-from dlcp.commands import bench as command
 from dlcp.transport import shared_memory
+from tests.bench import allreduce, reduction, step
+from tests.bench.__main__ import main
+from tests.bench.harness import Turns
+from tests.bench.paths import BenchPath, DelayedPath, RoutedPath
+from tests.bench.reduction import DIVIDED, LOSSLESS, LOSSY, MEMORY, MEMORY_DIVIDED, AllReduceContender, RankOutcome
 
 pytestmark = pytest.mark.timeout(110)
 MEGABYTE = 250_000
@@ -29,15 +29,9 @@ def names_of(name):
     return [*memory, sockets, f"{sockets}.reliable", f"{sockets}.buckets"]
 
 
-def parsed(*words):
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser.parse_args(words)
-
-
 def test_on_a_clean_path_nothing_is_lost_and_no_gradient_changes():
     with BenchPath(2) as path:
-        found = allreduce.measure(path, values=MEGABYTE, rounds=2, warm_up=1)
+        found = reduction.measure(path, MEGABYTE, Turns(2, 1))
     gloo = [contender.name for contender in found.contenders if contender.control]
     assert len(gloo) == 2 * len(path.controls)
     through_memory = [MEMORY, MEMORY_DIVIDED] if shared_memory.supported() else []
@@ -64,7 +58,7 @@ def test_on_a_clean_path_nothing_is_lost_and_no_gradient_changes():
 def test_over_a_lossy_path_results_stay_within_the_bound_and_are_exact_without_one():
     ways = [AllReduceContender(LOSSY, 2, bound=0.3), AllReduceContender(LOSSLESS, 1, bound=0.0)]
     with RoutedPath(2, 0.05) as path:
-        found = allreduce.measure(path, values=MEGABYTE, ways=ways, rounds=2, warm_up=0)
+        found = reduction.measure(path, MEGABYTE, Turns(2, 0), ways=ways)
     assert 0.03 < found.path_loss < 0.07
     assert found.inexact[LOSSLESS] == found.ledgers[LOSSLESS]["lost"] == 0
     packets = found.ledgers[LOSSY]
@@ -77,7 +71,7 @@ def test_behind_a_slow_port_what_is_not_put_off_is_exact():
     deferring = AllReduceContender("deferring", 1, bound=0.0, deferral=0.5)
     with RoutedPath(2, rate_bps=200_000_000, slowest_bps=20_000_000) as path:
         assert "one of 20, " in path.words
-        found = allreduce.measure(path, values=MEGABYTE, ways=[deferring], rounds=4, warm_up=WHOLE_STEPS)
+        found = reduction.measure(path, MEGABYTE, Turns(4, WHOLE_STEPS), ways=[deferring])
     packets = found.ledgers["deferring"]
     assert packets["lost"] == 0
     assert found.inexact["deferring"] <= packets["deferred"] * 360, "as many as this run finds worth it"
@@ -86,17 +80,17 @@ def test_behind_a_slow_port_what_is_not_put_off_is_exact():
 
 def test_wrong_results_are_noticed():
     right, off = RankOutcome(0, 5, NO_PACKETS), RankOutcome(10, 5, NO_PACKETS)
-    assert allreduce.check("x", [right, right], 0) == 0
-    assert allreduce.check("x", [right, off], 10) == 10
-    with pytest.raises(allreduce.WrongResultError, match=r"x: 10 values are inexact, .* excuse 9"):
-        allreduce.check("x", [right, off], 9)
-    with pytest.raises(allreduce.WrongResultError, match=r"x: the ranks have different results.* \[5, 6\]"):
-        allreduce.check("x", [right, RankOutcome(0, 6, NO_PACKETS)], 0)
+    assert reduction.check("x", [right, right], 0) == 0
+    assert reduction.check("x", [right, off], 10) == 10
+    with pytest.raises(reduction.WrongResultError, match=r"x: 10 values are inexact, .* excuse 9"):
+        reduction.check("x", [right, off], 9)
+    with pytest.raises(reduction.WrongResultError, match=r"x: the ranks have different results.* \[5, 6\]"):
+        reduction.check("x", [right, RankOutcome(0, 6, NO_PACKETS)], 0)
 
 
 def test_the_command_prints_one_document(capsys):
     words = ["allreduce", "--megabytes", "0.2", "--ranks", "2", "--rounds", "1", "--warm-up", "0"]
-    assert command.run(parsed(*words)) == 0
+    assert main(words) == 0
     printed = capsys.readouterr()
     document = json.loads(printed.out)
     names = [entry["name"] for entry in document["results"]]
@@ -108,14 +102,14 @@ def test_the_command_prints_one_document(capsys):
 
 
 def test_what_cannot_be_measured_is_said_and_leaves_a_document_without_results(capsys):
-    assert command.run(parsed("allreduce", "--over", "veth", "--ranks", "3")) == 1
+    assert main(["allreduce", "--over", "veth", "--ranks", "3"]) == 1
     printed = capsys.readouterr()
     assert "a veth pair joins 2 ranks, not [3]" in printed.err
     assert json.loads(printed.out)["results"] == []
 
 
 def test_a_step_is_measured_in_all_ways():
-    results = {entry.name: entry for entry in step.measure(ranks=2, width=32, depth=1, rounds=1, warm_up=1)}
+    results = {entry.name: entry for entry in step.measure(Turns(1, 1), ranks=2, width=32, depth=1)}
     assert list(results) == ["step.compute.n2", "step.ddp.n2", "step.crossstep.n2"]
     assert results["step.compute.n2"].peer is None
     for name in ("step.ddp.n2", "step.crossstep.n2"):
@@ -127,14 +121,12 @@ def test_a_step_is_measured_in_all_ways():
 
 
 def test_the_model_has_25_million_parameters():
-    from dlcp.bench.step import LanguageModel
-
-    assert 25e6 < sum(parameter.numel() for parameter in LanguageModel().parameters()) < 26e6
+    assert 25e6 < sum(parameter.numel() for parameter in step.LanguageModel().parameters()) < 26e6
 
 
-def test_processor_time_is_that_of_all_ranks_beside_gloo_and_the_floor(monkeypatch):
-    monkeypatch.setattr(cpu, "loopback", BenchPath)
-    results = cpu.measure(2, values=MEGABYTE, rounds=2, warm_up=1)
+def test_processor_time_is_that_of_all_ranks_beside_gloo_and_the_floor():
+    with BenchPath(2) as path:
+        results = allreduce.processor_time(path, "cpu.n2", 1.0, Turns(2, 1))
     assert [each.name for each in results] == ["cpu.n2", "cpu.n2.reliable", "cpu.n2.buckets", "cpu.n2.small"]
     *large, small = results
     for result in results:
@@ -151,7 +143,7 @@ def test_processor_time_is_that_of_all_ranks_beside_gloo_and_the_floor(monkeypat
 @pytest.mark.parametrize(("ranks", "values"), [(2, 2), (2, 361), (3, 100_000), (5, 123_457)])
 def test_the_floor_averages_rightly_whatever_the_sizes(tmp_path, ranks, values):
     """It checks each of its results itself."""
-    program = cpu._compiled_floor(tmp_path)
+    program = allreduce.compiled_floor(tmp_path)
     done = subprocess.run([program, str(ranks), str(values), "1440", "3"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3
@@ -160,13 +152,11 @@ def test_the_floor_averages_rightly_whatever_the_sizes(tmp_path, ranks, values):
 
 @pytest.mark.usefixtures("bench_namespaces")
 def test_long_paths_are_measured_alone_and_beside_others():
-    from dlcp.bench.delay import measure
-
-    lines = []
-    setting = {"rtts_s": [0.005], "buffers": [2.0], "rate_bps": 20_000_000, "seconds": 0.3}
-    alone, beside = measure(**setting, rounds=1, warm_up=0, progress=lines.append)
+    megabytes = allreduce.megabytes_in(0.3, 20_000_000)
+    with DelayedPath(20_000_000, 0.005, 2.0) as path:
+        alone, beside = allreduce.alone_and_beside(path, "delay.rtt5.buffer2", megabytes, Turns(1, 0))
     assert (alone.name, beside.name) == ("delay.rtt5.buffer2", "delay.rtt5.buffer2.beside")
-    assert "queue of 17 packets" in lines[0]
+    assert "queue of 17 packets" in path.words
     assert alone.value > 300, "an all-reduce cannot take less than its frames"
     assert 0 < beside.value <= 3, "nor have more than the whole rate, which is three fair shares"
     assert all(rate > 0 for rate in beside.details["rivals_mbps"])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sweeps: which cells there are, what their results are called, what is reported, and a tiny real one."""
 
-import argparse
 import importlib.util
 import io
 import json
@@ -11,53 +10,43 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dlcp.bench import allreduce, delay, results, slow_path, sweep, tail
-from dlcp.bench.delay import DelayedPath
-from dlcp.bench.path import BenchPath, RoutedPath
-from dlcp.bench.ranks import RankError
 from dlcp.bench.results import BenchError, BenchResult
-from dlcp.bench.sweep import FailedCellsError, SweepCell
-from dlcp.commands import bench as command
+from tests.bench import allreduce, harness, reduction, sweep
+from tests.bench.__main__ import benchmark, main, parser_of
+from tests.bench.harness import FailedError, Turns
+from tests.bench.paths import BenchPath, DelayedPath, RoutedPath
+from tests.bench.ranks import RankError
+from tests.bench.sweep import SweepCell
 
 pytestmark = pytest.mark.timeout(110)
 ROOT = Path(__file__).parents[2]
-
-
-def parsed(*words):
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser.parse_args(words)
 
 
 def entry(name, ratio=2.0, peer=20.0, **details):
     return BenchResult(name, peer / ratio, "ms", peer, ratio, 5, 0.1, {"peer": "gloo, cubic", **details})
 
 
+def parsed(name, *words):
+    arguments = parser_of(name).parse_args(words)
+    arguments.turns = benchmark(name).turns(arguments)
+    return arguments
+
+
+def results_of(name, *words):
+    return benchmark(name).measure(parsed(name, *words))
+
+
 @pytest.fixture
 def measured(monkeypatch):
-    """Measure nothing; return the settings with which each cell would be measured, by name of its result."""
+    """Measure nothing; return the turns and sizes with which each cell would be measured, by name of its result."""
     calls = {}
 
-    def of_allreduce(make, name, arguments, megabytes, by_control=False):
-        calls[name] = {"megabytes": megabytes, "make": make, **command._rounds(arguments)}
+    def measure(row, name, ranks, megabytes, turns):
+        calls[name] = turns, megabytes
         return [entry(name, ours="dlcp")]
 
-    def of(name, **settings):
-        calls[name] = settings
-        return [entry(name)]
-
-    monkeypatch.setattr(command, "_measure_allreduce", of_allreduce)
-    monkeypatch.setattr(command, "_measure_outages", of_allreduce)
-    monkeypatch.setattr(slow_path, "measure", of)
-    monkeypatch.setattr(tail, "measure", lambda suffix, **settings: of(f"tail.ratio1{suffix}", **settings))
-    monkeypatch.setattr(
-        delay,
-        "measure",
-        lambda suffix, **settings: of(
-            f"delay.rtt{1e3 * settings['rtts_s'][0]:g}.buffer{settings['buffers'][0]:g}{suffix}", **settings
-        ),
-    )
-    monkeypatch.setattr(command, "say", lambda words: None)
+    monkeypatch.setattr(sweep, "measure_cell", measure)
+    monkeypatch.setattr(sweep, "say", lambda words: None)
     return calls
 
 
@@ -69,13 +58,12 @@ def measured(monkeypatch):
         ("loss --percent 0 1 --outages 3", ["allreduce.loss0", "allreduce.loss1", "allreduce.outages.loss3"]),
         ("loss --percent 1 --outages --ranks 4 --mtu 9000", ["allreduce.loss1.mtu9000"]),
         ("slow-path", ["slow_path.n2", "slow_path.n4"]),
-        ("tail", ["tail.ratio1"]),
+        ("tail", ["tail"]),
         ("delay --rtt-ms 20 --buffers 1 5", ["delay.rtt20.buffer1", "delay.rtt20.buffer5"]),
     ],
 )
 def test_without_a_list_names_are_those_of_one_size(measured, words, names):
-    arguments = parsed(*words.split())
-    found = arguments.measure(arguments)
+    found = results_of(*words.split())
     assert [each.name for each in found] == list(measured) == names
     assert all("cell" not in each.details for each in found)
 
@@ -99,7 +87,7 @@ def test_without_a_list_names_are_those_of_one_size(measured, words, names):
         ("loss --percent 1 --megabytes 0.6 4 --rtt-ms 9", ["allreduce.loss1.mb0.6.rtt9", "allreduce.loss1.mb4.rtt9"]),
         ("allreduce --megabytes 1 100 --ranks 8", ["allreduce.n8.mb1", "allreduce.n8"]),
         ("slow-path --megabytes 0.06 8 --ranks 2", ["slow_path.n2.mb0.06", "slow_path.n2"]),
-        ("tail --ranks 2 4", ["tail.ratio1.n2", "tail.ratio1"]),
+        ("tail --ranks 2 4", ["tail.n2", "tail"]),
         (
             "delay --megabytes 0.004 4 --rtt-ms 1 --buffers 1",
             ["delay.rtt1.buffer1.mb0.004", "delay.rtt1.buffer1.mb4"],
@@ -107,65 +95,59 @@ def test_without_a_list_names_are_those_of_one_size(measured, words, names):
     ],
 )  # fmt: skip
 def test_of_a_list_each_cell_has_a_name_of_its_own(measured, words, names, capsys):
-    arguments = parsed(*words.split())
-    found = arguments.measure(arguments)
+    found = results_of(*words.split())
     assert [each.name for each in found] == list(measured) == names
     assert len({tuple(each.details["cell"].items()) for each in found}) == len(names)
     assert capsys.readouterr().out == "", "standard output belongs to the document"
 
 
 def test_a_sweep_covers_small_sizes_many_ranks_and_losses(measured):
-    arguments = parsed("loss", "--sweep")
-    cells = [each.details["cell"] for each in arguments.measure(arguments)]
+    cells = [each.details["cell"] for each in results_of("loss", "--sweep")]
     assert {cell["megabytes"] for cell in cells} == set(sweep.SWEPT_SIZES_MB)
     assert {cell["ranks"] for cell in cells} == {2, 4, 8}
     assert {cell["loss_percent"] for cell in cells} == {0, 0.1, 1, 3, 5}
     assert max(cell["ranks"] * cell["megabytes"] for cell in cells) == 200
-    assert {settings["warm_up"] for settings in measured.values()} == {1}
-    assert command._budget_s(arguments) == sweep.CELL_S
-    assert command._budget_s(parsed("loss")) is None
+    assert {(turns.warm_up, turns.budget_s) for turns, _ in measured.values()} == {(1, sweep.CELL_S)}
+    measured.clear()
+    results_of("loss")
+    assert {(turns.warm_up, turns.budget_s) for turns, _ in measured.values()} == {(2, None)}
 
 
 @pytest.mark.parametrize(("name", "largest_mb"), [("slow-path", 4), ("tail", 4), ("delay", 4)])
 def test_a_sweep_leaves_out_what_a_slow_port_has_no_time_for(measured, name, largest_mb):
-    arguments = parsed(name, "--sweep")
-    sizes = {each.details["cell"]["megabytes"] for each in arguments.measure(arguments)}
+    sizes = {each.details["cell"]["megabytes"] for each in results_of(name, "--sweep")}
     assert sizes == {size for size in sweep.SWEPT_SIZES_MB if size <= largest_mb}
 
 
-def test_sizes_of_delay_are_those_of_the_buffer(measured):
-    arguments = parsed("delay", "--megabytes", "0.004", "4", "--rtt-ms", "1", "--buffers", "1")
-    arguments.measure(arguments)
-    for settings, megabytes in zip(measured.values(), (0.004, 4), strict=True):
-        assert delay.megabytes_in(settings["seconds"], settings["rate_bps"]) == pytest.approx(megabytes)
+def test_a_size_takes_a_port_its_time():
+    assert allreduce.seconds_for(allreduce.megabytes_in(3.0, 40_000_000), 40_000_000) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("words", ["--rtt-ms 5 --mtu 9000", "--rtt-ms 5 --outages 1"])
 def test_what_a_round_trip_cannot_be_combined_with_is_refused(measured, words):
-    arguments = parsed("loss", *words.split())
     with pytest.raises(BenchError, match=r"with a round trip|at the router alone"):
-        arguments.measure(arguments)
+        results_of("loss", *words.split())
     assert not measured
 
 
 def test_a_cell_that_fails_is_named_and_the_others_are_measured(measured, monkeypatch, capsys):
-    right = command._measure_allreduce
+    right = sweep.measure_cell
 
-    def measure(make, name, *others, **more):
+    def measure(row, name, *others):
         if "n4" in name:
             raise RankError("rank 3 failed in run")
-        return right(make, name, *others, **more)
+        return right(row, name, *others)
 
-    monkeypatch.setattr(command, "_measure_allreduce", measure)
-    arguments = parsed("allreduce", "--ranks", "2", "4", "--megabytes", "1")
-    assert command.run(arguments) == 1
+    monkeypatch.setattr(sweep, "measure_cell", measure)
+    words = ["allreduce", "--ranks", "2", "4", "--megabytes", "1"]
+    assert main(words) == 1
     printed = capsys.readouterr()
     document = json.loads(printed.out)
     assert [each["name"] for each in document["results"]] == ["allreduce.n2.mb1"]
     assert document["failed"] == {"allreduce.n4.mb1": "rank 3 failed in run"}
-    assert "failed in this sweep: allreduce.n4.mb1" in printed.err
-    with pytest.raises(FailedCellsError):
-        arguments.measure(arguments)
+    assert "failed: allreduce.n4.mb1" in printed.err
+    with pytest.raises(FailedError):
+        results_of(*words)
 
 
 def swept(setting, ranks, megabytes, *entries):
@@ -192,12 +174,7 @@ def test_a_ratio_is_to_the_better_of_all_of_gloos_settings():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_the_table_marks_the_best_and_the_worst(monkeypatch, rich):
-    if not rich:
-        monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
-    else:
-        pytest.importorskip("rich")
+def test_the_table_marks_the_best_and_the_worst():
     ratios = {(2, 0.004): 0.5, (4, 0.004): 1.0, (2, 25.0): 1.0, (4, 25.0): 8.0}
     written = io.StringIO()
     found = [
@@ -218,7 +195,7 @@ def test_the_table_marks_the_best_and_the_worst(monkeypatch, rich):
 
 def test_a_budget_ends_rounds_but_leaves_five(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(results.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(harness.time, "monotonic", lambda: now[0])
 
     def taking(seconds):
         def run():
@@ -229,26 +206,26 @@ def test_a_budget_ends_rounds_but_leaves_five(monkeypatch):
 
     def rounds(budget_s, **contenders):
         ways = {name: taking(seconds) for name, seconds in contenders.items()}
-        samples = results.interleave(ways, rounds=50, warm_up=1, budget_s=budget_s, may_leave=["gloo", "slow"])
+        samples = Turns(50, 1, budget_s=budget_s).take(ways, may_leave=["gloo", "slow"])
         return {name: len(times) for name, times in samples.items()}
 
     assert rounds(None, ours=1) == {"ours": 50}
     assert rounds(20, ours=1) == {"ours": 19}
     assert rounds(2, ours=1, gloo=1) == {"ours": 5, "gloo": 5}
     assert rounds(2, ours=9, gloo=1, slow=4) == {"ours": 5, "gloo": 5, "slow": 1}, "ours stays however slow"
-    left = results.against_best("x", "ms", {"ours": [1.0, 9.0, 9.0], "slow": [4.0]}, "ours", ["slow"])
+    left = harness.against_best("x", "ms", {"ours": [1.0, 9.0, 9.0], "slow": [4.0]}, "ours", ["slow"])
     assert (left.ratio, left.runs) == (4, 1)
 
 
 def test_one_setting_is_hopeless_only_where_another_is_three_times_as_fast_for_sure():
-    assert results.hopeless({"a": [1, 2], "b": [6, 9], "c": [5.9, 99], "d": [99]}) == {"b"}
-    assert results.hopeless({}) == set()
+    assert harness.hopeless({"a": [1, 2], "b": [6, 9], "c": [5.9, 99], "d": [99]}) == {"b"}
+    assert harness.hopeless({}) == set()
 
 
 def test_a_tiny_sweep_over_loopback(capsys, monkeypatch):
-    monkeypatch.setattr(command, "loopback", BenchPath)
+    monkeypatch.setattr(allreduce, "loopback", BenchPath)
     words = ["allreduce", "--megabytes", "0.004", "0.06", "--ranks", "2", "--rounds", "1", "--warm-up", "0"]
-    assert command.run(parsed(*words)) == 0
+    assert main(words) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)["results"]
     assert {each["name"].partition(".mb")[2][:4] for each in found} >= {"0.06"}
@@ -261,22 +238,22 @@ def test_a_tiny_sweep_over_loopback(capsys, monkeypatch):
 
 @pytest.mark.usefixtures("bench_namespaces")
 def test_a_switch_delays_and_loses_for_more_than_two_hosts():
-    ways = [allreduce.AllReduceContender(allreduce.LOSSLESS, 1, bound=0.0)]
+    ways = [reduction.AllReduceContender(reduction.LOSSLESS, 1, bound=0.0)]
     with DelayedPath(50_000_000, 0.02, 2.0, 3, loss=0.1) as path:
         assert path.words.endswith("10.0% random loss")
-        found = allreduce.measure(path, values=100_000, ways=ways, rounds=1, warm_up=0)
-    assert found.inexact[allreduce.LOSSLESS] == 0
+        found = reduction.measure(path, 100_000, Turns(1, 0), ways=ways)
+    assert found.inexact[reduction.LOSSLESS] == 0
     assert 0.05 < found.path_loss < 0.15
-    assert found.samples[allreduce.LOSSLESS][0] > 40, "two halves, each a round trip at least"
+    assert found.samples[reduction.LOSSLESS][0] > 40, "two halves, each a round trip at least"
     with pytest.raises(ValueError, match="loss must lie in"):
         DelayedPath(50_000_000, 0.02, 2.0, 2, loss=1.0)
 
 
 @pytest.mark.usefixtures("bench_namespaces")
 def test_a_path_of_loss_is_a_router_without_a_round_trip_and_a_switch_with_one():
-    with command._lossy_path(parsed("loss"), 3, 0.01) as path:
+    with allreduce.lossy_path(parsed("loss"), 0.01, 3) as path:
         assert isinstance(path, RoutedPath)
-    with command._lossy_path(parsed("loss", "--rtt-ms", "4"), 3, 0.01) as path:
+    with allreduce.lossy_path(parsed("loss", "--rtt-ms", "4"), 0.01, 3) as path:
         assert isinstance(path, DelayedPath)
         assert len(path.hosts) == 3
 
@@ -286,7 +263,7 @@ def test_the_plot_and_the_text_are_of_the_same_cells():
     spec = importlib.util.spec_from_file_location("plot_sweep", ROOT / "docs" / "plot_sweep.py")
     plot_sweep = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plot_sweep)
-    results_of = [
+    entries = [
         each
         for loss in (0, 5)
         for ranks in (2, 4)
@@ -297,10 +274,10 @@ def test_the_plot_and_the_text_are_of_the_same_cells():
                   ratio_quartiles=[0.4, 30.0], ratio_of_means=0.9),
         )
     ]  # fmt: skip
-    for each in results_of:
+    for each in entries:
         each["details"]["cell"]["loss_percent"] = float(each["name"].split(".")[1][4:])
     failed = {"allreduce.loss5.n8.mb25": "rank 3 ended"}
-    kept = plot_sweep.keep([{"machine": {"cores": 2, "processor": "P"}, "results": results_of, "failed": failed}])
+    kept = plot_sweep.keep([{"machine": {"cores": 2, "processor": "P"}, "results": entries, "failed": failed}])
     assert len(kept["cells"]) == 8
     words = plot_sweep.sentences(kept)
     assert "In 8 combinations" in words

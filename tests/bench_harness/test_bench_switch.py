@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `dlcp bench switch` measures with: frames that are counted and checked, and the search for a rate."""
+"""What the benchmark of the switch measures with: frames that are counted and checked, and the search for a rate."""
 
 import os
 import threading
@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from dlcp.bench import switch as bench
-from dlcp.bench.switch import BISECTIONS, FASTEST_PPS, SLOWEST_PPS, best_paced, processor_s
-from dlcp.namespace import StarNetwork
+from dlcp.netlab import StarNetwork
 from dlcp.switch import PacketPort, PortQueueing, Switch
+from tests.bench import switch as bench
+from tests.bench.switch import BISECTIONS, FASTEST_PPS, SLOWEST_PPS, best_paced, processor_s
 from tests.waiting import until
 
 

@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from dlcp.bench.path import LinkOutages, RoutedPath
-from dlcp.bench.results import mean_against, percentile
-from dlcp.bench.tail import BackgroundBursts, bursts, length_for, ratio_of
+from tests.bench.allreduce import length_for, ratio_of
+from tests.bench.disturbances import BackgroundBursts, LinkOutages, bursts
+from tests.bench.harness import mean_against, percentile
+from tests.bench.paths import RoutedPath
 from tests.waiting import until
 
 RATE_BPS = 20_000_000

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dlcp import namespace
+from dlcp import netlab
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +26,7 @@ class Nodes:
     """
 
     def __init__(self, folder, interfaces, hosts):
-        works, reason = namespace.available()
+        works, reason = netlab.available()
         if not works or not shutil.which("unshare"):
             pytest.skip(f"needs network namespaces and unshare: {reason}")
         self.folder, self.interfaces, self.hosts = Path(folder), interfaces, hosts
@@ -45,10 +45,10 @@ class Nodes:
             space.close()
 
     def _make(self):
-        self.switch = self.spaces["the switch"] = namespace.Namespace("switch")
+        self.switch = self.spaces["the switch"] = netlab.Namespace("switch")
         bridges = set()
         for number, (name, interfaces) in enumerate(self.interfaces.items()):
-            node = self.spaces[name] = namespace.Namespace(name)
+            node = self.spaces[name] = netlab.Namespace(name)
             for interface, address in interfaces.items():
                 bridge = f"net{address.split('.')[1]}"
                 if bridge not in bridges:

@@ -3,13 +3,14 @@
 
 import pytest
 
-from dlcp.bench import compression
+from tests.bench import compression
+from tests.bench.harness import Turns
 
 
 def test_sizes_are_those_of_the_definitions(monkeypatch):
     sizes = {"fp16": 2, "topk:0.01": 50, "randomk:0.01": 100, "signsgd": 32, "powersgd:2": 128}
     monkeypatch.setattr(compression, "TRIED", tuple(sizes))
-    found = compression.measure(rounds=1, warm_up=0)
+    found = compression.measure(Turns(1, 0))
     assert [result.name for result in found] == [f"compression.{name}" for name in sizes]
     for result, factor in zip(found, sizes.values(), strict=True):
         assert result.ratio == pytest.approx(factor, rel=0.01)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dlcp.closing import Closing, end
-from dlcp.namespace import Namespace
+from dlcp.netlab import Namespace
 from dlcp.switch import parse_match, parse_number
 from tests.conformance import packet_socket
 from tests.conformance.bmv2_program import Layout, thrift_modules

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
-from dlcp import namespace
+from dlcp import netlab
 from dlcp.switch import Program
 from tests.conformance import p4testgen, recording, replay, scenarios, simple_switch
 from tests.conformance.recorder import Uncertain, record
@@ -160,7 +160,7 @@ def test_protobuf_text_is_read():
 @pytest.fixture(scope="module")
 def live():
     """Skip, and say why, where simple_switch cannot be run."""
-    for works, reason in (simple_switch.available(), namespace.available()):
+    for works, reason in (simple_switch.available(), netlab.available()):
         if not works:
             pytest.skip(f"needs simple_switch in a network namespace: {reason}")
 

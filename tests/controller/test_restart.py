@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dlcp import namespace
+from dlcp import netlab
 from dlcp.switch import SwitchProcess
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType
 from tests.waiting import until
@@ -29,10 +29,10 @@ queueing: {{rate_bps: 50e6, depth_packets: 300}}
 
 @pytest.fixture
 def network():
-    works, reason = namespace.available()
+    works, reason = netlab.available()
     if not works:
         pytest.skip(f"needs network namespaces: {reason}")
-    with namespace.StarNetwork(2) as made:
+    with netlab.StarNetwork(2) as made:
         yield made
 
 

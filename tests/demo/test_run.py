@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from dlcp import namespace
+from dlcp import netlab
 from dlcp.commands import demo as command
 from dlcp.demo.background import BackgroundBurst
 from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
@@ -52,7 +52,7 @@ def test_a_run_with_a_parameter_server():
 
 @pytest.mark.timeout(300)
 def test_gloo_and_real_tcp_cross_the_same_switch():
-    possible, reason = namespace.available()
+    possible, reason = netlab.available()
     if not possible:
         pytest.skip(f"no network namespaces: {reason}")
     setup = DemoSetup(steps=2, rate_bps=60_000_000)
@@ -67,7 +67,7 @@ def test_gloo_and_real_tcp_cross_the_same_switch():
 
 @pytest.mark.timeout(300)
 def test_gloo_has_a_parameter_server_of_the_same_pattern():
-    possible, reason = namespace.available()
+    possible, reason = netlab.available()
     if not possible:
         pytest.skip(f"no network namespaces: {reason}")
     setup = DemoSetup(steps=2, rate_bps=80_000_000, depth_packets=100, collective="server")
@@ -83,7 +83,7 @@ def test_gloo_has_a_parameter_server_of_the_same_pattern():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["gloo", "dlcp"])
 def test_all_can_send_16_bit_floats(name):
-    possible, reason = namespace.available()
+    possible, reason = netlab.available()
     if not possible:
         pytest.skip(f"no network namespaces: {reason}")
     setup = DemoSetup(steps=2, rate_bps=100_000_000, fp16=True, optimizer="sgd")
@@ -114,7 +114,7 @@ def test_the_background_is_the_same_in_every_run():
 
 def test_where_namespaces_cannot_be_had_the_demo_says_why_and_goes_on(monkeypatch):
     def refuse():
-        raise namespace.NamespaceError("user namespaces are not allowed here")
+        raise netlab.NamespaceError("user namespaces are not allowed here")
 
-    monkeypatch.setattr(namespace, "become_root", refuse)
+    monkeypatch.setattr(netlab, "become_root", refuse)
     assert command.try_namespaces() == (False, "user namespaces are not allowed here")

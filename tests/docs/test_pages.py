@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import pytest
 
 from dlcp import cli
+from tests.bench.__main__ import parser_of
 from tests.docs.pages import ROOT, blocks, commands, pages
 from tests.test_project import PROJECT
 
@@ -46,6 +47,8 @@ def check_script(words):
         words = words[1:]
     if words[:1] == ["-m"]:
         assert words[1] == "venv" or find_spec(words[1]), f"there is no module {words[1]}"
+        if words[1] == "tests.bench":
+            parser_of(words[2]).parse_args(words[3:])
     elif words:
         assert words[0] in STAND_INS or glob.glob(words[0], root_dir=ROOT), f"there is no {words[0]}"
 

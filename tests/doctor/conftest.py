@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from dlcp import namespace
+from dlcp import netlab
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def _nobody_chose_anything(monkeypatch, tmp_path):
 @pytest.fixture(scope="session")
 def namespaces():
     """Skip, and say why, where network namespaces cannot be made."""
-    works, reason = namespace.available()
+    works, reason = netlab.available()
     if not works:
         pytest.skip(f"needs network namespaces: {reason}")
-    return namespace
+    return netlab

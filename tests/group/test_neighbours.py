@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing
 import numpy as np
 import pytest
 
-from dlcp import namespace
+from dlcp import netlab
 from dlcp.session import Options
 from dlcp.transport import shared_memory
 from dlcp.transport.shared_memory import SharedMemoryRendezvous
@@ -62,11 +62,11 @@ def test_where_a_network_is_meant_to_be_in_between_nothing_is_shared(why):
 
 
 def test_network_namespaces_of_one_host_share_nothing():
-    works, reason = namespace.available()
+    works, reason = netlab.available()
     if not works:
         pytest.skip(f"needs network namespaces: {reason}")
     with ExitStack() as open_ones:
-        one, other = (open_ones.enter_context(closing(namespace.Namespace(name))) for name in ("one", "other"))
+        one, other = (open_ones.enter_context(closing(netlab.Namespace(name))) for name in ("one", "other"))
         assert ranks_found([one, other]) == {0: frozenset(), 1: frozenset()}
         assert ranks_found([one, one]) == {0: {1}, 1: {0}}
 

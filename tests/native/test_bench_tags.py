@@ -3,13 +3,14 @@
 
 import os
 
-from dlcp.bench import tags
+from tests.bench import tags
+from tests.bench.harness import Turns
 
 
 def test_each_way_is_measured_beside_a_copy_and_the_cores_are_given_back():
     cores = os.sched_getaffinity(0)
     told = []
-    results = tags.measure(values=100_003, rounds=3, warm_up=1, progress=told.append)
+    results = tags.measure(Turns(3, 1, progress=told.append), values=100_003)
     assert [entry.name for entry in results] == ["tags.100MB", "tags.100MB.by_layer"]
     for entry in results:
         assert entry.unit == "ms"

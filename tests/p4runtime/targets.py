@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 
 from dlcp.closing import end
-from dlcp.namespace import Namespace, available
+from dlcp.netlab import Namespace, available
 from dlcp.switch import LoopbackHost
 from dlcp.wire import UDP_PORT_BASE
 from tests.conformance.packet_socket import PacketSocket

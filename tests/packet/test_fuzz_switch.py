@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
-from dlcp import namespace
+from dlcp import netlab
 from dlcp.switch import Program, stf
 from tests.conformance import replay, simple_switch
 from tests.conformance.recording import Burst, Packet
@@ -47,7 +47,7 @@ def test_back_ends_and_batches_agree():
 
 
 def test_simple_switch_answers_alike():
-    for works, reason in (simple_switch.available(), namespace.available()):
+    for works, reason in (simple_switch.available(), netlab.available()):
         if not works:
             pytest.skip(f"needs simple_switch in a network namespace: {reason}")
     compare = fuzz_switch.compare_with([program("python")])

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
-from dlcp import namespace
+from dlcp import netlab
 from dlcp.switch import EntryError, Program, stf
 from dlcp.switch.stf import __main__ as command
 from dlcp.switch.stf.script import RemoveAll, Slow
@@ -83,7 +83,7 @@ def bmv2_by_p4runtime():
 
 
 def needs_simple_switch():
-    for works, reason in (simple_switch.available(), namespace.available()):
+    for works, reason in (simple_switch.available(), netlab.available()):
         if not works:
             pytest.skip(f"needs simple_switch in a network namespace: {reason}")
 

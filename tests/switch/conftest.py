@@ -3,13 +3,13 @@
 
 import pytest
 
-from dlcp import namespace
+from dlcp import netlab
 
 
 @pytest.fixture(scope="session")
 def namespaces():
     """Skip, and say why, where network namespaces cannot be made."""
-    works, reason = namespace.available()
+    works, reason = netlab.available()
     if not works:
         pytest.skip(f"needs network namespaces: {reason}")
-    return namespace
+    return netlab

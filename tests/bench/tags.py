@@ -13,9 +13,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.bench.results import BenchResult, Samples, interleave, result
+from dlcp.bench.results import BenchResult, result
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment, Tagger
+from tests.bench.harness import Benchmark, Samples, Turns
 
 VALUES: Final = 25_000_000
 """100 MB of float32."""
@@ -25,15 +26,8 @@ PAYLOAD_BYTES: Final = 1440
 _PER_PACKET: Final = PAYLOAD_BYTES // 4
 
 
-def measure(
-    *, values: int = VALUES, rounds: int = 15, warm_up: int = 2, progress: Callable[[str], None] | None = None
-) -> list[BenchResult]:
+def measure(turns: Turns, values: int = VALUES) -> list[BenchResult]:
     """Time the tagging of ``values`` float32 values in 50 layers.
-
-    Parameters
-    ----------
-    rounds, warm_up, progress
-        See :func:`dlcp.bench.results.interleave`.
 
     Returns
     -------
@@ -53,15 +47,12 @@ def measure(
 
     taggers = Tagger(), Tagger()
     with _one_core():
-        samples = interleave(
+        samples = turns.take(
             {
                 "copy": lambda: _ms(lambda: np.copyto(copied, gradients)),
                 "tags": lambda: _ms(lambda: tag_all(taggers[0])),
                 "by_layer": lambda: _ms(lambda: tag_by_layer(taggers[1])),
-            },
-            rounds=rounds,
-            warm_up=warm_up,
-            progress=progress,
+            }
         )
     return [
         _beside_copy("tags.100MB", samples, "tags", values),
@@ -116,3 +107,6 @@ def _one_core() -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+BENCHMARK: Final = Benchmark(lambda arguments: measure(arguments.turns), rounds=15)

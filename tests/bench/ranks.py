@@ -12,15 +12,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore  # torch.distributed has it too, untyped
 
 from dlcp.closing import Closing
 from dlcp.processes import Fork
 
 CALL_DEADLINE_S: Final = 120.0
-"""How long a call may take on the slowest rank, by default. Chosen by us: far above any run's time."""
+"""How long a call may take on the slowest rank, by default. Far above any run's time."""
 _STOP_DEADLINE_S: Final = 5.0
 
 
@@ -98,6 +103,22 @@ class Ranks(Closing):
         if not worked:
             raise RankError(f"rank {rank} failed in {method}:\n{value}")
         return value
+
+
+def join_gloo(rank: int, ranks: int, store: str, interface: str) -> None:
+    """Let a rank, which computes with one thread, be one of PyTorch's default group over Gloo.
+
+    Parameters
+    ----------
+    store
+        Path of the file by which the ranks find each other.
+    interface
+        That Gloo uses.
+    """
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    limit = timedelta(seconds=CALL_DEADLINE_S)
+    dist.init_process_group("gloo", store=FileStore(store, ranks), rank=rank, world_size=ranks, timeout=limit)
 
 
 def _serve(channel: Connection, rank: int, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from dlcp.bench.learning_tasks import TASKS, LabelledData, LearningTask, text_digest
 from dlcp.collectives.deferral import STEP_PART, Deferral
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.reduction_rules import average
@@ -31,6 +30,7 @@ from dlcp.magnitudes import packet_magnitudes
 from dlcp.slow_ports import REFRESH_STEPS, share_to_defer
 from dlcp.tags import PacketTags, Segment, Tagger, layers_in_order
 from dlcp.transport import LossBound
+from tests.bench.learning_tasks import TASKS, LabelledData, LearningTask, text_digest
 
 EMULATED_RANKS: Final = 4
 _SLOW: Final = EMULATED_RANKS - 1

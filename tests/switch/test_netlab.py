@@ -74,7 +74,7 @@ def test_unknown_congestion_control_is_refused_with_those_there_are(namespaces):
 
 def test_nothing_survives_a_crash(namespaces):
     program = (
-        "import os\nfrom dlcp.namespace import StarNetwork\nnetwork = StarNetwork(1)\n"
+        "import os\nfrom dlcp.netlab import StarNetwork\nnetwork = StarNetwork(1)\n"
         "print(os.readlink(network.switch.path), flush=True)\nos.kill(os.getpid(), 9)"
     )
     crashed = subprocess.run(
@@ -100,8 +100,8 @@ def test_a_user_namespace_is_root_enough(namespaces):
     if subprocess.run([*powerless, "unshare", "--user", "--map-root-user", "true"], check=False).returncode:
         pytest.skip("user namespaces are not allowed here")
     program = (
-        "from dlcp import namespace\nprint(namespace.available()[0])\nnamespace.become_root()\n"
-        "with namespace.StarNetwork(2) as network:\n"
+        "from dlcp import netlab\nprint(netlab.available()[0])\nnetlab.become_root()\n"
+        "with netlab.StarNetwork(2) as network:\n"
         "    print(network.hosts[1].namespace.run(['id', '-u'], capture_output=True, text=True).stdout)"
     )
     run = subprocess.run(
@@ -117,3 +117,27 @@ def test_error_names_the_command(namespaces):
         pytest.raises(namespaces.NamespaceError, match=r"switch: ip link set ghost"),
     ):
         network.switch.ip("link set ghost up")
+
+
+def test_a_named_namespace_is_entered_and_its_processes_end_with_it(namespaces):
+    named = namespaces.NamedNamespace(f"dlcp-test-{os.getpid()}")
+    holder = namespaces.Namespace("holder")
+    process = holder.popen(["sleep", "600"])
+    try:
+        named.attach(process.pid)
+    except namespaces.NamespaceError as error:
+        process.kill()
+        process.wait()
+        pytest.skip(f"needs named namespaces: {error}")
+    try:
+        named.prepare()
+        named.link("one", named, "two", mtu_bytes=1400)
+        assert "mtu 1400" in named.run(["ip", "-o", "link", "show", "two"], capture_output=True, text=True).stdout
+        assert named.pids() == [process.pid]
+        assert named.clear() == 1
+    finally:
+        process.kill()
+        process.wait()
+        named.remove()
+        holder.close()
+    assert not named.exists

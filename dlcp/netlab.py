@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anonymous network namespaces: hosts with their own interfaces on one machine.
+"""Emulated networks on one machine: hosts, switches and routers in network namespaces, joined by veth pairs.
 
-A namespace lives as long as this process holds its file descriptor, or a process runs or a socket is open in it. So
-nothing is left behind, not even after a crash. The machine's own network is never touched: the switch's ends of the
-links are in a namespace of their own.
-
-Creating a namespace requires root, or root in a user namespace (:func:`become_root`).
+The machine's own network is never touched: both ends of every link are in namespaces. Creating one requires root, or
+root in a user namespace (:func:`become_root`).
 """
 
 import array
@@ -13,13 +10,18 @@ import ctypes
 import fcntl
 import os
 import shutil
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -44,7 +46,13 @@ OFFLOADS: Final = (
 )
 """Name prefixes of the interface features to turn off: with them, frames may lack checksums or be merged."""
 
+END_DEADLINE_S: Final = 5.0
+"""Time for the processes of a namespace to end after a signal."""
+
 _T = TypeVar("_T")
+_NAMED: Final = Path("/run/netns")
+"""iproute2's folder of named namespaces."""
+_POLL_S: Final = 0.05
 _CLONE_NEWNET: Final = 0x40000000
 _SIOCETHTOOL: Final = 0x8946
 _ETHTOOL_GSSET_INFO, _ETHTOOL_GSTRINGS, _ETHTOOL_GFEATURES, _ETHTOOL_SFEATURES = 0x37, 0x1B, 0x3A, 0x3B
@@ -57,43 +65,37 @@ class NamespaceError(RuntimeError):
     """A namespace or a link could not be created; the message says what was tried and what to do."""
 
 
-class Namespace:
-    """One network namespace, with its loopback interface up and IPv6 off.
+class NetworkNamespace(ABC):
+    """A network namespace, and the programs that configure it.
 
     Parameters
     ----------
     name
-        For messages only.
+        For messages.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._fd = _in_thread(_new_namespace_fd)
-        try:
-            self.call(_prepare)
-        except BaseException:
-            self.close()
-            raise
 
     @property
+    @abstractmethod
     def path(self) -> str:
-        """A path to the namespace while this object lives, for ``ip ... netns PATH`` or ``nsenter --net=PATH``."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
+        """A path to the namespace, for ``ip ... netns PATH`` or ``nsenter --net=PATH``."""
 
     def call(self, function: Callable[[], _T]) -> _T:
         """Call a function in a thread in this namespace. Sockets that it opens stay in the namespace."""
 
         def enter_and_call() -> _T:
-            _set_namespace(self._fd)
+            enter(self.path)
             return function()
 
         return _in_thread(enter_and_call)
 
-    def popen(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    def popen(self, argv: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
         """Start a process in this namespace; options as for ``subprocess.Popen``."""
         return self.call(lambda: subprocess.Popen(argv, **options))
 
-    def run(self, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+    def run(self, argv: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[Any]":
         """Run a process in this namespace and wait for it; options as for ``subprocess.run``."""
         return self.call(lambda: subprocess.run(argv, check=False, **options))
 
@@ -125,11 +127,152 @@ class Namespace:
         """Set a parameter of this namespace by its path below ``/proc/sys``, such as ``net/ipv4/ip_forward``."""
         self.call(lambda: Path("/proc/sys", name).write_text(value, encoding="ascii"))
 
+    def prepare(self) -> None:
+        """Bring the loopback interface up, and turn IPv6 off on all interfaces, also on those to come."""
+        self.call(_prepare)
+
+    def turn_off_offloads(self, interface: str) -> None:
+        """Turn off the offloads of an interface, which would let frames lack checksums or be merged.
+
+        Raises
+        ------
+        NamespaceError
+            The kernel refused.
+        """
+        self.call(partial(_turn_off_offloads, interface))
+
+    def limit_rate(self, interface: str, rate_bps: int, *, burst_bytes: int, limit_bytes: int) -> None:
+        """Limit what an interface sends to ``rate_bps``, counted in Ethernet frames, by a token bucket (``tbf``).
+
+        Parameters
+        ----------
+        burst_bytes
+            Largest burst after a pause.
+        limit_bytes
+            What may wait; more is dropped.
+
+        Raises
+        ------
+        NamespaceError
+            The kernel has no token bucket filter.
+        """
+        bucket = ("rate", f"{rate_bps}bit", "burst", str(burst_bytes), "limit", str(limit_bytes))
+        self.tc("qdisc", "replace", "dev", interface, "root", "tbf", *bucket)
+
+    def link(
+        self,
+        interface: str,
+        peer: "NetworkNamespace",
+        peer_interface: str,
+        *,
+        mtu_bytes: int = MTU_BYTES,
+        peer_mac: str = "",
+        offloads: bool = False,
+    ) -> None:
+        """Create a link to an interface of another namespace, and bring this end up.
+
+        Parameters
+        ----------
+        peer_mac
+            Address of the other end; the kernel's choice if empty.
+        offloads
+            Leave the offloads of both ends on.
+        """
+        address = f" address {peer_mac}" if peer_mac else ""
+        self.ip(
+            f"link add {interface} mtu {mtu_bytes} type veth peer name {peer_interface} mtu {mtu_bytes}{address} "
+            f"netns {peer.path}",
+            f"link set {interface} up",
+        )
+        if not offloads:
+            self.turn_off_offloads(interface)
+            peer.turn_off_offloads(peer_interface)
+
+
+class Namespace(NetworkNamespace):
+    """A new anonymous namespace, with its loopback interface up and IPv6 off.
+
+    It lives as long as this process holds its file descriptor, or a process runs or a socket is open in it. So nothing
+    is left behind, not even after a crash.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._fd = _in_thread(_new_namespace_fd)
+        try:
+            self.prepare()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> str:
+        """A path to the namespace while this object lives."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
     def close(self) -> None:
         """Release the namespace."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class NamedNamespace(NetworkNamespace):
+    """A namespace by its name, as ``ip netns list`` shows it.
+
+    The name keeps the namespace alive, so that the processes in it can be found and ended, even after a crash.
+    """
+
+    @property
+    def path(self) -> str:
+        """The file that represents it."""
+        return str(_NAMED / self.name)
+
+    @property
+    def exists(self) -> bool:
+        """Whether a namespace of this name exists."""
+        return Path(self.path).exists()
+
+    def attach(self, pid: int) -> None:
+        """Give this name to the namespace of a process.
+
+        Raises
+        ------
+        NamespaceError
+            The name is taken, or this system does not allow named namespaces.
+        """
+        _netns("attach", self.name, str(pid))
+
+    def pids(self) -> list[int]:
+        """Return the ids of the processes in this namespace."""
+        return [int(pid) for pid in _netns("pids", self.name).split()] if self.exists else []
+
+    def clear(self) -> int:
+        """End all processes in this namespace, first with SIGTERM, then with SIGKILL; return how many there were.
+
+        Raises
+        ------
+        NamespaceError
+            A process does not end.
+        """
+        began = self.pids()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for pid in self.pids():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            give_up_s = time.monotonic() + END_DEADLINE_S
+            while self.pids() and time.monotonic() < give_up_s:
+                time.sleep(_POLL_S)
+        left = self.pids()
+        if left:
+            raise NamespaceError(f"namespace {self.name}: processes {left} do not end: they are blocked in the kernel")
+        return len(began)
+
+    def remove(self) -> None:
+        """End its processes, and delete it with its interfaces."""
+        if self.exists:
+            self.clear()
+            _netns("delete", self.name)
 
 
 @dataclass(frozen=True)
@@ -196,11 +339,7 @@ class StarNetwork(Closing):
         number = index + 1
         address, mac, interface = f"10.0.0.{number}", f"02:00:00:00:00:{number:02x}", f"port{number}"
         namespace = self._namespace(f"host {index}")
-        self.switch.ip(
-            f"link add {interface} mtu {mtu_bytes} type veth peer name {HOST_INTERFACE} mtu {mtu_bytes} "
-            f"address {mac} netns {namespace.path}",
-            f"link set {interface} up",
-        )
+        self.switch.link(interface, namespace, HOST_INTERFACE, mtu_bytes=mtu_bytes, peer_mac=mac)
         # The route sets the congestion control: a namespace's sysctl accepts only the algorithms that the machine's
         # administrator allows to all users (tcp_allowed_congestion_control), which may exclude cubic.
         namespace.ip(
@@ -208,8 +347,6 @@ class StarNetwork(Closing):
             f"link set {HOST_INTERFACE} up",
             f"route add 10.0.0.0/24 dev {HOST_INTERFACE} src {address} congctl {congestion_control}",
         )
-        self.switch.call(lambda: turn_off_offloads(interface))
-        namespace.call(lambda: turn_off_offloads(HOST_INTERFACE))
         return NetworkHost(index, number, address, mac, namespace, interface)
 
     def _introduce(self, host: NetworkHost) -> None:
@@ -286,19 +423,18 @@ def check_congestion_control(name: str) -> None:
     NamespaceError
         The kernel lacks it; the message lists the available ones.
     """
-    known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text(encoding="ascii").split()
+    known = congestion_controls()
     if name not in known:
         raise NamespaceError(f"this kernel has no TCP congestion control {name!r}; it has {', '.join(known)}")
 
 
-def turn_off_offloads(interface: str) -> None:
-    """Turn off the offloads of an interface of the caller's namespace.
+def congestion_controls() -> list[str]:
+    """Return the TCP congestion controls of this kernel."""
+    return Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text(encoding="ascii").split()
 
-    Raises
-    ------
-    NamespaceError
-        The kernel refused.
-    """
+
+def _turn_off_offloads(interface: str) -> None:
+    """Turn off the offloads of an interface of the caller's namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             names = _feature_names(sock, interface)
@@ -340,6 +476,14 @@ def _ethtool(sock: socket.socket, interface: str, request: bytearray) -> None:
     address, _ = buffer.buffer_info()
     fcntl.ioctl(sock.fileno(), _SIOCETHTOOL, struct.pack("16sP16x", interface.encode(), address))
     request[:] = buffer.tobytes()
+
+
+def _netns(*words: str) -> str:
+    """Run ``ip netns`` and return its output."""
+    done = subprocess.run(["ip", "netns", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NamespaceError(f"ip netns {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def _prepare() -> None:

@@ -6,16 +6,16 @@ computes for that, to encode its own and to decode one result; where contents ar
 """
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.bench.results import BenchResult, Samples, interleave, median, result
+from dlcp.bench.results import BenchResult, median, result
 from dlcp.compress import Compressor, Occasion, make_compressor
 from dlcp.tags import Layer, Segment
+from tests.bench.harness import Benchmark, Turns
 
 TRIED: Final = (
     *("fp16", "bf16", "topk:0.01", "randomk:0.01", "qsgd:4", "qsgd:8", "terngrad", "signsgd", "efsignsgd"),
@@ -26,13 +26,8 @@ _LAYERS: Final = 4
 """Four layers of 512 x 512 values, 4 MB in all."""
 
 
-def measure(*, rounds: int = 7, warm_up: int = 1, progress: Callable[[str], None] | None = None) -> list[BenchResult]:
+def measure(turns: Turns) -> list[BenchResult]:
     """Compress and decompress a bucket of about a million values.
-
-    Parameters
-    ----------
-    rounds, warm_up, progress
-        See :func:`dlcp.bench.results.interleave`.
 
     Returns
     -------
@@ -53,18 +48,16 @@ def measure(*, rounds: int = 7, warm_up: int = 1, progress: Callable[[str], None
         errors[name] = float(np.sum((values - decoded) ** 2) / np.sum(values**2))
         return sent
 
-    samples: Samples = interleave(
-        {name: partial(run, name) for name in TRIED}, rounds=rounds, warm_up=warm_up, progress=progress
-    )
+    samples = turns.take({name: partial(run, name) for name in TRIED})
     return [
         result(
             f"compression.{name}",
             "bytes",
             samples[name],
-            [float(values.nbytes)] * rounds,
+            [float(values.nbytes)] * turns.rounds,
             details={
                 "peer": "float32",
-                "encode_and_decode_ms": round(1e3 * median(seconds[name][warm_up:]), 2),
+                "encode_and_decode_ms": round(1e3 * median(seconds[name][turns.warm_up :]), 2),
                 "clock": "CPU time",
                 "squared_error": round(errors[name], 4),
                 "reduces": compressors[name].reduces,
@@ -105,3 +98,6 @@ def _bucket() -> tuple[NDArray[np.float32], list[Segment]]:
         for number in range(_LAYERS)
     ]
     return np.concatenate(parts), segments
+
+
+BENCHMARK: Final = Benchmark(lambda arguments: measure(arguments.turns), rounds=7)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What deferral and loss cost in accuracy and in steps: five small models, two optimizers, several seeds.
 
-Four emulated ranks average gradients (:mod:`dlcp.bench.emulated_training`). Every step that may defer defers as much as
-it may. That is the worst case: in real training only steps behind a congested port do. Runs of one seed share data,
+Four emulated ranks average gradients (:mod:`tests.bench.emulated_training`). Every step that may defer defers as much
+as it may. That is the worst case: in real training only steps behind a congested port do. Runs of one seed share data,
 initialisation and batches, so what differs between them is due to what was missing. Each is compared with the run of
 its seed that lacked nothing:
 
@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlcp import convergence
-from dlcp.bench.emulated_training import (
+from dlcp.bench.results import BenchError, BenchResult, result, say
+from dlcp.configuration import Range
+from dlcp.suggestion import nearest
+from tests.bench.emulated_training import (
     EMULATED_RANKS,
     OPTIMIZER_MAKERS,
     TEST_EVERY,
@@ -31,15 +34,14 @@ from dlcp.bench.emulated_training import (
     sources_digest,
     train,
 )
-from dlcp.bench.learning_tasks import TASKS
-from dlcp.bench.results import BenchError, BenchResult, result
-from dlcp.suggestion import nearest
+from tests.bench.harness import Benchmark, floats_option, int_option
+from tests.bench.learning_tasks import TASKS
 
 WHOLE: Final = Shortfall()
 _SMOOTH: Final = 3
 """How many tests in a row a loss is the mean of."""
 _TARGET_BY: Final = 1 / 3
-"""In this share of the whole run's steps is the loss that others have to reach. Chosen by us."""
+"""In this share of the whole run's steps is the loss that others have to reach."""
 
 
 class LossCurve:
@@ -145,7 +147,7 @@ def measure(
     losses: Sequence[float],
     length: int = 1,
     curves: Path | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], object] = say,
 ) -> list[BenchResult]:
     """Train what is not in the file of runs yet, and compare.
 
@@ -209,7 +211,7 @@ def measure(
 class _FinishedRuns:
     """The file of runs."""
 
-    def __init__(self, path: Path, length: int, progress: Callable[[str], None] | None) -> None:
+    def __init__(self, path: Path, length: int, progress: Callable[[str], object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         self._path, self._length, self._progress = path, length, progress
@@ -224,8 +226,7 @@ class _FinishedRuns:
         run = train(task, optimizer, shortfall, seed, self._length)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(run)) + "\n")
-        if self._progress:
-            self._progress(f"{task}, {optimizer}, {shortfall.name}, seed {seed}: {run.accuracy:.2%}")
+        self._progress(f"{task}, {optimizer}, {shortfall.name}, seed {seed}: {run.accuracy:.2%}")
         return run
 
 
@@ -258,11 +259,37 @@ def _curve(family: str, optimizer: str, comparisons: Mapping[Shortfall, Sequence
             failed.append(shortfall.share)
     first = next(iter(comparisons.values()))
     source = (
-        f"Measured with dlcp bench convergence: {', '.join(each.runs[0].task for each in first)}; {optimizer}, "
-        f"{EMULATED_RANKS} ranks, {_WORDS[family]}, in every step. Mean ratio of the steps to the test loss that the "
-        f"run of the same seed without shortfall has after a third of its steps, {len(first[0].runs)} seeds; what "
-        f"never reached it counts with all its steps, three times as many. Standard errors: {', '.join(errors)}."
+        f"Measured with python -m tests.bench convergence: {', '.join(each.runs[0].task for each in first)}; "
+        f"{optimizer}, {EMULATED_RANKS} ranks, {_WORDS[family]}, in every step. Mean ratio of the steps to the test "
+        "loss that the run of the same seed without shortfall has after a third of its steps, "
+        f"{len(first[0].runs)} seeds; what never reached it counts with all its steps, three times as many. Standard "
+        f"errors: {', '.join(errors)}."
     )
     reached = max(share for share, _ in points if share < min(failed, default=1.0))
     name = f"{family}_{optimizer}"
     return {"name": name, "measured": True, "source": source, "points": points, "reached": reached}
+
+
+_SHARES: Final = Range(0.0, 1, below=True)
+BENCHMARK: Final = Benchmark(
+    lambda arguments: measure(
+        **{
+            name: getattr(arguments, name)
+            for name in ("runs", "tasks", "seeds", "ceilings", "losses", "length", "curves")
+        }
+    ),
+    {
+        "--tasks": {"nargs": "+", "metavar": "TASK", "default": list(TASKS), "help": f"(default: {' '.join(TASKS)})"},
+        "--seeds": int_option(5, "runs of each", most=10_000),
+        "--ceilings": floats_option((0.25, 0.5, 0.75), "to defer", _SHARES, "SHARE", nargs="*"),
+        "--losses": floats_option((0.1, 0.3), "to lose", _SHARES, "SHARE", nargs="*"),
+        "--length": int_option(1, "times as many steps", most=10_000),
+        "--runs": {
+            "type": Path,
+            "default": Path("out/convergence.jsonl"),
+            "metavar": "FILE",
+            "help": "of finished runs, which are kept (default: %(default)s)",
+        },
+        "--curves": {"type": Path, "metavar": "FILE", "help": "where to write curves, as dlcp/convergence has them"},
+    },
+)

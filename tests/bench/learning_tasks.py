@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``dlcp bench convergence`` trains: five small models of different kinds, on data that installed packages bring.
+"""What ``convergence`` trains: five small models of different kinds, on data that installed packages bring.
 
 Every task is a classification, so that accuracies in points compare: the share of test samples, or of characters, that
 the model gets right.
@@ -46,7 +46,7 @@ class LearningTask:
     steps, batch
         How many steps to train for, and how many samples each rank has in one.
     rates
-        Learning rates by optimizer, the best of a few for training without deferral. Chosen by us.
+        Learning rates by optimizer, the best of a few for training without deferral.
     """
 
     words: str

@@ -5,40 +5,37 @@ All ways train the same model on the same data in the same processes, some steps
 without any communication shows the head-room.
 """
 
-import os
-import tempfile
+import argparse
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
-from pathlib import Path as File
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import FileStore  # torch.distributed has it too, untyped
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.bench.path import BenchPath, RoutedPath, loopback
-from dlcp.bench.ranks import Ranks
-from dlcp.bench.results import BenchResult, against_best, interleave, median, result, significant
+from dlcp.bench.results import BenchResult, median, result, significant
+from dlcp.commands.common import MBPS, real
 from dlcp.ledger import Ledger
+from dlcp.netlab import become_root
 from dlcp.torch.crossstep import cross_step
 from dlcp.transport.path_mtu import payload_for_mtu
+from tests.bench.harness import MTU, Benchmark, Turns, against_best, int_option, scratch
+from tests.bench.paths import BenchPath, RoutedPath, loopback
+from tests.bench.ranks import Ranks, join_gloo
 
 _BLOCK_STEPS: Final = 5
-"""Steps of one way at a time, so that steps have others of their kind to overlap with. Chosen by us."""
+"""Steps of one way at a time, so that steps have others of their kind to overlap with."""
 _WIDTH: Final = 512
 _DEPTH: Final = 8
 _HEADS: Final = 8
 _SYMBOLS: Final = 256
 _SEQUENCE: Final = 64
-"""Symbols a rank sees in a step: few, since four ranks share few cores. Chosen by us."""
-_TIMEOUT: Final = timedelta(seconds=120)
+"""Symbols a rank sees in a step: few, since four ranks share few cores."""
 
-_NOTHING, _GLOO, _HOOK, _CROSS_STEP = "no communication", "gloo", "dlcp", "dlcp, cross-step"
+_WAYS = _NOTHING, _GLOO, _HOOK, _CROSS_STEP = "no communication", "gloo", "dlcp", "dlcp, cross-step"
 
 
 class ReplicasDifferError(RuntimeError):
@@ -46,6 +43,7 @@ class ReplicasDifferError(RuntimeError):
 
 
 def measure(
+    turns: Turns,
     *,
     ranks: int = 4,
     width: int = _WIDTH,
@@ -53,15 +51,13 @@ def measure(
     mtu_bytes: int = 1500,
     rate_bps: int | None = None,
     shared_memory: bool = True,
-    rounds: int = 9,
-    warm_up: int = 2,
-    seed: int = 1,
-    progress: Callable[[str], None] | None = None,
 ) -> list[BenchResult]:
     """Time steps in all ways, in turns.
 
     Parameters
     ----------
+    turns
+        A round is :data:`_BLOCK_STEPS` steps of each way.
     ranks
         Processes that train together.
     width, depth
@@ -72,8 +68,6 @@ def measure(
         Of every rank's link, through a router and with the kernel's offloads; None: over loopback.
     shared_memory
         Let DLCP's packets go through memory over loopback, as they do by default.
-    rounds, warm_up, seed, progress
-        See :func:`dlcp.bench.results.interleave`; a round is :data:`_BLOCK_STEPS` steps of each way.
 
     Returns
     -------
@@ -92,17 +86,17 @@ def measure(
         path: BenchPath = RoutedPath(ranks, mtu_bytes=mtu_bytes, rate_bps=rate_bps, offloads=True)
     else:
         path = loopback(ranks)
-    with tempfile.TemporaryDirectory(prefix="dlcp-bench-") as folder, path:
+    with scratch() as folder, path:
         hosts = [path.address(rank) for rank in range(ranks)]
         options = dlcp.torch.Options(
             payload_bytes=payload_for_mtu(mtu_bytes),
             shared_memory=shared_memory,
             fallback=False,  # it would show Gloo's figures as DLCP's
         )
-        arguments = [hosts, path.interface, str(File(folder) / "store"), width, depth, options]
+        arguments = [hosts, path.interface, str(folder / "store"), width, depth, options]
         with Ranks(Trainee, arguments, path.namespaces) as trainees:
-            runs = {name: partial(_block_ms, trainees, name) for name in (_NOTHING, _GLOO, _HOOK, _CROSS_STEP)}
-            samples = interleave(runs, rounds=rounds, warm_up=warm_up, seed=seed, progress=progress)
+            runs = {name: partial(_block_ms, trainees, name) for name in _WAYS}
+            samples = turns.take(runs)
             for name in (_GLOO, _HOOK, _CROSS_STEP):
                 if len(set(trainees.call("digest", name))) > 1:
                     raise ReplicasDifferError(f"{name}: after training, ranks have different parameters")
@@ -168,15 +162,27 @@ class LanguageModel(nn.Module):
 class TrainingWay:
     """One way to train: a model of its own, and how its gradients are averaged."""
 
-    optimizer: Any
-    ledger: Ledger | None = None
-
-    def __init__(self, width: int, depth: int) -> None:
+    def __init__(self, name: str, width: int, depth: int, options: dlcp.torch.Options) -> None:
         torch.manual_seed(7)
         self.plain = LanguageModel(width, depth)
-        self.model: nn.Module = self.plain
-        self.optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.01, momentum=0.9)
-        self.steps = 0
+        self.optimizer: Any = torch.optim.SGD(self.plain.parameters(), lr=0.01, momentum=0.9)
+        self.steps = self.local_peers = 0
+        self.ledger: Ledger | None = None
+        self.settle: Callable[[], None] = lambda: None
+        """Returns when all updates are done, which they are unless they may go on in the next step."""
+        self.close: Callable[[], None] = lambda: None
+        if name == _CROSS_STEP:
+            self.model: nn.Module = self.plain
+            self.optimizer = cross_step(self.plain, self.optimizer, options)
+            self.ledger = self.optimizer.traffic.ledger
+            self.settle, self.close = self.optimizer.synchronize, self.optimizer.close
+            return
+        self.model = ddp = DistributedDataParallel(self.plain, gradient_as_bucket_view=True)
+        if name == _NOTHING:
+            ddp.register_comm_hook(None, dlcp.torch.noop_hook)
+        elif name == _HOOK:
+            state = dlcp.torch.enable(ddp, options)
+            self.ledger, self.local_peers, self.close = state.ledger, state.local_peers, state.close
 
     def step(self, rank: int) -> None:
         """Do one step on the next batch, which is the same for all ways."""
@@ -188,61 +194,9 @@ class TrainingWay:
         self.optimizer.step()
         self.steps += 1
 
-    def settle(self) -> None:
-        """Return when all updates are done, which they are unless they may go on in the next step."""
-
-    def close(self) -> None:
-        """Leave the other ranks; nothing to do where the process group is all there is."""
-
-
-class GlooTraining(TrainingWay):
-    """DDP as it is, over Gloo."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__(width, depth)
-        self.model: DistributedDataParallel = DistributedDataParallel(self.plain, gradient_as_bucket_view=True)
-
-
-class LocalTraining(GlooTraining):
-    """DDP without communication: what steps would take if it cost nothing."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__(width, depth)
-        self.model.register_comm_hook(None, dlcp.torch.noop_hook)
-
-
-class HookTraining(GlooTraining):
-    """DDP with DLCP's hook."""
-
-    def __init__(self, width: int, depth: int, options: dlcp.torch.Options) -> None:
-        super().__init__(width, depth)
-        self.state = dlcp.torch.enable(self.model, options)
-        self.ledger = self.state.ledger
-
-    def close(self) -> None:
-        """Leave the other ranks."""
-        self.state.close()
-
-
-class CrossStepTraining(TrainingWay):
-    """DLCP's cross-step scheduling, without DDP."""
-
-    def __init__(self, width: int, depth: int, options: dlcp.torch.Options) -> None:
-        super().__init__(width, depth)
-        self.optimizer = cross_step(self.plain, self.optimizer, options)
-        self.ledger = self.optimizer.traffic.ledger
-
-    def settle(self) -> None:
-        """Return when all updates are done."""
-        self.optimizer.synchronize()
-
-    def close(self) -> None:
-        """Leave the other ranks."""
-        self.optimizer.close()
-
 
 class Trainee:
-    """A rank that trains in all ways; see :class:`dlcp.bench.ranks.Ranks`.
+    """A rank that trains in all ways; see :class:`tests.bench.ranks.Ranks`.
 
     Parameters
     ----------
@@ -268,18 +222,10 @@ class Trainee:
         depth: int,
         options: dlcp.torch.Options,
     ) -> None:
-        torch.set_num_threads(1)
         self.rank = rank
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-        ranks = len(hosts)
-        dist.init_process_group("gloo", store=FileStore(store, ranks), rank=rank, world_size=ranks, timeout=_TIMEOUT)
+        join_gloo(rank, len(hosts), store, interface)
         options = options.with_(bind=f"{hosts[rank]}:0")
-        self.ways: dict[str, TrainingWay] = {
-            _NOTHING: LocalTraining(width, depth),
-            _GLOO: GlooTraining(width, depth),
-            _HOOK: HookTraining(width, depth, options),
-            _CROSS_STEP: CrossStepTraining(width, depth, options),
-        }
+        self.ways = {name: TrainingWay(name, width, depth, options) for name in _WAYS}
 
     def parameters(self) -> int:
         """Return how many parameters the model has."""
@@ -287,9 +233,7 @@ class Trainee:
 
     def local_peers(self) -> int:
         """Return to how many other ranks DLCP's packets go through memory."""
-        hook = self.ways[_HOOK]
-        assert isinstance(hook, HookTraining)
-        return hook.state.local_peers
+        return self.ways[_HOOK].local_peers
 
     def block(self, name: str, steps: int) -> float:
         """Do some steps in one way and return the time for each, in seconds."""
@@ -314,3 +258,31 @@ class Trainee:
         """Leave the other ranks."""
         for way in self.ways.values():
             way.close()
+
+
+def _step(arguments: argparse.Namespace) -> list[BenchResult]:
+    if arguments.rate_mbps:
+        become_root()
+    return measure(
+        arguments.turns,
+        ranks=arguments.ranks,
+        rate_bps=round(arguments.rate_mbps * 1e6) if arguments.rate_mbps else None,
+        mtu_bytes=arguments.mtu,
+        shared_memory=not arguments.sockets,
+    )
+
+
+BENCHMARK: Final = Benchmark(
+    _step,
+    {
+        "--ranks": int_option(4, "that train", least=2, most=10_000),
+        "--rate-mbps": {
+            "type": real(MBPS),
+            "metavar": "RATE",
+            "help": "rate of each link (default: over loopback)",
+        },
+        "--sockets": {"action": "store_true", "help": "over loopback, too (default: through memory there)"},
+        **MTU,
+    },
+    rounds=9,
+)

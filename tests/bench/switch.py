@@ -11,7 +11,6 @@ log where the package is one; it has a thread each for receiving, ingress and se
 threads, so with fewer cores than threads it is at its best with two ports.
 """
 
-import json
 import shutil
 import socket
 import subprocess
@@ -19,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -27,11 +26,12 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.bench.results import BenchError, BenchResult, interleave, median, result, significant
+from dlcp.bench.results import BenchError, BenchResult, median, result, say, significant
 from dlcp.closing import Closing, end
-from dlcp.namespace import NetworkHost, StarNetwork
+from dlcp.netlab import NetworkHost, StarNetwork
 from dlcp.switch import PROGRAM_PATH, PacketPort, SwitchProcess, udp_headers
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE, Header, PacketType
+from tests.bench.harness import Benchmark, Turns
 
 _Rows: TypeAlias = NDArray[np.uint8]
 _Numbers: TypeAlias = NDArray[np.int64]
@@ -41,7 +41,7 @@ FRAME_SIZE: Final = 1042
 NEXT_HOP: Final = "02:00:00:00:01:02"
 """Where the switch is to address frames: not the receiver's own address, so that its kernel ignores them."""
 _TICK_S: Final = 200e-6
-"""At a given rate, what falls due within this time is sent together. Chosen by us: more often costs the generator more
+"""At a given rate, what falls due within this time is sent together. More often costs the generator more
 than the switch, and simple_switch bears longer bursts less well."""
 _BURST_PACKETS_MIN: Final = 4
 _FLOOD_PACKETS: Final = 64
@@ -287,7 +287,7 @@ class MeasuredSwitch:
         return max(self.floods[-1], self.paced[-1])
 
 
-def measure(*, rounds: int, warm_up: int, progress: Callable[[str], None]) -> list[BenchResult]:
+def measure(turns: Turns) -> list[BenchResult]:
     """Measure both switches in turns; without simple_switch on PATH, the built-in one alone.
 
     Raises
@@ -298,15 +298,11 @@ def measure(*, rounds: int, warm_up: int, progress: Callable[[str], None]) -> li
     contenders = {_OURS: MeasuredSwitch(builtin)}
     missing = [name for name in ("simple_switch", "simple_switch_CLI") if shutil.which(name) is None]
     if missing:
-        progress(f"switch.veth: no peer: {' and '.join(missing)} not on PATH; package p4lang-bmv2 has both")
+        say(f"switch.veth: no peer: {' and '.join(missing)} not on PATH; package p4lang-bmv2 has both")
     else:
         contenders[_PEER] = MeasuredSwitch(SimpleSwitch)
-    samples = interleave(
-        {name: contender.measure for name, contender in contenders.items()},
-        rounds=rounds,
-        warm_up=warm_up,
-        progress=progress,
-    )
+    samples = turns.take({name: contender.measure for name, contender in contenders.items()})
+    rounds = turns.rounds
     ours, peer = contenders[_OURS], contenders.get(_PEER)
 
     def rates(name: str, values: list[float], peer_values: list[float] | None, **details: Any) -> BenchResult:
@@ -386,12 +382,12 @@ def builtin(network: StarNetwork) -> Iterator[SwitchProcess]:
             {"table": "ipv4_route", "match": {"ipv4_dst": f"{target.address}/32"}, "group": 1},
         ],
     }
-    with ExitStack() as stack:
-        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-bench-"))) / "entries.json"
-        path.write_text(json.dumps(document), encoding="utf-8")
-        ports = [f"--port={host.port}=packet:{host.switch_interface}" for host in network.hosts]
-        arguments = [*ports, "--entries", str(path), "--depth-packets", str(_DEPTH_PACKETS)]
-        yield stack.enter_context(SwitchProcess(arguments, namespace=network.switch, counters_every_s=1.0))
+    ports = [f"--port={host.port}=packet:{host.switch_interface}" for host in network.hosts]
+    arguments = [*ports, "--depth-packets", str(_DEPTH_PACKETS)]
+    with SwitchProcess(
+        arguments, namespace=network.switch, documents={"--entries": document}, counters_every_s=1.0
+    ) as switch:
+        yield switch
 
 
 class SimpleSwitchError(BenchError):
@@ -476,3 +472,6 @@ def _commands(hosts: list[NetworkHost]) -> list[str]:
         *(f"table_add DlcpIngress.trust.port_trust DlcpIngress.trust.trust {host.port} =>" for host in hosts),
         f"table_indirect_add_with_group DlcpIngress.route.ipv4_route {target.address}/32 => 0",
     ]
+
+
+BENCHMARK: Final = Benchmark(lambda arguments: measure(arguments.turns), rounds=7, root=True)

@@ -9,6 +9,7 @@ Rates are per second of the processor's time, for neither side waits for anythin
 (``pip install ns.py``).
 """
 
+import argparse
 import importlib
 import importlib.util
 import multiprocessing
@@ -16,17 +17,19 @@ import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import simpy
 
-from dlcp.bench.results import BenchResult, interleave, result, say
+from dlcp.bench.results import BenchResult, result, say
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
 from dlcp.sim.graph import GraphBuilder
 from dlcp.sim.packet_engine import EngineCounter
 from dlcp.sim.switches import SwitchSpec
 from dlcp.sim.topology import LeafSpine, LinkSpec, Star
 from dlcp.sim.transports import DctcpTransport, DlcpTransport, NewRenoTransport
+from tests.bench.harness import Benchmark, int_option
 
 SERVERS = tuple(range(0, 64, 8))
 
@@ -124,31 +127,34 @@ def measure_ring(ranks: int, size_bytes: int) -> tuple[float, dict[str, float]]:
     return seconds, details
 
 
-def measure(*, rounds: int, size_bytes: int = 25_000_000, ranks: int = 1024, packets: int = 2000) -> list[BenchResult]:
-    """Measure all three.
-
-    Parameters
-    ----------
-    rounds
-        That count.
-    size_bytes
-        What each worker or rank exchanges.
-    packets
-        Of each of the eight flows, in ns.py; the kernel gets fifty times as many.
-    """
+def measure(arguments: argparse.Namespace) -> list[BenchResult]:
+    """Measure all three; the kernel gets fifty times as many packets as ns.py."""
+    turns = replace(arguments.turns, warm_up=1)
     hops_per_s(parameter_server(100_000))  # compiles
-    contenders: dict[str, Callable[[], float]] = {"ours": lambda: ours_beside_nspy(packets * 50)}
+    contenders: dict[str, Callable[[], float]] = {"ours": lambda: ours_beside_nspy(arguments.packets * 50)}
     if importlib.util.find_spec("ns") is not None:
-        contenders["ns.py"] = lambda: nspy(packets)
+        contenders["ns.py"] = lambda: nspy(arguments.packets)
     else:
         say("ns.py is not installed: pip install ns.py")
-    samples = interleave(contenders, rounds=rounds, warm_up=1, progress=say)
-    scenario = parameter_server(size_bytes)
-    rates = interleave({"ours": lambda: hops_per_s(scenario)}, rounds=rounds, warm_up=0, progress=say)["ours"]
+    samples = turns.take(contenders)
+    scenario = parameter_server(arguments.bytes)
+    rates = replace(turns, warm_up=0).take({"ours": lambda: hops_per_s(scenario)})["ours"]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
-        seconds, details = alone.submit(measure_ring, ranks, size_bytes).result()
+        seconds, details = alone.submit(measure_ring, arguments.ranks, arguments.bytes).result()
     return [
         result("sim.ps64", "packet-hops/s", rates, smaller_is_better=False),
         result("sim.ring1024", "s", [seconds], details=details),
         result("sim.nspy", "packet-hops/s", samples["ours"], samples.get("ns.py"), smaller_is_better=False),
     ]
+
+
+BENCHMARK = Benchmark(
+    measure,
+    {
+        "--bytes": int_option(25_000_000, "of each worker or rank"),
+        "--ranks": int_option(1024, "of the ring", least=2, most=10_000),
+        "--packets": int_option(2000, "of each flow, beside ns.py"),
+    },
+    rounds=3,
+    warm_up=None,
+)

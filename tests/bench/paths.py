@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies between the ranks of a benchmark: loopback, a veth pair, or a router that loses packets at random.
+"""What lies between the ranks of a benchmark: loopback, a veth pair, a router, a switch with long queues, or a fabric.
 
 Every path but the plain loopback is made of network namespaces, which vanish with this process. TCP's congestion
 control is chosen by address: each host has one for every control that is compared, and routes say which to use.
 """
 
-import random
 import re
-import subprocess
-import threading
-import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path as File
-from types import TracebackType
 from typing import Final
 
-from dlcp.namespace import Namespace, NamespaceError, turn_off_offloads
+from dlcp.closing import Closing
+from dlcp.netlab import Namespace, NamespaceError, congestion_controls
+from dlcp.switch import SwitchProcess
 
 _CONGESTION_CONTROLS: Final = ("cubic", "bbr")
 """What TCP is measured with where the kernel has it: Linux's default, and the one that bears random loss best."""
@@ -31,20 +27,28 @@ _TCP_ADDRESS: Final = 10
 """The last byte of the first address for TCP; that for DLCP is ``_OWN_ADDRESS``."""
 _OWN_ADDRESS: Final = 2
 QUEUE_S: Final = 0.01
-"""How long a full queue before a slow link takes to drain. Chosen by us: at 1 Gbit/s, a switch's share of a few MB."""
+"""How long a full queue before a slow link takes to drain. at 1 Gbit/s, a switch's share of a few MB."""
 LINK_BURST_BYTES: Final = 128 << 10
-"""What a slow link may send at once. Chosen by us: two of a kernel's bursts, for one is taken apart if it is all."""
-
-_OUTAGE_S: Final = (0.005, 0.05)
-"""The shortest and the longest time that a link is gone."""
-_OUTAGES_PER_S: Final = 1.0
+"""What a slow link may send at once. two of a kernel's bursts, for one is taken apart if it is all."""
+DEPTH_MIN_PACKETS: Final = 8
+"""What any buffer of a :class:`DelayedPath` holds: a host sends as many at once."""
+FRAME_BYTES: Final = 1514
+PAYLOAD_BYTES: Final = 1440
+"""Of a frame, in DLCP's packets: the share of the rate is that of the frames that these need."""
+_SWITCH_MAC: Final = "02:00:00:00:00:fe"
+SPINES: Final = 4
+SLOW_SHARE: Final = 0.1
+"""What the slow spine has of the others' rate."""
+LOSSY_SHARE: Final = 0.05
+"""What the lossy spine loses."""
+_SPINE_BURST_BYTES: Final = 16 << 10
+"""What a spine's link may send at once: a few packets, or it would be no slow link."""
 
 # Classic BPF: load a random word, drop (2, TC_ACT_SHOT) if it is below a threshold, else pass (0, TC_ACT_OK).
 DROP_AT_RANDOM: Final = "4,32 0 0 4294963256,53 1 0 {threshold},6 0 0 2,6 0 0 0"
-_DROP_ALL: Final = "1,6 0 0 2"
 
 
-class BenchPath:
+class BenchPath(Closing):
     """The machine's own loopback: needs no privilege, and takes TCP's congestion control as it is.
 
     Parameters
@@ -61,12 +65,8 @@ class BenchPath:
         self.namespaces: list[str | None] = [None] * ranks
         self._stack = ExitStack()
 
-    def __enter__(self) -> "BenchPath":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Take the path down."""
         self._stack.close()
 
     @property
@@ -119,7 +119,7 @@ class NamespaceLoopback(BenchPath):
         return f"127.0.0.{_TCP_ADDRESS + self.controls.index(control)}"
 
 
-class BenchHosts(BenchPath, ABC):
+class BenchHosts(BenchPath):
     """Hosts with namespaces of their own: rank k has 10.0.k.2 for DLCP, and 10.0.k.10 and up for TCP."""
 
     interface = "eth0"
@@ -178,8 +178,7 @@ class VethPair(BenchHosts):
 
     def _link(self) -> None:
         first, second = self.hosts
-        mtu = f"mtu {self.mtu_bytes}"
-        first.ip(f"link add eth0 {mtu} type veth peer name eth0 {mtu} netns {second.path}")
+        first.link("eth0", second, "eth0", mtu_bytes=self.mtu_bytes, offloads=True)
         for rank, host in enumerate(self.hosts):
             host.ip(*self._addresses(rank), *self._routes(rank, 1 - rank, "dev eth0"))
 
@@ -222,7 +221,7 @@ class RoutedPath(BenchHosts):
         if not 0 <= loss < 1:
             raise ValueError(f"loss must lie in [0, 1), got {loss}")
         if loss and offloads:
-            raise ValueError("with offloads, a burst would be lost whole: leave out either")
+            raise ValueError("random loss drops whole bursts where there are offloads; disable one of the two")
         self.loss, self.rate_bps, self.slowest_bps, self.offloads = loss, rate_bps, slowest_bps, offloads
         super().__init__(ranks, mtu_bytes)
 
@@ -242,14 +241,10 @@ class RoutedPath(BenchHosts):
     def _link(self) -> None:
         self.router = self._namespace("router")
         self.router.sysctl("net/ipv4/ip_forward", "1")
-        mtu = f"mtu {self.mtu_bytes}"
         for rank, host in enumerate(self.hosts):
             port, gateway = f"port{rank}", f"10.0.{rank}.1"
-            self.router.ip(
-                f"link add {port} {mtu} type veth peer name eth0 {mtu} netns {host.path}",
-                f"addr add {gateway}/24 dev {port}",
-                f"link set {port} up",
-            )
+            self.router.link(port, host, "eth0", mtu_bytes=self.mtu_bytes, offloads=self.offloads)
+            self.router.ip(f"addr add {gateway}/24 dev {port}")
             way = f"via {gateway} dev eth0"
             others = [peer for peer in range(len(self.hosts)) if peer != rank]
             host.ip(
@@ -257,65 +252,159 @@ class RoutedPath(BenchHosts):
                 f"route add {gateway} dev eth0",
                 *(command for peer in others for command in self._routes(rank, peer, way)),
             )
-            if not self.offloads:
-                self.router.call(partial(turn_off_offloads, port))
-                host.call(partial(turn_off_offloads, "eth0"))
             drop_at_random(self.router, port, self.loss)
             is_last = rank == len(self.hosts) - 1
             rate_bps = self.slowest_bps if is_last and self.slowest_bps else self.rate_bps
             if rate_bps:
-                burst = str(LINK_BURST_BYTES)
-                shaper = ["tbf", "rate", f"{rate_bps}bit", "burst", burst, "latency", f"{QUEUE_S}s"]
-                self.router.tc("qdisc", "add", "dev", port, "root", *shaper)
+                waiting = round(rate_bps * QUEUE_S / 8)
+                self.router.limit_rate(
+                    port, rate_bps, burst_bytes=LINK_BURST_BYTES, limit_bytes=waiting + LINK_BURST_BYTES
+                )
 
 
-class LinkOutages:
-    """Lets the links of a path be gone for 5 to 50 ms, one of them about once a second, while it is entered.
-
-    Packets vanish in both directions, as where a cable or a switch's port fails and hosts do not see it.
+class DelayedPath(BenchHosts):
+    """Hosts at the built-in switch, with a FIFO queue and half the delay in each direction.
 
     Parameters
     ----------
-    path
-        Whose router loses the packets.
-    seed
-        Of times, lengths and links.
+    rate_bps, rtt_s
+        Of every port, and of the idle path.
+    buffer
+        What a port's queue holds, in bandwidth-delay products.
+    ranks
+        Number of hosts.
+    loss
+        The probability that a packet is lost at random on its way to a host, 0 to 1.
     """
 
-    def __init__(self, path: RoutedPath, seed: int) -> None:
-        self._path, self._seed = path, seed
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.seconds = 0.0
-        """For how long links were gone so far."""
+    def __init__(self, rate_bps: int, rtt_s: float, buffer: float, ranks: int = 2, loss: float = 0.0) -> None:
+        if not 0 <= loss < 1:
+            raise ValueError(f"loss must lie in [0, 1), got {loss}")
+        self.rate_bps, self.rtt_s, self.loss = rate_bps, rtt_s, loss
+        self.depth_packets = max(DEPTH_MIN_PACKETS, round(buffer * rate_bps * rtt_s / 8 / FRAME_BYTES))
+        super().__init__(ranks, 1500)
 
-    def __enter__(self) -> "LinkOutages":
-        # One process for all commands: to start one would take as long as a short outage.
-        self._tc: subprocess.Popen[str] = self._path.router.popen(
-            ["tc", "-batch", "-"], stdin=subprocess.PIPE, text=True, bufsize=1
+    @property
+    def words(self) -> str:
+        """What the path is, in words."""
+        rate, rtt = self.rate_bps / 1e6, self.rtt_s * 1e3
+        lost = f", {self.loss:.1%} random loss" if self.loss else ""
+        return f"switch with {rate:g} Mbit/s, round trip {rtt:g} ms, queue of {self.depth_packets} packets{lost}"
+
+    def busy(self) -> float:
+        """Return the share of its time that the switch computed, which must not be what bounds the rate."""
+        return float(self._process.snapshot()["busy"])
+
+    def dropped(self) -> tuple[int, int]:
+        """Return how many packets have left the switch, and how many were lost at random; not what a queue drops."""
+        ports = self._process.snapshot()["ports"]
+        passed = sum(queue["transmitted"] for port in ports for queue in port["queues"])
+        return passed, sum(drops_at_random(host)[1] for host in self.hosts) if self.loss else 0
+
+    def _link(self) -> None:
+        switch = Namespace("switch")
+        self._stack.callback(switch.close)
+        members, entries = [], []
+        for rank, host in enumerate(self.hosts):
+            port, mac = f"port{rank}", f"02:00:00:00:00:{rank + 1:02x}"
+            switch.link(port, host, "eth0", peer_mac=mac)
+            others = [peer for peer in range(len(self.hosts)) if peer != rank]
+            everyone = [self.address(peer) for peer in others]
+            everyone += [self.tcp_address(peer, name) for peer in others for name in self.controls]
+            host.ip(
+                *self._addresses(rank),
+                *(command for peer in others for command in self._routes(rank, peer, "dev eth0")),
+                *(f"neigh add {address} lladdr {_SWITCH_MAC} dev eth0 nud permanent" for address in everyone),
+            )
+            if self.loss:
+                # At the hosts: the switch's packet sockets see packets before a filter of its ports would.
+                drop_at_random(host, "eth0", self.loss)
+            members.append({"id": rank + 1, "action": "to_next_hop", "params": {"port": rank + 1, "mac": mac}})
+            entries.append({"table": "ipv4_route", "match": {"ipv4_dst": f"10.0.{rank}.0/24"}, "group": rank + 1})
+        groups = [{"id": member["id"], "members": [member["id"]]} for member in members]
+        queueing = {"rate_bps": self.rate_bps, "depth_packets": self.depth_packets, "delay_s": self.rtt_s / 2}
+        document = {
+            "profiles": [{"profile": "route_selector", "members": members, "groups": groups}],
+            "entries": entries,
+            "ports": {str(rank + 1): queueing for rank in range(len(self.hosts))},
+        }
+        ports = [f"--port={rank + 1}=packet:port{rank}" for rank in range(len(self.hosts))]
+        self._process = self._stack.enter_context(
+            SwitchProcess(ports, namespace=switch, documents={"--entries": document})
         )
-        self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self._tc.communicate()
 
-    def _run(self) -> None:
-        draw = random.Random(self._seed)
-        while not self._over.wait(draw.uniform(0.5, 1.5) / _OUTAGES_PER_S):
-            rank, length_s = draw.randrange(len(self._path.hosts)), draw.uniform(*_OUTAGE_S)
-            began_s = time.monotonic()
-            self._command(rank, "add", f"protocol ip bpf da bytecode '{_DROP_ALL}'")
-            self._over.wait(length_s)
-            self._command(rank, "del", "")
-            self.seconds += time.monotonic() - began_s
+class SpineFabric(BenchHosts):
+    """Two hosts, each with a link to each of four spines; offloads are off.
 
-    def _command(self, rank: int, what: str, program: str) -> None:
-        assert self._tc.stdin
-        for way in ("ingress", "egress"):
-            self._tc.stdin.write(f"filter {what} dev port{rank} {way} pref 1 {program}\n")
+    Parameters
+    ----------
+    rate_bps
+        Of every link from a spine to a host, behind a queue that takes :data:`QUEUE_S` to drain.
+    slow, lossy
+        Whether the last spine has :data:`SLOW_SHARE` of that rate behind as large a queue; whether it loses
+        :data:`LOSSY_SHARE` of all packets.
+    """
+
+    interface = "lo"
+
+    def __init__(self, rate_bps: int, *, slow: bool = False, lossy: bool = False) -> None:
+        self.rate_bps, self.slow, self.lossy = rate_bps, slow, lossy
+        self.spines: list[Namespace] = []
+        super().__init__(2, 1500)
+
+    @property
+    def words(self) -> str:
+        """What the fabric is, in words."""
+        odd = (f", one of {SLOW_SHARE:.0%} of that" if self.slow else "") + (
+            f", one with {LOSSY_SHARE:.0%} random loss" if self.lossy else ""
+        )
+        return f"ECMP over {SPINES} spines of {self.rate_bps / 1e6:g} Mbit/s{odd}"
+
+    @property
+    def allowed_bps(self) -> float:
+        """What the good spines carry together, in bit/s of messages."""
+        return self.rate_bps * (SPINES - (self.slow or self.lossy)) * PAYLOAD_BYTES / FRAME_BYTES
+
+    def carried(self) -> list[int]:
+        """Return how many packets each spine has received so far."""
+        return [spine.call(_received_packets) for spine in self.spines]
+
+    def _link(self) -> None:
+        for rank, host in enumerate(self.hosts):
+            host.sysctl("net/ipv4/fib_multipath_hash_policy", "1")
+            everyone = [self.address(rank), *(self.tcp_address(rank, control) for control in self.controls)]
+            host.ip(*(f"addr add {address}/32 dev lo" for address in everyone))
+        self.spines = [self._namespace(f"spine {number}") for number in range(SPINES)]
+        for number, spine in enumerate(self.spines):
+            spine.sysctl("net/ipv4/ip_forward", "1")
+            for rank, host in enumerate(self.hosts):
+                self._join(spine, number, rank, host)
+        for rank, host in enumerate(self.hosts):
+            ways = " ".join(f"nexthop via 10.8.{number}.1 dev up{number} onlink" for number in range(SPINES))
+            # Metrics stand before the first hop.
+            host.ip(*(self._spread(command, ways) for command in self._routes(rank, 1 - rank, "WAYS")))
+
+    @staticmethod
+    def _spread(command: str, ways: str) -> str:
+        return f"{command.replace(' WAYS', '')} {ways}"
+
+    def _join(self, spine: Namespace, number: int, rank: int, host: Namespace) -> None:
+        port, up = f"port{rank}", f"up{number}"
+        spine.link(port, host, up)
+        host.ip(f"link set {up} up")
+        spine.ip(f"addr add 10.8.{number}.1/32 dev {port}", f"route add 10.0.{rank}.0/24 dev {port}")
+        odd = number == SPINES - 1
+        if odd and self.lossy:
+            drop_at_random(spine, port, LOSSY_SHARE)
+        rate_bps = round(self.rate_bps * (SLOW_SHARE if odd and self.slow else 1))
+        limit = round(self.rate_bps * QUEUE_S / 8) + _SPINE_BURST_BYTES
+        spine.limit_rate(port, rate_bps, burst_bytes=_SPINE_BURST_BYTES, limit_bytes=limit)
+
+
+def _received_packets() -> int:
+    lines = File("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines()
+    return sum(int(line.split(":")[1].split()[1]) for line in lines if line.strip().startswith("port"))
 
 
 def drop_at_random(namespace: Namespace, interface: str, loss: float) -> None:
@@ -344,7 +433,7 @@ def loopback(ranks: int) -> BenchPath:
 
 def known_controls() -> tuple[str, ...]:
     """Return which of :data:`_CONGESTION_CONTROLS` this kernel has."""
-    known = File("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text(encoding="ascii").split()
+    known = congestion_controls()
     return tuple(control for control in _CONGESTION_CONTROLS if control in known)
 
 
