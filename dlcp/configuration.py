@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read options from arguments, the environment (``DLCP_*``), a file, and the defaults, in this order of precedence.
+"""Read options from the environment (``DLCP_*``), a file, and the defaults, in this order of precedence.
 
 The file is the one that ``DLCP_CONFIG`` names, else ``dlcp.toml`` in the working directory, if it exists. It is TOML,
 with one line for each option: ``loss_bound = 0.05``.
 
-The allowed values of an option are declared with its field, as ``Annotated[float, Range(0, 1)]`` or
-``Annotated[str, HostPort()]``. :func:`check` validates an instance. :func:`settings` and :func:`parse` validate text,
-and their errors name the variable, file or flag.
+Each field declares its option completely: ``Annotated[float, Range(0, 1), Unit("s"), Trait.AGREED]``. What is known of
+an option follows from that (:class:`Option`). :func:`check` validates an instance. :func:`settings` and :func:`parse`
+validate text, and their errors name the variable, file or flag.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import types
 import typing
 from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -36,16 +37,22 @@ _EXPECTED: Final = {bool: "1 or 0", int: "int", float: "float", str: "str"}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One option: its value, and its origin (``default``, the name of a variable or file, or ``argument``)."""
+    """One option: its value, and its origin (``default``, or the name of a variable or file)."""
 
     name: str
     value: object
     origin: str
+    secret: bool = False
 
     @property
     def is_default(self) -> bool:
         """Whether the value is the default."""
         return self.origin == DEFAULT_ORIGIN
+
+    @property
+    def shown(self) -> object:
+        """The value for people and logs: of a secret, only that it is set."""
+        return "(set)" if self.secret and self.value else self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,32 +141,111 @@ def host_and_port(text: str, default_port: int | None, least_port: int = 0) -> t
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """The type of an option: a simple type, whether it may be None, and the allowed values."""
+class Unit:
+    """The unit of an option's numbers."""
 
+    name: str
+
+
+class Trait(Enum):
+    """What a field declares beside type, range and unit. The value describes it in the documentation."""
+
+    AGREED = "the same on all ranks"
+    SET_ALIKE = "set on all ranks or on none"
+    WHOLE_STEP = "not with `cross_step`, FSDP2 or the backend `dlcp`, which exchange no step as a whole"
+    WITHOUT_TORCH = "only where ranks meet without PyTorch"
+    OWN = "each rank's own"
+    """A parameter server does not get it."""
+    SECRET = "never shown"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a field of a dataclass of options declares.
+
+    Attributes
+    ----------
+    default
+        ``dataclasses.MISSING`` if there is none.
+    optional
+        Whether the value may be None.
+    allowed, unit, traits
+        The allowed values, or None for any of the type; their unit or ``""``; and what else holds.
+    """
+
+    name: str
     type: type[_Simple]
+    default: object
     optional: bool
-    allowed: Range | HostPort | None = None
+    allowed: Range | HostPort | None
+    unit: str
+    traits: frozenset[Trait]
 
-    def check(self, name: str, value: object) -> None:
-        """Raise ValueError with the name if a value is not allowed."""
+    def check(self, where: str, value: object) -> None:
+        """Raise ValueError with ``where`` if a value is not allowed."""
         if self.allowed is None or (value is None and self.optional):
             return
         if self.type is int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
-            raise ValueError(f"{name} must be a whole number, got {short(value)}")
+            raise ValueError(f"{where} must be a whole number, got {short(value)}")
         if self.type is float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-            raise ValueError(f"{name} must be a number, got {short(value)}")
-        self.allowed.check(name, value)
+            raise ValueError(f"{where} must be a number, got {short(value)}")
+        self.allowed.check(where, value)
+
+    def parse(self, where: str, text: str) -> object:
+        """Parse a variable's text; raise ValueError with ``where`` if it does not hold an allowed value."""
+        if self.optional and text.lower() in ("", "none"):
+            return None
+        try:
+            if self.type is bool:
+                return _TRUTHS[text.lower()]
+            value = int(text, 0) if self.type is int else self.type(text)
+        except (KeyError, ValueError):
+            raise ValueError(f"{where} must be {_EXPECTED[self.type]}, got {short(text)}") from None
+        self.check(where, value)
+        return value
+
+    def describe(self) -> str:
+        """Return range, unit and traits in a line, for the documentation."""
+        allowed = f"in {self.allowed}" if isinstance(self.allowed, Range) else "`host:port`" if self.allowed else ""
+        traits = [trait.value for trait in Trait if trait in self.traits]
+        return "; ".join(filter(None, [" ".join(filter(None, [allowed, self.unit])), *traits]))
 
 
-def simple_options(cls: type) -> dict[str, object]:
-    """Return the names and defaults of a dataclass's fields that the environment and a file can set."""
-    return {name: default for name, (_, default) in _declared(cls).items()}
+@functools.cache
+def _fields_of(cls: Hashable) -> dict[str, Option]:
+    """Return the fields of simple types of a dataclass, by name."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    found = {}
+    for entry in fields(cast(Any, cls)):
+        kind, marks, optional = _parts(hints[entry.name])
+        if kind in _EXPECTED:
+            allowed = next((mark for mark in marks if isinstance(mark, Range | HostPort)), None)
+            unit = next((mark.name for mark in marks if isinstance(mark, Unit)), "")
+            traits = frozenset(mark for mark in marks if isinstance(mark, Trait))
+            found[entry.name] = Option(entry.name, kind, entry.default, optional, allowed, unit, traits)
+    return found
 
 
-def settings(
-    cls: type, environment: Mapping[str, str] | None = None, arguments: Mapping[str, object] | None = None
-) -> list[Setting]:
+def _parts(hint: Any) -> tuple[Any, list[Any], bool]:
+    """Return the bare type of a type hint, its marks, and whether it allows None."""
+    if typing.get_origin(hint) is typing.Annotated:
+        inner, *marks = typing.get_args(hint)
+        bare, more, optional = _parts(inner)
+        return bare, more + marks, optional
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        others = [part for part in typing.get_args(hint) if part is not types.NoneType]
+        if len(others) == 1:
+            bare, marks, _ = _parts(others[0])
+            return bare, marks, True
+    return hint, [], False
+
+
+def options_of(cls: type) -> dict[str, Option]:
+    """Return the options of a dataclass by name: the fields that the environment and a file can set."""
+    return {name: each for name, each in _fields_of(cast(Hashable, cls)).items() if each.default is not MISSING}
+
+
+def settings(cls: type, environment: Mapping[str, str] | None = None) -> list[Setting]:
     """Return every simple option of a dataclass, with its value in force and its origin.
 
     Parameters
@@ -168,8 +254,6 @@ def settings(
         A dataclass, such as ``dlcp.torch.Options``.
     environment
         By default that of this process.
-    arguments
-        The caller's values, which take precedence over all others.
 
     Raises
     ------
@@ -178,22 +262,19 @@ def settings(
         message names the variable or the file.
     """
     environment = os.environ if environment is None else environment
-    declared = _declared(cls)
+    declared = options_of(cls)
     path = file_in_force(environment)
     from_file = _check_file(path, read_file(path), declared) if path else {}
     found = []
-    for name, (kind, default) in declared.items():
+    for name, option in declared.items():
         variable = PREFIX + name.upper()
-        if arguments and name in arguments:
-            kind.check(name, arguments[name])
-            found.append(Setting(name, arguments[name], "argument"))
-        elif variable in environment:
-            found.append(Setting(name, _parse(variable, environment[variable], kind), variable))
+        value, origin = option.default, DEFAULT_ORIGIN
+        if variable in environment:
+            value, origin = option.parse(variable, environment[variable]), variable
         elif name in from_file:
-            kind.check(f"{path}: {name}", from_file[name])
-            found.append(Setting(name, from_file[name], str(path)))
-        else:
-            found.append(Setting(name, default, DEFAULT_ORIGIN))
+            value, origin = from_file[name], str(path)
+            option.check(f"{path}: {name}", value)
+        found.append(Setting(name, value, origin, Trait.SECRET in option.traits))
     return found
 
 
@@ -222,8 +303,8 @@ def check(options: object) -> None:
     ValueError
         A value is not allowed; the message names the field.
     """
-    for name, kind in _allowed(cast(Hashable, type(options))).items():
-        kind.check(name, getattr(options, name))
+    for name, option in _fields_of(cast(Hashable, type(options))).items():
+        option.check(name, getattr(options, name))
 
 
 def parse(cls: type, name: str, text: str, where: str) -> Any:
@@ -241,7 +322,7 @@ def parse(cls: type, name: str, text: str, where: str) -> Any:
     ValueError
         The text has the wrong type, or the value is not allowed.
     """
-    return _parse(where, text, _declared(cls)[name][0])
+    return options_of(cls)[name].parse(where, text)
 
 
 def file_in_force(environment: Mapping[str, str] | None = None) -> Path | None:
@@ -291,55 +372,6 @@ def _toml_reader() -> Any:
     return None
 
 
-def _declared(cls: type) -> dict[str, tuple[_Kind, object]]:
-    """Return the kind and default of each simple option, by name."""
-    kinds = _kinds(cls)
-    return {
-        entry.name: (kinds[entry.name], entry.default)
-        for entry in fields(cls)
-        if entry.name in kinds and entry.default is not MISSING
-    }
-
-
-def _kinds(cls: type) -> dict[str, _Kind]:
-    """Return the kinds of a dataclass's fields of simple types, by name."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {entry.name: kind for entry in fields(cls) if (kind := _kind_of(hints[entry.name]))}
-
-
-@functools.cache
-def _allowed(cls: Hashable) -> dict[str, _Kind]:
-    """Return the kinds of a dataclass's fields that declare allowed values, by name."""
-    return {name: kind for name, kind in _kinds(cast(type, cls)).items() if kind.allowed is not None}
-
-
-def _kind_of(hint: Any) -> _Kind | None:
-    if typing.get_origin(hint) is typing.Annotated:
-        bare, *marks = typing.get_args(hint)
-        kind = _kind_of(bare)
-        allowed = next((mark for mark in marks if isinstance(mark, Range | HostPort)), None)
-        return kind and _Kind(kind.type, kind.optional, allowed)
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        others = [part for part in typing.get_args(hint) if part is not types.NoneType]
-        inner = _kind_of(others[0]) if len(others) == 1 else None
-        return inner and _Kind(inner.type, optional=True, allowed=inner.allowed)
-    return _Kind(hint, optional=False) if hint in _EXPECTED else None
-
-
-def _parse(name: str, text: str, kind: _Kind) -> object:
-    """Parse a variable's text."""
-    if kind.optional and text.lower() in ("", "none"):
-        return None
-    try:
-        if kind.type is bool:
-            return _TRUTHS[text.lower()]
-        value = int(text, 0) if kind.type is int else kind.type(text)
-    except (KeyError, ValueError):
-        raise ValueError(f"{name} must be {_EXPECTED[kind.type]}, got {short(text)}") from None
-    kind.check(name, value)
-    return value
-
-
 def _number(value: float) -> str:
     """Format a bound; whole numbers have all their digits."""
     return str(int(value)) if float(value).is_integer() and abs(value) < 1 << 65 else f"{value:g}"
@@ -357,7 +389,7 @@ def short(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _check_file(path: Path, held: Mapping[str, Any], declared: Mapping[str, tuple[_Kind, object]]) -> dict[str, object]:
+def _check_file(path: Path, held: Mapping[str, Any], declared: Mapping[str, Option]) -> dict[str, object]:
     """Validate a file's options, and convert ints to float where an option needs it."""
     found: dict[str, object] = {}
     for name, value in held.items():
@@ -365,7 +397,7 @@ def _check_file(path: Path, held: Mapping[str, Any], declared: Mapping[str, tupl
             from dlcp.suggestion import closest  # rarely needed
 
             raise ValueError(f"{path}: there is no option {name!r}{closest(name, declared)}")
-        wanted = declared[name][0].type
+        wanted = declared[name].type
         if wanted is float and type(value) is int:
             value = float(value)
         if type(value) is not wanted:

@@ -17,7 +17,7 @@ from sphinx.ext.autodoc.mock import mock
 from sphinx.pycode import ModuleAnalyzer
 
 from dlcp import cli, wire
-from dlcp.configuration import PREFIX, simple_options
+from dlcp.configuration import PREFIX, options_of
 from dlcp.session import Options
 from dlcp.transport import TransportOptions
 from dlcp.wire.dissector import LABELS
@@ -48,12 +48,13 @@ def _formatter(formatter: Any) -> Any:
 
 
 def options() -> str:
-    """Return every option of a training session: its environment variable, default and description."""
+    """Return every option of a training session: its environment variable, default, declaration and description."""
     meanings = {**_parameters(TransportOptions), **_parameters(Options)}
     written = []
-    for name, default in simple_options(Options).items():
-        shown = f"`{default}`" if default != "" else "none"
-        written.append(f"## {name}\n\n`{PREFIX}{name.upper()}`, default {shown}\n\n{_rst(meanings[name])}")
+    for name, option in options_of(Options).items():
+        shown = "none" if option.default in ("", None) else f"`{option.default}`"
+        line = "; ".join(filter(None, [f"`{PREFIX}{name.upper()}`, default {shown}", option.describe()]))
+        written.append(f"## {name}\n\n{line}\n\n{_rst(meanings[name])}")
     return "\n\n".join(written)
 
 

@@ -26,7 +26,6 @@ def each(prefix, words, suffix=""):
     return [f"{prefix} {word} {suffix}".rstrip() for word in words]
 
 
-SERVER = "server --bind 127.0.0.1:0 --workers 127.0.0.1:9 --token-file {token}"
 LINES = [
     # Unknown words.
     *("nothing", "''", "--nothing", *(f"{name} --nothing-of-the-kind" for name in COMMANDS)),
@@ -66,21 +65,12 @@ LINES = [
     *each("trace --out {new}", [f"{{traces}}/{name}" for name in ("cut", "list", "keys", "types", "deep", "digits")]),
     *("trace --out {folder} {traces}/good", "trace --out nowhere/file {traces}/good"),
     # Parameter server.
-    *each("server --workers 127.0.0.1:9 --token-file {token} --bind", ("''", ":1", "h:x", "h:65536", "203.0.113.7:1")),
-    *each(
-        "server --bind 127.0.0.1:0 --token-file {token} --workers",
-        ("''", "h:0", "h:x", "h:65536", "127.0.0.1:9 127.0.0.1:9"),
-    ),
-    *each(
-        "server --bind 127.0.0.1:0 --workers 127.0.0.1:9 --token-file",
-        ("nowhere", "{folder}", "{empty}", "{binary}", "{digits}", "{list}"),
-    ),
-    *each(f"{SERVER} --job", ("x", "-1", "65536", HUGE, "''")),
-    *each(f"{SERVER} --loss-bound", (*BAD_REAL, "1")),
-    *each(f"{SERVER} --deferral-bound", (*BAD_REAL, "1")),
-    *each(f"{SERVER} --report", ("{folder}", "nowhere/file")),
-    *(f"{SERVER} --deferral-bound 0.5 --rescale", f"{SERVER} --weighted --value-type float16", f"{SERVER} --tagged 2"),
-    "server --bind 127.0.0.1:0 --workers 127.0.0.1:9 --token 1",
+    *each("server --bind", ("''", ":1", "h:x", "h:0", "h:65536", f"h:{HUGE}", "203.0.113.7:1")),
+    *each("server --bind 127.0.0.1:1 --advertise", (":1", "h:x", "h:65536")),
+    *each("server --bind 127.0.0.1:1 --secret-file", ("nowhere", "{folder}", "{empty}")),
+    *each("server --bind 127.0.0.1:1 --tls", ("nowhere", "{folder}", "{empty}")),
+    *each("server --bind 127.0.0.1:1 --report", ("{folder}", "nowhere/file")),
+    "server --bind 127.0.0.1:1 --workers 127.0.0.1:9",
     # Demo and testbed.
     *each("demo --loopback --steps", (*BAD_WHOLE, "0")),
     *each("demo --loopback --rate-mbps", (*BAD_REAL, "0")),
@@ -169,7 +159,6 @@ def files(tmp_path_factory):
         "list": "[1, 2, 3]\n",
         "digits": f'{{"name": {HUGE}, "seed": {HUGE}}}\n',
         "wrong": '{"name": [], "switches": "many", "hosts": {"a": null}, "setting": 5, "entries": {}, "metrics": []}\n',
-        "token": "12345\n",
         "script": "raise SystemExit(0)\n",
         "entries": "{}\n",
         "metrics_text": '{"metrics": {"a": "b"}}\n',

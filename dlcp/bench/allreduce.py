@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dlcp.bench.results import BenchError, BenchResult, median, result, significant, spread
+from dlcp.configuration import Trait
 from dlcp.session.options import Options
 from dlcp.torch.hook import State
 
@@ -238,7 +239,7 @@ class _JobRank:
         inexact = max(each.inexact for each in outcomes)
         if len({each.checksum for each in outcomes}) > 1:
             raise BenchError(f"{size_words(size)} by DLCP: the ranks have different results")
-        rounds = bool(self._options.whole_step_options())  # compression, or a sum that is no plain average
+        rounds = bool(self._options.given(Trait.WHOLE_STEP))  # compression, or a sum that is no plain average
         if inexact and not rounds and not packets["lost"] + packets["deferred"]:
             raise BenchError(f"{size_words(size)} by DLCP: {inexact} values are wrong, and no packet was lost")
         ours, theirs = (

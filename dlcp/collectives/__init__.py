@@ -15,7 +15,7 @@ from dlcp.collectives.shards import shard_bounds
 from dlcp.on_demand import on_demand
 
 if TYPE_CHECKING:
-    from dlcp.collectives.parameter_server import ParameterServer, ServerOptions
+    from dlcp.collectives.parameter_server import ParameterServer
     from dlcp.collectives.ring import RingAllReduce
 
 __all__ = [
@@ -30,11 +30,8 @@ __all__ = [
     "Reducer",
     "Residual",
     "RingAllReduce",
-    "ServerOptions",
     "Topology",
     "make_reducer",
     "shard_bounds",
 ]
-__getattr__ = on_demand(
-    __name__, {"ParameterServer": "parameter_server", "RingAllReduce": "ring", "ServerOptions": "parameter_server"}
-)
+__getattr__ = on_demand(__name__, {"ParameterServer": "parameter_server", "RingAllReduce": "ring"})

@@ -31,6 +31,8 @@ from dlcp.transport.messages import SHARE
 
 RATE: Final = np.dtype(">f4")
 """A rate that ranks tell each other behind an average, in bit/s; 0 if it is not known."""
+FORMATS: Final = tuple(ValueType)
+"""A contribution to a parameter server ends with a byte: the place of its number format here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,8 @@ class ReduceOptions:
     Parameters
     ----------
     bound
-        The loss that the first hop may suffer.
+        The loss that the first hop may suffer, and what may be deferred for ranks behind a slow port
+        (:mod:`dlcp.collectives.deferral`). Nothing is deferred without error feedback.
     error_feedback
         Send what was lost with the next step.
     rescale
@@ -211,9 +214,6 @@ class ReduceOptions:
         Give ranks that receive slowly, because their port is congested, smaller shards.
     layers
         Which layers have a bound of their own.
-    deferral_bound
-        The largest share of a message's packets that may be put off to a later step for ranks behind a slow port, 0 to
-        1 (:mod:`dlcp.collectives.deferral`). Only with error feedback.
 
     Raises
     ------
@@ -226,7 +226,6 @@ class ReduceOptions:
     rescale: bool = False
     adaptive_shards: bool = True
     layers: LayerBounds = field(default_factory=LayerBounds)
-    deferral_bound: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rescale and self.error_feedback:
@@ -235,6 +234,11 @@ class ReduceOptions:
                 "they lack with the next step is not stable over many steps (see dlcp.session.Options)"
             )
 
+    @property
+    def deferral_bound(self) -> float:
+        """The largest share of a message's packets that may be deferred to a later step."""
+        return self.bound.deferral if self.error_feedback else 0.0
+
     def bound_of(self, bucket: Bucket) -> LossBound:
         """Return what a bucket may lose where its layers have no bound of their own; it says nothing of deferral."""
         return RELIABLE if bucket.whole else replace(bucket.bound or self.bound, deferral=0.0)
@@ -242,8 +246,7 @@ class ReduceOptions:
     def bound_within(self, bucket: Bucket, start: int, stop: int, values_per_packet: int) -> LossBound:
         """Return what the values from ``start`` to before ``stop`` of a bucket may lose, and what may be deferred.
 
-        What may be deferred is what averages may defer, whatever the bounds say: options may rule deferral out where
-        their bound admits it, as a compressor does.
+        What may be deferred is what averages may defer, whatever the bucket's own bound says.
         """
         if bucket.whole:
             return RELIABLE
@@ -252,9 +255,7 @@ class ReduceOptions:
 
     def average_bound(self, bucket: Bucket) -> LossBound:
         """Return what averages of a bucket may lose, which is nothing, and what of them may be deferred."""
-        if not self.deferral_bound or bucket.whole or not self.error_feedback:
-            return RELIABLE
-        return LossBound(deferral=self.deferral_bound)
+        return RELIABLE if bucket.whole else LossBound(deferral=self.deferral_bound)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,6 +13,7 @@ a peer only once it has confirmed the peer's own, for only then has the peer pos
 
 from collections.abc import Container, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import RATE, Bucket, BucketRun, RankContext, protect_all_but
+from dlcp.collectives.bucket import FORMATS, RATE, Bucket, BucketRun, RankContext, protect_all_but
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.pair import PAIR_BYTES_MAX, PairRun
 from dlcp.collectives.partial_result import PartialResult
@@ -492,7 +493,7 @@ class DirectRun(BucketRun):
         """Return the tags of a contribution of which those packets are not lost whose turn it is to be sent."""
         packets = self._packets(owner)
         assert self.reducer.deferral
-        due = self.reducer.deferral.due(packets.start, packets.stop - packets.start, self.turn)
+        due = self.reducer.deferral.due(packets.start, len(tags.queue), self.turn)
         drop_class = np.where(due, np.uint8(0), tags.drop_class)
         return tags._replace(drop_class=drop_class, protected=tags.protected | due)
 
@@ -503,12 +504,18 @@ class DirectRun(BucketRun):
     # Reduce-scatter: contributions to others' shards ------------------------------------------------------------------
 
     def _contribute(self, owner: int) -> None:
-        context, plan, tags = self.context, self.plan, self._tags(owner)
-        bound = plan.loss_bounds[owner]
-        if owner not in context.contributors:  # a parameter server
-            if bound.ratio < context.options.bound.ratio:  # which is all that it knows of
+        context, plan = self.context, self.plan
+        bound, tail = plan.loss_bounds[owner], EMPTY
+        if owner in context.contributors:
+            tags = self._tags(owner)
+        else:  # a parameter server
+            tail = np.array([FORMATS.index(self.bucket.value_type)], np.uint8)
+            tags = self._tags(owner, len(tail))
+            known = context.options.bound.ratio  # it knows of no layer's own bound
+            if bound.ratio < known:
                 protect_all_but(tags, np.arange(len(tags.queue)), bound.ratio, self.step)
-            tags.protected[-1] = True  # tells it the size
+            bound = replace(bound, ratio=min(bound.ratio, known))
+            tags.protected[-1] = True  # tells it size and format
         deferred = None
         if bound.deferral:
             tags = self._protect_due(owner, tags)
@@ -516,7 +523,7 @@ class DirectRun(BucketRun):
         if deferred is not None:
             tags = tags._replace(protected=tags.protected & ~deferred)
         key, label, order = self._key(REDUCE_SCATTER, owner), plan.labels[owner], plan.orders[owner]
-        request = SendRequest(owner, key, self._bytes(owner).data, tags, bound, label, EMPTY, order, deferred)
+        request = SendRequest(owner, key, self._bytes(owner).data, tags, bound, label, tail, order, deferred)
         context.connection.send(request, self.guard(partial(self._on_contributed, owner, tags)))
 
     def _on_contributed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:

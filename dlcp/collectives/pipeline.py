@@ -245,11 +245,11 @@ def make_reducer(
     # What a compressor leaves out belongs into the gradient's positions; what is lost of what it sends, does not.
     transit = replace(context, residual=Residual(), noted=compressor.rounds == 1)
     if compressor.name not in ("fp16", "bf16"):  # values are coded in place: magnitudes say what matters
-        transit = replace(transit, options=replace(options, deferral_bound=0.0))
+        transit = replace(transit, options=replace(options, bound=replace(options.bound, deferral=0.0)))
     # A compressor's recovery has to know what is lost of a contribution, which in one hop only the peer may know.
     plain = _plain(collective, transit, topology, costs, one_hop=False)
-    # No average stands for a vote or for Adasum, and a server has been told the format of what is compressed.
-    averages = compressor.feedback is not Feedback.NOTHING and combine != ADASUM and not has_server
+    # No average stands for a vote or for Adasum.
+    averages = compressor.feedback is not Feedback.NOTHING and combine != ADASUM
     left_out = context.residual if averages and options.error_feedback else None
     if not compressor.reduces:
         gathered = CompressedAllGather(context, compressor, REDUCTION_RULES[combine], work)
@@ -328,7 +328,7 @@ def check_server_defers(compression: str, layer_bounds: object) -> None:
     if given:
         raise ValueError(
             f"collective 'server' with deferral_bound does not go together with {given}: the server does not know of "
-            f"it, and might defer what matters; set deferral_bound=0, on the server too, or leave {given} out"
+            f"it, and might defer what matters; set deferral_bound=0, or leave {given} out"
         )
 
 

@@ -94,17 +94,6 @@ def add_steps(parser: _Parser, default: int, use: str = "training steps") -> Non
     parser.add_argument("--steps", type=whole(1), default=default, metavar="N", help=f"{use} (default: %(default)s)")
 
 
-def add_loss_bound(parser: _Parser) -> None:
-    """Declare ``--loss-bound SHARE``."""
-    parser.add_argument(
-        "--loss-bound",
-        type=option("loss_bound"),
-        default=0.1,
-        metavar="SHARE",
-        help="share of a message that may be lost (default: %(default)s)",
-    )
-
-
 def add_link(parser: _Parser, rate_mbps: float | None, depth_packets: int | None, defaults: Sequence[str] = ()) -> None:
     """Declare ``--rate-mbps RATE`` and ``--depth PACKETS``; ``defaults`` explain those that depend on others."""
     rate, depth = defaults or (f"{rate_mbps:g}", f"{depth_packets}")
@@ -138,7 +127,13 @@ def add_training(parser: _Parser, steps: int, out: Path) -> None:
         "--seed", type=whole(0), default=1, metavar="N", help="seed of everything (default: %(default)s)"
     )
     add_steps(parser, steps)
-    add_loss_bound(parser)
+    parser.add_argument(
+        "--loss-bound",
+        type=option("loss_bound"),
+        default=0.1,
+        metavar="SHARE",
+        help="share of a message that may be lost (default: %(default)s)",
+    )
     parser.add_argument(
         "--deferral-bound",
         type=option("deferral_bound"),

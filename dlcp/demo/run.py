@@ -32,13 +32,6 @@ _READY_DEADLINE_S: Final = 90.0
 _TCP_PAYLOAD_BYTES, _TCP_FRAME_BYTES = 1448, 1514
 """A full TCP segment and its frame at an MTU of 1500. Port rates count frames; the background counts payload."""
 _SERVER_REPORT: Final = "server.json"
-_TOKEN_FILE: Final = "token"
-_SERVER_OPTIONS: Final = {
-    "DLCP_DEFERRAL_BOUND": "--deferral-bound",
-    "DLCP_TAGGED": "--tagged",
-    "DLCP_CONGESTION": "--congestion",
-}
-"""Worker environment variables that the parameter server needs as options, where they are set."""
 
 Progress = Callable[[int], None]
 """Called with the number of finished steps."""
@@ -172,17 +165,18 @@ def _ranks(
     setup: DemoSetup, variant: Variant, network: DemoNetwork, folder: Path, stack: ExitStack, progress: Progress
 ) -> tuple[list[DemoProcess], list[DemoProcess]]:
     """Start DLCP's parameter server, if any, and the ranks: the workers, then Gloo's server if any."""
-    token = secrets.randbits(63) | 1
     servers = []
     ranks = setup.workers
+    secret_file = folder / "secret"
+    secret_file.touch(mode=0o600)
+    secret_file.write_text(secrets.token_hex(32))
+    server_address = ""
     if setup.server is not None and variant.mode == "gloo":
         ranks += 1
     elif setup.server is not None:
-        token_file = folder / _TOKEN_FILE
-        token_file.touch(mode=0o600)
-        token_file.write_text(str(token))
-        arguments = _server_arguments(setup, variant, network, token_file)
-        arguments += ["--report", str(folder / _SERVER_REPORT)]
+        server_address = network.bind_of(setup.server, variant.udp_port)
+        arguments = ["--bind", server_address, "--advertise", network.address_of(setup.server, variant.udp_port)]
+        arguments += ["--secret-file", str(secret_file), "--report", str(folder / _SERVER_REPORT)]
         servers.append(_start(stack, network, "server", setup.server, command, [["server", *arguments]]))
     workers = []
     for rank in range(ranks):
@@ -192,12 +186,12 @@ def _ranks(
             "DLCP_ADVERTISE": network.address_of(rank, variant.udp_port),
             "DLCP_JOB": str(_JOB),
             "DLCP_PAYLOAD_BYTES": str(_PAYLOAD_BYTES),
-            "DLCP_TOKEN": str(token),
+            "DLCP_SECRET_FILE": str(secret_file),
             # Falling back to PyTorch's all-reduce would be measured as DLCP.
             "DLCP_FALLBACK": "0",
             "DLCP_COLLECTIVE": setup.collective,
             "DLCP_SWITCH_HOPS": str(setup.hops),
-            "DLCP_SERVER": "" if setup.server is None else network.address_of(setup.server, variant.udp_port),
+            "DLCP_SERVER": server_address,
             **variant.environment,
         }
         if setup.server is not None:
@@ -215,22 +209,6 @@ def _work(channel: Connection, task: RankTask) -> None:
     from dlcp.demo import worker  # needs PyTorch, which forks have already loaded
 
     worker.main(channel, task)
-
-
-def _server_arguments(setup: DemoSetup, variant: Variant, network: DemoNetwork, token_file: Path) -> list[str]:
-    assert setup.server is not None
-    environment = variant.environment
-    return [
-        *("--bind", network.bind_of(setup.server, variant.udp_port)),
-        *("--workers", *(network.address_of(worker, variant.udp_port) for worker in range(setup.workers))),
-        *("--token-file", str(token_file), "--job", str(_JOB), "--loss-bound", environment["DLCP_LOSS_BOUND"]),
-        *(
-            word
-            for name, option in _SERVER_OPTIONS.items()
-            if name in environment
-            for word in (option, environment[name])
-        ),
-    ]
 
 
 def _await_ready(processes: Sequence[DemoProcess]) -> None:

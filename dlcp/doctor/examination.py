@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from dlcp import configuration
-from dlcp.configuration import FILE_VARIABLE, PREFIX, Setting
+from dlcp.configuration import FILE_VARIABLE, PREFIX, Setting, host_and_port
 from dlcp.doctor import machine
-from dlcp.doctor.findings import Diagnosis, Section, Status, anything_missing, is_secret
+from dlcp.doctor.findings import Diagnosis, Section, Status, anything_missing
 from dlcp.doctor.path import DOCTOR_PORT, PROBES, PeerError, describe, try_path
 from dlcp.interfaces import NetworkInterface, interface_of, interfaces, with_route_to
 from dlcp.suggestion import closest
@@ -56,14 +56,7 @@ def as_json(sections: Sequence[Section], settings: Sequence[Setting]) -> dict[st
             {"title": section.title, "findings": [finding.as_json() for finding in section.findings]}
             for section in sections
         ],
-        "options": [
-            {
-                "name": setting.name,
-                "value": "(set)" if is_secret(setting) else setting.value,
-                "origin": setting.origin,
-            }
-            for setting in settings
-        ],
+        "options": [{"name": setting.name, "value": setting.shown, "origin": setting.origin} for setting in settings],
     }
 
 
@@ -92,12 +85,7 @@ def parse_peer(text: str) -> Address:
     ValueError
         The port is not a number in 1..65535.
     """
-    host, _, port = text.partition(":")
-    if not port:
-        return host, DOCTOR_PORT
-    if not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"expected HOST or HOST:PORT, got {text!r}")
-    return host, int(port)
+    return host_and_port(text, DOCTOR_PORT, least_port=1)
 
 
 def reason_of(error: Exception) -> str:

@@ -84,11 +84,6 @@ def show(sections: Sequence[Section], settings: Sequence[Setting], *, every_opti
         to.write(text)
 
 
-def is_secret(setting: Setting) -> bool:
-    """Return whether an option's value must not be printed."""
-    return setting.name == "token" and bool(setting.value)
-
-
 def verdict(sections: Sequence[Section]) -> str:
     """Return a summary in one line."""
     counts = dict.fromkeys(Status, 0)
@@ -116,7 +111,7 @@ def as_text(sections: Sequence[Section], settings: Sequence[Setting], *, every_o
             names = max((len(setting.name) for setting in settings), default=0)
             for setting in settings:
                 if every_option or not setting.is_default:
-                    value = "(set)" if is_secret(setting) else json.dumps(setting.value)
+                    value = json.dumps(setting.shown)
                     lines.append(f"{' ' * (_INDENT + 9)}{setting.name:<{names}} = {value:<14} {setting.origin}")
     return "\n".join([*lines[1:], "", verdict(sections), ""])
 

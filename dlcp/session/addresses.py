@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Final, NamedTuple
 
+from dlcp.collectives.choice import SERVER
 from dlcp.session.options import Options
 from dlcp.transport import Address, bind_socket, parse_address
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
@@ -33,7 +34,7 @@ class RankPlace(NamedTuple):
     address
         By the route to where the ranks meet, or as the options say.
     settled
-        Whether the options say so.
+        Whether it is the address for all peers.
     at_meeting
         Whether the ranks meet on this machine, so that no route tells which address others reach.
     """
@@ -61,7 +62,7 @@ class OwnAddresses:
 
 def meeting_host(options: Options, host: str | None = None) -> str:
     """Return the host whose route decides: a parameter server, else ``host``, else ``MASTER_ADDR``."""
-    if options.collective == "server":
+    if options.collective == SERVER:
         return parse_address(options.server)[0]
     return host or os.environ.get("MASTER_ADDR", "127.0.0.1")
 
@@ -77,7 +78,9 @@ def own_place(options: Options, toward: str) -> RankPlace:
     if options.bind:
         return RankPlace(parse_address(options.bind)[0], settled=True)
     source, destination = _route(toward)
-    return RankPlace(source, at_meeting=_is_loopback(source) or source == destination)
+    # All that a parameter server's worker sends goes to the server.
+    settled = options.collective == SERVER
+    return RankPlace(source, settled=settled, at_meeting=_is_loopback(source) or source == destination)
 
 
 def own_addresses(rank: int, places: Mapping[int, RankPlace]) -> OwnAddresses:

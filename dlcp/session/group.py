@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from dlcp.closing import ExitCallback
 from dlcp.collectives import Residual
+from dlcp.collectives.choice import SERVER
 from dlcp.collectives.message_numbers import broadcast_number
 from dlcp.collectives.reduction_rules import check_samples, weigh
 from dlcp.collectives.shards import binomial_tree
@@ -34,7 +35,6 @@ from dlcp.session.session import (
     Fallback,
     HostBucket,
     PendingBucket,
-    RankEndedError,
     TrainingSession,
     reason_of,
     reason_of_exit,
@@ -48,6 +48,7 @@ from dlcp.transport import (
     Endpoint,
     MessageKey,
     PeerAbortedError,
+    RankEndedError,
     ReceiveRequest,
     SendRequest,
     TransportError,
@@ -441,7 +442,7 @@ class Group:
             data = values.reshape(-1).view(np.uint8)
             if self._session is None or not len(data):
                 return
-            if self.active and self.endpoint:
+            if self.active and self.endpoint and self.options.collective != SERVER:  # whose workers reach only that
                 broadcast(self.endpoint, self.size, self.step, data, root, self.options.deadline_s)
                 self.step += 1
             elif self._fallback:

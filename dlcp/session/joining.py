@@ -12,21 +12,22 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from dlcp.collectives.choice import Topology
+from dlcp.collectives.choice import SERVER, Topology
 from dlcp.session.addresses import OwnAddresses, RankPlace, advertised, bind, meeting_host, own_addresses, own_place
 from dlcp.session.options import Options
 from dlcp.session.secret import SealedStore, proof, session_token
-from dlcp.transport import Address, Endpoint, TransportError, parse_address, shared_memory
+from dlcp.transport import Address, Endpoint, TransportError, shared_memory
 from dlcp.transport.path_mtu import COMMON_MTUS, PathProbe, candidate_payloads, first_hop_mtu, payload_for_mtu
 from dlcp.transport.shared_memory import EXPORT_BYTES, SharedMemory, SharedMemoryRendezvous
 
 if TYPE_CHECKING:  # loaded when options ask for it
+    from dlcp.session.serving import ServerLink
     from dlcp.timeline import Timeline
 
 USE_DLCP: Final = "use DLCP"
@@ -35,26 +36,6 @@ REACH_SHARE: Final = 0.3
 """Share of the deadline within which a peer that is there must answer over UDP. Chosen by us."""
 POLL_S: Final = 0.005
 POLL_MAX_S: Final = 0.1
-TERMS: Final = (
-    "job",
-    "collective",
-    "server",
-    "loss_bound",
-    "deferral_bound",
-    "immediate",
-    "error_feedback",
-    "rescale",
-    "compression",
-    "combine",
-    "adaptive_shards",
-    "payload_bytes",
-    "fallback",
-    "layer_bounds",
-    "weighted",
-    "adapt",
-    "phases",
-)
-"""Options that must be the same on all ranks."""
 
 
 class NotJoinedError(RuntimeError):
@@ -247,12 +228,21 @@ class Joined:
         What a user should know about that; ``""`` if nothing.
     topology
         Which ranks share a host, and which one is the server.
+    link
+        Rank 0's connection to the parameter server, if there is one.
     """
 
     endpoint: Endpoint
     options: Options
     remark: str
     topology: Topology
+    link: "ServerLink | None"
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave the peers; with a ``reason``, tell them that this rank gives up."""
+        self.endpoint.close(reason)
+        if self.link:
+            self.link.close(reason)
 
 
 def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int = EXPORT_BYTES) -> Joined:
@@ -333,14 +323,13 @@ def _connect(
     memory: SharedMemoryRendezvous | None,
 ) -> Joined:
     rank, size = agreement.rank, agreement.size
-    terms = {name: getattr(options, name) for name in TERMS}
     address, toward = advertised(options, addresses, sock.getsockname()[1])
     entry = {
         "address": address,
         "toward": {str(peer): host for peer, host in toward.items()},
         "host": socket.gethostname(),
         "token": 0 if agreement.token else options.token or (secrets.randbits(64) | 1),
-        "terms": terms,
+        "terms": options.terms(),
         "memory": memory.name if memory else "",
     }
     agreement.publish("entry", entry)
@@ -354,10 +343,14 @@ def _connect(
     token = (options.token or agreement.token) if agreement.token else entries[0]["token"]
     # Ranks share a port if they share a host and its address: network namespaces of one machine do not.
     hosts = {peer: f"{entry['host']} {entry['address'][0]}" for peer, entry in entries.items()}
-    topology = Topology(hosts, server=size if options.collective == "server" else None)
-    remark = ""
-    if options.collective == "server":
-        peers = {size: parse_address(options.server)}
+    topology = Topology(hosts, server=size if options.collective == SERVER else None)
+    remark, link = "", None
+    if options.collective == SERVER:
+        workers: dict[int, Address] = {
+            peer: (entry["address"][0], entry["address"][1]) for peer, entry in entries.items()
+        }
+        link, server = _invite_server(options, agreement, workers, token, undo)
+        peers = {size: server}
     else:
         payload_bytes, remark = _probe_paths(options, agreement, sock, peers, token)
         options = options.with_(payload_bytes=payload_bytes)
@@ -369,28 +362,33 @@ def _connect(
         rank, sock, peers, job=options.job, token=token, options=options.transport(size, topology), shared=shared
     )
     undo.pop_all()  # the socket is the endpoint's now
-    undo.callback(endpoint.close, "the ranks have agreed to do without DLCP")
+    joined = Joined(endpoint, options, remark, topology, link)
+    undo.callback(joined.close, "the ranks have agreed to do without DLCP")
     endpoint.greet(max(1.0, agreement.left_s))
-    if options.collective == "server":
-        _agree_with_server(endpoint, options, size, max(1.0, agreement.left_s))
-    return Joined(endpoint, options, remark, topology)
+    return joined
 
 
-def _agree_with_server(endpoint: Endpoint, options: Options, server: int, limit_s: float) -> None:
-    """Raise NotJoinedError if the parameter server was started otherwise than workers of such options need it."""
-    from dlcp.collectives.parameter_server import agree_with_server, worker_terms  # most jobs have none
+def _invite_server(
+    options: Options, agreement: Agreement, workers: Mapping[int, Address], token: int, undo: ExitStack
+) -> "tuple[ServerLink | None, Address]":
+    """Let rank 0 invite the parameter server; return its connection, on rank 0, and the server's address."""
+    link, address = None, None
+    if agreement.rank == 0:
+        from dlcp.session.serving import ServerLink  # most jobs have none
 
-    whole = {"samples": options.weighted, "adapt": options.adapt, "phases": options.phases}
-    float32 = next((name for name in whole if whole[name]), "compression" if options.compression else "")
-    terms = worker_terms(options.reduction(), weighted=options.weighted, float32=float32)
-    differing = agree_with_server(endpoint.connection, server, terms, limit_s)
-    if differing:
-        raise NotJoinedError(differing)
+        # The others wait for what comes of it: if nobody answers, this rank says so before they are out of time.
+        link = ServerLink(options, (1 - REACH_SHARE) * agreement.left_s)
+        undo.callback(link.close, "the ranks have agreed to do without DLCP")
+        address = link.invite(workers, token)
+    agreement.publish("server", address)
+    missing = f"has no answer of the parameter server at {options.server}"
+    host, port = _collect_from_all(agreement, "server", missing)[0]
+    return link, (host, port)
 
 
 def _memory_rendezvous(options: Options, export_bytes: int) -> AbstractContextManager[SharedMemoryRendezvous | None]:
     """Return where ranks of this host find this one; None if it shares no memory."""
-    wanted = options.shared_memory and not (options.advertise or options.immediate or options.collective == "server")
+    wanted = options.shared_memory and not (options.advertise or options.immediate or options.collective == SERVER)
     if wanted and shared_memory.supported():
         with suppress(OSError):  # not permitted in this container
             return SharedMemoryRendezvous(export_bytes)

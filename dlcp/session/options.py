@@ -2,7 +2,7 @@
 """The options: an argument beats the environment (``DLCP_*``), which beats a file, which beats the default."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 from dlcp import configuration
@@ -10,7 +10,7 @@ from dlcp.collectives.bucket import LayerBounds, ReduceOptions
 from dlcp.collectives.choice import COLLECTIVES, SERVER, Topology, flow_weight
 from dlcp.collectives.pipeline import check_server_defers, check_stages
 from dlcp.collectives.reduction_rules import check_samples
-from dlcp.configuration import HostPort, Range
+from dlcp.configuration import HostPort, Range, Trait, Unit
 from dlcp.tags import TagPolicy
 from dlcp.transport import LossBound, TransportOptions
 from dlcp.transport.messages import Share
@@ -20,7 +20,8 @@ from dlcp.wire import DROP_CLASSES
 
 JobNumber = Annotated[int, Range(0, (1 << 16) - 1)]
 Token = Annotated[int, Range(0, (1 << 64) - 1)]
-ServerAddress = Annotated[str, HostPort(least_port=1)]
+AGREED, OWN, WHOLE_STEP = Trait.AGREED, Trait.OWN, Trait.WHOLE_STEP
+PACKETS = Unit("of a message's packets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,13 @@ class Options:
         ``error_feedback``, and not around a ring. 0: none.
     immediate
         Stop at the bound even without congestion, as the paper does.
-    error_feedback, rescale
-        Send what was lost with the next step; where that is off, divide sums by how many ranks delivered. Both at once
-        would not be stable, for what the division counts too much would be taken back with the next step: of a packet
-        that one of four ranks delivers in every step, the average would be three times as large, with the other sign,
-        in each step after.
+    error_feedback
+        Send what was lost with the next step.
+    rescale
+        Divide sums by how many ranks delivered. None, the default: if ``error_feedback`` is off. Both at once are
+        refused, because they are not stable: the next step would take back what the division counts too much. Of a
+        packet that one of four ranks delivers in every step, the average would be three times as large, with the other
+        sign, in each step after.
     adaptive_shards
         Ranks behind a congested port add up less. FSDP2 decides itself what ranks add up.
     collective
@@ -55,12 +58,13 @@ class Options:
     advertise
         Address where others reach this rank, if not ``bind``.
     server
-        Address of the parameter server, ``host:port``.
+        Address of the parameter server, ``host:port``: what ``dlcp server --bind`` says. It takes all options of the
+        job from its workers.
     job
         Job number, 0 to 65535, by which a switch knows the job.
     token
         Session token. If it is 0, rank 0 draws it. Ranks of PyTorch that have a secret derive it from that, and from
-        what each of them draws. A parameter server has to be told it, see ``dlcp server``.
+        what each of them draws.
     secret_file
         File with the job's secret, by which ranks know each other when they meet (``docs/security.md``). Without a
         file, ``DLCP_SECRET`` may hold it; without either, ranks without PyTorch meet by a key of the user's.
@@ -114,41 +118,41 @@ class Options:
         ``dlcp live`` to show; none by default.
     """
 
-    loss_bound: Share = 0.1
-    deferral_bound: Share = 0.0
-    immediate: bool = False
-    error_feedback: bool = True
-    rescale: bool = True
-    adaptive_shards: bool = True
-    collective: str = "direct"
-    bind: Annotated[str, HostPort()] = ""
-    advertise: Annotated[str, HostPort()] = ""
-    server: ServerAddress = ""
-    job: JobNumber = 0
-    token: Token = 0
-    secret_file: str = ""
-    tls: str = ""
+    loss_bound: Annotated[Share, PACKETS, AGREED] = 0.1
+    deferral_bound: Annotated[Share, PACKETS, AGREED] = 0.0
+    immediate: Annotated[bool, AGREED] = False
+    error_feedback: Annotated[bool, AGREED] = True
+    rescale: Annotated[bool | None, AGREED] = None
+    adaptive_shards: Annotated[bool, AGREED] = True
+    collective: Annotated[str, AGREED] = "direct"
+    bind: Annotated[str, HostPort(), OWN] = ""
+    advertise: Annotated[str, HostPort(), OWN] = ""
+    server: Annotated[str, HostPort(least_port=1), AGREED] = ""
+    job: Annotated[JobNumber, AGREED] = 0
+    token: Annotated[Token, OWN, Trait.SECRET] = 0
+    secret_file: Annotated[str, OWN] = ""
+    tls: Annotated[str, Trait.WITHOUT_TORCH, OWN] = ""
     congestion: str = "dctcp"
-    flow_weight: FlowWeight = 0.0
+    flow_weight: Annotated[FlowWeight, Unit("flows")] = 0.0
     switch_hops: SwitchHops = 1
     tagged: bool = True
-    payload_bytes: int = 0
+    payload_bytes: Annotated[int, Unit("bytes"), AGREED] = 0
     shared_memory: bool = True
     paths: PathCount = 12
     silence_s: Seconds = 10.0
     deadline_s: Seconds = 120.0
     meet_s: Seconds = 30.0
-    fallback: bool = True
+    fallback: Annotated[bool, AGREED] = True
     tag_policy: TagPolicy = field(default_factory=TagPolicy)
-    protected_share: Annotated[float, Range(-1.0, 1)] = -1.0
-    layer_bounds: str = ""
-    samples: int = 0
-    adapt: bool = False
-    phases: bool = False
-    compression: str = ""
-    combine: str = "average"
-    trace: str = ""
-    live: str = ""
+    protected_share: Annotated[float, Range(-1.0, 1), Unit("of a layer's packets")] = -1.0
+    layer_bounds: Annotated[str, AGREED] = ""
+    samples: Annotated[int, Trait.SET_ALIKE, WHOLE_STEP] = 0
+    adapt: Annotated[bool, AGREED, WHOLE_STEP] = False
+    phases: Annotated[bool, AGREED, WHOLE_STEP] = False
+    compression: Annotated[str, AGREED, WHOLE_STEP] = ""
+    combine: Annotated[str, AGREED, WHOLE_STEP] = "average"
+    trace: Annotated[str, OWN] = ""
+    live: Annotated[str, OWN] = ""
 
     def __post_init__(self) -> None:
         configuration.check(self)
@@ -168,12 +172,12 @@ class Options:
         check_stages(self.compression, self.combine, self.collective, fallback=self.fallback)
         if self.collective == SERVER and self.deferral_bound:
             check_server_defers(self.compression, self.layer_bounds)
-        self.bound()
         self.transport(1)
         try:
-            self.reduction()
+            LayerBounds.parse(self.layer_bounds)
         except ValueError as error:
             raise ValueError(f"layer_bounds: {error}") from None
+        self.reduction()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "Options":
@@ -195,10 +199,9 @@ class Options:
         return ReduceOptions(
             self.bound(),
             self.error_feedback,
-            self.rescale and not self.error_feedback,
+            not self.error_feedback if self.rescale is None else self.rescale,
             self.adaptive_shards,
             LayerBounds.parse(self.layer_bounds),
-            self.deferral_bound,
         )
 
     def classes(self) -> TagPolicy:
@@ -214,30 +217,36 @@ class Options:
         """Whether every sample counts the same, instead of every rank."""
         return self.samples > 0
 
-    def whole_step_options(self) -> list[str]:
-        """Return the names of what is set and has a meaning only where a step's gradients are exchanged as a whole."""
-        asked = {
-            "samples": self.weighted,
-            "adapt": self.adapt,
-            "phases": self.phases,
-            "compression": bool(self.compression),
-            "combine": self.combine != "average",
-        }
-        return [name for name, is_asked in asked.items() if is_asked]
+    def terms(self) -> dict[str, object]:
+        """Return what all ranks must have alike, by option; of ``samples``, whether it is set."""
+        found: dict[str, object] = {}
+        for name, option in configuration.options_of(Options).items():
+            value = getattr(self, name)
+            if AGREED in option.traits:
+                found[name] = value
+            elif Trait.SET_ALIKE in option.traits:
+                found[name] = "set" if value else "not set"
+        return found
+
+    def of_job(self) -> dict[str, object]:
+        """Return what is not a rank's own, by option: what a parameter server needs to know of its workers."""
+        declared = configuration.options_of(Options)
+        return {name: getattr(self, name) for name, option in declared.items() if OWN not in option.traits}
+
+    def given(self, trait: Trait) -> list[str]:
+        """Return the names of the options with a trait that are not at their defaults."""
+        having = [option for option in configuration.options_of(Options).values() if trait in option.traits]
+        return [option.name for option in having if getattr(self, option.name) != option.default]
 
     def transport(self, workers: int, topology: Topology | None = None) -> TransportOptions:
         """Return the options of a worker's endpoint, where ``workers`` take part."""
-        return TransportOptions(
-            flow_weight=self.flow_weight or flow_weight(self.collective, range(workers), topology),
-            switch_hops=self.switch_hops,
-            payload_bytes=self.payload_bytes or PAYLOAD_UNKNOWN,
-            tagged=self.tagged,
-            congestion=self.congestion,
-            # Whoever reaches this rank by another address knows other ports, too.
-            paths=1 if self.advertise else self.paths,
-            silence_s=self.silence_s,
-            deadline_s=self.deadline_s,
-        )
+        declared = configuration.options_of(Options)
+        shared = {each.name: getattr(self, each.name) for each in fields(TransportOptions) if each.name in declared}
+        shared["flow_weight"] = self.flow_weight or flow_weight(self.collective, range(workers), topology)
+        shared["payload_bytes"] = self.payload_bytes or PAYLOAD_UNKNOWN
+        if self.advertise:  # whoever reaches this rank by another address knows other ports, too
+            shared["paths"] = 1
+        return TransportOptions(**shared)
 
     def with_(self, **changes: Any) -> "Options":
         """Return a copy with some fields changed."""

@@ -35,8 +35,7 @@ from dlcp.ledger import Ledger
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
 from dlcp.session.options import Options
 from dlcp.tags import Segment, Tagger
-from dlcp.transport import DeadlineError, Endpoint, PeerHangsError, PeerSilentError, TransportError
-from dlcp.transport.errors import PeerLeftError
+from dlcp.transport import DeadlineError, Endpoint, PeerHangsError, PeerLeftError, RankEndedError, TransportError
 from dlcp.transport.shared_memory import EXPORT_BYTES
 
 if TYPE_CHECKING:  # loaded when options ask for it
@@ -58,10 +57,6 @@ PATIENCE: Final = 3
 
 BucketId = tuple[int, int]
 """A bucket, by its step and its number within the step."""
-
-
-class RankEndedError(PeerSilentError):
-    """A rank's process has ended, or has left the group."""
 
 
 class SessionPhase(Enum):
@@ -666,7 +661,7 @@ class TrainingSession:
         if self.timeline is not None:
             self.timeline.note("left", self.table.step, 0, describe(error))
         try:
-            self.endpoint.close(describe(error))  # nothing is written into any bucket after this
+            self._leave_peers(describe(error))  # nothing is written into any bucket after this
             if not self._recoverable or isinstance(error, RankEndedError | PeerLeftError):
                 self.fail(describe(error))
                 return
@@ -680,6 +675,11 @@ class TrainingSession:
             why, problem_text = describe(error), describe(problem)
             self.fail(f"{why}; and {self.fallback.name} cannot take over: {problem_text}")
 
+    def _leave_peers(self, reason: str | None) -> None:
+        leaving = self._joined or self.endpoint
+        if leaving:
+            leaving.close(reason)
+
     def partial_results(self) -> list[PartialResult]:
         """Return what this rank holds of buckets that the reducer has not finished."""
         reducers = [reducer for reducer in (self._replaced, self._reducer) if reducer]
@@ -687,7 +687,9 @@ class TrainingSession:
 
     def _hand_over(self, reason: str) -> None:
         """Fall back from here on, beginning with the buckets that have come meanwhile."""
-        table, deadline_s = self.table, self.options.deadline_s
+        table, deadline_s, joined = self.table, self.options.deadline_s, self._joined
+        if joined and joined.topology.server is not None:
+            reason += f" (rank {joined.topology.server} is the parameter server)"
         with table.changed:
             if not table.changed.wait_for(lambda: all(p.decided.is_set() for p in table.pending.values()), deadline_s):
                 raise DeadlineError(f"gradients did not come from the device in {deadline_s:g} s")
@@ -735,8 +737,7 @@ class TrainingSession:
             recovery = self._recovery
         if recovery:
             recovery.join(self.options.deadline_s)
-        if self.endpoint:
-            self.endpoint.close(reason)
+        self._leave_peers(reason)
         for reducer in (self._replaced, self._reducer):
             if reducer:
                 reducer.close()

@@ -40,8 +40,7 @@ import grpc
 from dlcp.closing import ExitCallback
 from dlcp.session.addresses import listening_host
 from dlcp.session.secret import PROOF_BYTES, REFUSALS_LOGGED, proof
-from dlcp.session.session import RankEndedError
-from dlcp.transport import Address, DeadlineError, TransportError
+from dlcp.transport import Address, DeadlineError, RankEndedError, TransportError
 
 log = logging.getLogger("dlcp")
 
@@ -88,9 +87,9 @@ class StoreError(TransportError):
     """The store does not answer, refuses a call, or does not know a key."""
 
 
-def ended_key(rank: int) -> str:
-    """Return the key that the store has once a rank has ended, with the reason."""
-    return f"{ENDED}/{rank}"
+def ended_key(who: int | str) -> str:
+    """Return the key that the store has once a rank has ended, or a parameter server's session, with the reason."""
+    return f"{ENDED}/{who}"
 
 
 def connections_max() -> int:
@@ -365,6 +364,8 @@ class Store:
         How long it may take until rank 0 does.
     secret, tls
         As for :class:`StoreServer`.
+    owner
+        Who serves it, for messages.
 
     Raises
     ------
@@ -374,8 +375,10 @@ class Store:
         A certificate cannot be read.
     """
 
-    def __init__(self, address: Address, deadline_s: float, secret: bytes, tls: str = "") -> None:
-        self._link = _Link(address, deadline_s, secret, tls)
+    def __init__(
+        self, address: Address, deadline_s: float, secret: bytes, tls: str = "", owner: str = "rank 0"
+    ) -> None:
+        self._link = _Link(address, deadline_s, secret, tls, owner)
         self._prefix = ""
 
     def under(self, prefix: str) -> "Store":
@@ -440,8 +443,8 @@ class Store:
 class _Link:
     """A rank's connection to the store: what it asks it proves, and answers it believes with proof only."""
 
-    def __init__(self, address: Address, deadline_s: float, secret: bytes, tls: str) -> None:
-        self._where = f"the store at {address[0]}:{address[1]}"
+    def __init__(self, address: Address, deadline_s: float, secret: bytes, tls: str, owner: str) -> None:
+        self._where, self._owner = f"the store of {owner} at {address[0]}:{address[1]}", owner
         options = [*_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 50), ("grpc.min_reconnect_backoff_ms", 50)]
         options += [("grpc.max_reconnect_backoff_ms", 500)]
         target = f"{address[0]}:{address[1]}"
@@ -466,8 +469,8 @@ class _Link:
                 raise self._strange() from None
             certificates = f" does it take the certificates in {tls}," if tls else ""
             raise StoreError(
-                f"no answer from {self._where} in {deadline_s:g} s ({error.details()}); is rank 0 "
-                f"started,{certificates} and are MASTER_ADDR and MASTER_PORT the same on all ranks?"
+                f"no answer from {self._where} in {deadline_s:g} s ({error.details()}); is {owner} started,"
+                f"{certificates} and do all ranks have its address (MASTER_ADDR and MASTER_PORT, or DLCP_SERVER)?"
             ) from None
         if not hmac.compare_digest(answer, proof(secret, b"answer", given)):
             self.close()
@@ -481,8 +484,8 @@ class _Link:
 
     def _strange(self) -> StoreError:
         return StoreError(
-            f"{self._where} is of another job or user: it has another secret. Set DLCP_SECRET_FILE on all ranks to "
-            "files that hold the same, or start them where they share the home directory"
+            f"{self._where} is of another job or user: it has another secret. Set DLCP_SECRET_FILE on all ranks "
+            "to files that hold the same, or start them where they share the home directory"
         )
 
     def call(
@@ -503,7 +506,7 @@ class _Link:
             if not hmac.compare_digest(answer[:PROOF_BYTES], proof(self._secret, b"answer", given, packed)):
                 raise StoreError(f"an answer of {self._where} shows no knowledge of the job's secret: it was altered")
             return _unpack(packed)
-        raise StoreError(f"{self._where} does not answer, so rank 0 has probably ended ({problem})")
+        raise StoreError(f"{self._where} does not answer, so {self._owner} has probably ended ({problem})")
 
     def _unary(self, name: str) -> Callable[..., bytes]:
         if name not in self._calls:

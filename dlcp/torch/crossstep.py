@@ -56,6 +56,7 @@ from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
 from dlcp.collectives import Bucket
+from dlcp.configuration import Trait
 from dlcp.error_text import describe
 from dlcp.session.options import Options
 from dlcp.session.session import PendingBucket, TrainingSession
@@ -553,7 +554,7 @@ class LayerAverager:
 
 def refuse_whole_steps(options: Options) -> None:
     """Raise ValueError for what only whole steps can do: groups of layers have no step that all begin."""
-    for name in options.whole_step_options():
+    for name in options.given(Trait.WHOLE_STEP):
         raise ValueError(f"cross-step scheduling knows no {name}=...: leave it out, or use dlcp.torch.enable")
 
 

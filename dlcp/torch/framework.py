@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dlcp.collectives import Bucket, Residual
+from dlcp.configuration import Trait
 from dlcp.dtypes import ValueType
 from dlcp.error_text import describe
 from dlcp.session.addresses import OwnAddresses, bind
@@ -81,8 +82,10 @@ def _leaving_first(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _agreement(store: Store, rank: int, size: int, options: Options) -> Agreement:
-    if options.tls:
-        raise ValueError("PyTorch's store, by which these ranks meet, has no TLS: leave tls out, and set secret_file")
+    if names := options.given(Trait.WITHOUT_TORCH):
+        raise ValueError(
+            f"PyTorch's store, by which these ranks meet, has no TLS: leave {', '.join(names)} out, and set secret_file"
+        )
     return Agreement(store, rank, size, options.meet_s, configured_secret(options), _host_of(store))
 
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from dlcp.collectives import Bucket
 from dlcp.collectives.choice import AUTO, DIRECT
+from dlcp.configuration import Trait
 from dlcp.session.joining import Agreement
 from dlcp.session.options import Options
 from dlcp.session.session import PATIENCE, Fallback, PendingBucket, TrainingSession
@@ -300,7 +301,7 @@ def _refuse_second(model: torch.nn.Module) -> None:
 
 
 def _check_options(options: Options) -> None:
-    names = options.whole_step_options()
+    names = options.given(Trait.WHOLE_STEP)
     if options.collective not in (AUTO, DIRECT):
         names.append("collective")
     if names:

@@ -239,7 +239,7 @@ def set_options(words: Sequence[str]) -> None:
     """Pass ``NAME=VALUE`` options to the ranks through the environment; check them as the ranks do."""
     from dlcp.session.options import Options
 
-    known = configuration.simple_options(Options)
+    known = configuration.options_of(Options)
     for word in words:
         name, equals, value = word.partition("=")
         if not equals:

@@ -12,6 +12,7 @@ from dlcp.transport.errors import (
     PeerHangsError,
     PeerLeftError,
     PeerSilentError,
+    RankEndedError,
     TransportError,
 )
 from dlcp.transport.messages import (
@@ -53,6 +54,7 @@ __all__ = [
     "PeerHangsError",
     "PeerLeftError",
     "PeerSilentError",
+    "RankEndedError",
     "ReceiveRequest",
     "SendRequest",
     "StreamingReduction",

@@ -77,8 +77,6 @@ remembered."""
 ABORT_BYTES_MAX: Final = 1000
 FAREWELL: Final = b"\0"
 """How the reason of a rank begins that leaves in order: nobody has to give up for that."""
-NOTICE: Final = b"\1"
-"""How what is no reason begins: something that a rank has to say beside all messages."""
 LAST_PACKETS_S: Final = 0.25
 """How long after a farewell what a rank sent before may still come. Chosen by us: many queues' delay."""
 
@@ -112,8 +110,6 @@ class Connection:
         Called with sender and key of a message that arrives before its receive is posted.
     on_message
         Called with a peer, and the time, whenever a message of its is here or it has confirmed one.
-    on_notice
-        Called with a peer, and what it says by :meth:`notify`.
     first_step
         The step of the last :meth:`begin_step`; packets of earlier ones are refused.
     due_s
@@ -171,7 +167,6 @@ class Connection:
         self.exported = ExportedMemory(shared.exported if shared else EMPTY)
         self.on_unexpected: Callable[[int, MessageKey], None] | None = None
         self.on_message: Callable[[int, float], None] | None = None
-        self.on_notice: Callable[[int, bytes], None] | None = None
         self.timeline: Timeline | None = None
         self.first_step = 0
         self.call = call
@@ -344,18 +339,6 @@ class Connection:
         payload = FAREWELL + reason.encode()[: min(ABORT_BYTES_MAX, self.options.payload_bytes) - len(FAREWELL)]
         for peer in self._peers:
             self.engine.send_control(peer, PacketType.ABORT, payload)
-
-    def notify(self, peer: int, content: bytes) -> None:
-        """Say something to a peer, in one packet, which may be lost: whoever needs an answer repeats it.
-
-        Raises
-        ------
-        ValueError
-            It is too long.
-        """
-        if len(content) >= self.options.payload_bytes:
-            raise ValueError(f"a notice of {len(content)} bytes is too long for a packet")
-        self.engine.send_control(peer, PacketType.ABORT, NOTICE + content)
 
     def _without(self, peer: Peer) -> None:
         """Go on without a peer that has left: what was sent to it, it had no need of; what it did not send is missed.
@@ -562,10 +545,6 @@ class Connection:
         if header.type is PacketType.ABORT:
             peer = self._peers[event.peer]
             reason = payload[:ABORT_BYTES_MAX].decode(errors="replace")
-            if payload.startswith(NOTICE):
-                if self.on_notice is not None:
-                    self.on_notice(event.peer, bytes(payload[len(NOTICE) :]))
-                return
             if payload.startswith(FAREWELL):
                 if not peer.left:
                     peer.left = reason[len(FAREWELL) :]

@@ -22,6 +22,10 @@ class PeerAbortedError(TransportError):
     """A rank gave up and said why."""
 
 
+class RankEndedError(PeerSilentError):
+    """A rank's process has ended, or has left the group."""
+
+
 class PeerLeftError(TransportError):
     """A rank has left in order, and this one still waits for something of it."""
 

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Final
 
-from dlcp.configuration import Range, check
+from dlcp.configuration import Range, Unit, check
 from dlcp.transport.congestion import RateControl
 from dlcp.transport.cubic import CubicWindow
 from dlcp.transport.dctcp import DctcpWindow
@@ -17,13 +17,12 @@ PATHS_MAX: Final = 64
 PathCount = Annotated[int, Range(1, PATHS_MAX)]
 SECONDS: Final = Range(0, 1e9, above=True)
 """Deadlines. 30 years are the most: clocks and locks of the system overflow not far beyond."""
-Seconds = Annotated[float, SECONDS]
+Seconds = Annotated[float, SECONDS, Unit("s")]
 SwitchHops = Annotated[int, Range(1, 0xFFFF)]
 """The drop budget that is divided by it has 16 bits."""
 FlowWeight = Annotated[float, Range(0.0, 100)]
 """A share of a flow, or so many flows; 0 is the default. 100 is chosen by us: one that weighs more than that leaves
 nothing to others."""
-_FORMER: Final = {"proportional": "dctcp", "marks": "ecn"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +75,6 @@ class TransportOptions:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.congestion in _FORMER:
-            raise ValueError(
-                f"congestion {self.congestion!r} is now called {_FORMER[self.congestion]!r}; "
-                f"it must be one of {', '.join(CONGESTION)}"
-            )
         if self.congestion not in CONGESTION:
             raise ValueError(f"congestion must be one of {', '.join(CONGESTION)}, got {self.congestion!r}")
         if not 64 <= self.payload_bytes <= 65000 or self.payload_bytes % 8:

@@ -311,7 +311,7 @@ def _compression(figures: Figures, given: Settings, now: Settings) -> tuple[str,
         f"steps wait {1e3 * figures.waited_s:.1f} ms of {1e3 * figures.step_s:.1f} for {_size(figures.gradient_bytes)}"
     )
     if given.collective == SERVER:
-        return "", f"{seen}; left as it is, since a parameter server has to be started with the same compression"
+        return "", f"{seen}; left as it is: a parameter server adds up gradients as they are"
     if figures.hosts == 1:
         return "", f"{seen}; on one host they go through memory, and casting costs more than it saves"
     if figures.waiting < WAITING_MATTERS:
@@ -481,8 +481,7 @@ def _deferral(estimate: DeferralEstimate, given: Settings, now: Settings, most: 
     if factor > (1.0 if now.deferral_bound else 1 - WAITING_MATTERS):
         return 0.0, f"{told}: that takes {factor:.2f} times as long, so deferral gains nothing"
     if given.collective == SERVER and best > given.deferral_bound:
-        server = f"with {best:g} here, and `dlcp server --deferral-bound {best:g}`"
-        return given.deferral_bound, f"{told}: {1 / factor:.2f} times as fast overall, {server}"
+        return given.deferral_bound, f"{told}: {1 / factor:.2f} times as fast overall, with deferral_bound={best:g}"
     return best, f"{told}: {1 / factor:.2f} times as fast overall"
 
 

@@ -39,7 +39,7 @@ class PacketType(IntEnum):
     """The answer to HELLO."""
     ABORT = 9
     """A rank gives up and says why, so that its peers need not wait for a deadline. If the first byte is 0, it leaves
-    in order; if 1, it says something else: what a parameter server needs to have like its workers."""
+    in order."""
 
 
 class Flag(IntFlag):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dlcp.collectives import Bucket, DirectAllReduce, RingAllReduce, ServerOptions
+from dlcp.collectives import Bucket, DirectAllReduce, RingAllReduce
 from dlcp.collectives.bucket import LayerBounds
 from dlcp.collectives.deferral import Deferral
 from dlcp.convergence import COST_OF_DEFERRAL, steps_factor
@@ -72,7 +72,8 @@ class Autotuned(SmallRanks):
         def make(settings):
             kind = RingAllReduce if settings.collective == "ring" else DirectAllReduce
             self.made[rank].append(settings.collective)
-            options = replace(context.options, deferral_bound=settings.deferral_bound)
+            bound = replace(context.options.bound, deferral=settings.deferral_bound)
+            options = replace(context.options, bound=bound)
             return kind(replace(context, options=options))
 
         session = TrainingSession(Options(), rank, ranks, NoFallback(), **shared)
@@ -252,7 +253,7 @@ def test_no_layer_loses_more_than_its_own_bound(kind):
     fields = {"bound": 0.4, "policy": NOTHING_PROTECTED, "lose": nearly_all_at_first, "error_feedback": False}
     if kind == "server":
         ranks = SmallRanks(3, server=True, **fields)
-        ranks.serve(ServerOptions(LossBound(0.4)))
+        ranks.serve()
     else:
         ranks = kind(3, **fields)
     for reducer in ranks.reducers:

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from dlcp.collectives import Bucket, ServerOptions
+from dlcp.collectives import Bucket
 from dlcp.collectives.reduction_rules import (
     MOST_SAMPLES,
     average,
@@ -16,7 +16,6 @@ from dlcp.collectives.reduction_rules import (
 )
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
-from dlcp.transport import LossBound
 from dlcp.wire import Flag, PacketType
 from tests.collectives.virtual_ranks import LAYERS, NOTHING_PROTECTED, SMALL_SIZES, Ranks, assert_identical
 from tests.collectives.virtual_ring import RingRanks
@@ -63,9 +62,9 @@ class WeighingRing(Weighing, RingRanks):
 class WeighingServer(Weighing, Ranks):
     """The server is told the samples by the step's first bucket, as it is in training."""
 
-    def __init__(self, count, *, error_feedback=False, bound=0.0, **fields):
-        super().__init__(count, server=True, bound=bound, error_feedback=error_feedback, **fields)
-        self.serve(ServerOptions(LossBound(bound), self.value_type, not error_feedback, weighted=True))
+    def __init__(self, count, *, error_feedback=False, **fields):
+        super().__init__(count, server=True, error_feedback=error_feedback, **fields)
+        self.serve(weighted=True)
 
     def start(self, step, gradients, buckets=None, delays_s=None):
         from dlcp.collectives.step_metadata import StepMetadata, bucket_of, table_of
@@ -197,8 +196,3 @@ def test_samples_are_whole_numbers(wrong):
         check_samples(wrong)
     assert check_samples(8.0) == 8
     assert check_samples(np.int64(8)) == 8
-
-
-def test_a_server_of_16_bit_gradients_does_not_weigh():
-    with pytest.raises(ValueError, match="float32, not float16"):
-        ServerOptions(value_type=ValueType.FLOAT16, weighted=True)

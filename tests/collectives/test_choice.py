@@ -13,7 +13,6 @@ from dlcp.collectives import (
     ParameterServer,
     RankContext,
     ReduceOptions,
-    ServerOptions,
     make_reducer,
 )
 from dlcp.collectives.choice import (
@@ -145,7 +144,7 @@ class Chosen(RingRanks):
         ]
         if server:
             self.server = ParameterServer(
-                self.connections[count], range(count), options=ServerOptions(LossBound(bound))
+                self.connections[count], range(count), options=ReduceOptions(LossBound(bound))
             )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dlcp.collectives import Bucket, RankContext, ReduceOptions, ServerOptions, make_reducer
+from dlcp.collectives import Bucket, RankContext, ReduceOptions, make_reducer
 from dlcp.collectives.bucket import LayerBounds
 from dlcp.collectives.choice import Costs, Topology
 from dlcp.collectives.deferral import REFRESH_STEPS, WHOLE_STEPS, Deferral, shares_by_value
@@ -363,7 +363,7 @@ def train_with_server(*, deferral_bound=BOUND, steps=STEPS, bound=0.0, whole=0, 
     """Steps of two workers with a server after the whole ones; return what ``train`` does."""
     fields.setdefault("rate_bps", 32 * MBIT)
     ranks = ManyValues(2, server=True, bound=bound, deferral_bound=deferral_bound, value_type=value_type, **fields)
-    ranks.serve(ServerOptions(LossBound(bound), value_type, deferral_bound=deferral_bound))
+    ranks.serve()
     for deferral in [ranks.server._deferral, *(reducer.deferral for reducer in ranks.reducers if reducer.deferral)]:
         deferral._steps = WHOLE_STEPS - whole
     return ranks, *take_steps(ranks, steps)
@@ -441,7 +441,7 @@ def test_the_first_steps_through_a_server_are_whole():
 def test_what_a_server_cannot_know_must_not_be_put_off(fields):
     ranks = ManyValues(2, server=True)
     layers = fields.pop("layers", LayerBounds())
-    options = ReduceOptions(deferral_bound=BOUND, layers=layers)
+    options = ReduceOptions(LossBound(0.1, deferral=BOUND), layers=layers)
     context = RankContext(ranks.connections[0], [0, 1], options)
-    with pytest.raises(ValueError, match="deferral_bound=0, on the server too"):
+    with pytest.raises(ValueError, match="deferral_bound=0"):
         make_reducer("server", context, topology=Topology(server=2), **fields)

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 from dlcp import wire
-from dlcp.collectives import ServerOptions
 from dlcp.dtypes import ValueType
 from dlcp.tags import queue_of_layer
-from dlcp.transport import LossBound, TransportError, TransportOptions
+from dlcp.transport import TransportError, TransportOptions
 from tests.collectives.test_direct import THREE_BUCKETS, exact_average
 from tests.collectives.virtual_ranks import (
     NOTHING_PROTECTED,
@@ -23,9 +22,9 @@ from tests.transport.exchanges import PacketType
 WORKERS = 3
 
 
-def ranks_with_server(*, bound=0.0, rescale=False, value_type=ValueType.FLOAT32, workers=WORKERS, **fields):
-    ranks = SmallRanks(workers, bound=bound, server=True, value_type=value_type, **fields)
-    ranks.serve(ServerOptions(LossBound(bound), value_type, rescale))
+def ranks_with_server(*, workers=WORKERS, **fields):
+    ranks = SmallRanks(workers, server=True, **fields)
+    ranks.serve()
     return ranks
 
 
@@ -136,7 +135,7 @@ def test_workers_of_different_models_are_told():
         ranks.start(0, [gradients], [["fc.weight"]])
         ranks.reducers, ranks.count = reducer, 2
     ranks.network.run(ranks.server.failed.done)
-    with pytest.raises(ValueError, match=r"step 0, part 0: workers sent \{0: 20000, 1: 24000\} bytes"):
+    with pytest.raises(ValueError, match=r"step 0, part 0: workers sent \{0: '20000 bytes of float32', 1: '24000"):
         ranks.server.failed.result()
 
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dlcp.collectives import ServerOptions, parts
+from dlcp.collectives import parts
 from dlcp.collectives.message_numbers import PARTS_MAX, part_number, parts_allowed, two_hop_number
 from dlcp.collectives.partial_result import recover
 from dlcp.collectives.parts import AllReduceInParts
 from dlcp.dtypes import ValueType
-from dlcp.transport import LossBound, TransportError
+from dlcp.transport import TransportError
 from tests.collectives.meeting_ranks import together
 from tests.collectives.test_direct import THREE_BUCKETS, exact_average
 from tests.collectives.test_message_numbers import until_refused
@@ -24,9 +24,9 @@ EVENTS = ("tagged", "gathered")
 
 
 class RanksWithServer(Ranks):
-    def __init__(self, *, in_parts=True, bound=0.0, **fields):
-        super().__init__(WORKERS, server=True, bound=bound, **fields)
-        self.serve(ServerOptions(LossBound(bound), self.value_type))
+    def __init__(self, *, in_parts=True, **fields):
+        super().__init__(WORKERS, server=True, **fields)
+        self.serve()
         if in_parts:
             self.reducers = [AllReduceInParts(reducer.context, WORKERS) for reducer in self.reducers]
 

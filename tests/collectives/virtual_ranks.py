@@ -37,8 +37,8 @@ class Ranks:
         rescale = not error_feedback if rescale is None else rescale
         self.network = network(count + server, lose or (lambda *_: False), **fields)
         self.connections = self.network.ranks[:]
-        options = ReduceOptions(
-            LossBound(bound, immediate), error_feedback, rescale, adaptive_shards, deferral_bound=deferral_bound
+        options = self.options = ReduceOptions(
+            LossBound(bound, immediate, deferral_bound), error_feedback, rescale, adaptive_shards
         )
         self.ledgers = [Ledger(1) for _ in range(count)]
         self.reducers = [
@@ -57,9 +57,10 @@ class Ranks:
         ]
         self.server = None
 
-    def serve(self, options):
-        self.server = ParameterServer(self.connections[self.count], range(self.count), options=options)
-        return self.server
+    def serve(self, **fields):
+        """Let the last rank be the parameter server, with the workers' options."""
+        server = self.connections[self.count]
+        self.server = ParameterServer(server, range(self.count), options=self.options, **fields)
 
     def gradients(self, seed, sizes=None):
         """Each rank's gradients by parameter, in the storage of the format."""

@@ -48,10 +48,9 @@ def test_a_process_is_ready_starts_and_reports():
 
 @pytest.mark.parametrize(
     ("function", "arguments", "status", "words"),
-    [(fail, (), 1, "ValueError: out of paper"), (command, (["server", "--bind", "x", "--workers", "y"],), 2, "token")],
+    [(fail, (), 1, "ValueError: out of paper"), (command, (["server"],), 2, "give --bind HOST:PORT")],
 )
-def test_what_goes_wrong_is_told(function, arguments, status, words, monkeypatch):
-    monkeypatch.delenv("DLCP_TOKEN", raising=False)
+def test_what_goes_wrong_is_told(function, arguments, status, words):
     with DemoProcess("worker", function, arguments) as process:
         process.finish(WAIT_S)
         assert process.status() == status

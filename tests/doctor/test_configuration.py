@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An argument beats the environment, that a file, and that the default; what holds nonsense is named."""
+"""The environment beats a file, and that the default; what holds nonsense is named."""
 
 import sys
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import pytest
 
 from dlcp import configuration
-from dlcp.configuration import Setting, build, settings
+from dlcp.configuration import HostPort, Range, Setting, Trait, Unit, build, settings
 
 
 @dataclass(frozen=True)
@@ -25,23 +26,41 @@ def toml():
     pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 
-def chosen(environment, arguments=None):
-    return {s.name: (s.value, s.origin) for s in settings(Choices, environment, arguments) if not s.is_default}
+def chosen(environment):
+    return {s.name: (s.value, s.origin) for s in settings(Choices, environment) if not s.is_default}
 
 
 def test_every_simple_field_is_an_option_and_others_are_not():
-    assert configuration.simple_options(Choices) == {"bound": 0.1, "job": 0, "tagged": True, "bind": "", "mtu": None}
+    defaults = {name: option.default for name, option in configuration.options_of(Choices).items()}
+    assert defaults == {"bound": 0.1, "job": 0, "tagged": True, "bind": "", "mtu": None}
     assert settings(Choices, {})[0] == Setting("bound", 0.1, "default")
 
 
-def test_an_argument_beats_the_environment_which_beats_the_file_which_beats_the_default(toml, tmp_path):
+def test_a_field_declares_all_that_is_known_of_its_option():
+    @dataclass(frozen=True)
+    class Declared:
+        wait_s: Annotated[float, Range(0, 9, above=True), Unit("s"), Trait.AGREED] = 1.0
+        token: Annotated[int | None, Trait.OWN, Trait.SECRET] = None
+        where: Annotated[str, HostPort()] = ""
+
+    options = configuration.options_of(Declared)
+    assert options["wait_s"].describe() == "in (0, 9] s; the same on all ranks"
+    assert options["token"].describe() == "each rank's own; never shown"
+    assert options["where"].describe() == "`host:port`"
+    assert options["token"].optional
+    with pytest.raises(ValueError, match=r"DLCP_WAIT_S must lie in \(0, 9\], got '?0"):
+        options["wait_s"].parse("DLCP_WAIT_S", "0")
+    assert [setting.shown for setting in settings(Declared, {"DLCP_TOKEN": "7"})] == [1.0, "(set)", ""]
+
+
+def test_the_environment_beats_the_file_which_beats_the_default(toml, tmp_path):
     path = tmp_path / "dlcp.toml"
     path.write_text("bound = 0\njob = 1\nbind = 'a:1'\ntagged = false\n")
     environment = {"DLCP_JOB": "2", "DLCP_BIND": "b:2"}
-    assert chosen(environment, {"bind": "c:3"}) == {
+    assert chosen(environment) == {
         "bound": (0.0, "dlcp.toml"),
         "job": (2, "DLCP_JOB"),
-        "bind": ("c:3", "argument"),
+        "bind": ("b:2", "DLCP_BIND"),
         "tagged": (False, "dlcp.toml"),
     }
     assert build(Choices, environment) == Choices(bound=0.0, job=2, bind="b:2", tagged=False)

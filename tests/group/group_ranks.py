@@ -4,10 +4,13 @@
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import dlcp.session
 from dlcp.session import Options
+from dlcp.session.serving import SessionServer
 from tests.transport.free_ports import free_port
 
 LIMIT_S = 40
@@ -42,6 +45,20 @@ def together(size, function, options=None):
         if isinstance(result, BaseException):
             raise result
     return [found[rank] for rank in range(size)]
+
+
+@contextmanager
+def serving(report=lambda line: None, **options):
+    """A parameter server as a thread of this process."""
+    stopped = threading.Event()
+    with SessionServer(Options(**{"bind": "127.0.0.1:0"} | options), report) as server:
+        thread = threading.Thread(target=server.serve, args=(stopped,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            stopped.set()
+            thread.join()
 
 
 def start_process(rank, size, port, code, *arguments, **variables):

@@ -73,7 +73,7 @@ def test_samples_have_to_be_announced_by_all_and_in_time():
     together(2, late, Options(samples=4))
     with pytest.raises(ValueError, match=r"say Options\(samples=\.\.\.\) on every rank"):
         together(2, lambda group: group.samples(3))
-    with pytest.raises(NotJoinedError, match="weighted"):
+    with pytest.raises(NotJoinedError, match="samples='set' and rank 1 samples='not set'"):
         together(2, train, [Options(samples=4, meet_s=2.0), Options(meet_s=2.0)])
 
 

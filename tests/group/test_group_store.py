@@ -100,7 +100,7 @@ def test_nobody_serving_is_told_within_the_deadline_with_what_to_check():
         probe.bind(("127.0.0.1", 0))
         address = probe.getsockname()
         began_s = time.monotonic()
-        with pytest.raises(StoreError, match=r"no answer from the store at 127\.0\.0\.1:\d+ .*MASTER_PORT"):
+        with pytest.raises(StoreError, match=r"no answer from the store of rank 0 at 127\.0\.0\.1:\d+ .*MASTER_PORT"):
             Store(address, 0.3, SECRET)
     assert time.monotonic() - began_s < 3
 

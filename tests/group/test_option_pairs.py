@@ -3,27 +3,22 @@
 
 import itertools
 import random
-from contextlib import contextmanager
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
-from dlcp.collectives.parameter_server import ParameterServer, ServerOptions
 from dlcp.dtypes import ValueType
-from dlcp.session import NotJoinedError, Options
-from dlcp.transport import Endpoint, LossBound, TransportOptions, bind_socket
-from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
+from dlcp.session import Options
+from dlcp.transport import Endpoint
 from tests.faults.lossy_sockets import lossy_endpoints
-from tests.group.group_ranks import together
-from tests.transport.free_ports import free_udp_ports
+from tests.group.group_ranks import serving, together
 
 RANKS = 3
 STEPS = 6
 """Deferral leaves the first three steps whole."""
 SHAPES = {"front.weight": (70, 100), "front.bias": (100,), "back.weight": (100, 60)}
 LOSS = 0.05
-TOKEN = 7
 
 VALUES = {
     "compression": ["", "fp16", "bf16", "topk:0.1", "randomk:0.1", "qsgd:4", "terngrad", "signsgd", "efsignsgd",
@@ -37,7 +32,7 @@ VALUES = {
     "deferral_bound": [0.0, 0.75],
     "immediate": [False, True],
     "error_feedback": [True, False],
-    "rescale": [True, False],
+    "rescale": [None, True, False],
     "adaptive_shards": [True, False],
     "samples": [0, 16],
     "adapt": [False, True],
@@ -54,24 +49,18 @@ NOT_OPTIONS = "value_type", "flush"
 
 
 def given(combination):
-    """Return a combination's options; what it does not say is the default, but that averages alone may fall back."""
-    options = {"fallback": False} | {name: combination[name] for name in combination if name not in NOT_OPTIONS}
+    """Return a combination's options; what it does not say is the default, or whatever does not rule the rest out."""
+    open_choices = {"fallback": False, "error_feedback": not combination.get("rescale")}
+    options = open_choices | {name: combination[name] for name in combination if name not in NOT_OPTIONS}
     if options.get("collective") == "server":
-        options |= {"server": "127.0.0.1:9", "token": TOKEN}
+        options["server"] = "127.0.0.1:9"
     return options
 
 
 def refusal(combination):
     """Return the error with which a combination is refused; None if it is not."""
     try:
-        options = Options(**given(combination))
-        if options.collective == "server":
-            value_type = combination.get("value_type", ValueType.FLOAT32)
-            server_options(options, value_type)
-            if (options.adapt or options.phases) and not (options.compression or value_type is ValueType.FLOAT32):
-                raise ValueError(
-                    "collective 'server' has one value_type, and that of adapt, phases, samples is float32"
-                )
+        Options(**given(combination))
     except ValueError as error:
         return error
     return None
@@ -153,47 +142,20 @@ def train(group, combination):
     return got
 
 
-def server_options(options, value_type):
-    """What a server of such workers is told."""
-    return ServerOptions(
-        LossBound(options.loss_bound, options.immediate),
-        ValueType.FLOAT32 if options.compression else value_type,  # what a compressor makes of gradients
-        options.reduction().rescale,
-        options.weighted,
-        options.deferral_bound if options.error_feedback else 0.0,
-    )
+@pytest.fixture(scope="module")
+def server():
+    """A parameter server, which serves all these trainings: they tell it their options."""
+    with serving() as found:
+        yield f"{found.address[0]}:{found.address[1]}"
 
 
-@contextmanager
-def serving(options, value_type, ports):
-    """A parameter server beside the ranks."""
-    *workers, port = [("127.0.0.1", port) for port in ports]
-    transport = TransportOptions(
-        payload_bytes=options.payload_bytes or PAYLOAD_UNKNOWN,
-        tagged=options.tagged,
-        congestion=options.congestion,
-        flow_weight=1.0,
-    )
-    sock = bind_socket("127.0.0.1", [port[1]])
-    endpoint = Endpoint(len(workers), sock, dict(enumerate(workers)), job=0, token=TOKEN, options=transport)
-    try:
-        yield ParameterServer(endpoint.connection, range(len(workers)), options=server_options(options, value_type))
-    finally:
-        endpoint.close("the test is over")
-
-
-def run(combination):
+def run(combination, server):
     """Train with a combination; return all averages of each rank."""
-    ports = free_udp_ports(RANKS + 1)
     chosen = given(combination)
     if chosen["collective"] == "server":
-        chosen["server"] = f"127.0.0.1:{ports[-1]}"
+        chosen["server"] = server
     options = Options(deadline_s=15.0, meet_s=15.0, **chosen)
-    each = [options.with_(bind=f"127.0.0.1:{port}") for port in ports[:-1]]
-    if options.collective == "server":
-        with serving(options, combination["value_type"], ports):
-            return together(RANKS, lambda group: train(group, combination), each)
-    return together(RANKS, lambda group: train(group, combination), each)
+    return together(RANKS, lambda group: train(group, combination), options)
 
 
 COMBINATIONS, REFUSED = all_pairs(VALUES)
@@ -212,8 +174,8 @@ def shown(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS + DEFERRING, ids=shown)
-def test_options_go_together(combination):
-    results = run(combination)
+def test_options_go_together(combination, server):
+    results = run(combination, server)
     for other in results[1:]:
         for step, averages in enumerate(other):
             for name, values in averages.items():
@@ -227,29 +189,3 @@ def test_a_refusal_names_both_options():
         text = str(refusal(pair))
         for name in pair:
             assert name in text, f"{pair} is refused by {text!r}"
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"deferral_bound": 0.75}, "the parameter server has deferral_bound=0.0 and the workers 0.75"),
-        ({"loss_bound": 0.2}, "the parameter server has loss_bound=0.1 and the workers 0.2"),
-        (
-            {"immediate": True},
-            "the parameter server has immediate=False and the workers True; start it with --immediate",
-        ),
-        ({"error_feedback": False}, "the parameter server has rescale=False and the workers True"),
-        ({"adapt": True}, "the parameter server has value_type='float64', and adapt of the workers needs float32"),
-    ],
-)
-def test_a_server_that_was_started_otherwise_is_told_at_the_start(changes, said):
-    ports = free_udp_ports(RANKS + 1)
-    server = f"127.0.0.1:{ports[-1]}"
-    options = Options(collective="server", server=server, token=TOKEN, fallback=False, silence_s=60.0, **changes)
-    each = [options.with_(bind=f"127.0.0.1:{port}") for port in ports[:-1]]
-    started = Options(collective="server", server=server, token=TOKEN, payload_bytes=options.payload_bytes)
-    with (
-        serving(started, ValueType.FLOAT64 if options.adapt else ValueType.FLOAT32, ports),
-        pytest.raises(NotJoinedError, match=said),
-    ):
-        together(RANKS, lambda group: group.step, each)

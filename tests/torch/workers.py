@@ -77,12 +77,12 @@ def _run(worker, store, function, arguments, pipe):
     os._exit(0)  # a process group whose peers are gone does not end by itself
 
 
-def launch(count, function, *arguments, limit_s=LIMIT_S, ports=None, environment=None, lost=()):
+def launch(count, function, *arguments, limit_s=LIMIT_S, environment=None, lost=()):
     """Run ``function(worker, *arguments)`` on every rank; return their outcomes, or fail after ``limit_s``.
 
     Ranks in ``lost`` are not waited for.
     """
-    ports = ports or free_udp_ports(count)
+    ports = free_udp_ports(count)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         running, outcomes = {}, {}

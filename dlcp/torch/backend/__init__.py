@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it t
 
 from dlcp.backend.channel import AllowedLoss
 from dlcp.backend.process_group import Collectives
+from dlcp.configuration import Trait
 from dlcp.ledger import Ledger
 from dlcp.session.options import Options
 from dlcp.tags import Tagger
@@ -93,7 +94,7 @@ def _heeded(options: Options | None, *, says: bool = False) -> Options:
         ``options`` have such.
     """
     found = options or Options.from_environment()
-    if names := found.whole_step_options():
+    if names := found.given(Trait.WHOLE_STEP):
         problem = f"a group of backend dlcp heeds no {', '.join(names)}: only dlcp.torch.enable does"
         if options is not None:
             raise ValueError(f"{problem}; leave that out")
