@@ -92,7 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
         options = Options.from_environment()
         sizes = _sizes(arguments)
         target = arguments.json or ("" if sys.stdout.isatty() else "-")
-        check_writable("--json", Path(target) if target not in ("", "-") else None)
+        is_first = os.environ.get("RANK", "0") == "0"
+        if is_first and target not in ("", "-"):
+            check_writable("--json", Path(target))
     except ValueError as error:
         return refuse("bench", error)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -100,7 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
     from dlcp.bench.allreduce import AllReduceSeries, measure, table_head, table_row
 
     series = AllReduceSeries(sizes, arguments.iterations, arguments.warm_up, arguments.device, arguments.seed)
-    is_first = os.environ["RANK"] == "0"
     told = say if target else print
 
     def report(found: BenchResult) -> None:
